@@ -1,0 +1,27 @@
+//! Between `types` and the wire. Out is always possible; in can refuse.
+
+pub(crate) mod load;
+pub(crate) mod node;
+pub(crate) mod prompt;
+pub(crate) mod step;
+pub(crate) mod transfer;
+
+use crate::error::ConvertError;
+
+/// Takes a field that must be there.
+fn present<T>(value: Option<T>, field: &'static str) -> Result<T, ConvertError> {
+    value.ok_or(ConvertError::Missing { field })
+}
+
+/// Narrows a number of the wire to what the field can hold.
+fn narrow<T: TryFrom<u32>>(value: u32, field: &'static str) -> Result<T, ConvertError> {
+    T::try_from(value).map_err(|_| ConvertError::range(field, value))
+}
+
+/// Reads an identifier of 16 bytes.
+fn sixteen(bytes: &[u8], field: &'static str) -> Result<[u8; 16], ConvertError> {
+    bytes.try_into().map_err(|_| ConvertError::Length { field, wanted: 16, found: bytes.len() })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,149 @@
+//! Prompts: the deadline crosses the wire as the time that is left.
+
+use std::time::{Duration, Instant};
+
+use types::prompt::Priority;
+use types::{Deadline, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId};
+
+use super::{narrow, present};
+use crate::error::ConvertError;
+use crate::v1;
+
+/// The longest time a request may be given: a day. It keeps deadlines on the clock's scale.
+const TIMEOUT_MS_MAX: u64 = 24 * 60 * 60 * 1000;
+/// The longest identifier that is taken over from a peer.
+const ID_BYTES_MAX: usize = 256;
+
+/// A prompt as it leaves at `now`.
+pub fn prompt_to_wire(prompt: &Prompt, now: Instant) -> v1::Prompt {
+    v1::Prompt {
+        request_id: prompt.id.to_string(),
+        tenant: prompt.tenant.to_string(),
+        tokens: prompt.tokens.iter().map(|token| token.0).collect(),
+        n_generated: prompt.n_generated as u32,
+        sampling: Some((&prompt.sampling).into()),
+        stop: Some((&prompt.stop).into()),
+        priority: i32::from(prompt.priority.0),
+        timeout_ms: prompt.deadline.left(now).as_millis() as u64,
+    }
+}
+
+/// A prompt that arrived at `now`.
+pub fn prompt_from_wire(wire: v1::Prompt, now: Instant) -> Result<Prompt, ConvertError> {
+    let n_generated = wire.n_generated as usize;
+    if wire.tokens.is_empty() {
+        return Err(ConvertError::Missing { field: "prompt.tokens" });
+    }
+    if n_generated >= wire.tokens.len() {
+        return Err(ConvertError::range("prompt.n_generated", n_generated));
+    }
+    if wire.timeout_ms > TIMEOUT_MS_MAX {
+        return Err(ConvertError::range("prompt.timeout_ms", wire.timeout_ms));
+    }
+    Ok(Prompt {
+        id: RequestId::new(short(wire.request_id, "prompt.request_id")?),
+        tenant: TenantId::new(short(wire.tenant, "prompt.tenant")?),
+        tokens: wire.tokens.into_iter().map(TokenId).collect(),
+        n_generated,
+        sampling: present(wire.sampling, "prompt.sampling")?.try_into()?,
+        stop: present(wire.stop, "prompt.stop")?.into(),
+        priority: Priority(
+            i8::try_from(wire.priority).map_err(|_| ConvertError::range("prompt.priority", wire.priority))?,
+        ),
+        deadline: Deadline::at(now + Duration::from_millis(wire.timeout_ms)),
+    })
+}
+
+fn short(text: String, field: &'static str) -> Result<String, ConvertError> {
+    if text.is_empty() {
+        return Err(ConvertError::Missing { field });
+    }
+    if text.len() > ID_BYTES_MAX {
+        return Err(ConvertError::range(field, format!("{} bytes", text.len())));
+    }
+    Ok(text)
+}
+
+impl From<&Sampling> for v1::Sampling {
+    fn from(sampling: &Sampling) -> Self {
+        Self {
+            temperature: sampling.temperature,
+            top_p: sampling.top_p,
+            top_k: sampling.top_k,
+            min_p: sampling.min_p,
+            repetition_penalty: sampling.repetition_penalty,
+            presence_penalty: sampling.presence_penalty,
+            frequency_penalty: sampling.frequency_penalty,
+            logit_bias: sampling.logit_bias.iter().map(|(token, bias)| (token.0, *bias)).collect(),
+            seed: sampling.seed,
+            logprobs: sampling.logprobs.map(u32::from),
+        }
+    }
+}
+
+impl TryFrom<v1::Sampling> for Sampling {
+    type Error = ConvertError;
+
+    fn try_from(wire: v1::Sampling) -> Result<Self, ConvertError> {
+        let mut logit_bias: Vec<_> =
+            wire.logit_bias.into_iter().map(|(id, bias)| (TokenId(id), bias)).collect();
+        logit_bias.sort_by_key(|(token, _)| *token);
+        let sampling = Self {
+            temperature: wire.temperature,
+            top_p: wire.top_p,
+            top_k: wire.top_k,
+            min_p: wire.min_p,
+            repetition_penalty: wire.repetition_penalty,
+            presence_penalty: wire.presence_penalty,
+            frequency_penalty: wire.frequency_penalty,
+            logit_bias,
+            seed: wire.seed,
+            logprobs: wire.logprobs.map(|n| narrow(n, "sampling.logprobs")).transpose()?,
+        };
+        in_range(&sampling)?;
+        Ok(sampling)
+    }
+}
+
+/// Refuses numbers that no sampler can use; NaN is in no range.
+fn in_range(sampling: &Sampling) -> Result<(), ConvertError> {
+    let checks = [
+        ("sampling.temperature", sampling.temperature, 0.0..=100.0),
+        ("sampling.top_p", sampling.top_p, 0.0..=1.0),
+        ("sampling.min_p", sampling.min_p, 0.0..=1.0),
+        ("sampling.repetition_penalty", sampling.repetition_penalty, 0.01..=100.0),
+        ("sampling.presence_penalty", sampling.presence_penalty, -100.0..=100.0),
+        ("sampling.frequency_penalty", sampling.frequency_penalty, -100.0..=100.0),
+    ];
+    for (field, value, range) in checks {
+        if !range.contains(&value) {
+            return Err(ConvertError::range(field, value));
+        }
+    }
+    match sampling.logit_bias.iter().find(|(_, bias)| bias.is_nan()) {
+        Some((token, _)) => Err(ConvertError::range("sampling.logit_bias", format!("{token:?}: NaN"))),
+        None => Ok(()),
+    }
+}
+
+impl From<&StopRules> for v1::StopRules {
+    fn from(stop: &StopRules) -> Self {
+        Self {
+            max_tokens: stop.max_tokens,
+            min_tokens: stop.min_tokens,
+            stop_tokens: stop.stop_tokens.iter().map(|token| token.0).collect(),
+            ignore_eos: stop.ignore_eos,
+        }
+    }
+}
+
+impl From<v1::StopRules> for StopRules {
+    fn from(wire: v1::StopRules) -> Self {
+        Self {
+            max_tokens: wire.max_tokens,
+            min_tokens: wire.min_tokens,
+            stop_tokens: wire.stop_tokens.into_iter().map(TokenId).collect(),
+            ignore_eos: wire.ignore_eos,
+        }
+    }
+}

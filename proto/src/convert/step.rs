@@ -1,0 +1,122 @@
+//! Steps, usage and a prefill node's answer.
+
+use std::time::Duration;
+
+use types::step::Logprobs;
+use types::{FinishReason, Prefilled, Refusal, RefusalKind, Step, TokenId, Usage};
+
+use super::present;
+use crate::error::ConvertError;
+use crate::v1;
+
+impl From<&Step> for v1::Step {
+    fn from(step: &Step) -> Self {
+        let mut wire = Self {
+            token: step.token.0,
+            index: step.index,
+            logprobs: step.logprobs.as_ref().map(Into::into),
+            finish: v1::FinishReason::Unspecified.into(),
+        };
+        if let Some(reason) = step.finish {
+            wire.set_finish(reason.into());
+        }
+        wire
+    }
+}
+
+impl TryFrom<v1::Step> for Step {
+    type Error = ConvertError;
+
+    fn try_from(wire: v1::Step) -> Result<Self, ConvertError> {
+        Ok(Self {
+            token: TokenId(wire.token),
+            index: wire.index,
+            finish: finish_from_wire(wire.finish)?,
+            logprobs: wire.logprobs.map(Into::into),
+        })
+    }
+}
+
+fn finish_from_wire(finish: i32) -> Result<Option<FinishReason>, ConvertError> {
+    match v1::FinishReason::try_from(finish) {
+        Ok(v1::FinishReason::Unspecified) => Ok(None),
+        Ok(v1::FinishReason::Stop) => Ok(Some(FinishReason::Stop)),
+        Ok(v1::FinishReason::Length) => Ok(Some(FinishReason::Length)),
+        Err(_) => Err(ConvertError::unknown("step.finish", finish)),
+    }
+}
+
+impl From<FinishReason> for v1::FinishReason {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop => Self::Stop,
+            FinishReason::Length => Self::Length,
+        }
+    }
+}
+
+impl From<&Logprobs> for v1::Logprobs {
+    fn from(logprobs: &Logprobs) -> Self {
+        let one = |(token, logprob): &(TokenId, f32)| v1::Logprob { token: token.0, logprob: *logprob };
+        Self { chosen: logprobs.chosen, top: logprobs.top.iter().map(one).collect() }
+    }
+}
+
+impl From<v1::Logprobs> for Logprobs {
+    fn from(wire: v1::Logprobs) -> Self {
+        let top = wire.top.into_iter().map(|one| (TokenId(one.token), one.logprob)).collect();
+        Self { chosen: wire.chosen, top }
+    }
+}
+
+impl From<Usage> for v1::Usage {
+    fn from(usage: Usage) -> Self {
+        Self { prompt_tokens: usage.prompt_tokens, cached_tokens: usage.cached_tokens }
+    }
+}
+
+impl From<v1::Usage> for Usage {
+    fn from(wire: v1::Usage) -> Self {
+        Self { prompt_tokens: wire.prompt_tokens, cached_tokens: wire.cached_tokens }
+    }
+}
+
+impl From<&Prefilled> for v1::Prefilled {
+    fn from(prefilled: &Prefilled) -> Self {
+        Self {
+            first: Some((&prefilled.first).into()),
+            usage: Some(prefilled.usage.into()),
+            queued_us: prefilled.queued.as_micros() as u64,
+            computed_us: prefilled.computed.as_micros() as u64,
+        }
+    }
+}
+
+impl TryFrom<v1::Prefilled> for Prefilled {
+    type Error = ConvertError;
+
+    fn try_from(wire: v1::Prefilled) -> Result<Self, ConvertError> {
+        Ok(Self {
+            first: present(wire.first, "prefilled.first")?.try_into()?,
+            usage: present(wire.usage, "prefilled.usage")?.into(),
+            queued: Duration::from_micros(wire.queued_us),
+            computed: Duration::from_micros(wire.computed_us),
+        })
+    }
+}
+
+impl From<&Refusal> for v1::Refusal {
+    fn from(refusal: &Refusal) -> Self {
+        Self { code: refusal.kind.code().to_owned(), reason: refusal.reason.clone() }
+    }
+}
+
+impl From<v1::Refusal> for Refusal {
+    /// A newer peer may refuse for reasons that have no name here yet: such a node failed, as far as this one knows.
+    fn from(wire: v1::Refusal) -> Self {
+        match RefusalKind::from_code(&wire.code) {
+            Some(kind) => Self::new(kind, wire.reason),
+            None => Self::new(RefusalKind::Failed, format!("{}: {}", wire.code, wire.reason)),
+        }
+    }
+}

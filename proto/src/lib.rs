@@ -1,0 +1,23 @@
+//! The wire between Baton's processes: the .proto files, the code made from them, and conversions that can refuse.
+//!
+//! Every value that arrives is checked here once; behind this crate only `types` are known.
+#![forbid(unsafe_code)]
+
+mod convert;
+mod error;
+
+pub use convert::prompt::{prompt_from_wire, prompt_to_wire};
+pub use error::ConvertError;
+
+/// The generated code. Documentation is in the .proto files.
+#[allow(clippy::all, clippy::pedantic, missing_debug_implementations)]
+pub mod v1 {
+    tonic::include_proto!("baton.v1");
+}
+
+/// Describes `baton.v1` to reflection clients.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton_descriptor.bin"));
+
+/// The largest message on any of our gRPC connections. KV never travels in one; the longest is a prompt of a
+/// million tokens, which takes three bytes a token.
+pub const MESSAGE_BYTES_MAX: usize = 16 << 20;

@@ -1,0 +1,131 @@
+//! Names of things. Each is a type of its own, so that no two can be mixed up in a signature.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// A short text that names something; cheap to clone.
+macro_rules! text_id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(Arc<str>);
+
+        impl $name {
+            pub fn new(text: impl Into<Arc<str>>) -> Self {
+                Self(text.into())
+            }
+
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+    };
+}
+
+text_id! {
+    /// One node, for as long as its operator calls it by this name. A restart keeps the name and changes the [`Epoch`].
+    NodeId
+}
+text_id! {
+    /// One request, from the client's door to the last token. Shown to the client as `x-request-id`.
+    RequestId
+}
+text_id! {
+    /// Whose prompts may share cached KV. Part of every block hash.
+    TenantId
+}
+
+impl Default for TenantId {
+    fn default() -> Self {
+        Self::new("default")
+    }
+}
+
+/// One life of one node: new at every start, so that a restart at the same address is a new node at once.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct Epoch(pub u64);
+
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+/// One movement of one sequence's KV from one node to another.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TransferId(pub u128);
+
+impl fmt::Display for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// The right to write into one landing: 128 unguessable bits.
+///
+/// It is compared in constant time and never printed.
+#[derive(Clone, Copy)]
+pub struct Grant([u8; 16]);
+
+impl Grant {
+    pub fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0
+    }
+}
+
+impl PartialEq for Grant {
+    fn eq(&self, other: &Self) -> bool {
+        let difference = self.0.iter().zip(other.0).fold(0u8, |seen, (a, b)| seen | (a ^ b));
+        std::hint::black_box(difference) == 0
+    }
+}
+
+impl Eq for Grant {}
+
+impl fmt::Debug for Grant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Grant(…)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_grant_is_never_printed() {
+        assert_eq!(format!("{:?}", Grant::from_bytes([7; 16])), "Grant(…)");
+    }
+
+    #[test]
+    fn grants_differ_in_any_bit() {
+        let grant = Grant::from_bytes([0; 16]);
+        for bit in 0..128 {
+            let mut bytes = [0u8; 16];
+            bytes[bit / 8] = 1 << (bit % 8);
+            assert_ne!(grant, Grant::from_bytes(bytes), "bit {bit}");
+        }
+    }
+}

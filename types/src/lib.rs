@@ -1,0 +1,25 @@
+//! The nouns of Baton: plain values that every other crate speaks in, with no I/O, no async and no serde.
+//!
+//! Suggested reading order: the request ([`prompt`], [`step`]), who is there ([`node`], [`load`]),
+//! how KV lies in memory ([`layout`], [`block`]), and how it travels ([`transfer`]).
+#![forbid(unsafe_code)]
+
+pub mod block;
+pub mod ids;
+pub mod layout;
+pub mod load;
+pub mod node;
+pub mod prompt;
+pub mod step;
+pub mod transfer;
+pub mod verdict;
+
+pub use block::{BlockHash, BlockHasher, BlockIdx};
+pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
+pub use layout::{GroupIdx, KvDtype, KvLayout};
+pub use load::{BlockCounts, BlockEvent, NodeLoad};
+pub use node::{Fingerprint, ModelInfo, NodeInfo, ProtocolRange, Role};
+pub use prompt::{Deadline, Prompt, Sampling, StopRules, TokenId};
+pub use step::{FinishReason, Prefilled, Step, Usage};
+pub use transfer::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};
+pub use verdict::{Refusal, RefusalKind, Verdict};

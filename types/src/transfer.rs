@@ -1,0 +1,149 @@
+//! How KV travels: where it may land, which part of it is meant, and the word that it is whole.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::block::BlockIdx;
+use crate::ids::{Epoch, Grant, NodeId, TransferId};
+use crate::layout::{GroupIdx, KvLayout};
+use crate::node::Fingerprint;
+use crate::step::Step;
+
+/// The name of a connector: `tcp`, `shm`, `rdma`, …
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Scheme(Arc<str>);
+
+impl Scheme {
+    pub fn new(name: impl Into<Arc<str>>) -> Self {
+        Self(name.into())
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Where one connector of a node is reached. The endpoint's form is the connector's own.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct WireAddress {
+    pub scheme: Scheme,
+    pub endpoint: String,
+}
+
+/// Where a prefill node shall put a sequence's KV.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Destination {
+    /// Into memory that a decode node has reserved.
+    Landing(Landing),
+    /// Nowhere yet: it stays leased in the prefill node's outbox until `Deliver` names a landing, or the deadline passes.
+    Held,
+    /// Into the shared pool.
+    Store,
+}
+
+/// The address of reserved blocks on one node, and the right to fill them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Landing {
+    pub transfer: TransferId,
+    pub node: NodeId,
+    pub epoch: Epoch,
+    pub grant: Grant,
+    pub wire: WireAddress,
+    /// Tokens whose KV the landing is for: the whole prompt.
+    pub n_tokens: u32,
+    /// Tokens, from the front, that are held already and must not be sent. A whole number of blocks.
+    pub held_tokens: u32,
+    /// The receiver's blocks, one table per layer group, the held ones included.
+    pub tables: Vec<Vec<BlockIdx>>,
+    pub layout: KvLayout,
+    pub fingerprint: Fingerprint,
+}
+
+impl Landing {
+    /// The blocks, as ordinals in the sequence, that are to be sent.
+    pub fn wanted_blocks(&self) -> Range<u32> {
+        let block_tokens = u32::from(self.layout.block_tokens);
+        self.held_tokens / block_tokens..self.n_tokens.div_ceil(block_tokens)
+    }
+
+    /// Pages (one layer's share of a block) that are to be sent.
+    pub fn wanted_pages(&self) -> usize {
+        let n_layers: usize = self.layout.groups.iter().map(|group| group.layers.len()).sum();
+        self.wanted_blocks().len() * n_layers
+    }
+
+    /// How many tokens of the block at `ordinal` are valid: all, except perhaps in the last one.
+    pub fn valid_tokens(&self, ordinal: u32) -> u16 {
+        let block_tokens = u32::from(self.layout.block_tokens);
+        (self.n_tokens - ordinal * block_tokens).min(block_tokens) as u16
+    }
+}
+
+/// Some layers of some blocks of one sequence.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct KvSpan {
+    pub group: GroupIdx,
+    /// Ordinals in the sequence, not places in a pool: the two sides' tables differ.
+    pub blocks: Range<u32>,
+    /// Positions in the group's list of layers.
+    pub layers: Range<u16>,
+}
+
+/// The last thing on the KV wire: all of this sequence's KV is in place, and this is its first token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Handoff {
+    pub transfer: TransferId,
+    /// Tokens whose KV was handed over, held ones included.
+    pub n_tokens: u32,
+    pub first: Step,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::KvDtype;
+
+    fn landing(n_tokens: u32, held_tokens: u32) -> Landing {
+        Landing {
+            transfer: TransferId(1),
+            node: NodeId::new("d"),
+            epoch: Epoch(1),
+            grant: Grant::from_bytes([0; 16]),
+            wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: String::new() },
+            n_tokens,
+            held_tokens,
+            tables: vec![],
+            layout: KvLayout::uniform(16, KvDtype::F32, 3, 1, 4),
+            fingerprint: Fingerprint::default(),
+        }
+    }
+
+    #[test]
+    fn what_is_held_is_not_wanted() {
+        for (n_tokens, held, blocks, pages, last_valid) in [
+            (1, 0, 0..1, 3, 1),
+            (16, 0, 0..1, 3, 16),
+            (17, 0, 0..2, 6, 1),
+            (40, 16, 1..3, 6, 8),
+            (32, 32, 2..2, 0, 16),
+        ] {
+            let landing = landing(n_tokens, held);
+            assert_eq!(landing.wanted_blocks(), blocks);
+            assert_eq!(landing.wanted_pages(), pages);
+            assert_eq!(landing.valid_tokens((n_tokens - 1) / 16), last_valid);
+        }
+    }
+}
