@@ -1,0 +1,109 @@
+//! A fence: how far a step in flight has come, layer by layer.
+//!
+//! The engine raises the signal as each layer's KV is written; a sender waits for the layers that it wants to send,
+//! so that a layer is on the wire while the next one is computed.
+
+use tokio::sync::watch;
+
+/// The computing side. Dropped before a layer was done, it breaks the fence for all who wait for that layer.
+#[derive(Debug)]
+pub struct FenceSignal {
+    layers: watch::Sender<u16>,
+}
+
+/// The waiting side; cheap to clone.
+#[derive(Clone, Debug)]
+pub struct LayerFence {
+    /// `None` is a fence that was never closed.
+    layers: Option<watch::Receiver<u16>>,
+}
+
+/// The step ended, by an error, before these layers were computed: the KV will never be right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the step failed with {done} of {wanted} layers computed")]
+pub struct FenceBroken {
+    pub wanted: u16,
+    pub done: u16,
+}
+
+impl FenceSignal {
+    pub fn new() -> (FenceSignal, LayerFence) {
+        let (layers, fence) = watch::channel(0);
+        (FenceSignal { layers }, LayerFence { layers: Some(fence) })
+    }
+
+    /// All layers whose number in the model is below `n` are written. Never waits; a smaller `n` than before is ignored.
+    pub fn layers_done(&self, n: u16) {
+        self.layers.send_if_modified(|done| {
+            let further = n > *done;
+            *done = n.max(*done);
+            further
+        });
+    }
+}
+
+impl LayerFence {
+    /// The fence of KV that is there already: a cached prefix.
+    pub fn open() -> Self {
+        Self { layers: None }
+    }
+
+    /// Waits until all layers below number `layers` are written. Cancel-safe.
+    ///
+    /// It ends when the step does, one way or the other; a caller with a deadline puts its own around it.
+    pub async fn wait(&self, layers: u16) -> Result<(), FenceBroken> {
+        let Some(mut fence) = self.layers.clone() else { return Ok(()) };
+        let passed = fence.wait_for(|done| *done >= layers).await.is_ok();
+        if passed { Ok(()) } else { Err(FenceBroken { wanted: layers, done: *fence.borrow() }) }
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once with success.
+    pub fn is_open(&self, layers: u16) -> bool {
+        self.layers.as_ref().is_none_or(|fence| *fence.borrow() >= layers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn layers_open_one_after_the_other() {
+        let (signal, fence) = FenceSignal::new();
+        assert!(!fence.is_open(1));
+        assert!(timeout(Duration::from_secs(1), fence.wait(1)).await.is_err(), "nothing is computed yet");
+        signal.layers_done(2);
+        assert_eq!(fence.wait(2).await, Ok(()));
+        assert!(fence.is_open(2) && !fence.is_open(3));
+        signal.layers_done(1);
+        assert!(fence.is_open(2), "a layer that is done stays done");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_signal_dropped_early_breaks_the_rest() {
+        let (signal, fence) = FenceSignal::new();
+        signal.layers_done(3);
+        drop(signal);
+        assert_eq!(fence.wait(3).await, Ok(()), "what is done stays done");
+        assert_eq!(fence.wait(4).await, Err(FenceBroken { wanted: 4, done: 3 }));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_already_is_woken() {
+        let (signal, fence) = FenceSignal::new();
+        let (passed, ()) = tokio::join!(fence.wait(5), async { signal.layers_done(5) });
+        assert_eq!(passed, Ok(()));
+        let (broken, ()) = tokio::join!(fence.wait(6), async { drop(signal) });
+        assert_eq!(broken, Err(FenceBroken { wanted: 6, done: 5 }));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_open_fence_never_holds() {
+        assert_eq!(LayerFence::open().wait(u16::MAX).await, Ok(()));
+        assert!(LayerFence::open().is_open(u16::MAX));
+    }
+}

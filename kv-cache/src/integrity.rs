@@ -1,0 +1,104 @@
+//! The books against themselves: everything that is kept twice is counted again and compared.
+
+use types::{BlockCounts, BlockHash, BlockIdx};
+
+use crate::books::{Books, Record};
+use crate::error::IntegrityError;
+use crate::ledger::BlockState;
+use crate::prefix::Entry;
+
+impl Books {
+    pub(crate) fn integrity(&self) -> Result<(), IntegrityError> {
+        self.counts_add_up()?;
+        self.holds_match()?;
+        self.free_blocks_match()?;
+        self.index_matches()?;
+        self.index().fault().map_or(Ok(()), |(hash, what)| Err(IntegrityError::Tree { hash, what }))
+    }
+
+    fn counts_add_up(&self) -> Result<(), IntegrityError> {
+        let mut counted = BlockCounts::default();
+        for (_, record) in self.records() {
+            counted.total += 1;
+            match record.state() {
+                BlockState::Free => counted.free += 1,
+                BlockState::Leased => counted.leased += 1,
+                BlockState::Cached => counted.cached += 1,
+                BlockState::Quarantined => counted.quarantined += 1,
+            }
+        }
+        let booked = self.counts();
+        if counted == booked && booked.adds_up() {
+            Ok(())
+        } else {
+            Err(IntegrityError::Counts { counted, booked })
+        }
+    }
+
+    /// No block is held more or less often than its record says, and only published blocks are shared.
+    fn holds_match(&self) -> Result<(), IntegrityError> {
+        let mut held = vec![0u32; self.records().len()];
+        for block in self.holds().flat_map(|hold| hold.tables.blocks()) {
+            held[block.0 as usize] += 1;
+        }
+        for ((block, record), held) in self.records().zip(held) {
+            check_holds(block, record, held)?;
+        }
+        Ok(())
+    }
+
+    fn free_blocks_match(&self) -> Result<(), IntegrityError> {
+        if let Some(what) = self.free().fault() {
+            return Err(IntegrityError::Runs { what });
+        }
+        if self.free().n_blocks() != self.counts().free {
+            return Err(IntegrityError::Runs {
+                what: "fewer or more blocks are in them than are booked as free",
+            });
+        }
+        let held = self.free().iter().find(|block| self.record(*block).state() != BlockState::Free);
+        held.map_or(Ok(()), |block| Err(IntegrityError::FreeAndHeld { block }))
+    }
+
+    /// Every entry's blocks know its hash and are held as often as it is read, and no other block knows a hash.
+    fn index_matches(&self) -> Result<(), IntegrityError> {
+        for (hash, entry) in self.index().iter() {
+            for block in &entry.blocks {
+                check_entry(hash, entry, *block, self.record(*block))?;
+            }
+        }
+        let mut named = self.records().filter_map(|(block, record)| Some((block, record.hash?)));
+        let stray = named
+            .find(|(block, hash)| !self.index().get(*hash).is_some_and(|entry| entry.blocks.contains(block)));
+        stray.map_or(Ok(()), |(block, hash)| Err(IntegrityError::Index { block, hash }))
+    }
+}
+
+fn check_entry(
+    hash: BlockHash,
+    entry: &Entry,
+    block: BlockIdx,
+    record: &Record,
+) -> Result<(), IntegrityError> {
+    if record.hash != Some(hash) {
+        return Err(IntegrityError::Index { block, hash });
+    }
+    if record.holds() != entry.readers {
+        return Err(IntegrityError::Tree {
+            hash,
+            what: "its blocks are held more or less often than it is read",
+        });
+    }
+    Ok(())
+}
+
+fn check_holds(block: BlockIdx, record: &Record, held: u32) -> Result<(), IntegrityError> {
+    let booked = record.holds();
+    if held != booked {
+        return Err(IntegrityError::Holds { block, held, booked });
+    }
+    if held > 1 && record.hash.is_none() {
+        return Err(IntegrityError::SharedInPrivate { block, holds: held });
+    }
+    Ok(())
+}

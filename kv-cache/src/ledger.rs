@@ -1,0 +1,80 @@
+//! What an operator sees: where every block is, who has it, and for how long.
+
+use std::fmt;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use types::{BlockHash, BlockIdx};
+
+use crate::books::{Books, Record};
+
+/// Where a block is. Each block is in exactly one of these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BlockState {
+    Free,
+    /// Held by one lease or, if it is published, by several.
+    Leased,
+    /// Held by the prefix index alone.
+    Cached,
+    /// Held by nobody but a wire that is not known to be quiet.
+    Quarantined,
+}
+
+impl BlockState {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Free => "free",
+            Self::Leased => "leased",
+            Self::Cached => "cached",
+            Self::Quarantined => "quarantined",
+        }
+    }
+}
+
+impl fmt::Display for BlockState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// One line of the ledger.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LedgerEntry {
+    pub block: BlockIdx,
+    pub state: BlockState,
+    /// Who holds it, and for which request; the first of them if there are several.
+    pub holder: Option<String>,
+    /// Leases that share it.
+    pub readers: u32,
+    /// The name by which the prefix index knows it.
+    pub hash: Option<BlockHash>,
+    /// How long it has been in this state.
+    pub age: Duration,
+}
+
+impl Books {
+    pub(crate) fn ledger(&self, now: Instant) -> Vec<LedgerEntry> {
+        let mut entries: Vec<LedgerEntry> =
+            self.records().map(|(block, record)| record.entry(block, now)).collect();
+        for hold in self.holds() {
+            let holder = hold.to_string();
+            for block in hold.tables.blocks() {
+                entries[block.0 as usize].holder.get_or_insert_with(|| holder.clone());
+            }
+        }
+        entries
+    }
+}
+
+impl Record {
+    fn entry(&self, block: BlockIdx, now: Instant) -> LedgerEntry {
+        LedgerEntry {
+            block,
+            state: self.state(),
+            holder: None,
+            readers: self.leases,
+            hash: self.hash,
+            age: now.saturating_duration_since(self.since),
+        }
+    }
+}

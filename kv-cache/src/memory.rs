@@ -1,0 +1,145 @@
+//! Hot path.
+//! The memory that one node's KV lies in: which region a layer of a block is in.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use kernels::{HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
+use types::layout::LayerGroup;
+use types::{GroupIdx, KvLayout};
+
+/// All KV of one node. Cheap to clone: all clones are the same memory.
+///
+/// A block of a group is one page in each of the group's layers, at the block's index. Whose block is whose is the
+/// [`BlockPool`](crate::BlockPool)'s knowledge; this only sees to it that nobody reads a page while it is written.
+#[derive(Clone)]
+pub struct KvMemory {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    layout: KvLayout,
+    regions: Regions,
+    n_blocks: u32,
+    pages: HostMemory,
+}
+
+impl KvMemory {
+    /// Host memory for `n_blocks` blocks.
+    pub fn host(layout: KvLayout, n_blocks: u32) -> Result<Self, MemoryError> {
+        let regions = Regions::of(&layout);
+        let pages = HostMemory::new(&regions.shapes(n_blocks))?;
+        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, pages }) })
+    }
+
+    /// How many blocks fit into `bytes`: never more, so that the regions' sum stays within what was given.
+    ///
+    /// A layout without attention keeps no KV and has one block, whatever the memory.
+    pub fn blocks_within(layout: &KvLayout, bytes: usize) -> u32 {
+        match Regions::of(layout).block_bytes() {
+            0 => 1,
+            block_bytes => u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX),
+        }
+    }
+
+    pub fn layout(&self) -> &KvLayout {
+        &self.inner.layout
+    }
+
+    pub fn n_blocks(&self) -> u32 {
+        self.inner.n_blocks
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.inner.pages.bytes()
+    }
+
+    /// Reads one layer of neighbouring blocks: their pages, one after the other.
+    ///
+    /// `layer_pos` is the layer's position in its group, not its number in the model. A refusal means that somebody
+    /// writes one of these blocks: the caller reads what it does not hold, or before it was computed.
+    ///
+    /// # Panics
+    /// If the group, the layer or one of the blocks does not exist.
+    pub fn read(&self, group: GroupIdx, layer_pos: u16, blocks: Range<u32>) -> Result<PageRef<'_>, PageBusy> {
+        self.inner.pages.read(self.inner.regions.of_layer(group, layer_pos), blocks)
+    }
+
+    /// Writes one layer of neighbouring blocks. As [`read`](Self::read), but nobody else may hold any of the pages.
+    pub fn write(
+        &self,
+        group: GroupIdx,
+        layer_pos: u16,
+        blocks: Range<u32>,
+    ) -> Result<PageMut<'_>, PageBusy> {
+        self.inner.pages.write(self.inner.regions.of_layer(group, layer_pos), blocks)
+    }
+}
+
+impl fmt::Debug for KvMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvMemory").field("n_blocks", &self.n_blocks()).field("bytes", &self.bytes()).finish()
+    }
+}
+
+/// Which region each layer of each group lies in.
+///
+/// A block belongs to one group at a time, so groups whose layers have pages of one size share regions, layer by
+/// layer: a model of 4 full and 12 windowed layers, as 4 groups of 4, needs 4 regions. Layers of another width have
+/// a region of their own.
+#[derive(Debug, Default)]
+struct Regions {
+    page_bytes: Vec<usize>,
+    by_layer: Vec<Vec<u32>>,
+}
+
+impl Regions {
+    fn of(layout: &KvLayout) -> Self {
+        let mut regions = Self::default();
+        for group in &layout.groups {
+            regions.add(layout, group);
+        }
+        regions
+    }
+
+    fn add(&mut self, layout: &KvLayout, group: &LayerGroup) {
+        let mut lies_in = Vec::with_capacity(group.layers.len());
+        for (pos, shape) in group.layers.iter().enumerate() {
+            let page_bytes = layout.page_bytes(*shape);
+            let region = self.shared_at(pos, page_bytes).unwrap_or_else(|| self.new_region(page_bytes));
+            lies_in.push(region);
+        }
+        self.by_layer.push(lies_in);
+    }
+
+    /// The region that an earlier group's layer at the same position lies in, if its pages are as large.
+    fn shared_at(&self, pos: usize, page_bytes: usize) -> Option<u32> {
+        let at_pos = self.by_layer.iter().filter_map(|layers| layers.get(pos).copied());
+        at_pos.into_iter().find(|region| self.page_bytes[*region as usize] == page_bytes)
+    }
+
+    fn new_region(&mut self, page_bytes: usize) -> u32 {
+        self.page_bytes.push(page_bytes);
+        self.page_bytes.len() as u32 - 1
+    }
+
+    fn shapes(&self, n_blocks: u32) -> Vec<RegionShape> {
+        self.page_bytes
+            .iter()
+            .map(|page_bytes| RegionShape { page_bytes: *page_bytes, n_pages: n_blocks })
+            .collect()
+    }
+
+    /// What one more block costs.
+    fn block_bytes(&self) -> usize {
+        self.page_bytes.iter().sum()
+    }
+
+    fn of_layer(&self, group: GroupIdx, layer_pos: u16) -> u32 {
+        self.by_layer[usize::from(group.0)][usize::from(layer_pos)]
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,79 @@
+use types::KvDtype;
+use types::layout::{Attention, LayerShape, Shard};
+
+use super::*;
+
+fn group(attention: Attention, layers: &[(u16, u16)]) -> LayerGroup {
+    let shape =
+        |(layer, head_dim): &(u16, u16)| LayerShape { layer: *layer, n_kv_heads: 2, head_dim: *head_dim };
+    LayerGroup { attention, layers: layers.iter().map(shape).collect() }
+}
+
+fn layout(groups: Vec<LayerGroup>) -> KvLayout {
+    KvLayout { block_tokens: 16, dtype: KvDtype::Bf16, groups, shard: Shard::WHOLE }
+}
+
+/// One page of two heads of dimension `head_dim`.
+fn page(head_dim: usize) -> usize {
+    2 * 2 * 16 * head_dim * 2
+}
+
+#[test]
+fn blocks_that_fit_table() {
+    let full = |layers: &[(u16, u16)]| group(Attention::Full, layers);
+    let window = |layers: &[(u16, u16)]| group(Attention::SlidingWindow { tokens: 64 }, layers);
+    for (name, layout, bytes, expected) in [
+        ("uniform: memory / (page x layers)", layout(vec![full(&[(0, 8), (1, 8)])]), 10 * 2 * page(8), 10),
+        ("one byte short", layout(vec![full(&[(0, 8), (1, 8)])]), 10 * 2 * page(8) - 1, 9),
+        (
+            "groups share pages: memory / (page x layers per group)",
+            layout(vec![full(&[(0, 8), (2, 8)]), window(&[(1, 8), (3, 8)])]),
+            10 * 2 * page(8),
+            10,
+        ),
+        (
+            "a group with fewer layers",
+            layout(vec![full(&[(0, 8), (2, 8)]), window(&[(1, 8)])]),
+            10 * 2 * page(8),
+            10,
+        ),
+        (
+            "different width: memory / sum of pages",
+            layout(vec![full(&[(0, 8), (1, 24)])]),
+            10 * 4 * page(8),
+            10,
+        ),
+        ("a pipeline stage counts its own layers", layout(vec![full(&[(6, 8)])]), 10 * page(8), 10),
+        ("no attention", layout(vec![]), 0, 1),
+        ("no memory", layout(vec![full(&[(0, 8)])]), 0, 0),
+    ] {
+        let n_blocks = KvMemory::blocks_within(&layout, bytes);
+        assert_eq!(n_blocks, expected, "{name}");
+        let memory = KvMemory::host(layout, n_blocks).expect("a few KiB can be mapped");
+        assert!(memory.bytes() <= bytes, "{name}: {} of {bytes} bytes", memory.bytes());
+    }
+}
+
+#[test]
+fn layers_do_not_share_bytes() {
+    let layout = layout(vec![group(Attention::Full, &[(0, 8), (1, 8), (2, 24)])]);
+    let memory = KvMemory::host(layout, 4).expect("a few KiB can be mapped");
+    for layer in 0..3 {
+        memory.write(GroupIdx(0), layer, 0..4).expect("idle").fill(layer as u8 + 1);
+    }
+    for layer in 0..3 {
+        let pages = memory.read(GroupIdx(0), layer, 1..3).expect("idle");
+        assert_eq!(pages.len(), 2 * page(if layer == 2 { 24 } else { 8 }));
+        assert!(pages.iter().all(|byte| *byte == layer as u8 + 1));
+    }
+}
+
+#[test]
+fn clones_are_one_memory() {
+    let memory =
+        KvMemory::host(KvLayout::uniform(16, KvDtype::F32, 1, 1, 4), 2).expect("a page can be mapped");
+    let clone = memory.clone();
+    let _writer = memory.write(GroupIdx(0), 0, 1..2).expect("idle");
+    assert!(clone.read(GroupIdx(0), 0, 0..2).is_err());
+    assert!(clone.read(GroupIdx(0), 0, 0..1).is_ok());
+}
