@@ -1,1 +1,15 @@
-//! placeholder
+//! Runs the model: turns tokens into KV and KV into tokens.
+//!
+//! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), what can fail
+//! ([`error`]), and what every backend is held to ([`conformance`]).
+#![forbid(unsafe_code)]
+
+pub mod backend;
+pub mod conformance;
+pub mod error;
+pub mod step;
+
+pub use backend::mock::{Mock, MockSettings, Pace};
+pub use backend::{Backend, EngineSettings, open};
+pub use error::{BackendError, OpenError, RowError};
+pub use step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch, StepOutput};

@@ -1,0 +1,71 @@
+//! A backend that fails when it is told to.
+
+use std::collections::BTreeSet;
+
+use kv_cache::KvMemory;
+use types::ModelInfo;
+
+use crate::backend::Backend;
+use crate::error::BackendError;
+use crate::step::{Launched, StepBatch, StepOutput};
+
+/// Wraps a backend and fails chosen steps, counted from zero by the calls of `launch`.
+#[derive(Debug)]
+pub struct Flaky<B> {
+    inner: B,
+    n_launched: u64,
+    n_collected: u64,
+    failures: Failures,
+}
+
+/// Which steps fail, and how.
+#[derive(Clone, Debug, Default)]
+pub struct Failures {
+    /// These are not started.
+    pub launch: BTreeSet<u64>,
+    /// These run, and then their outcome is lost. Counted by the calls of `collect`.
+    pub collect: BTreeSet<u64>,
+    /// From this collect on the device is gone.
+    pub lost_from: Option<u64>,
+    /// This collect panics.
+    pub panic_at: Option<u64>,
+}
+
+impl<B: Backend> Flaky<B> {
+    pub fn new(inner: B, failures: Failures) -> Self {
+        Self { inner, n_launched: 0, n_collected: 0, failures }
+    }
+}
+
+impl<B: Backend> Backend for Flaky<B> {
+    fn model(&self) -> &ModelInfo {
+        self.inner.model()
+    }
+
+    fn memory(&self) -> &KvMemory {
+        self.inner.memory()
+    }
+
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError> {
+        let nth = self.n_launched;
+        self.n_launched += 1;
+        if self.failures.launch.contains(&nth) {
+            return Err(BackendError::Launch(format!("step {nth} was told to fail")));
+        }
+        self.inner.launch(batch)
+    }
+
+    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
+        let nth = self.n_collected;
+        self.n_collected += 1;
+        let output = self.inner.collect(step)?;
+        assert!(self.failures.panic_at != Some(nth), "step {nth} was told to panic");
+        if self.failures.lost_from.is_some_and(|from| nth >= from) {
+            return Err(BackendError::DeviceLost(format!("at step {nth}, as told")));
+        }
+        if self.failures.collect.contains(&nth) {
+            return Err(BackendError::Collect(format!("step {nth} was told to fail")));
+        }
+        Ok(output)
+    }
+}

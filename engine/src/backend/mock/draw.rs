@@ -1,0 +1,120 @@
+//! The mock's sampler: the next token is a hash of all tokens so far.
+//!
+//! There are no logits. Of the sampling settings it minds whether the temperature is zero, the seed, and logprobs
+//! (which it makes up, always the same ones); penalties, bias and the truncations change nothing.
+
+use types::step::Logprobs;
+use types::{Sampling, StopRules, TokenId};
+
+use super::kv::{Chain, mix};
+use crate::error::RowError;
+use crate::step::{SampleSpec, Sampled};
+
+/// Tokens 0 to 255 are bytes; this one ends a sequence.
+pub(super) const END: TokenId = TokenId(256);
+/// Bytes, the end, and room for a router's special tokens.
+pub(super) const VOCAB: u32 = 320;
+/// After so many forbidden draws the first allowed token is taken.
+const DRAWS_MAX: u64 = 64;
+/// The printable part of ASCII.
+const PRINTABLE: std::ops::Range<u64> = 32..127;
+const GREEDY: u64 = 0x6772_6565_6479;
+
+/// What a [`SampleSpec`] says, kept until the step runs.
+#[derive(Debug)]
+pub(super) struct Drawing {
+    sampling: Sampling,
+    stop: StopRules,
+    index: u32,
+}
+
+impl Drawing {
+    pub(super) fn of(spec: &SampleSpec<'_>) -> Self {
+        Self { sampling: spec.sampling.clone(), stop: spec.stop.clone(), index: spec.index }
+    }
+
+    /// The token at `position`, after the tokens of `chain`.
+    pub(super) fn draw(&self, chain: Chain, position: usize, eos_one_in: u64) -> Result<Sampled, RowError> {
+        let base = match self.sampling.temperature {
+            0.0 => mix(chain.0 ^ GREEDY),
+            _ => mix(chain.0 ^ mix(self.sampling.seed ^ mix(position as u64))),
+        };
+        let drawn = (0..DRAWS_MAX).map(|nth| candidate(mix(base.wrapping_add(nth)), eos_one_in));
+        let any = (0..VOCAB).map(TokenId);
+        let token = drawn.chain(any).find(|token| self.allows(*token));
+        let token = token.ok_or_else(|| RowError::Sample("every token is forbidden".to_owned()))?;
+        let logprobs = self.sampling.logprobs.map(|n_top| logprobs(token, base, n_top));
+        Ok(Sampled { token, logprobs })
+    }
+
+    fn allows(&self, token: TokenId) -> bool {
+        let Self { sampling, stop, index } = self;
+        let spec = SampleSpec { sampling, stop, history: &[], n_prompt: 0, index: *index };
+        let unwanted_end = token == END && stop.ignore_eos;
+        !unwanted_end && !spec.forbids(token, &[END])
+    }
+}
+
+fn candidate(hash: u64, eos_one_in: u64) -> TokenId {
+    if eos_one_in > 0 && hash.is_multiple_of(eos_one_in) {
+        return END;
+    }
+    let n_printable = PRINTABLE.end - PRINTABLE.start;
+    TokenId((PRINTABLE.start + (hash >> 32) % n_printable) as u32)
+}
+
+/// The chosen token first, then made-up ones, each less likely.
+fn logprobs(token: TokenId, base: u64, n_top: u8) -> Logprobs {
+    let chosen = -((base % 1000) as f32) / 1000.0;
+    let others = (0..).map(TokenId).filter(|other| *other != token);
+    let all = std::iter::once(token).chain(others);
+    let top = all.zip(0u8..n_top).map(|(token, nth)| (token, chosen - f32::from(nth))).collect();
+    Logprobs { chosen, top }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn drawing(sampling: Sampling, stop: StopRules, index: u32) -> Drawing {
+        Drawing { sampling, stop, index }
+    }
+
+    fn draw(sampling: Sampling, position: usize) -> TokenId {
+        drawing(sampling, StopRules::default(), 0).draw(Chain(5), position, 0).expect("a token").token
+    }
+
+    #[test]
+    fn greedy_minds_no_seed() {
+        let seeded = Sampling { seed: 1, ..Sampling::default() };
+        assert_eq!(draw(seeded, 3), draw(Sampling::default(), 3));
+    }
+
+    #[test]
+    fn sampling_is_keyed_by_seed_and_position() {
+        let hot = |seed| Sampling { temperature: 1.0, seed, ..Sampling::default() };
+        let tokens = |seed| (0..20).map(|position| draw(hot(seed), position)).collect::<Vec<_>>();
+        assert_eq!(tokens(1), tokens(1));
+        assert_ne!(tokens(1), tokens(2));
+        assert!(tokens(1).windows(2).any(|pair| pair[0] != pair[1]), "positions differ");
+    }
+
+    #[test]
+    fn the_end_comes_when_it_may() {
+        let ends = |stop: StopRules, index| {
+            let drawn = drawing(Sampling::default(), stop, index).draw(Chain(1), 0, 1);
+            drawn.expect("a token").token == END
+        };
+        assert!(ends(StopRules::default(), 0), "one in one");
+        assert!(!ends(StopRules { ignore_eos: true, ..StopRules::default() }, 0));
+        assert!(!ends(StopRules { min_tokens: 2, ..StopRules::default() }, 1));
+        assert!(ends(StopRules { min_tokens: 2, ..StopRules::default() }, 2));
+    }
+
+    #[test]
+    fn logprobs_are_best_first() {
+        let logprobs = logprobs(TokenId(1), 250, 3);
+        assert_eq!(logprobs.chosen, -0.25);
+        assert_eq!(logprobs.top, vec![(TokenId(1), -0.25), (TokenId(0), -1.25), (TokenId(2), -2.25)]);
+    }
+}

@@ -1,0 +1,90 @@
+//! Where the cells of one layer lie within a page.
+
+use std::ops::Range;
+
+use types::layout::{Attention, LayerShape};
+use types::{GroupIdx, KvLayout};
+
+use super::kv::CellKey;
+
+/// One layer of the model, and the shape of its pages: `[K|V][kv_head][token][dim]`.
+#[derive(Clone, Debug)]
+pub(super) struct Layer {
+    /// Its number in the model.
+    pub(super) number: u16,
+    pub(super) group: GroupIdx,
+    /// Its position in the group.
+    pub(super) pos: u16,
+    block_tokens: usize,
+    token_bytes: usize,
+    /// One per head and part, in the order in which they lie in the page.
+    keys: Vec<CellKey>,
+}
+
+impl Layer {
+    /// All layers in the order in which a model runs them.
+    pub(super) fn all(layout: &KvLayout) -> Vec<Self> {
+        let mut layers = Vec::new();
+        for group in layout.group_indices() {
+            let shapes = layout.group(group).layers.iter();
+            layers.extend(shapes.zip(0u16..).map(|(shape, pos)| Self::new(layout, group, pos, *shape)));
+        }
+        layers.sort_by_key(|layer| layer.number);
+        layers
+    }
+
+    fn new(layout: &KvLayout, group: GroupIdx, pos: u16, shape: LayerShape) -> Self {
+        let n_parts = if layout.group(group).attention == Attention::Latent { 1 } else { 2 };
+        let n_heads = usize::from(shape.n_kv_heads);
+        let key = |nth: usize| CellKey::new(shape.layer, nth / n_heads, nth % n_heads);
+        Self {
+            number: shape.layer,
+            group,
+            pos,
+            block_tokens: usize::from(layout.block_tokens),
+            token_bytes: layout.token_bytes(shape),
+            keys: (0..n_parts * n_heads).map(key).collect(),
+        }
+    }
+
+    /// The cells of one token of a block, each with the place of its bytes in the page.
+    pub(super) fn cells(&self, token_in_block: usize) -> impl Iterator<Item = (CellKey, Range<usize>)> + '_ {
+        let head_bytes = self.block_tokens * self.token_bytes;
+        let first = token_in_block * self.token_bytes;
+        self.keys.iter().enumerate().map(move |(nth, key)| {
+            let start = nth * head_bytes + first;
+            (*key, start..start + self.token_bytes)
+        })
+    }
+
+    /// The first cell of a token: where its link is read from.
+    pub(super) fn first_cell(&self, token_in_block: usize) -> (CellKey, Range<usize>) {
+        let start = token_in_block * self.token_bytes;
+        (self.keys[0], start..start + self.token_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use types::KvDtype;
+
+    #[test]
+    fn cells_cover_a_page_once() {
+        let layout = KvLayout::uniform(4, KvDtype::F32, 3, 2, 4);
+        let layers = Layer::all(&layout);
+        assert_eq!(layers.iter().map(|layer| layer.number).collect::<Vec<_>>(), [0, 1, 2]);
+        let mut covered: Vec<Range<usize>> = Vec::new();
+        for token in 0..4 {
+            covered.extend(layers[1].cells(token).map(|(_, bytes)| bytes));
+        }
+        covered.sort_by_key(|bytes| bytes.start);
+        assert_eq!(covered.first().map(|bytes| bytes.start), Some(0));
+        assert_eq!(
+            covered.last().map(|bytes| bytes.end),
+            Some(layout.page_bytes(layout.groups[0].layers[0]))
+        );
+        assert!(covered.windows(2).all(|pair| pair[0].end == pair[1].start));
+        assert_eq!(layers[1].first_cell(2), layers[1].cells(2).next().expect("a layer has cells"));
+    }
+}

@@ -1,0 +1,181 @@
+//! A model that is a checksum: its KV is a hash of the tokens, and so is the next token.
+//!
+//! Any wrong block, order, length or bit of KV is noticed when it is read, in milliseconds and on any machine. What
+//! its steps cost can be chosen, so that a cluster of mocks rehearses the load of a real one.
+
+mod cost;
+mod draw;
+mod kv;
+mod layer;
+mod row;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+use kv_cache::{FenceSignal, KvMemory};
+use tokio::time::Instant;
+use types::{Fingerprint, ModelInfo, TokenId};
+
+pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify};
+
+use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
+use crate::error::{BackendError, OpenError};
+use crate::step::{Launched, SlotId, StepBatch, StepOutput};
+use layer::Layer;
+use row::{QueuedRow, RunningRow};
+
+/// How the costs of a step are spent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pace {
+    /// `collect` sleeps them, layer by layer, as a device would take them.
+    Sleeping,
+    /// `collect` does not sleep; the caller waits for [`Launched::modelled_cost`] first, on a clock of its own.
+    Modelled,
+}
+
+/// The mock backend. It runs a step when the step is collected.
+#[derive(Debug)]
+pub struct Mock {
+    model: ModelInfo,
+    memory: KvMemory,
+    settings: MockSettings,
+    layers: Vec<Layer>,
+    pace: Pace,
+    queue: VecDeque<QueuedStep>,
+    n_launched: u64,
+    /// What the step collected last sampled: what [`RowInput::Previous`](crate::RowInput::Previous) means.
+    previous: HashMap<SlotId, TokenId>,
+}
+
+#[derive(Debug)]
+struct QueuedStep {
+    number: u64,
+    rows: Vec<QueuedRow>,
+    signal: FenceSignal,
+    cost: Duration,
+}
+
+/// The mock's line in the table of backends.
+pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
+    let settings = MockSettings::named(name)?;
+    let layout = settings.layout.layout();
+    let n_blocks = KvMemory::blocks_within(&layout, engine.kv_bytes);
+    if n_blocks == 0 {
+        let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
+        return Err(OpenError::NoKvMemory { bytes: engine.kv_bytes, block_bytes });
+    }
+    Ok(Box::new(Mock::new(&engine.model, settings, n_blocks, engine.pace)?))
+}
+
+impl Mock {
+    /// A mock with memory for `n_blocks` blocks.
+    pub fn new(name: &str, settings: MockSettings, n_blocks: u32, pace: Pace) -> Result<Self, OpenError> {
+        let layout = settings.layout.layout();
+        let memory = KvMemory::host(layout.clone(), n_blocks)
+            .map_err(|error| OpenError::KvMemory(error.to_string()))?;
+        Ok(Self {
+            model: model(name, &settings),
+            memory,
+            layers: Layer::all(&layout),
+            settings,
+            pace,
+            queue: VecDeque::with_capacity(STEPS_IN_FLIGHT_MAX),
+            n_launched: 0,
+            previous: HashMap::new(),
+        })
+    }
+
+    /// What its steps, and the bytes it sends, cost.
+    pub fn costs(&self) -> &Costs {
+        &self.settings.cost
+    }
+
+    fn run(&mut self, step: QueuedStep) -> StepOutput {
+        let begin = |row| RunningRow::begin(row, &self.previous, &self.memory, &self.layers[0]);
+        let mut rows: Vec<RunningRow> = step.rows.into_iter().map(begin).collect();
+        let started = Instant::now();
+        for (nth, layer) in self.layers.iter().enumerate() {
+            rows.iter_mut().for_each(|row| row.run_layer(&self.memory, layer));
+            self.wait_until(started, step.cost, nth + 1);
+            step.signal.layers_done(layer.number + 1);
+        }
+        self.finish(rows)
+    }
+
+    fn finish(&mut self, rows: Vec<RunningRow>) -> StepOutput {
+        self.previous.clear();
+        let mut outcomes = Vec::with_capacity(rows.len());
+        for row in rows {
+            let (slot, outcome) = row.finish(self.settings.eos_one_in);
+            if let Ok(Some(sampled)) = &outcome {
+                self.previous.insert(slot, sampled.token);
+            }
+            outcomes.push(outcome);
+        }
+        StepOutput { rows: outcomes }
+    }
+
+    /// Sleeps until so many layers' share of the step's cost has passed.
+    fn wait_until(&self, started: Instant, cost: Duration, n_layers: usize) {
+        if self.pace == Pace::Modelled || cost.is_zero() {
+            return;
+        }
+        let share = cost.mul_f64(n_layers as f64 / self.layers.len() as f64);
+        std::thread::sleep(share.saturating_sub(started.elapsed()));
+    }
+}
+
+impl Backend for Mock {
+    fn model(&self) -> &ModelInfo {
+        &self.model
+    }
+
+    fn memory(&self) -> &KvMemory {
+        &self.memory
+    }
+
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError> {
+        if self.queue.len() == STEPS_IN_FLIGHT_MAX {
+            return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
+        }
+        let block_tokens = usize::from(self.memory.layout().block_tokens);
+        let queued = |row| QueuedRow::new(row, self.settings.verify, block_tokens);
+        let rows: Vec<QueuedRow> = batch.rows.iter().map(queued).collect();
+        let cost = self.settings.cost.of_step(rows.iter().map(QueuedRow::n_tokens));
+        let (signal, fence) = FenceSignal::new();
+        let number = self.n_launched;
+        self.n_launched += 1;
+        self.queue.push_back(QueuedStep { number, rows, signal, cost });
+        Ok(Launched::new(number, fence, (self.pace == Pace::Modelled).then_some(cost)))
+    }
+
+    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
+        match self.queue.pop_front() {
+            Some(queued) if queued.number == step.step() => Ok(self.run(queued)),
+            Some(queued) => {
+                let order = format!("step {} was collected before step {}", step.step(), queued.number);
+                self.queue.push_front(queued);
+                Err(BackendError::Order(order))
+            }
+            None => Err(BackendError::Order(format!("step {} is not in flight", step.step()))),
+        }
+    }
+}
+
+/// What a mock says of itself. Mocks of one layout understand each other's KV, whatever their costs.
+fn model(name: &str, settings: &MockSettings) -> ModelInfo {
+    let layout = settings.layout.layout();
+    let mut parts = layout.fingerprint_parts();
+    parts.push(("weights".to_owned(), format!("mock, eos one in {}", settings.eos_one_in)));
+    parts.push(("tokenizer".to_owned(), "bytes".to_owned()));
+    ModelInfo {
+        name: name.to_owned(),
+        context_tokens: settings.context_tokens,
+        vocab: draw::VOCAB,
+        eos_tokens: vec![draw::END],
+        layout,
+        fingerprint: Fingerprint::new(parts),
+    }
+}

@@ -1,0 +1,113 @@
+//! The contract of a backend, and the table of those there are.
+
+use std::fmt::Debug;
+
+use kv_cache::KvMemory;
+use types::ModelInfo;
+
+use crate::error::{BackendError, OpenError};
+use crate::step::{Launched, StepBatch, StepOutput};
+
+pub mod flaky;
+pub mod mock;
+
+/// Steps that may be launched and not collected at one time.
+pub const STEPS_IN_FLIGHT_MAX: usize = 2;
+
+/// Turns tokens into KV and KV into tokens.
+///
+/// **Who calls it.** One scheduler worker, from one thread of its own. A backend knows no request, no socket and no
+/// deadline; it sees slots, positions and block tables.
+///
+/// **In which order.** `launch`, and for each launched step one `collect`, oldest first. The next step may be launched
+/// before the previous one is collected, so that the device never waits for the host; there are never more than
+/// [`STEPS_IN_FLIGHT_MAX`]. The device runs steps in the order of their launch, so a row may build on KV that the
+/// step in flight writes, and on the token that it samples ([`RowInput::Previous`](crate::RowInput::Previous)).
+/// `Previous` reaches one step back and no further: a backend keeps the tokens of one step and forgets older ones.
+///
+/// ```text
+/// right: launch(1) launch(2) collect(1) launch(3) collect(2) collect(3)
+/// wrong: launch(1) launch(2) collect(2)          another order
+/// wrong: launch(1) launch(2) launch(3)           too many in flight
+/// wrong: launch(1), drop                         a step must be collected, also one whose tokens nobody wants
+/// ```
+///
+/// **Who owns what.** The memory is shared; the blocks are the caller's, by lease. A launched step reads and writes
+/// the blocks in its rows' tables until it is collected, so the caller keeps those leases until then, whatever
+/// becomes of the sequence. A block is written from `start` to `start + n_tokens` only, and never when it is shared.
+///
+/// **What it promises.** A row's token and KV depend on that row's tokens, sampling and positions alone: the same
+/// alone, batched, in chunks, recomputed, or with KV that came from elsewhere. As each layer's KV of *all* rows is
+/// written, the step's fence opens for it. A row that fails says so in its own place of the output.
+///
+/// **What it never does.** It does not stop a sequence: it refrains from drawing forbidden tokens
+/// ([`SampleSpec::forbids`](crate::SampleSpec::forbids)), and what a drawn token means is the caller's say.
+/// It never waits for anything but its device.
+pub trait Backend: Debug + Send + 'static {
+    fn model(&self) -> &ModelInfo;
+
+    /// The memory that all block tables point into.
+    fn memory(&self) -> &KvMemory;
+
+    /// Starts one step and does not wait for it. After an error nothing was started.
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError>;
+
+    /// Waits for the oldest step. After an error its KV is not to be read, and its fence is broken where it was not
+    /// open yet.
+    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError>;
+}
+
+/// What a backend is opened with.
+#[derive(Clone, Debug)]
+pub struct EngineSettings {
+    /// `mock`, `mock:NAME` or `mock:FILE.toml`.
+    pub model: String,
+    /// Memory for KV. The regions' sum never exceeds it.
+    pub kv_bytes: usize,
+    /// How a mock spends its costs; a real model has its own.
+    pub pace: mock::Pace,
+}
+
+type Constructor = fn(&EngineSettings, Option<&str>) -> Result<Box<dyn Backend>, OpenError>;
+
+/// By the word before the colon. A new backend is one file and one line.
+const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open)];
+
+/// Opens the model that the settings name.
+pub fn open(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
+    let (kind, name) = match settings.model.split_once(':') {
+        Some((kind, name)) => (kind, Some(name)),
+        None => (settings.model.as_str(), None),
+    };
+    let known = |name: &str| BACKENDS.iter().find(|(known, _)| *known == name);
+    let Some((_, constructor)) = known(kind) else {
+        let known: Vec<&str> = BACKENDS.iter().map(|(name, _)| *name).collect();
+        return Err(OpenError::UnknownModel { name: settings.model.clone(), known: known.join(", ") });
+    };
+    constructor(settings, name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mock::Pace;
+
+    fn opened(model: &str, kv_bytes: usize) -> Result<Box<dyn Backend>, OpenError> {
+        open(&EngineSettings { model: model.to_owned(), kv_bytes, pace: Pace::Modelled })
+    }
+
+    #[test]
+    fn a_model_is_found_by_name() {
+        let backend = opened("mock", 1 << 20).expect("the plain mock");
+        assert_eq!(backend.model().name, "mock");
+        assert!(backend.memory().n_blocks() > 0);
+        let error = opened("nonsense", 1 << 20).expect_err("no such backend");
+        assert_eq!(error.to_string(), "no model \"nonsense\": known are mock");
+    }
+
+    #[test]
+    fn memory_that_holds_no_block_is_refused() {
+        let error = opened("mock", 10).expect_err("ten bytes");
+        assert_eq!(error.to_string(), "10 bytes of KV memory hold no block of 8192 bytes");
+    }
+}

@@ -1,0 +1,155 @@
+//! One sequence on its way through a backend under test, with blocks of its own.
+
+use kv_cache::KvMemory;
+use types::{BlockIdx, ModelInfo, Sampling, StopRules, TokenId};
+
+use crate::backend::Backend;
+use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch, StepOutput};
+
+/// Hands out blocks in order, and slots with them.
+#[derive(Debug, Default)]
+pub(super) struct Blocks {
+    next: u32,
+    n_slots: u64,
+}
+
+impl Blocks {
+    pub(super) fn starting_at(next: u32) -> Self {
+        Self { next, n_slots: 0 }
+    }
+
+    fn take(&mut self, n_blocks: usize) -> Vec<BlockIdx> {
+        let first = self.next;
+        self.next += n_blocks as u32;
+        (first..self.next).map(BlockIdx).collect()
+    }
+
+    fn slot(&mut self) -> SlotId {
+        self.n_slots += 1;
+        SlotId(self.n_slots)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Lane {
+    slot: SlotId,
+    tokens: Vec<TokenId>,
+    n_prompt: usize,
+    n_computed: usize,
+    tables: Vec<Vec<BlockIdx>>,
+    pub(super) sampling: Sampling,
+    pub(super) stop: StopRules,
+}
+
+/// What of a lane a step shall compute.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Part {
+    /// So many of the known tokens. If they are the last, the next one is sampled.
+    Known(usize),
+    /// The token that the step in flight samples.
+    InFlight,
+}
+
+impl Lane {
+    pub(super) fn new(prompt: &[TokenId], blocks: &mut Blocks, model: &ModelInfo, n_steps: usize) -> Self {
+        let n_blocks = model.layout.blocks_for(prompt.len() + n_steps);
+        Self {
+            slot: blocks.slot(),
+            tokens: prompt.to_vec(),
+            n_prompt: prompt.len(),
+            n_computed: 0,
+            tables: model.layout.group_indices().map(|_| blocks.take(n_blocks)).collect(),
+            sampling: Sampling::default(),
+            stop: StopRules { ignore_eos: true, ..StopRules::default() },
+        }
+    }
+
+    /// The tokens from `n_prompt` on were generated.
+    pub(super) fn continuing(mut self, n_prompt: usize) -> Self {
+        self.n_prompt = n_prompt;
+        self
+    }
+
+    /// Goes on from where `sender` is, whose KV this lane has got.
+    pub(super) fn take_over(&mut self, sender: &Self) {
+        self.tokens.clone_from(&sender.tokens);
+        self.n_computed = sender.n_computed;
+    }
+
+    pub(super) fn generated(&self) -> &[TokenId] {
+        &self.tokens[self.n_prompt..]
+    }
+
+    /// Tokens that are known and not computed.
+    pub(super) fn remaining(&self) -> usize {
+        self.tokens.len() - self.n_computed
+    }
+
+    /// Takes in what came of computing `n_tokens` of it.
+    pub(super) fn accept(&mut self, n_tokens: usize, output: &StepOutput, nth_row: usize) {
+        self.n_computed += n_tokens;
+        let sampled = output.rows[nth_row].clone().expect("the row succeeds");
+        let is_due = self.n_computed == self.tokens.len();
+        assert_eq!(sampled.is_some(), is_due, "a token comes where one was asked for, and nowhere else");
+        self.tokens.extend(sampled.map(|sampled| sampled.token));
+    }
+
+    fn row<'a>(&'a self, part: Part, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+        let (input, start, sample) = match part {
+            Part::InFlight => (RowInput::Previous, self.tokens.len(), Some(self.spec(1))),
+            Part::Known(n_tokens) => {
+                let end = self.n_computed + n_tokens;
+                let tokens = &self.tokens[self.n_computed..end];
+                (RowInput::Tokens(tokens), self.n_computed, (end == self.tokens.len()).then(|| self.spec(0)))
+            }
+        };
+        Row { slot: self.slot, input, start, tables, sample }
+    }
+
+    fn spec(&self, n_in_flight: usize) -> SampleSpec<'_> {
+        SampleSpec {
+            sampling: &self.sampling,
+            stop: &self.stop,
+            history: &self.tokens,
+            n_prompt: self.n_prompt,
+            index: (self.generated().len() + n_in_flight) as u32,
+        }
+    }
+}
+
+/// Launches one step over parts of some lanes.
+pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Lane, Part)]) -> Launched {
+    let tables: Vec<Vec<&[BlockIdx]>> =
+        parts.iter().map(|(lane, _)| lane.tables.iter().map(Vec::as_slice).collect()).collect();
+    let rows: Vec<Row<'_>> =
+        parts.iter().zip(&tables).map(|((lane, part), tables)| lane.row(*part, tables)).collect();
+    backend.launch(StepBatch { rows: &rows }).expect("a step is launched")
+}
+
+pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> StepOutput {
+    backend.collect(step).expect("a step is collected")
+}
+
+/// One step in which every lane computes all that it has left.
+pub(super) fn step_together(backend: &mut dyn Backend, lanes: &mut [Lane]) {
+    let parts: Vec<(&Lane, Part)> = lanes.iter().map(|lane| (lane, Part::Known(lane.remaining()))).collect();
+    let launched = launch(backend, &parts);
+    let output = collect(backend, launched);
+    for (nth, lane) in lanes.iter_mut().enumerate() {
+        lane.accept(lane.remaining(), &output, nth);
+    }
+}
+
+/// Copies all blocks of one lane to where another has its own, layer by layer.
+pub(super) fn copy_kv((from, sender): (&KvMemory, &Lane), (to, receiver): (&KvMemory, &Lane)) {
+    for group in from.layout().group_indices() {
+        let tables = (&sender.tables[usize::from(group.0)], &receiver.tables[usize::from(group.0)]);
+        for layer_pos in 0..from.layout().group(group).layers.len() as u16 {
+            for (source, target) in tables.0.iter().zip(tables.1) {
+                let page = from.read(group, layer_pos, source.0..source.0 + 1).expect("nobody writes");
+                let mut place = to.write(group, layer_pos, target.0..target.0 + 1).expect("nobody reads");
+                place.copy_from_slice(&page);
+            }
+        }
+    }
+}

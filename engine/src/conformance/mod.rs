@@ -1,0 +1,183 @@
+//! What every backend is held to. Each check names the sentence of [`Backend`]'s contract that it pins.
+//!
+//! A check panics where the contract is broken. What the tokens are is the model's business; that they are the same
+//! is what is checked.
+
+mod lane;
+
+use types::{Sampling, StopRules, TokenId};
+
+use crate::backend::Backend;
+use crate::step::StepBatch;
+use lane::{Blocks, Lane, Part, collect, launch, step_together};
+
+/// Blocks that a backend under test must have memory for.
+pub const BLOCKS_MIN: u32 = 64;
+const N_STEPS: usize = 24;
+
+/// Makes a fresh backend, always of the same model.
+pub type Open<'a> = &'a dyn Fn() -> Box<dyn Backend>;
+
+/// Runs every check.
+pub fn suite(open: Open<'_>) {
+    tokens_do_not_depend_on_the_batch(open);
+    tokens_do_not_depend_on_chunks(open);
+    previous_is_the_token_in_flight(open);
+    recomputed_is_as_decoded(open);
+    moved_kv_is_as_good(open);
+    draws_are_keyed_by_seed_and_position(open);
+    forbidden_tokens_are_not_drawn(open);
+    fences_open_for_every_layer(open);
+    no_third_step_is_launched(open);
+}
+
+/// "A row's token and KV depend on that row's tokens, sampling and positions alone."
+pub fn tokens_do_not_depend_on_the_batch(open: Open<'_>) {
+    let prompts = [prompt(5, 1), prompt(33, 2), prompt(16, 3)];
+    let alone: Vec<_> = prompts.iter().map(|prompt| generate_alone(open, prompt, prompt.len())).collect();
+    let mut backend = open();
+    let mut blocks = Blocks::default();
+    let mut lanes: Vec<Lane> =
+        prompts.iter().map(|prompt| Lane::new(prompt, &mut blocks, backend.model(), N_STEPS)).collect();
+    for _ in 0..N_STEPS {
+        step_together(backend.as_mut(), &mut lanes);
+    }
+    for (lane, alone) in lanes.iter().zip(alone) {
+        assert_eq!(lane.generated(), alone, "batched against alone");
+    }
+}
+
+/// "In chunks."
+pub fn tokens_do_not_depend_on_chunks(open: Open<'_>) {
+    let prompt = prompt(57, 4);
+    let whole = generate_alone(open, &prompt, prompt.len());
+    let block_tokens = usize::from(open().model().layout.block_tokens);
+    for chunk in [block_tokens, 2 * block_tokens, 1] {
+        assert_eq!(generate_alone(open, &prompt, chunk), whole, "chunks of {chunk}");
+    }
+}
+
+/// "A row may build on KV that the step in flight writes, and on the token that it samples."
+pub fn previous_is_the_token_in_flight(open: Open<'_>) {
+    let prompt = prompt(19, 5);
+    let expected = generate_alone(open, &prompt, prompt.len());
+    let mut backend = open();
+    let mut lane = Lane::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
+    let mut in_flight = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
+    for _ in 1..N_STEPS {
+        let next = launch(backend.as_mut(), &[(&lane, Part::InFlight)]);
+        let output = collect(backend.as_mut(), in_flight);
+        lane.accept(lane.remaining(), &output, 0);
+        in_flight = next;
+    }
+    let output = collect(backend.as_mut(), in_flight);
+    lane.accept(lane.remaining(), &output, 0);
+    assert_eq!(lane.generated(), expected);
+}
+
+/// "Recomputed": KV of tokens that were decoded one by one, computed again as a prompt.
+pub fn recomputed_is_as_decoded(open: Open<'_>) {
+    let prompt = prompt(11, 6);
+    let expected = generate_alone(open, &prompt, prompt.len());
+    let half = N_STEPS / 2;
+    let mut backend = open();
+    let mut lane = continued(&prompt, &expected[..half], backend.as_ref());
+    for _ in half..N_STEPS {
+        step_together(backend.as_mut(), std::slice::from_mut(&mut lane));
+    }
+    assert_eq!(lane.generated(), expected);
+}
+
+/// "With KV that came from elsewhere": another backend's memory, other blocks.
+pub fn moved_kv_is_as_good(open: Open<'_>) {
+    let prompt = prompt(41, 7);
+    let expected = generate_alone(open, &prompt, prompt.len());
+    let (mut from, mut to) = (open(), open());
+    let mut sender = Lane::new(&prompt, &mut Blocks::default(), from.model(), N_STEPS);
+    step_together(from.as_mut(), std::slice::from_mut(&mut sender));
+    let mut receiver = Lane::new(&prompt, &mut Blocks::starting_at(7), to.model(), N_STEPS);
+    lane::copy_kv((from.memory(), &sender), (to.memory(), &receiver));
+    receiver.take_over(&sender);
+    for _ in 1..N_STEPS {
+        step_together(to.as_mut(), std::slice::from_mut(&mut receiver));
+    }
+    assert_eq!(receiver.generated(), expected);
+}
+
+/// A sequence that is continued elsewhere draws the same numbers.
+pub fn draws_are_keyed_by_seed_and_position(open: Open<'_>) {
+    let once = draw_with_seed(open, 1, &[]);
+    assert_eq!(draw_with_seed(open, 1, &[]), once, "the same seed");
+    assert_eq!(draw_with_seed(open, 1, &once[..10]), once, "continued after ten tokens");
+    assert_ne!(draw_with_seed(open, 2, &[]), once, "another seed");
+}
+
+fn draw_with_seed(open: Open<'_>, seed: u64, known: &[TokenId]) -> Vec<TokenId> {
+    let mut backend = open();
+    let mut lane = continued(&prompt(9, 8), known, backend.as_ref());
+    lane.sampling = Sampling { temperature: 1.0, seed, ..Sampling::default() };
+    for _ in known.len()..N_STEPS {
+        step_together(backend.as_mut(), std::slice::from_mut(&mut lane));
+    }
+    lane.generated().to_vec()
+}
+
+/// "It refrains from drawing forbidden tokens."
+pub fn forbidden_tokens_are_not_drawn(open: Open<'_>) {
+    let prompt = prompt(6, 9);
+    let usual = generate_alone(open, &prompt, prompt.len());
+    let mut backend = open();
+    let mut lane = Lane::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
+    lane.stop = StopRules { min_tokens: 1, stop_tokens: vec![usual[0]], ..lane.stop.clone() };
+    step_together(backend.as_mut(), std::slice::from_mut(&mut lane));
+    assert_ne!(lane.generated()[0], usual[0], "a stop token before min_tokens");
+}
+
+/// "As each layer's KV of all rows is written, the step's fence opens for it."
+pub fn fences_open_for_every_layer(open: Open<'_>) {
+    let mut backend = open();
+    let lane = Lane::new(&prompt(20, 10), &mut Blocks::default(), backend.model(), N_STEPS);
+    let launched = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
+    let fence = launched.fence().clone();
+    collect(backend.as_mut(), launched);
+    let layers = backend.model().layout.groups.iter().flat_map(|group| &group.layers);
+    let n_layers = layers.map(|shape| shape.layer + 1).max().unwrap_or(0);
+    for n in 0..=n_layers {
+        assert!(fence.is_open(n), "{n} layers of {n_layers}");
+    }
+}
+
+/// "There are never more than `STEPS_IN_FLIGHT_MAX`."
+pub fn no_third_step_is_launched(open: Open<'_>) {
+    let mut backend = open();
+    let lane = Lane::new(&prompt(4, 11), &mut Blocks::default(), backend.model(), N_STEPS);
+    let first = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
+    let second = launch(backend.as_mut(), &[(&lane, Part::InFlight)]);
+    assert!(backend.launch(StepBatch { rows: &[] }).is_err(), "a third step in flight");
+    collect(backend.as_mut(), first);
+    collect(backend.as_mut(), second);
+}
+
+/// The tokens that follow `prompt`, computed by itself in chunks.
+fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<TokenId> {
+    let mut backend = open();
+    let mut lane = Lane::new(prompt, &mut Blocks::default(), backend.model(), N_STEPS);
+    while lane.generated().len() < N_STEPS {
+        let n_tokens = lane.remaining().min(chunk);
+        let launched = launch(backend.as_mut(), &[(&lane, Part::Known(n_tokens))]);
+        let output = collect(backend.as_mut(), launched);
+        lane.accept(n_tokens, &output, 0);
+    }
+    lane.generated().to_vec()
+}
+
+/// A lane that has `generated` after `prompt`, none of it computed.
+fn continued(prompt: &[TokenId], generated: &[TokenId], backend: &dyn Backend) -> Lane {
+    let tokens: Vec<TokenId> = prompt.iter().chain(generated).copied().collect();
+    Lane::new(&tokens, &mut Blocks::default(), backend.model(), N_STEPS).continuing(prompt.len())
+}
+
+/// Letters that differ from prompt to prompt.
+fn prompt(n_tokens: u32, which: u32) -> Vec<TokenId> {
+    (0..n_tokens).map(|nth| TokenId(65 + (nth * 7 + which * 11) % 26)).collect()
+}
