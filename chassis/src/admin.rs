@@ -1,0 +1,146 @@
+//! The port for operators: is it alive, is it ready, what are its numbers.
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Json, Router};
+use serde_json::json;
+use tokio::sync::watch;
+
+use crate::gate::StillHeld;
+use crate::metrics::Metrics;
+use crate::net::Listener;
+use crate::server::{self, ServerLimits};
+use crate::shutdown::Shutdown;
+
+/// Whether the process takes work, and if not, why. Clones share one answer.
+#[derive(Clone, Debug)]
+pub struct Readiness {
+    /// The reason against it; `None` is ready.
+    reason: watch::Sender<Option<String>>,
+}
+
+impl Readiness {
+    /// A process begins unready, with what it still waits for as the reason.
+    pub fn unready(reason: impl Into<String>) -> Self {
+        Self { reason: watch::Sender::new(Some(reason.into())) }
+    }
+
+    pub fn set_ready(&self) {
+        self.reason.send_replace(None);
+    }
+
+    pub fn set_unready(&self, reason: impl Into<String>) {
+        self.reason.send_replace(Some(reason.into()));
+    }
+
+    /// `Err` carries the reason.
+    pub fn check(&self) -> Result<(), String> {
+        self.reason.borrow().clone().map_or(Ok(()), Err)
+    }
+
+    /// Ends once the process is ready. Cancel-safe.
+    pub async fn wait(&self) {
+        let mut reason = self.reason.subscribe();
+        reason.wait_for(Option::is_none).await.expect("this value holds the sender");
+    }
+}
+
+/// `/live`, `/ready` and `/metrics`; a process merges its own pages (`/debug/…`) into it.
+pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
+    Router::new()
+        .route("/live", get(|| async { "live\n" }))
+        .route("/ready", get(ready).with_state(readiness))
+        .route("/metrics", get(page).with_state(metrics))
+}
+
+/// Serves the admin pages until shutdown is requested.
+///
+/// Give it the shutdown that is said last: an operator wants to see a process drain.
+pub async fn serve(listener: Box<dyn Listener>, router: Router, shutdown: Shutdown) -> Result<(), StillHeld> {
+    let limits = ServerLimits { connections_max: CONNECTIONS_MAX, drain: DRAIN, ..ServerLimits::default() };
+    server::serve(listener, router, shutdown, limits).await
+}
+
+const CONNECTIONS_MAX: usize = 64;
+const DRAIN: std::time::Duration = std::time::Duration::from_secs(1);
+
+async fn ready(State(readiness): State<Readiness>) -> Response {
+    match readiness.check() {
+        Ok(()) => Json(json!({ "ready": true })).into_response(),
+        Err(reason) => {
+            let body = Json(json!({ "ready": false, "reason": reason }));
+            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
+        }
+    }
+}
+
+async fn page(State(metrics): State<Metrics>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], metrics.page())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+    use crate::gate::Gate;
+    use crate::net::{Net, TcpNet};
+    use crate::task::spawn_guarded;
+
+    /// A plain HTTP/1 request; the answer's status line and body.
+    async fn fetch(addr: &str, path: &str) -> (String, String) {
+        let mut stream = TcpNet.connect(addr).await.expect("the server listens");
+        let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("answered");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+        (head.lines().next().unwrap_or_default().to_owned(), body.to_owned())
+    }
+
+    #[tokio::test]
+    async fn pages_table() {
+        let (readiness, metrics) = (Readiness::unready("loading weights"), Metrics::new("router"));
+        metrics.gauge("running", "Requests.").set(3);
+        let own = Router::new().route("/debug/kv", get(|| async { "kv" }));
+        let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
+        let addr = listener.local_addr().expect("bound").to_string();
+        let (gate, shutdown) = (Gate::new("test"), Shutdown::new());
+        let router = router(readiness.clone(), metrics.clone()).merge(own);
+        let server = spawn_guarded(&gate, "admin", serve(listener, router, shutdown.clone()));
+
+        let check = async |path: &str, status: &str, body: &str| {
+            assert_eq!(fetch(&addr, path).await, (format!("HTTP/1.1 {status}"), body.to_owned()), "{path}");
+        };
+        let all = async {
+            check("/live", "200 OK", "live\n").await;
+            check("/ready", "503 Service Unavailable", r#"{"ready":false,"reason":"loading weights"}"#).await;
+            readiness.set_ready();
+            check("/ready", "200 OK", r#"{"ready":true}"#).await;
+            readiness.set_unready("draining");
+            check("/ready", "503 Service Unavailable", r#"{"ready":false,"reason":"draining"}"#).await;
+            check("/metrics", "200 OK", &metrics.page()).await;
+            check("/debug/kv", "200 OK", "kv").await;
+            check("/nothing", "404 Not Found", "").await;
+            shutdown.trigger();
+            server.await.expect("the server ran").expect("nothing is late");
+        };
+        tokio::time::timeout(Duration::from_secs(20), all).await.expect("in time");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn readiness_can_be_waited_for() {
+        let readiness = Readiness::unready("starting");
+        let setter = readiness.clone();
+        let set = async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            setter.set_ready();
+        };
+        tokio::join!(readiness.wait(), set);
+        assert_eq!(readiness.check(), Ok(()));
+    }
+}

@@ -1,0 +1,135 @@
+//! What a process is told: one TOML file, overridden by the environment.
+//!
+//! Configuration has two types. The raw one is what this module makes: as written, with serde, every field with a
+//! default. The process turns it into its own checked `Config`, and only that leaves the process's `config.rs`.
+//!
+//! The one override rule: `BATON_SECTION__KEY=value` sets `key` in `[section]`, `BATON_KEY=value` a key outside any
+//! section. A value that reads as TOML is taken as such (`8000`, `true`, `["a"]`), anything else as a string; where
+//! the default is a string it is always one.
+//!
+//! What no setting reads is an error with the nearest name in it, in the file and in the environment alike.
+//! Durations are integers whose unit is in the key (`drain_ms`), amounts of memory are [`ByteSize`](crate::byte_size::ByteSize).
+
+mod overrides;
+#[cfg(test)]
+mod tests;
+
+use std::path::Path;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value as Json;
+use toml::{Table, Value};
+
+use crate::error::{ConfigError, ConfigProblem, Origin};
+use overrides::Override;
+
+/// Variables with our prefix that are not settings: they are read before there is a configuration, or by tools.
+pub const RESERVED: &[&str] = &["BATON_CONFIG", "BATON_LOG"];
+
+/// Reads `R` from its defaults, then `file`, then the variables of `env` that start with `BATON_`.
+pub fn load<R>(file: Option<&Path>, env: impl IntoIterator<Item = (String, String)>) -> Result<R, ConfigError>
+where
+    R: Default + Serialize + DeserializeOwned,
+{
+    let text = match file {
+        Some(path) => std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { file: path.to_owned(), source })?,
+        None => String::new(),
+    };
+    let origin = file.map_or(Origin::Defaults, |path| Origin::File(path.to_owned()));
+    parse(&text, origin, env)
+}
+
+/// As [`load`], from a text that is already read. `origin` is named in errors.
+pub fn parse<R>(
+    text: &str,
+    origin: Origin,
+    env: impl IntoIterator<Item = (String, String)>,
+) -> Result<R, ConfigError>
+where
+    R: Default + Serialize + DeserializeOwned,
+{
+    // JSON and not TOML, because it keeps the keys of settings that are `None` by default.
+    let known = serde_json::to_value(R::default()).map_err(ConfigError::Defaults)?;
+    let mut table: Table = text
+        .parse()
+        .map_err(|source| ConfigError::Syntax { origin: origin.clone(), source: Box::new(source) })?;
+    let overrides = overrides::read(env, &known);
+    for wanted in &overrides {
+        wanted.apply(&mut table)?;
+    }
+    Loader { known, origin, overrides }.read(table)
+}
+
+/// What is needed to say which setting is wrong, and where it was written.
+struct Loader {
+    known: Json,
+    origin: Origin,
+    overrides: Vec<Override>,
+}
+
+impl Loader {
+    fn read<R: DeserializeOwned>(&self, table: Table) -> Result<R, ConfigError> {
+        let mut unread = Vec::new();
+        let mut note = |path: serde_ignored::Path<'_>| unread.push(path.to_string());
+        let source = Value::Table(table);
+        let watched = serde_ignored::Deserializer::new(source, &mut note);
+        let raw = serde_path_to_error::deserialize(watched).map_err(|error| self.wrong_value(&error))?;
+        match unread.first() {
+            None => Ok(raw),
+            Some(path) => Err(self.unknown(path)),
+        }
+    }
+
+    fn wrong_value(&self, error: &serde_path_to_error::Error<toml::de::Error>) -> ConfigError {
+        let path = error.path().to_string();
+        let reason = error.inner().message().to_owned();
+        self.problem(&path, ConfigProblem::Value(reason))
+    }
+
+    fn unknown(&self, path: &str) -> ConfigError {
+        let nearest = nearest(path, &paths(&self.known));
+        self.problem(path, ConfigProblem::Unknown { nearest })
+    }
+
+    fn problem(&self, path: &str, problem: ConfigProblem) -> ConfigError {
+        let overridden = self.overrides.iter().rev().find(|wanted| wanted.covers(path));
+        let origin =
+            overridden.map_or_else(|| self.origin.clone(), |wanted| Origin::Env(wanted.variable.clone()));
+        ConfigError::Setting { origin, key: path.to_owned(), problem }
+    }
+}
+
+/// Every key of the defaults, in dotted form, sections before what is in them.
+fn paths(known: &Json) -> Vec<String> {
+    let mut found = Vec::new();
+    collect_paths("", known, &mut found);
+    found
+}
+
+fn collect_paths(prefix: &str, value: &Json, found: &mut Vec<String>) {
+    let Json::Object(entries) = value else { return };
+    for (key, value) in entries {
+        let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+        found.push(path.clone());
+        collect_paths(&path, value, found);
+    }
+}
+
+/// Below this likeness a suggestion confuses more than it helps.
+const LIKENESS_MIN: f64 = 0.7;
+
+/// The known key that looks most like `path`. A key in the wrong section counts as near.
+fn nearest(path: &str, known: &[String]) -> Option<String> {
+    let likeness = |candidate: &String| {
+        let whole = strsim::jaro_winkler(path, candidate);
+        if last(path) == last(candidate) { whole.max(0.95) } else { whole }
+    };
+    let best = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
+    (likeness(best) >= LIKENESS_MIN).then(|| best.clone())
+}
+
+fn last(path: &str) -> &str {
+    path.rsplit('.').next().unwrap_or(path)
+}

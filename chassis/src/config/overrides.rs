@@ -1,0 +1,73 @@
+//! Settings from the environment.
+
+use serde_json::Value as Json;
+use toml::{Table, Value};
+
+use super::RESERVED;
+use crate::error::{ConfigError, ConfigProblem, Origin};
+
+const PREFIX: &str = "BATON_";
+const SEPARATOR: &str = "__";
+
+/// One variable that sets one key.
+pub(super) struct Override {
+    pub(super) variable: String,
+    path: Vec<String>,
+    value: Value,
+}
+
+/// The variables that are ours, sorted by name so that the same environment always gives the same result.
+pub(super) fn read(env: impl IntoIterator<Item = (String, String)>, known: &Json) -> Vec<Override> {
+    let mut variables: Vec<_> = env.into_iter().filter(|(name, _)| is_setting(name)).collect();
+    variables.sort();
+    variables.into_iter().map(|(name, text)| Override::new(name, text, known)).collect()
+}
+
+fn is_setting(name: &str) -> bool {
+    name.starts_with(PREFIX) && !RESERVED.contains(&name)
+}
+
+impl Override {
+    fn new(variable: String, text: String, known: &Json) -> Self {
+        let name = variable.strip_prefix(PREFIX).unwrap_or(&variable);
+        let path: Vec<String> = name.split(SEPARATOR).map(str::to_lowercase).collect();
+        let default = path.iter().try_fold(known, |value, key| value.get(key));
+        let value = if matches!(default, Some(Json::String(_))) { Value::String(text) } else { typed(text) };
+        Self { variable, path, value }
+    }
+
+    /// Writes the value into `table`, making the sections that lead to it.
+    pub(super) fn apply(&self, table: &mut Table) -> Result<(), ConfigError> {
+        let Some((key, sections)) = self.path.split_last() else { return Ok(()) };
+        let mut table = table;
+        for section in sections {
+            let entry = table.entry(section.clone()).or_insert_with(|| Value::Table(Table::new()));
+            table = entry.as_table_mut().ok_or_else(|| self.not_a_section(section))?;
+        }
+        table.insert(key.clone(), self.value.clone());
+        Ok(())
+    }
+
+    /// Whether what stands at `path` came from this variable.
+    pub(super) fn covers(&self, path: &str) -> bool {
+        let own = self.path.join(".");
+        path == own || path.strip_prefix(&own).is_some_and(|rest| rest.starts_with(['.', '[']))
+    }
+
+    fn not_a_section(&self, section: &str) -> ConfigError {
+        ConfigError::Setting {
+            origin: Origin::Env(self.variable.clone()),
+            key: self.path.join("."),
+            problem: ConfigProblem::Value(format!("`{section}` is not a section")),
+        }
+    }
+}
+
+fn typed(text: String) -> Value {
+    let line: Result<Table, _> = format!("value = {text}").parse();
+    // Exactly one key: a text with a line break in it could smuggle in a second one.
+    match line {
+        Ok(mut table) if table.len() == 1 => table.remove("value").unwrap_or(Value::String(text)),
+        _ => Value::String(text),
+    }
+}

@@ -1,0 +1,157 @@
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::*;
+use crate::byte_size::ByteSize;
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Raw {
+    name: String,
+    http: Http,
+    labels: BTreeMap<String, String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Http {
+    port: u16,
+    host: Option<String>,
+    memory: ByteSize,
+    tags: Vec<String>,
+}
+
+impl Default for Raw {
+    fn default() -> Self {
+        Self { name: "n".to_owned(), http: Http::default(), labels: BTreeMap::new() }
+    }
+}
+
+impl Default for Http {
+    fn default() -> Self {
+        Self { port: 8000, host: None, memory: ByteSize(1 << 30), tags: vec![] }
+    }
+}
+
+fn read(text: &str, env: &[(&str, &str)]) -> Result<Raw, ConfigError> {
+    let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    parse(text, Origin::File(PathBuf::from("router.toml")), env)
+}
+
+#[track_caller]
+fn check(text: &str, env: &[(&str, &str)], change: impl FnOnce(&mut Raw)) {
+    let mut expected = Raw::default();
+    change(&mut expected);
+    assert_eq!(read(text, env).expect("accepted"), expected);
+}
+
+#[track_caller]
+fn check_refused(text: &str, env: &[(&str, &str)], expected: &str) {
+    assert_eq!(read(text, env).expect_err("refused").to_string(), expected);
+}
+
+#[test]
+fn defaults_then_file_then_environment() {
+    check("", &[], |_| {});
+    check("[http]\nport = 1", &[], |raw| raw.http.port = 1);
+    check("[http]\nport = 1", &[("BATON_HTTP__PORT", "2")], |raw| raw.http.port = 2);
+    check("", &[("HOME", "/"), ("BATON_LOG", "debug"), ("BATON_CONFIG", "x")], |_| {});
+}
+
+#[test]
+fn variables_have_types() {
+    check("", &[("BATON_NAME", "42")], |raw| raw.name = "42".to_owned());
+    check("", &[("BATON_NAME", "true")], |raw| raw.name = "true".to_owned());
+    check("", &[("BATON_HTTP__HOST", "localhost")], |raw| raw.http.host = Some("localhost".to_owned()));
+    check("", &[("BATON_HTTP__HOST", "\"1\"")], |raw| raw.http.host = Some("1".to_owned()));
+    check("", &[("BATON_HTTP__MEMORY", "4GiB")], |raw| raw.http.memory = ByteSize(4 << 30));
+    check("", &[("BATON_HTTP__TAGS", r#"["a", "b"]"#)], |raw| raw.http.tags = vec!["a".into(), "b".into()]);
+    check("", &[("BATON_LABELS__ZONE", "z1")], |raw| {
+        raw.labels.insert("zone".to_owned(), "z1".to_owned());
+    });
+    check("", &[("BATON_HTTP__HOST", "a\nother = 1")], |raw| {
+        raw.http.host = Some("a\nother = 1".to_owned());
+    });
+}
+
+#[test]
+fn byte_sizes_may_be_numbers() {
+    check("[http]\nmemory = 65536", &[], |raw| raw.http.memory = ByteSize(65536));
+}
+
+#[test]
+fn maps_take_any_key() {
+    check("[labels]\nanything = \"x\"", &[], |raw| {
+        raw.labels.insert("anything".to_owned(), "x".to_owned());
+    });
+}
+
+#[test]
+fn unknown_keys_are_refused_with_the_nearest_name() {
+    for (text, expected) in [
+        ("[http]\nprot = 1", "router.toml: `http.prot`: no such setting, did you mean `http.port`?"),
+        ("[http]\nhots = 'x'", "router.toml: `http.hots`: no such setting, did you mean `http.host`?"),
+        ("port = 1", "router.toml: `port`: no such setting, did you mean `http.port`?"),
+        ("[htp]\nport = 1", "router.toml: `htp`: no such setting, did you mean `http`?"),
+        ("zzz = 1", "router.toml: `zzz`: no such setting"),
+    ] {
+        check_refused(text, &[], expected);
+    }
+}
+
+#[test]
+fn unknown_variables_are_refused() {
+    let expected =
+        "environment variable BATON_HTTP__PROT: `http.prot`: no such setting, did you mean `http.port`?";
+    check_refused("", &[("BATON_HTTP__PROT", "1")], expected);
+}
+
+#[test]
+fn wrong_values_name_place_and_key() {
+    for (text, env, expected) in [
+        ("[http]\nport = 'x'", None, "router.toml: `http.port`: invalid type: string \"x\", expected u16"),
+        (
+            "[http]\nport = 1",
+            Some(("BATON_HTTP__PORT", "70000")),
+            "environment variable BATON_HTTP__PORT: `http.port`: invalid value: integer `70000`, expected u16",
+        ),
+        (
+            "[http]\nmemory = '4GB'",
+            None,
+            "router.toml: `http.memory`: `4GB` is not a number of bytes: write 65536, 64KiB, 512MiB, 4GiB or 1TiB",
+        ),
+        (
+            "http = 1",
+            Some(("BATON_HTTP__PORT", "1")),
+            "environment variable BATON_HTTP__PORT: `http.port`: `http` is not a section",
+        ),
+        (
+            "",
+            Some(("BATON_HTTP__TAGS", "[1]")),
+            "environment variable BATON_HTTP__TAGS: `http.tags[0]`: invalid type: integer `1`, expected a string",
+        ),
+    ] {
+        check_refused(text, env.as_slice(), expected);
+    }
+}
+
+#[test]
+fn bad_toml_says_where() {
+    let error = read("[http\nport = 1", &[]).expect_err("a bracket is missing");
+    assert_eq!(error.to_string(), "router.toml is not TOML");
+    let source = std::error::Error::source(&error).expect("the parser's words").to_string();
+    assert!(source.contains("line 1, column 6"), "{source}");
+}
+
+#[test]
+fn files_are_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("node.toml");
+    let missing = load::<Raw>(Some(&file), []).expect_err("no such file");
+    assert_eq!(missing.to_string(), format!("read {}", file.display()));
+    std::fs::write(&file, "name = 'd1'").expect("written");
+    assert_eq!(load::<Raw>(Some(&file), []).expect("accepted").name, "d1");
+    assert_eq!(load::<Raw>(None, []).expect("accepted"), Raw::default());
+}

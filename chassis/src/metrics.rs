@@ -1,0 +1,189 @@
+//! The numbers of one process: a registry that is passed in, never a global one.
+
+use prometheus::core::Collector;
+use prometheus::{
+    Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
+    Opts, Registry, TextEncoder,
+};
+
+pub use prometheus;
+
+/// Buckets, in seconds, for everything that a request waits for: 0.5 ms to 60 s, three to a decade.
+pub const LATENCY_BUCKETS: &[f64] =
+    &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
+
+/// Buckets for amounts of memory and messages: 1 KiB to 4 GiB, by factors of four.
+pub const BYTES_BUCKETS: &[f64] = &[
+    1024.0,
+    4096.0,
+    16384.0,
+    65536.0,
+    262_144.0,
+    1_048_576.0,
+    4_194_304.0,
+    16_777_216.0,
+    67_108_864.0,
+    268_435_456.0,
+    1_073_741_824.0,
+    4_294_967_296.0,
+];
+
+/// A process's metrics. Clones share one registry.
+///
+/// Each crate has one struct of them, made from this value at start. A name is given without its prefix:
+/// `counter("requests_total", …)` in the router is `baton_router_requests_total`. Names follow
+/// `<thing>_<unit>[_total]`, and counters, and only they, end in `_total`.
+///
+/// # Panics
+///
+/// Every maker panics on a name that is already taken or not well-formed: both are our mistakes, and both show at
+/// start.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    process: &'static str,
+    registry: Registry,
+}
+
+impl Metrics {
+    /// `process` is `router`, `prefill`, `decode`, …
+    pub fn new(process: &'static str) -> Self {
+        Self { process, registry: Registry::new() }
+    }
+
+    pub fn counter(&self, name: &str, help: &str) -> IntCounter {
+        self.register(IntCounter::with_opts(self.total(name, help)))
+    }
+
+    pub fn counter_vec(&self, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
+        self.register(IntCounterVec::new(self.total(name, help), labels))
+    }
+
+    pub fn gauge(&self, name: &str, help: &str) -> IntGauge {
+        self.register(IntGauge::with_opts(self.opts(name, help)))
+    }
+
+    pub fn gauge_vec(&self, name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
+        self.register(IntGaugeVec::new(self.opts(name, help), labels))
+    }
+
+    /// For ratios and seconds.
+    pub fn float_gauge(&self, name: &str, help: &str) -> Gauge {
+        self.register(Gauge::with_opts(self.opts(name, help)))
+    }
+
+    pub fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Histogram {
+        self.register(Histogram::with_opts(self.histogram_opts(name, help, buckets)))
+    }
+
+    pub fn histogram_vec(&self, name: &str, help: &str, buckets: &[f64], labels: &[&str]) -> HistogramVec {
+        self.register(HistogramVec::new(self.histogram_opts(name, help, buckets), labels))
+    }
+
+    /// Seconds, in [`LATENCY_BUCKETS`].
+    pub fn latency(&self, name: &str, help: &str) -> Histogram {
+        self.histogram(name, help, LATENCY_BUCKETS)
+    }
+
+    /// Seconds, in [`LATENCY_BUCKETS`], by label.
+    pub fn latency_vec(&self, name: &str, help: &str, labels: &[&str]) -> HistogramVec {
+        self.histogram_vec(name, help, LATENCY_BUCKETS, labels)
+    }
+
+    /// The whole page, in Prometheus's text format.
+    pub fn page(&self) -> String {
+        let mut page = Vec::new();
+        TextEncoder::new()
+            .encode(&self.registry.gather(), &mut page)
+            .expect("writing to memory does not fail");
+        String::from_utf8_lossy(&page).into_owned()
+    }
+
+    /// The name of every metric that has a value, with its prefix. A vector has none before its first label is used.
+    pub fn names(&self) -> Vec<String> {
+        self.registry.gather().iter().map(|family| family.name().to_owned()).collect()
+    }
+
+    fn total(&self, name: &str, help: &str) -> Opts {
+        assert!(name.ends_with("_total"), "the counter `{name}` must end in `_total`");
+        Opts::new(self.full_name(name), help)
+    }
+
+    fn opts(&self, name: &str, help: &str) -> Opts {
+        assert!(!name.ends_with("_total"), "`{name}` is not a counter");
+        Opts::new(self.full_name(name), help)
+    }
+
+    fn histogram_opts(&self, name: &str, help: &str, buckets: &[f64]) -> HistogramOpts {
+        HistogramOpts { common_opts: self.opts(name, help), buckets: buckets.to_vec() }
+    }
+
+    fn full_name(&self, name: &str) -> String {
+        format!("baton_{}_{name}", self.process)
+    }
+
+    fn register<C: Collector + Clone + 'static>(&self, metric: prometheus::Result<C>) -> C {
+        let metric = metric.expect("a metric's name is well-formed");
+        self.registry.register(Box::new(metric.clone())).expect("a metric's name is taken once");
+        metric
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_is_prometheus_text() {
+        let metrics = Metrics::new("router");
+        metrics.counter_vec("requests_total", "Requests.", &["code"]).with_label_values(&["200"]).inc_by(2);
+        metrics.gauge("running", "Requests under way.").set(3);
+        metrics.histogram("ttft_seconds", "To the first token.", &[0.1, 1.0]).observe(0.5);
+        let expected = "\
+# HELP baton_router_requests_total Requests.
+# TYPE baton_router_requests_total counter
+baton_router_requests_total{code=\"200\"} 2
+# HELP baton_router_running Requests under way.
+# TYPE baton_router_running gauge
+baton_router_running 3
+# HELP baton_router_ttft_seconds To the first token.
+# TYPE baton_router_ttft_seconds histogram
+baton_router_ttft_seconds_bucket{le=\"0.1\"} 0
+baton_router_ttft_seconds_bucket{le=\"1\"} 1
+baton_router_ttft_seconds_bucket{le=\"+Inf\"} 1
+baton_router_ttft_seconds_sum 0.5
+baton_router_ttft_seconds_count 1
+";
+        assert_eq!(metrics.page(), expected);
+        assert_eq!(metrics.names().len(), 3);
+    }
+
+    #[test]
+    fn processes_do_not_share_a_registry() {
+        for process in ["prefill", "decode"] {
+            let metrics = Metrics::new(process);
+            metrics.latency("step_seconds", "One step.").observe(1.0);
+            assert_eq!(metrics.names(), [format!("baton_{process}_step_seconds")]);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "taken once")]
+    fn a_name_is_taken_once() {
+        let metrics = Metrics::new("router");
+        metrics.gauge("running", "One.");
+        metrics.gauge("running", "Two.");
+    }
+
+    #[test]
+    #[should_panic(expected = "must end in `_total`")]
+    fn counters_say_so() {
+        Metrics::new("router").counter("requests", "Requests.");
+    }
+
+    #[test]
+    fn buckets_rise() {
+        for buckets in [LATENCY_BUCKETS, BYTES_BUCKETS] {
+            assert!(buckets.is_sorted_by(|a, b| a < b));
+        }
+    }
+}

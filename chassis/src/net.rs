@@ -1,0 +1,348 @@
+//! Sockets behind a trait, so that a whole cluster can run on a simulated network.
+
+use std::fmt::Debug;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use socket2::{SockRef, TcpKeepalive};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, ReadHalf, WriteHalf};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+
+/// Makes and accepts connections.
+///
+/// Addresses are `host:port`. Neither call has a deadline of its own: the caller wraps it in one.
+/// Both are cancel-safe; a connection that was being made is closed.
+#[async_trait]
+pub trait Net: Debug + Send + Sync {
+    async fn connect(&self, addr: &str) -> io::Result<Stream>;
+    async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>>;
+}
+
+/// A bound address. Dropping it stops listening; accepted streams live on.
+#[async_trait]
+pub trait Listener: Debug + Send {
+    /// Cancel-safe: no connection is lost.
+    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)>;
+    fn local_addr(&self) -> io::Result<SocketAddr>;
+}
+
+/// What a network other than TCP offers as a connection.
+pub trait Duplex: AsyncRead + AsyncWrite + Debug + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Debug + Send + Unpin> Duplex for T {}
+
+// === TCP ===
+
+/// The kernel's TCP. Streams have Nagle's delay off and keepalive on.
+#[derive(Clone, Copy, Debug)]
+pub struct TcpNet;
+
+impl TcpNet {
+    /// A peer whose machine has vanished is noticed after idle + retries × interval: 25 s.
+    const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
+    const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+    const KEEPALIVE_RETRIES: u32 = 3;
+
+    fn tuned(stream: TcpStream) -> io::Result<Stream> {
+        let keepalive = TcpKeepalive::new()
+            .with_time(Self::KEEPALIVE_IDLE)
+            .with_interval(Self::KEEPALIVE_INTERVAL)
+            .with_retries(Self::KEEPALIVE_RETRIES);
+        SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
+        stream.set_nodelay(true)?;
+        Ok(Stream(Inner::Tcp(stream)))
+    }
+}
+
+#[async_trait]
+impl Net for TcpNet {
+    async fn connect(&self, addr: &str) -> io::Result<Stream> {
+        Self::tuned(TcpStream::connect(addr).await?)
+    }
+
+    async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>> {
+        Ok(Box::new(TcpListener::bind(addr).await?))
+    }
+}
+
+#[async_trait]
+impl Listener for TcpListener {
+    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
+        let (stream, peer) = TcpListener::accept(self).await?;
+        Ok((TcpNet::tuned(stream)?, peer))
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        TcpListener::local_addr(self)
+    }
+}
+
+// === Stream ===
+
+/// A connection, whatever the network.
+#[derive(Debug)]
+pub struct Stream(Inner);
+
+#[derive(Debug)]
+enum Inner {
+    Tcp(TcpStream),
+    Other(Box<dyn Duplex>),
+}
+
+impl Stream {
+    /// For networks that are not TCP.
+    pub fn other(duplex: impl Duplex + 'static) -> Self {
+        Self(Inner::Other(Box::new(duplex)))
+    }
+
+    /// Reads into `bufs`, in order, what is there: one `readv` on TCP, a read into the first non-empty buffer elsewhere.
+    ///
+    /// Zero is the peer's end of stream (or no room in `bufs`). Cancel-safe: bytes are taken only when it returns.
+    pub async fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match &mut self.0 {
+            Inner::Tcp(stream) => read_tcp(stream, bufs).await,
+            Inner::Other(duplex) => read_first(duplex, bufs).await,
+        }
+    }
+
+    /// Two halves for two tasks. Dropping the writer ends the stream for the peer.
+    pub fn into_split(self) -> (StreamReader, StreamWriter) {
+        match self.0 {
+            Inner::Tcp(stream) => {
+                let (reader, writer) = stream.into_split();
+                (StreamReader(Reader::Tcp(reader)), StreamWriter(Writer::Tcp(writer)))
+            }
+            Inner::Other(duplex) => {
+                let (reader, writer) = tokio::io::split(duplex);
+                (StreamReader(Reader::Other(reader)), StreamWriter(Writer::Other(writer)))
+            }
+        }
+    }
+}
+
+async fn read_tcp(stream: &TcpStream, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    loop {
+        stream.readable().await?;
+        match stream.try_read_vectored(bufs) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            result => return result,
+        }
+    }
+}
+
+async fn read_first(reader: &mut (impl AsyncRead + Unpin), bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    match bufs.iter_mut().find(|buf| !buf.is_empty()) {
+        Some(buf) => reader.read(buf).await,
+        None => Ok(0),
+    }
+}
+
+/// The half of a [`Stream`] that reads.
+#[derive(Debug)]
+pub struct StreamReader(Reader);
+
+#[derive(Debug)]
+enum Reader {
+    Tcp(OwnedReadHalf),
+    Other(ReadHalf<Box<dyn Duplex>>),
+}
+
+impl StreamReader {
+    /// As [`Stream::read_vectored`].
+    pub async fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match &mut self.0 {
+            Reader::Tcp(half) => read_tcp(half.as_ref(), bufs).await,
+            Reader::Other(half) => read_first(half, bufs).await,
+        }
+    }
+
+    /// One attempt of [`read_vectored`](Self::read_vectored), for a caller that may hold its buffers for the attempt
+    /// but not while it waits.
+    pub fn poll_read_vectored(
+        &mut self,
+        cx: &mut Context<'_>,
+        bufs: &mut [IoSliceMut<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match &mut self.0 {
+            Reader::Tcp(half) => poll_read_tcp(half.as_ref(), cx, bufs),
+            Reader::Other(half) => poll_read_first(Pin::new(half), cx, bufs),
+        }
+    }
+}
+
+fn poll_read_tcp(
+    stream: &TcpStream,
+    cx: &mut Context<'_>,
+    bufs: &mut [IoSliceMut<'_>],
+) -> Poll<io::Result<usize>> {
+    loop {
+        ready!(stream.poll_read_ready(cx))?;
+        match stream.try_read_vectored(bufs) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            result => return Poll::Ready(result),
+        }
+    }
+}
+
+fn poll_read_first(
+    reader: Pin<&mut impl AsyncRead>,
+    cx: &mut Context<'_>,
+    bufs: &mut [IoSliceMut<'_>],
+) -> Poll<io::Result<usize>> {
+    let Some(buf) = bufs.iter_mut().find(|buf| !buf.is_empty()) else { return Poll::Ready(Ok(0)) };
+    let mut buf = ReadBuf::new(buf);
+    ready!(reader.poll_read(cx, &mut buf))?;
+    Poll::Ready(Ok(buf.filled().len()))
+}
+
+/// The half of a [`Stream`] that writes.
+#[derive(Debug)]
+pub struct StreamWriter(Writer);
+
+#[derive(Debug)]
+enum Writer {
+    Tcp(OwnedWriteHalf),
+    Other(WriteHalf<Box<dyn Duplex>>),
+}
+
+// === delegation ===
+
+macro_rules! delegate_read {
+    ($outer:ty, $inner:ident::{$($variant:ident),*}) => {
+        impl AsyncRead for $outer {
+            fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+                match &mut self.0 { $($inner::$variant(io) => Pin::new(io).poll_read(cx, buf),)* }
+            }
+        }
+    };
+}
+
+macro_rules! delegate_write {
+    ($outer:ty, $inner:ident::{$($variant:ident),*}) => {
+        impl AsyncWrite for $outer {
+            fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+                match &mut self.0 { $($inner::$variant(io) => Pin::new(io).poll_write(cx, buf),)* }
+            }
+
+            fn poll_write_vectored(
+                mut self: Pin<&mut Self>,
+                cx: &mut Context<'_>,
+                bufs: &[IoSlice<'_>],
+            ) -> Poll<io::Result<usize>> {
+                match &mut self.0 { $($inner::$variant(io) => Pin::new(io).poll_write_vectored(cx, bufs),)* }
+            }
+
+            fn is_write_vectored(&self) -> bool {
+                match &self.0 { $($inner::$variant(io) => io.is_write_vectored(),)* }
+            }
+
+            fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+                match &mut self.0 { $($inner::$variant(io) => Pin::new(io).poll_flush(cx),)* }
+            }
+
+            fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+                match &mut self.0 { $($inner::$variant(io) => Pin::new(io).poll_shutdown(cx),)* }
+            }
+        }
+    };
+}
+
+delegate_read!(Stream, Inner::{Tcp, Other});
+delegate_write!(Stream, Inner::{Tcp, Other});
+delegate_read!(StreamReader, Reader::{Tcp, Other});
+delegate_write!(StreamWriter, Writer::{Tcp, Other});
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncWriteExt;
+
+    use super::*;
+
+    const WITHIN: Duration = Duration::from_secs(10);
+
+    async fn tcp_pair() -> (Stream, Stream) {
+        let mut listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
+        let addr = listener.local_addr().expect("bound").to_string();
+        let (near, far) = tokio::join!(TcpNet.connect(&addr), listener.accept());
+        (near.expect("connected"), far.expect("accepted").0)
+    }
+
+    fn other_pair() -> (Stream, Stream) {
+        let (near, far) = tokio::io::duplex(64);
+        (Stream::other(near), Stream::other(far))
+    }
+
+    /// Sends eight bytes and the end of stream, and reads them into two buffers of four.
+    async fn check_vectored(pair: (Stream, Stream), expected: &[usize]) {
+        let (mut near, mut far) = pair;
+        near.write_all(b"abcdefgh").await.expect("room");
+        near.shutdown().await.expect("open");
+        let (mut first, mut second) = ([0; 4], [0; 4]);
+        for expected in expected {
+            let mut bufs = [IoSliceMut::new(&mut first), IoSliceMut::new(&mut second)];
+            let n = far.read_vectored(&mut bufs).await.expect("open");
+            assert_eq!(n, *expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn tcp_reads_into_many_buffers_at_once() {
+        let check = async { check_vectored(tcp_pair().await, &[8, 0]).await };
+        tokio::time::timeout(WITHIN, check).await.expect("in time");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn other_networks_read_into_one() {
+        check_vectored(other_pair(), &[4, 4, 0]).await;
+    }
+
+    #[tokio::test]
+    async fn halves_work_from_two_tasks() {
+        async fn check((near, far): (Stream, Stream)) {
+            let (mut near_reader, mut near_writer) = near.into_split();
+            let (mut far_reader, mut far_writer) = far.into_split();
+            let echo = async {
+                let n = tokio::io::copy(&mut far_reader, &mut far_writer).await;
+                far_writer.shutdown().await.and(n)
+            };
+            let send = async {
+                near_writer.write_all(&[7; 1000]).await?;
+                near_writer.shutdown().await
+            };
+            let mut received = Vec::new();
+            let (echoed, sent, read) = tokio::join!(echo, send, near_reader.read_to_end(&mut received));
+            sent.expect("sent");
+            assert_eq!((echoed.expect("echoed"), read.expect("read")), (1000, 1000));
+        }
+        let both = async {
+            check(tcp_pair().await).await;
+            check(other_pair()).await;
+        };
+        tokio::time::timeout(WITHIN, both).await.expect("in time");
+    }
+
+    #[tokio::test]
+    async fn tcp_is_tuned() {
+        let (near, far) = tcp_pair().await;
+        for stream in [&near, &far] {
+            let Inner::Tcp(tcp) = &stream.0 else { panic!("not tcp") };
+            assert!(tcp.nodelay().expect("a socket"));
+            assert!(SockRef::from(tcp).keepalive().expect("a socket"));
+            assert!(stream.is_write_vectored());
+        }
+    }
+
+    #[tokio::test]
+    async fn nobody_there_is_an_error() {
+        let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
+        let addr = listener.local_addr().expect("bound").to_string();
+        drop(listener);
+        let error = TcpNet.connect(&addr).await.expect_err("nobody listens");
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    }
+}

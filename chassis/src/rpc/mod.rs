@@ -1,0 +1,114 @@
+//! Limits and plumbing of gRPC: what every call between our processes carries, and what it may cost.
+//!
+//! [`channel`] makes the client's side, [`serve`] the server's, [`standard_services`] what every server offers beside
+//! its own. Three headers go with each call: `traceparent`, `baton-request-id` and `baton-protocol`.
+
+mod headers;
+mod receive;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::time::Duration;
+
+use axum::middleware;
+use hyper_util::rt::TokioIo;
+use tonic::service::Routes;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic_health::server::{HealthReporter, health_reporter};
+use tonic_reflection::server::{Builder as Reflection, Error as ReflectionError};
+
+use crate::error::StartError;
+use crate::gate::StillHeld;
+use crate::net::{Listener, Stream};
+use crate::server::{self, ServerLimits};
+use crate::shutdown::Shutdown;
+use crate::world::World;
+pub use headers::{CallHeaders, PROTOCOL_HEADER, REQUEST_ID_HEADER, call};
+
+/// The largest message: a prompt of 128k tokens as varints with room to spare. KV never travels in one.
+///
+/// Tonic's own limit is 4 MiB, on both sides: give this one to `max_decoding_message_size` of every client and server.
+pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
+
+/// What one client may wait for. The server's side is [`ServerLimits`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RpcLimits {
+    pub connect_timeout: Duration,
+    /// A peer that answers no ping sent this often ...
+    pub keepalive_interval: Duration,
+    /// ... within this time is gone, even if its kernel still acknowledges bytes (a stopped process).
+    pub keepalive_timeout: Duration,
+    /// Calls under way at once on this channel; further ones wait.
+    pub calls_max: usize,
+}
+
+impl Default for RpcLimits {
+    fn default() -> Self {
+        Self {
+            connect_timeout: Duration::from_secs(2),
+            keepalive_interval: Duration::from_secs(2),
+            keepalive_timeout: Duration::from_secs(3),
+            calls_max: 4096,
+        }
+    }
+}
+
+/// A connection to one peer, with our headers on every call. Clones share the connection.
+pub type RpcChannel = InterceptedService<Channel, CallHeaders>;
+
+/// The way to the peer at `addr` (`host:port`).
+///
+/// Nothing is connected before the first call, and a lost connection is made anew by the next one. An address that
+/// makes no sense behaves like one where nobody listens: the call fails with UNAVAILABLE.
+pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
+    let endpoint = Endpoint::from_shared(format!("http://{addr}"))
+        .unwrap_or_else(|_| Endpoint::from_static("http://malformed"))
+        .http2_keep_alive_interval(limits.keepalive_interval)
+        .keep_alive_timeout(limits.keepalive_timeout)
+        .keep_alive_while_idle(true)
+        .concurrency_limit(limits.calls_max);
+    let (world, addr) = (world.clone(), addr.to_owned());
+    let connector =
+        tower::service_fn(move |_: Uri| connect(world.clone(), addr.clone(), limits.connect_timeout));
+    InterceptedService::new(endpoint.connect_with_connector_lazy(connector), CallHeaders)
+}
+
+/// Tonic's own connect timeout would surface as UNKNOWN; an error from here surfaces as UNAVAILABLE.
+async fn connect(world: World, addr: String, within: Duration) -> io::Result<TokioIo<Stream>> {
+    tokio::time::timeout(within, world.net().connect(&addr)).await?.map(TokioIo::new)
+}
+
+/// Serves `routes` until shutdown is requested; see [`server::serve`] for how it ends.
+///
+/// A call whose `baton-protocol` has no version in common with ours is refused with FAILED_PRECONDITION. A call
+/// without the header passes: it comes from an ordinary gRPC client, such as grpcurl.
+/// Handlers run in the request's span, their answers' streams included, and find a `types::RequestId` in the request's
+/// extensions when the caller sent one.
+pub async fn serve(
+    listener: Box<dyn Listener>,
+    routes: Routes,
+    shutdown: Shutdown,
+    limits: ServerLimits,
+) -> Result<(), StillHeld> {
+    let router = routes.prepare().into_axum_router().layer(middleware::from_fn(receive::receive));
+    server::serve(listener, router, shutdown, limits).await
+}
+
+/// What every gRPC server offers: health, and reflection (v1 and v1alpha) over `file_descriptor_sets`.
+///
+/// Add the process's own services to the routes; tell the reporter when they serve.
+pub fn standard_services(file_descriptor_sets: &[&[u8]]) -> Result<(Routes, HealthReporter), StartError> {
+    let reflection = || {
+        let builder = Reflection::configure()
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET);
+        file_descriptor_sets.iter().fold(builder, |all, set| all.register_encoded_file_descriptor_set(set))
+    };
+    let described = |error: ReflectionError| StartError::Reflection(error);
+    let (reporter, health) = health_reporter();
+    let routes = Routes::new(health)
+        .add_service(reflection().build_v1().map_err(described)?)
+        .add_service(reflection().build_v1alpha().map_err(described)?);
+    Ok((routes, reporter))
+}

@@ -1,0 +1,306 @@
+//! The real thing on port 0. The service under test is health: it is generated code that is already there, and it has
+//! a unary call and a stream.
+
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use axum::extract::Request as HttpRequest;
+use axum::middleware::Next;
+use http::{HeaderMap, HeaderValue};
+use tokio::io::DuplexStream;
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout};
+use tonic::{Code, Request, Status};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_reflection::pb::v1::ServerReflectionRequest;
+use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+use tracing::{Instrument, info_span};
+use types::RequestId;
+
+use super::*;
+use crate::gate::Gate;
+use crate::net::{Net, TcpNet};
+use crate::task::{Task, spawn_guarded};
+use crate::telemetry::Capture;
+
+const WITHIN: Duration = Duration::from_secs(20);
+
+// === a server ===
+
+struct Served {
+    addr: String,
+    shutdown: Shutdown,
+    server: Task<Result<(), StillHeld>>,
+}
+
+impl Served {
+    async fn start(routes: Routes, limits: ServerLimits) -> Self {
+        let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
+        let addr = listener.local_addr().expect("bound").to_string();
+        let shutdown = Shutdown::new();
+        let serving = serve(listener, routes, shutdown.clone(), limits);
+        Self { addr, shutdown, server: spawn_guarded(&Gate::new("test"), "server", serving) }
+    }
+
+    async fn standard() -> Self {
+        Self::start(routes(), ServerLimits::default()).await
+    }
+
+    fn client(&self) -> HealthClient<RpcChannel> {
+        HealthClient::new(channel(&World::real(), &self.addr, RpcLimits::default()))
+    }
+
+    /// A client that knows nothing of our headers.
+    fn plain_channel(&self) -> Channel {
+        Endpoint::from_shared(format!("http://{}", self.addr)).expect("an address").connect_lazy()
+    }
+
+    async fn stop(self) {
+        self.shutdown.trigger();
+        let ended = timeout(WITHIN, self.server).await.expect("in time");
+        ended.expect("the server ran").expect("nothing is late");
+    }
+}
+
+fn routes() -> Routes {
+    standard_services(&[]).expect("described").0
+}
+
+/// Routes that call `see` before every handler.
+fn watched(see: impl Fn(&HttpRequest) + Clone + Send + Sync + 'static) -> Routes {
+    let mut routes = routes();
+    let seen = middleware::from_fn(move |request: HttpRequest, next: Next| {
+        see(&request);
+        next.run(request)
+    });
+    let router = routes.axum_router_mut();
+    *router = std::mem::take(router).layer(seen);
+    routes
+}
+
+fn whole_server() -> HealthCheckRequest {
+    HealthCheckRequest { service: String::new() }
+}
+
+// === headers ===
+
+#[tokio::test]
+async fn every_call_carries_our_headers() {
+    type Seen = (HeaderMap, Option<RequestId>);
+    let seen: Arc<Mutex<Vec<Seen>>> = Arc::default();
+    let note = Arc::clone(&seen);
+    let routes = watched(move |request| {
+        let id = request.extensions().get::<RequestId>().cloned();
+        note.lock().unwrap().push((request.headers().clone(), id));
+    });
+    let served = Served::start(routes, ServerLimits::default()).await;
+    let mut client = served.client();
+    let id = RequestId::new("req-1");
+    timeout(WITHIN, client.check(call(&id, whole_server()))).await.expect("in time").expect("it serves");
+    timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect("it serves");
+    let [with_id, without] = <[_; 2]>::try_from(std::mem::take(&mut *seen.lock().unwrap())).unwrap();
+    assert_eq!((&with_id.0[PROTOCOL_HEADER], with_id.1), (&HeaderValue::from_static("1-1"), Some(id)));
+    assert_eq!((&without.0[PROTOCOL_HEADER], without.1), (&HeaderValue::from_static("1-1"), None));
+    served.stop().await;
+}
+
+#[tokio::test]
+async fn protocol_refusals_table() {
+    let served = Served::standard().await;
+    for (header, expected) in [
+        (None, Ok(())),
+        (Some("1-7"), Ok(())),
+        (
+            Some("0-0"),
+            Err((
+                Code::FailedPrecondition,
+                "no common protocol version: this side speaks 1..1, the peer 0..0",
+            )),
+        ),
+        (Some("new"), Err((Code::InvalidArgument, "`baton-protocol` must be MIN-MAX, not \"new\""))),
+    ] {
+        let mut request = Request::new(whole_server());
+        if let Some(header) = header {
+            request.metadata_mut().insert(PROTOCOL_HEADER, header.parse().unwrap());
+        }
+        let mut client = HealthClient::new(served.plain_channel());
+        let answer = timeout(WITHIN, client.check(request)).await.expect("in time");
+        let answer = answer.as_ref().map(drop).map_err(|status| (status.code(), status.message()));
+        assert_eq!(answer, expected, "{header:?}");
+    }
+    served.stop().await;
+}
+
+#[tokio::test]
+async fn a_trace_crosses_the_wire() {
+    let capture = Capture::spans("test");
+    let _listening = capture.listen();
+    let served = Served::standard().await;
+    let mut client = served.client();
+    let watch = async {
+        let call = call(&RequestId::new("req-1"), whole_server());
+        let mut updates = client.watch(call).await.expect("it serves").into_inner();
+        updates.message().await.expect("the stream is open").expect("the first state");
+    };
+    timeout(WITHIN, watch.instrument(info_span!("dispatch"))).await.expect("in time");
+    served.stop().await;
+
+    let spans = capture.lines();
+    let find = |name: &str| spans.iter().find(|span| span["span"] == name).expect("a span of that name");
+    let (caller, callee) = (find("dispatch"), find("/grpc.health.v1.Health/Watch"));
+    assert_eq!(caller["trace_id"], callee["trace_id"]);
+    assert_eq!(caller["span_id"], callee["parent_span_id"]);
+    assert_eq!(callee["fields"]["request_id"], "req-1");
+}
+
+// === standard services ===
+
+#[tokio::test]
+async fn services_describe_themselves() {
+    let served = Served::standard().await;
+    let question = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let mut client = ServerReflectionClient::new(served.plain_channel());
+    let names = async {
+        let question = futures::stream::iter([question]);
+        let mut answers = client.server_reflection_info(question).await.expect("it serves").into_inner();
+        let answer = answers.message().await.expect("an answer").expect("one answer");
+        let Some(MessageResponse::ListServicesResponse(list)) = answer.message_response else {
+            panic!("not a list: {answer:?}")
+        };
+        list.service.into_iter().map(|service| service.name).collect::<Vec<_>>()
+    };
+    let names = timeout(WITHIN, names).await.expect("in time");
+    assert!(names.contains(&"grpc.health.v1.Health".to_owned()), "{names:?}");
+    served.stop().await;
+}
+
+#[test]
+fn a_broken_description_is_refused_at_start() {
+    let error = standard_services(&[b"junk"]).map(drop).expect_err("not a descriptor set");
+    assert_eq!(error.to_string(), "describe services");
+}
+
+// === ends ===
+
+#[tokio::test]
+async fn a_call_under_way_ends_after_shutdown_is_requested() {
+    let (entered, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let mut routes = routes();
+    let slow = middleware::from_fn({
+        let (entered, go_on) = (Arc::clone(&entered), Arc::clone(&go_on));
+        move |request: HttpRequest, next: Next| {
+            let (entered, go_on) = (Arc::clone(&entered), Arc::clone(&go_on));
+            async move {
+                entered.notify_one();
+                go_on.notified().await;
+                next.run(request).await
+            }
+        }
+    });
+    let router = routes.axum_router_mut();
+    *router = std::mem::take(router).layer(slow);
+    let served = Served::start(routes, ServerLimits::default()).await;
+    let mut client = served.client();
+    let stop = async {
+        entered.notified().await;
+        served.shutdown.trigger();
+        go_on.notify_one();
+    };
+    let (answer, ()) =
+        timeout(WITHIN, async { tokio::join!(client.check(whole_server()), stop) }).await.expect("in time");
+    answer.expect("the call was let end");
+    served.stop().await;
+}
+
+#[tokio::test]
+async fn an_endless_stream_does_not_hold_the_server() {
+    let limits = ServerLimits { drain: Duration::from_millis(100), ..ServerLimits::default() };
+    let served = Served::start(routes(), limits).await;
+    let mut client = served.client();
+    let mut updates = client.watch(whole_server()).await.expect("it serves").into_inner();
+    updates.message().await.expect("the stream is open").expect("the first state");
+    served.stop().await;
+    timeout(WITHIN, updates.message()).await.expect("in time").expect_err("its connection was closed");
+}
+
+#[tokio::test]
+async fn a_channel_connects_again() {
+    let first = Served::standard().await;
+    let addr = first.addr.clone();
+    let mut client = first.client();
+    client.check(whole_server()).await.expect("it serves");
+    first.stop().await;
+    let listener = TcpNet.listen(&addr).await.expect("the port is free again");
+    let shutdown = Shutdown::new();
+    let serving = serve(listener, routes(), shutdown.clone(), ServerLimits::default());
+    let server = spawn_guarded(&Gate::new("test"), "server", serving);
+    // The first call may still meet the old connection's end.
+    let _ = timeout(WITHIN, client.check(whole_server())).await.expect("in time");
+    timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect("it serves again");
+    Served { addr, shutdown, server }.stop().await;
+}
+
+// === peers that do not answer ===
+
+#[tokio::test]
+async fn nobody_there_is_unavailable() {
+    let served = Served::standard().await;
+    let addr = served.addr.clone();
+    served.stop().await;
+    for addr in [addr.as_str(), "no address", ""] {
+        let mut client = HealthClient::new(channel(&World::real(), addr, RpcLimits::default()));
+        let status =
+            timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect_err("nobody");
+        assert_eq!(status.code(), Code::Unavailable, "{addr}: {status}");
+    }
+}
+
+/// A network whose peers never answer.
+#[derive(Debug)]
+enum DeadNet {
+    /// No connection is ever made: a machine that is gone.
+    Unreachable,
+    /// Connections are made, and their other ends kept: a process that was stopped.
+    Frozen(Mutex<Vec<DuplexStream>>),
+}
+
+#[async_trait]
+impl Net for DeadNet {
+    async fn connect(&self, _: &str) -> io::Result<Stream> {
+        let Self::Frozen(held) = self else { return std::future::pending().await };
+        let (near, far) = tokio::io::duplex(1 << 16);
+        held.lock().unwrap().push(far);
+        Ok(Stream::other(near))
+    }
+
+    async fn listen(&self, _: &str) -> io::Result<Box<dyn Listener>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+/// How a call over `net` fails, and after which time.
+async fn failure(net: DeadNet) -> (Status, Duration) {
+    let world = World::seeded(1).with_net(Arc::new(net));
+    let mut client = HealthClient::new(channel(&world, "peer:1", RpcLimits::default()));
+    let start = Instant::now();
+    (client.check(whole_server()).await.expect_err("nobody answers"), start.elapsed())
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unreachable_peer_is_given_up() {
+    let (status, after) = failure(DeadNet::Unreachable).await;
+    assert_eq!((status.code(), after.as_secs()), (Code::Unavailable, 2), "{status}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stopped_peer_is_noticed() {
+    let (status, after) = failure(DeadNet::Frozen(Mutex::default())).await;
+    assert!(after <= Duration::from_secs(6), "{after:?}");
+    assert_eq!(status.code(), Code::Unavailable, "{status}");
+}

@@ -1,0 +1,165 @@
+//! The accept loop that every port of a process runs: HTTP/1 and HTTP/2, with bounds, ended by a shutdown.
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::ConnectInfo;
+use hyper::body::Incoming;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
+use hyper_util::service::TowerToHyperService;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tower::ServiceExt;
+use tracing::{debug, warn};
+
+use crate::gate::{Gate, StillHeld};
+use crate::net::{Listener, Stream};
+use crate::shutdown::Shutdown;
+use crate::task::spawn_guarded;
+
+/// What one port may hold, and how long it may take to let go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServerLimits {
+    /// Further connections wait in the kernel's queue.
+    pub connections_max: usize,
+    /// Requests at once on one HTTP/2 connection.
+    pub streams_max: u32,
+    /// A peer that answers no ping sent this often ...
+    pub keepalive_interval: Duration,
+    /// ... within this time is gone, even if its kernel still acknowledges bytes (a stopped process).
+    pub keepalive_timeout: Duration,
+    /// An HTTP/1 client must have sent its headers within this time.
+    pub header_timeout: Duration,
+    /// How long requests under way may go on after shutdown is requested; then their connections are closed.
+    pub drain: Duration,
+}
+
+impl Default for ServerLimits {
+    fn default() -> Self {
+        Self {
+            connections_max: 4096,
+            streams_max: 4096,
+            keepalive_interval: Duration::from_secs(2),
+            keepalive_timeout: Duration::from_secs(3),
+            header_timeout: Duration::from_secs(10),
+            drain: Duration::from_secs(5),
+        }
+    }
+}
+
+/// Serves `router` until shutdown is requested, then lets requests under way end within [`ServerLimits::drain`].
+///
+/// Handlers find the peer's address as [`ConnectInfo<SocketAddr>`] in the request's extensions.
+/// The error names what still ran a second after its connection was closed. Dropping the future stops accepting and
+/// leaves open connections to the shutdown.
+pub async fn serve(
+    mut listener: Box<dyn Listener>,
+    router: Router,
+    shutdown: Shutdown,
+    limits: ServerLimits,
+) -> Result<(), StillHeld> {
+    let server = Server {
+        connections: Gate::new("connections"),
+        streams: Gate::new("http streams"),
+        router,
+        shutdown: shutdown.clone(),
+        limits,
+    };
+    tokio::select! {
+        () = server.accept(&mut *listener) => {}
+        () = shutdown.wait() => {}
+    }
+    drop(listener);
+    server.drain().await
+}
+
+struct Server {
+    connections: Gate,
+    /// The tasks that HTTP/2 makes, one per request. A gate of their own, because a connection that drains may still
+    /// open one.
+    streams: Gate,
+    router: Router,
+    shutdown: Shutdown,
+    limits: ServerLimits,
+}
+
+impl Server {
+    /// Breathing space after a failed accept, usually for want of file descriptors.
+    const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+    /// How long after its connection's end a task may need to notice.
+    const AFTERMATH: Duration = Duration::from_secs(1);
+
+    async fn accept(&self, listener: &mut dyn Listener) {
+        let permits = Arc::new(Semaphore::new(self.limits.connections_max));
+        loop {
+            let permit = Arc::clone(&permits).acquire_owned().await.expect("the semaphore is never closed");
+            match listener.accept().await {
+                Ok((stream, peer)) => self.spawn_connection(stream, peer, permit),
+                Err(error) => {
+                    warn!(%error, "connection was not accepted");
+                    tokio::time::sleep(Self::ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    fn spawn_connection(&self, stream: Stream, peer: SocketAddr, permit: OwnedSemaphorePermit) {
+        let router = self.router.clone().map_request(move |mut request: http::Request<Incoming>| {
+            request.extensions_mut().insert(ConnectInfo(peer));
+            request
+        });
+        let (protocol, shutdown, drain) = (self.protocol(), self.shutdown.clone(), self.limits.drain);
+        let serve = async move {
+            let _permit = permit;
+            let mut connection =
+                pin!(protocol.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router)));
+            let ended = tokio::select! {
+                ended = connection.as_mut() => Some(ended),
+                () = shutdown.wait() => {
+                    connection.as_mut().graceful_shutdown();
+                    tokio::time::timeout(drain, connection).await.ok()
+                }
+            };
+            match ended {
+                Some(Ok(())) => {}
+                Some(Err(error)) => debug!(%peer, error, "connection broke"),
+                None => warn!(%peer, "connection closed with requests under way"),
+            }
+        };
+        spawn_guarded(&self.connections, "connection", serve).detach();
+    }
+
+    fn protocol(&self) -> Builder<GuardedExecutor> {
+        let mut builder = Builder::new(GuardedExecutor(self.streams.clone()));
+        builder.http1().timer(TokioTimer::new()).header_read_timeout(self.limits.header_timeout);
+        builder
+            .http2()
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(self.limits.streams_max)
+            .keep_alive_interval(self.limits.keepalive_interval)
+            .keep_alive_timeout(self.limits.keepalive_timeout);
+        builder
+    }
+
+    async fn drain(&self) -> Result<(), StillHeld> {
+        self.connections.close(self.limits.drain + Self::AFTERMATH).await?;
+        self.streams.close(Self::AFTERMATH).await
+    }
+}
+
+/// Gives the tasks that hyper makes a gate.
+#[derive(Clone)]
+struct GuardedExecutor(Gate);
+
+impl<F> hyper::rt::Executor<F> for GuardedExecutor
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    fn execute(&self, future: F) {
+        spawn_guarded(&self.0, "http stream", future).detach();
+    }
+}

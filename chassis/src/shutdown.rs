@@ -1,0 +1,154 @@
+//! The wish that the process should end, as a value that is handed to whoever must hear it.
+
+use std::io::{self, Read};
+use std::time::Duration;
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::gate::Gate;
+use crate::task::spawn_guarded;
+
+/// A process that is asked twice to stop stops at once, with this code.
+pub const EXIT_FORCED: i32 = 130;
+
+/// Clones hear the same wish. It is said once and never taken back.
+#[derive(Clone, Debug, Default)]
+pub struct Shutdown {
+    token: CancellationToken,
+}
+
+impl Shutdown {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Requested by SIGTERM or SIGINT. A second signal ends the process at once, for the operator in a hurry.
+    ///
+    /// The handlers are in place when this returns.
+    pub fn from_signals() -> io::Result<Self> {
+        let shutdown = Self::new();
+        let signals = Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        };
+        spawn_guarded(&Gate::new("signals"), "signals", shutdown.clone().obey(signals)).detach();
+        Ok(shutdown)
+    }
+
+    /// Requests shutdown when `reader` ends, on a thread of its own.
+    ///
+    /// A parent keeps the other end of its child's stdin open. The kernel closes it however the parent dies, SIGKILL
+    /// included, so no child outlives its parent. The thread is never joined: it does not hold the process up.
+    pub fn request_at_end_of(&self, mut reader: impl Read + Send + 'static) -> io::Result<()> {
+        let shutdown = self.clone();
+        std::thread::Builder::new().name("parent-watch".to_owned()).spawn(move || {
+            let end = io::copy(&mut reader, &mut io::sink());
+            info!(error = end.err().map(tracing::field::display), "parent is gone");
+            shutdown.trigger();
+        })?;
+        Ok(())
+    }
+
+    /// Like [`Shutdown::from_signals`], and also requested when this process's stdin is closed.
+    pub fn from_signals_and_stdin() -> io::Result<Self> {
+        let shutdown = Self::from_signals()?;
+        shutdown.request_at_end_of(io::stdin())?;
+        Ok(shutdown)
+    }
+
+    pub fn trigger(&self) {
+        self.token.cancel();
+    }
+
+    pub fn requested(&self) -> bool {
+        self.token.is_cancelled()
+    }
+
+    /// Ends once shutdown is requested. Cancel-safe.
+    pub async fn wait(&self) {
+        self.token.cancelled().await;
+    }
+
+    /// A wish that follows this one but can be said earlier, for a part that stops before the whole.
+    pub fn child(&self) -> Self {
+        Self { token: self.token.child_token() }
+    }
+
+    /// Runs `future` until it ends, or until `grace` after shutdown is requested: then it is dropped, and the
+    /// answer is `None`.
+    pub async fn bound<F: Future>(&self, grace: Duration, future: F) -> Option<F::Output> {
+        tokio::select! {
+            output = future => Some(output),
+            () = async { self.wait().await; tokio::time::sleep(grace).await } => None,
+        }
+    }
+
+    async fn obey(self, mut signals: Signals) {
+        let signal = signals.next().await;
+        info!(signal, "shutdown requested");
+        self.trigger();
+        let signal = signals.next().await;
+        warn!(signal, "second signal, leaving at once");
+        std::process::exit(EXIT_FORCED);
+    }
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[tokio::test(start_paused = true)]
+    async fn every_clone_hears_it() {
+        let shutdown = Shutdown::new();
+        let (clone, child) = (shutdown.clone(), shutdown.child());
+        assert!(!clone.requested());
+        shutdown.trigger();
+        clone.wait().await;
+        child.wait().await;
+        assert!(clone.requested() && child.requested());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_child_may_stop_earlier() {
+        let shutdown = Shutdown::new();
+        shutdown.child().trigger();
+        assert!(!shutdown.requested());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn grace_has_an_end() {
+        let shutdown = Shutdown::new();
+        assert_eq!(shutdown.bound(SECOND, async { 1 }).await, Some(1));
+        shutdown.trigger();
+        assert_eq!(shutdown.bound(SECOND, tokio::time::sleep(SECOND / 2)).await, Some(()));
+        assert_eq!(shutdown.bound(SECOND, tokio::time::sleep(SECOND * 2)).await, None);
+    }
+
+    #[tokio::test]
+    async fn a_closed_stdin_requests_it() {
+        let (reader, writer) = io::pipe().expect("a pipe");
+        let shutdown = Shutdown::new();
+        shutdown.request_at_end_of(reader).expect("a thread");
+        assert!(!shutdown.requested());
+        drop(writer);
+        tokio::time::timeout(SECOND * 10, shutdown.wait()).await.expect("the pipe ended");
+    }
+}

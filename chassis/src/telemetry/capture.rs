@@ -1,0 +1,88 @@
+//! What a process would have written to stderr, kept in memory for a test to read.
+
+use std::io::{self, Write};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use serde_json::Value;
+use tracing::Dispatch;
+use tracing::dispatcher::DefaultGuard;
+use tracing::subscriber::NoSubscriber;
+
+use super::{LogFormat, LogSettings, Telemetry, dispatch};
+use crate::error::StartError;
+
+/// While a thread knows of one dispatch only, tracing decides about a new callsite by what the thread that reaches it
+/// first listens to; a test on another thread, listening to nothing, would silence this one. A second dispatch that
+/// stays alive turns the shortcut off.
+static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
+
+/// The telemetry of a process under test.
+///
+/// It holds for what runs on one thread, which a `#[tokio::test]` does:
+///
+/// ```
+/// # use baton_chassis as chassis;
+/// let capture = chassis::telemetry::Capture::spans("decode");
+/// {
+///     let _listening = capture.listen();
+///     tracing::info!(n_blocks = 3, "landed");
+/// }
+/// assert_eq!(capture.lines()[0]["n_blocks"], 3);
+/// ```
+#[derive(Debug)]
+pub struct Capture {
+    dispatch: Dispatch,
+    written: Written,
+    /// Ends with the capture.
+    _telemetry: Telemetry,
+}
+
+impl Capture {
+    pub fn new(process: &'static str, settings: &LogSettings) -> Result<Self, StartError> {
+        LazyLock::force(&SECOND_DISPATCH);
+        let written = Written::default();
+        let writer = written.clone();
+        let (dispatch, telemetry) = dispatch(process, settings, move || writer.clone())?;
+        Ok(Self { dispatch, written, _telemetry: telemetry })
+    }
+
+    /// JSON lines of level INFO, and one for every span that ends.
+    pub fn spans(process: &'static str) -> Self {
+        let settings = LogSettings { format: LogFormat::Json, spans: true, ..LogSettings::default() };
+        Self::new(process, &settings).expect("`info` is a log level")
+    }
+
+    /// Captures this thread's telemetry until the guard is dropped.
+    pub fn listen(&self) -> DefaultGuard {
+        tracing::dispatcher::set_default(&self.dispatch)
+    }
+
+    /// What was written so far.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.written.bytes()).into_owned()
+    }
+
+    /// What was written so far, line by line; a line that is not JSON is `null`.
+    pub fn lines(&self) -> Vec<Value> {
+        self.text().lines().map(|line| serde_json::from_str(line).unwrap_or_default()).collect()
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+struct Written(Arc<Mutex<Vec<u8>>>);
+
+impl Written {
+    fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Write for Written {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,151 @@
+//! What a process tells about its work: logs on stderr, and spans whose trace ids run through all processes.
+//!
+//! Two things are independent here. The log level decides which *events* are written. Spans of level INFO always
+//! exist, whatever the level, because a trace must not end at a process that logs little, and because a warning needs
+//! its `request_id`.
+
+mod capture;
+mod json;
+mod propagate;
+mod spans;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use std::io::{self, IsTerminal};
+
+use opentelemetry::trace::TracerProvider;
+use opentelemetry_sdk::trace::SdkTracerProvider;
+use serde::{Deserialize, Serialize};
+use tracing::level_filters::LevelFilter;
+use tracing::{Dispatch, Level, Metadata, error};
+use tracing_subscriber::filter::{EnvFilter, FilterExt, filter_fn};
+use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, Registry, fmt};
+
+use crate::error::StartError;
+pub use capture::Capture;
+pub use propagate::{inject, request_span};
+
+/// Overrides [`LogSettings::level`], before any configuration is read.
+pub const LEVEL_VARIABLE: &str = "BATON_LOG";
+
+/// A process's `[log]` section.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LogSettings {
+    /// `text` for people, `json` for machines: one object per line, with `trace_id` and `span_id`.
+    pub format: LogFormat,
+    /// `info`, or a list such as `info,kv_transfer=debug`. The variable `BATON_LOG` overrides it.
+    pub level: String,
+    /// Writes one JSON line for every span that ends, with its ids, parent and duration. Off: that is a line per request.
+    pub spans: bool,
+}
+
+impl Default for LogSettings {
+    fn default() -> Self {
+        Self { format: LogFormat::Text, level: "info".to_owned(), spans: false }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    #[default]
+    Text,
+    Json,
+}
+
+/// Keeps the trace pipeline alive; dropping it writes out what is still buffered.
+#[derive(Debug)]
+#[must_use = "spans are lost once this is dropped"]
+pub struct Telemetry {
+    provider: SdkTracerProvider,
+}
+
+impl Drop for Telemetry {
+    fn drop(&mut self) {
+        if let Err(error) = self.provider.shutdown() {
+            error!(%error, "spans were not written out");
+        }
+    }
+}
+
+/// Logs to stderr from here on, panics included. `process` is `router`, `prefill`, … and stands in every line.
+pub fn init(process: &'static str, settings: &LogSettings) -> Result<Telemetry, StartError> {
+    let level = std::env::var(LEVEL_VARIABLE).unwrap_or_else(|_| settings.level.clone());
+    let settings = LogSettings { level, ..settings.clone() };
+    let (dispatch, telemetry) = dispatch(process, &settings, io::stderr)?;
+    dispatch.try_init().map_err(StartError::Telemetry)?;
+    std::panic::set_hook(Box::new(|panic| error!(%panic, "panicked")));
+    Ok(telemetry)
+}
+
+/// All of [`init`] but the installation.
+fn dispatch<W>(
+    process: &'static str,
+    settings: &LogSettings,
+    writer: W,
+) -> Result<(Dispatch, Telemetry), StartError>
+where
+    W: for<'w> MakeWriter<'w> + Clone + Send + Sync + 'static,
+{
+    let provider = provider(process, settings, writer.clone());
+    let tracer = provider.tracer("baton");
+    let traces = tracing_opentelemetry::layer()
+        .with_tracer(tracer)
+        .with_context_activation(false)
+        .with_location(false)
+        .with_threads(false)
+        .with_target(false)
+        .with_tracked_inactivity(false)
+        .with_filter(filter_fn(is_lasting_span));
+    let filter = level_filter(&settings.level)?.or(filter_fn(is_lasting_span));
+    let lines = lines(process, settings.format, writer).with_filter(filter);
+    let dispatch = Dispatch::new(tracing_subscriber::registry().with(lines).with(traces));
+    Ok((dispatch, Telemetry { provider }))
+}
+
+/// Where ended spans go. An OTLP exporter will be one more line here.
+fn provider<W>(process: &'static str, settings: &LogSettings, writer: W) -> SdkTracerProvider
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
+    let provider = SdkTracerProvider::builder();
+    match settings.spans {
+        true => provider.with_simple_exporter(spans::SpanLines::new(process, writer)).build(),
+        false => provider.build(),
+    }
+}
+
+type BoxedLayer<S> = Box<dyn Layer<S> + Send + Sync>;
+
+fn lines<W>(process: &'static str, format: LogFormat, writer: W) -> BoxedLayer<Registry>
+where
+    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
+{
+    match format {
+        LogFormat::Text => {
+            let ansi = io::stderr().is_terminal();
+            fmt::layer()
+                .with_ansi(ansi)
+                .with_writer(writer)
+                .event_format(text::TextLines::new(process))
+                .boxed()
+        }
+        LogFormat::Json => json::layer(process, writer),
+    }
+}
+
+fn level_filter(filter: &str) -> Result<EnvFilter, StartError> {
+    EnvFilter::builder()
+        .with_default_directive(LevelFilter::INFO.into())
+        .parse(filter)
+        .map_err(|source| StartError::LogLevel { filter: filter.to_owned(), source })
+}
+
+fn is_lasting_span(metadata: &Metadata<'_>) -> bool {
+    metadata.is_span() && *metadata.level() <= Level::INFO
+}

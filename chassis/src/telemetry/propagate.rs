@@ -1,0 +1,52 @@
+//! How a trace crosses from one process to the next: the W3C `traceparent` header, on HTTP and gRPC alike.
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use opentelemetry::propagation::{Extractor, Injector, TextMapPropagator};
+use opentelemetry::trace::TraceContextExt;
+use opentelemetry_sdk::propagation::TraceContextPropagator;
+use tracing::{Span, field, info_span};
+use tracing_opentelemetry::OpenTelemetrySpanExt;
+use types::RequestId;
+
+/// The span of one request in one process, from its headers to the end of its answer.
+///
+/// Its parent is the one that the caller's `traceparent` names; without that header it begins a trace.
+/// `call` is what was called: an HTTP path, an rpc's full name.
+pub fn request_span(call: &str, request_id: Option<&RequestId>, headers: &HeaderMap) -> Span {
+    let request_id = request_id.map(field::display);
+    let span = info_span!(parent: None, "request", otel.name = call, call, request_id);
+    let caller = TraceContextPropagator::new().extract(&Headers(headers));
+    if caller.span().span_context().is_valid() {
+        // Refused only where no telemetry is set up, and then there is no trace to continue.
+        let _ = span.set_parent(caller);
+    }
+    span
+}
+
+/// Writes `span` into the headers of an outgoing call, as the parent of what the callee does.
+pub fn inject(span: &Span, headers: &mut HeaderMap) {
+    TraceContextPropagator::new().inject_context(&span.context(), &mut HeadersMut(headers));
+}
+
+struct Headers<'a>(&'a HeaderMap);
+
+impl Extractor for Headers<'_> {
+    fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name)?.to_str().ok()
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        self.0.keys().map(HeaderName::as_str).collect()
+    }
+}
+
+struct HeadersMut<'a>(&'a mut HeaderMap);
+
+impl Injector for HeadersMut<'_> {
+    fn set(&mut self, name: &str, value: String) {
+        let header = (HeaderName::try_from(name), HeaderValue::try_from(value));
+        if let (Ok(name), Ok(value)) = header {
+            self.0.insert(name, value);
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Everything that is not a function of its input: network, clock, randomness, ids.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use tokio::time::Instant;
+use types::{Deadline, Epoch, Grant, RequestId, TransferId};
+
+use crate::net::{Net, TcpNet};
+
+/// One value, passed down to whoever needs chance, time or sockets; cheap to clone.
+///
+/// With [`World::seeded`], and a runtime whose clock is paused, the same seed repeats a run: nothing else in Baton
+/// may ask the operating system for randomness or the time.
+#[derive(Clone, Debug)]
+pub struct World {
+    draws: Draws,
+    calendar: Calendar,
+    net: Arc<dyn Net>,
+}
+
+impl World {
+    /// The world of production: the system's randomness, TCP, the wall clock.
+    pub fn real() -> Self {
+        Self { draws: Draws::System, calendar: Calendar::System, net: Arc::new(TcpNet) }
+    }
+
+    /// A world that repeats itself. Its network is still TCP; see [`World::with_net`].
+    pub fn seeded(seed: u64) -> Self {
+        let calendar = Calendar::Counted { start: Instant::now() };
+        Self { draws: Draws::seeded(seed), calendar, net: Arc::new(TcpNet) }
+    }
+
+    #[must_use]
+    pub fn with_net(self, net: Arc<dyn Net>) -> Self {
+        Self { net, ..self }
+    }
+
+    /// The world of one part (a node of a cluster in one process). In a seeded world its draws depend on the seed and
+    /// on `name` only, so that one part's extra draw does not change what another part sees.
+    #[must_use]
+    pub fn fork(&self, name: &str) -> Self {
+        Self { draws: self.draws.fork(name), ..self.clone() }
+    }
+
+    /// The clock that tests can pause.
+    pub fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    /// Seconds since 1970, for what humans read. Never used to measure.
+    pub fn unix_time(&self) -> Duration {
+        self.calendar.unix_time()
+    }
+
+    pub fn deadline_in(&self, within: Duration) -> Deadline {
+        Deadline::at((self.now() + within).into_std())
+    }
+
+    /// What is left until `deadline`; zero once it has passed.
+    pub fn left(&self, deadline: Deadline) -> Duration {
+        deadline.left(self.now().into_std())
+    }
+
+    /// Ends when `deadline` passes.
+    pub async fn sleep_until(&self, deadline: Deadline) {
+        tokio::time::sleep_until(deadline.instant().into()).await;
+    }
+
+    /// A number for whoever must choose between equals.
+    pub fn draw(&self) -> u64 {
+        u64::from_le_bytes(self.bytes())
+    }
+
+    pub fn grant(&self) -> Grant {
+        Grant::from_bytes(self.bytes())
+    }
+
+    pub fn transfer_id(&self) -> TransferId {
+        TransferId(u128::from_le_bytes(self.bytes()))
+    }
+
+    /// Later lives of a node have greater epochs, so that the registry knows which of two is the newer one.
+    /// Microseconds since 1970, and twelve random bits against two starts in the same one.
+    pub fn epoch(&self) -> Epoch {
+        let micros = self.unix_time().as_micros() as u64;
+        Epoch(micros << 12 | self.draw() & 0xfff)
+    }
+
+    pub fn request_id(&self) -> RequestId {
+        RequestId::new(format!("req-{:032x}", u128::from_le_bytes(self.bytes())))
+    }
+
+    pub fn net(&self) -> &Arc<dyn Net> {
+        &self.net
+    }
+
+    fn bytes<const N: usize>(&self) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.draws.fill(&mut bytes);
+        bytes
+    }
+}
+
+/// Where random bytes come from.
+#[derive(Clone)]
+enum Draws {
+    System,
+    /// The lock is held for one draw and never across an await.
+    Seeded {
+        seed: u64,
+        generator: Arc<Mutex<StdRng>>,
+    },
+}
+
+impl Draws {
+    fn seeded(seed: u64) -> Self {
+        Self::Seeded { seed, generator: Arc::new(Mutex::new(StdRng::seed_from_u64(seed))) }
+    }
+
+    fn fork(&self, name: &str) -> Self {
+        match self {
+            Self::System => Self::System,
+            Self::Seeded { seed, .. } => Self::seeded(name.bytes().fold(*seed ^ FNV_OFFSET, fnv_step)),
+        }
+    }
+
+    fn fill(&self, bytes: &mut [u8]) {
+        match self {
+            Self::System => getrandom::fill(bytes).expect("the operating system has randomness"),
+            Self::Seeded { generator, .. } => {
+                generator.lock().unwrap_or_else(PoisonError::into_inner).fill_bytes(bytes);
+            }
+        }
+    }
+}
+
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+
+/// FNV-1a: unlike the standard library's hasher it is the same in every build, and a seed must repeat a run.
+fn fnv_step(hash: u64, byte: u8) -> u64 {
+    (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+}
+
+impl fmt::Debug for Draws {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::System => f.write_str("System"),
+            Self::Seeded { seed, .. } => write!(f, "Seeded({seed})"),
+        }
+    }
+}
+
+/// Which day it is.
+#[derive(Clone, Copy, Debug)]
+enum Calendar {
+    System,
+    /// The pausable clock, counted from a fixed day.
+    Counted {
+        start: Instant,
+    },
+}
+
+impl Calendar {
+    const FIRST_DAY: Duration = Duration::from_secs(1_700_000_000);
+
+    fn unix_time(self) -> Duration {
+        match self {
+            Self::System => system_time().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
+            Self::Counted { start } => Self::FIRST_DAY + start.elapsed(),
+        }
+    }
+}
+
+#[allow(clippy::disallowed_methods, reason = "the one place that asks the system which day it is")]
+fn system_time() -> SystemTime {
+    SystemTime::now()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_seed_repeats_a_run() {
+        let run = |seed| {
+            let world = World::seeded(seed);
+            (world.draw(), world.grant(), world.transfer_id(), world.epoch(), world.request_id())
+        };
+        assert_eq!(run(7), run(7));
+        assert_ne!(run(7), run(8));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn clones_share_one_sequence_of_draws() {
+        let world = World::seeded(7);
+        assert_ne!(world.clone().draw(), world.draw());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn forks_do_not_disturb_each_other() {
+        let draws = |disturbance: u32| {
+            let world = World::seeded(7);
+            let (one, two) = (world.fork("one"), world.fork("two"));
+            let _disturbance: Vec<u64> = (0..disturbance).map(|_| one.draw()).collect();
+            two.draw()
+        };
+        assert_eq!(draws(0), draws(3));
+        assert_ne!(World::seeded(7).fork("one").draw(), World::seeded(7).fork("two").draw());
+    }
+
+    #[test]
+    fn the_real_world_does_not_repeat() {
+        let world = World::real();
+        assert_ne!(world.grant(), world.grant());
+        assert_ne!(world.fork("a").epoch(), world.fork("a").epoch());
+        assert!(world.unix_time() > Calendar::FIRST_DAY);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn time_is_the_pausable_clock() {
+        let world = World::seeded(7);
+        let deadline = world.deadline_in(Duration::from_secs(3));
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(world.left(deadline), Duration::from_secs(2));
+        assert_eq!(world.unix_time(), Calendar::FIRST_DAY + Duration::from_secs(1));
+        world.sleep_until(deadline).await;
+        assert_eq!(world.left(deadline), Duration::ZERO);
+    }
+}
