@@ -56,10 +56,6 @@ impl fmt::Display for ConfigProblem {
 /// Why a process did not come up.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("listen on {addr}")]
-    Listen { addr: String, source: io::Error },
-    #[error("install signal handlers")]
-    Signals(#[source] io::Error),
     #[error("`{filter}` is not a log level")]
     LogLevel { filter: String, source: tracing_subscriber::filter::ParseError },
     /// Telemetry is set up once in a process.

@@ -2,22 +2,22 @@
 //!
 //! Suggested reading order: what is not a function of its input ([`world`], [`net`]), how work ends ([`gate`],
 //! [`task`], [`shutdown`]), what a process is told ([`config`], [`byte_size`]), what it tells ([`telemetry`],
-//! [`metrics`], [`admin`]), and how processes talk ([`http`], [`rpc`]).
+//! [`metrics`], [`admin`]), and how processes talk ([`server`], [`rpc`]).
 #![forbid(unsafe_code)]
 
-pub mod admin;
-pub mod byte_size;
-pub mod config;
-pub mod error;
-pub mod gate;
-pub mod metrics;
-pub mod net;
-pub mod rpc;
-pub mod server;
-pub mod shutdown;
-pub mod task;
-pub mod telemetry;
 pub mod world;
+pub mod net;
+pub mod gate;
+pub mod task;
+pub mod shutdown;
+pub mod config;
+pub mod byte_size;
+pub mod telemetry;
+pub mod metrics;
+pub mod admin;
+pub mod server;
+pub mod rpc;
+pub mod error;
 
 pub use error::{ConfigError, ConfigProblem, Origin, StartError};
 pub use gate::{Gate, GateClosed, GateGuard, StillHeld};

@@ -1,5 +1,8 @@
 //! The accept loop that every port of a process runs: HTTP/1 and HTTP/2, with bounds, ended by a shutdown.
 
+#[cfg(test)]
+mod tests;
+
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -32,7 +35,8 @@ pub struct ServerLimits {
     pub keepalive_interval: Duration,
     /// ... within this time is gone, even if its kernel still acknowledges bytes (a stopped process).
     pub keepalive_timeout: Duration,
-    /// An HTTP/1 client must have sent its headers within this time.
+    /// An HTTP/1 connection without a complete request head for so long is closed, an idle one included. Longer than
+    /// the idle time of usual client pools, so that it is not us who close while they send.
     pub header_timeout: Duration,
     /// How long requests under way may go on after shutdown is requested; then their connections are closed.
     pub drain: Duration,
@@ -45,7 +49,7 @@ impl Default for ServerLimits {
             streams_max: 4096,
             keepalive_interval: Duration::from_secs(2),
             keepalive_timeout: Duration::from_secs(3),
-            header_timeout: Duration::from_secs(10),
+            header_timeout: Duration::from_secs(100),
             drain: Duration::from_secs(5),
         }
     }
@@ -108,27 +112,16 @@ impl Server {
     }
 
     fn spawn_connection(&self, stream: Stream, peer: SocketAddr, permit: OwnedSemaphorePermit) {
-        let router = self.router.clone().map_request(move |mut request: http::Request<Incoming>| {
-            request.extensions_mut().insert(ConnectInfo(peer));
-            request
-        });
-        let (protocol, shutdown, drain) = (self.protocol(), self.shutdown.clone(), self.limits.drain);
+        let connection = Connection {
+            protocol: self.protocol(),
+            router: self.router.clone(),
+            shutdown: self.shutdown.clone(),
+            drain: self.limits.drain,
+            peer,
+        };
         let serve = async move {
-            let _permit = permit;
-            let mut connection =
-                pin!(protocol.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router)));
-            let ended = tokio::select! {
-                ended = connection.as_mut() => Some(ended),
-                () = shutdown.wait() => {
-                    connection.as_mut().graceful_shutdown();
-                    tokio::time::timeout(drain, connection).await.ok()
-                }
-            };
-            match ended {
-                Some(Ok(())) => {}
-                Some(Err(error)) => debug!(%peer, error, "connection broke"),
-                None => warn!(%peer, "connection closed with requests under way"),
-            }
+            connection.serve(stream).await;
+            drop(permit);
         };
         spawn_guarded(&self.connections, "connection", serve).detach();
     }
@@ -148,6 +141,39 @@ impl Server {
     async fn drain(&self) -> Result<(), StillHeld> {
         self.connections.close(self.limits.drain + Self::AFTERMATH).await?;
         self.streams.close(Self::AFTERMATH).await
+    }
+}
+
+/// One accepted connection.
+struct Connection {
+    protocol: Builder<GuardedExecutor>,
+    router: Router,
+    shutdown: Shutdown,
+    drain: Duration,
+    peer: SocketAddr,
+}
+
+impl Connection {
+    async fn serve(self, stream: Stream) {
+        let Self { protocol, router, shutdown, drain, peer } = self;
+        let router = router.map_request(move |mut request: http::Request<Incoming>| {
+            request.extensions_mut().insert(ConnectInfo(peer));
+            request
+        });
+        let service = TowerToHyperService::new(router);
+        let mut connection = pin!(protocol.serve_connection(TokioIo::new(stream), service));
+        let ended = tokio::select! {
+            ended = connection.as_mut() => Some(ended),
+            () = shutdown.wait() => {
+                connection.as_mut().graceful_shutdown();
+                tokio::time::timeout(drain, connection).await.ok()
+            }
+        };
+        match ended {
+            Some(Ok(())) => {}
+            Some(Err(error)) => debug!(%peer, error, "connection broke"),
+            None => warn!(%peer, "connection closed with requests under way"),
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tokio::time::Instant;
+use tokio::time::error::Elapsed;
 use types::{Deadline, Epoch, Grant, RequestId, TransferId};
 
 use crate::net::{Net, TcpNet};
@@ -68,6 +69,11 @@ impl World {
     /// Ends when `deadline` passes.
     pub async fn sleep_until(&self, deadline: Deadline) {
         tokio::time::sleep_until(deadline.instant().into()).await;
+    }
+
+    /// Runs `future` until it ends, or until `deadline` passes: then it is dropped.
+    pub async fn before<F: Future>(&self, deadline: Deadline, future: F) -> Result<F::Output, Elapsed> {
+        tokio::time::timeout_at(deadline.instant().into(), future).await
     }
 
     /// A number for whoever must choose between equals.
@@ -227,6 +233,8 @@ mod tests {
         tokio::time::advance(Duration::from_secs(1)).await;
         assert_eq!(world.left(deadline), Duration::from_secs(2));
         assert_eq!(world.unix_time(), Calendar::FIRST_DAY + Duration::from_secs(1));
+        assert_eq!(world.before(deadline, async { 1 }).await, Ok(1));
+        world.before(deadline, std::future::pending::<()>()).await.expect_err("it is pending");
         world.sleep_until(deadline).await;
         assert_eq!(world.left(deadline), Duration::ZERO);
     }

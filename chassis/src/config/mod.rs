@@ -72,7 +72,7 @@ struct Loader {
 impl Loader {
     fn read<R: DeserializeOwned>(&self, table: Table) -> Result<R, ConfigError> {
         let mut unread = Vec::new();
-        let mut note = |path: serde_ignored::Path<'_>| unread.push(path.to_string());
+        let mut note = |path: serde_ignored::Path<'_>| unread.push(dotted(&path));
         let source = Value::Table(table);
         let watched = serde_ignored::Deserializer::new(source, &mut note);
         let raw = serde_path_to_error::deserialize(watched).map_err(|error| self.wrong_value(&error))?;
@@ -101,6 +101,11 @@ impl Loader {
     }
 }
 
+/// An optional section is a `?` of its own in the path; nobody writes it.
+fn dotted(path: &serde_ignored::Path<'_>) -> String {
+    path.to_string().replace(".?", "")
+}
+
 /// Every key of the defaults, in dotted form, sections before what is in them.
 fn paths(known: &Json) -> Vec<String> {
     let mut found = Vec::new();
@@ -126,7 +131,12 @@ fn nearest(path: &str, known: &[String]) -> Option<String> {
         let whole = strsim::jaro_winkler(path, candidate);
         if last(path) == last(candidate) { whole.max(0.95) } else { whole }
     };
-    let best = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
+    let encloses =
+        |candidate: &&String| path.strip_prefix(*candidate).is_some_and(|rest| rest.starts_with('.'));
+    let best = known
+        .iter()
+        .filter(|candidate| !encloses(candidate))
+        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
     (likeness(best) >= LIKENESS_MIN).then(|| best.clone())
 }
 

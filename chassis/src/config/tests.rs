@@ -12,6 +12,12 @@ struct Raw {
     name: String,
     http: Http,
     labels: BTreeMap<String, String>,
+    tls: Option<Tls>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Tls {
+    key: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,7 +31,7 @@ struct Http {
 
 impl Default for Raw {
     fn default() -> Self {
-        Self { name: "n".to_owned(), http: Http::default(), labels: BTreeMap::new() }
+        Self { name: "n".to_owned(), http: Http::default(), labels: BTreeMap::new(), tls: None }
     }
 }
 
@@ -99,6 +105,15 @@ fn unknown_keys_are_refused_with_the_nearest_name() {
     ] {
         check_refused(text, &[], expected);
     }
+}
+
+#[test]
+fn optional_sections_have_plain_names() {
+    check("[tls]\nkey = 'k'", &[], |raw| raw.tls = Some(Tls { key: "k".to_owned() }));
+    check_refused("[tls]\nkey = 'k'\ncolour = 1", &[], "router.toml: `tls.colour`: no such setting");
+    let expected =
+        "environment variable BATON_TLS__KEY: `tls.key`: invalid type: integer `1`, expected a string";
+    check_refused("", &[("BATON_TLS__KEY", "1")], expected);
 }
 
 #[test]

@@ -1,17 +1,23 @@
-//! Sockets behind a trait, so that a whole cluster can run on a simulated network.
+//! Sockets behind a trait, so that a whole cluster can run on a simulated network, or on none.
+
+mod memory;
+mod tcp;
+#[cfg(test)]
+mod tests;
 
 use std::fmt::Debug;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use async_trait::async_trait;
-use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, ReadHalf, WriteHalf};
+use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{TcpListener, TcpStream};
+
+pub use memory::MemoryNet;
+pub use tcp::TcpNet;
 
 /// Makes and accepts connections.
 ///
@@ -35,54 +41,6 @@ pub trait Listener: Debug + Send {
 pub trait Duplex: AsyncRead + AsyncWrite + Debug + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Debug + Send + Unpin> Duplex for T {}
-
-// === TCP ===
-
-/// The kernel's TCP. Streams have Nagle's delay off and keepalive on.
-#[derive(Clone, Copy, Debug)]
-pub struct TcpNet;
-
-impl TcpNet {
-    /// A peer whose machine has vanished is noticed after idle + retries × interval: 25 s.
-    const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
-    const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-    const KEEPALIVE_RETRIES: u32 = 3;
-
-    fn tuned(stream: TcpStream) -> io::Result<Stream> {
-        let keepalive = TcpKeepalive::new()
-            .with_time(Self::KEEPALIVE_IDLE)
-            .with_interval(Self::KEEPALIVE_INTERVAL)
-            .with_retries(Self::KEEPALIVE_RETRIES);
-        SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
-        stream.set_nodelay(true)?;
-        Ok(Stream(Inner::Tcp(stream)))
-    }
-}
-
-#[async_trait]
-impl Net for TcpNet {
-    async fn connect(&self, addr: &str) -> io::Result<Stream> {
-        Self::tuned(TcpStream::connect(addr).await?)
-    }
-
-    async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>> {
-        Ok(Box::new(TcpListener::bind(addr).await?))
-    }
-}
-
-#[async_trait]
-impl Listener for TcpListener {
-    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
-        let (stream, peer) = TcpListener::accept(self).await?;
-        Ok((TcpNet::tuned(stream)?, peer))
-    }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        TcpListener::local_addr(self)
-    }
-}
-
-// === Stream ===
 
 /// A connection, whatever the network.
 #[derive(Debug)]
@@ -256,93 +214,3 @@ delegate_read!(Stream, Inner::{Tcp, Other});
 delegate_write!(Stream, Inner::{Tcp, Other});
 delegate_read!(StreamReader, Reader::{Tcp, Other});
 delegate_write!(StreamWriter, Writer::{Tcp, Other});
-
-#[cfg(test)]
-mod tests {
-    use tokio::io::AsyncWriteExt;
-
-    use super::*;
-
-    const WITHIN: Duration = Duration::from_secs(10);
-
-    async fn tcp_pair() -> (Stream, Stream) {
-        let mut listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
-        let addr = listener.local_addr().expect("bound").to_string();
-        let (near, far) = tokio::join!(TcpNet.connect(&addr), listener.accept());
-        (near.expect("connected"), far.expect("accepted").0)
-    }
-
-    fn other_pair() -> (Stream, Stream) {
-        let (near, far) = tokio::io::duplex(64);
-        (Stream::other(near), Stream::other(far))
-    }
-
-    /// Sends eight bytes and the end of stream, and reads them into two buffers of four.
-    async fn check_vectored(pair: (Stream, Stream), expected: &[usize]) {
-        let (mut near, mut far) = pair;
-        near.write_all(b"abcdefgh").await.expect("room");
-        near.shutdown().await.expect("open");
-        let (mut first, mut second) = ([0; 4], [0; 4]);
-        for expected in expected {
-            let mut bufs = [IoSliceMut::new(&mut first), IoSliceMut::new(&mut second)];
-            let n = far.read_vectored(&mut bufs).await.expect("open");
-            assert_eq!(n, *expected);
-        }
-    }
-
-    #[tokio::test]
-    async fn tcp_reads_into_many_buffers_at_once() {
-        let check = async { check_vectored(tcp_pair().await, &[8, 0]).await };
-        tokio::time::timeout(WITHIN, check).await.expect("in time");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn other_networks_read_into_one() {
-        check_vectored(other_pair(), &[4, 4, 0]).await;
-    }
-
-    #[tokio::test]
-    async fn halves_work_from_two_tasks() {
-        async fn check((near, far): (Stream, Stream)) {
-            let (mut near_reader, mut near_writer) = near.into_split();
-            let (mut far_reader, mut far_writer) = far.into_split();
-            let echo = async {
-                let n = tokio::io::copy(&mut far_reader, &mut far_writer).await;
-                far_writer.shutdown().await.and(n)
-            };
-            let send = async {
-                near_writer.write_all(&[7; 1000]).await?;
-                near_writer.shutdown().await
-            };
-            let mut received = Vec::new();
-            let (echoed, sent, read) = tokio::join!(echo, send, near_reader.read_to_end(&mut received));
-            sent.expect("sent");
-            assert_eq!((echoed.expect("echoed"), read.expect("read")), (1000, 1000));
-        }
-        let both = async {
-            check(tcp_pair().await).await;
-            check(other_pair()).await;
-        };
-        tokio::time::timeout(WITHIN, both).await.expect("in time");
-    }
-
-    #[tokio::test]
-    async fn tcp_is_tuned() {
-        let (near, far) = tcp_pair().await;
-        for stream in [&near, &far] {
-            let Inner::Tcp(tcp) = &stream.0 else { panic!("not tcp") };
-            assert!(tcp.nodelay().expect("a socket"));
-            assert!(SockRef::from(tcp).keepalive().expect("a socket"));
-            assert!(stream.is_write_vectored());
-        }
-    }
-
-    #[tokio::test]
-    async fn nobody_there_is_an_error() {
-        let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
-        let addr = listener.local_addr().expect("bound").to_string();
-        drop(listener);
-        let error = TcpNet.connect(&addr).await.expect_err("nobody listens");
-        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
-    }
-}

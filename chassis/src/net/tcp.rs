@@ -1,0 +1,55 @@
+//! The network of production.
+
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::{TcpListener, TcpStream};
+
+use super::{Inner, Listener, Net, Stream};
+
+/// The kernel's TCP. Streams have Nagle's delay off and keepalive on.
+#[derive(Clone, Copy, Debug)]
+pub struct TcpNet;
+
+impl TcpNet {
+    /// A peer whose machine has vanished is noticed after idle + retries × interval: 25 s.
+    const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
+    const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+    const KEEPALIVE_RETRIES: u32 = 3;
+
+    fn tuned(stream: TcpStream) -> io::Result<Stream> {
+        let keepalive = TcpKeepalive::new()
+            .with_time(Self::KEEPALIVE_IDLE)
+            .with_interval(Self::KEEPALIVE_INTERVAL)
+            .with_retries(Self::KEEPALIVE_RETRIES);
+        SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
+        stream.set_nodelay(true)?;
+        Ok(Stream(Inner::Tcp(stream)))
+    }
+}
+
+#[async_trait]
+impl Net for TcpNet {
+    async fn connect(&self, addr: &str) -> io::Result<Stream> {
+        Self::tuned(TcpStream::connect(addr).await?)
+    }
+
+    async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>> {
+        Ok(Box::new(TcpListener::bind(addr).await?))
+    }
+}
+
+#[async_trait]
+impl Listener for TcpListener {
+    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
+        let (stream, peer) = TcpListener::accept(self).await?;
+        Ok((TcpNet::tuned(stream)?, peer))
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        TcpListener::local_addr(self)
+    }
+}

@@ -1,0 +1,143 @@
+use std::io;
+use std::sync::Mutex;
+
+use async_trait::async_trait;
+use axum::routing::get;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::{Instant, timeout};
+
+use super::*;
+use crate::net::{MemoryNet, Net};
+use crate::task::Task;
+
+const SECOND: Duration = Duration::from_secs(1);
+const ADDR: &str = "server:80";
+const REQUEST: &[u8] = b"GET /peer HTTP/1.1\r\nhost: x\r\n\r\n";
+
+struct Served {
+    net: MemoryNet,
+    shutdown: Shutdown,
+    server: Task<Result<(), StillHeld>>,
+}
+
+async fn start(limits: ServerLimits) -> Served {
+    let net = MemoryNet::new();
+    let listener = net.listen(ADDR).await.expect("free");
+    let router = Router::new()
+        .route(
+            "/peer",
+            get(|ConnectInfo(peer): ConnectInfo<SocketAddr>| async move { peer.ip().to_string() }),
+        )
+        .route("/forever", get(std::future::pending::<()>));
+    let shutdown = Shutdown::new();
+    let server =
+        spawn_guarded(&Gate::new("test"), "server", serve(listener, router, shutdown.clone(), limits));
+    Served { net, shutdown, server }
+}
+
+impl Served {
+    async fn connect(&self) -> Stream {
+        self.net.connect(ADDR).await.expect("the server listens")
+    }
+
+    /// How long it takes from the wish to the end.
+    async fn stop(self) -> Duration {
+        let start = Instant::now();
+        self.shutdown.trigger();
+        self.server.await.expect("the server ran").expect("nothing is late");
+        start.elapsed()
+    }
+}
+
+async fn answer(stream: &mut Stream) -> String {
+    let mut answer = vec![0; 1024];
+    let n = stream.read(&mut answer).await.expect("open");
+    String::from_utf8_lossy(&answer[..n]).into_owned()
+}
+
+#[tokio::test(start_paused = true)]
+async fn handlers_see_the_peer() {
+    let served = start(ServerLimits::default()).await;
+    let mut stream = served.connect().await;
+    stream.write_all(REQUEST).await.expect("room");
+    let answer = answer(&mut stream).await;
+    assert!(answer.starts_with("HTTP/1.1 200 OK") && answer.ends_with("127.0.0.1"), "{answer}");
+    assert_eq!(served.stop().await, Duration::ZERO, "an idle connection holds nothing up");
+}
+
+#[tokio::test(start_paused = true)]
+async fn connections_have_a_bound() {
+    let served = start(ServerLimits { connections_max: 1, ..ServerLimits::default() }).await;
+    let (mut first, mut second) = (served.connect().await, served.connect().await);
+    for stream in [&mut first, &mut second] {
+        stream.write_all(REQUEST).await.expect("room");
+    }
+    answer(&mut first).await;
+    timeout(SECOND, answer(&mut second)).await.expect_err("the first is still open");
+    drop(first);
+    timeout(SECOND, answer(&mut second)).await.expect("there is room now");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_client_is_closed() {
+    let limits = ServerLimits { header_timeout: SECOND, ..ServerLimits::default() };
+    let served = start(limits).await;
+    let mut stream = served.connect().await;
+    stream.write_all(b"GET /peer HTTP/1.1\r\n").await.expect("room");
+    let start = Instant::now();
+    assert_eq!(answer(&mut stream).await, "");
+    assert_eq!(start.elapsed().as_secs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_is_bounded() {
+    let served = start(ServerLimits { drain: SECOND * 3, ..ServerLimits::default() }).await;
+    let mut stream = served.connect().await;
+    stream.write_all(b"GET /forever HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("room");
+    tokio::task::yield_now().await;
+    assert_eq!(served.stop().await.as_secs(), 3);
+    assert_eq!(answer(&mut stream).await, "");
+}
+
+/// Fails once before every connection.
+#[derive(Debug)]
+struct Flaky {
+    inner: Box<dyn Listener>,
+    failed: Mutex<bool>,
+}
+
+#[async_trait]
+impl Listener for Flaky {
+    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
+        let failed = std::mem::replace(self.failed.get_mut().unwrap(), true);
+        if !failed {
+            return Err(io::Error::other("out of file descriptors"));
+        }
+        let accepted = self.inner.accept().await;
+        *self.failed.get_mut().unwrap() = false;
+        accepted
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.inner.local_addr()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failed_accept_is_not_the_end() {
+    let net = MemoryNet::new();
+    let inner = net.listen(ADDR).await.expect("free");
+    let listener = Box::new(Flaky { inner, failed: Mutex::new(false) });
+    let router = Router::new().route("/peer", get(|| async { "here" }));
+    let shutdown = Shutdown::new();
+    let _server = spawn_guarded(
+        &Gate::new("test"),
+        "server",
+        serve(listener, router, shutdown, ServerLimits::default()),
+    );
+    for _ in 0..3 {
+        let mut stream = net.connect(ADDR).await.expect("the server listens");
+        stream.write_all(REQUEST).await.expect("room");
+        assert!(answer(&mut stream).await.ends_with("here"));
+    }
+}
