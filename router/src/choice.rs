@@ -1,0 +1,114 @@
+//! One answer to one prompt, while it is being made: steps in, text out.
+
+use futures::stream::{BoxStream, StreamExt};
+use tokio::time::{Instant, timeout_at};
+use types::{FinishReason, Prompt, Step, Usage};
+
+use crate::error::ServeError;
+use crate::serve::{Generation, Serve};
+use crate::text::Detokenizer;
+
+/// What one step adds to an answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Delta {
+    /// Which answer.
+    pub choice: usize,
+    /// Empty while a character is incomplete or a stop string may still complete.
+    pub text: String,
+    /// Where in the answer's text, in characters, `text` begins.
+    pub offset: usize,
+    pub step: Step,
+    /// Set in the last delta.
+    pub finish: Option<FinishReason>,
+}
+
+/// An answer in the making. Dropping it cancels it everywhere.
+#[derive(Debug)]
+pub struct Choice {
+    index: usize,
+    generation: Generation,
+    detokenizer: Detokenizer,
+    /// The house keeps deadlines by itself. The door does not rely on it.
+    deadline: Instant,
+    n_steps: u32,
+    n_characters: usize,
+}
+
+impl Choice {
+    /// Asks the house. Returns with the first step on its way, or with what can still be a status code.
+    pub async fn begin(
+        serve: &dyn Serve,
+        index: usize,
+        prompt: Prompt,
+        detokenizer: Detokenizer,
+    ) -> Result<Self, ServeError> {
+        let deadline = prompt.deadline.instant().into();
+        let generation = timeout_at(deadline, serve.generate(prompt)).await.map_err(|_| too_late())??;
+        Ok(Self { index, generation, detokenizer, deadline, n_steps: 0, n_characters: 0 })
+    }
+
+    pub fn usage(&self) -> Usage {
+        self.generation.usage
+    }
+
+    /// Ends after a delta with `finish` set, or after an error.
+    pub fn into_deltas(self) -> BoxStream<'static, Result<Delta, ServeError>> {
+        futures::stream::try_unfold(Some(self), |choice| async move {
+            let Some(mut choice) = choice else { return Ok(None) };
+            let delta = choice.next().await?;
+            let rest = delta.finish.is_none().then_some(choice);
+            Ok(Some((delta, rest)))
+        })
+        .boxed()
+    }
+
+    async fn next(&mut self) -> Result<Delta, ServeError> {
+        let step = timeout_at(self.deadline, self.generation.steps.next()).await.map_err(|_| too_late())?;
+        let step = step.unwrap_or_else(|| Err(out_of_order("the steps ended without a last one")))?;
+        if step.index != self.n_steps {
+            return Err(out_of_order(&format!("step {} came as step {}", step.index, self.n_steps)));
+        }
+        self.n_steps += 1;
+        Ok(self.delta(step))
+    }
+
+    fn delta(&mut self, step: Step) -> Delta {
+        let (mut text, offset) = (String::new(), self.n_characters);
+        let stopped = self.detokenizer.push(step.token, &mut text).is_break();
+        let finish = if stopped { Some(FinishReason::Stop) } else { step.finish };
+        if finish.is_some() && !stopped {
+            self.detokenizer.finish(&mut text);
+        }
+        self.n_characters += text.chars().count();
+        Delta { choice: self.index, text, offset, step, finish }
+    }
+}
+
+fn too_late() -> ServeError {
+    ServeError::DeadlinePassed { reason: "the router waited for the next token".to_owned() }
+}
+
+fn out_of_order(reason: &str) -> ServeError {
+    ServeError::Failed { reason: reason.to_owned() }
+}
+
+/// A whole answer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Whole {
+    pub text: String,
+    /// Every step, with the place of its text.
+    pub steps: Vec<(usize, Step)>,
+    pub finish: Option<FinishReason>,
+}
+
+impl Whole {
+    pub fn add(&mut self, delta: Delta) {
+        self.text.push_str(&delta.text);
+        self.steps.push((delta.offset, delta.step));
+        self.finish = delta.finish;
+    }
+
+    pub fn token_ids(&self) -> Vec<u32> {
+        self.steps.iter().map(|(_, step)| step.token.0).collect()
+    }
+}

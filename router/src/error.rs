@@ -1,0 +1,100 @@
+//! Why a request is not accepted, and why an accepted one was not served.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use types::{RefusalKind, Verdict};
+
+/// A request that never became a prompt. Each names the field (or header) that is to blame.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AcceptError {
+    #[error("{param} is required")]
+    Missing { param: Cow<'static, str> },
+    #[error("{param}: {reason}")]
+    Invalid { param: Cow<'static, str>, reason: String },
+    /// It asks for something that this house does not do. Refused, because ignoring it would change the answer's meaning.
+    #[error("{param} is not supported: {reason}")]
+    Unsupported { param: Cow<'static, str>, reason: String },
+    #[error("{reason}")]
+    TooLong { param: Cow<'static, str>, reason: String },
+    /// The model's chat template raised an exception.
+    #[error("the chat template refuses these messages: {reason}")]
+    Template { reason: String },
+    #[error("the model `{name}` is not served here")]
+    UnknownModel { name: String },
+}
+
+impl AcceptError {
+    pub fn missing(param: impl Into<Cow<'static, str>>) -> Self {
+        Self::Missing { param: param.into() }
+    }
+
+    pub fn invalid(param: impl Into<Cow<'static, str>>, reason: impl Into<String>) -> Self {
+        Self::Invalid { param: param.into(), reason: reason.into() }
+    }
+
+    pub fn unsupported(param: impl Into<Cow<'static, str>>, reason: impl Into<String>) -> Self {
+        Self::Unsupported { param: param.into(), reason: reason.into() }
+    }
+
+    /// The field or header that is to blame.
+    pub fn param(&self) -> &str {
+        match self {
+            Self::Missing { param }
+            | Self::Invalid { param, .. }
+            | Self::Unsupported { param, .. }
+            | Self::TooLong { param, .. } => param,
+            Self::Template { .. } => "messages",
+            Self::UnknownModel { .. } => "model",
+        }
+    }
+
+    pub fn verdict(&self) -> Verdict {
+        Verdict::Reject
+    }
+}
+
+/// An accepted prompt that could not be served, after everything was tried that its deadline and budget allow.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ServeError {
+    /// The last node's typed "no".
+    #[error("{kind}: {reason}")]
+    Refused { kind: RefusalKind, reason: String },
+    /// Admission says that waiting would miss the request's objective.
+    #[error("overloaded: {reason}")]
+    Overloaded { retry_after: Duration, reason: String },
+    /// No usable pair of nodes.
+    #[error("no nodes: {reason}")]
+    NoNodes { reason: String },
+    #[error("the deadline passed: {reason}")]
+    DeadlinePassed { reason: String },
+    /// The house is at fault.
+    #[error("failed: {reason}")]
+    Failed { reason: String },
+}
+
+/// How long to stay away when nothing better is known.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+impl ServeError {
+    /// What the client should do about it. Nodes were tried already, so "elsewhere" has become "later".
+    pub fn verdict(&self) -> Verdict {
+        match self {
+            Self::Refused { kind, .. } => match kind.verdict() {
+                Verdict::RetryElsewhere => Verdict::RetryLater(RETRY_AFTER),
+                verdict => verdict,
+            },
+            Self::Overloaded { retry_after, .. } => Verdict::RetryLater(*retry_after),
+            Self::NoNodes { .. } => Verdict::RetryLater(RETRY_AFTER),
+            Self::DeadlinePassed { .. } => Verdict::Reject,
+            Self::Failed { .. } => Verdict::Bug,
+        }
+    }
+}
+
+/// A model's text half that cannot be used: found when the router starts, not by a request.
+#[derive(Debug, thiserror::Error)]
+pub enum TextError {
+    #[error("compile chat template")]
+    CompileTemplate(#[source] minijinja::Error),
+}

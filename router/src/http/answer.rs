@@ -1,0 +1,183 @@
+//! Answers: what both endpoints' answers have in common, and the trait for what they have not.
+
+use std::fmt;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use futures::stream::{BoxStream, SelectAll, StreamExt};
+use serde::{Serialize, Serializer};
+use tracing::info;
+use types::{Prompt, TokenId, Usage};
+
+use super::error::HttpError;
+use super::fields::Manner;
+use crate::choice::{Choice, Delta, Whole};
+use crate::error::ServeError;
+use crate::text::RouterModel;
+
+/// How one endpoint writes its choices.
+pub(crate) trait Shape: fmt::Debug + Send + Sync + 'static {
+    /// An answer's id begins with it.
+    const ID: &'static str;
+    /// The field `object` of a whole answer, and of a chunk.
+    const WHOLE: &'static str;
+    const CHUNK: &'static str;
+    /// One choice in a chunk.
+    type Chunk<'a>: Serialize;
+    /// One choice of a whole answer.
+    type Choice<'a>: Serialize;
+
+    /// What a stream says of a choice before its first token.
+    fn opening(&self, about: &About, choice: usize) -> Option<Self::Chunk<'_>>;
+
+    fn chunk<'a>(&'a self, about: &'a About, delta: &'a Delta) -> Self::Chunk<'a>;
+
+    fn whole<'a>(&'a self, about: &'a About, choice: usize, whole: &'a Whole) -> Self::Choice<'a>;
+
+    /// The prompt's tokens, where they belong to the answer and not to each choice.
+    fn prompt_tokens<'a>(&self, about: &'a About) -> Option<TokenIds<'a>>;
+}
+
+/// What is known of an answer before its first token.
+#[derive(Debug)]
+pub(crate) struct About {
+    pub(crate) id: String,
+    pub(crate) created: u64,
+    pub(crate) model: Arc<RouterModel>,
+    pub(crate) manner: Manner,
+    /// Answers to each input: choices `0..n` are the first input's.
+    pub(crate) n: usize,
+    /// The tokens of each choice's prompt.
+    pub(crate) prompts: Vec<Arc<[TokenId]>>,
+}
+
+impl About {
+    pub(crate) fn prompts(prompts: &[Prompt]) -> Vec<Arc<[TokenId]>> {
+        prompts.iter().map(|prompt| Arc::clone(&prompt.tokens)).collect()
+    }
+
+    /// `ids` when the client wants to see token ids.
+    pub(crate) fn if_ids<'a>(&self, ids: &'a [TokenId]) -> Option<TokenIds<'a>> {
+        self.manner.token_ids.then_some(TokenIds(ids))
+    }
+}
+
+/// An answer of one or several choices, in the making.
+#[derive(Debug)]
+pub(crate) struct Answer<S> {
+    pub(crate) about: About,
+    pub(crate) shape: S,
+    pub(crate) choices: Vec<Choice>,
+}
+
+/// The deltas of all choices, as they come.
+pub(crate) type Deltas = SelectAll<BoxStream<'static, Result<Delta, ServeError>>>;
+
+impl<S: Shape> Answer<S> {
+    /// What all prompts cost. Several answers to one prompt cost it once.
+    pub(crate) fn usage(&self) -> Usage {
+        let usages = self.choices.iter().step_by(self.about.n).map(Choice::usage);
+        usages.fold(Usage::default(), |sum, usage| Usage {
+            prompt_tokens: sum.prompt_tokens + usage.prompt_tokens,
+            cached_tokens: sum.cached_tokens + usage.cached_tokens,
+        })
+    }
+
+    pub(crate) fn into_parts(self) -> (About, S, Deltas) {
+        let deltas = self.choices.into_iter().map(Choice::into_deltas);
+        (self.about, self.shape, futures::stream::select_all(deltas))
+    }
+
+    /// Waits for all choices and writes them at once.
+    pub(crate) async fn whole(self) -> Result<Response, HttpError> {
+        let (usage, n_choices) = (self.usage(), self.choices.len());
+        let (about, shape, mut deltas) = self.into_parts();
+        let mut wholes = vec![Whole::default(); n_choices];
+        while let Some(delta) = deltas.next().await {
+            let delta = delta?;
+            wholes[delta.choice].add(delta);
+        }
+        let completion_tokens = wholes.iter().map(|whole| whole.steps.len() as u32).sum();
+        info!(n_choices, completion_tokens, "answered");
+        let choices = wholes.iter().enumerate().map(|(choice, whole)| shape.whole(&about, choice, whole));
+        let envelope = Envelope {
+            prompt_token_ids: shape.prompt_tokens(&about),
+            usage: Some(Some(UsageFields::new(usage, completion_tokens))),
+            ..Envelope::new(&about, S::WHOLE, choices.collect::<Vec<_>>())
+        };
+        Ok(Json(envelope).into_response())
+    }
+}
+
+/// What every answer and every chunk is wrapped in. `C` is its list of choices.
+#[derive(Debug, Serialize)]
+pub(crate) struct Envelope<'a, C> {
+    pub(crate) id: &'a str,
+    pub(crate) object: &'static str,
+    pub(crate) created: u64,
+    pub(crate) model: &'a str,
+    pub(crate) choices: C,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_token_ids: Option<TokenIds<'a>>,
+    /// `Some(None)` is written as `null`: a stream that will end with its usage says so in every chunk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) usage: Option<Option<UsageFields>>,
+}
+
+impl<'a, C> Envelope<'a, C> {
+    pub(crate) fn new(about: &'a About, object: &'static str, choices: C) -> Self {
+        let About { id, created, model, .. } = about;
+        Self {
+            id,
+            object,
+            created: *created,
+            model: &model.name,
+            choices,
+            prompt_token_ids: None,
+            usage: None,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct UsageFields {
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    total_tokens: u32,
+    prompt_tokens_details: PromptTokensDetails,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct PromptTokensDetails {
+    cached_tokens: u32,
+}
+
+impl UsageFields {
+    pub(crate) fn new(usage: Usage, completion_tokens: u32) -> Self {
+        Self {
+            prompt_tokens: usage.prompt_tokens,
+            completion_tokens,
+            total_tokens: usage.prompt_tokens + completion_tokens,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens: usage.cached_tokens },
+        }
+    }
+}
+
+/// Tokens as a list of numbers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TokenIds<'a>(pub(crate) &'a [TokenId]);
+
+impl Serialize for TokenIds<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.iter().map(|token| token.0))
+    }
+}
+
+/// OpenAI's word for the end of an answer.
+pub(crate) fn finish_reason(finish: types::FinishReason) -> &'static str {
+    match finish {
+        types::FinishReason::Stop => "stop",
+        types::FinishReason::Length => "length",
+    }
+}

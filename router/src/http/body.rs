@@ -1,0 +1,154 @@
+//! A request's body: bounded in size and time, and read as JSON so that what is wrong with it has a name.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use bytes::{Bytes, BytesMut};
+use http_body_util::BodyExt;
+use serde::de::DeserializeOwned;
+
+use super::error::{Code, HttpError};
+
+/// How much a client may send, and for how long.
+#[derive(Clone, Copy, Debug)]
+pub struct BodyLimits {
+    pub bytes_max: usize,
+    pub within: Duration,
+}
+
+impl Default for BodyLimits {
+    fn default() -> Self {
+        // A prompt of a million tokens is about 5 MB of text.
+        Self { bytes_max: 8 << 20, within: Duration::from_secs(30) }
+    }
+}
+
+/// So many times `bytes_max` are read and thrown away before a body is refused: a client that is cut off while it
+/// still writes sees a broken connection instead of the refusal.
+const DISCARDED_FACTOR: usize = 8;
+
+/// Reads a whole body.
+pub(crate) async fn read(body: Body, limits: BodyLimits) -> Result<Bytes, HttpError> {
+    match tokio::time::timeout(limits.within, collect(body, limits.bytes_max)).await {
+        Ok(read) => read,
+        Err(_) => {
+            let message = format!("the body did not arrive within {} ms", limits.within.as_millis());
+            Err(HttpError::new(Code::BodyTimeout, message).about("body"))
+        }
+    }
+}
+
+async fn collect(mut body: Body, bytes_max: usize) -> Result<Bytes, HttpError> {
+    let (mut kept, mut n_seen) = (BytesMut::new(), 0);
+    while let Some(frame) = body.frame().await {
+        let frame =
+            frame.map_err(|error| HttpError::new(Code::InvalidJson, error.to_string()).about("body"))?;
+        let Ok(data) = frame.into_data() else { continue };
+        n_seen += data.len();
+        if n_seen <= bytes_max {
+            kept.extend_from_slice(&data);
+        } else if n_seen > bytes_max * DISCARDED_FACTOR {
+            break;
+        }
+    }
+    if n_seen > bytes_max {
+        let message = format!("the body has more than {bytes_max} bytes");
+        return Err(HttpError::new(Code::BodyTooLarge, message).about("body"));
+    }
+    Ok(kept.freeze())
+}
+
+/// Reads JSON, whatever its content type says. An error names the field: `messages[2].content`.
+pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, HttpError> {
+    let text =
+        std::str::from_utf8(body).map_err(|error| not_json(format!("the body is not UTF-8: {error}")))?;
+    // A list would be read as an object's fields in order.
+    if text.trim_start().starts_with('[') {
+        return Err(not_an_object("it is a list"));
+    }
+    let mut json = serde_json::Deserializer::from_str(text);
+    let value = serde_path_to_error::deserialize(&mut json).map_err(|error| bad_field(&error))?;
+    json.end().map_err(|error| not_json(format!("the body is not JSON: {error}")))?;
+    Ok(value)
+}
+
+fn bad_field(error: &serde_path_to_error::Error<serde_json::Error>) -> HttpError {
+    let (path, inner) = (error.path().to_string(), error.inner());
+    if !inner.is_data() {
+        return not_json(format!("the body is not JSON: {inner}"));
+    }
+    match path.as_str() {
+        "." => not_an_object(&inner.to_string()),
+        field => HttpError::new(Code::InvalidValue, format!("{field}: {inner}")).about(field),
+    }
+}
+
+fn not_an_object(reason: &str) -> HttpError {
+    HttpError::new(Code::InvalidValue, format!("the body is not an object: {reason}")).about("body")
+}
+
+fn not_json(message: String) -> HttpError {
+    HttpError::new(Code::InvalidJson, message).about("body")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::convert::Infallible;
+
+    use futures::StreamExt;
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Debug, Deserialize)]
+    #[allow(dead_code, reason = "only whether it parses is looked at")]
+    struct Example {
+        count: Option<u32>,
+        list: Option<Vec<BTreeMap<String, f32>>>,
+    }
+
+    fn check(body: &[u8], code: Code, param: &str) {
+        let error = parse::<Example>(body).expect_err("refused");
+        assert_eq!((error.code, error.param.as_deref()), (code, Some(param)), "{}", error.message);
+    }
+
+    #[test]
+    fn what_is_wrong_has_a_name() {
+        check(b"{\"count\": 1", Code::InvalidJson, "body");
+        check(b"", Code::InvalidJson, "body");
+        check(b"{\"count\": \"\xff\"}", Code::InvalidJson, "body");
+        check(b"{} {}", Code::InvalidJson, "body");
+        check(b"[]", Code::InvalidValue, "body");
+        check(b"7", Code::InvalidValue, "body");
+        check(b"{\"count\": -1}", Code::InvalidValue, "count");
+        check(b"{\"count\": 1.5}", Code::InvalidValue, "count");
+        check(b"{\"list\": [{}, {\"1\": \"x\"}]}", Code::InvalidValue, "list[1].1");
+    }
+
+    #[test]
+    fn what_is_unknown_or_null_is_ignored() {
+        assert!(
+            parse::<Example>(b" {\"count\": null, \"other\": {\"a\": []}, \"list\": [{\"5\": 1}]}\n").is_ok()
+        );
+    }
+
+    fn pieces(n: usize, size: usize) -> Body {
+        let piece = Bytes::from(vec![b' '; size]);
+        Body::from_stream(futures::stream::iter(vec![Ok::<_, Infallible>(piece); n]))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bodies_are_bounded() {
+        let limits = BodyLimits { bytes_max: 100, within: Duration::from_secs(1) };
+        assert_eq!(read(pieces(10, 10), limits).await.expect("fits").len(), 100);
+        for n in [11, 1000] {
+            assert_eq!(read(pieces(n, 10), limits).await.expect_err("too large").code, Code::BodyTooLarge);
+        }
+        let endless = futures::stream::pending::<Result<Bytes, Infallible>>().boxed();
+        assert_eq!(
+            read(Body::from_stream(endless), limits).await.expect_err("too slow").code,
+            Code::BodyTimeout
+        );
+    }
+}

@@ -1,0 +1,179 @@
+//! `POST /v1/chat/completions`.
+
+use minijinja::value::{Serde, Value as TemplateValue};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use types::TokenId;
+
+use super::answer::{About, Shape, TokenIds, finish_reason};
+use super::door::{Ask, Door};
+use super::error::HttpError;
+use super::fields::{CommonFields, asked};
+use super::logprobs::ChatLogprobs;
+use super::{body, messages};
+use crate::accept::{Inputs, MaxTokens, Wishes};
+use crate::choice::{Delta, Whole};
+use crate::error::AcceptError;
+use crate::text::{Chat, RouterModel};
+
+/// What only a chat has.
+#[derive(Debug, Deserialize)]
+struct ChatFields {
+    messages: Option<Vec<Map<String, Value>>>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    max_completion_tokens: Option<u32>,
+    logprobs: Option<bool>,
+    top_logprobs: Option<u32>,
+    add_generation_prompt: Option<bool>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    chat_template: Option<String>,
+}
+
+/// JSON → tokens and wishes.
+pub(crate) fn understand(door: &Door, json: &[u8]) -> Result<Ask<ChatShape>, HttpError> {
+    let (common, chat): (CommonFields, ChatFields) = (body::parse(json)?, body::parse(json)?);
+    let model = door.models.find(common.model.as_deref())?;
+    let manner = common.manner();
+    let wishes = chat.wishes(common)?;
+    let tokens = chat.tokens(&model, door.world.unix_time().as_secs() as i64)?;
+    Ok(Ask {
+        model,
+        inputs: Inputs { param: "messages", tokens: vec![tokens] },
+        wishes,
+        manner,
+        shape: ChatShape,
+    })
+}
+
+impl ChatFields {
+    fn wishes(&self, common: CommonFields) -> Result<Wishes, AcceptError> {
+        let max_tokens = asked("max_completion_tokens", self.max_completion_tokens);
+        let wishes = common.wishes(MaxTokens::RestOfContext)?;
+        let logprobs = match (self.logprobs.unwrap_or(false), self.top_logprobs) {
+            (true, top) => Some(top.unwrap_or(0)),
+            (false, None | Some(0)) => None,
+            (false, Some(_)) => {
+                return Err(AcceptError::invalid("top_logprobs", "it needs logprobs to be true"));
+            }
+        };
+        Ok(Wishes { max_tokens: max_tokens.unwrap_or(wishes.max_tokens), logprobs, ..wishes })
+    }
+
+    fn tokens(self, model: &RouterModel, unix_seconds: i64) -> Result<Vec<TokenId>, AcceptError> {
+        if self.chat_template.is_some() {
+            return Err(AcceptError::unsupported("chat_template", "the model's own is used"));
+        }
+        let Some(template) = &model.template else {
+            return Err(AcceptError::unsupported(
+                "messages",
+                "the model has no chat template; use /v1/completions",
+            ));
+        };
+        let text = template.render(self.chat(unix_seconds)?)?;
+        Ok(model.tokenizer.encode(&text))
+    }
+
+    fn chat(self, unix_seconds: i64) -> Result<Chat, AcceptError> {
+        let tools = offered(self.tools, self.tool_choice.as_ref())?;
+        let messages = messages::checked(self.messages.ok_or_else(|| AcceptError::missing("messages"))?)?;
+        let variables = self.chat_template_kwargs.into_iter().flatten();
+        Ok(Chat {
+            messages: Serde(messages).into(),
+            tools: Serde(tools).into(),
+            variables: variables.map(|(name, value)| (name, TemplateValue::from(Serde(value)))).collect(),
+            add_generation_prompt: self.add_generation_prompt.unwrap_or(true),
+            unix_seconds,
+        })
+    }
+}
+
+/// The tools that the template shall show. The model may call them or not: nothing forces it.
+fn offered(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Option<Vec<Value>>, AcceptError> {
+    match choice.map(|choice| choice.as_str()) {
+        None | Some(Some("auto")) => Ok(tools.filter(|tools| !tools.is_empty())),
+        Some(Some("none")) => Ok(None),
+        Some(_) => Err(AcceptError::unsupported("tool_choice", "only `auto` and `none`")),
+    }
+}
+
+// === the answer ===
+
+/// How a chat's choices are written.
+#[derive(Debug)]
+pub(crate) struct ChatShape;
+
+#[derive(Debug, Serialize)]
+pub(crate) struct ChatChunk<'a> {
+    index: usize,
+    delta: ChatDelta<'a>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<TokenIds<'a>>,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct ChatDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct ChatChoice<'a> {
+    index: usize,
+    message: ChatMessage<'a>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+}
+
+#[derive(Debug, Serialize)]
+struct ChatMessage<'a> {
+    role: &'static str,
+    content: &'a str,
+    refusal: Option<()>,
+}
+
+const ASSISTANT: &str = "assistant";
+
+impl Shape for ChatShape {
+    const ID: &'static str = "chatcmpl-";
+    const WHOLE: &'static str = "chat.completion";
+    const CHUNK: &'static str = "chat.completion.chunk";
+    type Chunk<'a> = ChatChunk<'a>;
+    type Choice<'a> = ChatChoice<'a>;
+
+    fn opening(&self, _about: &About, choice: usize) -> Option<ChatChunk<'_>> {
+        let delta = ChatDelta { role: Some(ASSISTANT), content: Some("") };
+        Some(ChatChunk { index: choice, delta, logprobs: None, finish_reason: None, token_ids: None })
+    }
+
+    fn chunk<'a>(&'a self, about: &'a About, delta: &'a Delta) -> ChatChunk<'a> {
+        let content = (!delta.text.is_empty()).then_some(delta.text.as_str());
+        ChatChunk {
+            index: delta.choice,
+            delta: ChatDelta { role: None, content },
+            logprobs: ChatLogprobs::of(&about.model.tokenizer, [&delta.step]),
+            finish_reason: delta.finish.map(finish_reason),
+            token_ids: about.if_ids(std::slice::from_ref(&delta.step.token)),
+        }
+    }
+
+    fn whole<'a>(&'a self, about: &'a About, choice: usize, whole: &'a Whole) -> ChatChoice<'a> {
+        ChatChoice {
+            index: choice,
+            message: ChatMessage { role: ASSISTANT, content: &whole.text, refusal: None },
+            logprobs: ChatLogprobs::of(&about.model.tokenizer, whole.steps.iter().map(|(_, step)| step)),
+            finish_reason: whole.finish.map(finish_reason),
+            token_ids: about.manner.token_ids.then(|| whole.token_ids()),
+        }
+    }
+
+    fn prompt_tokens<'a>(&self, about: &'a About) -> Option<TokenIds<'a>> {
+        about.if_ids(about.prompts.first()?)
+    }
+}

@@ -1,0 +1,180 @@
+//! `POST /v1/completions`: text or token ids in, one prompt or several.
+
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+use types::TokenId;
+
+use super::answer::{About, Shape, TokenIds, finish_reason};
+use super::body;
+use super::door::{Ask, Door};
+use super::error::HttpError;
+use super::fields::CommonFields;
+use super::logprobs::CompletionLogprobs;
+use crate::accept::{INPUTS_MAX, Inputs, MaxTokens, Wishes};
+use crate::choice::{Delta, Whole};
+use crate::error::AcceptError;
+use crate::text::{RouterModel, Tokenizer};
+
+/// OpenAI's default, for prompts that do not say.
+const MAX_TOKENS: MaxTokens = MaxTokens::AtMost(16);
+
+/// What only a completion has.
+#[derive(Debug, Deserialize)]
+struct CompletionFields {
+    prompt: Option<PromptField>,
+    logprobs: Option<u32>,
+    echo: Option<bool>,
+    suffix: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected a string, a list of strings, a list of token ids, or a list of such lists"
+)]
+enum PromptField {
+    Text(String),
+    Tokens(Vec<u32>),
+    Texts(Vec<String>),
+    TokenLists(Vec<Vec<u32>>),
+}
+
+/// JSON → tokens and wishes.
+pub(crate) fn understand(door: &Door, json: &[u8]) -> Result<Ask<CompletionShape>, HttpError> {
+    let (common, completion): (CommonFields, CompletionFields) = (body::parse(json)?, body::parse(json)?);
+    let model = door.models.find(common.model.as_deref())?;
+    completion.refuse_unsupported()?;
+    let manner = common.manner();
+    let wishes = Wishes { logprobs: completion.logprobs, ..common.wishes(MAX_TOKENS)? };
+    let prompt = completion.prompt.ok_or_else(|| AcceptError::missing("prompt"))?;
+    let inputs = Inputs { param: "prompt", tokens: prompt.into_tokens(&model)? };
+    let echo = completion.echo.unwrap_or(false).then(|| texts(&model.tokenizer, &inputs));
+    let shape = CompletionShape { echo: echo.unwrap_or_default(), n: wishes.n as usize };
+    Ok(Ask { model, inputs, wishes, manner, shape })
+}
+
+impl CompletionFields {
+    fn refuse_unsupported(&self) -> Result<(), AcceptError> {
+        if self.suffix.is_some() {
+            return Err(AcceptError::unsupported("suffix", "text is only continued at its end"));
+        }
+        match (self.echo, self.logprobs) {
+            (Some(true), Some(_)) => {
+                Err(AcceptError::unsupported("echo", "not with logprobs: only the answer's tokens have them"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl PromptField {
+    /// The number of prompts is checked before they are cut into tokens: that is the costly part.
+    fn into_tokens(self, model: &RouterModel) -> Result<Vec<Vec<TokenId>>, AcceptError> {
+        let encode = |text: String| model.tokenizer.encode(&text);
+        let ids = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
+        match self {
+            Self::Text(text) => Ok(vec![encode(text)]),
+            Self::Tokens(tokens) => Ok(vec![ids(tokens)]),
+            Self::Texts(texts) => Ok(bounded(texts)?.into_iter().map(encode).collect()),
+            Self::TokenLists(lists) => Ok(bounded(lists)?.into_iter().map(ids).collect()),
+        }
+    }
+}
+
+fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
+    if prompts.len() > INPUTS_MAX {
+        return Err(AcceptError::invalid(
+            "prompt",
+            format!("at most {INPUTS_MAX} prompts, not {}", prompts.len()),
+        ));
+    }
+    Ok(prompts)
+}
+
+/// The prompts as text, for `echo`.
+fn texts(tokenizer: &Tokenizer, inputs: &Inputs) -> Vec<String> {
+    let text = |tokens: &Vec<TokenId>| {
+        let bytes: Vec<u8> = tokens.iter().flat_map(|token| tokenizer.bytes_of(*token)).copied().collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    inputs.tokens.iter().map(text).collect()
+}
+
+// === the answer ===
+
+/// How a completion's choices are written.
+#[derive(Debug)]
+pub(crate) struct CompletionShape {
+    /// The prompts' texts, which the answers begin with; empty without `echo`.
+    echo: Vec<String>,
+    /// Answers to each prompt.
+    n: usize,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct CompletionChoice<'a> {
+    index: usize,
+    text: std::borrow::Cow<'a, str>,
+    logprobs: Option<CompletionLogprobs>,
+    finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<TokenIds<'a>>,
+}
+
+impl CompletionShape {
+    fn echo(&self, choice: usize) -> Option<&str> {
+        self.echo.get(choice / self.n).map(String::as_str)
+    }
+}
+
+impl Shape for CompletionShape {
+    const ID: &'static str = "cmpl-";
+    const WHOLE: &'static str = "text_completion";
+    const CHUNK: &'static str = "text_completion";
+    type Chunk<'a> = CompletionChoice<'a>;
+    type Choice<'a> = CompletionChoice<'a>;
+
+    fn opening(&self, _about: &About, choice: usize) -> Option<CompletionChoice<'_>> {
+        let text = self.echo(choice)?.into();
+        let (logprobs, finish_reason, token_ids, prompt_token_ids) = (None, None, None, None);
+        Some(CompletionChoice { index: choice, text, logprobs, finish_reason, token_ids, prompt_token_ids })
+    }
+
+    fn chunk<'a>(&'a self, about: &'a About, delta: &'a Delta) -> CompletionChoice<'a> {
+        let is_first = delta.step.index == 0;
+        CompletionChoice {
+            index: delta.choice,
+            text: delta.text.as_str().into(),
+            logprobs: CompletionLogprobs::of(&about.model.tokenizer, [(delta.offset, &delta.step)]),
+            finish_reason: delta.finish.map(finish_reason),
+            token_ids: about.manner.token_ids.then(|| vec![delta.step.token.0]),
+            prompt_token_ids: about
+                .prompts
+                .get(delta.choice)
+                .filter(|_| is_first)
+                .and_then(|ids| about.if_ids(ids)),
+        }
+    }
+
+    fn whole<'a>(&'a self, about: &'a About, choice: usize, whole: &'a Whole) -> CompletionChoice<'a> {
+        let text = match self.echo(choice) {
+            Some(echo) => format!("{echo}{}", whole.text).into(),
+            None => whole.text.as_str().into(),
+        };
+        let steps = whole.steps.iter().map(|(offset, step)| (*offset, step));
+        CompletionChoice {
+            index: choice,
+            text,
+            logprobs: CompletionLogprobs::of(&about.model.tokenizer, steps),
+            finish_reason: whole.finish.map(finish_reason),
+            token_ids: about.manner.token_ids.then(|| whole.token_ids()),
+            prompt_token_ids: about.prompts.get(choice).and_then(|ids| about.if_ids(ids)),
+        }
+    }
+
+    fn prompt_tokens<'a>(&self, _about: &'a About) -> Option<TokenIds<'a>> {
+        None
+    }
+}

@@ -1,0 +1,255 @@
+//! The only place with status codes: from an error to what an OpenAI client sees of it.
+
+use std::time::Duration;
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde::Serialize;
+use types::{RefusalKind, Verdict};
+
+use crate::error::{AcceptError, ServeError};
+
+macro_rules! codes {
+    ($($name:ident = $word:literal, $status:ident, $class:ident, $meaning:literal;)*) => {
+        /// What went wrong, in a word that programs may rely on. All of them are in `docs/errors.md`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Code { $(#[doc = $meaning] $name,)* }
+
+        impl Code {
+            pub const ALL: &'static [Self] = &[$(Self::$name,)*];
+
+            pub fn as_str(self) -> &'static str {
+                match self { $(Self::$name => $word,)* }
+            }
+
+            pub fn status(self) -> StatusCode {
+                match self { $(Self::$name => StatusCode::$status,)* }
+            }
+
+            fn class(self) -> Class {
+                match self { $(Self::$name => Class::$class,)* }
+            }
+
+            /// For the documents.
+            pub fn meaning(self) -> &'static str {
+                match self { $(Self::$name => $meaning,)* }
+            }
+        }
+    };
+}
+
+codes! {
+    InvalidJson = "invalid_json", BAD_REQUEST, Request, "The body is not JSON, or not UTF-8.";
+    InvalidValue = "invalid_value", BAD_REQUEST, Request, "A field or header has a wrong type, or a value out of range.";
+    MissingParameter = "missing_required_parameter", BAD_REQUEST, Request, "A required field is absent.";
+    UnsupportedParameter = "unsupported_parameter", BAD_REQUEST, Request, "A field asks for something that Baton does not do, and that cannot be ignored.";
+    ContextLength = "context_length_exceeded", BAD_REQUEST, Request, "The prompt, or the prompt and the tokens asked for, do not fit into the model's context.";
+    Template = "template_refused", BAD_REQUEST, Request, "The model's chat template refuses the messages.";
+    TooLong = "too_long", BAD_REQUEST, Request, "The sequence could never fit into the memory of a node, however empty.";
+    Invalid = "invalid", BAD_REQUEST, Request, "A node found the request at fault.";
+    ModelNotFound = "model_not_found", NOT_FOUND, Request, "No such model is served here.";
+    NotFound = "not_found", NOT_FOUND, Request, "No such path.";
+    MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, Request, "The path exists, but not for this method.";
+    BodyTimeout = "body_timeout", REQUEST_TIMEOUT, Request, "The request's body did not arrive in time.";
+    BodyTooLarge = "body_too_large", PAYLOAD_TOO_LARGE, Request, "The request's body is larger than the router takes.";
+    Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request would have to wait too long. Come back after the time in Retry-After.";
+    Full = "full", TOO_MANY_REQUESTS, Overloaded, "No node has room for the sequence's KV.";
+    Queue = "queue", TOO_MANY_REQUESTS, Overloaded, "Every prefill node has more work queued than it lets wait.";
+    Cancelled = "cancelled", REQUEST_TIMEOUT, Request, "The request was cancelled before it was answered.";
+    NoNodes = "no_nodes", SERVICE_UNAVAILABLE, Unavailable, "No usable pair of nodes.";
+    Draining = "draining", SERVICE_UNAVAILABLE, Unavailable, "The nodes that could serve the request are being stopped.";
+    Mismatch = "mismatch", SERVICE_UNAVAILABLE, Unavailable, "The nodes' models or KV layouts differ.";
+    Protocol = "protocol", SERVICE_UNAVAILABLE, Unavailable, "The nodes and the router have no protocol version in common.";
+    Deadline = "deadline", GATEWAY_TIMEOUT, Timeout, "The request's deadline passed (`x-baton-timeout-ms`, or the setting `deadline_ms`).";
+    Landing = "landing", BAD_GATEWAY, Server, "The memory reserved for the request's KV was lost, on every try.";
+    Wire = "wire", BAD_GATEWAY, Server, "The wire between the nodes broke, on every try.";
+    NodeFailed = "failed", BAD_GATEWAY, Server, "The nodes failed while they worked on the request, on every try.";
+    Internal = "internal", INTERNAL_SERVER_ERROR, Server, "A bug of Baton's.";
+}
+
+/// OpenAI's coarse kinds of error, its field `type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Class {
+    Request,
+    Overloaded,
+    Unavailable,
+    Timeout,
+    Server,
+}
+
+impl Class {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Request => "invalid_request_error",
+            Self::Overloaded => "rate_limit_error",
+            Self::Unavailable => "service_unavailable_error",
+            Self::Timeout => "timeout_error",
+            Self::Server => "server_error",
+        }
+    }
+}
+
+/// An error on its way to a client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HttpError {
+    pub code: Code,
+    /// The field or header that is to blame.
+    pub param: Option<String>,
+    pub message: String,
+    pub retry_after: Option<Duration>,
+}
+
+impl HttpError {
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, param: None, message: message.into(), retry_after: None }
+    }
+
+    #[must_use]
+    pub fn about(self, param: impl Into<String>) -> Self {
+        Self { param: Some(param.into()), ..self }
+    }
+
+    /// OpenAI's error object: a response's body, or the data of an `error` event in a stream.
+    pub(crate) fn body(&self) -> ErrorBody<'_> {
+        let error = ErrorFields {
+            message: &self.message,
+            class: self.code.class().as_str(),
+            param: self.param.as_deref(),
+            code: self.code.as_str(),
+        };
+        ErrorBody { error }
+    }
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct ErrorBody<'a> {
+    error: ErrorFields<'a>,
+}
+
+#[derive(Debug, Serialize)]
+struct ErrorFields<'a> {
+    message: &'a str,
+    #[serde(rename = "type")]
+    class: &'static str,
+    param: Option<&'a str>,
+    code: &'static str,
+}
+
+impl From<AcceptError> for HttpError {
+    fn from(error: AcceptError) -> Self {
+        let code = match error {
+            AcceptError::Missing { .. } => Code::MissingParameter,
+            AcceptError::Invalid { .. } => Code::InvalidValue,
+            AcceptError::Unsupported { .. } => Code::UnsupportedParameter,
+            AcceptError::TooLong { .. } => Code::ContextLength,
+            AcceptError::Template { .. } => Code::Template,
+            AcceptError::UnknownModel { .. } => Code::ModelNotFound,
+        };
+        Self::new(code, error.to_string()).about(error.param())
+    }
+}
+
+impl From<ServeError> for HttpError {
+    fn from(error: ServeError) -> Self {
+        let retry_after = match error.verdict() {
+            Verdict::RetryLater(after) => Some(after),
+            Verdict::Reject | Verdict::RetryElsewhere | Verdict::Bug => None,
+        };
+        Self { retry_after, ..Self::new(code_of(&error), error.to_string()) }
+    }
+}
+
+fn code_of(error: &ServeError) -> Code {
+    match error {
+        ServeError::Refused { kind, .. } => code_of_refusal(*kind),
+        ServeError::Overloaded { .. } => Code::Overloaded,
+        ServeError::NoNodes { .. } => Code::NoNodes,
+        ServeError::DeadlinePassed { .. } => Code::Deadline,
+        ServeError::Failed { .. } => Code::Internal,
+    }
+}
+
+fn code_of_refusal(kind: RefusalKind) -> Code {
+    match kind {
+        RefusalKind::Full => Code::Full,
+        RefusalKind::Queue => Code::Queue,
+        RefusalKind::Draining => Code::Draining,
+        RefusalKind::Mismatch => Code::Mismatch,
+        RefusalKind::Landing => Code::Landing,
+        RefusalKind::Wire => Code::Wire,
+        RefusalKind::TooLong => Code::TooLong,
+        RefusalKind::Invalid => Code::Invalid,
+        RefusalKind::Protocol => Code::Protocol,
+        RefusalKind::Deadline => Code::Deadline,
+        RefusalKind::Cancelled => Code::Cancelled,
+        RefusalKind::Failed => Code::NodeFailed,
+    }
+}
+
+impl IntoResponse for HttpError {
+    fn into_response(self) -> Response {
+        let mut response = (self.code.status(), Json(self.body())).into_response();
+        response.extensions_mut().insert(self.code);
+        if let Some(after) = self.retry_after {
+            response.headers_mut().insert(header::RETRY_AFTER, seconds(after));
+        }
+        response
+    }
+}
+
+/// Whole seconds, rounded up: a client that comes back early is refused again.
+fn seconds(after: Duration) -> HeaderValue {
+    let whole = after.as_secs() + u64::from(after.subsec_nanos() > 0);
+    HeaderValue::from(whole.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> String {
+        let row = |code: &Code| {
+            let (word, status, class) = (code.as_str(), code.status().as_u16(), code.class().as_str());
+            format!("| `{word}` | {status} | `{class}` | {} |\n", code.meaning())
+        };
+        Code::ALL.iter().map(row).collect()
+    }
+
+    #[test]
+    fn the_documents_list_every_code() {
+        let documented = include_str!("../../../docs/errors.md");
+        assert!(documented.contains(&table()), "put this table into docs/errors.md:\n{}", table());
+    }
+
+    #[test]
+    fn codes_are_unique() {
+        let words: std::collections::BTreeSet<&str> = Code::ALL.iter().map(|code| code.as_str()).collect();
+        assert_eq!(words.len(), Code::ALL.len());
+    }
+
+    #[test]
+    fn a_refusals_code_is_its_own_word() {
+        for kind in RefusalKind::ALL {
+            assert_eq!(code_of_refusal(*kind).as_str(), kind.code());
+        }
+    }
+
+    #[test]
+    fn whoever_shall_come_back_is_told_when() {
+        let after = |error: ServeError| HttpError::from(error).retry_after;
+        let reason = String::new;
+        let refused = |kind| ServeError::Refused { kind, reason: reason() };
+        let overloaded =
+            ServeError::Overloaded { retry_after: Duration::from_millis(2500), reason: reason() };
+        assert_eq!(after(overloaded), Some(Duration::from_millis(2500)));
+        assert_eq!(seconds(Duration::from_millis(2500)), "3");
+        assert_eq!(seconds(Duration::ZERO), "1");
+        for code in Code::ALL.iter().filter(|code| matches!(code.status().as_u16(), 429 | 503)) {
+            let kind = RefusalKind::from_code(code.as_str());
+            assert!(kind.is_none_or(|kind| after(refused(kind)).is_some()), "{code:?}");
+        }
+        assert!(after(ServeError::NoNodes { reason: reason() }).is_some());
+        assert_eq!(after(refused(RefusalKind::TooLong)), None);
+    }
+}

@@ -1,0 +1,139 @@
+//! The fields that both endpoints have: how a client writes its wishes in JSON.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use types::TokenId;
+
+use crate::accept::{MaxTokens, Wishes};
+use crate::error::AcceptError;
+
+/// OpenAI's fields and vLLM's extensions. Fields that are not listed are ignored: clients send many.
+#[derive(Debug, Deserialize)]
+pub(crate) struct CommonFields {
+    pub(crate) model: Option<String>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    return_token_ids: Option<bool>,
+    n: Option<u32>,
+    max_tokens: Option<u32>,
+    min_tokens: Option<u32>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    presence_penalty: Option<f32>,
+    frequency_penalty: Option<f32>,
+    /// By token id, which JSON makes a string.
+    logit_bias: Option<BTreeMap<String, f32>>,
+    seed: Option<i64>,
+    stop: Option<Stop>,
+    stop_token_ids: Option<Vec<u32>>,
+    ignore_eos: Option<bool>,
+    response_format: Option<ResponseFormat>,
+    best_of: Option<u32>,
+    use_beam_search: Option<bool>,
+    prompt_logprobs: Option<IgnoredAny>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a string or a list of strings")]
+enum Stop {
+    One(String),
+    Several(Vec<String>),
+}
+
+#[derive(Debug, Deserialize)]
+struct ResponseFormat {
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+/// How the client wants its answer written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Manner {
+    pub(crate) stream: bool,
+    /// In a stream: a last chunk with the usage.
+    pub(crate) include_usage: bool,
+    pub(crate) token_ids: bool,
+}
+
+impl CommonFields {
+    pub(crate) fn manner(&self) -> Manner {
+        let options = self.stream_options.as_ref();
+        Manner {
+            stream: self.stream.unwrap_or(false),
+            include_usage: options.and_then(|options| options.include_usage).unwrap_or(false),
+            token_ids: self.return_token_ids.unwrap_or(false),
+        }
+    }
+
+    /// The wishes, but for those that the endpoints write differently: `logprobs`, and what no `max_tokens` means.
+    pub(crate) fn wishes(self, unless_asked: MaxTokens) -> Result<Wishes, AcceptError> {
+        self.refuse_unsupported()?;
+        let n = self.n.unwrap_or(1);
+        if self.best_of.is_some_and(|best_of| best_of != n) {
+            return Err(AcceptError::unsupported("best_of", "it must equal n"));
+        }
+        Ok(Wishes {
+            n,
+            max_tokens: asked("max_tokens", self.max_tokens).unwrap_or(unless_asked),
+            min_tokens: self.min_tokens.unwrap_or(0),
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias.into_iter().flatten().map(biased).collect::<Result<_, _>>()?,
+            // All 64 bits count, whatever the sign says.
+            seed: self.seed.map(i64::cast_unsigned),
+            logprobs: None,
+            stop: self.stop.map(Stop::into_strings).unwrap_or_default(),
+            stop_tokens: self.stop_token_ids.into_iter().flatten().map(TokenId).collect(),
+            ignore_eos: self.ignore_eos.unwrap_or(false),
+        })
+    }
+
+    /// What would change the answer's meaning if it were ignored.
+    fn refuse_unsupported(&self) -> Result<(), AcceptError> {
+        if self.response_format.as_ref().is_some_and(|format| format.kind != "text") {
+            return Err(AcceptError::unsupported("response_format", "only `text`"));
+        }
+        if self.use_beam_search == Some(true) {
+            return Err(AcceptError::unsupported("use_beam_search", "answers are sampled"));
+        }
+        match self.prompt_logprobs {
+            Some(_) => {
+                Err(AcceptError::unsupported("prompt_logprobs", "only the answer's tokens have logprobs"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn biased((id, bias): (String, f32)) -> Result<(TokenId, f32), AcceptError> {
+    let id = id.parse().map_err(|_| AcceptError::invalid("logit_bias", format!("`{id}` is no token id")))?;
+    Ok((TokenId(id), bias))
+}
+
+pub(crate) fn asked(param: &'static str, tokens: Option<u32>) -> Option<MaxTokens> {
+    tokens.map(|tokens| MaxTokens::Asked { tokens, param })
+}
+
+impl Stop {
+    fn into_strings(self) -> Vec<String> {
+        match self {
+            Self::One(string) => vec![string],
+            Self::Several(strings) => strings,
+        }
+    }
+}

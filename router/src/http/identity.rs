@@ -1,0 +1,34 @@
+//! Every request has an id and a span; every response names the id.
+
+use axum::extract::{Request, State};
+use axum::middleware::Next;
+use axum::response::Response;
+use chassis::telemetry::request_span;
+use http::HeaderValue;
+use tracing::{Instrument, error, info};
+
+use super::caller::REQUEST_ID;
+use super::error::Code;
+use crate::accept::Acceptor;
+
+/// Puts a [`types::RequestId`] into the request's extensions and into the response's head.
+pub(crate) async fn identify(State(acceptor): State<Acceptor>, mut request: Request, next: Next) -> Response {
+    let asked = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let id = acceptor.request_id(asked);
+    let header = HeaderValue::from_str(id.as_str()).expect("ids are letters, digits and a few plain signs");
+    let span = request_span(request.uri().path(), Some(&id), request.headers());
+    request.extensions_mut().insert(id);
+    let mut response = answered(request, next).instrument(span).await;
+    response.headers_mut().insert(REQUEST_ID, header);
+    response
+}
+
+async fn answered(request: Request, next: Next) -> Response {
+    let response = next.run(request).await;
+    match response.extensions().get::<Code>() {
+        Some(Code::Internal) => error!(code = Code::Internal.as_str(), "refused"),
+        Some(code) => info!(code = code.as_str(), status = response.status().as_u16(), "refused"),
+        None => {}
+    }
+    response
+}

@@ -1,0 +1,139 @@
+//! The messages of a chat: checked, and brought into the one form that chat templates know.
+
+use serde_json::{Map, Value};
+
+use crate::error::AcceptError;
+
+/// The most messages of one chat.
+pub(crate) const MESSAGES_MAX: usize = 4096;
+
+/// Messages as a template wants them: a known role, content that is one text, arguments of tool calls as objects.
+/// Every other field stays as it is: some model's template may read it.
+pub(crate) fn checked(messages: Vec<Map<String, Value>>) -> Result<Vec<Value>, AcceptError> {
+    if messages.is_empty() || messages.len() > MESSAGES_MAX {
+        let reason = format!("from 1 to {MESSAGES_MAX} messages, not {}", messages.len());
+        return Err(AcceptError::invalid("messages", reason));
+    }
+    let check = |(at, message)| checked_message(&format!("messages[{at}]"), message).map(Value::Object);
+    messages.into_iter().enumerate().map(check).collect()
+}
+
+fn checked_message(path: &str, mut message: Map<String, Value>) -> Result<Map<String, Value>, AcceptError> {
+    let role = role(path, message.get("role"))?;
+    let content = content(path, role, message.get_mut("content").map(Value::take))?;
+    message.insert("role".to_owned(), role.into());
+    message.insert("content".to_owned(), content.into());
+    if let Some(Value::Array(calls)) = message.get_mut("tool_calls") {
+        calls.iter_mut().for_each(parse_arguments);
+    }
+    Ok(message)
+}
+
+/// `developer` is what newer clients call `system`; no template knows it.
+fn role(path: &str, role: Option<&Value>) -> Result<&'static str, AcceptError> {
+    let param = || format!("{path}.role");
+    match role {
+        None => Err(AcceptError::missing(param())),
+        Some(Value::String(role)) => match role.as_str() {
+            "system" | "developer" => Ok("system"),
+            "user" => Ok("user"),
+            "assistant" => Ok("assistant"),
+            "tool" => Ok("tool"),
+            other => Err(AcceptError::invalid(param(), format!("unknown role `{other}`"))),
+        },
+        Some(_) => Err(AcceptError::invalid(param(), "a role is a string")),
+    }
+}
+
+/// An assistant that only called tools said nothing.
+fn content(path: &str, role: &str, content: Option<Value>) -> Result<String, AcceptError> {
+    let param = || format!("{path}.content");
+    match content {
+        Some(Value::String(text)) => Ok(text),
+        Some(Value::Array(parts)) => joined(&param(), &parts),
+        None | Some(Value::Null) if role == "assistant" => Ok(String::new()),
+        None | Some(Value::Null) => Err(AcceptError::missing(param())),
+        Some(_) => Err(AcceptError::invalid(param(), "content is a string or a list of parts")),
+    }
+}
+
+/// The texts of all parts, a line each.
+fn joined(path: &str, parts: &[Value]) -> Result<String, AcceptError> {
+    let texts: Result<Vec<&str>, AcceptError> =
+        parts.iter().enumerate().map(|(at, part)| text(format!("{path}[{at}]"), part)).collect();
+    Ok(texts?.join("\n"))
+}
+
+fn text(path: String, part: &Value) -> Result<&str, AcceptError> {
+    match (part.get("type").and_then(Value::as_str), part.get("text").and_then(Value::as_str)) {
+        (Some("text"), Some(text)) => Ok(text),
+        (Some("text"), None) => Err(AcceptError::missing(path + ".text")),
+        (Some(kind), _) => Err(AcceptError::unsupported(path + ".type", format!("only text, not `{kind}`"))),
+        (None, _) => Err(AcceptError::missing(path + ".type")),
+    }
+}
+
+/// Clients send a call's arguments as a string of JSON; templates write objects. What is no JSON stays as it is.
+fn parse_arguments(call: &mut Value) {
+    let Some(arguments) = call.pointer_mut("/function/arguments") else { return };
+    let parsed = arguments.as_str().and_then(|text| serde_json::from_str(text).ok());
+    if let Some(object @ Value::Object(_)) = parsed {
+        *arguments = object;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn check(messages: Value) -> Result<Value, AcceptError> {
+        checked(serde_json::from_value(messages).expect("a list of objects")).map(Value::Array)
+    }
+
+    #[test]
+    fn messages_become_what_templates_know() {
+        for (given, expected) in [
+            (json!({"role": "user", "content": "a"}), json!({"role": "user", "content": "a"})),
+            (json!({"role": "developer", "content": "a"}), json!({"role": "system", "content": "a"})),
+            (json!({"role": "assistant", "content": null}), json!({"role": "assistant", "content": ""})),
+            (
+                json!({"role": "user", "name": "x", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+                json!({"role": "user", "name": "x", "content": "a\nb"}),
+            ),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\"b\": 1, \"a\": 2}"}}]}),
+                json!({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"b": 1, "a": 2}}}]}),
+            ),
+        ] {
+            assert_eq!(check(json!([given])).expect("sane"), json!([expected]));
+        }
+    }
+
+    #[test]
+    fn refusals_name_the_place() {
+        let user = json!({"role": "user", "content": "a"});
+        for (bad, expected) in [
+            (json!({"content": "a"}), "messages[1].role is required"),
+            (json!({"role": 7, "content": "a"}), "messages[1].role: a role is a string"),
+            (json!({"role": "wizard", "content": "a"}), "messages[1].role: unknown role `wizard`"),
+            (json!({"role": "user"}), "messages[1].content is required"),
+            (
+                json!({"role": "user", "content": 7}),
+                "messages[1].content: content is a string or a list of parts",
+            ),
+            (
+                json!({"role": "user", "content": [{"type": "text"}]}),
+                "messages[1].content[0].text is required",
+            ),
+            (
+                json!({"role": "user", "content": [{"type": "image_url"}]}),
+                "messages[1].content[0].type is not supported: only text, not `image_url`",
+            ),
+        ] {
+            assert_eq!(check(json!([user, bad])).expect_err("refused").to_string(), expected);
+        }
+        assert_eq!(check(json!([])).expect_err("empty").param(), "messages");
+    }
+}

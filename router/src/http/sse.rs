@@ -1,0 +1,142 @@
+//! Hot path. An answer as server-sent events: one for each step that has something to show.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::response::{IntoResponse, Response};
+use bytes::{BufMut, Bytes, BytesMut};
+use futures::stream::{Stream, StreamExt};
+use http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use serde::Serialize;
+use tokio::time::timeout;
+use tracing::{Span, info, warn};
+use types::Usage;
+
+use super::answer::{About, Answer, Deltas, Envelope, Shape, UsageFields};
+use super::error::HttpError;
+use crate::choice::Delta;
+use crate::error::ServeError;
+
+/// A comment is sent after so long a silence, so that nobody on the way takes the connection for dead.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// Usually enough for a step's events.
+const ROOM_BYTES: usize = 512;
+
+/// Proxies that hold back what they are sent, to send more at once, are asked not to.
+const ACCEL_BUFFERING: &str = "x-accel-buffering";
+
+/// The head, with the first event right behind it: the first step is in hand.
+pub(crate) fn respond<S: Shape>(answer: Answer<S>) -> Response {
+    let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-cache")];
+    (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(events(Events::new(answer)))))
+        .into_response()
+}
+
+/// The body is polled by the connection, which knows nothing of the request's span.
+fn in_span(mut stream: impl Stream<Item = Bytes> + Unpin) -> impl Stream<Item = Result<Bytes, Infallible>> {
+    let span = Span::current();
+    futures::stream::poll_fn(move |cx| {
+        span.in_scope(|| stream.poll_next_unpin(cx)).map(|bytes| bytes.map(Ok))
+    })
+}
+
+fn events<S: Shape>(events: Events<S>) -> impl Stream<Item = Bytes> + Unpin {
+    let next = |events: Option<Events<S>>| async move { events?.next().await };
+    futures::stream::unfold(Some(events), next).boxed()
+}
+
+/// Writes the events of one answer. Dropping it cancels all its choices.
+struct Events<S> {
+    about: About,
+    shape: S,
+    deltas: Deltas,
+    /// Which choices have begun.
+    opened: Vec<bool>,
+    usage: Usage,
+    completion_tokens: u32,
+    /// Where events are written. Its memory is used again once the bytes are sent.
+    out: BytesMut,
+}
+
+impl<S: Shape> Events<S> {
+    fn new(answer: Answer<S>) -> Self {
+        let (usage, opened) = (answer.usage(), vec![false; answer.choices.len()]);
+        let (about, shape, deltas) = answer.into_parts();
+        Self { about, shape, deltas, opened, usage, completion_tokens: 0, out: BytesMut::new() }
+    }
+
+    /// The next bytes, and who writes those after them: nobody after the end.
+    async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
+        self.out.reserve(ROOM_BYTES);
+        let mut goes_on = true;
+        while self.out.is_empty() {
+            goes_on = match timeout(KEEP_ALIVE, self.deltas.next()).await {
+                Err(_) => self.write_comment(),
+                Ok(Some(Ok(delta))) => self.write_delta(&delta),
+                Ok(Some(Err(error))) => self.write_error(error),
+                Ok(None) => self.write_end(),
+            };
+        }
+        Some((self.out.split().freeze(), goes_on.then_some(self)))
+    }
+
+    // Each says whether anything may follow.
+
+    fn write_comment(&mut self) -> bool {
+        self.out.put_slice(b": keep-alive\n\n");
+        true
+    }
+
+    fn write_delta(&mut self, delta: &Delta) -> bool {
+        let Self { about, shape, out, .. } = self;
+        self.completion_tokens += 1;
+        if !std::mem::replace(&mut self.opened[delta.choice], true)
+            && let Some(opening) = shape.opening(about, delta.choice)
+        {
+            let prompt_token_ids = shape.prompt_tokens(about).filter(|_| delta.choice == 0);
+            write_event(out, &Envelope { prompt_token_ids, ..chunk::<S, _>(about, [opening]) });
+        }
+        if shows(about, delta) {
+            write_event(out, &chunk::<S, _>(about, [shape.chunk(about, delta)]));
+        }
+        true
+    }
+
+    /// The head is out, so the status says 200. The event is all that tells the client.
+    fn write_error(&mut self, error: ServeError) -> bool {
+        warn!(%error, "stream failed");
+        self.out.put_slice(b"event: error\n");
+        write_event(&mut self.out, &HttpError::from(error).body());
+        false
+    }
+
+    fn write_end(&mut self) -> bool {
+        if self.about.manner.include_usage {
+            let usage = Some(Some(UsageFields::new(self.usage, self.completion_tokens)));
+            let no_choices: [S::Chunk<'_>; 0] = [];
+            write_event(&mut self.out, &Envelope { usage, ..chunk::<S, _>(&self.about, no_choices) });
+        }
+        self.out.put_slice(b"data: [DONE]\n\n");
+        info!(n_choices = self.opened.len(), completion_tokens = self.completion_tokens, "answered");
+        false
+    }
+}
+
+/// A step in the middle of a character has nothing to show.
+fn shows(about: &About, delta: &Delta) -> bool {
+    let about_the_token = about.manner.token_ids || delta.step.logprobs.is_some();
+    !delta.text.is_empty() || delta.finish.is_some() || about_the_token
+}
+
+fn chunk<S: Shape, C>(about: &About, choices: C) -> Envelope<'_, C> {
+    let usage = about.manner.include_usage.then_some(None);
+    Envelope { usage, ..Envelope::new(about, S::CHUNK, choices) }
+}
+
+fn write_event(out: &mut BytesMut, event: &impl Serialize) {
+    out.put_slice(b"data: ");
+    serde_json::to_writer(out.writer(), event).expect("strings and numbers always have a JSON form");
+    out.put_slice(b"\n\n");
+}

@@ -1,0 +1,201 @@
+//! Whole answers, as golden JSON.
+
+use serde_json::json;
+use types::step::Logprobs;
+use types::{FinishReason, TokenId};
+
+use super::puppet::*;
+
+#[tokio::test(start_paused = true)]
+async fn a_chat() {
+    let puppet = Puppet::saying("Hello");
+    let answer = chat(&puppet, json!({})).await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(answer.header("x-request-id"), "r1");
+    assert_eq!(
+        answer.json(),
+        json!({
+            "id": "chatcmpl-r1", "object": "chat.completion", "created": 1_700_000_000, "model": "org/mock",
+            "choices": [{
+                "index": 0, "message": {"role": "assistant", "content": "Hello", "refusal": null},
+                "logprobs": null, "finish_reason": "stop",
+            }],
+            "usage": {
+                "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11,
+                "prompt_tokens_details": {"cached_tokens": 1},
+            },
+        })
+    );
+    let prompt = &puppet.seen()[0];
+    let text = [258, 72, 105, 256, 259].map(TokenId);
+    assert_eq!(prompt.tokens.as_ref(), text, "<|user|>Hi<|end|><|assistant|>");
+    assert_eq!(prompt.stop.max_tokens, 507);
+    puppet.holds(0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_completion() {
+    let puppet = Puppet::new(|_| {
+        plays(vec![step(0, TokenId(65), None), step(1, TokenId(66), Some(FinishReason::Length))])
+    });
+    let answer = complete(&puppet, json!({"echo": true, "return_token_ids": true})).await;
+    assert_eq!(
+        answer.json(),
+        json!({
+            "id": "cmpl-r1", "object": "text_completion", "created": 1_700_000_000, "model": "org/mock",
+            "choices": [{
+                "index": 0, "text": "HiAB", "logprobs": null, "finish_reason": "length",
+                "token_ids": [65, 66], "prompt_token_ids": [72, 105],
+            }],
+            "usage": {
+                "prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4,
+                "prompt_tokens_details": {"cached_tokens": 1},
+            },
+        })
+    );
+    assert_eq!(puppet.seen()[0].stop.max_tokens, 16);
+}
+
+#[tokio::test(start_paused = true)]
+async fn prompts_of_all_forms() {
+    for (prompt, expected) in [
+        (json!("ab"), vec![vec![97, 98]]),
+        (json!([97, 98]), vec![vec![97, 98]]),
+        (json!(["a", "b"]), vec![vec![97], vec![98]]),
+        (json!([[97], [98, 99]]), vec![vec![97], vec![98, 99]]),
+    ] {
+        let puppet = Puppet::saying("x");
+        let answer = complete(&puppet, json!({"prompt": prompt})).await;
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        let ids = |prompt: types::Prompt| prompt.tokens.iter().map(|token| token.0).collect::<Vec<u32>>();
+        let seen: Vec<Vec<u32>> = puppet.seen().into_iter().map(ids).collect();
+        assert_eq!(seen, expected);
+        let n_tokens: usize = expected.iter().map(Vec::len).sum();
+        assert_eq!(answer.json()["usage"]["prompt_tokens"], n_tokens);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_answers_are_drawn_apart() {
+    let puppet = Puppet::new(|prompt| says(&format!("seed {}", prompt.sampling.seed)));
+    let answer = chat(&puppet, json!({"n": 3, "seed": 40})).await.json();
+    let texts: Vec<&str> = answer["choices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|choice| choice["message"]["content"].as_str().unwrap())
+        .collect();
+    assert_eq!(texts, ["seed 40", "seed 41", "seed 42"]);
+    assert_eq!(answer["usage"]["prompt_tokens"], 5, "one prompt, three answers");
+    assert_eq!(answer["usage"]["completion_tokens"], 24);
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_wish_reaches_the_house() {
+    let puppet = Puppet::saying("x");
+    let wishes = json!({
+        "max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 7,
+        "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2,
+        "logit_bias": {"65": -100, "66": 1.5}, "seed": -1, "stop_token_ids": [10], "ignore_eos": true,
+        "logprobs": true, "top_logprobs": 2, "user": "u", "unheard_of": {"a": [1]}, "stop": null, "stream_options": null,
+    });
+    let answer = chat(&puppet, wishes).await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let types::Prompt { sampling, stop, .. } = puppet.seen().remove(0);
+    let expected = types::Sampling {
+        temperature: 0.5,
+        top_p: 0.25,
+        top_k: 7,
+        min_p: 0.125,
+        repetition_penalty: 1.5,
+        presence_penalty: -1.0,
+        frequency_penalty: 2.0,
+        logit_bias: vec![(TokenId(65), -100.0), (TokenId(66), 1.5)],
+        seed: u64::MAX,
+        logprobs: Some(2),
+    };
+    assert_eq!(sampling, expected);
+    let expected =
+        types::StopRules { max_tokens: 9, min_tokens: 2, stop_tokens: vec![TokenId(10)], ignore_eos: true };
+    assert_eq!(stop, expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_answer_ends_before_a_stop_string() {
+    let puppet = Puppet::new(|_| babbles_then_stops());
+    for (stop, min_tokens, expected, n_tokens) in
+        [(json!("cd"), 0, "ab", 4), (json!(["zz", "b"]), 0, "a", 2), (json!("b"), 2, "abcda", 6)]
+    {
+        let answer = complete(&puppet, json!({"stop": stop, "min_tokens": min_tokens})).await.json();
+        assert_eq!(answer["choices"][0]["text"], expected);
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+        assert_eq!(answer["usage"]["completion_tokens"], n_tokens);
+        puppet.holds(0).await;
+    }
+}
+
+/// "abcdabcd", and then silence: only a stop string can end it.
+fn babbles_then_stops() -> Play {
+    begins("abcdabcd")
+}
+
+#[tokio::test(start_paused = true)]
+async fn logprobs_in_both_shapes() {
+    let with_logprobs = |_: &types::Prompt| {
+        let mut steps = steps_of("é");
+        let logprobs = |chosen, top| Some(Logprobs { chosen, top });
+        steps[0].logprobs = logprobs(-0.5, vec![(TokenId(195), -0.5), (TokenId(65), -1.5)]);
+        steps[1].logprobs = logprobs(-0.25, vec![(TokenId(66), -0.125)]);
+        steps[2].logprobs = logprobs(f32::NEG_INFINITY, vec![]);
+        plays(steps)
+    };
+    let puppet = Puppet::new(with_logprobs);
+    let answer = chat(&puppet, json!({"logprobs": true, "top_logprobs": 2})).await.json();
+    assert_eq!(
+        answer["choices"][0]["logprobs"],
+        json!({"refusal": null, "content": [
+            {"token": "\u{fffd}", "logprob": -0.5, "bytes": [195], "top_logprobs": [
+                {"token": "\u{fffd}", "logprob": -0.5, "bytes": [195]}, {"token": "A", "logprob": -1.5, "bytes": [65]},
+            ]},
+            {"token": "\u{fffd}", "logprob": -0.25, "bytes": [169], "top_logprobs": [
+                {"token": "B", "logprob": -0.125, "bytes": [66]},
+            ]},
+            {"token": "<|end|>", "logprob": -9999.0, "bytes": b"<|end|>", "top_logprobs": []},
+        ]})
+    );
+    let answer = complete(&puppet, json!({"logprobs": 2})).await.json();
+    assert_eq!(
+        answer["choices"][0]["logprobs"],
+        json!({
+            "tokens": ["\u{fffd}", "\u{fffd}", "<|end|>"],
+            "token_logprobs": [-0.5, -0.25, -9999.0],
+            "top_logprobs": [
+                {"\u{fffd}": -0.5, "A": -1.5}, {"B": -0.125, "\u{fffd}": -0.25}, {"<|end|>": -9999.0},
+            ],
+            "text_offset": [0, 0, 1],
+        })
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn chats_return_token_ids() {
+    let answer = chat(&Puppet::saying("A"), json!({"return_token_ids": true})).await.json();
+    assert_eq!(answer["prompt_token_ids"], json!([258, 72, 105, 256, 259]));
+    assert_eq!(answer["choices"][0]["token_ids"], json!([65, 256]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn models() {
+    let get = async |path: &str| {
+        let request = http::Request::get(path).body(axum::body::Body::empty()).unwrap();
+        send(app(&Puppet::saying("x")), request).await
+    };
+    let model =
+        json!({"id": "org/mock", "object": "model", "created": 0, "owned_by": "baton", "max_model_len": 512});
+    assert_eq!(get("/v1/models").await.json(), json!({"object": "list", "data": [model]}));
+    assert_eq!(get("/v1/models/org/mock").await.json(), model);
+    let missing = get("/v1/models/other").await;
+    assert_eq!((missing.status.as_u16(), &missing.json()["error"]["code"]), (404, &json!("model_not_found")));
+    assert_eq!(get("/live").await.status, 200);
+    assert_eq!(get("/health").await.status, 200);
+}

@@ -1,0 +1,5 @@
+mod answers;
+mod puppet;
+mod refusals;
+mod sockets;
+mod streams;

@@ -1,0 +1,199 @@
+//! Every request that is refused: with which status, code and field.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use http::Request;
+use serde_json::{Value, json};
+use types::RefusalKind;
+
+use super::puppet::*;
+use crate::http::BodyLimits;
+use crate::serve::ServeError;
+
+fn check(answer: &Answer, status: u16, code: &str, param: impl Into<Value>) {
+    let error = &answer.json()["error"];
+    let seen = (answer.status.as_u16(), &error["code"], &error["param"]);
+    assert_eq!(seen, (status, &json!(code), &param.into()), "{}", answer.body);
+    assert!(!answer.header("x-request-id").is_empty());
+    assert_eq!(answer.header("content-type"), "application/json");
+}
+
+#[tokio::test(start_paused = true)]
+async fn bad_chats_name_the_field() {
+    let puppet = Puppet::saying("x");
+    let message = |message: Value| json!({"messages": [message]});
+    for (fields, code, param) in [
+        (json!({"temperature": 3}), "invalid_value", "temperature"),
+        (json!({"temperature": "hot"}), "invalid_value", "temperature"),
+        (json!({"top_p": 2}), "invalid_value", "top_p"),
+        (json!({"n": 0}), "invalid_value", "n"),
+        (json!({"n": 9}), "invalid_value", "n"),
+        (json!({"n": -1}), "invalid_value", "n"),
+        (json!({"max_tokens": -5}), "invalid_value", "max_tokens"),
+        (json!({"max_tokens": 0}), "invalid_value", "max_tokens"),
+        (json!({"max_completion_tokens": -5}), "invalid_value", "max_completion_tokens"),
+        (json!({"max_tokens": 508}), "context_length_exceeded", "max_tokens"),
+        (json!({"max_tokens": 5_000_000_000_u64}), "invalid_value", "max_tokens"),
+        (json!({"min_tokens": 600}), "invalid_value", "min_tokens"),
+        (json!({"seed": "x"}), "invalid_value", "seed"),
+        (json!({"stop": 5}), "invalid_value", "stop"),
+        (json!({"stop": [""]}), "invalid_value", "stop"),
+        (json!({"stop_token_ids": [261]}), "invalid_value", "stop_token_ids"),
+        (json!({"logit_bias": {"x": 1}}), "invalid_value", "logit_bias"),
+        (json!({"logit_bias": {"1": "x"}}), "invalid_value", "logit_bias.1"),
+        (json!({"logit_bias": {"1": 101}}), "invalid_value", "logit_bias"),
+        (json!({"top_logprobs": 3}), "invalid_value", "top_logprobs"),
+        (json!({"logprobs": true, "top_logprobs": 21}), "invalid_value", "top_logprobs"),
+        (json!({"stream": "yes"}), "invalid_value", "stream"),
+        (json!({"stream_options": {"include_usage": 1}}), "invalid_value", "stream_options.include_usage"),
+        (json!({"messages": null}), "missing_required_parameter", "messages"),
+        (json!({"messages": []}), "invalid_value", "messages"),
+        (json!({"messages": "hi"}), "invalid_value", "messages"),
+        (json!({"messages": ["hi"]}), "invalid_value", "messages[0]"),
+        (message(json!({"content": "a"})), "missing_required_parameter", "messages[0].role"),
+        (message(json!({"role": "wizard", "content": "a"})), "invalid_value", "messages[0].role"),
+        (message(json!({"role": "user"})), "missing_required_parameter", "messages[0].content"),
+        (message(json!({"role": "user", "content": "a".repeat(600)})), "context_length_exceeded", "messages"),
+        (json!({"model": "other"}), "model_not_found", "model"),
+        (json!({"model": 7}), "invalid_value", "model"),
+        (json!({"response_format": {"type": "json_object"}}), "unsupported_parameter", "response_format"),
+        (json!({"tool_choice": "required"}), "unsupported_parameter", "tool_choice"),
+        (json!({"chat_template": "{{ messages }}"}), "unsupported_parameter", "chat_template"),
+        (json!({"prompt_logprobs": 1}), "unsupported_parameter", "prompt_logprobs"),
+        (json!({"use_beam_search": true}), "unsupported_parameter", "use_beam_search"),
+    ] {
+        let status = if code == "model_not_found" { 404 } else { 400 };
+        check(&chat(&puppet, fields).await, status, code, param);
+    }
+    assert!(puppet.seen().is_empty(), "the house never heard of them");
+    assert_eq!(chat(&puppet, json!({})).await.status, 200, "and the next request works");
+}
+
+#[tokio::test(start_paused = true)]
+async fn bad_completions_name_the_field() {
+    let puppet = Puppet::saying("x");
+    for (fields, code, param) in [
+        (json!({"prompt": null}), "missing_required_parameter", "prompt"),
+        (json!({"prompt": ""}), "invalid_value", "prompt"),
+        (json!({"prompt": []}), "invalid_value", "prompt"),
+        (json!({"prompt": [261]}), "invalid_value", "prompt"),
+        (json!({"prompt": [-1]}), "invalid_value", "prompt"),
+        (json!({"prompt": {"text": "a"}}), "invalid_value", "prompt"),
+        (json!({"prompt": vec!["a"; 33]}), "invalid_value", "prompt"),
+        (json!({"prompt": vec![97; 512]}), "context_length_exceeded", "prompt"),
+        (json!({"prompt": vec!["a"; 32], "n": 3}), "invalid_value", "n"),
+        (json!({"suffix": "z"}), "unsupported_parameter", "suffix"),
+        (json!({"best_of": 2}), "unsupported_parameter", "best_of"),
+        (json!({"echo": true, "logprobs": 1}), "unsupported_parameter", "echo"),
+        (json!({"logprobs": 300}), "invalid_value", "top_logprobs"),
+    ] {
+        check(&complete(&puppet, fields).await, 400, code, param);
+    }
+    assert!(puppet.seen().is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn bad_bodies() {
+    let puppet = Puppet::saying("x");
+    for body in [&b"{"[..], b"", b"no json", b"{\"messages\": \"\xff\xfe\"}", b"{} x"] {
+        check(&post(&puppet, "/v1/chat/completions", body).await, 400, "invalid_json", "body");
+    }
+    check(&post(&puppet, "/v1/chat/completions", "[1]").await, 400, "invalid_value", "body");
+    let large = format!("{{\"prompt\": \"{}\"}}", "a".repeat(10_000_000));
+    check(&post(&puppet, "/v1/completions", large).await, 413, "body_too_large", "body");
+    let slow = Body::from_stream(futures::stream::pending::<Result<bytes::Bytes, std::io::Error>>());
+    check(&post(&puppet, "/v1/completions", slow).await, 408, "body_timeout", "body");
+}
+
+#[tokio::test(start_paused = true)]
+async fn content_types_do_not_matter() {
+    for content_type in ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"]
+    {
+        let request = Request::post("/v1/completions").header("content-type", content_type);
+        let request = request.body(Body::from(r#"{"prompt": "a"}"#)).unwrap();
+        assert_eq!(send(app(&Puppet::saying("x")), request).await.status, 200);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn bad_headers_name_themselves() {
+    for (name, value) in
+        [("x-baton-timeout-ms", "0"), ("x-baton-timeout-ms", "1e3"), ("x-baton-tenant", "a/b")]
+    {
+        let request = Request::post("/v1/completions").header(name, value);
+        let answer =
+            send(app(&Puppet::saying("x")), request.body(Body::from(r#"{"prompt": "a"}"#)).unwrap()).await;
+        check(&answer, 400, "invalid_value", name);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn unknown_paths_and_methods() {
+    let puppet = Puppet::saying("x");
+    let ask = async |request: http::request::Builder| {
+        send(app(&puppet), request.body(Body::empty()).unwrap()).await
+    };
+    check(&ask(Request::get("/v2/nothing")).await, 404, "not_found", Value::Null);
+    check(&ask(Request::get("/v1/chat/completions")).await, 405, "method_not_allowed", Value::Null);
+    check(&ask(Request::post("/v1/models")).await, 405, "method_not_allowed", Value::Null);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_house_says_is_a_status() {
+    let reason = || "because".to_owned();
+    let refused = |kind| ServeError::Refused { kind, reason: reason() };
+    let overloaded = ServeError::Overloaded { retry_after: Duration::from_millis(1500), reason: reason() };
+    for (error, status, code, retry_after) in [
+        (overloaded, 429, "overloaded", "2"),
+        (refused(RefusalKind::Full), 429, "full", "1"),
+        (ServeError::NoNodes { reason: reason() }, 503, "no_nodes", "1"),
+        (ServeError::DeadlinePassed { reason: reason() }, 504, "deadline", ""),
+        (refused(RefusalKind::TooLong), 400, "too_long", ""),
+        (refused(RefusalKind::Wire), 502, "wire", "1"),
+        (ServeError::Failed { reason: reason() }, 500, "internal", ""),
+    ] {
+        for stream in [false, true] {
+            let error = error.clone();
+            let puppet = Puppet::new(move |_| Play::Refuse(error.clone()));
+            let answer = chat(&puppet, json!({"stream": stream})).await;
+            check(&answer, status, code, Value::Null);
+            assert_eq!(answer.header("retry-after"), retry_after, "{code}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_refused_answer_of_several_refuses_all() {
+    let puppet = Puppet::new(|prompt| match prompt.id.as_str() {
+        "r1-2" => Play::Refuse(ServeError::NoNodes { reason: String::new() }),
+        _ => begins("ab"),
+    });
+    check(&chat(&puppet, json!({"n": 3, "stream": true})).await, 503, "no_nodes", Value::Null);
+    puppet.holds(0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn readiness_gives_its_reason() {
+    let request = Request::get("/ready").body(Body::empty()).unwrap();
+    let answer = send(app(&Puppet::unready("no decode node")), request).await;
+    check(&answer, 503, "no_nodes", Value::Null);
+    assert_eq!(answer.json()["error"]["message"], "no decode node");
+}
+
+#[tokio::test(start_paused = true)]
+async fn body_limits_are_settings() {
+    let app = app_with(&Puppet::saying("x"), BodyLimits { bytes_max: 10, ..BodyLimits::default() });
+    let request = Request::post("/v1/completions").body(Body::from(r#"{"prompt": "a"}"#)).unwrap();
+    check(&send(app, request).await, 413, "body_too_large", "body");
+}
+
+#[tokio::test(start_paused = true)]
+async fn insane_ids_are_replaced() {
+    for (id, kept) in [("abc-1", true), ("a b", false)] {
+        let request = Request::get("/v1/models").header("x-request-id", id).body(Body::empty()).unwrap();
+        let answer = send(app(&Puppet::saying("x")), request).await;
+        assert_eq!(answer.header("x-request-id") == id, kept);
+        assert!(kept || answer.header("x-request-id").starts_with("req-"));
+    }
+}

@@ -1,0 +1,138 @@
+//! What only a real connection shows: when bytes leave, and what happens when the client does.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::net::{Net, TcpNet};
+use chassis::server::{self, ServerLimits};
+use chassis::{Gate, Shutdown, Stream, Task, spawn_guarded};
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::time::timeout;
+
+use super::puppet::*;
+use crate::http::ImpatientListener;
+
+const WITHIN: Duration = Duration::from_secs(20);
+
+/// The door on a free port.
+struct Served {
+    address: String,
+    shutdown: Shutdown,
+    server: Task<Result<(), chassis::StillHeld>>,
+}
+
+impl Served {
+    async fn new(puppet: &Arc<Puppet>, patience: Duration) -> Self {
+        let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let (listener, shutdown) = (Box::new(ImpatientListener::new(listener, patience)), Shutdown::new());
+        let serve = server::serve(listener, app(puppet), shutdown.clone(), ServerLimits::default());
+        Self { address, shutdown, server: spawn_guarded(&Gate::new("test"), "http", serve) }
+    }
+
+    async fn client(&self) -> Client {
+        Client {
+            stream: TcpNet.connect(&self.address).await.expect("the server listens"),
+            read: String::new(),
+        }
+    }
+
+    async fn stop(self) {
+        self.shutdown.trigger();
+        timeout(WITHIN, self.server).await.expect("in time").expect("it ran").expect("nothing is late");
+    }
+}
+
+/// A client that sees the bytes as they come.
+struct Client {
+    stream: Stream,
+    read: String,
+}
+
+impl Client {
+    async fn send(&mut self, path: &str, body: &str) {
+        let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+        self.stream.write_all(format!("{head}{body}").as_bytes()).await.expect("sent");
+    }
+
+    /// Reads until this has come.
+    async fn reads(&mut self, text: &str) {
+        let mut bytes = [0; 4096];
+        while !self.read.contains(text) {
+            let n = timeout(WITHIN, self.stream.read(&mut bytes)).await.expect("in time").expect("open");
+            assert!(n > 0, "the end came before {text:?}: {}", self.read);
+            self.read.push_str(std::str::from_utf8(&bytes[..n]).expect("whole characters"));
+        }
+    }
+}
+
+fn streamed() -> String {
+    json!({"prompt": "a", "stream": true, "max_tokens": 500}).to_string()
+}
+
+#[tokio::test]
+async fn the_first_event_is_not_held_back() {
+    let puppet = Puppet::new(|_| begins("x"));
+    let served = Served::new(&puppet, WITHIN).await;
+    let mut client = served.client().await;
+    client.send("/v1/completions", &streamed()).await;
+    client.reads(r#""text":"x""#).await;
+    assert!(client.read.starts_with("HTTP/1.1 200 OK\r\n"));
+    puppet.holds(1).await;
+    drop(client);
+    puppet.holds(0).await;
+    served.stop().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_its_request() {
+    for (play, stream) in
+        [(Play::silence as fn() -> Play, true), (Play::silence, false), (|| begins("x"), false)]
+    {
+        let puppet = Puppet::new(move |_| play());
+        let served = Served::new(&puppet, WITHIN).await;
+        let mut client = served.client().await;
+        client.send("/v1/completions", &json!({"prompt": "a", "stream": stream, "n": 2}).to_string()).await;
+        puppet.holds(2).await;
+        drop(client);
+        puppet.holds(0).await;
+        served.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_is_given_up() {
+    let puppet = Puppet::new(|_| babbles());
+    let served = Served::new(&puppet, Duration::from_millis(200)).await;
+    let mut client = served.client().await;
+    client.send("/v1/completions", &streamed()).await;
+    client.reads("data: ").await;
+    puppet.holds(0).await;
+    served.stop().await;
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_large_is_answered_and_the_next_request_works() {
+    let puppet = Puppet::saying("fine");
+    let served = Served::new(&puppet, WITHIN).await;
+    let mut client = served.client().await;
+    client.send("/v1/completions", &json!({"prompt": "a".repeat(10_000_000)}).to_string()).await;
+    client.reads("body_too_large").await;
+    assert!(client.read.starts_with("HTTP/1.1 413 "));
+    client.read.clear();
+    client.send("/v1/completions", r#"{"prompt": "a"}"#).await;
+    client.reads("fine").await;
+    served.stop().await;
+}
+
+#[tokio::test]
+async fn streams_end_before_the_server_does() {
+    let puppet = Puppet::saying("to the end");
+    let served = Served::new(&puppet, WITHIN).await;
+    let mut client = served.client().await;
+    client.send("/v1/completions", &streamed()).await;
+    client.reads("data: ").await;
+    served.stop().await;
+    client.reads("[DONE]").await;
+}

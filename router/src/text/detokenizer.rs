@@ -1,0 +1,102 @@
+//! Hot path. Tokens back to text, one at a time: whole characters only, and nothing past a stop string.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use types::TokenId;
+
+use super::stop::{StopScanner, StopStrings};
+use super::tokenizer::Tokenizer;
+
+/// The text of one answer, while its tokens come in.
+///
+/// What it writes never depends on how the text was cut into tokens: the pieces joined are the text of all tokens, up to
+/// but excluding the first stop string. A piece is held back while a character is incomplete, or while a stop string may
+/// still complete.
+#[derive(Debug)]
+pub struct Detokenizer {
+    tokenizer: Arc<Tokenizer>,
+    characters: Characters,
+    stop: StopScanner,
+    /// Tokens whose text is not searched for stop strings: `min_tokens`.
+    n_unsearched: u32,
+    /// Text on its way from one part to the next; kept for its allocation.
+    whole: String,
+}
+
+impl Detokenizer {
+    pub fn new(tokenizer: Arc<Tokenizer>, stop: &StopStrings, min_tokens: u32) -> Self {
+        Self {
+            tokenizer,
+            characters: Characters::default(),
+            stop: StopScanner::new(stop.clone()),
+            n_unsearched: min_tokens,
+            whole: String::new(),
+        }
+    }
+
+    /// Appends to `text` what this token makes certain. `Break`: a stop string is complete, and the answer ends before it.
+    pub fn push(&mut self, token: TokenId, text: &mut String) -> ControlFlow<()> {
+        self.whole.clear();
+        self.characters.push(self.tokenizer.bytes_of(token), &mut self.whole);
+        if self.n_unsearched > 0 {
+            self.n_unsearched -= 1;
+            text.push_str(&self.whole);
+            return ControlFlow::Continue(());
+        }
+        self.stop.push(&self.whole, text)
+    }
+
+    /// Appends what was held back: no more tokens come. A character that stayed incomplete is shown as U+FFFD.
+    pub fn finish(&mut self, text: &mut String) {
+        self.whole.clear();
+        self.characters.finish(&mut self.whole);
+        // U+FFFD may be part of a stop string, but an answer that ended by itself is not stopped once more.
+        self.stop.finish(text);
+        text.push_str(&self.whole);
+    }
+}
+
+/// Bytes to characters. Equals [`String::from_utf8_lossy`] of all bytes joined, however they are cut.
+#[derive(Debug, Default)]
+struct Characters {
+    /// The beginning of a character: at most 3 bytes between two pushes.
+    incomplete: Vec<u8>,
+}
+
+impl Characters {
+    fn push(&mut self, bytes: &[u8], text: &mut String) {
+        self.incomplete.extend_from_slice(bytes);
+        let n_done = write_whole(&self.incomplete, text);
+        self.incomplete.drain(..n_done);
+    }
+
+    fn finish(&mut self, text: &mut String) {
+        text.push_str(&String::from_utf8_lossy(&self.incomplete));
+        self.incomplete.clear();
+    }
+}
+
+/// Writes all characters that are whole, and U+FFFD for what can never become one. Returns how many bytes that took.
+fn write_whole(bytes: &[u8], text: &mut String) -> usize {
+    let mut n_done = 0;
+    for chunk in bytes.utf8_chunks() {
+        text.push_str(chunk.valid());
+        n_done += chunk.valid().len();
+        let (at_end, invalid) = (n_done + chunk.invalid().len() == bytes.len(), chunk.invalid());
+        if invalid.is_empty() || (at_end && may_become_a_character(invalid)) {
+            break;
+        }
+        text.push(char::REPLACEMENT_CHARACTER);
+        n_done += invalid.len();
+    }
+    n_done
+}
+
+fn may_become_a_character(bytes: &[u8]) -> bool {
+    std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
+}
+
+#[cfg(test)]
+#[path = "detokenizer_tests.rs"]
+mod tests;

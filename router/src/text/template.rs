@@ -1,0 +1,250 @@
+//! Chat templates: from messages to the text that the model was trained on.
+//!
+//! Templates are written for Hugging Face's Jinja2. Rendered here, they give the same bytes: the settings, filters and
+//! functions below are the ones that `transformers` gives them.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
+use serde::Serialize;
+
+use crate::error::{AcceptError, TextError};
+
+/// How the plain template, the one without a model, writes a chat.
+const PLAIN: &str = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}\
+    {% if add_generation_prompt %}<|assistant|>{% endif %}";
+const NAME: &str = "chat";
+/// The context variable that holds the time, for [`strftime_now`]. No template can name it by accident.
+const NOW: &str = "baton now";
+
+/// A compiled chat template, with the special tokens that it writes.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    specials: Vec<(String, String)>,
+}
+
+/// What a template is rendered with. The values are the client's, unchanged.
+#[derive(Clone, Debug)]
+pub struct Chat {
+    pub messages: Value,
+    /// `none` when the request has no tools.
+    pub tools: Value,
+    /// More variables, for switches that only one model's template knows: `chat_template_kwargs`.
+    pub variables: Vec<(String, Value)>,
+    /// Whether the text ends where the model's answer begins.
+    pub add_generation_prompt: bool,
+    /// For templates that tell the model today's date.
+    pub unix_seconds: i64,
+}
+
+impl ChatTemplate {
+    /// Compiles a model's template. `specials` are variables such as `bos_token`, as in `tokenizer_config.json`.
+    pub fn new(source: &str, specials: Vec<(String, String)>) -> Result<Self, TextError> {
+        let environment = environment(source).map_err(TextError::CompileTemplate)?;
+        Ok(Self { environment, specials })
+    }
+
+    /// For models that were not trained on anything: `<|role|>content<|end|>` for each message.
+    pub fn plain() -> Result<Self, TextError> {
+        Self::new(PLAIN, Vec::new())
+    }
+
+    /// The text of a chat, or why the template refuses it: unknown role, roles out of order, whatever it checks.
+    pub fn render(&self, chat: Chat) -> Result<String, AcceptError> {
+        let render = |template: minijinja::Template<'_, '_>| template.render(self.context(chat));
+        self.environment
+            .get_template(NAME)
+            .and_then(render)
+            .map_err(|error| AcceptError::Template { reason: reason(&error) })
+    }
+
+    /// Later entries win: a request cannot replace its own messages through `variables`.
+    fn context(&self, chat: Chat) -> Value {
+        let specials = self.specials.iter().map(|(name, token)| (name.clone(), Value::from(token)));
+        let own = [
+            ("messages".to_owned(), chat.messages),
+            ("tools".to_owned(), chat.tools),
+            ("add_generation_prompt".to_owned(), Value::from(chat.add_generation_prompt)),
+            (NOW.to_owned(), Value::from(chat.unix_seconds)),
+        ];
+        chat.variables.into_iter().chain(specials).chain(own).collect::<BTreeMap<String, Value>>().into()
+    }
+}
+
+fn environment(source: &str) -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_filter("tojson", tojson);
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("strftime_now", strftime_now);
+    environment.add_template_owned(NAME, source.to_owned())?;
+    Ok(environment)
+}
+
+/// What the template's author wrote, without the place in the template: that is nothing to a client.
+fn reason(error: &Error) -> String {
+    error.detail().map_or_else(|| error.to_string(), str::to_owned)
+}
+
+fn raise_exception(message: String) -> Result<String, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message))
+}
+
+/// The date and time, as `strftime` writes them. In UTC: where a server stands says nothing about where its clients are.
+fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
+    let seconds = state.lookup(NOW).and_then(|now| i64::try_from(now).ok()).unwrap_or_default();
+    let now = Timestamp::from_second(seconds).map_err(invalid)?;
+    jiff::fmt::strtime::format(format, now).map_err(invalid)
+}
+
+/// JSON as Python's `json.dumps` writes it, and not escaped for HTML, as the built-in filter would.
+fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    let json = match indent {
+        Some(n) => written(value, serde_json::ser::PrettyFormatter::with_indent(" ".repeat(n).as_bytes()))?,
+        None => written(value, PythonSpacing)?,
+    };
+    Ok(if ensure_ascii.unwrap_or(false) { ascii(&json) } else { json })
+}
+
+fn written(value: &Value, formatter: impl serde_json::ser::Formatter) -> Result<String, Error> {
+    let mut json = Vec::new();
+    value.serialize(&mut serde_json::Serializer::with_formatter(&mut json, formatter)).map_err(invalid)?;
+    String::from_utf8(json).map_err(invalid)
+}
+
+/// Characters beyond ASCII as `\uXXXX`, in pairs where one is not enough. They can only stand inside strings.
+fn ascii(json: &str) -> String {
+    let mut units = [0; 2];
+    json.chars().fold(String::with_capacity(json.len()), |mut text, character| {
+        if character.is_ascii() {
+            text.push(character);
+        } else {
+            character
+                .encode_utf16(&mut units)
+                .iter()
+                .for_each(|unit| text.push_str(&format!("\\u{unit:04x}")));
+        }
+        text
+    })
+}
+
+fn invalid(error: impl std::fmt::Display) -> Error {
+    Error::new(ErrorKind::InvalidOperation, error.to_string())
+}
+
+/// `{"a": 1, "b": 2}`: Python puts a space after commas and colons.
+struct PythonSpacing;
+
+impl serde_json::ser::Formatter for PythonSpacing {
+    fn begin_array_value<W: ?Sized + std::io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + std::io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use minijinja::value::Serde;
+    use serde_json::json;
+
+    use super::*;
+
+    fn chat(messages: serde_json::Value, tools: serde_json::Value) -> Chat {
+        Chat {
+            messages: Serde(messages).into(),
+            tools: Serde(tools).into(),
+            variables: Vec::new(),
+            add_generation_prompt: true,
+            unix_seconds: 1_767_225_600,
+        }
+    }
+
+    fn check(source: &str, chat: Chat, expected: &str) {
+        let specials = vec![("bos_token".to_owned(), "<s>".to_owned())];
+        let template = ChatTemplate::new(source, specials).expect("compiles");
+        assert_eq!(template.render(chat).expect("renders"), expected, "{source}");
+    }
+
+    fn hello() -> Chat {
+        chat(json!([{"role": "user", "content": " hi <b> "}]), json!(null))
+    }
+
+    #[test]
+    fn the_plain_template() {
+        let text = ChatTemplate::plain().expect("compiles").render(hello()).expect("renders");
+        assert_eq!(text, "<|user|> hi <b> <|end|><|assistant|>");
+    }
+
+    #[test]
+    fn what_real_templates_use() {
+        check("{{ bos_token }}{{ messages[0]['content'].strip() }}", hello(), "<s>hi <b>");
+        check(
+            "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}\n{% endfor %}x",
+            hello(),
+            "x",
+        );
+        check("{{ messages[0].role.upper() }}{{ messages[::-1][0].content | trim }}", hello(), "USERhi <b>");
+        check("{{ strftime_now('%d %b %Y') }}", hello(), "01 Jan 2026");
+        check("{% if tools is none %}none{% endif %}{% if not tools %}!{% endif %}", hello(), "none!");
+        check("{% if add_generation_prompt %}go{% endif %}", hello(), "go");
+    }
+
+    #[test]
+    fn tools_are_written_as_python_writes_json() {
+        let tools = json!([{"name": "f", "about": "<ü>", "z": 1.0, "a": [1, null, true]}]);
+        let with_tools = || chat(json!([]), tools.clone());
+        check(
+            "{{ tools[0] | tojson }}",
+            with_tools(),
+            r#"{"name": "f", "about": "<ü>", "z": 1.0, "a": [1, null, true]}"#,
+        );
+        check("{{ tools[0].a | tojson(indent=2) }}", with_tools(), "[\n  1,\n  null,\n  true\n]");
+        check("{{ '🦀ü' | tojson(ensure_ascii=true) }}", with_tools(), r#""\ud83e\udd80\u00fc""#);
+    }
+
+    #[test]
+    fn a_template_that_raises_names_the_messages() {
+        let template =
+            ChatTemplate::new("{{ raise_exception('no ' + messages[0].role) }}", vec![]).expect("compiles");
+        let error = template.render(hello()).expect_err("raises");
+        assert_eq!(error, AcceptError::Template { reason: "no user".to_owned() });
+        assert_eq!(error.param(), "messages");
+    }
+
+    #[test]
+    fn variables_cannot_replace_what_the_request_says() {
+        let mut chat = hello();
+        chat.variables =
+            vec![("messages".to_owned(), Value::from("forged")), ("thinking".to_owned(), Value::from(true))];
+        check("{{ messages[0].role }} {{ thinking }}", chat, "user True");
+    }
+
+    #[test]
+    fn a_broken_template_is_found_at_the_start() {
+        assert!(ChatTemplate::new("{% for %}", vec![]).is_err());
+    }
+}
