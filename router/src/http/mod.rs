@@ -1,8 +1,8 @@
 //! The HTTP door: OpenAI's API. The one place that knows JSON and status codes.
 //!
-//! Suggested reading order: a request's way ([`door`]), what it may say ([`fields`], [`messages`], [`chat`],
-//! [`completions`]), one answer in the making ([`choice`]), how answers are written ([`answer`], [`sse`], [`logprobs`]),
-//! and what is wrong ([`error`]).
+//! Suggested reading order: a request's way (`door`), what it may say (`fields`, `messages`, `chat`, `completions`), one
+//! answer in the making ([`crate::choice`]), how answers are written (`answer`, `sse`, `logprobs`), and what is wrong
+//! (`error`).
 
 pub mod door;
 pub mod error;

@@ -183,9 +183,13 @@ pub(crate) fn app(puppet: &Arc<Puppet>) -> Router {
 }
 
 pub(crate) fn app_with(puppet: &Arc<Puppet>, body: BodyLimits) -> Router {
+    app_of(puppet, body, RouterModel::mock("org/mock", 512).unwrap())
+}
+
+pub(crate) fn app_of(puppet: &Arc<Puppet>, body: BodyLimits, model: RouterModel) -> Router {
     let world = World::seeded(1);
     let acceptor = Acceptor::new(world.clone(), Duration::from_secs(600));
-    let models = RouterModels::new([RouterModel::mock("org/mock", 512).unwrap()]);
+    let models = RouterModels::new([model]);
     let door = Door { serve: puppet.clone(), models, acceptor: acceptor.clone(), world, body };
     stack(api(door.clone()).merge(health(door)), acceptor)
 }

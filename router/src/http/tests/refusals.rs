@@ -10,6 +10,7 @@ use types::RefusalKind;
 use super::puppet::*;
 use crate::http::BodyLimits;
 use crate::serve::ServeError;
+use crate::text::{ChatTemplate, RouterModel};
 
 fn check(answer: &Answer, status: u16, code: &str, param: impl Into<Value>) {
     let error = &answer.json()["error"];
@@ -104,6 +105,18 @@ async fn bad_bodies() {
     check(&post(&puppet, "/v1/completions", large).await, 413, "body_too_large", "body");
     let slow = Body::from_stream(futures::stream::pending::<Result<bytes::Bytes, std::io::Error>>());
     check(&post(&puppet, "/v1/completions", slow).await, 408, "body_timeout", "body");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_template_may_refuse_and_a_model_may_have_none() {
+    let raising = ChatTemplate::new("{{ raise_exception('roles must alternate') }}", vec![]).unwrap();
+    for (template, code) in [(Some(raising), "template_refused"), (None, "unsupported_parameter")] {
+        let model = RouterModel { template, ..RouterModel::mock("org/mock", 512).unwrap() };
+        let app = app_of(&Puppet::saying("x"), BodyLimits::default(), model);
+        let body = json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string();
+        let answer = send(app, Request::post("/v1/chat/completions").body(body.into()).unwrap()).await;
+        check(&answer, 400, code, "messages");
+    }
 }
 
 #[tokio::test(start_paused = true)]
