@@ -1,0 +1,66 @@
+//! How long to wait before the next attempt.
+
+use std::time::Duration;
+
+const FIRST: Duration = Duration::from_millis(50);
+/// Short, so that a registry that comes back soon has its members back; and long enough that a thousand nodes do not
+/// keep it from coming back.
+const LONGEST: Duration = Duration::from_secs(1);
+
+/// Pauses that double up to a bound. Each is shortened by up to a half at random, so that a whole cluster that lost
+/// its registry at one moment does not come back at one moment.
+#[derive(Debug, Default)]
+pub struct Backoff {
+    n_failed: u32,
+}
+
+impl Backoff {
+    /// The pause after one more failure; `draw` is any random number.
+    pub fn next(&mut self, draw: u64) -> Duration {
+        let pause = FIRST.saturating_mul(1 << self.n_failed.min(16)).min(LONGEST);
+        self.n_failed = self.n_failed.saturating_add(1);
+        jittered(pause, draw)
+    }
+
+    /// It worked.
+    pub fn reset(&mut self) {
+        self.n_failed = 0;
+    }
+
+    /// Whether the failure that comes now is the first in a row: the one worth telling.
+    pub fn is_fresh(&self) -> bool {
+        self.n_failed == 0
+    }
+}
+
+/// Between a half and the whole of `whole`.
+pub(crate) fn jittered(whole: Duration, draw: u64) -> Duration {
+    whole.mul_f64(0.5 + 0.5 * (draw as f64 / u64::MAX as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_bound() {
+        let mut backoff = Backoff::default();
+        let pauses: Vec<u128> = (0..7).map(|_| backoff.next(u64::MAX).as_millis()).collect();
+        assert_eq!(pauses, [50, 100, 200, 400, 800, 1000, 1000]);
+        backoff.reset();
+        assert_eq!(backoff.next(u64::MAX), FIRST);
+    }
+
+    #[test]
+    fn a_draw_shortens_by_a_half_at_most() {
+        for (draw, expected) in [(0, 25), (u64::MAX / 2, 37), (u64::MAX, 50)] {
+            assert_eq!(Backoff::default().next(draw).as_millis(), expected, "draw {draw}");
+        }
+    }
+
+    #[test]
+    fn no_number_of_failures_overflows() {
+        let mut backoff = Backoff { n_failed: u32::MAX };
+        assert_eq!(backoff.next(u64::MAX), LONGEST);
+    }
+}

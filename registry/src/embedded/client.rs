@@ -1,0 +1,197 @@
+//! Everybody else's side: the registry of a router, over gRPC.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use chassis::rpc::{RpcChannel, RpcLimits, channel};
+use chassis::{Gate, World};
+use futures::stream::BoxStream;
+use proto::v1;
+use proto::v1::bootstrap_client::BootstrapClient;
+use proto::v1::watch_event::Event;
+use tonic::{Code, Status, Streaming};
+use tracing::warn;
+use types::{NodeId, NodeInfo};
+
+use crate::announcement::{self, Announcement, LeaseTerms, Presence, within};
+use crate::error::RegistryError;
+use crate::memory::{TTL, terms};
+use crate::open::RegistryParts;
+use crate::url::{RegistryUrl, port_of};
+use crate::watch::{Feed, News, follow};
+use crate::{MembershipEvent, Registry};
+
+/// The registry that the router at an address serves. A router that restarts has forgotten everyone; announcements
+/// notice it at their next sign of life and announce again.
+#[derive(Clone, Debug)]
+pub struct EmbeddedRegistry {
+    client: BootstrapClient<RpcChannel>,
+    world: World,
+    gate: Gate,
+}
+
+impl EmbeddedRegistry {
+    /// `address` is `host:port` of the router's gRPC services. Nothing is sent yet.
+    pub fn new(address: &str, world: World, gate: Gate) -> Self {
+        let client = BootstrapClient::new(channel(&world, address, RpcLimits::default()))
+            .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(proto::MESSAGE_BYTES_MAX);
+        Self { client, world, gate }
+    }
+
+    /// `embedded://host:port`.
+    pub fn open(url: &RegistryUrl, parts: RegistryParts) -> Result<Self, RegistryError> {
+        url.only(&[])?;
+        match url.hosts.as_slice() {
+            _ if url.user.is_some() => Err(url.refuse("the embedded registry knows no users")),
+            _ if !url.path.is_empty() => Err(url.refuse("nothing may follow the port")),
+            [host] if port_of(host).is_some() => Ok(Self::new(host, parts.world, parts.gate)),
+            [_] => Err(url.refuse("the port of the router's gRPC services is missing")),
+            _ => Err(url.refuse("one router serves it: name one host")),
+        }
+    }
+}
+
+#[async_trait]
+impl Registry for EmbeddedRegistry {
+    async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
+        let presence = OverGrpc { client: self.client.clone(), node: node.clone(), lease: None };
+        announcement::keep(&node, presence, &self.gate, self.world.clone()).await
+    }
+
+    async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
+        let feed = GrpcFeed { client: self.client.clone(), connection: None, life: None, ttl: TTL };
+        Ok(follow(feed, self.world.clone()))
+    }
+}
+
+// === OverGrpc ===
+
+struct OverGrpc {
+    client: BootstrapClient<RpcChannel>,
+    node: NodeInfo,
+    lease: Option<u64>,
+}
+
+#[async_trait]
+impl Presence for OverGrpc {
+    async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
+        let request = v1::AnnounceRequest { node: Some((&self.node).into()) };
+        let answer = self.client.announce(request).await;
+        let answer = answer.map_err(|status| self.refused(status))?.into_inner();
+        self.lease = Some(answer.lease);
+        Ok(terms(Duration::from_millis(answer.ttl_ms)))
+    }
+
+    async fn keep_alive(&mut self) -> Result<(), RegistryError> {
+        let lease = self.lease.ok_or(RegistryError::LeaseLost)?;
+        let answer = self.client.keep_alive(v1::KeepAliveRequest { lease }).await;
+        answer.map(drop).map_err(|status| self.refused(status))
+    }
+
+    async fn withdraw(&mut self) -> Result<(), RegistryError> {
+        let Some(lease) = self.lease else { return Ok(()) };
+        let answer = self.client.withdraw(v1::WithdrawRequest { lease }).await;
+        answer.map(drop).map_err(|status| self.refused(status))
+    }
+}
+
+impl OverGrpc {
+    /// Reads back what the server's `status` wrote.
+    fn refused(&self, status: Status) -> RegistryError {
+        match status.code() {
+            Code::NotFound => RegistryError::LeaseLost,
+            Code::AlreadyExists => {
+                RegistryError::Superseded { id: self.node.id.clone(), epoch: self.node.epoch }
+            }
+            _ => error_from("call the embedded registry", status),
+        }
+    }
+}
+
+fn error_from(operation: &'static str, status: Status) -> RegistryError {
+    let source = Box::new(status.clone());
+    match status.code() {
+        Code::InvalidArgument
+        | Code::FailedPrecondition
+        | Code::PermissionDenied
+        | Code::Unauthenticated
+        | Code::Unimplemented => RegistryError::Denied { operation, source },
+        _ => RegistryError::Unreachable { operation, source },
+    }
+}
+
+// === GrpcFeed ===
+
+const WATCH: &str = "watch the embedded registry";
+
+struct GrpcFeed {
+    client: BootstrapClient<RpcChannel>,
+    connection: Option<Streaming<v1::WatchEvent>>,
+    /// The life of the registry that was heard last.
+    life: Option<u64>,
+    ttl: Duration,
+}
+
+#[async_trait]
+impl Feed for GrpcFeed {
+    async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
+        if self.connection.is_none() {
+            self.connection = Some(self.connect().await?);
+        }
+        let heard = match &mut self.connection {
+            Some(connection) => connection.message().await,
+            None => Ok(None),
+        };
+        match heard {
+            Ok(Some(event)) => Ok(self.read(event)),
+            Ok(None) => Err(self.interrupted(ended())),
+            Err(status) => Err(self.interrupted(error_from(WATCH, status))),
+        }
+    }
+
+    fn ttl(&self) -> Duration {
+        self.ttl
+    }
+}
+
+impl GrpcFeed {
+    async fn connect(&mut self) -> Result<Streaming<v1::WatchEvent>, RegistryError> {
+        let answer = async {
+            self.client.watch(v1::WatchRequest {}).await.map_err(|status| error_from(WATCH, status))
+        };
+        Ok(within(WATCH, answer).await?.into_inner())
+    }
+
+    fn interrupted(&mut self, error: RegistryError) -> RegistryError {
+        self.connection = None;
+        error
+    }
+
+    /// What cannot be read was written by a newer version, and is none of this one's business.
+    fn read(&mut self, event: v1::WatchEvent) -> Vec<News> {
+        match event.event {
+            Some(Event::Snapshot(snapshot)) => vec![self.read_snapshot(snapshot)],
+            Some(Event::Joined(node)) => read_node(node).map(News::Is).into_iter().collect(),
+            Some(Event::Left(left)) => vec![News::Gone(NodeId::new(left.id))],
+            None => Vec::new(),
+        }
+    }
+
+    fn read_snapshot(&mut self, snapshot: v1::Snapshot) -> News {
+        let forgot = self.life.is_some_and(|life| life != snapshot.life);
+        self.life = Some(snapshot.life);
+        self.ttl = Duration::from_millis(snapshot.ttl_ms);
+        News::All { nodes: snapshot.nodes.into_iter().filter_map(read_node).collect(), forgot }
+    }
+}
+
+fn read_node(node: v1::NodeInfo) -> Option<NodeInfo> {
+    let id = node.id.clone();
+    let node = NodeInfo::try_from(node);
+    node.inspect_err(|error| warn!(node = id, %error, "a member cannot be read, it is left out")).ok()
+}
+
+fn ended() -> RegistryError {
+    RegistryError::Interrupted { reason: "the registry ended it".to_owned() }
+}

@@ -1,0 +1,111 @@
+//! The router's side: the gRPC service in front of the table.
+
+use std::pin::Pin;
+
+use async_trait::async_trait;
+use chassis::Shutdown;
+use futures::{Stream, StreamExt as _};
+use proto::v1;
+use proto::v1::bootstrap_server::{Bootstrap, BootstrapServer};
+use proto::v1::watch_event::Event;
+use tonic::{Request, Response, Status};
+use types::NodeInfo;
+
+use crate::MembershipEvent;
+use crate::announcement::check;
+use crate::error::RegistryError;
+use crate::memory::MemoryRegistry;
+use crate::table::LeaseId;
+
+/// `baton.v1.Bootstrap` over a registry in memory. The process that serves it watches the same registry directly.
+#[derive(Debug)]
+pub struct BootstrapService {
+    registry: MemoryRegistry,
+    /// Ends the watches, which would otherwise hold a graceful stop up for ever.
+    shutdown: Shutdown,
+}
+
+/// The service, ready to be added to a server's routes.
+pub fn bootstrap_server(registry: MemoryRegistry, shutdown: Shutdown) -> BootstrapServer<BootstrapService> {
+    BootstrapServer::new(BootstrapService { registry, shutdown })
+        .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(proto::MESSAGE_BYTES_MAX)
+}
+
+#[async_trait]
+impl Bootstrap for BootstrapService {
+    async fn announce(
+        &self,
+        request: Request<v1::AnnounceRequest>,
+    ) -> Result<Response<v1::AnnounceAnswer>, Status> {
+        let node = request.into_inner().node.ok_or_else(|| Status::invalid_argument("node is missing"))?;
+        let node = NodeInfo::try_from(node)?;
+        let lease = check(&node).and_then(|()| self.registry.grant(node)).map_err(|error| status(&error))?;
+        Ok(Response::new(v1::AnnounceAnswer { lease: lease.0, ttl_ms: self.ttl_ms() }))
+    }
+
+    async fn keep_alive(
+        &self,
+        request: Request<v1::KeepAliveRequest>,
+    ) -> Result<Response<v1::KeepAliveAnswer>, Status> {
+        let lease = LeaseId(request.into_inner().lease);
+        self.registry.keep_alive(lease).map_err(|error| status(&error))?;
+        Ok(Response::new(v1::KeepAliveAnswer { ttl_ms: self.ttl_ms() }))
+    }
+
+    async fn withdraw(
+        &self,
+        request: Request<v1::WithdrawRequest>,
+    ) -> Result<Response<v1::WithdrawAnswer>, Status> {
+        let lease = LeaseId(request.into_inner().lease);
+        self.registry.withdraw(lease).map_err(|error| status(&error))?;
+        Ok(Response::new(v1::WithdrawAnswer {}))
+    }
+
+    type WatchStream = Pin<Box<dyn Stream<Item = Result<v1::WatchEvent, Status>> + Send>>;
+
+    async fn watch(
+        &self,
+        _request: Request<v1::WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let (life, ttl_ms) = (self.registry.life(), self.ttl_ms());
+        let shutdown = self.shutdown.clone();
+        let events = self.registry.events().map(move |event| Ok(to_wire(event, life, ttl_ms)));
+        Ok(Response::new(Box::pin(events.take_until(async move { shutdown.wait().await }))))
+    }
+}
+
+impl BootstrapService {
+    fn ttl_ms(&self) -> u64 {
+        self.registry.ttl().as_millis() as u64
+    }
+}
+
+fn to_wire(event: MembershipEvent, life: u64, ttl_ms: u64) -> v1::WatchEvent {
+    let event = match event {
+        MembershipEvent::Snapshot(nodes) => {
+            Event::Snapshot(v1::Snapshot { nodes: nodes.iter().map(Into::into).collect(), life, ttl_ms })
+        }
+        MembershipEvent::Joined(node) => Event::Joined((&node).into()),
+        MembershipEvent::Left { id, epoch } => Event::Left(v1::Left { id: id.to_string(), epoch: epoch.0 }),
+    };
+    v1::WatchEvent { event: Some(event) }
+}
+
+/// The one place where errors become gRPC codes. The client's `error_from` reads them back.
+fn status(error: &RegistryError) -> Status {
+    let message = error.to_string();
+    match error {
+        RegistryError::LeaseLost => Status::not_found(message),
+        RegistryError::Superseded { .. } => Status::already_exists(message),
+        RegistryError::Full { .. } => Status::resource_exhausted(message),
+        RegistryError::InvalidNode { .. } => Status::invalid_argument(message),
+        RegistryError::Url { .. }
+        | RegistryError::ReadFile { .. }
+        | RegistryError::Denied { .. }
+        | RegistryError::Unreachable { .. }
+        | RegistryError::TimedOut { .. }
+        | RegistryError::Interrupted { .. }
+        | RegistryError::Stopping => Status::unavailable(message),
+    }
+}

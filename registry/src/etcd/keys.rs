@@ -1,0 +1,65 @@
+//! What our keys are called.
+
+use types::NodeId;
+
+/// The keys of one Baton cluster. Everything of it lies under one prefix, so that one etcd role can be given it.
+#[derive(Clone, Debug)]
+pub(crate) struct Keys {
+    prefix: String,
+}
+
+/// What a key under the prefix is for.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Key {
+    /// The mark of etcd's data: another mark, or none, is other data.
+    Life,
+    Node(NodeId),
+    /// Not ours, or a newer version's.
+    Other,
+}
+
+impl Keys {
+    pub(crate) fn of(cluster: &str) -> Self {
+        Self { prefix: format!("/baton/{cluster}/") }
+    }
+
+    /// The slash at its end keeps clusters apart whose names begin alike.
+    pub(crate) fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
+    pub(crate) fn life(&self) -> String {
+        format!("{}life", self.prefix)
+    }
+
+    pub(crate) fn node(&self, id: &NodeId) -> String {
+        format!("{}nodes/{id}", self.prefix)
+    }
+
+    pub(crate) fn read(&self, key: &[u8]) -> Key {
+        let rest = std::str::from_utf8(key).ok().and_then(|key| key.strip_prefix(&self.prefix));
+        match rest {
+            Some("life") => Key::Life,
+            Some(rest) => rest.strip_prefix("nodes/").map_or(Key::Other, |id| Key::Node(NodeId::new(id))),
+            None => Key::Other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_read_back() {
+        let keys = Keys::of("blue");
+        let id = NodeId::new("p0");
+        assert_eq!(keys.node(&id), "/baton/blue/nodes/p0");
+        assert_eq!(keys.read(keys.node(&id).as_bytes()), Key::Node(id));
+        assert_eq!(keys.read(keys.life().as_bytes()), Key::Life);
+        for other in ["/baton/blue/nodesp0", "/baton/blues/nodes/p0", "/baton/blue/", "nodes/p0"] {
+            assert_eq!(keys.read(other.as_bytes()), Key::Other, "{other}");
+        }
+        assert_eq!(keys.read(b"/baton/blue/nodes/\xff"), Key::Other);
+    }
+}

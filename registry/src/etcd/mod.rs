@@ -1,0 +1,62 @@
+//! The registry in etcd: one lease per node, one key per node, and a watch over them.
+//!
+//! | key | value | lives |
+//! |---|---|---|
+//! | `/baton/<cluster>/nodes/<id>` | `baton.v1.NodeInfo`, protobuf | as long as its node's lease |
+//! | `/baton/<cluster>/life` | a random number | for ever; written by the first node that misses it |
+//!
+//! The second tells watchers that an etcd which knows nobody is one that has lost its data. This folder is the only
+//! place that knows etcd.
+
+mod announce;
+mod connection;
+mod keys;
+mod settings;
+mod watch;
+
+use async_trait::async_trait;
+use chassis::{Gate, World};
+use futures::stream::BoxStream;
+use types::NodeInfo;
+
+pub use settings::{EtcdSettings, TlsFiles};
+
+use crate::announcement::{self, Announcement};
+use crate::error::RegistryError;
+use crate::open::RegistryParts;
+use crate::url::RegistryUrl;
+use crate::watch::follow;
+use crate::{MembershipEvent, Registry};
+
+/// Every announcement and every watch has a connection of its own, so that one that is stuck holds up no other.
+#[derive(Clone, Debug)]
+pub struct EtcdRegistry {
+    settings: EtcdSettings,
+    world: World,
+    gate: Gate,
+}
+
+impl EtcdRegistry {
+    /// Reads the certificates once, so that a missing file is found now. Nothing is sent yet.
+    pub fn new(settings: EtcdSettings, parts: RegistryParts) -> Result<Self, RegistryError> {
+        settings.check()?;
+        Ok(Self { settings, world: parts.world, gate: parts.gate })
+    }
+
+    /// `etcd://user:password@host:port,host:port/cluster?ca=…`; see [`EtcdSettings::from_url`].
+    pub fn open(url: &RegistryUrl, parts: RegistryParts) -> Result<Self, RegistryError> {
+        Self::new(EtcdSettings::from_url(url)?, parts)
+    }
+}
+
+#[async_trait]
+impl Registry for EtcdRegistry {
+    async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
+        let presence = announce::InEtcd::new(self.settings.clone(), node.clone(), self.world.clone());
+        announcement::keep(&node, presence, &self.gate, self.world.clone()).await
+    }
+
+    async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
+        Ok(follow(watch::EtcdFeed::new(self.settings.clone()), self.world.clone()))
+    }
+}

@@ -1,0 +1,188 @@
+//! What etcd says of the members: everything at one revision, and each change from the next one on.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use etcd_client::{
+    Client, EventType, GetOptions, GetResponse, KeyValue, ResponseHeader, WatchOptions, WatchResponse,
+    WatchStream,
+};
+use prost::Message as _;
+use proto::v1;
+use tracing::warn;
+use types::{NodeId, NodeInfo};
+
+use super::connection::{connect, refused};
+use super::keys::{Key, Keys};
+use super::settings::EtcdSettings;
+use crate::announcement::within;
+use crate::error::RegistryError;
+use crate::watch::{Feed, News};
+
+pub(crate) struct EtcdFeed {
+    settings: EtcdSettings,
+    keys: Keys,
+    connection: Option<Connection>,
+    heard: Option<Heard>,
+}
+
+/// A watch that is open. The client is kept with it: the connection goes with the last handle.
+struct Connection {
+    stream: WatchStream,
+    _client: Client,
+}
+
+/// What was last heard, to tell an etcd that went on from one that has lost its data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Heard {
+    revision: i64,
+    /// The mark of its data, if there was one.
+    life: Option<Vec<u8>>,
+}
+
+impl EtcdFeed {
+    pub(crate) fn new(settings: EtcdSettings) -> Self {
+        let keys = Keys::of(&settings.cluster);
+        Self { settings, keys, connection: None, heard: None }
+    }
+}
+
+#[async_trait]
+impl Feed for EtcdFeed {
+    async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
+        let Some(connection) = &mut self.connection else {
+            // Boxed: etcd's client makes large futures, and this one is awaited once per connection.
+            return Ok(vec![within("watch etcd", Box::pin(self.connect())).await?]);
+        };
+        let heard = connection.stream.message().await;
+        let news = heard.map_err(|error| refused("watch etcd", error)).and_then(|heard| self.read(heard));
+        if news.is_err() {
+            self.connection = None;
+        }
+        news
+    }
+
+    fn ttl(&self) -> Duration {
+        self.settings.ttl
+    }
+}
+
+impl EtcdFeed {
+    /// Reads everything, and watches from the next revision on. A compaction between the two ends the watch with an
+    /// error, and this is done again.
+    async fn connect(&mut self) -> Result<News, RegistryError> {
+        let mut client = connect(&self.settings).await?;
+        let everything = GetOptions::new().with_prefix();
+        let mut kv = client.kv_client().max_decoding_message_size(proto::MESSAGE_BYTES_MAX);
+        let state = kv.get(self.keys.prefix(), Some(everything)).await;
+        let state = state.map_err(|error| refused("read the members", error))?;
+        let revision = state.header().map_or(0, ResponseHeader::revision);
+        let changes = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
+        let stream = client.watch(self.keys.prefix(), Some(changes)).await;
+        let stream = stream.map_err(|error| refused("watch the members", error))?;
+        self.connection = Some(Connection { stream, _client: client });
+        Ok(self.read_state(&state, revision))
+    }
+
+    fn read_state(&mut self, state: &GetResponse, revision: i64) -> News {
+        let (mut nodes, mut life) = (Vec::new(), None);
+        for entry in state.kvs() {
+            match self.keys.read(entry.key()) {
+                Key::Life => life = Some(entry.value().to_vec()),
+                Key::Node(id) => nodes.extend(read_node(&id, entry)),
+                Key::Other => {}
+            }
+        }
+        let now = Heard { revision, life };
+        let forgot = self.heard.as_ref().is_some_and(|before| now.forgot(before));
+        self.heard = Some(now);
+        News::All { nodes, forgot }
+    }
+
+    fn read(&mut self, heard: Option<WatchResponse>) -> Result<Vec<News>, RegistryError> {
+        let heard = heard.ok_or_else(|| interrupted("etcd ended it"))?;
+        if heard.canceled() {
+            return Err(interrupted(&cancel_reason(&heard)));
+        }
+        if let (Some(before), Some(header)) = (&mut self.heard, heard.header()) {
+            before.revision = before.revision.max(header.revision());
+        }
+        let mut news = Vec::new();
+        for event in heard.events() {
+            if let Some(entry) = event.kv() {
+                news.extend(self.read_event(event.event_type(), entry));
+            }
+        }
+        Ok(news)
+    }
+
+    fn read_event(&mut self, event: EventType, entry: &KeyValue) -> Option<News> {
+        match (self.keys.read(entry.key()), event) {
+            (Key::Node(id), EventType::Put) => read_node(&id, entry).map(News::Is),
+            (Key::Node(id), EventType::Delete) => Some(News::Gone(id)),
+            (Key::Life, _) => {
+                if let Some(heard) = &mut self.heard {
+                    heard.life = (event == EventType::Put).then(|| entry.value().to_vec());
+                }
+                None
+            }
+            (Key::Other, _) => None,
+        }
+    }
+}
+
+impl Heard {
+    /// Revisions only grow, and the mark never changes, as long as the data is the same. (A backup that was restored
+    /// has the mark, and an older revision.)
+    fn forgot(&self, before: &Self) -> bool {
+        self.revision < before.revision || self.life != before.life
+    }
+}
+
+/// What cannot be read was written by a newer version or by hand, and is left out.
+fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
+    let node = v1::NodeInfo::decode(entry.value()).map_err(|error| error.to_string());
+    let node = node.and_then(|node| NodeInfo::try_from(node).map_err(|error| error.to_string()));
+    match node {
+        Ok(node) if node.id == *id => return Some(node),
+        Ok(node) => warn!(key = %id, node = %node.id, "a member's key bears another name, it is left out"),
+        Err(error) => warn!(key = %id, error, "a member cannot be read, it is left out"),
+    }
+    None
+}
+
+fn cancel_reason(heard: &WatchResponse) -> String {
+    match heard.compact_revision() {
+        0 => format!("etcd cancelled it: {}", heard.cancel_reason()),
+        revision => format!("etcd has compacted its history up to revision {revision}"),
+    }
+}
+
+fn interrupted(reason: &str) -> RegistryError {
+    RegistryError::Interrupted { reason: reason.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_is_the_same_or_lost() {
+        let heard = |revision, life: Option<&str>| Heard {
+            revision,
+            life: life.map(|life| life.as_bytes().to_vec()),
+        };
+        let before = heard(7, Some("x"));
+        for (now, forgot, why) in [
+            (heard(7, Some("x")), false, "nothing happened"),
+            (heard(9, Some("x")), false, "something happened"),
+            (heard(1, None), true, "empty"),
+            (heard(3, Some("y")), true, "empty, and a node has come back"),
+            (heard(9, Some("y")), true, "empty, and much has happened since"),
+            (heard(9, None), true, "the mark is gone"),
+            (heard(5, Some("x")), true, "a backup was restored"),
+        ] {
+            assert_eq!(now.forgot(&before), forgot, "{why}");
+        }
+    }
+}

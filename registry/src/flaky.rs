@@ -1,0 +1,182 @@
+//! A registry that fails when it is told to, for the tests of whoever uses one.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures::stream::{BoxStream, StreamExt as _};
+use tokio::sync::watch;
+use types::NodeInfo;
+
+use crate::announcement::{self, Announcement, LeaseTerms, Presence, Standing};
+use crate::error::RegistryError;
+use crate::memory;
+use crate::open::RegistryParts;
+use crate::watch::{Feed, News, follow};
+use crate::{MembershipEvent, Registry};
+
+/// Passes everything on to the registry inside, except while its [`FaultSwitch`] says otherwise. It keeps the
+/// trait's promises all the same: whoever breaks under it relies on something that is not promised.
+#[derive(Debug)]
+pub struct Flaky<R> {
+    inner: Arc<R>,
+    parts: RegistryParts,
+    fault: watch::Sender<Fault>,
+}
+
+/// Makes a [`Flaky`] registry fail.
+#[derive(Clone, Debug)]
+pub struct FaultSwitch(watch::Sender<Fault>);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Fault {
+    away: bool,
+    n_gaps: u64,
+}
+
+impl<R: Registry> Flaky<R> {
+    pub fn new(inner: R, parts: RegistryParts) -> (Self, FaultSwitch) {
+        let (fault, _) = watch::channel(Fault::default());
+        (Self { inner: Arc::new(inner), parts, fault: fault.clone() }, FaultSwitch(fault))
+    }
+}
+
+impl FaultSwitch {
+    /// From now on the registry cannot be reached.
+    pub fn away(&self) {
+        self.0.send_modify(|fault| fault.away = true);
+    }
+
+    /// It can be reached again.
+    pub fn back(&self) {
+        self.0.send_modify(|fault| fault.away = false);
+    }
+
+    /// Breaks every watch once.
+    pub fn gap(&self) {
+        self.0.send_modify(|fault| fault.n_gaps += 1);
+    }
+}
+
+#[async_trait]
+impl<R: Registry> Registry for Flaky<R> {
+    async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
+        let inner = Arc::clone(&self.inner);
+        let presence =
+            FlakyPresence { inner, node: node.clone(), announcement: None, fault: self.fault.subscribe() };
+        announcement::keep(&node, presence, &self.parts.gate, self.parts.world.clone()).await
+    }
+
+    async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
+        let feed = FlakyFeed { inner: Arc::clone(&self.inner), events: None, fault: self.fault.subscribe() };
+        Ok(follow(feed, self.parts.world.clone()))
+    }
+}
+
+fn reachable(fault: &watch::Receiver<Fault>) -> Result<(), RegistryError> {
+    match fault.borrow().away {
+        true => Err(RegistryError::Unreachable {
+            operation: "reach a flaky registry",
+            source: "it is away".into(),
+        }),
+        false => Ok(()),
+    }
+}
+
+// === FlakyPresence ===
+
+struct FlakyPresence<R> {
+    inner: Arc<R>,
+    node: NodeInfo,
+    announcement: Option<Announcement>,
+    fault: watch::Receiver<Fault>,
+}
+
+#[async_trait]
+impl<R: Registry> Presence for FlakyPresence<R> {
+    async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
+        reachable(&self.fault)?;
+        let announcement = self.inner.announce(self.node.clone()).await?;
+        let standing = announcement.standing();
+        self.announcement = Some(announcement);
+        self.judge(standing)?;
+        Ok(memory::terms(memory::TTL))
+    }
+
+    async fn keep_alive(&mut self) -> Result<(), RegistryError> {
+        reachable(&self.fault)?;
+        let standing = self.announcement.as_ref().map(Announcement::standing);
+        self.judge(standing.ok_or(RegistryError::LeaseLost)?)
+    }
+
+    async fn withdraw(&mut self) -> Result<(), RegistryError> {
+        reachable(&self.fault)?;
+        if let Some(announcement) = self.announcement.take() {
+            announcement.withdraw().await;
+        }
+        Ok(())
+    }
+}
+
+impl<R> FlakyPresence<R> {
+    fn judge(&self, standing: Standing) -> Result<(), RegistryError> {
+        match standing {
+            Standing::Member => Ok(()),
+            Standing::Superseded => {
+                Err(RegistryError::Superseded { id: self.node.id.clone(), epoch: self.node.epoch })
+            }
+            Standing::Trying | Standing::Withdrawn => Err(RegistryError::LeaseLost),
+        }
+    }
+}
+
+// === FlakyFeed ===
+
+struct FlakyFeed<R> {
+    inner: Arc<R>,
+    /// `None` after a fault: watching again begins with a snapshot.
+    events: Option<BoxStream<'static, MembershipEvent>>,
+    fault: watch::Receiver<Fault>,
+}
+
+#[async_trait]
+impl<R: Registry> Feed for FlakyFeed<R> {
+    async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
+        if let Err(away) = reachable(&self.fault) {
+            self.events = None;
+            return Err(away);
+        }
+        let events = match &mut self.events {
+            Some(events) => events,
+            None => self.events.insert(self.inner.watch().await?),
+        };
+        tokio::select! {
+            biased;
+            _ = self.fault.changed() => {
+                self.events = None;
+                Err(interrupted())
+            }
+            event = events.next() => Ok(vec![news(event.ok_or_else(interrupted)?)]),
+        }
+    }
+
+    fn ttl(&self) -> Duration {
+        memory::TTL
+    }
+}
+
+fn interrupted() -> RegistryError {
+    RegistryError::Interrupted { reason: "it is flaky".to_owned() }
+}
+
+fn news(event: MembershipEvent) -> News {
+    match event {
+        MembershipEvent::Snapshot(nodes) => News::All { nodes, forgot: false },
+        MembershipEvent::Joined(node) => News::Is(node),
+        MembershipEvent::Left { id, .. } => News::Gone(id),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,225 @@
+//! The registry that is a table in this process: the router's own, and everybody's in tests.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use chassis::{Gate, Task, World, spawn_guarded};
+use futures::stream::{self, BoxStream, StreamExt as _};
+use tokio::sync::broadcast;
+use tokio::sync::broadcast::error::RecvError;
+use tracing::{debug, info, warn};
+use types::NodeInfo;
+
+use crate::announcement::{self, Announcement, LeaseTerms, Presence};
+use crate::error::RegistryError;
+use crate::table::{LeaseId, Table};
+use crate::{MembershipEvent, Registry};
+
+/// How long a node that died without a word stays a member. Long enough for a node that is starved of CPU to be
+/// heard; routing notices a dead node by itself, much earlier.
+pub const TTL: Duration = Duration::from_secs(10);
+/// Signs of life per lease. Many: a node also learns from them that the registry was restarted, and a router that
+/// comes back should know its nodes within a second.
+const BEATS_PER_TTL: u32 = 10;
+/// How often lapsed leases are looked for. Also bounds how late a lapse is noticed: a tenth of a lease.
+const LOOKS_PER_TTL: u32 = 10;
+/// A watcher that is further behind than this gets a snapshot instead.
+const EVENTS_BEHIND_MAX: usize = 1024;
+
+/// Clones are handles to the same table.
+#[derive(Clone, Debug)]
+pub struct MemoryRegistry {
+    shared: Arc<Shared>,
+    gate: Gate,
+    world: World,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// This life of the registry: a watcher that sees another one knows that its members were forgotten.
+    life: u64,
+    /// Held for one change and its events, never across an await, so that every watcher sees the same order.
+    state: Mutex<State>,
+    /// Looks for lapsed leases; aborted with the last handle.
+    reaper: OnceLock<Task<()>>,
+}
+
+#[derive(Debug)]
+struct State {
+    table: Table,
+    events: broadcast::Sender<MembershipEvent>,
+}
+
+impl MemoryRegistry {
+    /// An empty registry whose leases last `ttl` ([`TTL`]).
+    pub fn new(ttl: Duration, world: World, gate: Gate) -> Self {
+        let (events, _) = broadcast::channel(EVENTS_BEHIND_MAX);
+        let state = Mutex::new(State { table: Table::new(ttl, world.now()), events });
+        let shared = Arc::new(Shared { life: world.draw(), state, reaper: OnceLock::new() });
+        let reaper = reap(Arc::downgrade(&shared), ttl / LOOKS_PER_TTL, world.clone());
+        let reaper = spawn_guarded(&gate, "registry leases", reaper);
+        shared.reaper.set(reaper).expect("it was made on the line above");
+        Self { shared, gate, world }
+    }
+
+    pub fn life(&self) -> u64 {
+        self.shared.life
+    }
+
+    pub fn ttl(&self) -> Duration {
+        self.shared.state().table.ttl()
+    }
+
+    /// Who is a member at this moment.
+    pub fn members(&self) -> Vec<NodeInfo> {
+        self.shared.state().table.members()
+    }
+
+    /// Makes a node a member under a new lease.
+    pub(crate) fn grant(&self, node: NodeInfo) -> Result<LeaseId, RegistryError> {
+        let lease = LeaseId(self.world.draw());
+        let now = self.world.now();
+        self.shared.change(|table| Ok((lease, table.announce(node, lease, now)?)))
+    }
+
+    pub(crate) fn keep_alive(&self, lease: LeaseId) -> Result<(), RegistryError> {
+        self.shared.state().table.keep_alive(lease, self.world.now())
+    }
+
+    pub(crate) fn withdraw(&self, lease: LeaseId) -> Result<(), RegistryError> {
+        self.shared.change(|table| Ok(((), table.withdraw(lease).into_iter().collect())))
+    }
+
+    /// The members, and then every change; a snapshot again for whoever was too slow.
+    pub(crate) fn events(&self) -> BoxStream<'static, MembershipEvent> {
+        let behind = Reader { registry: self.clone(), events: None };
+        stream::unfold(behind, |mut reader| async move {
+            let event = reader.next().await;
+            Some((event, reader))
+        })
+        .boxed()
+    }
+
+    /// What is known now, and what comes after it, with nothing between.
+    fn subscribe(&self) -> (MembershipEvent, broadcast::Receiver<MembershipEvent>) {
+        let state = self.shared.state();
+        (MembershipEvent::Snapshot(state.table.members()), state.events.subscribe())
+    }
+}
+
+#[async_trait]
+impl Registry for MemoryRegistry {
+    async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError> {
+        let presence = InMemory { registry: self.clone(), node: node.clone(), lease: None };
+        announcement::keep(&node, presence, &self.gate, self.world.clone()).await
+    }
+
+    async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
+        Ok(self.events())
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the table, and tells everyone what changed before anything else can.
+    fn change<T>(
+        &self,
+        change: impl FnOnce(&mut Table) -> Result<(T, Vec<MembershipEvent>), RegistryError>,
+    ) -> Result<T, RegistryError> {
+        let mut state = self.state();
+        let (answer, events) = change(&mut state.table)?;
+        for event in events {
+            tell(&event);
+            // Nobody watches: then nobody needs to know.
+            let _ = state.events.send(event);
+        }
+        Ok(answer)
+    }
+}
+
+fn tell(event: &MembershipEvent) {
+    match event {
+        MembershipEvent::Joined(node) => {
+            info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "member joined");
+        }
+        MembershipEvent::Left { id, epoch } => info!(node = %id, %epoch, "member left"),
+        MembershipEvent::Snapshot(nodes) => debug!(n_members = nodes.len(), "members"),
+    }
+}
+
+/// Ends lapsed leases for as long as the registry lives.
+async fn reap(shared: Weak<Shared>, every: Duration, world: World) {
+    loop {
+        tokio::time::sleep(every).await;
+        let Some(shared) = shared.upgrade() else { return };
+        let lapsed = shared.change(|table| {
+            let lapsed = table.lapse(world.now());
+            Ok((lapsed.len(), lapsed))
+        });
+        if let Ok(n_lapsed @ 1..) = lapsed {
+            warn!(n_lapsed, "members were silent for a whole lease");
+        }
+    }
+}
+
+// === Reader ===
+
+/// One watcher's place in the stream of events.
+struct Reader {
+    registry: MemoryRegistry,
+    /// `None` before the first snapshot, and after falling behind.
+    events: Option<broadcast::Receiver<MembershipEvent>>,
+}
+
+impl Reader {
+    async fn next(&mut self) -> MembershipEvent {
+        if let Some(events) = &mut self.events {
+            match events.recv().await {
+                Ok(event) => return event,
+                Err(RecvError::Lagged(n_missed)) => {
+                    warn!(n_missed, "a watcher fell behind, it gets a snapshot")
+                }
+                Err(RecvError::Closed) => unreachable!("the reader's own handle keeps the sender"),
+            }
+        }
+        let (snapshot, events) = self.registry.subscribe();
+        self.events = Some(events);
+        snapshot
+    }
+}
+
+// === InMemory ===
+
+struct InMemory {
+    registry: MemoryRegistry,
+    node: NodeInfo,
+    lease: Option<LeaseId>,
+}
+
+#[async_trait]
+impl Presence for InMemory {
+    async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
+        self.lease = Some(self.registry.grant(self.node.clone())?);
+        Ok(terms(self.registry.ttl()))
+    }
+
+    async fn keep_alive(&mut self) -> Result<(), RegistryError> {
+        self.registry.keep_alive(self.lease.ok_or(RegistryError::LeaseLost)?)
+    }
+
+    async fn withdraw(&mut self) -> Result<(), RegistryError> {
+        self.lease.take().map_or(Ok(()), |lease| self.registry.withdraw(lease))
+    }
+}
+
+/// What the embedded registry asks of its nodes, in memory and over gRPC.
+pub(crate) fn terms(ttl: Duration) -> LeaseTerms {
+    LeaseTerms { ttl, beat: ttl / BEATS_PER_TTL }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,62 @@
+//! Registries by name.
+
+use std::sync::Arc;
+
+use chassis::{Gate, World};
+
+use crate::Registry;
+use crate::embedded::EmbeddedRegistry;
+use crate::error::RegistryError;
+use crate::etcd::EtcdRegistry;
+use crate::url::RegistryUrl;
+
+/// What every registry is made of, besides its address.
+#[derive(Clone, Debug)]
+pub struct RegistryParts {
+    pub world: World,
+    /// Where its tasks run.
+    pub gate: Gate,
+}
+
+type Open = fn(&RegistryUrl, RegistryParts) -> Result<Arc<dyn Registry>, RegistryError>;
+
+/// A new registry is one file and one line.
+const REGISTRIES: [(&str, Open); 2] = [
+    ("embedded", |url, parts| Ok(Arc::new(EmbeddedRegistry::open(url, parts)?))),
+    ("etcd", |url, parts| Ok(Arc::new(EtcdRegistry::open(url, parts)?))),
+];
+
+/// The registry at `url`: `embedded://router:50051`, or `etcd://host:2379,host:2379/cluster`.
+///
+/// Nothing is sent yet; an address that nobody listens at is found out later, and waited for.
+pub fn open(url: &str, parts: RegistryParts) -> Result<Arc<dyn Registry>, RegistryError> {
+    let url = RegistryUrl::parse(url)?;
+    match REGISTRIES.iter().find(|(name, _)| *name == url.scheme) {
+        Some((_, open)) => open(&url, parts),
+        None => Err(url.refuse(format!("`{}` is not a registry, only {}", url.scheme, names().join(", ")))),
+    }
+}
+
+fn names() -> Vec<&'static str> {
+    REGISTRIES.iter().map(|(name, _)| *name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn registries_are_found_by_name() {
+        let parts = RegistryParts { world: World::seeded(1), gate: Gate::new("test") };
+        for (url, found) in
+            [("embedded://127.0.0.1:1", true), ("etcd://127.0.0.1:1/c", true), ("zk://a", false)]
+        {
+            assert_eq!(open(url, parts.clone()).is_ok(), found, "{url}");
+        }
+        let error = open("zk://a", parts).expect_err("there is no such registry");
+        assert_eq!(
+            error.to_string(),
+            "registry address zk://a/: `zk` is not a registry, only embedded, etcd"
+        );
+    }
+}

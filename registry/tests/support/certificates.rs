@@ -1,0 +1,76 @@
+//! Certificates that live as long as a test.
+
+use std::path::{Path, PathBuf};
+
+use etcd_client::{Certificate, Identity, TlsOptions};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use tempfile::TempDir;
+
+/// An authority that vouches for an etcd at 127.0.0.1 and for one client; all of it as PEM files.
+#[derive(Debug)]
+pub struct Certificates {
+    folder: TempDir,
+}
+
+impl Certificates {
+    pub fn new() -> Self {
+        let certificates = Self { folder: tempfile::tempdir().expect("a temporary folder") };
+        let mut params = CertificateParams::new([]).expect("no names");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(params, key()).expect("it can sign itself");
+        certificates.write("ca.pem", &authority.pem());
+        certificates.issue(&authority, "server", ExtendedKeyUsagePurpose::ServerAuth);
+        certificates.issue(&authority, "client", ExtendedKeyUsagePurpose::ClientAuth);
+        certificates
+    }
+
+    fn issue(&self, authority: &CertifiedIssuer<'_, KeyPair>, name: &str, purpose: ExtendedKeyUsagePurpose) {
+        let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).expect("a good name");
+        // etcd also calls itself, with its own certificate.
+        params.extended_key_usages = vec![purpose, ExtendedKeyUsagePurpose::ClientAuth];
+        let key = key();
+        let certificate = params.signed_by(&key, authority).expect("the authority can sign");
+        self.write(&format!("{name}.pem"), &certificate.pem());
+        self.write(&format!("{name}.key"), &key.serialize_pem());
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).expect("the folder is ours");
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Makes an etcd speak TLS, and only with clients that the authority vouches for.
+    pub fn etcd_arguments(&self) -> Vec<String> {
+        let file = |name| self.path(name).display().to_string();
+        ["--client-cert-auth".to_owned()]
+            .into_iter()
+            .chain(["--trusted-ca-file".to_owned(), file("ca.pem")])
+            .chain(["--cert-file".to_owned(), file("server.pem")])
+            .chain(["--key-file".to_owned(), file("server.key")])
+            .collect()
+    }
+
+    pub fn client_options(&self) -> TlsOptions {
+        let read = |name: &str| std::fs::read(self.path(name)).expect("it was written");
+        TlsOptions::new()
+            .ca_certificate(Certificate::from_pem(read("ca.pem")))
+            .identity(Identity::from_pem(read("client.pem"), read("client.key")))
+    }
+
+    /// What stands behind the `?` of a registry's address.
+    pub fn query(&self) -> String {
+        let file = |name: &str| -> String { shown(&self.path(name)) };
+        format!("ca={}&cert={}&key={}", file("ca.pem"), file("client.pem"), file("client.key"))
+    }
+}
+
+pub fn shown(path: &Path) -> String {
+    path.display().to_string()
+}
+
+fn key() -> KeyPair {
+    KeyPair::generate().expect("randomness")
+}
