@@ -1,0 +1,100 @@
+//! Hot path. Connections to the target: a store of idle ones, and one read at a time out of a shared buffer.
+
+use std::cell::RefCell;
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Mutex, PoisonError};
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf};
+use tokio::net::TcpStream;
+
+use crate::client::target::Target;
+
+const READ_BYTES: usize = 64 << 10;
+/// More idle connections than this are closed instead of kept.
+const N_IDLE_MAX: usize = 16 << 10;
+
+thread_local! {
+    /// One buffer for all streams of the load thread: nothing stays in it between two reads, so 10,000 streams need
+    /// 64 KiB and not 10,000 buffers.
+    static READ_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ_BYTES]);
+}
+
+/// One TCP connection.
+#[derive(Debug)]
+pub struct Connection {
+    stream: TcpStream,
+    /// Whether an earlier request went over it: such a one may have been closed by the peer unnoticed.
+    pub is_used: bool,
+}
+
+/// Connections that wait for their next request, last used first.
+#[derive(Debug)]
+pub struct Connections {
+    idle: Mutex<Vec<TcpStream>>,
+    keeps: bool,
+}
+
+impl Connections {
+    /// `keeps` false makes a new connection for every request.
+    pub fn new(keeps: bool) -> Self {
+        Self { idle: Mutex::new(Vec::new()), keeps }
+    }
+
+    pub async fn take(&self, target: &Target) -> io::Result<Connection> {
+        while let Some(stream) = self.pop() {
+            if is_quiet(&stream) {
+                return Ok(Connection { stream, is_used: true });
+            }
+        }
+        Self::open(target).await
+    }
+
+    pub async fn open(target: &Target) -> io::Result<Connection> {
+        let stream = TcpStream::connect(target.addr).await?;
+        stream.set_nodelay(true)?;
+        Ok(Connection { stream, is_used: false })
+    }
+
+    pub fn give_back(&self, connection: Connection) {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.keeps && idle.len() < N_IDLE_MAX {
+            idle.push(connection.stream);
+        }
+    }
+
+    fn pop(&self) -> Option<TcpStream> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    }
+}
+
+/// Open, with nothing to read: a byte or an end here belongs to no request.
+fn is_quiet(stream: &TcpStream) -> bool {
+    matches!(stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+}
+
+impl Connection {
+    pub async fn send(&mut self, wire: &[u8]) -> io::Result<()> {
+        self.stream.write_all(wire).await
+    }
+
+    /// Waits for bytes and hands them to `on_bytes`, still in the shared buffer; empty when the peer has closed.
+    /// Cancel-safe: no byte is read before it is handed on.
+    pub async fn read<T>(&mut self, mut on_bytes: impl FnMut(&[u8]) -> T) -> io::Result<T> {
+        poll_fn(|cx| self.poll_read(cx, &mut on_bytes)).await
+    }
+
+    fn poll_read<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        on_bytes: &mut dyn FnMut(&[u8]) -> T,
+    ) -> Poll<io::Result<T>> {
+        READ_BUFFER.with_borrow_mut(|buffer| {
+            let mut read = ReadBuf::new(buffer);
+            ready!(Pin::new(&mut self.stream).poll_read(cx, &mut read))?;
+            Poll::Ready(Ok(on_bytes(read.filled())))
+        })
+    }
+}

@@ -1,0 +1,103 @@
+//! Hot path. One response from its first byte to its record. No socket and no clock: bytes and times come in.
+
+use crate::client::exchange::Assignment;
+use crate::client::http::{Progress, ResponseReader};
+use crate::client::recorder::Recorder;
+use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
+
+/// Reader and recorder of one request.
+#[derive(Debug)]
+pub struct Reception {
+    reader: ResponseReader,
+    pub recorder: Recorder,
+}
+
+/// The times of an exchange that are not in its stream; all but the first count from the intended time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Timing {
+    pub intended_us: u64,
+    pub lag_us: u32,
+    pub sent_us: u32,
+    pub end_us: u32,
+}
+
+/// Whether to read on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Heard {
+    More,
+    End { outcome: Outcome, reusable: bool },
+}
+
+impl Reception {
+    pub fn new(n_expected: u32, keeps_answer: bool) -> Self {
+        Self { reader: ResponseReader::new(), recorder: Recorder::new(n_expected, keeps_answer) }
+    }
+
+    /// Whether any byte of the response has been understood; before that a request may be sent again.
+    pub fn has_begun(&self) -> bool {
+        self.reader.status() != 0
+    }
+
+    /// Bytes that came at `at_us`. All events in them share that time: they were in the kernel's buffer together.
+    pub fn feed(&mut self, bytes: &[u8], at_us: u32) -> Heard {
+        let recorder = &mut self.recorder;
+        match self.reader.feed(bytes, &mut |data| recorder.on_data(at_us, data)) {
+            Ok(Progress::More) => Heard::More,
+            Ok(Progress::Whole { reusable }) => Heard::End { outcome: self.outcome(false), reusable },
+            Err(error) => {
+                let failure = Failure { kind: FailureKind::Broken, message: error.to_string() };
+                Heard::End { outcome: Outcome::Failed(failure), reusable: false }
+            }
+        }
+    }
+
+    /// The peer closed the connection.
+    pub fn close(&mut self) -> Outcome {
+        let is_cut = self.reader.close().is_err();
+        self.outcome(is_cut)
+    }
+
+    /// Everything that was seen.
+    pub fn into_record(self, assignment: &Assignment, timing: Timing, outcome: Outcome) -> RequestRecord {
+        let recorder = self.recorder;
+        RequestRecord {
+            index: assignment.index,
+            session: assignment.session,
+            turn: assignment.turn,
+            slice: assignment.slice,
+            intended_us: timing.intended_us,
+            lag_us: timing.lag_us,
+            sent_us: timing.sent_us,
+            prompt_tokens: recorder.prompt_tokens.unwrap_or(assignment.prompt_tokens),
+            cached_tokens: recorder.cached_tokens,
+            wanted_tokens: assignment.wanted_tokens,
+            usage_tokens: recorder.usage_tokens,
+            counted_by: recorder.counted_by,
+            first_text_us: recorder.first_text_us,
+            end_us: timing.end_us,
+            outcome,
+            chunks: recorder.chunks,
+        }
+    }
+
+    fn outcome(&self, is_cut: bool) -> Outcome {
+        let failure = if self.has_begun() && !self.reader.is_stream() {
+            Some(self.refusal())
+        } else {
+            self.recorder.failure(is_cut)
+        };
+        failure.map_or(Outcome::Finished, Outcome::Failed)
+    }
+
+    fn refusal(&self) -> Failure {
+        let status = self.reader.status();
+        let body = String::from_utf8_lossy(self.reader.plain_body());
+        match status {
+            200 => Failure {
+                kind: FailureKind::Broken,
+                message: format!("the answer is not an event stream: {body}"),
+            },
+            _ => Failure { kind: FailureKind::Status, message: format!("HTTP {status}: {body}") },
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! The questions before a run: which model, how its tokens can be counted, and what the very first request costs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use tokio::time::Instant;
+
+use crate::client::exchange::{Assignment, Client, ClientOptions};
+use crate::client::request::{Endpoint, Extras, Prompt, RequestShape, ShapeParts};
+use crate::client::target::Target;
+use crate::error::{BenchError, Result};
+use crate::metrics::metric::ms;
+use crate::record::{CountedBy, FailureKind, RequestRecord};
+
+/// The first request may meet a server that loads, compiles or connects; that is reported and not measured.
+const FIRST_CONTACT_TIMEOUT: Duration = Duration::from_secs(300);
+/// Pages that describe a server; those it does not have are left out of the report.
+const CONFIG_PAGES: [&str; 4] = ["/v1/models", "/version", "/debug/cluster", "/get_server_info"];
+
+/// What was asked for.
+#[derive(Clone, Debug)]
+pub struct Wishes<'a> {
+    pub endpoint: Endpoint,
+    pub model: Option<&'a str>,
+    pub headers: &'a [(String, String)],
+    pub fields: &'a Map<String, Value>,
+    pub ignore_eos: bool,
+    /// A prompt that any server takes.
+    pub probe: Prompt,
+}
+
+/// What was found out.
+#[derive(Clone, Debug)]
+pub struct Survey {
+    pub model: String,
+    pub shape: RequestShape,
+    pub extras: Extras,
+    pub counted_by: CountedBy,
+    /// First contact: the time to the first token of the first request, in milliseconds.
+    pub cold_ttft_ms: f64,
+    pub cold_second_token_ms: f64,
+    /// What the server says of itself, page by page.
+    pub config: Map<String, Value>,
+}
+
+/// Asks. Fails when no form of request gets an answer, with what the server said to the plainest.
+pub async fn survey(target: &Arc<Target>, wishes: &Wishes<'_>) -> Result<Survey> {
+    let config = config(target).await;
+    let model = match wishes.model {
+        Some(model) => model.to_owned(),
+        None => first_model(&config)
+            .ok_or_else(|| BenchError::target(&target.url, "GET /v1/models names no model: give --model"))?,
+    };
+    let mut refusal = String::new();
+    for extras in attempts(wishes.ignore_eos) {
+        let parts = ShapeParts {
+            target,
+            endpoint: wishes.endpoint,
+            model: &model,
+            extras,
+            headers: wishes.headers,
+            fields: wishes.fields,
+        };
+        let shape = RequestShape::new(&parts);
+        let record = first_contact(target, &shape, &wishes.probe).await;
+        match record.failure() {
+            None => return Ok(found(model, shape, extras, &record, config)),
+            Some(failure) if failure.kind == FailureKind::Status => refusal.clone_from(&failure.message),
+            Some(failure) => return Err(BenchError::target(&target.url, &failure.message)),
+        }
+    }
+    Err(BenchError::target(&target.url, refusal))
+}
+
+/// From everything to nothing: a server that refuses unknown fields is asked again with fewer.
+fn attempts(ignore_eos: bool) -> impl Iterator<Item = Extras> {
+    let counting = [(true, true), (false, true), (false, false)];
+    let with = move |eos: bool| {
+        counting.map(|(return_token_ids, continuous_usage)| Extras {
+            return_token_ids,
+            continuous_usage,
+            ignore_eos: eos,
+        })
+    };
+    let plain = if ignore_eos { with(false).to_vec() } else { Vec::new() };
+    with(ignore_eos).into_iter().chain(plain)
+}
+
+fn found(
+    model: String,
+    shape: RequestShape,
+    extras: Extras,
+    record: &RequestRecord,
+    config: Map<String, Value>,
+) -> Survey {
+    let or_never = |us: Option<u32>| us.map_or(f64::NAN, ms);
+    Survey {
+        model,
+        shape,
+        extras,
+        counted_by: record.counted_by,
+        cold_ttft_ms: or_never(record.token_us(0)),
+        cold_second_token_ms: or_never(record.token_us(1)),
+        config,
+    }
+}
+
+/// Three tokens, so that the hand-over is met too.
+async fn first_contact(target: &Arc<Target>, shape: &RequestShape, probe: &Prompt) -> RequestRecord {
+    let options = ClientOptions { keeps_connections: false, timeout: FIRST_CONTACT_TIMEOUT };
+    let client = Client::new(Arc::clone(target), Arc::default(), Instant::now(), options);
+    let wire = shape.compose(probe, 3, "bench-first-contact");
+    let assignment = Assignment {
+        index: 0,
+        session: 0,
+        turn: 0,
+        slice: 0,
+        intended: Instant::now(),
+        prompt_tokens: 0,
+        wanted_tokens: 3,
+        cancel_after: None,
+        keeps_answer: false,
+    };
+    client.exchange(assignment, wire).await.0
+}
+
+async fn config(target: &Target) -> Map<String, Value> {
+    let mut config = Map::new();
+    for page in CONFIG_PAGES {
+        if let Ok((200, body)) = target.get(page).await
+            && let Ok(value) = serde_json::from_str(&body)
+        {
+            config.insert(page.to_owned(), value);
+        }
+    }
+    config
+}
+
+fn first_model(config: &Map<String, Value>) -> Option<String> {
+    config.get("/v1/models")?["data"][0]["id"].as_str().map(str::to_owned)
+}

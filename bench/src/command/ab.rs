@@ -1,0 +1,231 @@
+//! `baton bench ab`: two servers, or two settings of one, in turns. What drifts, drifts under both.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use serde_json::{Map, Value};
+use tokio::time::Instant;
+
+use crate::bootstrap::{Contrast, Drawing, Statistic, Units, contrasts};
+use crate::command::compare::{STATISTICS, table};
+use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec, parse_fields, parse_header};
+use crate::command::{Ended, say, tell};
+use crate::error::{BenchError, Result, write_text};
+use crate::load::LoadArgs;
+use crate::metrics::{LagReport, Metric, Objectives};
+use crate::record::RequestRecord;
+use crate::report::{RunReport, html, markdown};
+use crate::span::parse_span;
+use crate::workload::WorkloadArgs;
+
+/// With fewer pairs the interval is not worth its name.
+const N_PAIRS_MIN: usize = 4;
+
+#[derive(Clone, Debug, Args)]
+pub struct AbArgs {
+    /// The server to compare with
+    #[arg(long, value_name = "URL")]
+    pub a: String,
+    /// The server that may be better; the same one when only settings differ
+    #[arg(long, value_name = "URL")]
+    pub b: Option<String>,
+    /// What A is called
+    #[arg(long, default_value = "A")]
+    pub a_label: String,
+    /// What B is called
+    #[arg(long, default_value = "B")]
+    pub b_label: String,
+    /// A header for A's requests only
+    #[arg(long, value_parser = parse_header, value_name = "HEADER")]
+    pub a_header: Vec<(String, String)>,
+    /// A header for B's requests only
+    #[arg(long, value_parser = parse_header, value_name = "HEADER")]
+    pub b_header: Vec<(String, String)>,
+    /// Fields for A's requests only
+    #[arg(long, value_parser = parse_fields, value_name = "JSON")]
+    pub a_fields: Option<Map<String, Value>>,
+    /// Fields for B's requests only
+    #[arg(long, value_parser = parse_fields, value_name = "JSON")]
+    pub b_fields: Option<Map<String, Value>>,
+    /// Pairs of slices: A B, B A, A B, …
+    #[arg(long, default_value_t = 10, value_name = "N")]
+    pub pairs: usize,
+    /// Length of a slice, unless --requests says how many sessions it has
+    #[arg(long, default_value = "10s", value_parser = parse_span, value_name = "SPAN")]
+    pub slice: Duration,
+    #[command(flatten)]
+    pub requests: RequestArgs,
+    #[command(flatten)]
+    pub workload: WorkloadArgs,
+    #[command(flatten)]
+    pub load: LoadArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+    /// A page of both sides
+    #[arg(long, value_name = "FILE", help_heading = "Results")]
+    pub html: Option<PathBuf>,
+}
+
+/// One of the two.
+struct Side {
+    bench: Bench,
+    label: String,
+    /// Slices laid end to end, as if the other side's had not been between them.
+    records: Vec<RequestRecord>,
+    elapsed: Duration,
+    lag: LagReport,
+    /// Output tokens a second of each slice.
+    rates: Units,
+}
+
+pub async fn run(args: AbArgs) -> Result<Ended> {
+    let load = slice_load(&args)?;
+    let mut sides = [side(&args, true).await?, side(&args, false).await?];
+    'pairs: for pair in 0..args.pairs {
+        // A B, then B A: what drifts in one direction favours nobody.
+        for nth in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
+            tell(&format!("pair {} of {}: {}", pair + 1, args.pairs, sides[nth].label));
+            sides[nth].play(&args, &load, pair, nth).await?;
+            if sides[nth].lag.interrupted {
+                break 'pairs;
+            }
+        }
+    }
+    present(&args, &load, &sides)
+}
+
+/// Each slice is a run of its own; warm-up is cut off each of them.
+fn slice_load(args: &AbArgs) -> Result<LoadArgs> {
+    if args.pairs < N_PAIRS_MIN {
+        return Err(BenchError::usage(format!(
+            "--pairs is at least {N_PAIRS_MIN}: the interval is drawn from them"
+        )));
+    }
+    if args.load.arrivals.is_some() || args.workload.is_timed() {
+        return Err(BenchError::usage(
+            "ab draws each slice anew: give --rate or --concurrency, not recorded times",
+        ));
+    }
+    let duration = args.load.requests.is_none().then_some(args.slice);
+    let load = LoadArgs { duration, ..args.load.clone() };
+    load.check(false)?;
+    Ok(load)
+}
+
+async fn side(args: &AbArgs, is_a: bool) -> Result<Side> {
+    let (label, headers, fields) = match is_a {
+        true => (&args.a_label, &args.a_header, &args.a_fields),
+        false => (&args.b_label, &args.b_header, &args.b_fields),
+    };
+    let url = if is_a { &args.a } else { args.b.as_ref().unwrap_or(&args.a) };
+    let mut requests = args.requests.clone();
+    requests.header.extend(headers.iter().cloned());
+    requests.fields.get_or_insert_default().extend(fields.clone().unwrap_or_default());
+    let workload = WorkloadArgs { seed: Some(args.workload.seed.unwrap_or(1)), ..args.workload.clone() };
+    let bench = Bench::prepare(url, &requests, &workload).await?;
+    let (label, lag) = (label.clone(), LagReport::default());
+    Ok(Side { bench, label, records: Vec::new(), elapsed: Duration::ZERO, lag, rates: Vec::new() })
+}
+
+impl Side {
+    /// Both sides of a pair have the same arrivals and lengths, and prompts that nobody has seen.
+    async fn play(&mut self, args: &AbArgs, load: &LoadArgs, pair: usize, nth: usize) -> Result<()> {
+        let begun = Instant::now();
+        let spec = RunSpec {
+            seed_step: 1 + pair as u64,
+            salt_step: 1 + 2 * pair as u64 + nth as u64,
+            slice: pair as u32,
+            epoch: begun.checked_sub(self.elapsed),
+            ..RunSpec::new(load.clone(), &self.label, args.output.quiet)
+        };
+        let seen = self.bench.run(&spec).await?;
+        let starts_us = self.elapsed.as_micros() as u64;
+        self.elapsed += begun.elapsed();
+        let skip_us = starts_us + load.skip().as_micros() as u64;
+        let kept: Vec<_> = seen.records.into_iter().filter(|record| record.intended_us >= skip_us).collect();
+        self.rates.push(vec![rate(&kept)]);
+        self.records.extend(kept);
+        self.lag = worse(std::mem::take(&mut self.lag), seen.lag);
+        Ok(())
+    }
+
+    /// One unit for each pair.
+    fn units(&self, metric: Metric, n_pairs: usize) -> Units {
+        let of = |pair| self.records.iter().filter(move |record| record.slice == pair as u32);
+        (0..n_pairs).map(|pair| metric.samples(of(pair))).collect()
+    }
+
+    fn attainment(&self, objectives: &Objectives, n_pairs: usize) -> Units {
+        let good = |record: &RequestRecord| f64::from(u8::from(objectives.hold(record)));
+        let of = |pair| self.records.iter().filter(move |r| r.slice == pair as u32 && !r.is_cancelled());
+        (0..n_pairs).map(|pair| of(pair).map(good).collect()).collect()
+    }
+}
+
+/// Output tokens a second, from the first request due to the last token.
+fn rate(records: &[RequestRecord]) -> f64 {
+    let start = records.iter().map(|record| record.intended_us).min().unwrap_or(0);
+    let end = records.iter().map(RequestRecord::ended_at_us).max().unwrap_or(0);
+    let tokens: u64 = records.iter().map(|record| u64::from(record.counted_tokens())).sum();
+    tokens as f64 * 1e6 / (end - start).max(1) as f64
+}
+
+/// A side is as late as its worst slice.
+fn worse(one: LagReport, other: LagReport) -> LagReport {
+    let tail = |lag: &LagReport| lag.send_ms.p99.max(lag.event_loop_ms.p99);
+    let failures = one.harness_failures + other.harness_failures;
+    let interrupted = one.interrupted || other.interrupted;
+    let worst = if tail(&one) > tail(&other) { one } else { other };
+    LagReport { harness_failures: failures, interrupted, ..worst }
+}
+
+fn present(args: &AbArgs, load: &LoadArgs, sides: &[Side; 2]) -> Result<Ended> {
+    let n_pairs = sides[0].rates.len().min(sides[1].rates.len());
+    let found = compare(args, sides, n_pairs);
+    let reports: Vec<RunReport> = sides.iter().map(|side| side_report(args, load, side, &found)).collect();
+    for (report, suffix) in reports.iter().zip(["a", "b"]) {
+        args.output.write(report, suffix)?;
+    }
+    say(&format!("A: {}\nB: {}\n", args.a_label, args.b_label));
+    say(&table(&found));
+    say(&markdown::remarks(&reports));
+    if let Some(path) = &args.html {
+        write_text(path, &html::page(&format!("{} against {}", args.b_label, args.a_label), &reports)?)?;
+    }
+    Ok(if reports.iter().all(|report| report.valid) { Ended::Well } else { Ended::Invalid })
+}
+
+fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {
+    let [a, b] = sides;
+    let mut found = Vec::new();
+    for metric in Metric::ALL {
+        let (a, b) = (a.units(metric, n_pairs), b.units(metric, n_pairs));
+        found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Drawing::Paired));
+    }
+    let mean = [Statistic::Mean];
+    let (rates_a, rates_b) = (a.rates[..n_pairs].to_vec(), b.rates[..n_pairs].to_vec());
+    found.extend(contrasts("output tokens/s", &rates_a, &rates_b, &mean, Drawing::Paired));
+    let slo = &args.output.slo;
+    found.extend(contrasts(
+        "attainment",
+        &a.attainment(slo, n_pairs),
+        &b.attainment(slo, n_pairs),
+        &mean,
+        Drawing::Paired,
+    ));
+    found
+}
+
+/// Each side's report carries the comparison too.
+fn side_report(args: &AbArgs, load: &LoadArgs, side: &Side, found: &[Contrast]) -> RunReport {
+    let spec = RunSpec::new(
+        LoadArgs { ramp: Duration::ZERO, warmup: Duration::ZERO, ..load.clone() },
+        &side.label,
+        true,
+    );
+    let mut report = side.bench.report(&spec, &args.output.slo, &side.records, side.lag.clone());
+    let compared = serde_json::to_value(found).unwrap_or_default();
+    report.shared.insert("ab".to_owned(), compared);
+    report
+}

@@ -1,0 +1,136 @@
+//! `baton bench compare A B`: what differs, and whether it is more than noise.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use clap::Args;
+use serde_json::Value;
+
+use crate::bootstrap::{Contrast, Drawing, Statistic, Units, contrasts};
+use crate::command::{Ended, say};
+use crate::error::Result;
+use crate::metrics::{Metric, Objectives};
+use crate::record::RequestRecord;
+use crate::report::RunReport;
+use crate::span::show_ms;
+
+#[derive(Clone, Debug, Args)]
+pub struct CompareArgs {
+    /// The one to compare with
+    pub a: PathBuf,
+    /// The one that may be better
+    pub b: PathBuf,
+}
+
+/// The statistics compared of every metric.
+pub const STATISTICS: [Statistic; 4] =
+    [Statistic::Percentile(50.0), Statistic::Percentile(90.0), Statistic::Percentile(99.0), Statistic::Mean];
+
+pub fn run(args: &CompareArgs) -> Result<Ended> {
+    let (a, b) = (RunReport::read(&args.a)?, RunReport::read(&args.b)?);
+    say(&differences(&a, &b));
+    let (records_a, records_b) = (a.records()?, b.records()?);
+    let (chosen_a, chosen_b) = (a.window.of(&records_a), b.window.of(&records_b));
+    let mut found = Vec::new();
+    for metric in Metric::ALL {
+        let (a, b) = (by_request(&chosen_a, metric), by_request(&chosen_b, metric));
+        found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Drawing::Independent));
+    }
+    found.extend(attainment(&chosen_a, &chosen_b, &a.objectives()));
+    say(&table(&found));
+    Ok(if a.valid && b.valid { Ended::Well } else { Ended::Invalid })
+}
+
+/// One unit for each request: the gaps of one request share its fate.
+fn by_request(records: &[&RequestRecord], metric: Metric) -> Units {
+    let units = records.iter().map(|record| metric.samples(std::iter::once(*record)));
+    units.filter(|samples| !samples.is_empty()).collect()
+}
+
+/// 1 for a good request and 0 for another: their mean is the attainment.
+fn attainment(a: &[&RequestRecord], b: &[&RequestRecord], objectives: &Objectives) -> Vec<Contrast> {
+    let sent = |records: &[&RequestRecord]| -> Units {
+        let counted = records.iter().filter(|record| !record.is_cancelled());
+        counted.map(|record| vec![f64::from(u8::from(objectives.hold(record)))]).collect()
+    };
+    contrasts("attainment", &sent(a), &sent(b), &[Statistic::Mean], Drawing::Independent)
+}
+
+/// Latencies in milliseconds with the ratio's interval.
+pub fn table(contrasts: &[Contrast]) -> String {
+    let mut text = String::from("| | A | B | B ÷ A | 95 % interval | |\n|---|---|---|---|---|---|\n");
+    for contrast in contrasts.iter().filter(|contrast| !contrast.ratio.is_nan() || contrast.a != contrast.b) {
+        let show = |value: f64| if is_latency(contrast) { show_ms(value) } else { format!("{value:.3}") };
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {:.3} | {:.3} – {:.3} | {} |",
+            contrast.name,
+            show(contrast.a),
+            show(contrast.b),
+            contrast.ratio,
+            contrast.low,
+            contrast.high,
+            contrast.verdict()
+        );
+    }
+    text
+}
+
+fn is_latency(contrast: &Contrast) -> bool {
+    Metric::ALL.iter().any(|metric| contrast.name.starts_with(metric.name()))
+}
+
+/// Settings that are not the same: a difference in numbers may come from any of them.
+fn differences(a: &RunReport, b: &RunReport) -> String {
+    let mut text = format!("A: {}\nB: {}\n", a.label, b.label);
+    let settings = |run: &RunReport| {
+        let from = &run.provenance;
+        serde_json::json!({
+            "commit": from.commit, "machine": from.machine, "workload": from.workload, "load": from.load,
+            "seed": from.seed, "cache cold": from.is_cache_cold, "slo": run.slo, "valid": run.valid,
+            "target": run.subject,
+        })
+    };
+    let mut found = Vec::new();
+    differ("", &settings(a), &settings(b), &mut found);
+    for line in &found {
+        let _ = writeln!(text, "  {line}");
+    }
+    if found.is_empty() {
+        text.push_str("  the settings are the same\n");
+    }
+    text
+}
+
+/// Leaf by leaf; measured values are not settings.
+fn differ(path: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
+    match (a, b) {
+        (Value::Object(a), Value::Object(b)) => {
+            for key in a.keys().chain(b.keys().filter(|key| !a.contains_key(*key))) {
+                let inner = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                differ(&inner, a.get(key).unwrap_or(&Value::Null), b.get(key).unwrap_or(&Value::Null), found);
+            }
+        }
+        _ if a != b && !path.contains("cold_") => found.push(format!("{path}: {} → {}", brief(a), brief(b))),
+        _ => {}
+    }
+}
+
+fn brief(value: &Value) -> String {
+    let text = value.to_string();
+    if text.chars().count() > 80 { text.chars().take(77).chain("...".chars()).collect() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn settings_that_differ_are_named_leaf_by_leaf() {
+        let mut found = Vec::new();
+        let (a, b) = (json!({"x": {"rate": 1, "same": 2}, "only": 3}), json!({"x": {"rate": 4, "same": 2}}));
+        differ("", &a, &b, &mut found);
+        assert_eq!(found, ["x.rate: 1 → 4", "only: 3 → null"]);
+    }
+}

@@ -1,0 +1,82 @@
+//! `baton bench faults`: the load goes on while the cluster is hurt.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use tokio::time::Instant;
+
+use crate::client::Target;
+use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec};
+use crate::command::{Ended, say};
+use crate::error::{Result, write_text};
+use crate::faults::{Schedule, Struck, strike_all};
+use crate::load::LoadArgs;
+use crate::load::drive::Seen;
+use crate::recovery::costs;
+use crate::report::{FaultMark, RunReport, html, markdown};
+use crate::workload::WorkloadArgs;
+
+#[derive(Clone, Debug, Args)]
+pub struct FaultsArgs {
+    /// The router
+    #[arg(long, default_value = "http://127.0.0.1:8000", env = "BATON_BENCH_URL")]
+    pub url: String,
+    /// What is done when: a TOML file, see docs/measurements/README.md
+    #[arg(long, value_name = "FILE")]
+    pub schedule: PathBuf,
+    #[command(flatten)]
+    pub requests: RequestArgs,
+    #[command(flatten)]
+    pub workload: WorkloadArgs,
+    #[command(flatten)]
+    pub load: LoadArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+    /// A page of the run
+    #[arg(long, value_name = "FILE", help_heading = "Results")]
+    pub html: Option<PathBuf>,
+}
+
+pub async fn run(args: FaultsArgs) -> Result<Ended> {
+    args.load.check(args.workload.is_timed())?;
+    let schedule = Schedule::read(&args.schedule)?;
+    let bench = Bench::prepare(&args.url, &args.requests, &args.workload).await?;
+    let target = Target::resolve(&args.url).await?;
+    let label = args.output.label.as_deref().unwrap_or("faults");
+    let spec = RunSpec::new(args.load.clone(), label, args.output.quiet);
+    let mut struck = Vec::with_capacity(schedule.faults.len());
+    let strikes = strike_all(&schedule, &target, Instant::now(), &mut struck);
+    let (seen, strikes) = tokio::join!(bench.run(&spec), strikes);
+    let seen = seen?;
+    let mut report = bench.report(&spec, &args.output.slo, &seen.records, seen.lag.clone());
+    report.faults = marks(&args, &seen, &struck);
+    args.output.write(&report, "")?;
+    let ended = present(&args, report)?;
+    // The numbers are kept; that they are not those of the whole schedule is an error.
+    strikes.map(|()| ended)
+}
+
+fn marks(args: &FaultsArgs, seen: &Seen, struck: &[Struck]) -> Vec<FaultMark> {
+    let at_us: Vec<_> = struck
+        .iter()
+        .map(|struck| struck.at.saturating_duration_since(seen.epoch).as_micros() as u64)
+        .collect();
+    let costs = costs(&seen.records, &at_us, &args.output.slo);
+    let mark = |((struck, at_us), cost): ((&Struck, u64), crate::recovery::Cost)| FaultMark {
+        at_us,
+        what: struck.what.clone(),
+        lost: cost.lost,
+        recovery_s: cost.recovery_s,
+    };
+    struck.iter().zip(at_us).zip(costs).map(mark).collect()
+}
+
+fn present(args: &FaultsArgs, report: RunReport) -> Result<Ended> {
+    let reports = [report];
+    say(&markdown::table(&reports));
+    say(&markdown::remarks(&reports));
+    if let Some(path) = &args.html {
+        write_text(path, &html::page("baton bench faults", &reports)?)?;
+    }
+    Ok(if reports[0].valid { Ended::Well } else { Ended::Invalid })
+}

@@ -1,0 +1,34 @@
+//! `baton bench report`: files in, a page and a table out.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::command::{Ended, say, tell};
+use crate::error::{Result, write_text};
+use crate::report::{RunReport, html, markdown};
+
+#[derive(Clone, Debug, Args)]
+pub struct ReportArgs {
+    /// Reports written by serve, ab or faults
+    #[arg(required = true)]
+    pub files: Vec<PathBuf>,
+    /// Where the page goes
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    /// The page's title
+    #[arg(long, default_value = "baton bench")]
+    pub title: String,
+}
+
+pub fn run(args: &ReportArgs) -> Result<Ended> {
+    let runs: Vec<_> = args.files.iter().map(|path| RunReport::read(path)).collect::<Result<_>>()?;
+    say(&markdown::table(&runs));
+    say(&markdown::remarks(&runs));
+    runs.iter().for_each(|run| say(&markdown::provenance(run)));
+    if let Some(path) = &args.html {
+        write_text(path, &html::page(&args.title, &runs)?)?;
+        tell(&format!("page: {}", path.display()));
+    }
+    Ok(Ended::Well)
+}

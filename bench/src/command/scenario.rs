@@ -1,0 +1,173 @@
+//! `baton bench scenario`: the kept suite, each member one file and one command.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use clap::{Args, Parser};
+use serde::Deserialize;
+use tokio::time::{Instant, sleep};
+
+use crate::client::Target;
+use crate::command::{BenchArgs, BenchCommand, Ended, dispatch, tell};
+use crate::error::{BenchError, Result, read_text};
+
+const READY_WITHIN: Duration = Duration::from_secs(300);
+const ASK_EVERY: Duration = Duration::from_millis(100);
+
+#[derive(Clone, Debug, Args)]
+pub struct ScenarioArgs {
+    /// A file of bench/scenarios
+    pub file: PathBuf,
+    /// Measure this server instead of starting the scenario's own
+    #[arg(long)]
+    pub url: Option<String>,
+    /// With the scenario's feature turned off
+    #[arg(long)]
+    pub ablate: bool,
+    /// Replaces {data} in the scenario: a trace or a file of conversations that is not part of the project
+    #[arg(long, value_name = "FILE")]
+    pub data: Option<PathBuf>,
+    /// Further arguments for the bench command
+    #[arg(last = true)]
+    pub more: Vec<String>,
+}
+
+/// One file of the suite.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scenario {
+    /// What it asks, in a sentence.
+    pub question: String,
+    /// Where it is meant to run: `cpu`, or which GPUs.
+    pub hardware: String,
+    /// Arguments behind `baton bench`. `{data}` is the file given with --data, `{here}` the scenario's folder.
+    pub bench: Vec<String>,
+    /// Servers to start first, each with the address under which the arguments know it.
+    #[serde(default)]
+    pub server: Vec<Server>,
+    pub ablation: Ablation,
+}
+
+/// A cluster of the scenario's own.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Server {
+    /// Arguments behind `baton`.
+    pub start: Vec<String>,
+    pub url: String,
+}
+
+/// The same scenario with one thing turned off: what the feature is worth.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ablation {
+    /// What is turned off.
+    pub off: String,
+    /// Appended to the bench's arguments.
+    #[serde(default)]
+    pub bench: Vec<String>,
+    /// Appended to the first server's arguments.
+    #[serde(default)]
+    pub server: Vec<String>,
+}
+
+/// Words as clap reads them, behind a program name.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true, args_override_self = true)]
+struct Typed {
+    #[command(flatten)]
+    bench: BenchArgs,
+}
+
+impl Scenario {
+    pub fn read(path: &Path) -> Result<Self> {
+        toml::from_str(&read_text(path)?).map_err(|error| BenchError::parse(path, error))
+    }
+
+    /// The bench command that this scenario is.
+    pub fn command(&self, args: &ScenarioArgs) -> Result<BenchCommand> {
+        let mut words = self.bench.clone();
+        words.extend(self.ablation.bench.iter().filter(|_| args.ablate).cloned());
+        words.extend(args.url.iter().flat_map(|url| ["--url".to_owned(), url.clone()]));
+        words.extend(args.more.iter().cloned());
+        let data = args.data.as_ref().map(|path| path.display().to_string());
+        if data.is_none() && words.iter().any(|word| word == "{data}") {
+            return Err(BenchError::usage(
+                "this scenario reads a file that is not part of the project: give --data",
+            ));
+        }
+        let here = args.file.parent().unwrap_or(Path::new(".")).display().to_string();
+        let data = data.unwrap_or_default();
+        let words = words.into_iter().map(|word| word.replace("{data}", &data).replace("{here}", &here));
+        let typed = Typed::try_parse_from(words).map_err(|error| BenchError::parse(&args.file, error))?;
+        Ok(typed.bench.command)
+    }
+
+    /// Arguments behind `baton` for each server, the ablation's with the first.
+    pub fn server_words(&self, is_ablated: bool) -> Vec<Vec<String>> {
+        let mut all: Vec<_> = self.server.iter().map(|server| server.start.clone()).collect();
+        if let (true, Some(first)) = (is_ablated, all.first_mut()) {
+            first.extend(self.ablation.server.iter().cloned());
+        }
+        all
+    }
+}
+
+pub async fn run(args: ScenarioArgs) -> Result<Ended> {
+    let scenario = Scenario::read(&args.file)?;
+    let command = scenario.command(&args)?;
+    tell(&format!("{} ({})", scenario.question, scenario.hardware));
+    let _servers = if args.url.is_none() { start_all(&scenario, args.ablate).await? } else { Vec::new() };
+    Box::pin(dispatch(command)).await
+}
+
+/// A server of the scenario; ended when dropped.
+struct Running(Child);
+
+impl Drop for Running {
+    /// Asks first, because a cluster has children of its own to end.
+    fn drop(&mut self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.0.id() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        for _ in 0..100 {
+            if matches!(self.0.try_wait(), Ok(Some(_)) | Err(_)) {
+                return;
+            }
+            std::thread::sleep(ASK_EVERY);
+        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+async fn start_all(scenario: &Scenario, is_ablated: bool) -> Result<Vec<Running>> {
+    let baton = std::env::current_exe().map_err(BenchError::Prepare)?;
+    let mut running = Vec::new();
+    for (words, server) in scenario.server_words(is_ablated).iter().zip(&scenario.server) {
+        let child = Command::new(&baton).args(words).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
+        let child = child.map_err(|source| BenchError::Start { program: words.join(" "), source })?;
+        running.push(Running(child));
+        wait_ready(&server.url).await?;
+    }
+    Ok(running)
+}
+
+async fn wait_ready(url: &str) -> Result<()> {
+    let deadline = Instant::now() + READY_WITHIN;
+    loop {
+        let models = match Target::resolve(url).await {
+            Ok(target) => target.get("/v1/models").await.map(|(status, _)| status),
+            Err(error) => Err(error),
+        };
+        match models {
+            Ok(200) => return Ok(()),
+            Err(error) if Instant::now() > deadline => return Err(error),
+            _ if Instant::now() > deadline => {
+                return Err(BenchError::target(url, "not ready within five minutes"));
+            }
+            _ => sleep(ASK_EVERY).await,
+        }
+    }
+}

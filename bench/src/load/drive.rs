@@ -1,0 +1,191 @@
+//! The loop itself: a closed set of events, one place that waits, one that acts.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use crate::client::exchange::{Client, ClientOptions};
+use crate::client::target::Target;
+use crate::clock::PreciseTimer;
+use crate::load::compose::{Composer, Prepared};
+use crate::load::live::Live;
+use crate::load::probe::Probe;
+use crate::load::talk::Talker;
+use crate::metrics::LagReport;
+use crate::record::RequestRecord;
+use crate::workload::Arrivals;
+use crate::workload::session::Sessions;
+
+/// Between the call and the first request, so that bodies are ready when the first is due.
+const LEAD: Duration = Duration::from_millis(100);
+
+/// When sessions start.
+#[allow(missing_debug_implementations, reason = "it holds a supply, which is a closure")]
+pub enum Pacing {
+    /// At these times, whatever the answers do.
+    Open(Arrivals),
+    /// At the times that the sessions bring.
+    Timed,
+    /// When one ends, another starts; the number of places grows in a straight line during the ramp.
+    Closed { concurrency: usize, ramp: Duration },
+}
+
+/// Everything one run of the loop needs.
+#[allow(missing_debug_implementations, reason = "it holds a supply, which is a closure")]
+pub struct Drive {
+    pub target: Arc<Target>,
+    pub composer: Arc<Composer>,
+    pub sessions: Sessions,
+    pub pacing: Pacing,
+    /// No session starts later than this after the first could.
+    pub duration: Option<Duration>,
+    pub client: ClientOptions,
+    /// Time zero of the records; now, if this is the run's only drive.
+    pub epoch: Option<Instant>,
+    /// Written into the records.
+    pub slice: u32,
+}
+
+/// What was seen.
+#[derive(Debug)]
+pub struct Seen {
+    /// In the order in which they were intended.
+    pub records: Vec<RequestRecord>,
+    pub lag: LagReport,
+    /// Time zero of the records.
+    pub epoch: Instant,
+}
+
+enum Event {
+    Prepared(Option<Box<Prepared>>),
+    Due,
+    Ended(Vec<RequestRecord>),
+    Interrupted,
+    Over,
+}
+
+struct Loop {
+    talker: Arc<Talker>,
+    prepared: mpsc::Receiver<Prepared>,
+    /// The next session and when it is due; for a closed loop, once there is a place for it.
+    next: Option<(Box<Prepared>, Instant)>,
+    is_exhausted: bool,
+    running: JoinSet<Vec<RequestRecord>>,
+    pacing: Pacing,
+    starts: Instant,
+    ends: Option<Instant>,
+    timer: PreciseTimer,
+    interrupt: Signal,
+    records: Vec<RequestRecord>,
+}
+
+/// Runs to the end: every session that was started has ended, or the user has interrupted.
+pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Seen> {
+    let starts = Instant::now() + LEAD;
+    let epoch = job.epoch.unwrap_or(starts);
+    let client = Client::new(job.target, live, epoch, job.client);
+    let talker =
+        Talker { client, composer: Arc::clone(&job.composer), n_begun: AtomicU32::new(0), slice: job.slice };
+    let mut state = Loop {
+        talker: Arc::new(talker),
+        prepared: job.composer.start(job.sessions)?,
+        next: None,
+        is_exhausted: false,
+        running: JoinSet::new(),
+        pacing: job.pacing,
+        starts,
+        ends: job.duration.map(|duration| starts + duration),
+        timer: PreciseTimer::new()?,
+        interrupt: signal(SignalKind::interrupt())?,
+        records: Vec::new(),
+    };
+    let probe = Probe::start()?;
+    let interrupted = state.run().await;
+    state.records.sort_by_key(|record| (record.intended_us, record.index));
+    let lag = probe.read(&state.records, interrupted);
+    Ok(Seen { records: state.records, lag, epoch })
+}
+
+impl Loop {
+    /// Returns whether it was interrupted.
+    async fn run(&mut self) -> bool {
+        loop {
+            match self.next_event().await {
+                Event::Over => return false,
+                Event::Interrupted => return true,
+                event => self.apply(event),
+            }
+        }
+    }
+
+    /// The only place that waits. What is due comes first: an answer may be read late, a request may not be sent late.
+    async fn next_event(&mut self) -> Event {
+        let due = self.next.as_ref().and_then(|(_, due)| self.place_opens(*due));
+        let wants_next = self.next.is_none() && !self.is_exhausted;
+        let is_over = self.next.is_none() && self.is_exhausted && self.running.is_empty();
+        tokio::select! {
+            biased;
+            () = std::future::ready(()), if is_over => Event::Over,
+            () = self.timer.until(due.unwrap_or(self.starts)), if due.is_some() => Event::Due,
+            prepared = self.prepared.recv(), if wants_next => Event::Prepared(prepared.map(Box::new)),
+            Some(ended) = self.running.join_next() => Event::Ended(ended.unwrap_or_default()),
+            _ = self.interrupt.recv() => Event::Interrupted,
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        match event {
+            Event::Prepared(prepared) => self.schedule(prepared),
+            Event::Due => self.start_next(),
+            Event::Ended(records) => self.records.extend(records),
+            Event::Interrupted | Event::Over => {}
+        }
+    }
+
+    /// Gives the session its time; one behind the end of the run ends the supply.
+    fn schedule(&mut self, prepared: Option<Box<Prepared>>) {
+        let due = prepared.as_ref().and_then(|prepared| match &mut self.pacing {
+            Pacing::Open(arrivals) => arrivals.next().map(|at| self.starts + at),
+            Pacing::Timed => prepared.session.starts.map(|at| self.starts + at),
+            Pacing::Closed { .. } => Some(self.starts),
+        });
+        match (prepared, due) {
+            (Some(prepared), Some(due)) if self.ends.is_none_or(|ends| due < ends) => {
+                self.next = Some((prepared, due))
+            }
+            _ => self.is_exhausted = true,
+        }
+    }
+
+    fn start_next(&mut self) {
+        let Some((prepared, due)) = self.next.take() else { return };
+        let intended = match self.pacing {
+            // A closed loop has no schedule: a session is due when there is a place for it.
+            Pacing::Closed { .. } => Instant::now().max(due),
+            _ => due,
+        };
+        if self.ends.is_some_and(|ends| intended >= ends) {
+            self.is_exhausted = true;
+            return;
+        }
+        let session = Arc::clone(&self.talker).run(*prepared, intended);
+        self.running.spawn(session);
+    }
+
+    /// When the next session may start; `None` while every place is taken.
+    fn place_opens(&self, due: Instant) -> Option<Instant> {
+        match self.pacing {
+            Pacing::Open(_) | Pacing::Timed => Some(due),
+            Pacing::Closed { concurrency, .. } if self.running.len() >= concurrency => None,
+            Pacing::Closed { concurrency, ramp } => {
+                Some(due + ramp.mul_f64(self.running.len() as f64 / concurrency as f64))
+            }
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! From records to numbers: pure functions, with the definitions that a report quotes.
+//!
+//! Reading order: [`metric`] (one request's latencies), [`distribution`], [`objective`], [`window`], [`summary`],
+//! [`lag`] (the harness's own), [`vllm`] (the same records in a peer's arithmetic).
+
+pub mod distribution;
+pub mod lag;
+pub mod metric;
+pub mod objective;
+pub mod summary;
+pub mod vllm;
+pub mod window;
+
+pub use distribution::Distribution;
+pub use lag::LagReport;
+pub use metric::Metric;
+pub use objective::Objectives;
+pub use summary::Summary;
+pub use window::Window;

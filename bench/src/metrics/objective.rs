@@ -1,0 +1,209 @@
+//! Service level objectives: what a request must hold to be a good one.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::metrics::distribution::{mean, percentile};
+use crate::metrics::metric::{delivery_gaps, ms, tpot};
+use crate::record::RequestRecord;
+use crate::span::{parse_span, show_ms};
+
+/// All of them must hold. With none, every finished request is good.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Objectives {
+    list: Vec<Objective>,
+    /// As typed; empty when none was.
+    text: String,
+}
+
+/// A bound on one number of one request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Objective {
+    of: Bounded,
+    limit_ms: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Bounded {
+    Ttft,
+    SecondToken,
+    Handover,
+    Tpot,
+    E2el,
+    /// A statistic of the request's own gaps between deliveries.
+    Tbt(Statistic),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Statistic {
+    Mean,
+    Max,
+    Percentile(f64),
+}
+
+/// How many sent requests held each objective, and how many held all.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Attainment {
+    /// Sent, without those that the workload itself cancelled.
+    pub sent: usize,
+    pub good: usize,
+    /// By objective, in the order of the objectives.
+    pub held: Vec<(String, usize)>,
+}
+
+// === impl Objectives ===
+
+impl Objectives {
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// As typed, to be read again from a report.
+    pub fn as_typed(&self) -> &str {
+        &self.text
+    }
+
+    /// Finished, and within every bound.
+    pub fn hold(&self, record: &RequestRecord) -> bool {
+        record.is_finished() && self.list.iter().all(|objective| objective.holds(record))
+    }
+
+    /// Over requests *sent*: dropping late requests cannot raise it.
+    pub fn attainment<'a>(&self, records: impl Iterator<Item = &'a RequestRecord>) -> Attainment {
+        let mut held: Vec<_> = self.list.iter().map(|objective| (objective.to_string(), 0)).collect();
+        let (mut sent, mut good) = (0, 0);
+        for record in records.filter(|record| !record.is_cancelled()) {
+            sent += 1;
+            good += usize::from(self.hold(record));
+            for (objective, (_, n_held)) in self.list.iter().zip(&mut held) {
+                *n_held += usize::from(record.is_finished() && objective.holds(record));
+            }
+        }
+        Attainment { sent, good, held }
+    }
+}
+
+impl Attainment {
+    /// Good ÷ sent; 0 when nothing was sent, because nothing was attained.
+    pub fn share(&self) -> f64 {
+        if self.sent == 0 { 0.0 } else { self.good as f64 / self.sent as f64 }
+    }
+}
+
+impl Objective {
+    /// A number that the request does not have (the second token of one) cannot break a bound.
+    fn holds(&self, record: &RequestRecord) -> bool {
+        self.of.value(record).is_none_or(|value| value <= self.limit_ms)
+    }
+}
+
+impl Bounded {
+    fn value(self, record: &RequestRecord) -> Option<f64> {
+        match self {
+            Bounded::Ttft => record.token_us(0).map(ms),
+            Bounded::SecondToken => record.token_us(1).map(ms),
+            Bounded::Handover => Some(ms(record.token_us(1)? - record.token_us(0)?)),
+            Bounded::Tpot => tpot(record),
+            Bounded::E2el => record.last_token_us().map(ms),
+            Bounded::Tbt(statistic) => statistic.of(delivery_gaps(record).collect()),
+        }
+    }
+}
+
+impl Statistic {
+    /// Percentiles are of nearest rank: with fewer than a hundred gaps the 99th is the worst of them.
+    fn of(self, mut gaps: Vec<f64>) -> Option<f64> {
+        if gaps.is_empty() {
+            return None;
+        }
+        gaps.sort_unstable_by(f64::total_cmp);
+        Some(match self {
+            Statistic::Mean => mean(&gaps),
+            Statistic::Max => percentile(&gaps, 100.0),
+            Statistic::Percentile(percent) => {
+                let rank = (percent / 100.0 * gaps.len() as f64).ceil() as usize;
+                gaps[rank.clamp(1, gaps.len()) - 1]
+            }
+        })
+    }
+}
+
+// === reading and writing ===
+
+impl FromStr for Objectives {
+    type Err = String;
+
+    /// Reads `ttft=2s,tbt=25ms`. `tbt` alone is `tbt.p99`; `tbt.mean`, `tbt.p95`, `tbt.max` say otherwise.
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.trim().is_empty() {
+            return Ok(Self::default());
+        }
+        let list = text.split(',').map(|part| part.trim().parse()).collect::<Result<_, _>>()?;
+        Ok(Self { list, text: text.to_owned() })
+    }
+}
+
+impl FromStr for Objective {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, limit) = text.split_once('=').ok_or_else(|| format!("`{text}` is not NAME=SPAN"))?;
+        let limit_ms = parse_span(limit)?.as_secs_f64() * 1e3;
+        Ok(Self { of: parse_bounded(name)?, limit_ms })
+    }
+}
+
+fn parse_bounded(name: &str) -> Result<Bounded, String> {
+    match name {
+        "ttft" => Ok(Bounded::Ttft),
+        "second_token" => Ok(Bounded::SecondToken),
+        "handover" => Ok(Bounded::Handover),
+        "tpot" => Ok(Bounded::Tpot),
+        "e2el" => Ok(Bounded::E2el),
+        "tbt" => Ok(Bounded::Tbt(Statistic::Percentile(99.0))),
+        _ => match name.strip_prefix("tbt.") {
+            Some(statistic) => parse_statistic(statistic).map(Bounded::Tbt),
+            None => Err(format!(
+                "`{name}` is none of ttft, second_token, handover, tpot, tbt[.mean|.pN|.max], e2el"
+            )),
+        },
+    }
+}
+
+fn parse_statistic(name: &str) -> Result<Statistic, String> {
+    match name {
+        "mean" => Ok(Statistic::Mean),
+        "max" => Ok(Statistic::Max),
+        _ => name
+            .strip_prefix('p')
+            .and_then(|percent| percent.parse().ok())
+            .filter(|percent| (0.0..=100.0).contains(percent))
+            .map(Statistic::Percentile)
+            .ok_or_else(|| format!("`tbt.{name}`: the statistic is mean, max or a percentile as p99")),
+    }
+}
+
+impl fmt::Display for Objectives {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (nth, objective) in self.list.iter().enumerate() {
+            write!(f, "{}{objective}", if nth == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Objective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let limit = show_ms(self.limit_ms);
+        match self.of {
+            Bounded::Ttft => write!(f, "ttft ≤ {limit}"),
+            Bounded::SecondToken => write!(f, "second_token ≤ {limit}"),
+            Bounded::Handover => write!(f, "handover ≤ {limit}"),
+            Bounded::Tpot => write!(f, "tpot ≤ {limit}"),
+            Bounded::E2el => write!(f, "e2el ≤ {limit}"),
+            Bounded::Tbt(Statistic::Mean) => write!(f, "tbt.mean ≤ {limit}"),
+            Bounded::Tbt(Statistic::Max) => write!(f, "tbt.max ≤ {limit}"),
+            Bounded::Tbt(Statistic::Percentile(percent)) => write!(f, "tbt.p{percent} ≤ {limit}"),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! A run in numbers: what the table prints and the report carries, failures as infinities.
+
+use std::collections::BTreeMap;
+
+use crate::metrics::distribution::Distribution;
+use crate::metrics::metric::Metric;
+use crate::metrics::objective::{Attainment, Objectives};
+use crate::metrics::window::Window;
+use crate::record::{CountedBy, RequestRecord};
+
+/// Computed from the records of a window, and from nothing else.
+#[derive(Clone, Debug)]
+pub struct Summary {
+    pub window: Window,
+    pub sent: usize,
+    pub finished: usize,
+    pub failed: usize,
+    pub cancelled: usize,
+    /// By kind of failure, how many.
+    pub failures: BTreeMap<&'static str, usize>,
+    pub latencies: Vec<(Metric, Distribution)>,
+    pub attainment: Attainment,
+    pub rates: Rates,
+    pub tokens: TokenCounts,
+}
+
+/// Per second of the window.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rates {
+    pub requests: f64,
+    pub good_requests: f64,
+    pub output_tokens: f64,
+    pub total_tokens: f64,
+}
+
+/// How tokens came, and whether they were counted well.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TokenCounts {
+    pub prompt: u64,
+    pub cached: u64,
+    pub output: u64,
+    /// Tokens for each delivery: above 1, tokens come in bunches.
+    pub per_delivery: f64,
+    pub most_in_a_delivery: u32,
+    /// Requests whose counted tokens are not the server's total.
+    pub miscounted: usize,
+    /// Finished requests with fewer tokens than asked for.
+    pub short: usize,
+    /// Requests whose tokens could only be counted by chunks.
+    pub by_chunks: usize,
+}
+
+impl Summary {
+    pub fn of(records: &[RequestRecord], window: Window, objectives: &Objectives) -> Self {
+        let chosen = window.of(records);
+        let attainment = objectives.attainment(chosen.iter().copied());
+        Self {
+            window,
+            sent: chosen.len(),
+            finished: chosen.iter().filter(|record| record.is_finished()).count(),
+            failed: chosen.iter().filter(|record| record.failure().is_some()).count(),
+            cancelled: chosen.iter().filter(|record| record.is_cancelled()).count(),
+            failures: failures(&chosen),
+            latencies: latencies(&chosen),
+            rates: rates(records, &chosen, window, attainment.good),
+            tokens: token_counts(&chosen),
+            attainment,
+        }
+    }
+
+    pub fn latency(&self, metric: Metric) -> &Distribution {
+        let found = self.latencies.iter().find(|(of, _)| *of == metric);
+        &found.expect("`latencies` has every metric").1
+    }
+
+    /// What a reader must know before believing the numbers.
+    pub fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        let tokens = &self.tokens;
+        if tokens.by_chunks > 0 {
+            notes.push(format!(
+                "{} requests: tokens counted one per chunk; coalescing cannot be seen",
+                tokens.by_chunks
+            ));
+        }
+        if tokens.per_delivery > 1.05 {
+            notes.push(format!(
+                "tokens come {:.1} at a time (at most {}); most TBT gaps are 0 inside a chunk: judge by itl and worst_gap",
+                tokens.per_delivery, tokens.most_in_a_delivery
+            ));
+        }
+        if tokens.miscounted > 0 {
+            notes.push(format!(
+                "{} requests: tokens counted differ from the server's total",
+                tokens.miscounted
+            ));
+        }
+        if tokens.short > 0 {
+            notes.push(format!("{} requests ended with fewer tokens than asked for", tokens.short));
+        }
+        if self.early_announcement() {
+            notes.push(
+                "tokens are announced before their text arrives: compare ttft with first_text".to_owned(),
+            );
+        }
+        notes
+    }
+
+    fn early_announcement(&self) -> bool {
+        let (token, text) = (self.latency(Metric::Ttft).p50, self.latency(Metric::FirstText).p50);
+        text > token * 1.1 + 1.0
+    }
+}
+
+fn failures(records: &[&RequestRecord]) -> BTreeMap<&'static str, usize> {
+    let mut by_kind = BTreeMap::new();
+    for failure in records.iter().filter_map(|record| record.failure()) {
+        *by_kind.entry(failure.kind.name()).or_insert(0) += 1;
+    }
+    by_kind
+}
+
+fn latencies(records: &[&RequestRecord]) -> Vec<(Metric, Distribution)> {
+    let of = |metric: Metric| (metric, Distribution::of(metric.samples(records.iter().copied())));
+    Metric::ALL.into_iter().map(of).collect()
+}
+
+/// Requests and tokens that *ended* in the window, over its length. In a whole run these are all of them.
+fn rates(all: &[RequestRecord], chosen: &[&RequestRecord], window: Window, good: usize) -> Rates {
+    let per_second = |count: f64| if window.seconds() > 0.0 { count / window.seconds() } else { 0.0 };
+    let finished = all.iter().filter(|record| record.is_finished() && window.contains(record.ended_at_us()));
+    let output = all.iter().map(|record| tokens_within(record, window)).sum::<u64>();
+    let prompt: u64 = chosen.iter().filter(|r| r.is_finished()).map(|r| u64::from(r.prompt_tokens)).sum();
+    Rates {
+        requests: per_second(finished.count() as f64),
+        good_requests: per_second(good as f64),
+        output_tokens: per_second(output as f64),
+        total_tokens: per_second((output + prompt) as f64),
+    }
+}
+
+/// Tokens that reached the client within the window, finished request or not.
+fn tokens_within(record: &RequestRecord, window: Window) -> u64 {
+    let inside = |at_us: u32| window.contains(record.intended_us + u64::from(at_us));
+    record.deliveries().filter(|chunk| inside(chunk.at_us)).map(|chunk| u64::from(chunk.tokens)).sum()
+}
+
+fn token_counts(records: &[&RequestRecord]) -> TokenCounts {
+    let mut counts = TokenCounts::default();
+    let mut n_deliveries = 0usize;
+    for record in records {
+        counts.prompt += u64::from(record.prompt_tokens);
+        counts.cached += u64::from(record.cached_tokens);
+        counts.output += u64::from(record.counted_tokens());
+        counts.by_chunks += usize::from(record.counted_by == CountedBy::Chunks && !record.chunks.is_empty());
+        if record.is_finished() {
+            counts.miscounted += usize::from(record.counted_tokens() != record.output_tokens());
+            counts.short += usize::from(record.output_tokens() < record.wanted_tokens);
+        }
+        for chunk in record.deliveries() {
+            n_deliveries += 1;
+            counts.most_in_a_delivery = counts.most_in_a_delivery.max(chunk.tokens);
+        }
+    }
+    counts.per_delivery = counts.output as f64 / n_deliveries.max(1) as f64;
+    counts
+}

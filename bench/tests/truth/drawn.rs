@@ -1,0 +1,99 @@
+//! The recorded trace's form, packed reports and pages: what is drawn and written.
+
+use bench::metrics::{Distribution, LagReport, Metric, Objectives, Window};
+use bench::puppet::{Ending, Script};
+use bench::record::{CountedBy, RequestRecord};
+use bench::report::{FaultMark, Provenance, ReportParts, RunReport, Subject, html, markdown};
+
+use crate::{heard, millis};
+
+fn records(ttft_ms: u64) -> Vec<RequestRecord> {
+    (0..40)
+        .map(|nth| {
+            let mut script = Script::even(20, millis(ttft_ms + u64::from(nth) * 3), millis(12));
+            script.ending = if nth == 7 { Ending::Cut } else { Ending::Done };
+            heard(nth, u64::from(nth) * 50_000, &script, 4096)
+        })
+        .collect()
+}
+
+fn report(label: &str, records: &[RequestRecord]) -> RunReport {
+    let subject = Subject {
+        url: "http://puppet".to_owned(),
+        endpoint: "completions".to_owned(),
+        model: "puppet".to_owned(),
+        return_token_ids: true,
+        continuous_usage: true,
+        ignore_eos: true,
+        counted_by: CountedBy::TokenIds,
+        cold_ttft_ms: 700.0,
+        cold_second_token_ms: f64::NAN,
+        config: serde_json::Map::new(),
+    };
+    let parts = ReportParts {
+        label: label.to_owned(),
+        provenance: Provenance::default(),
+        subject,
+        lag: LagReport { send_ms: Distribution::of(vec![0.2; 40]), ..LagReport::default() }.judge(millis(5)),
+        window: Window::whole(records),
+        objectives: "ttft=150ms".parse::<Objectives>().expect("sound"),
+    };
+    RunReport::new(parts, records)
+}
+
+#[test]
+fn a_report_is_read_back_as_it_was() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("run.json");
+    let (records, mut written) = (records(100), report("one", &records(100)));
+    written.faults.push(FaultMark {
+        at_us: 5,
+        what: "kill decode 0".to_owned(),
+        lost: 1,
+        recovery_s: f64::INFINITY,
+    });
+    written.write(&path).expect("written");
+    let read = RunReport::read(&path).expect("readable");
+    assert_eq!(read.records().expect("sound"), records);
+    let (ttft, as_written) = (read.latency(Metric::Ttft), written.latency(Metric::Ttft));
+    assert_eq!((ttft.count, ttft.p50, ttft.max), (as_written.count, as_written.p50, f64::INFINITY));
+    assert_eq!((read.faults, read.valid), (written.faults, true));
+    // vLLM's names lie at the top of the file.
+    let text = std::fs::read_to_string(&path).expect("there");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    for name in ["completed", "duration", "p99_ttft_ms", "median_itl_ms", "request_goodput", "model_id"] {
+        assert!(!json[name].is_null(), "{name}");
+    }
+}
+
+#[test]
+fn a_page_needs_nothing_from_elsewhere() {
+    let runs = [report("first <run>", &records(100)), report("second", &records(180))];
+    let page = html::page("Two runs", &runs).expect("drawn");
+    for foreign in ["<script", "http-equiv", "src=", "href=", "@import", "url("] {
+        assert!(!page.contains(foreign), "{foreign}");
+    }
+    // Six distributions, four trade-offs, two timelines of each run.
+    assert_eq!(page.matches("<svg").count(), 6 + 4 + 4);
+    assert!(page.contains("first &lt;run&gt;") && !page.contains("NaN"));
+}
+
+#[test]
+fn a_table_has_a_column_for_each_run_and_shows_failures_as_never() {
+    let runs = [report("one", &records(100)), report("two", &records(180))];
+    let table = markdown::table(&runs);
+    assert!(table.lines().all(|line| line.matches('|').count() == 4), "{table}");
+    let ttft = table.lines().find(|line| line.starts_with("| ttft")).expect("a row");
+    assert!(ttft.contains("never"), "{ttft}");
+    assert!(markdown::remarks(&runs).contains("1 failed (broken)"));
+}
+
+#[test]
+fn a_late_harness_makes_a_run_invalid() {
+    let late = |send: f64, seen: f64| {
+        let (send_ms, event_loop_ms) = (Distribution::of(vec![send; 9]), Distribution::of(vec![seen; 9]));
+        LagReport { send_ms, event_loop_ms, ..LagReport::default() }.judge(millis(5)).is_valid()
+    };
+    assert_eq!([late(1.0, 1.0), late(9.0, 1.0), late(1.0, 9.0)], [true, false, false]);
+    assert!(!LagReport { harness_failures: 1, ..LagReport::default() }.judge(millis(5)).is_valid());
+}
