@@ -1,0 +1,124 @@
+//! Hot path.
+//! Which tokens of which sequences the next step computes: a pure function of who has what to compute.
+//!
+//! Cost: one sort of the candidates, at most a few hundred, per step.
+
+use crate::rank::{Rank, SequenceId};
+
+/// What one step may hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    pub step_tokens_max: usize,
+    pub rows_max: usize,
+    /// Chunks end on block edges, so that whole blocks can be sent and published.
+    pub block_tokens: usize,
+}
+
+/// A sequence that has its blocks, something to compute, and a sink with room for what comes of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    pub id: SequenceId,
+    pub rank: Rank,
+    /// The first position that is not computed.
+    pub start: usize,
+    /// The position after the last known token, or the token in flight.
+    pub end: usize,
+}
+
+/// A candidate's share of the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    pub id: SequenceId,
+    pub n_tokens: usize,
+}
+
+impl Candidate {
+    fn n_tokens(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// One token is left: a running sequence, or a prompt of which nearly all was cached.
+    fn is_running(&self) -> bool {
+        self.n_tokens() == 1
+    }
+
+    /// How many tokens a chunk of at most `room` tokens has: all that is left, or up to a block edge.
+    fn chunk(&self, room: usize, block_tokens: usize) -> usize {
+        if self.n_tokens() <= room {
+            return self.n_tokens();
+        }
+        let edge = (self.start + room) / block_tokens * block_tokens;
+        edge.saturating_sub(self.start)
+    }
+}
+
+/// Fills a step: running sequences first, one token each, then prompts in chunks until the budget is spent.
+///
+/// Both in order of rank. A prompt for which less than a block of the budget is left gets nothing, and so does
+/// everybody behind it, so that short prompts do not overtake a long one step after step.
+pub fn plan(candidates: &[Candidate], budget: Budget) -> Vec<Share> {
+    let mut in_line: Vec<&Candidate> = candidates.iter().filter(|one| one.n_tokens() > 0).collect();
+    in_line.sort_unstable_by_key(|candidate| (!candidate.is_running(), candidate.rank));
+    let mut shares = Vec::with_capacity(in_line.len().min(budget.rows_max));
+    let mut tokens_left = budget.step_tokens_max;
+    for candidate in in_line.into_iter().take(budget.rows_max) {
+        let n_tokens = candidate.chunk(tokens_left, budget.block_tokens);
+        if n_tokens == 0 {
+            break;
+        }
+        tokens_left -= n_tokens;
+        shares.push(Share { id: candidate.id, n_tokens });
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use types::prompt::Priority;
+
+    use super::*;
+
+    /// (id, priority, start, end)
+    type Row = (u64, i8, usize, usize);
+    /// What it shows, who is there, tokens and rows of a step, and who gets how many tokens.
+    type Case = (&'static str, &'static [Row], usize, usize, &'static [(u64, usize)]);
+
+    fn candidate((id, priority, start, end): Row) -> Candidate {
+        let id = SequenceId(id);
+        let rank = Rank::new(Priority(priority), id, Duration::ZERO, Duration::MAX);
+        Candidate { id, rank, start, end }
+    }
+
+    fn shares(rows: &[Row], step_tokens_max: usize, rows_max: usize) -> Vec<(u64, usize)> {
+        let candidates: Vec<Candidate> = rows.iter().copied().map(candidate).collect();
+        let plan = plan(&candidates, Budget { step_tokens_max, rows_max, block_tokens: 16 });
+        plan.iter().map(|share| (share.id.0, share.n_tokens)).collect()
+    }
+
+    #[test]
+    fn table() {
+        #[rustfmt::skip]
+        let cases: &[Case] = &[
+            ("nobody", &[], 64, 8, &[]),
+            ("nothing to compute", &[(1, 0, 5, 5)], 64, 8, &[]),
+            ("a prompt that fits is one chunk", &[(1, 0, 0, 50)], 64, 8, &[(1, 50)]),
+            ("running first, whoever came first", &[(1, 0, 0, 50), (2, 0, 9, 10)], 64, 8, &[(2, 1), (1, 50)]),
+            ("a chunk ends on a block edge", &[(1, 0, 0, 100)], 60, 8, &[(1, 48)]),
+            ("running tokens count", &[(1, 0, 0, 100), (2, 0, 9, 10)], 64, 8, &[(2, 1), (1, 48)]),
+            ("the last chunk ends anywhere", &[(1, 0, 48, 100)], 60, 8, &[(1, 52)]),
+            ("from within a block to its edge", &[(1, 0, 5, 100)], 20, 8, &[(1, 11)]),
+            ("what is left goes to the next", &[(1, 0, 0, 20), (2, 0, 0, 100)], 64, 8, &[(1, 20), (2, 32)]),
+            ("less than a block left: nobody overtakes", &[(1, 0, 0, 60), (2, 0, 0, 40), (3, 0, 0, 3)], 64, 8, &[(1, 60)]),
+            ("priority before arrival", &[(1, 0, 0, 40), (2, 3, 0, 40)], 48, 8, &[(2, 40)]),
+            ("rows are bounded", &[(1, 0, 0, 9), (2, 0, 7, 8), (3, 0, 7, 8)], 64, 2, &[(2, 1), (3, 1)]),
+            ("running sequences are bounded by tokens too", &[(1, 0, 1, 2), (2, 0, 1, 2), (3, 0, 1, 2)], 2, 8, &[(1, 1), (2, 1)]),
+            ("a prompt of one token", &[(1, 0, 0, 1)], 64, 8, &[(1, 1)]),
+            ("no budget", &[(1, 0, 0, 1)], 0, 8, &[]),
+        ];
+        for (what, rows, step_tokens_max, rows_max, expected) in cases {
+            assert_eq!(shares(rows, *step_tokens_max, *rows_max), *expected, "{what}");
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! The worker as others meet it: through its handle, turned by its driver, on a clock that stands still when all wait.
+
+use chassis::metrics::Metrics;
+use chassis::{Gate, Task, World, spawn_guarded};
+use engine::backend::flaky::{Failures, Flaky};
+use engine::{Backend, Mock, MockSettings, Pace};
+use tokio::time::timeout;
+use types::{Prompt, Refusal, RefusalKind, Step, TokenId};
+
+use super::*;
+use crate::handle::Ticket;
+use crate::inbox::WorkerState;
+use crate::metrics::SchedulerMetrics;
+use crate::settings::SchedulerSettings;
+use crate::submission::{NewSequence, Source};
+use crate::testing::{Recorded, Recorder, alone, blocks, deadline_in, holder, mock, prompt, roomy, small};
+
+const LONG: Duration = Duration::from_secs(3600);
+
+struct Node {
+    handle: WorkerHandle,
+    pool: BlockPool,
+    task: Task<()>,
+}
+
+fn start(backend: impl Backend, settings: SchedulerSettings) -> Node {
+    let (handle, driver, pool) = prepare(backend, settings);
+    let task = spawn_guarded(&Gate::new("test"), "worker", driver.drive_simulated());
+    Node { handle, pool, task }
+}
+
+fn prepare(backend: impl Backend, settings: SchedulerSettings) -> (WorkerHandle, Driver, BlockPool) {
+    let pool = BlockPool::new(&backend.model().layout, backend.memory().n_blocks());
+    let parts = WorkerParts {
+        backend: Box::new(backend),
+        pool: pool.clone(),
+        world: World::seeded(1),
+        settings,
+        metrics: SchedulerMetrics::new(&Metrics::new("test")),
+    };
+    let (handle, driver) = worker(parts).expect("right settings");
+    (handle, driver, pool)
+}
+
+/// A mock whose steps take 10 ms, and 1 ms a prompt token.
+fn costly() -> Mock {
+    let mut settings = small();
+    settings.cost.step_ms = 10.0;
+    settings.cost.prefill_token_ms = 1.0;
+    Mock::new("mock", settings, 64, Pace::Modelled).expect("memory for a few blocks")
+}
+
+fn endless(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
+    let mut prompt = prompt(id, n_tokens, max_tokens);
+    prompt.stop.ignore_eos = true;
+    prompt
+}
+
+fn submit(handle: &WorkerHandle, prompt: Prompt) -> Result<(Ticket, Recorded), Refusal> {
+    let (sink, recorded) = Recorder::stream();
+    let source = Source::Fresh { lease: None, cached_tokens: 0 };
+    let ticket =
+        handle.submit(NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX })?;
+    Ok((ticket, recorded))
+}
+
+/// Until `is_so`, asked whenever the worker has turned.
+async fn until(handle: &WorkerHandle, is_so: impl Fn() -> bool) {
+    let mut load = handle.load();
+    let waiting = async {
+        while !is_so() {
+            load.changed().await.expect("the worker lives");
+        }
+    };
+    timeout(LONG, waiting).await.expect("in time");
+}
+
+async fn stopped(handle: &WorkerHandle) -> WorkerState {
+    timeout(LONG, handle.stopped()).await.expect("in time")
+}
+
+#[tokio::test(start_paused = true)]
+async fn modelled_costs_are_waited_for() {
+    let node = start(costly(), roomy());
+    let began = Instant::now();
+    let (_ticket, recorded) = submit(&node.handle, endless("a", 20, 5)).expect("let in");
+    until(&node.handle, || recorded.has_ended()).await;
+    assert_eq!(began.elapsed(), Duration::from_millis(30 + 4 * 10), "a prompt of 20 tokens, then four steps");
+    let timing = recorded.get().timings[0];
+    assert_eq!((timing.queued, timing.computed), (Duration::ZERO, Duration::from_millis(30)));
+    assert_eq!(recorded.tokens(), alone(&endless("a", 20, 5)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_ends_a_sequence_on_an_idle_node() {
+    let node = start(mock(8), roomy());
+    let landing = node.pool.reserve(8, holder("landing")).expect("room");
+    let began = Instant::now();
+    let mut late = endless("a", 5, 20);
+    late.deadline = deadline_in(Duration::from_millis(1500));
+    let (_ticket, recorded) = submit(&node.handle, late).expect("let in");
+    until(&node.handle, || recorded.has_ended()).await;
+    assert_eq!(recorded.refusal(), Some(RefusalKind::Deadline));
+    let late = began.elapsed() - Duration::from_millis(1500);
+    assert!(late < Duration::from_millis(5), "{late:?} too late");
+    drop(landing);
+}
+
+#[tokio::test(start_paused = true)]
+async fn room_that_is_given_back_is_used_at_once() {
+    let node = start(costly(), roomy());
+    let landing = node.pool.reserve(64, holder("landing")).expect("room");
+    let (_ticket, recorded) = submit(&node.handle, endless("a", 20, 1)).expect("let in");
+    tokio::time::sleep(Duration::from_millis(1005)).await;
+    assert!(recorded.tokens().is_empty());
+    let began = Instant::now();
+    drop(landing);
+    until(&node.handle, || recorded.has_ended()).await;
+    assert_eq!(began.elapsed(), Duration::from_millis(30));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_ticket_that_is_dropped_cancels() {
+    let node = start(costly(), roomy());
+    let (ticket, recorded) = submit(&node.handle, endless("a", 20, 100)).expect("let in");
+    until(&node.handle, || recorded.tokens().len() == 3).await;
+    drop(ticket);
+    until(&node.handle, || recorded.has_ended() && node.pool.counts().leased == 0).await;
+    assert_eq!(recorded.refusal(), Some(RefusalKind::Cancelled));
+    assert_eq!(node.pool.integrity(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_burst_is_refused_beyond_the_queue() {
+    let settings = SchedulerSettings { waiting_max: 5, ..roomy() };
+    let node = start(costly(), settings);
+    let let_in = |n: usize| (0..n).map(|nth| submit(&node.handle, endless(&format!("p{nth}"), 9, 1)));
+    let (kept, refused): (Vec<_>, Vec<_>) = let_in(9).partition(Result::is_ok);
+    assert_eq!((kept.len(), refused.len()), (5, 4), "the worker has not turned yet");
+    for refusal in refused {
+        let refusal = refusal.expect_err("it was refused");
+        assert_eq!((refusal.kind, refusal.reason.as_str()), (RefusalKind::Queue, "5 prompts wait already"));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn predicted_work_beyond_the_bound_is_refused() {
+    let settings = SchedulerSettings { queue_ms_max: 250.0, ..roomy() };
+    let node = start(costly(), settings);
+    let (_first, recorded) =
+        submit(&node.handle, endless("a", 100, 1)).expect("let in: nothing is known yet");
+    until(&node.handle, || recorded.has_ended()).await;
+    let mut kept = Vec::new();
+    let refusal = loop {
+        match submit(&node.handle, endless("b", 100, 1)) {
+            Ok(let_in) => kept.push(let_in),
+            Err(refusal) => break refusal,
+        }
+        assert!(kept.len() < 100, "nothing is refused");
+    };
+    assert_eq!((refusal.kind, kept.len()), (RefusalKind::Queue, 3), "{refusal}");
+    let source = Source::Arrived {
+        lease: node.pool.reserve(25, holder("r")).expect("room"),
+        first: Step { token: TokenId(65), index: 0, logprobs: None, finish: None },
+    };
+    let (sink, _) = Recorder::stream();
+    let arrived =
+        NewSequence { prompt: endless("c", 100, 1), source, sink: Box::new(sink), steps_wanted: u32::MAX };
+    assert!(node.handle.submit(arrived).is_ok(), "its KV is here: to refuse it would waste that");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_can_never_fit_is_refused_at_the_door() {
+    let node = start(mock(8), roomy());
+    let refusal = submit(&node.handle, endless("a", 20, 100)).expect_err("8 blocks of 4 tokens");
+    assert_eq!(refusal.kind, RefusalKind::TooLong);
+    let mut late = endless("a", 5, 5);
+    late.deadline = deadline_in(Duration::ZERO);
+    assert_eq!(submit(&node.handle, late).expect_err("late").kind, RefusalKind::Deadline);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drained_worker_finishes_what_it_has() {
+    let node = start(costly(), roomy());
+    let (_ticket, recorded) = submit(&node.handle, endless("a", 20, 10)).expect("let in");
+    node.handle.drain();
+    assert_eq!(*node.handle.state().borrow(), WorkerState::Draining);
+    assert_eq!(submit(&node.handle, endless("b", 5, 5)).expect_err("draining").kind, RefusalKind::Draining);
+    assert_eq!(stopped(&node.handle).await, WorkerState::Stopped);
+    assert_eq!(recorded.tokens().len(), 10);
+    timeout(LONG, node.task).await.expect("in time").expect("the loop ended by itself");
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_handles_a_worker_stops() {
+    let Node { handle, pool, task } = start(costly(), roomy());
+    let (_ticket, recorded) = submit(&handle, endless("a", 20, 10)).expect("let in");
+    drop(handle);
+    timeout(LONG, task).await.expect("in time").expect("the loop ended by itself");
+    assert_eq!((recorded.tokens().len(), pool.counts().leased), (10, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sink_that_has_room_again_is_served() {
+    let node = start(costly(), roomy());
+    let (_ticket, recorded) = submit(&node.handle, endless("a", 20, 10)).expect("let in");
+    recorded.get().is_full = true;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(recorded.tokens().is_empty());
+    recorded.get().is_full = false;
+    node.handle.nudge();
+    until(&node.handle, || recorded.has_ended()).await;
+    assert!(recorded.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_device_is_told_to_everyone() {
+    let lost = Flaky::new(costly(), Failures { lost_from: Some(2), ..Failures::default() });
+    let node = start(lost, roomy());
+    let (_ticket, recorded) = submit(&node.handle, endless("a", 20, 10)).expect("let in");
+    let state = stopped(&node.handle).await;
+    assert_eq!(state, WorkerState::Dead("device lost: at step 2, as told".into()));
+    assert_eq!(recorded.refusal(), Some(RefusalKind::Failed));
+    assert_eq!(submit(&node.handle, endless("b", 5, 5)).expect_err("dead").kind, RefusalKind::Failed);
+    timeout(LONG, node.task).await.expect("in time").expect("the loop ended by itself");
+    assert_eq!(node.pool.counts().leased, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_is_told_to_everyone() {
+    let panicking = Flaky::new(costly(), Failures { panic_at: Some(1), ..Failures::default() });
+    let node = start(panicking, roomy());
+    let (_one, running) = submit(&node.handle, endless("a", 20, 10)).expect("let in");
+    assert_eq!(stopped(&node.handle).await, WorkerState::Dead("the worker panicked".into()));
+    assert!(timeout(LONG, node.task).await.expect("in time").is_err(), "the task panicked");
+    assert_eq!(running.refusal(), Some(RefusalKind::Failed));
+    assert_eq!(node.pool.counts().leased, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_nobody_took_is_ended_too() {
+    let (handle, driver, _pool) = prepare(costly(), roomy());
+    let (_ticket, recorded) = submit(&handle, endless("a", 20, 10)).expect("let in");
+    let task = spawn_guarded(&Gate::new("test"), "worker", driver.drive_simulated());
+    drop(task);
+    assert_eq!(stopped(&handle).await, WorkerState::Dead("the worker was aborted".into()));
+    assert_eq!(recorded.refusal(), Some(RefusalKind::Failed));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_refused_sink_hears_nothing() {
+    let node = start(mock(8), roomy());
+    let (sink, recorded) = Recorder::stream();
+    let source = Source::Fresh { lease: Some(blocks(1)), cached_tokens: 3 };
+    let new = NewSequence { prompt: endless("a", 2, 2), source, sink: Box::new(sink), steps_wanted: 1 };
+    assert_eq!(node.handle.submit(new).expect_err("half a cached block").kind, RefusalKind::Failed);
+    assert!(!recorded.has_ended());
+}
+
+/// The one test with a thread and a clock that runs: what production does.
+#[tokio::test]
+async fn a_thread_of_its_own() {
+    let mut settings = MockSettings { ..small() };
+    settings.cost.step_ms = 1.0;
+    let backend = Mock::new("mock", settings, 64, Pace::Sleeping).expect("memory for a few blocks");
+    let (handle, driver, pool) = prepare(backend, roomy());
+    let thread = driver.on_thread().expect("a thread");
+    let submitted: Vec<_> =
+        (0..8).map(|nth| submit(&handle, endless(&format!("p{nth}"), 20, 20)).expect("let in")).collect();
+    handle.drain();
+    let state = timeout(Duration::from_secs(60), handle.stopped()).await.expect("in time");
+    assert_eq!(state, WorkerState::Stopped);
+    assert!(thread.join(), "it did not panic");
+    for (nth, (_, recorded)) in submitted.iter().enumerate() {
+        assert_eq!(recorded.tokens(), alone(&endless(&format!("p{nth}"), 20, 20)));
+    }
+    assert_eq!(pool.counts().leased, 0);
+    assert!(handle.load().borrow().node.step_ms >= 1.0);
+}

@@ -1,0 +1,94 @@
+//! Room for sequences that grow: how much is kept free for them, and who gives way when there is none.
+//!
+//! A running sequence needs a block more every `block_tokens` steps. Admission keeps a reserve so that this seldom
+//! fails; when it fails, the last in line is preempted: it gives its blocks back and is computed again later. Only
+//! those behind the needy one give way, so the first in line, which no one is before, always gets what it needs from
+//! the blocks in this worker's hands.
+//!
+//! Blocks in other hands (landings, wires that still read) cannot be taken away. So that they do not stop the first in
+//! line either, those who lease blocks for them leave it all that it can ever need.
+
+use crate::rank::{Rank, SequenceId};
+
+/// A sequence that holds blocks, as far as growth is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grower {
+    pub id: SequenceId,
+    pub rank: Rank,
+    /// Blocks per group that it may still need until it ends.
+    pub blocks_left: usize,
+    /// A wire reads its blocks: giving them up would free nothing now.
+    pub is_shared: bool,
+}
+
+/// Blocks per group that admission leaves free: a little for each.
+pub fn reserve(growers: &[Grower], each: usize) -> usize {
+    growers.iter().map(|grower| grower.blocks_left.min(each)).sum()
+}
+
+/// Blocks per group to be left free by leases that cannot be taken away: all that the first in line can still need,
+/// and a little for each other one.
+pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
+    let first = growers.iter().min_by_key(|grower| grower.rank);
+    reserve(growers, each) + first.map_or(0, |first| first.blocks_left.saturating_sub(each))
+}
+
+/// Who gives way to `needy`: the last in line behind it whose blocks would come back.
+pub fn victim(growers: &[Grower], needy: Rank) -> Option<SequenceId> {
+    let behind = growers.iter().filter(|grower| grower.rank > needy && !grower.is_shared);
+    behind.max_by_key(|grower| grower.rank).map(|grower| grower.id)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use types::prompt::Priority;
+
+    use super::*;
+
+    fn grower(id: u64, priority: i8, blocks_left: usize, is_shared: bool) -> Grower {
+        let id = SequenceId(id);
+        Grower {
+            id,
+            rank: Rank::new(Priority(priority), id, Duration::ZERO, Duration::MAX),
+            blocks_left,
+            is_shared,
+        }
+    }
+
+    #[test]
+    fn reserves() {
+        for (growers, expected, lasting) in [
+            (vec![], 0, 0),
+            (vec![grower(1, 0, 9, false)], 2, 9),
+            (vec![grower(1, 0, 1, false)], 1, 1),
+            (
+                vec![grower(1, 0, 9, false), grower(2, 0, 50, false), grower(3, 0, 1, false)],
+                2 + 2 + 1,
+                9 + 2 + 1,
+            ),
+            (vec![grower(1, 0, 9, false), grower(2, 1, 50, false)], 2 + 2, 2 + 50),
+        ] {
+            assert_eq!(reserve(&growers, 2), expected, "{growers:?}");
+            assert_eq!(lasting_reserve(&growers, 2), lasting, "{growers:?}");
+        }
+    }
+
+    #[test]
+    fn the_last_in_line_gives_way() {
+        let (first, urgent) = (grower(1, 0, 1, false), grower(2, 5, 1, false));
+        let (last, shared) = (grower(3, 0, 1, false), grower(4, 0, 1, true));
+        for (growers, needy, expected, why) in [
+            (vec![first, last], first, Some(3), "the youngest"),
+            (vec![first, urgent, last], urgent, Some(3), "the youngest of the lowest priority"),
+            (vec![first, urgent], urgent, Some(1), "lower priority, though older"),
+            (vec![first, urgent], first, None, "nobody is behind"),
+            (vec![first, shared], first, None, "a wire keeps the blocks"),
+            (vec![first, last, shared], first, Some(3), "the next one whose blocks come back"),
+            (vec![last], last, None, "never itself"),
+        ] {
+            assert_eq!(victim(&growers, needy.rank).map(|id| id.0), expected, "{why}");
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! What a worker's steps take, learnt from those that it ran, and the predictions made of it.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use types::NodeLoad;
+
+use crate::flight::FlightRow;
+
+/// How much of what is known a new observation replaces.
+const NEWS: f64 = 0.05;
+/// Below this variance of the number of rows, the steps seen do not tell what one row more costs.
+const ROWS_VARIANCE_MIN: f64 = 0.25;
+
+/// A worker's load, and what a watchdog and a reservation desk want to know beside it.
+#[derive(Clone, Copy, Debug)]
+pub struct WorkerLoad {
+    pub node: NodeLoad,
+    /// Blocks, over all groups, that are to be left free for sequences that grow. Whoever reserves blocks in this pool
+    /// on his own account (for landings) leaves them.
+    pub growth_reserve_blocks: u32,
+    /// When a step last ended, or the worker last had nothing to do. If sequences run and this stands still, the
+    /// worker does.
+    pub last_progress: Instant,
+}
+
+/// What one step held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// Rows of one token.
+    pub n_running: usize,
+    /// Tokens of longer rows.
+    pub n_prefill_tokens: usize,
+}
+
+/// The time of a step as a function of what is in it.
+///
+/// Steps without prompts teach a line, time over rows, older steps counting less and less. What a step with prompts
+/// takes longer than that line says is the prompts' cost.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepCosts {
+    running: Line,
+    prefill_token_ms: Mean,
+}
+
+/// A mean in which older values fade.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    value: Option<f64>,
+}
+
+/// A line through points, fitted to their fading means.
+#[derive(Clone, Copy, Debug, Default)]
+struct Line {
+    x: Mean,
+    y: Mean,
+    xx: Mean,
+    xy: Mean,
+}
+
+// === impl StepShape, StepCosts ===
+
+impl StepShape {
+    pub(crate) fn of(rows: &[FlightRow]) -> Self {
+        let running = rows.iter().filter(|row| row.n_tokens == 1);
+        let chunks = rows.iter().filter(|row| row.n_tokens != 1);
+        Self { n_running: running.count(), n_prefill_tokens: chunks.map(|row| row.n_tokens).sum() }
+    }
+}
+
+impl StepCosts {
+    pub fn observe(&mut self, step: StepShape, took: Duration) {
+        let took_ms = took.as_secs_f64() * 1e3;
+        if step.n_prefill_tokens == 0 {
+            self.running.learn(step.n_running as f64, took_ms);
+            return;
+        }
+        let of_prompts = (took_ms - self.running_ms(step.n_running)).max(0.0);
+        self.prefill_token_ms.learn(of_prompts / step.n_prefill_tokens as f64);
+    }
+
+    /// A step of running sequences only.
+    pub fn running_ms(&self, n_running: usize) -> f64 {
+        if n_running == 0 { 0.0 } else { self.running.at(n_running as f64) }
+    }
+
+    /// Until so many prompt tokens are computed, beside so many running sequences, at most so many a step.
+    pub fn queue_ms(&self, n_tokens: u64, n_running: usize, step_tokens_max: usize) -> f64 {
+        let of_prompts = n_tokens as f64 * self.prefill_token_ms.get();
+        let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);
+        let n_steps = n_tokens.div_ceil(tokens_a_step as u64);
+        of_prompts + n_steps as f64 * self.running_ms(n_running)
+    }
+}
+
+// === impl Mean, Line ===
+
+impl Mean {
+    fn learn(&mut self, value: f64) {
+        let known = self.value.unwrap_or(value);
+        self.value = Some(known + NEWS * (value - known));
+    }
+
+    fn get(self) -> f64 {
+        self.value.unwrap_or(0.0)
+    }
+}
+
+impl Line {
+    fn learn(&mut self, x: f64, y: f64) {
+        self.x.learn(x);
+        self.y.learn(y);
+        self.xx.learn(x * x);
+        self.xy.learn(x * y);
+    }
+
+    fn at(&self, x: f64) -> f64 {
+        (self.y.get() + self.slope() * (x - self.x.get())).max(0.0)
+    }
+
+    /// Never negative, and never steeper than a line through the origin: a row more does not make a step shorter, and
+    /// a step has a cost of its own.
+    fn slope(&self) -> f64 {
+        let (x, y) = (self.x.get(), self.y.get());
+        let variance = self.xx.get() - x * x;
+        if variance < ROWS_VARIANCE_MIN {
+            return 0.0;
+        }
+        ((self.xy.get() - x * y) / variance).clamp(0.0, y / x)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 5 ms, 0.1 ms a row, 0.05 ms a prompt token.
+    fn took(n_running: usize, n_prefill_tokens: usize) -> Duration {
+        Duration::from_secs_f64((5.0 + 0.1 * n_running as f64 + 0.05 * n_prefill_tokens as f64) / 1e3)
+    }
+
+    fn taught(steps: impl Iterator<Item = (usize, usize)>) -> StepCosts {
+        let mut costs = StepCosts::default();
+        for (n_running, n_prefill_tokens) in steps {
+            costs.observe(StepShape { n_running, n_prefill_tokens }, took(n_running, n_prefill_tokens));
+        }
+        costs
+    }
+
+    fn about(value: f64, expected: f64) {
+        assert!((value - expected).abs() <= 0.02 * expected.max(0.01), "{value} is not about {expected}");
+    }
+
+    #[test]
+    fn nothing_is_known_at_first() {
+        let costs = StepCosts::default();
+        assert_eq!((costs.running_ms(8), costs.queue_ms(1000, 8, 512)), (0.0, 0.0));
+    }
+
+    #[test]
+    fn rows_are_told_from_steps() {
+        let costs = taught((0..400).map(|nth| (1 + nth % 20, 0)));
+        about(costs.running_ms(1), 5.1);
+        about(costs.running_ms(20), 7.0);
+        about(costs.running_ms(40), 9.0);
+    }
+
+    #[test]
+    fn steps_that_are_all_alike_say_nothing_of_one_row_more() {
+        let costs = taught((0..100).map(|_| (10, 0)));
+        about(costs.running_ms(11), 6.0);
+    }
+
+    #[test]
+    fn prompts_cost_what_running_sequences_do_not() {
+        let costs = taught((0..800).map(|nth| (1 + nth % 20, if nth % 2 == 0 { 0 } else { 200 })));
+        about(costs.queue_ms(1000, 0, 512), 1000.0 * 0.05);
+        about(costs.queue_ms(1000, 12, 512), 1000.0 * 0.05 + 2.0 * 6.2);
+    }
+
+    #[test]
+    fn without_running_sequences_prompts_cost_everything() {
+        let costs = taught((0..100).map(|_| (0, 500)));
+        about(costs.queue_ms(1000, 0, 512), 2.0 * 30.0);
+    }
+}

@@ -1,0 +1,57 @@
+//! Who comes first, when not all can.
+
+use std::cmp::Reverse;
+use std::time::Duration;
+
+use types::prompt::Priority;
+
+/// Names a sequence within one worker, in the order of arrival.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct SequenceId(pub u64);
+
+/// A place in line: the smaller comes first. No two sequences share one.
+///
+/// Higher priority first, and among equals who arrived first. Whoever has been here longer than the bound goes before
+/// all who have not, in order of arrival alone, so a stream of urgent prompts cannot starve the others: the wait of
+/// each is bounded by the work that was there before it. Age only grows and those past the bound are in line by
+/// arrival, so two sequences cannot take turns in evicting each other.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Rank {
+    class: Reverse<Class>,
+    arrival: SequenceId,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Class {
+    Young(Priority),
+    Aged,
+}
+
+impl Rank {
+    pub fn new(priority: Priority, arrival: SequenceId, age: Duration, bound: Duration) -> Self {
+        let class = if age >= bound { Class::Aged } else { Class::Young(priority) };
+        Self { class: Reverse(class), arrival }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(priority: i8, arrival: u64, age_s: u64) -> Rank {
+        let bound = Duration::from_secs(10);
+        Rank::new(Priority(priority), SequenceId(arrival), Duration::from_secs(age_s), bound)
+    }
+
+    #[test]
+    fn order() {
+        for (first, second, why) in [
+            (rank(0, 1, 0), rank(0, 2, 0), "arrival"),
+            (rank(1, 2, 0), rank(0, 1, 0), "priority before arrival"),
+            (rank(-1, 1, 10), rank(9, 2, 0), "age before priority"),
+            (rank(0, 1, 11), rank(5, 2, 12), "among the aged, arrival"),
+        ] {
+            assert!(first < second, "{why}");
+        }
+    }
+}

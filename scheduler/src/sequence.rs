@@ -1,0 +1,404 @@
+//! A sequence: one prompt's life inside one worker.
+
+use std::time::Duration;
+
+use engine::{Row, RowInput, SampleSpec, Sampled, SlotId};
+use kv_cache::{BlockLease, Holder, Holding, LayerFence};
+use tokio::time::Instant;
+use tracing::Span;
+use types::{
+    BlockHash, BlockHasher, BlockIdx, FinishReason, KvLayout, KvSpan, ModelInfo, Prompt, Refusal,
+    RefusalKind, Step, TokenId, Usage,
+};
+
+use crate::batcher::Candidate;
+use crate::growth::Grower;
+use crate::rank::{Rank, SequenceId};
+use crate::room::Room;
+use crate::sink::{Outlet, SequenceEnd, StepTiming};
+use crate::submission::{Extent, Source, Submission};
+
+/// A sequence in the worker's hands: *placed* when it has blocks, and waiting when it has none.
+///
+/// Its positions, from the first token on:
+///
+/// ```text
+/// | 0 ..        | .. n_confirmed | .. n_computed       | .. tokens.len() | + n_pending       |
+/// | cached, or  | computed by    | computed by a step  | known, not      | being sampled by  |
+/// | published   | steps that are | that is in flight   | computed        | a step in flight  |
+/// |             | collected      |                     |                 |                   |
+/// ```
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub(crate) id: SequenceId,
+    pub(crate) span: Span,
+    prompt: Prompt,
+    extent: Extent,
+    outlet: Outlet,
+    tokens: Vec<TokenId>,
+    hashes: Hashes,
+    room: Option<Room>,
+    n_computed: usize,
+    n_confirmed: usize,
+    /// Tokens that launched steps sample.
+    n_pending: usize,
+    /// Its rows in launched steps.
+    n_rows_in_flight: usize,
+    n_steps_sent: usize,
+    /// Blocks that the sink was told of.
+    n_blocks_sent: usize,
+    /// What the first placement found in the cache; `None` before it.
+    cached_tokens: Option<u32>,
+    submitted: Instant,
+    started: Option<Instant>,
+}
+
+/// The hashes of a sequence's full blocks, as far as its tokens are known.
+#[derive(Debug)]
+struct Hashes {
+    hasher: BlockHasher,
+    block_tokens: usize,
+    hashes: Vec<BlockHash>,
+}
+
+/// What comes after a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum After {
+    More,
+    /// It was the last one that is wanted here.
+    End(Option<FinishReason>),
+}
+
+// === impl Sequence: its life ===
+
+impl Sequence {
+    /// Takes in what was submitted. What came with blocks is placed.
+    pub(crate) fn new(submission: Submission, layout: &KvLayout) -> Self {
+        let Submission { id, prompt, source, outlet, extent, span, submitted } = submission;
+        let mut sequence = Self {
+            id,
+            span,
+            outlet,
+            tokens: prompt.tokens.to_vec(),
+            hashes: Hashes::new(&prompt, usize::from(layout.block_tokens)),
+            room: None,
+            n_computed: 0,
+            n_confirmed: 0,
+            n_pending: 0,
+            n_rows_in_flight: 0,
+            n_steps_sent: 0,
+            n_blocks_sent: 0,
+            cached_tokens: None,
+            submitted,
+            started: None,
+            extent,
+            prompt,
+        };
+        match source {
+            Source::Fresh { lease: None, .. } => {}
+            Source::Fresh { lease: Some(lease), cached_tokens } => {
+                sequence.place(lease, cached_tokens as usize, layout);
+            }
+            Source::Arrived { lease, first } => sequence.arrive(lease, &first, layout),
+        }
+        sequence
+    }
+
+    /// All of the prompt's KV came from elsewhere, and counts neither as cached nor as computed.
+    fn arrive(&mut self, lease: BlockLease, first: &Step, layout: &KvLayout) {
+        self.cached_tokens = Some(0);
+        self.place(lease, self.prompt.tokens.len(), layout);
+        self.tokens.push(first.token);
+        self.publish();
+    }
+
+    /// Gives it blocks, in which the KV of the first `n_computed` tokens is in place.
+    pub(crate) fn place(&mut self, mut lease: BlockLease, n_computed: usize, layout: &KvLayout) {
+        lease.rename(self.holder());
+        let n_groups = layout.groups.len();
+        self.room = Some(Room::new(lease, n_groups));
+        self.n_computed = n_computed;
+        self.n_confirmed = n_computed;
+        self.cached_tokens.get_or_insert(n_computed as u32);
+        self.send_kv(&LayerFence::open(), layout);
+    }
+
+    /// Adds blocks.
+    pub(crate) fn grow(&mut self, more: BlockLease) {
+        self.room = self.room.take().map(|room| room.grow(more));
+    }
+
+    /// Takes its blocks away. What is known of its tokens stays; all KV is to be computed again.
+    pub(crate) fn unplace(&mut self) -> Option<Room> {
+        self.n_computed = 0;
+        self.n_confirmed = 0;
+        self.room.take()
+    }
+
+    /// Ends it. Its blocks are returned for the caller to keep until no launched step uses them.
+    pub(crate) fn end(self, end: SequenceEnd) -> Option<Room> {
+        self.outlet.end(end);
+        self.room
+    }
+
+    pub(crate) fn finished(&self, finish: Option<FinishReason>) -> SequenceEnd {
+        SequenceEnd::Finished { finish, usage: self.usage() }
+    }
+}
+
+// === impl Sequence: what it needs ===
+
+impl Sequence {
+    pub(crate) fn rank(&self, now: Instant, bound: Duration) -> Rank {
+        Rank::new(self.prompt.priority, self.id, now.saturating_duration_since(self.submitted), bound)
+    }
+
+    /// How the sequence ended before it began: its first token, which arrived with it, was the last.
+    pub(crate) fn ended_on_arrival(&self) -> Option<SequenceEnd> {
+        let is_over = self.extent.steps_max == 0;
+        is_over.then(|| self.finished(self.extent.finish.or(Some(FinishReason::Length))))
+    }
+
+    pub(crate) fn is_placed(&self) -> bool {
+        self.room.is_some()
+    }
+
+    pub(crate) fn is_in_flight(&self) -> bool {
+        self.n_rows_in_flight > 0
+    }
+
+    pub(crate) fn deadline(&self) -> Instant {
+        self.prompt.deadline.instant().into()
+    }
+
+    /// Whether it could be in the next step: it has blocks, more tokens are wanted of it than the steps in flight
+    /// bring, and its sink takes them.
+    pub(crate) fn is_runnable(&self) -> bool {
+        let wants_more = self.n_steps_sent + self.n_pending < self.extent.steps_max;
+        self.is_placed() && wants_more && self.outlet.has_room()
+    }
+
+    /// What it could do in the next step.
+    pub(crate) fn candidate(&self, rank: Rank) -> Option<Candidate> {
+        let (id, start, end) = (self.id, self.n_computed, self.n_known());
+        self.is_runnable().then_some(Candidate { id, rank, start, end })
+    }
+
+    /// Blocks per group that it lacks for the tokens that are known or in flight.
+    pub(crate) fn blocks_missing(&self, layout: &KvLayout) -> usize {
+        layout.blocks_for(self.n_known()).saturating_sub(self.n_blocks())
+    }
+
+    /// As a holder of blocks.
+    pub(crate) fn grower(&self, rank: Rank, layout: &KvLayout) -> Option<Grower> {
+        self.room.as_ref().map(|room| Grower {
+            id: self.id,
+            rank,
+            blocks_left: layout.blocks_for(self.extent.tokens_max).saturating_sub(room.n_blocks()),
+            is_shared: room.is_shared(),
+        })
+    }
+
+    /// Blocks per group that it may need after its placement.
+    pub(crate) fn growth_after_placement(&self, layout: &KvLayout) -> usize {
+        layout.blocks_for(self.extent.tokens_max).saturating_sub(layout.blocks_for(self.tokens.len()))
+    }
+
+    /// The hashes of all blocks that it could take from the cache: the last token is always computed, because what
+    /// follows it is sampled from that computation.
+    pub(crate) fn adoptable(&mut self) -> &[BlockHash] {
+        let n_blocks = (self.tokens.len() - 1) / self.hashes.block_tokens;
+        &self.hashes.of(&self.tokens)[..n_blocks]
+    }
+
+    pub(crate) fn n_tokens(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Tokens of a prompt that are to be computed still; a running sequence has none.
+    pub(crate) fn n_queued_tokens(&self) -> usize {
+        match self.n_known() - self.n_computed {
+            1 if self.is_placed() => 0,
+            n_tokens => n_tokens,
+        }
+    }
+
+    pub(crate) fn holder(&self) -> Holder {
+        Holder { what: Holding::Sequence, request: self.prompt.id.clone() }
+    }
+
+    /// Tokens that are known, or will be when the steps in flight are collected.
+    fn n_known(&self) -> usize {
+        self.tokens.len() + self.n_pending
+    }
+
+    fn n_blocks(&self) -> usize {
+        self.room.as_ref().map_or(0, Room::n_blocks)
+    }
+}
+
+// === impl Sequence: its rows ===
+
+impl Sequence {
+    /// Its blocks, for a row. Empty if it is not placed.
+    pub(crate) fn tables(&self) -> Vec<&[BlockIdx]> {
+        self.room.as_ref().map(Room::tables).unwrap_or_default()
+    }
+
+    /// The row of its next `n_tokens`.
+    pub(crate) fn row<'a>(&'a self, n_tokens: usize, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+        let start = self.n_computed;
+        let input = match self.tokens.get(start..start + n_tokens) {
+            Some(tokens) => RowInput::Tokens(tokens),
+            None => RowInput::Previous,
+        };
+        let sample = self.samples(n_tokens).then(|| self.sample_spec());
+        Row { slot: SlotId(self.id.0), input, start, tables, sample }
+    }
+
+    /// Whether its next `n_tokens` are the last ones known, so that another is to be sampled.
+    fn samples(&self, n_tokens: usize) -> bool {
+        self.n_computed + n_tokens == self.n_known()
+    }
+
+    fn sample_spec(&self) -> SampleSpec<'_> {
+        SampleSpec {
+            sampling: &self.prompt.sampling,
+            stop: &self.prompt.stop,
+            history: &self.tokens,
+            n_prompt: self.prompt.tokens.len() - self.prompt.n_generated,
+            index: self.next_index() + self.n_pending as u32,
+        }
+    }
+
+    /// A row of it was launched. The first time, this returns how long that took.
+    pub(crate) fn launched(
+        &mut self,
+        n_tokens: usize,
+        fence: &LayerFence,
+        layout: &KvLayout,
+        now: Instant,
+    ) -> Option<Duration> {
+        let queued = self.started.is_none().then(|| now.saturating_duration_since(self.submitted));
+        self.started.get_or_insert(now);
+        if self.samples(n_tokens) {
+            self.n_pending += 1;
+        }
+        self.n_computed += n_tokens;
+        self.n_rows_in_flight += 1;
+        self.send_kv(fence, layout);
+        queued
+    }
+
+    /// A row of it was collected, well or not.
+    pub(crate) fn row_collected(&mut self) {
+        self.n_rows_in_flight -= 1;
+    }
+
+    /// The KV of its next `n_tokens` is in place, unless the blocks were taken away meanwhile.
+    pub(crate) fn confirm(&mut self, n_tokens: usize) {
+        if self.is_placed() {
+            self.n_confirmed += n_tokens;
+            self.publish();
+        }
+    }
+
+    /// Takes in the token that a collected row sampled, and sends it.
+    pub(crate) fn accept(&mut self, sampled: Sampled, model: &ModelInfo, now: Instant) -> After {
+        let index = self.next_index();
+        let Sampled { token, logprobs } = sampled;
+        self.n_pending -= 1;
+        self.n_steps_sent += 1;
+        self.tokens.push(token);
+        let finish = self.finish_of(token, index, model);
+        self.outlet.step(Step { token, index, logprobs, finish }, self.timing(now));
+        let is_last_here = self.n_steps_sent == self.extent.steps_max;
+        if finish.is_some() || is_last_here { After::End(finish) } else { After::More }
+    }
+
+    fn finish_of(&self, token: TokenId, index: u32, model: &ModelInfo) -> Option<FinishReason> {
+        let stop = &self.prompt.stop;
+        let is_eos = !stop.ignore_eos && model.eos_tokens.contains(&token);
+        let may_stop = index >= stop.min_tokens;
+        if may_stop && (is_eos || stop.stop_tokens.contains(&token)) {
+            return Some(FinishReason::Stop);
+        }
+        let is_full = self.tokens.len() >= model.context_tokens as usize;
+        (is_full || index + 1 >= stop.max_tokens).then_some(FinishReason::Length)
+    }
+
+    /// The index of the next step to be sent.
+    fn next_index(&self) -> u32 {
+        self.extent.first_index + self.n_steps_sent as u32
+    }
+
+    fn timing(&self, now: Instant) -> StepTiming {
+        let started = self.started.unwrap_or(now);
+        StepTiming {
+            usage: self.usage(),
+            queued: started.saturating_duration_since(self.submitted),
+            computed: now.saturating_duration_since(started),
+        }
+    }
+
+    fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: (self.prompt.tokens.len() - self.prompt.n_generated) as u32,
+            cached_tokens: self.cached_tokens.unwrap_or(0),
+        }
+    }
+}
+
+// === impl Sequence: its KV ===
+
+impl Sequence {
+    /// Tells the sink of the prompt's blocks that are computed, or will be when `fence` opens, each block once.
+    ///
+    /// Once, also if the sequence was preempted in between: what was sent from the blocks that it had then is as
+    /// good, and whoever sends it holds on to them.
+    fn send_kv(&mut self, fence: &LayerFence, layout: &KvLayout) {
+        let goal = self.extent.kv_tokens;
+        let is_whole = self.n_computed >= goal;
+        let n_blocks = if is_whole {
+            layout.blocks_for(goal)
+        } else {
+            self.n_computed / usize::from(layout.block_tokens)
+        };
+        let (Some(room), true) = (&self.room, n_blocks > self.n_blocks_sent) else { return };
+        for group in layout.group_indices() {
+            let blocks = self.n_blocks_sent as u32..n_blocks as u32;
+            let layers = 0..layout.group(group).layers.len() as u16;
+            self.outlet.kv(KvSpan { group, blocks, layers }, room.lease(), fence);
+        }
+        self.n_blocks_sent = n_blocks;
+    }
+
+    /// Lets others find the blocks that are full and in place.
+    fn publish(&mut self) {
+        let n_full = self.n_confirmed / self.hashes.block_tokens;
+        if let Some(room) = &mut self.room {
+            room.publish(&self.hashes.of(&self.tokens)[..n_full]);
+        }
+    }
+}
+
+/// What a sequence that ran out of time ends with.
+pub(crate) fn deadline_passed() -> SequenceEnd {
+    SequenceEnd::Failed(Refusal::new(RefusalKind::Deadline, "the deadline passed"))
+}
+
+// === impl Hashes ===
+
+impl Hashes {
+    fn new(prompt: &Prompt, block_tokens: usize) -> Self {
+        Self { hasher: BlockHasher::new(&prompt.tenant, block_tokens), block_tokens, hashes: Vec::new() }
+    }
+
+    /// The hashes of all full blocks of `tokens`, which are those of the last call and perhaps more.
+    fn of(&mut self, tokens: &[TokenId]) -> &[BlockHash] {
+        for block in tokens.chunks_exact(self.block_tokens).skip(self.hashes.len()) {
+            self.hashes.push(self.hasher.next(block));
+        }
+        &self.hashes
+    }
+}

@@ -1,0 +1,261 @@
+//! What comes in at the door: a prompt, where it comes from, and where its results go.
+
+use kv_cache::BlockLease;
+use tokio::time::Instant;
+use tracing::Span;
+use types::{FinishReason, ModelInfo, Prompt, Refusal, RefusalKind, Step};
+
+use crate::rank::SequenceId;
+use crate::sink::{Outlet, Sink};
+
+/// A sequence to be. What it is for (an outbox, a stream) is a matter of its source and sink alone.
+#[derive(Debug)]
+pub struct NewSequence {
+    pub prompt: Prompt,
+    pub source: Source,
+    pub sink: Box<dyn Sink>,
+    /// 1 for a sequence that goes on elsewhere, `u32::MAX` for all there are.
+    pub steps_wanted: u32,
+}
+
+/// Where a sequence comes from.
+#[derive(Debug)]
+pub enum Source {
+    /// Nothing is computed, except perhaps a cached prefix.
+    Fresh {
+        /// Room for the whole prompt that the caller has reserved, the cached prefix first. `None`: the worker looks
+        /// into the cache and reserves by itself.
+        lease: Option<BlockLease>,
+        /// How much of the lease holds this prompt's KV: whole blocks, and less than the prompt.
+        cached_tokens: u32,
+    },
+    /// All KV of the prompt is in `lease`, verified, and `first` is the token after it, which the client has already.
+    Arrived { lease: BlockLease, first: Step },
+}
+
+/// What a sequence's rules and the node's limits leave of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// The index of the first step that this worker sends.
+    pub(crate) first_index: u32,
+    /// Steps that it sends at most. Zero: an arrived sequence whose first token was its last.
+    pub(crate) steps_max: usize,
+    /// Tokens whose KV it can ever hold here: the last one needs none.
+    pub(crate) tokens_max: usize,
+    /// Tokens of KV that its sink is told of.
+    pub(crate) kv_tokens: usize,
+    /// How the arrived first token ended the sequence, if it did.
+    pub(crate) finish: Option<FinishReason>,
+}
+
+/// A sequence that was let in.
+#[derive(Debug)]
+pub(crate) struct Submission {
+    pub(crate) id: SequenceId,
+    pub(crate) prompt: Prompt,
+    pub(crate) source: Source,
+    pub(crate) outlet: Outlet,
+    pub(crate) extent: Extent,
+    pub(crate) span: Span,
+    pub(crate) submitted: Instant,
+}
+
+// === impl Source ===
+
+impl Source {
+    /// The room that came with it.
+    fn lease(&self) -> Option<&BlockLease> {
+        match self {
+            Self::Fresh { lease, .. } => lease.as_ref(),
+            Self::Arrived { lease, .. } => Some(lease),
+        }
+    }
+
+    /// Whether the worker must find the room.
+    pub(crate) fn is_without_room(&self) -> bool {
+        self.lease().is_none()
+    }
+}
+
+// === impl Extent ===
+
+impl Extent {
+    /// Refuses what could never run here.
+    pub(crate) fn of(new: &NewSequence, model: &ModelInfo, n_blocks: u32) -> Result<Self, Refusal> {
+        let NewSequence { prompt, source, steps_wanted, .. } = new;
+        if prompt.tokens.is_empty() {
+            return Err(Refusal::new(RefusalKind::Invalid, "the prompt has no tokens"));
+        }
+        let extent = match source {
+            Source::Fresh { .. } => Self::of_fresh(prompt, *steps_wanted, model)?,
+            Source::Arrived { first, .. } => Self::of_arrived(prompt, first, *steps_wanted, model)?,
+        };
+        extent.check_room(prompt, source, model, n_blocks)?;
+        Ok(extent)
+    }
+
+    fn of_fresh(prompt: &Prompt, steps_wanted: u32, model: &ModelInfo) -> Result<Self, Refusal> {
+        let n_known = prompt.tokens.len();
+        let first_index = prompt.n_generated as u32;
+        let steps_max = steps_max(prompt, first_index, n_known, steps_wanted, model);
+        if n_known >= model.context_tokens as usize {
+            let reason = format!("{n_known} tokens leave no room in a context of {}", model.context_tokens);
+            return Err(Refusal::new(RefusalKind::TooLong, reason));
+        }
+        if steps_max == 0 {
+            return Err(Refusal::new(RefusalKind::Invalid, "no tokens are left to generate"));
+        }
+        Ok(Self {
+            first_index,
+            steps_max,
+            tokens_max: n_known + steps_max - 1,
+            kv_tokens: n_known,
+            finish: None,
+        })
+    }
+
+    fn of_arrived(
+        prompt: &Prompt,
+        first: &Step,
+        steps_wanted: u32,
+        model: &ModelInfo,
+    ) -> Result<Self, Refusal> {
+        let n_known = prompt.tokens.len() + 1;
+        let first_index = first.index + 1;
+        let steps_max = match first.finish {
+            Some(_) => 0,
+            None => steps_max(prompt, first_index, n_known, steps_wanted, model),
+        };
+        let tokens_max = n_known + steps_max - 1;
+        Ok(Self { first_index, steps_max, tokens_max, kv_tokens: 0, finish: first.finish })
+    }
+
+    fn check_room(
+        &self,
+        prompt: &Prompt,
+        source: &Source,
+        model: &ModelInfo,
+        n_blocks: u32,
+    ) -> Result<(), Refusal> {
+        let n_groups = model.layout.groups.len();
+        let needed = model.layout.blocks_for(self.tokens_max) * n_groups;
+        if needed > n_blocks as usize {
+            let reason = format!("{} tokens need {needed} blocks, this node has {n_blocks}", self.tokens_max);
+            return Err(Refusal::new(RefusalKind::TooLong, reason));
+        }
+        let for_prompt = model.layout.blocks_for(prompt.tokens.len());
+        match source.lease() {
+            Some(lease) if lease.n_blocks() < for_prompt => {
+                let reason = format!("a lease of {} blocks for a prompt of {for_prompt}", lease.n_blocks());
+                Err(Refusal::new(RefusalKind::Failed, reason))
+            }
+            _ => check_cached(prompt, source, usize::from(model.layout.block_tokens)),
+        }
+    }
+}
+
+fn check_cached(prompt: &Prompt, source: &Source, block_tokens: usize) -> Result<(), Refusal> {
+    let Source::Fresh { lease, cached_tokens } = source else { return Ok(()) };
+    let cached = *cached_tokens as usize;
+    let is_right = cached < prompt.tokens.len() && cached.is_multiple_of(block_tokens);
+    if is_right && (cached == 0 || lease.is_some()) {
+        return Ok(());
+    }
+    let reason = format!("{cached} cached tokens of a prompt of {}", prompt.tokens.len());
+    Err(Refusal::new(RefusalKind::Failed, reason))
+}
+
+/// The least of what the client, the context and the caller allow.
+fn steps_max(
+    prompt: &Prompt,
+    next_index: u32,
+    n_known: usize,
+    steps_wanted: u32,
+    model: &ModelInfo,
+) -> usize {
+    let by_client = prompt.stop.max_tokens.saturating_sub(next_index) as usize;
+    let by_context = (model.context_tokens as usize).saturating_sub(n_known);
+    by_client.min(by_context).min(steps_wanted as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Recorder, blocks, model, prompt};
+
+    /// Context 64, 16 tokens a block.
+    fn extent(
+        n_tokens: usize,
+        n_generated: usize,
+        max_tokens: u32,
+        steps_wanted: u32,
+    ) -> Result<Extent, Refusal> {
+        let mut prompt = prompt("r", n_tokens, max_tokens);
+        prompt.n_generated = n_generated;
+        let source = Source::Fresh { lease: None, cached_tokens: 0 };
+        let (sink, _) = Recorder::new();
+        Extent::of(&NewSequence { prompt, source, sink: Box::new(sink), steps_wanted }, &model(64), 3)
+    }
+
+    #[test]
+    fn fresh_table() {
+        for (n_tokens, n_generated, max_tokens, wanted, first_index, steps_max, tokens_max) in [
+            (10, 0, 5, u32::MAX, 0, 5, 14),
+            (10, 0, 5, 1, 0, 1, 10),
+            (10, 3, 5, u32::MAX, 3, 2, 11),
+            (44, 0, 5, u32::MAX, 0, 5, 48),
+        ] {
+            let extent = extent(n_tokens, n_generated, max_tokens, wanted).expect("it fits");
+            let known = (extent.first_index, extent.steps_max, extent.tokens_max);
+            assert_eq!(
+                known,
+                (first_index, steps_max, tokens_max),
+                "{n_tokens} {n_generated} {max_tokens} {wanted}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_never_fits_is_refused() {
+        for (n_tokens, n_generated, max_tokens, kind, reason) in [
+            (0, 0, 5, RefusalKind::Invalid, "the prompt has no tokens"),
+            (10, 5, 5, RefusalKind::Invalid, "no tokens are left to generate"),
+            (64, 0, 5, RefusalKind::TooLong, "64 tokens leave no room in a context of 64"),
+            (45, 0, 5, RefusalKind::TooLong, "49 tokens need 4 blocks, this node has 3"),
+        ] {
+            let refusal = extent(n_tokens, n_generated, max_tokens, u32::MAX).expect_err(reason);
+            assert_eq!(refusal, Refusal::new(kind, reason));
+        }
+    }
+
+    #[test]
+    fn an_arrived_sequence_goes_on_after_its_first_token() {
+        for (index, finish, max_tokens, first_index, steps_max) in [
+            (0, None, 5, 1, 4),
+            (7, None, 9, 8, 1),
+            (0, None, 1, 1, 0),
+            (0, Some(FinishReason::Stop), 5, 1, 0),
+        ] {
+            let first = Step { token: types::TokenId(65), index, logprobs: None, finish };
+            let source = Source::Arrived { lease: blocks(1), first };
+            let (sink, _) = Recorder::new();
+            let new = NewSequence {
+                prompt: prompt("r", 10, max_tokens),
+                source,
+                sink: Box::new(sink),
+                steps_wanted: u32::MAX,
+            };
+            let extent = Extent::of(&new, &model(64), 3).expect("it fits");
+            assert_eq!((extent.first_index, extent.steps_max), (first_index, steps_max));
+        }
+    }
+
+    #[test]
+    fn a_lease_that_is_too_short_is_refused() {
+        let source = Source::Fresh { lease: Some(blocks(1)), cached_tokens: 0 };
+        let (sink, _) = Recorder::new();
+        let new = NewSequence { prompt: prompt("r", 17, 1), source, sink: Box::new(sink), steps_wanted: 1 };
+        let refusal = Extent::of(&new, &model(64), 3).expect_err("17 tokens, one block");
+        assert_eq!(refusal.reason, "a lease of 1 blocks for a prompt of 2");
+    }
+}

@@ -1,0 +1,352 @@
+//! What the tests of this crate share: a small mock, a sink that remembers, and a worker to turn by hand.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use chassis::World;
+use chassis::metrics::Metrics;
+use engine::{Backend, Mock, MockSettings, Pace};
+use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
+use tokio::time::Instant;
+use types::{
+    Deadline, GroupIdx, KvSpan, ModelInfo, Prompt, Refusal, RefusalKind, RequestId, Sampling, Step,
+    StopRules, TenantId, TokenId,
+};
+
+use crate::metrics::SchedulerMetrics;
+use crate::rank::SequenceId;
+use crate::settings::SchedulerSettings;
+use crate::sink::{Outlet, SequenceEnd, Sink, StepTiming};
+use crate::submission::{Extent, NewSequence, Source, Submission};
+use crate::worker::{Event, Next, Worker, WorkerParts};
+
+pub(crate) const BLOCK_TOKENS: usize = 4;
+/// Turns after which a worker that has not come to rest never will.
+const TURNS_MAX: usize = 20_000;
+
+// === models, prompts, blocks ===
+
+/// Two layers, four tokens a block, and a sequence ends of itself after some thirty tokens.
+pub(crate) fn small() -> MockSettings {
+    let toml = "
+        context_tokens = 256
+        eos_one_in = 30
+        [layout]
+        block_tokens = 4
+        n_layers = 2
+        n_kv_heads = 1
+        head_dim = 4
+    ";
+    MockSettings::parse("small", toml).expect("right settings")
+}
+
+pub(crate) fn mock(n_blocks: u32) -> Mock {
+    Mock::new("mock", small(), n_blocks, Pace::Modelled).expect("memory for a few blocks")
+}
+
+/// A mock with blocks of 16 tokens.
+pub(crate) fn model(context_tokens: u32) -> ModelInfo {
+    let settings = MockSettings { context_tokens, ..MockSettings::default() };
+    Mock::new("mock", settings, 4, Pace::Modelled).expect("memory for a few blocks").model().clone()
+}
+
+/// A lease of `n_blocks` of a pool that serves nothing else.
+pub(crate) fn blocks(n_blocks: usize) -> BlockLease {
+    let pool = BlockPool::new(&model(64).layout, n_blocks as u32);
+    pool.reserve(n_blocks, holder("lease")).expect("the pool is empty")
+}
+
+pub(crate) fn holder(request: &str) -> Holder {
+    Holder { what: Holding::Landing, request: RequestId::new(request) }
+}
+
+/// A greedy prompt of letters; prompts of one id begin alike.
+pub(crate) fn prompt(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
+    let seed = id.bytes().map(usize::from).sum::<usize>();
+    let tokens = (0..n_tokens).map(|nth| TokenId(65 + ((nth * 7 + seed) % 26) as u32)).collect();
+    Prompt {
+        id: RequestId::new(id),
+        tenant: TenantId::default(),
+        tokens,
+        n_generated: 0,
+        sampling: Sampling::default(),
+        stop: StopRules { max_tokens, ..StopRules::default() },
+        priority: Default::default(),
+        deadline: deadline_in(Duration::from_secs(3600)),
+    }
+}
+
+pub(crate) fn deadline_in(within: Duration) -> Deadline {
+    Deadline::at((Instant::now() + within).into_std())
+}
+
+// === a sink that remembers ===
+
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    record: Arc<Mutex<Record>>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Record {
+    pub(crate) steps: Vec<Step>,
+    pub(crate) timings: Vec<StepTiming>,
+    pub(crate) spans: Vec<(KvSpan, LayerFence)>,
+    /// What `kv` brought, as long as the test keeps it.
+    pub(crate) leases: Vec<Arc<BlockLease>>,
+    pub(crate) end: Option<SequenceEnd>,
+    pub(crate) is_full: bool,
+    /// Keeps no lease.
+    pub(crate) is_stream: bool,
+}
+
+/// The test's side of a recorder.
+#[derive(Clone, Debug)]
+pub(crate) struct Recorded(Arc<Mutex<Record>>);
+
+impl Recorder {
+    pub(crate) fn new() -> (Self, Recorded) {
+        let record = Arc::new(Mutex::new(Record::default()));
+        (Self { record: Arc::clone(&record) }, Recorded(record))
+    }
+
+    /// One that keeps no leases.
+    pub(crate) fn stream() -> (Self, Recorded) {
+        let (recorder, recorded) = Self::new();
+        recorded.get().is_stream = true;
+        (recorder, recorded)
+    }
+
+    fn record(&self) -> MutexGuard<'_, Record> {
+        self.record.lock().expect("no test panics with it")
+    }
+}
+
+impl Recorded {
+    pub(crate) fn get(&self) -> MutexGuard<'_, Record> {
+        self.0.lock().expect("no test panics with it")
+    }
+
+    pub(crate) fn tokens(&self) -> Vec<TokenId> {
+        self.get().steps.iter().map(|step| step.token).collect()
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.get().end.is_some()
+    }
+
+    /// The refusal that it ended with.
+    pub(crate) fn refusal(&self) -> Option<RefusalKind> {
+        match &self.get().end {
+            Some(SequenceEnd::Failed(refusal)) => Some(refusal.kind),
+            _ => None,
+        }
+    }
+
+    /// Whether it ended well.
+    pub(crate) fn is_finished(&self) -> bool {
+        matches!(self.get().end, Some(SequenceEnd::Finished { .. }))
+    }
+}
+
+impl Sink for Recorder {
+    fn has_room(&self) -> bool {
+        !self.record().is_full
+    }
+
+    fn kv(&mut self, span: KvSpan, lease: Arc<BlockLease>, ready: LayerFence) {
+        let mut record = self.record();
+        if !record.is_stream {
+            record.leases.push(lease);
+        }
+        record.spans.push((span, ready));
+    }
+
+    fn step(&mut self, step: Step, timing: StepTiming) {
+        let mut record = self.record();
+        assert!(record.end.is_none(), "a step after the end");
+        record.steps.push(step);
+        record.timings.push(timing);
+    }
+
+    fn end(self: Box<Self>, end: SequenceEnd) {
+        let before = self.record().end.replace(end);
+        assert_eq!(before, None, "a sink is ended once");
+    }
+}
+
+// === a worker that is turned by hand ===
+
+#[derive(Debug)]
+pub(crate) struct Rig {
+    pub(crate) worker: Worker,
+    pub(crate) pool: BlockPool,
+    pub(crate) memory: KvMemory,
+    pub(crate) metrics: Metrics,
+    model: ModelInfo,
+    n_submitted: u64,
+}
+
+impl Rig {
+    pub(crate) fn new(n_blocks: u32, settings: SchedulerSettings) -> Self {
+        Self::with_backend(Box::new(mock(n_blocks)), settings)
+    }
+
+    pub(crate) fn with_backend(backend: Box<dyn Backend>, settings: SchedulerSettings) -> Self {
+        let (memory, model) = (backend.memory().clone(), backend.model().clone());
+        let pool = BlockPool::new(&model.layout, memory.n_blocks());
+        let metrics = Metrics::new("test");
+        let worker = Worker::new(WorkerParts {
+            backend,
+            pool: pool.clone(),
+            world: World::seeded(1),
+            settings,
+            metrics: SchedulerMetrics::new(&metrics),
+        });
+        Self { worker: worker.expect("right settings"), pool, memory, metrics, model, n_submitted: 0 }
+    }
+
+    /// Submits past the door, which is tested by itself.
+    pub(crate) fn submit(&mut self, new: NewSequence) -> Result<SequenceId, Refusal> {
+        let extent = Extent::of(&new, &self.model, self.memory.n_blocks())?;
+        self.n_submitted += 1;
+        let id = SequenceId(self.n_submitted);
+        let NewSequence { prompt, source, sink, .. } = new;
+        let (outlet, span, submitted) = (Outlet::new(sink), tracing::Span::none(), Instant::now());
+        let submission = Submission { id, prompt, source, outlet, extent, span, submitted };
+        self.worker.apply(Event::Submit(Box::new(submission)));
+        Ok(id)
+    }
+
+    /// Submits a fresh prompt whose steps are all wanted.
+    pub(crate) fn stream(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
+        let (sink, recorded) = Recorder::stream();
+        let source = Source::Fresh { lease: None, cached_tokens: 0 };
+        let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX };
+        (self.submit(new).expect("it fits"), recorded)
+    }
+
+    /// Submits a fresh prompt of which the KV and one step are wanted.
+    pub(crate) fn outbox(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
+        let (sink, recorded) = Recorder::new();
+        let source = Source::Fresh { lease: None, cached_tokens: 0 };
+        let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: 1 };
+        (self.submit(new).expect("it fits"), recorded)
+    }
+
+    pub(crate) fn cancel(&mut self, id: SequenceId) {
+        self.worker.apply(Event::Cancel(id));
+    }
+
+    /// Up to and with the next collect. False: there is nothing to run.
+    pub(crate) fn turn(&mut self) -> bool {
+        let has_launched = self.launch();
+        if has_launched {
+            self.worker.apply(Event::Collect);
+        }
+        has_launched
+    }
+
+    /// Launches as many steps as may be in flight. False: none is.
+    pub(crate) fn launch(&mut self) -> bool {
+        loop {
+            self.worker.apply(Event::Launch);
+            match self.worker.next() {
+                Next::Launch => {}
+                Next::Collect(_) => return true,
+                Next::Wait(_) => return false,
+            }
+        }
+    }
+
+    /// A turn during which somebody else takes all blocks that are free, writes into them, and finds them untouched.
+    pub(crate) fn turn_with_intruder(&mut self) {
+        let has_launched = self.launch();
+        let n_free = self.pool.counts().free as usize;
+        let taken = self.pool.reserve(n_free, holder("intruder")).expect("they are free");
+        self.fill(&taken, 0xa5);
+        if has_launched {
+            self.worker.apply(Event::Collect);
+        }
+        self.assert_filled(&taken, 0xa5);
+    }
+
+    fn fill(&self, lease: &BlockLease, byte: u8) {
+        for block in lease.table(GroupIdx(0)) {
+            self.memory.write(GroupIdx(0), 0, block.0..block.0 + 1).expect("they are ours").fill(byte);
+        }
+    }
+
+    fn assert_filled(&self, lease: &BlockLease, byte: u8) {
+        for block in lease.table(GroupIdx(0)) {
+            let page = self.memory.read(GroupIdx(0), 0, block.0..block.0 + 1).expect("they are ours");
+            assert!(page.iter().all(|found| *found == byte), "{block:?} was written after it was given back");
+        }
+    }
+
+    /// Until there is nothing to run.
+    pub(crate) fn settle(&mut self) {
+        for _ in 0..TURNS_MAX {
+            if !self.turn() {
+                return;
+            }
+        }
+        panic!("the worker does not come to rest");
+    }
+
+    /// Everything has ended, and every block is back.
+    pub(crate) fn assert_at_baseline(&mut self) {
+        assert!(self.worker.is_idle(), "sequences are left: {:?}", self.worker.load().node);
+        self.worker.apply(Event::Idle);
+        let counts = self.pool.counts();
+        assert_eq!((counts.leased, counts.quarantined), (0, 0), "{counts:?}");
+        assert_eq!(self.pool.integrity(), Ok(()));
+    }
+
+    pub(crate) fn metric(&self, name: &str) -> u64 {
+        let page = self.metrics.page();
+        let line = page.lines().find_map(|line| line.strip_prefix(&format!("baton_test_{name} ")));
+        line.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("no metric {name} in {page}"))
+    }
+}
+
+/// Settings under which nothing is ever short.
+pub(crate) fn roomy() -> SchedulerSettings {
+    SchedulerSettings { step_tokens_max: 512, sequences_max: 64, ..SchedulerSettings::default() }
+}
+
+/// All tokens of a prompt that runs alone, a step at a time, from a pool that holds it whole.
+pub(crate) fn alone(prompt: &Prompt) -> Vec<TokenId> {
+    let mut rig = Rig::new(128, SchedulerSettings { steps_in_flight_max: 1, ..roomy() });
+    let (_, recorded) = rig.stream(prompt.clone());
+    rig.settle();
+    assert!(recorded.is_finished(), "{:?}", recorded.get().end);
+    recorded.tokens()
+}
+
+/// A prompt's KV and first step, as another node makes them, put into blocks of this pool.
+///
+/// `None` if there is no room for it.
+pub(crate) fn arrived(rig: &Rig, prompt: &Prompt) -> Option<Source> {
+    let n_blocks = prompt.tokens.len().div_ceil(BLOCK_TOKENS);
+    let lease = rig.pool.reserve(n_blocks, holder("landing")).ok()?;
+    let mut prefill = Rig::new(128, roomy());
+    let (_, recorded) = prefill.outbox(prompt.clone());
+    prefill.settle();
+    let sent = Arc::clone(recorded.get().leases.first().expect("a prompt has a block"));
+    copy(&prefill.memory, &sent, &rig.memory, &lease, n_blocks);
+    let first = recorded.get().steps[0].clone();
+    Some(Source::Arrived { lease, first })
+}
+
+fn copy(from: &KvMemory, sent: &BlockLease, to: &KvMemory, landed: &BlockLease, n_blocks: usize) {
+    let group = GroupIdx(0);
+    let pairs: VecDeque<_> = sent.table(group).iter().zip(landed.table(group)).take(n_blocks).collect();
+    for layer in 0..2 {
+        for (source, target) in &pairs {
+            let page = from.read(group, layer, source.0..source.0 + 1).expect("nobody writes");
+            to.write(group, layer, target.0..target.0 + 1).expect("nobody reads").copy_from_slice(&page);
+        }
+    }
+}

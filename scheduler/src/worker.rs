@@ -1,0 +1,275 @@
+//! The worker: all sequences of one node, and the one place that changes them.
+//!
+//! It is a state machine. [`Worker::apply`] takes one event at a time, waits for nothing but the backend, and needs no
+//! runtime; [`Worker::next`] says what it wants to be told next. Who calls them, on which thread and on which clock,
+//! is the [`driver`](crate::driver)'s business.
+//!
+//! Launching (who gets blocks, what runs) is in [`launching`], taking in what came of it in [`collecting`].
+
+mod collecting;
+mod launching;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use chassis::World;
+use engine::Backend;
+use kv_cache::BlockPool;
+use tokio::time::Instant;
+use tracing::{debug, error};
+use types::{KvLayout, ModelInfo, NodeLoad, Refusal, RefusalKind};
+
+use crate::error::SchedulerError;
+use crate::flight::Flight;
+use crate::growth::{self, Grower};
+use crate::load::{StepCosts, WorkerLoad};
+use crate::metrics::SchedulerMetrics;
+use crate::rank::SequenceId;
+use crate::sequence::{self, Sequence};
+use crate::settings::SchedulerSettings;
+use crate::sink::SequenceEnd;
+use crate::submission::Submission;
+
+/// How often a worker that has sequences, and can run none of them, looks again: a sink may have room, or the pool.
+const BLOCKED_POLL: Duration = Duration::from_millis(20);
+
+/// What a worker is made of.
+#[derive(Debug)]
+pub struct WorkerParts {
+    pub backend: Box<dyn Backend>,
+    pub pool: BlockPool,
+    pub world: World,
+    pub settings: SchedulerSettings,
+    pub metrics: SchedulerMetrics,
+}
+
+/// Everything that can happen to a worker.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Submit(Box<Submission>),
+    /// Nobody wants the sequence any more.
+    Cancel(SequenceId),
+    /// Time to end what is overdue, and to launch a step if there is one.
+    Launch,
+    /// The oldest launched step is to be collected. This waits for the device.
+    Collect,
+    /// There has been nothing to do for a moment.
+    Idle,
+}
+
+/// What a worker wants next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// `Launch` at once: another step fits behind the one that was just launched.
+    Launch,
+    /// `Collect`, but not before this time if the step is only modelled.
+    Collect(Option<Instant>),
+    /// Any event; at the latest at this time, `Launch`. `None`: there are no sequences.
+    Wait(Option<Instant>),
+}
+
+#[derive(Debug)]
+pub(crate) struct Worker {
+    backend: Box<dyn Backend>,
+    pool: BlockPool,
+    world: World,
+    settings: SchedulerSettings,
+    metrics: SchedulerMetrics,
+    model: ModelInfo,
+    /// In order of arrival.
+    sequences: BTreeMap<SequenceId, Sequence>,
+    /// Launched steps, oldest first.
+    flights: VecDeque<Flight>,
+    has_just_launched: bool,
+    costs: StepCosts,
+    steps_total: u64,
+    /// When the step collected last ended.
+    last_step: Option<Instant>,
+    last_progress: Instant,
+    /// The pool's books were checked since something last ran.
+    is_checked: bool,
+    /// Why the backend is of no use any more.
+    lost: Option<String>,
+}
+
+impl Worker {
+    pub(crate) fn new(parts: WorkerParts) -> Result<Self, SchedulerError> {
+        let WorkerParts { backend, pool, world, settings, metrics } = parts;
+        let model = backend.model().clone();
+        settings.check(usize::from(model.layout.block_tokens))?;
+        let (in_pool, in_memory) = (pool.counts().total, backend.memory().n_blocks());
+        if in_pool != in_memory {
+            return Err(SchedulerError::PoolSize { pool: in_pool, memory: in_memory });
+        }
+        Ok(Self {
+            backend,
+            pool,
+            last_progress: world.now(),
+            world,
+            settings,
+            metrics,
+            model,
+            sequences: BTreeMap::new(),
+            flights: VecDeque::new(),
+            has_just_launched: false,
+            costs: StepCosts::default(),
+            steps_total: 0,
+            last_step: None,
+            is_checked: true,
+            lost: None,
+        })
+    }
+
+    /// The only way to change it.
+    pub(crate) fn apply(&mut self, event: Event) {
+        match event {
+            Event::Submit(submission) => self.submit(*submission),
+            Event::Cancel(id) => self.cancel(id),
+            Event::Launch => self.launch(self.world.now()),
+            Event::Collect => self.collect(),
+            Event::Idle => self.idle(self.world.now()),
+        }
+    }
+
+    pub(crate) fn next(&self) -> Next {
+        let may_launch = self.flights.len() < self.settings.steps_in_flight_max;
+        match self.flights.front() {
+            Some(_) if self.has_just_launched && may_launch => Next::Launch,
+            Some(flight) => Next::Collect(flight.due),
+            None => Next::Wait(self.next_look()),
+        }
+    }
+
+    /// When to look again if nothing happens.
+    fn next_look(&self) -> Option<Instant> {
+        let next_deadline = self.sequences.values().map(Sequence::deadline).min();
+        next_deadline.map(|deadline| deadline.min(self.world.now() + BLOCKED_POLL))
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.sequences.is_empty() && self.flights.is_empty()
+    }
+
+    pub(crate) fn lost(&self) -> Option<&str> {
+        self.lost.as_deref()
+    }
+
+    pub(crate) fn model(&self) -> &ModelInfo {
+        &self.model
+    }
+
+    fn layout(&self) -> &KvLayout {
+        &self.model.layout
+    }
+}
+
+// === impl Worker: comings and goings ===
+
+impl Worker {
+    fn submit(&mut self, submission: Submission) {
+        self.is_checked = false;
+        let sequence = Sequence::new(submission, &self.model.layout);
+        let (id, ended) = (sequence.id, sequence.ended_on_arrival());
+        self.sequences.insert(id, sequence);
+        if let Some(end) = ended {
+            self.end(id, end);
+        } else if let Some(reason) = self.lost.clone() {
+            self.end(id, failed(reason));
+        }
+    }
+
+    fn cancel(&mut self, id: SequenceId) {
+        self.end(id, SequenceEnd::Failed(Refusal::new(RefusalKind::Cancelled, "cancelled")));
+    }
+
+    /// Ends what is overdue, whether or not there is anything new.
+    fn reap(&mut self, now: Instant) {
+        let is_late = |sequence: &&Sequence| sequence.deadline() <= now;
+        let late: Vec<SequenceId> =
+            self.sequences.values().filter(is_late).map(|sequence| sequence.id).collect();
+        for id in late {
+            self.end(id, sequence::deadline_passed());
+        }
+    }
+
+    /// Ends a sequence, if it is there still. Its blocks go back when no launched step uses them.
+    fn end(&mut self, id: SequenceId, end: SequenceEnd) {
+        let Some(sequence) = self.sequences.remove(&id) else { return };
+        self.metrics.ended(&end);
+        debug!(parent: &sequence.span, ?end, "sequence ended");
+        let is_in_flight = sequence.is_in_flight();
+        let room = sequence.end(end);
+        if let (true, Some(flight)) = (is_in_flight, self.flights.back_mut()) {
+            flight.held.extend(room);
+        }
+    }
+
+    /// Nothing can be computed any more: ends everything.
+    fn lose(&mut self, reason: &str) {
+        if self.lost.is_none() {
+            error!(reason, "backend lost");
+            self.lost = Some(reason.to_owned());
+        }
+        let all: Vec<SequenceId> = self.sequences.keys().copied().collect();
+        for id in all {
+            self.end(id, failed(reason));
+        }
+    }
+
+    fn idle(&mut self, now: Instant) {
+        self.last_progress = now;
+        if std::mem::replace(&mut self.is_checked, true) {
+            return;
+        }
+        if let Err(broken) = self.pool.integrity() {
+            self.metrics.integrity_failures.inc();
+            error!(%broken, "the pool's books are wrong");
+            debug_assert!(false, "the pool's books are wrong: {broken}");
+        }
+    }
+}
+
+// === impl Worker: what it reports ===
+
+impl Worker {
+    pub(crate) fn load(&self) -> WorkerLoad {
+        let running = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
+        let queued_tokens = self.n_queued_tokens();
+        let node = NodeLoad {
+            running: running as u32,
+            waiting: (self.sequences.len() - running) as u32,
+            arriving: 0,
+            queued_tokens,
+            queue_ms: self.costs.queue_ms(queued_tokens, running, self.settings.step_tokens_max) as f32,
+            step_ms: self.costs.running_ms(running + 1) as f32,
+            steps_total: self.steps_total,
+            blocks: self.pool.counts(),
+        };
+        self.metrics.report(&node);
+        let reserve = growth::lasting_reserve(&self.growers(self.world.now()), self.settings.growth_blocks);
+        let growth_reserve_blocks = (reserve * self.layout().groups.len()) as u32;
+        WorkerLoad { node, growth_reserve_blocks, last_progress: self.last_progress }
+    }
+
+    pub(crate) fn costs(&self) -> StepCosts {
+        self.costs
+    }
+
+    fn n_queued_tokens(&self) -> u64 {
+        self.sequences.values().map(|sequence| sequence.n_queued_tokens() as u64).sum()
+    }
+
+    /// All sequences that hold blocks.
+    fn growers(&self, now: Instant) -> Vec<Grower> {
+        let grower = |sequence: &Sequence| {
+            sequence.grower(sequence.rank(now, self.settings.age_bound), &self.model.layout)
+        };
+        self.sequences.values().filter_map(grower).collect()
+    }
+}
+
+fn failed(reason: impl Into<String>) -> SequenceEnd {
+    SequenceEnd::Failed(Refusal::new(RefusalKind::Failed, reason))
+}

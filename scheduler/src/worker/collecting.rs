@@ -1,0 +1,87 @@
+//! Hot path.
+//! Collecting a step: its tokens go to the sinks, its blocks to whoever may use them now.
+
+use engine::{RowError, Sampled};
+use tokio::time::Instant;
+use tracing::{error, warn};
+use types::Verdict;
+
+use super::{Worker, failed};
+use crate::flight::{Flight, FlightRow};
+use crate::load::StepShape;
+use crate::sequence::After;
+
+impl Worker {
+    /// Waits for the oldest step, and takes in what came of it.
+    pub(super) fn collect(&mut self) {
+        let Some(Flight { launched, rows, launched_at, held, .. }) = self.flights.pop_front() else { return };
+        let outcome = self.backend.collect(launched);
+        let now = self.world.now();
+        self.note_step(StepShape::of(&rows), launched_at, now);
+        match outcome {
+            Ok(output) => {
+                assert_eq!(output.rows.len(), rows.len(), "a backend answers for every row");
+                for (row, outcome) in rows.iter().zip(output.rows) {
+                    self.take_in(*row, outcome, now);
+                }
+            }
+            Err(error) => self.fail_step(&rows, &error),
+        }
+        drop(held);
+    }
+
+    /// The device was busy with this step since its launch, or since it was done with the one before.
+    fn note_step(&mut self, shape: StepShape, launched_at: Instant, now: Instant) {
+        let began = self.last_step.map_or(launched_at, |last| last.max(launched_at));
+        let took = now.saturating_duration_since(began);
+        self.costs.observe(shape, took);
+        self.metrics.steps.inc();
+        self.metrics.step_seconds.observe(took.as_secs_f64());
+        self.metrics.step_tokens.observe((shape.n_running + shape.n_prefill_tokens) as f64);
+        self.metrics.prefill_tokens.inc_by(shape.n_prefill_tokens as u64);
+        self.steps_total += 1;
+        self.last_step = Some(now);
+        self.last_progress = now;
+    }
+
+    fn take_in(&mut self, row: FlightRow, outcome: Result<Option<Sampled>, RowError>, now: Instant) {
+        let Some(sequence) = self.sequences.get_mut(&row.id) else {
+            // It ended while this step was under way: its last token, or its client's patience.
+            self.metrics.discarded_rows.inc();
+            return;
+        };
+        sequence.row_collected();
+        match outcome {
+            Err(error) => self.fail_row(row, &error),
+            Ok(None) => sequence.confirm(row.n_tokens),
+            Ok(Some(sampled)) => {
+                sequence.confirm(row.n_tokens);
+                self.metrics.sampled_tokens.inc();
+                if let After::End(finish) = sequence.accept(sampled, &self.model, now) {
+                    let end = sequence.finished(finish);
+                    self.end(row.id, end);
+                }
+            }
+        }
+    }
+
+    fn fail_row(&mut self, row: FlightRow, reason: &RowError) {
+        match reason.verdict() {
+            Verdict::Bug => error!(%reason, sequence = row.id.0, "row failed"),
+            _ => warn!(%reason, sequence = row.id.0, "row failed"),
+        }
+        self.end(row.id, failed(reason.to_string()));
+    }
+
+    /// No row of the step has a token, and its KV is not to be read: all its sequences end.
+    pub(super) fn fail_step(&mut self, rows: &[FlightRow], error: &engine::BackendError) {
+        warn!(%error, n_rows = rows.len(), "step failed");
+        self.metrics.failed_steps.inc();
+        for row in rows {
+            self.end(row.id, failed(error.to_string()));
+        }
+        if error.is_fatal() {
+            self.lose(&error.to_string());
+        }
+    }
+}
