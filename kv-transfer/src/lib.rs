@@ -1,1 +1,34 @@
-//! placeholder
+//! Moves the KV of one sequence from one node's memory into another's.
+//!
+//! `CONTRACT.md` beside this crate's manifest says what each side may rely on, with the test that pins each sentence.
+//!
+//! Suggested reading order: the traits ([`connector`]), waiting for KV ([`arrival`]), what a landing is on the node
+//! that granted it ([`landing`]) and why its blocks come back only once the wire is quiet ([`quiet`]); which pages are
+//! there ([`pages`]) and how one knows that they are right ([`digest`]); the sender's side ([`outgoing`]) and how its
+//! spans are cut and lie in memory ([`runs`]); then the wires themselves ([`connectors`]), the suite that each of them
+//! passes ([`conformance`]) and the faults that can be played on them ([`faults`]).
+#![forbid(unsafe_code)]
+
+pub mod connector;
+pub mod settings;
+pub mod arrival;
+pub mod landing;
+pub mod quiet;
+mod pages;
+pub mod digest;
+mod outgoing;
+mod runs;
+pub mod connectors;
+pub mod faults;
+pub mod conformance;
+pub mod metrics;
+pub mod error;
+
+pub use arrival::{Arrival, ArrivalStatus, ArrivedKv};
+pub use connector::{ConnectorParts, KvConnector, KvSender, LandRequest, Source};
+pub use connectors::{build, connectors};
+pub use error::TransferError;
+pub use faults::{Fault, FaultKind, Faults};
+pub use metrics::TransferMetrics;
+pub use quiet::Quiet;
+pub use settings::TransferSettings;

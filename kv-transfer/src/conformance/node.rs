@@ -1,0 +1,305 @@
+//! Two nodes with KV that can be recognised, for conformance cases.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::{Gate, World};
+use futures::future::BoxFuture;
+use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
+use types::layout::{Attention, LayerGroup, LayerShape, Shard};
+use types::prompt::TokenId;
+use types::step::Step;
+use types::{
+    BlockCounts, BlockIdx, Destination, Fingerprint, GroupIdx, Handoff, KvDtype, KvLayout, KvSpan, Landing,
+    NodeId, RequestId, TransferId,
+};
+
+use crate::arrival::{Arrival, ArrivedKv};
+use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest, Source};
+use crate::digest::PageShape;
+use crate::error::TransferError;
+use crate::faults::Faults;
+use crate::metrics::TransferMetrics;
+use crate::settings::TransferSettings;
+
+pub type Make = Arc<dyn Fn(ConnectorParts) -> BoxFuture<'static, Arc<dyn KvConnector>> + Send + Sync>;
+
+pub const BLOCK_TOKENS: u32 = 4;
+const N_BLOCKS: u32 = 1024;
+/// What blocks hold that nothing was written into.
+const STALE: u8 = 0xee;
+/// The suite's landings live this long, unless a case says otherwise.
+const LANDING_FOR: Duration = Duration::from_secs(30);
+const BASELINE_WITHIN: Duration = Duration::from_secs(20);
+
+/// Two groups of layers, of which one has layers of two widths: enough for a wire to get something wrong.
+pub fn layout() -> KvLayout {
+    let shape = |layer, head_dim| LayerShape { layer, n_kv_heads: 2, head_dim };
+    let full =
+        LayerGroup { attention: Attention::Full, layers: vec![shape(0, 4), shape(2, 4), shape(4, 12)] };
+    let window = Attention::SlidingWindow { tokens: 64 };
+    let window = LayerGroup { attention: window, layers: vec![shape(1, 4), shape(3, 4)] };
+    let block_tokens = BLOCK_TOKENS as u16;
+    KvLayout { block_tokens, dtype: KvDtype::F32, groups: vec![full, window], shard: Shard::WHOLE }
+}
+
+pub fn fingerprint() -> Fingerprint {
+    Fingerprint::new([("weights".to_owned(), "conformance".to_owned())])
+}
+
+/// Small frames, so that small transfers have many; a stall time that does not slow the suite down.
+pub fn settings() -> TransferSettings {
+    TransferSettings { frame_bytes: 1024, stall_ms: 2_000, ..TransferSettings::default() }
+}
+
+/// One node: memory, pool and connector.
+#[derive(Debug)]
+pub struct Node {
+    pub parts: ConnectorParts,
+    pub connector: Arc<dyn KvConnector>,
+    pub pool: BlockPool,
+    baseline: BlockCounts,
+}
+
+impl Node {
+    pub async fn new(make: &Make, parts: ConnectorParts) -> Self {
+        let pool = BlockPool::new(parts.memory.layout(), parts.memory.n_blocks());
+        let (connector, baseline) = (make(parts.clone()).await, pool.counts());
+        Self { parts, connector, pool, baseline }
+    }
+
+    pub fn parts(name: &str, layout: KvLayout) -> ConnectorParts {
+        let world = World::real();
+        ConnectorParts {
+            node: NodeId::new(name),
+            epoch: world.epoch(),
+            memory: KvMemory::host(layout, N_BLOCKS).expect("a few hundred KiB can be mapped"),
+            fingerprint: fingerprint(),
+            world,
+            gate: Gate::new("conformance"),
+            settings: settings(),
+            metrics: TransferMetrics::default(),
+            faults: Faults::programmable(),
+        }
+    }
+
+    /// Fresh blocks, full of what was there before.
+    pub fn room(&self, n_tokens: u32) -> BlockLease {
+        let n_blocks = self.parts.memory.layout().blocks_for(n_tokens as usize);
+        let holder = Holder { what: Holding::Landing, request: RequestId::new("conformance") };
+        let lease = self.pool.reserve(n_blocks, holder).expect("the suite's nodes have room");
+        self.fill(&lease, 0..n_blocks as u32, |_, _, _| STALE);
+        lease
+    }
+
+    /// Blocks with the KV of one sequence, as a finished prefill leaves them.
+    pub fn computed(&self, n_tokens: u32, sequence: u64) -> Arc<BlockLease> {
+        let lease = self.room(n_tokens);
+        self.compute(&lease, 0..lease.n_blocks() as u32, sequence);
+        Arc::new(lease)
+    }
+
+    pub fn compute(&self, lease: &BlockLease, blocks: Range<u32>, sequence: u64) {
+        self.fill(lease, blocks, |layer, block, byte| kv_byte(sequence, layer, block, byte));
+    }
+
+    fn fill(&self, lease: &BlockLease, blocks: Range<u32>, byte: impl Fn(u16, u32, usize) -> u8) {
+        for (group, layer_pos, layer) in layers(self.parts.memory.layout()) {
+            for block in blocks.clone() {
+                let place = lease.table(group)[block as usize].0;
+                let mut page = self
+                    .parts
+                    .memory
+                    .write(group, layer_pos, place..place + 1)
+                    .expect("the lease is ours alone");
+                page.iter_mut().enumerate().for_each(|(at, cell)| *cell = byte(layer, block, at));
+            }
+        }
+    }
+
+    /// Every valid token of the sequence is what it should be.
+    pub fn assert_holds(&self, lease: &BlockLease, n_tokens: u32, sequence: u64) {
+        for (group, layer_pos, layer) in layers(self.parts.memory.layout()) {
+            for block in 0..n_tokens.div_ceil(BLOCK_TOKENS) {
+                let place = lease.table(group)[block as usize];
+                let valid = (n_tokens - block * BLOCK_TOKENS).min(BLOCK_TOKENS) as usize;
+                self.assert_page(group, layer_pos, place, valid, |at| kv_byte(sequence, layer, block, at));
+            }
+        }
+    }
+
+    fn assert_page(
+        &self,
+        group: GroupIdx,
+        pos: u16,
+        place: BlockIdx,
+        valid: usize,
+        expected: impl Fn(usize) -> u8,
+    ) {
+        let shape = PageShape::new(self.parts.memory.layout(), group, pos);
+        let page = self.parts.memory.read(group, pos, place.0..place.0 + 1).expect("nobody writes it");
+        for run in 0..shape.n_parts * shape.n_heads {
+            let start = run * shape.head_bytes;
+            for at in start..start + valid * shape.token_bytes {
+                assert_eq!(page[at], expected(at), "byte {at} of {place:?}, group {group:?}, layer {pos}");
+            }
+        }
+    }
+
+    /// Takes all blocks but some that are nobody's neighbours, or only `hole_blocks` of them are.
+    pub fn perforate(&self, hole_blocks: u32) -> Vec<BlockLease> {
+        const N_HOLES: usize = 24;
+        let some = (0..2 * N_HOLES).map(|_| self.room(hole_blocks * BLOCK_TOKENS)).collect::<Vec<_>>();
+        let rest = self.pool.counts().free / self.parts.memory.layout().groups.len() as u32;
+        let rest = self.room(rest * BLOCK_TOKENS);
+        let solid = some.into_iter().enumerate().filter(|(nth, _)| nth % 2 == 0).map(|(_, lease)| lease);
+        solid.chain([rest]).collect()
+    }
+
+    /// All blocks are back, and the books are right.
+    pub async fn at_baseline(&self) {
+        let mut freed = self.pool.freed();
+        let back = async {
+            while self.pool.counts() != self.baseline {
+                freed.changed().await.expect("the pool lives");
+            }
+        };
+        let name = &self.parts.node;
+        tokio::time::timeout(BASELINE_WITHIN, back)
+            .await
+            .unwrap_or_else(|_| panic!("{name} is not at its baseline: {:?}", self.pool.counts()));
+        self.pool.integrity().unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+
+    pub fn is_at_baseline(&self) -> bool {
+        self.pool.counts() == self.baseline
+    }
+}
+
+/// A layer's group, its position there, and its number in the model.
+fn layers(layout: &KvLayout) -> Vec<(GroupIdx, u16, u16)> {
+    let of_group = |group: GroupIdx| {
+        let layers = &layout.group(group).layers;
+        layers
+            .iter()
+            .enumerate()
+            .map(move |(pos, shape)| (group, pos as u16, shape.layer))
+            .collect::<Vec<_>>()
+    };
+    layout.group_indices().flat_map(of_group).collect()
+}
+
+/// KV in which every wrong place shows.
+fn kv_byte(sequence: u64, layer: u16, block: u32, byte: usize) -> u8 {
+    let place = sequence << 40 ^ u64::from(layer) << 32 ^ u64::from(block) << 16 ^ byte as u64;
+    (place.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
+}
+
+/// A prefill node and a decode node.
+#[derive(Debug)]
+pub struct Pair {
+    make: MakeShown,
+    pub prefill: Node,
+    pub decode: Node,
+}
+
+/// For `Debug`: a function has nothing to show.
+struct MakeShown(Make);
+
+impl std::fmt::Debug for MakeShown {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("make")
+    }
+}
+
+impl Pair {
+    pub async fn new(make: &Make) -> Self {
+        let prefill = Node::new(make, Node::parts("prefill", layout())).await;
+        let decode = Node::new(make, Node::parts("decode", layout())).await;
+        Self { make: MakeShown(Arc::clone(make)), prefill, decode }
+    }
+
+    /// Another node, made like these two.
+    pub async fn third(&self, parts: ConnectorParts) -> Node {
+        Node::new(&self.make.0, parts).await
+    }
+
+    pub async fn at_baseline(&self) {
+        self.prefill.at_baseline().await;
+        self.decode.at_baseline().await;
+    }
+
+    /// A landing for a fresh sequence.
+    pub fn land(&self, n_tokens: u32) -> (Landing, Arrival) {
+        self.land_for(n_tokens, LANDING_FOR)
+    }
+
+    pub fn land_for(&self, n_tokens: u32, within: Duration) -> (Landing, Arrival) {
+        let request = self.request(self.decode.room(n_tokens), n_tokens, 0);
+        let deadline = self.decode.parts.world.deadline_in(within);
+        self.decode.connector.land(LandRequest { deadline, ..request }).expect("a proper request")
+    }
+
+    pub fn request(&self, lease: BlockLease, n_tokens: u32, held_tokens: u32) -> LandRequest {
+        LandRequest {
+            transfer: self.decode.parts.world.transfer_id(),
+            lease,
+            n_tokens,
+            held_tokens,
+            source: Source::Peer,
+            deadline: self.decode.parts.world.deadline_in(LANDING_FOR),
+        }
+    }
+
+    pub async fn open(&self, landing: &Landing) -> Result<Box<dyn KvSender>, TransferError> {
+        self.prefill.connector.open(&Destination::Landing(landing.clone())).await
+    }
+
+    /// Sends everything at once and hands off.
+    pub async fn deliver(&self, landing: &Landing, from: &Arc<BlockLease>) -> Result<(), TransferError> {
+        let mut sender = self.open(landing).await?;
+        for span in whole(landing) {
+            sender.send(span, Arc::clone(from), LayerFence::open()).await?;
+        }
+        sender.finish(handoff(landing)).await
+    }
+
+    /// One whole transfer of sequence number `sequence`.
+    pub async fn transfer(&self, n_tokens: u32, sequence: u64) {
+        let from = self.prefill.computed(n_tokens, sequence);
+        let (landing, arrival) = self.land(n_tokens);
+        let (delivered, arrived) = tokio::join!(self.deliver(&landing, &from), arrival.settle());
+        delivered.expect("delivered");
+        self.check(&arrived.expect("arrived"), n_tokens, sequence);
+    }
+
+    pub fn check(&self, kv: &ArrivedKv, n_tokens: u32, sequence: u64) {
+        self.decode.assert_holds(&kv.lease, n_tokens, sequence);
+        assert_eq!(kv.scheme, self.decode.connector.scheme());
+    }
+}
+
+/// All of a sequence, one span for each group. Held blocks are named too: the sender passes over them.
+pub fn whole(landing: &Landing) -> Vec<KvSpan> {
+    let n_blocks = landing.n_tokens.div_ceil(BLOCK_TOKENS);
+    let span = |group: GroupIdx| {
+        let layers = 0..landing.layout.group(group).layers.len() as u16;
+        KvSpan { group, blocks: 0..n_blocks, layers }
+    };
+    landing.layout.group_indices().map(span).collect()
+}
+
+/// Every page of a sequence by itself.
+pub fn pages(landing: &Landing) -> Vec<KvSpan> {
+    whole(landing).iter().flat_map(crate::landing::PageAt::all).map(crate::landing::PageAt::span).collect()
+}
+
+pub fn handoff(landing: &Landing) -> Handoff {
+    handoff_of(landing.transfer, landing.n_tokens)
+}
+
+pub fn handoff_of(transfer: TransferId, n_tokens: u32) -> Handoff {
+    let first = Step { token: TokenId(7), index: 0, logprobs: None, finish: None };
+    Handoff { transfer, n_tokens, first }
+}

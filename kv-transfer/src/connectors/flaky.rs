@@ -1,0 +1,104 @@
+//! Any connector, with faults that a test programmes.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use tokio_util::sync::CancellationToken;
+use types::{Destination, Landing, NodeInfo, Scheme, WireAddress};
+
+use crate::arrival::Arrival;
+use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::connectors;
+use crate::error::TransferError;
+use crate::faults::{Fault, Faults};
+use crate::quiet::Quiet;
+
+/// A connector that behaves until it is told not to.
+///
+/// Faults between digest and peer are played by the connector inside, through [`ConnectorParts::faults`]; what this
+/// wrapper adds is a wire that cannot prove that it is quiet.
+#[derive(Debug)]
+pub struct Flaky<T: ?Sized> {
+    faults: Faults,
+    /// Held for a look, never across an await.
+    unproven_until: Mutex<Option<CancellationToken>>,
+    inner: Arc<T>,
+}
+
+impl Flaky<dyn KvConnector> {
+    /// The connector of this name, with a programme of faults that is still empty.
+    pub async fn build(name: &str, parts: ConnectorParts) -> Result<Arc<Self>, TransferError> {
+        let faults = Faults::programmable();
+        let inner = connectors::build(name, ConnectorParts { faults: faults.clone(), ..parts }).await?;
+        Ok(Self::over(inner, faults))
+    }
+
+    /// Wraps a connector that was built with these faults.
+    pub fn over(inner: Arc<dyn KvConnector>, faults: Faults) -> Arc<Self> {
+        Arc::new(Self { faults, unproven_until: Mutex::default(), inner })
+    }
+}
+
+impl<T: KvConnector + ?Sized> Flaky<T> {
+    /// Plays a fault on KV that this side sends.
+    pub fn inject(&self, fault: Fault) {
+        self.faults.inject(fault);
+    }
+
+    /// From now on, the blocks of a landing that fails are in quarantine until `until` is cancelled.
+    pub fn cannot_prove_quiet(&self, until: CancellationToken) {
+        *self.unproven_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(until);
+    }
+
+    fn unproven_until(&self) -> Option<CancellationToken> {
+        self.unproven_until.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+#[async_trait]
+impl<T: KvConnector + ?Sized> KvConnector for Flaky<T> {
+    fn scheme(&self) -> Scheme {
+        self.inner.scheme()
+    }
+
+    fn address(&self) -> WireAddress {
+        self.inner.address()
+    }
+
+    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
+        self.inner.meet(peer).await
+    }
+
+    fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
+        let (landing, arrival) = self.inner.land(request)?;
+        if let Some(until) = self.unproven_until() {
+            arrival.needs_proof(Arc::new(Unproven { until }));
+        }
+        Ok((landing, arrival))
+    }
+
+    async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {
+        self.inner.open(to).await
+    }
+}
+
+/// A wire whose silence the test decides about.
+#[derive(Debug)]
+struct Unproven {
+    until: CancellationToken,
+}
+
+#[async_trait]
+impl Quiet for Unproven {
+    fn awaited(&self) -> &'static str {
+        "a flaky wire's word"
+    }
+
+    fn revoke(&self) -> bool {
+        self.until.is_cancelled()
+    }
+
+    async fn proven(&self) {
+        self.until.cancelled().await;
+    }
+}

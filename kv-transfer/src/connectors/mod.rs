@@ -1,0 +1,34 @@
+//! The wires, by name. A new one is one file and one line in [`connectors`].
+
+pub mod flaky;
+pub mod loopback;
+pub mod tcp;
+
+use std::sync::Arc;
+
+use futures::future::BoxFuture;
+
+use crate::connector::{ConnectorParts, KvConnector};
+use crate::error::TransferError;
+
+/// Builds one connector. Binding a socket or opening a device may take time and may fail.
+pub type Build = fn(ConnectorParts) -> BoxFuture<'static, Result<Arc<dyn KvConnector>, TransferError>>;
+
+/// Every wire that this crate has, the fastest first.
+pub fn connectors() -> &'static [(&'static str, Build)] {
+    &[
+        (loopback::SCHEME, |parts| Box::pin(async { Ok(loopback::Loopback::shared(parts)) })),
+        (tcp::SCHEME, |parts| Box::pin(async { Ok(tcp::Tcp::listen(parts).await? as Arc<dyn KvConnector>) })),
+    ]
+}
+
+/// Builds the wire of this name.
+pub async fn build(name: &str, parts: ConnectorParts) -> Result<Arc<dyn KvConnector>, TransferError> {
+    match connectors().iter().find(|(known, _)| *known == name) {
+        Some((_, build)) => build(parts).await,
+        None => {
+            let known = connectors().iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+            Err(TransferError::UnknownConnector { name: name.to_owned(), known })
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! The fields of a frame's body, read and written in the same order.
+
+use types::node::ProtocolRange;
+use types::prompt::TokenId;
+use types::step::{FinishReason, Logprobs, Step};
+use types::{GroupIdx, KvSpan, NodeId};
+
+use super::frame::FrameError;
+use crate::digest::Digest;
+
+/// The longest text in a frame; longer ones are cut.
+const TEXT_BYTES_MAX: usize = 1024;
+/// The longest node id.
+const NODE_BYTES_MAX: usize = 255;
+/// Alternatives beside a chosen token.
+const LOGPROBS_MAX: usize = 128;
+
+/// Reads fields from the front of a slice, and never past its end.
+#[derive(Debug)]
+pub(super) struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self { rest: bytes }
+    }
+
+    /// Nothing may be left over.
+    pub(super) fn end(&self) -> Result<(), FrameError> {
+        if self.rest.is_empty() { Ok(()) } else { Err(FrameError::Body("it is too long")) }
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
+        let (array, rest) = self.rest.split_first_chunk::<N>().ok_or(FrameError::Body("it is too short"))?;
+        self.rest = rest;
+        Ok(*array)
+    }
+
+    fn slice(&mut self, len: usize) -> Result<&'a [u8], FrameError> {
+        let (slice, rest) = self.rest.split_at_checked(len).ok_or(FrameError::Body("it is too short"))?;
+        self.rest = rest;
+        Ok(slice)
+    }
+
+    pub(super) fn u8(&mut self) -> Result<u8, FrameError> {
+        Ok(u8::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn u16(&mut self) -> Result<u16, FrameError> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn u32(&mut self) -> Result<u32, FrameError> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn u64(&mut self) -> Result<u64, FrameError> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn u128(&mut self) -> Result<u128, FrameError> {
+        Ok(u128::from_le_bytes(self.array()?))
+    }
+
+    fn f32(&mut self) -> Result<f32, FrameError> {
+        Ok(f32::from_le_bytes(self.array()?))
+    }
+
+    pub(super) fn protocol(&mut self) -> Result<ProtocolRange, FrameError> {
+        Ok(ProtocolRange { min: self.u16()?, max: self.u16()? })
+    }
+
+    pub(super) fn node(&mut self) -> Result<NodeId, FrameError> {
+        let len = usize::from(self.u8()?);
+        let text =
+            std::str::from_utf8(self.slice(len)?).map_err(|_| FrameError::Body("a node id is not text"))?;
+        Ok(NodeId::new(text))
+    }
+
+    pub(super) fn text(&mut self) -> Result<String, FrameError> {
+        let len = usize::from(self.u16()?);
+        if len > TEXT_BYTES_MAX {
+            return Err(FrameError::Body("a text is too long"));
+        }
+        Ok(String::from_utf8_lossy(self.slice(len)?).into_owned())
+    }
+
+    pub(super) fn span(&mut self) -> Result<KvSpan, FrameError> {
+        let group = GroupIdx(self.u16()?);
+        let (layers, blocks) = (self.u16()?..self.u16()?, self.u32()?..self.u32()?);
+        if layers.is_empty() || blocks.is_empty() {
+            return Err(FrameError::Body("a span is empty"));
+        }
+        Ok(KvSpan { group, blocks, layers })
+    }
+
+    pub(super) fn spans(&mut self, n_max: usize) -> Result<Vec<KvSpan>, FrameError> {
+        let n_spans = usize::from(self.u16()?);
+        if n_spans > n_max {
+            return Err(FrameError::Body("too many spans"));
+        }
+        (0..n_spans).map(|_| self.span()).collect()
+    }
+
+    /// All that is left, as digests.
+    pub(super) fn digests(&mut self) -> Result<Vec<Digest>, FrameError> {
+        let (digests, rest) = self.rest.as_chunks::<8>();
+        if !rest.is_empty() {
+            return Err(FrameError::Body("a digest is cut off"));
+        }
+        self.rest = rest;
+        Ok(digests.iter().map(|bytes| Digest(u64::from_le_bytes(*bytes))).collect())
+    }
+
+    pub(super) fn step(&mut self) -> Result<Step, FrameError> {
+        let (token, index) = (TokenId(self.u32()?), self.u32()?);
+        let finish = match self.u8()? {
+            0 => None,
+            1 => Some(FinishReason::Stop),
+            2 => Some(FinishReason::Length),
+            _ => return Err(FrameError::Body("unknown finish reason")),
+        };
+        Ok(Step { token, index, logprobs: self.logprobs()?, finish })
+    }
+
+    fn logprobs(&mut self) -> Result<Option<Logprobs>, FrameError> {
+        match self.u8()? {
+            0 => Ok(None),
+            1 => {
+                let chosen = self.f32()?;
+                let n_top = usize::from(self.u8()?);
+                if n_top > LOGPROBS_MAX {
+                    return Err(FrameError::Body("too many alternatives"));
+                }
+                let top =
+                    (0..n_top).map(|_| Ok((TokenId(self.u32()?), self.f32()?))).collect::<Result<_, _>>()?;
+                Ok(Some(Logprobs { chosen, top }))
+            }
+            _ => Err(FrameError::Body("logprobs are neither there nor absent")),
+        }
+    }
+}
+
+/// Appends fields to a buffer. Each method mirrors the [`Reader`]'s of the same name.
+#[derive(Debug)]
+pub(super) struct Writer<'a> {
+    bytes: &'a mut Vec<u8>,
+}
+
+impl<'a> Writer<'a> {
+    pub(super) fn new(bytes: &'a mut Vec<u8>) -> Self {
+        Self { bytes }
+    }
+
+    pub(super) fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
+        self.bytes.extend_from_slice(bytes);
+        self
+    }
+
+    pub(super) fn u8(&mut self, value: u8) -> &mut Self {
+        self.bytes(&[value])
+    }
+
+    pub(super) fn u16(&mut self, value: u16) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub(super) fn u32(&mut self, value: u32) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub(super) fn u64(&mut self, value: u64) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    fn f32(&mut self, value: f32) -> &mut Self {
+        self.bytes(&value.to_le_bytes())
+    }
+
+    pub(super) fn protocol(&mut self, protocol: ProtocolRange) -> &mut Self {
+        self.u16(protocol.min).u16(protocol.max)
+    }
+
+    pub(super) fn node(&mut self, node: &NodeId) -> &mut Self {
+        let name = cut(node.as_str(), NODE_BYTES_MAX);
+        self.u8(name.len() as u8).bytes(name.as_bytes())
+    }
+
+    pub(super) fn text(&mut self, text: &str) -> &mut Self {
+        let text = cut(text, TEXT_BYTES_MAX);
+        self.u16(text.len() as u16).bytes(text.as_bytes())
+    }
+
+    pub(super) fn span(&mut self, span: &KvSpan) -> &mut Self {
+        self.u16(span.group.0)
+            .u16(span.layers.start)
+            .u16(span.layers.end)
+            .u32(span.blocks.start)
+            .u32(span.blocks.end)
+    }
+
+    pub(super) fn spans(&mut self, spans: &[KvSpan]) -> &mut Self {
+        self.u16(spans.len() as u16);
+        for span in spans {
+            self.span(span);
+        }
+        self
+    }
+
+    pub(super) fn digests(&mut self, digests: &[Digest]) -> &mut Self {
+        for digest in digests {
+            self.u64(digest.0);
+        }
+        self
+    }
+
+    pub(super) fn step(&mut self, step: &Step) -> &mut Self {
+        let finish = match step.finish {
+            None => 0,
+            Some(FinishReason::Stop) => 1,
+            Some(FinishReason::Length) => 2,
+        };
+        self.u32(step.token.0).u32(step.index).u8(finish).logprobs(step.logprobs.as_ref())
+    }
+
+    fn logprobs(&mut self, logprobs: Option<&Logprobs>) -> &mut Self {
+        let Some(logprobs) = logprobs else { return self.u8(0) };
+        let top = &logprobs.top[..logprobs.top.len().min(LOGPROBS_MAX)];
+        self.u8(1).f32(logprobs.chosen).u8(top.len() as u8);
+        for (token, logprob) in top {
+            self.u32(token.0).f32(*logprob);
+        }
+        self
+    }
+}
+
+/// The longest front of `text` that fits and ends on a character's edge.
+fn cut(text: &str, bytes_max: usize) -> &str {
+    &text[..text.floor_char_boundary(bytes_max)]
+}

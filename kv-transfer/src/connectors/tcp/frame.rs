@@ -1,0 +1,319 @@
+//! What travels on a stream: a fixed header, a small body, and for a [`Body::Span`] the KV itself.
+//!
+//! This file knows bytes and nothing else: no I/O, no landings, no versions but one. Every length is checked
+//! against its bound before anything is allocated, and a checksum covers header and body; the KV behind them has
+//! its own digests.
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 4 | magic, `BTKV` |
+//! | 4 | 1 | kind |
+//! | 5 | 3 | zero |
+//! | 8 | 4 | length of the body |
+//! | 12 | 4 | length of the payload: KV, in a span only |
+//! | 16 | 16 | transfer, zero where there is none |
+//! | 32 | 8 | XXH3-64 of the 32 bytes before and of the body |
+//!
+//! All numbers are little-endian.
+
+use twox_hash::XxHash3_64;
+use types::node::ProtocolRange;
+use types::{Epoch, Grant, Handoff, KvSpan, NodeId, TransferId};
+
+use super::fields::{Reader, Writer};
+use crate::digest::Digest;
+use crate::landing::Credentials;
+
+pub const HEADER_BYTES: usize = 40;
+/// Bytes of a header that its checksum covers.
+const CHECKED_BYTES: usize = 32;
+const MAGIC: [u8; 4] = *b"BTKV";
+
+/// The longest body of a span: its coordinates and 8 bytes per digest.
+pub const SPAN_BODY_BYTES_MAX: usize = 64 << 10;
+/// The longest body of any other frame.
+pub const SMALL_BODY_BYTES_MAX: usize = 16 << 10;
+/// The longest payload. A page must fit.
+pub const PAYLOAD_BYTES_MAX: usize = 16 << 20;
+/// Pages that one `Refetch` can name.
+pub const REFETCH_SPANS_MAX: usize = 512;
+
+/// One frame, without its payload.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Frame {
+    pub transfer: TransferId,
+    pub body: Body,
+    /// Bytes of KV that follow. Zero except in a span.
+    pub payload_bytes: usize,
+}
+
+/// What a frame says. The arrow tells who says it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Body {
+    /// sender → receiver: the first frame of every stream.
+    Hello(Hello),
+    /// receiver → sender: this stream may be used.
+    Welcome { version: u16, node: NodeId, epoch: Epoch },
+    /// receiver → sender: no version in common. The last frame of its stream.
+    Incompatible { protocol: ProtocolRange },
+    /// sender → receiver: asks to fill a landing.
+    Open(Credentials),
+    /// receiver → sender: the landing is yours.
+    Accepted,
+    /// sender → receiver: some pages. Their KV follows, layer by layer and block by block.
+    Span { span: KvSpan, digests: Vec<Digest> },
+    /// sender → receiver: nothing is missing that was not sent.
+    Handoff(Handoff),
+    /// receiver → sender: these pages arrived wrong; once more.
+    Refetch { spans: Vec<KvSpan> },
+    /// receiver → sender: all of it is in place and verified.
+    Done,
+    /// both ways: the transfer has ended without success.
+    Failed { code: u8, detail: String },
+    /// both ways, unasked: this side lives. Neither waits for the other's, which may be stuck behind much KV.
+    Alive,
+}
+
+/// Who speaks, and which stream of which link this is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    pub protocol: ProtocolRange,
+    pub node: NodeId,
+    pub epoch: Epoch,
+    /// Drawn by the sender: its streams to one receiver share it.
+    pub link: u64,
+    pub stream: u16,
+}
+
+/// Why bytes are not a frame.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    #[error("{needed} bytes are needed, {given} are there")]
+    Incomplete { needed: usize, given: usize },
+    #[error("not a frame of this protocol")]
+    Magic,
+    #[error("unknown kind {0}")]
+    Kind(u8),
+    #[error("reserved bytes are set")]
+    Reserved,
+    #[error("a body of {len} bytes, {max} are allowed")]
+    BodyTooLong { len: usize, max: usize },
+    #[error("a payload of {len} bytes, {max} are allowed")]
+    PayloadTooLong { len: usize, max: usize },
+    #[error("the checksum does not fit")]
+    Checksum,
+    #[error("the body is malformed: {0}")]
+    Body(&'static str),
+    #[error("{0} is not expected here")]
+    Unexpected(&'static str),
+}
+
+/// The kinds on the wire. A number, once given, keeps its meaning.
+mod kind {
+    pub(super) const HELLO: u8 = 1;
+    pub(super) const WELCOME: u8 = 2;
+    pub(super) const INCOMPATIBLE: u8 = 3;
+    pub(super) const OPEN: u8 = 4;
+    pub(super) const ACCEPTED: u8 = 5;
+    pub(super) const SPAN: u8 = 6;
+    pub(super) const HANDOFF: u8 = 7;
+    pub(super) const REFETCH: u8 = 8;
+    pub(super) const DONE: u8 = 9;
+    pub(super) const FAILED: u8 = 10;
+    pub(super) const ALIVE: u8 = 11;
+}
+
+/// Parses one whole frame, header and body, from the front of `bytes`. What follows it is not looked at.
+pub fn parse(bytes: &[u8]) -> Result<Frame, FrameError> {
+    let header = Header::parse(bytes)?;
+    let whole = HEADER_BYTES + header.body_bytes;
+    let body =
+        bytes.get(HEADER_BYTES..whole).ok_or(FrameError::Incomplete { needed: whole, given: bytes.len() })?;
+    header.frame(body)
+}
+
+/// A header whose lengths were checked; its checksum can only be checked with the body.
+#[derive(Clone, Copy, Debug)]
+pub struct Header {
+    kind: u8,
+    pub body_bytes: usize,
+    pub payload_bytes: usize,
+    transfer: TransferId,
+    checksum: u64,
+    checked: [u8; CHECKED_BYTES],
+}
+
+impl Header {
+    pub fn parse(bytes: &[u8]) -> Result<Self, FrameError> {
+        let header: &[u8; HEADER_BYTES] =
+            bytes.first_chunk().ok_or(FrameError::Incomplete { needed: HEADER_BYTES, given: bytes.len() })?;
+        let mut fields = Reader::new(header);
+        if fields.array::<4>()? != MAGIC {
+            return Err(FrameError::Magic);
+        }
+        let kind = fields.u8()?;
+        if fields.array::<3>()? != [0; 3] {
+            return Err(FrameError::Reserved);
+        }
+        let body_bytes = bounded_body(kind, fields.u32()? as usize)?;
+        let payload_bytes = bounded_payload(kind, fields.u32()? as usize)?;
+        let transfer = TransferId(fields.u128()?);
+        let checksum = fields.u64()?;
+        let mut checked = [0; CHECKED_BYTES];
+        checked.copy_from_slice(&header[..CHECKED_BYTES]);
+        Ok(Self { kind, body_bytes, payload_bytes, transfer, checksum, checked })
+    }
+
+    /// The frame that this header and its body make.
+    pub fn frame(&self, body: &[u8]) -> Result<Frame, FrameError> {
+        if checksum(&self.checked, body) != self.checksum {
+            return Err(FrameError::Checksum);
+        }
+        let mut fields = Reader::new(body);
+        let body = parse_body(self.kind, self.transfer, &mut fields)?;
+        fields.end()?;
+        Ok(Frame { transfer: self.transfer, body, payload_bytes: self.payload_bytes })
+    }
+}
+
+fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {
+    let max = match kind {
+        kind::SPAN => SPAN_BODY_BYTES_MAX,
+        kind::HELLO..=kind::ALIVE => SMALL_BODY_BYTES_MAX,
+        unknown => return Err(FrameError::Kind(unknown)),
+    };
+    if len > max { Err(FrameError::BodyTooLong { len, max }) } else { Ok(len) }
+}
+
+fn bounded_payload(kind: u8, len: usize) -> Result<usize, FrameError> {
+    let max = if kind == kind::SPAN { PAYLOAD_BYTES_MAX } else { 0 };
+    if len > max { Err(FrameError::PayloadTooLong { len, max }) } else { Ok(len) }
+}
+
+fn checksum(checked: &[u8; CHECKED_BYTES], body: &[u8]) -> u64 {
+    XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(checked), body)
+}
+
+fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result<Body, FrameError> {
+    Ok(match kind {
+        kind::HELLO => Body::Hello(parse_hello(fields)?),
+        kind::WELCOME => {
+            Body::Welcome { version: fields.u16()?, node: fields.node()?, epoch: Epoch(fields.u64()?) }
+        }
+        kind::INCOMPATIBLE => Body::Incompatible { protocol: fields.protocol()? },
+        kind::OPEN => Body::Open(parse_open(fields)?),
+        kind::ACCEPTED => Body::Accepted,
+        kind::SPAN => Body::Span { span: fields.span()?, digests: fields.digests()? },
+        kind::HANDOFF => Body::Handoff(Handoff { transfer, n_tokens: fields.u32()?, first: fields.step()? }),
+        kind::REFETCH => Body::Refetch { spans: fields.spans(REFETCH_SPANS_MAX)? },
+        kind::DONE => Body::Done,
+        kind::FAILED => Body::Failed { code: fields.u8()?, detail: fields.text()? },
+        kind::ALIVE => Body::Alive,
+        unknown => return Err(FrameError::Kind(unknown)),
+    })
+}
+
+fn parse_hello(fields: &mut Reader<'_>) -> Result<Hello, FrameError> {
+    Ok(Hello {
+        protocol: fields.protocol()?,
+        node: fields.node()?,
+        epoch: Epoch(fields.u64()?),
+        link: fields.u64()?,
+        stream: fields.u16()?,
+    })
+}
+
+fn parse_open(fields: &mut Reader<'_>) -> Result<Credentials, FrameError> {
+    Ok(Credentials {
+        grant: Grant::from_bytes(fields.array()?),
+        epoch: Epoch(fields.u64()?),
+        n_tokens: fields.u32()?,
+        held_tokens: fields.u32()?,
+        layout: fields.u64()?,
+        fingerprint: fields.u64()?,
+    })
+}
+
+impl Frame {
+    pub fn new(transfer: TransferId, body: Body) -> Self {
+        Self { transfer, body, payload_bytes: 0 }
+    }
+
+    /// A frame that belongs to no transfer.
+    pub fn of_link(body: Body) -> Self {
+        Self::new(TransferId(0), body)
+    }
+
+    /// Replaces `bytes` with this frame's header and body.
+    pub fn encode(&self, bytes: &mut Vec<u8>) {
+        bytes.clear();
+        bytes.resize(HEADER_BYTES, 0);
+        let mut fields = Writer::new(bytes);
+        let kind = encode_body(&self.body, &mut fields);
+        let body_bytes = bytes.len() - HEADER_BYTES;
+        bytes[0..4].copy_from_slice(&MAGIC);
+        bytes[4] = kind;
+        bytes[8..12].copy_from_slice(&(body_bytes as u32).to_le_bytes());
+        bytes[12..16].copy_from_slice(&(self.payload_bytes as u32).to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.transfer.0.to_le_bytes());
+        let mut checked = [0; CHECKED_BYTES];
+        checked.copy_from_slice(&bytes[..CHECKED_BYTES]);
+        let checksum = checksum(&checked, &bytes[HEADER_BYTES..]);
+        bytes[CHECKED_BYTES..HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
+    }
+}
+
+/// Writes the body and returns its kind.
+fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
+    match body {
+        Body::Hello(hello) => encode_hello(hello, fields),
+        Body::Welcome { version, node, epoch } => {
+            fields.u16(*version).node(node).u64(epoch.0);
+            kind::WELCOME
+        }
+        Body::Incompatible { protocol } => {
+            fields.protocol(*protocol);
+            kind::INCOMPATIBLE
+        }
+        Body::Open(open) => encode_open(open, fields),
+        Body::Accepted => kind::ACCEPTED,
+        Body::Span { span, digests } => {
+            fields.span(span).digests(digests);
+            kind::SPAN
+        }
+        Body::Handoff(handoff) => {
+            fields.u32(handoff.n_tokens).step(&handoff.first);
+            kind::HANDOFF
+        }
+        Body::Refetch { spans } => {
+            fields.spans(spans);
+            kind::REFETCH
+        }
+        Body::Done => kind::DONE,
+        Body::Failed { code, detail } => {
+            fields.u8(*code).text(detail);
+            kind::FAILED
+        }
+        Body::Alive => kind::ALIVE,
+    }
+}
+
+fn encode_hello(hello: &Hello, fields: &mut Writer<'_>) -> u8 {
+    fields.protocol(hello.protocol).node(&hello.node).u64(hello.epoch.0).u64(hello.link).u16(hello.stream);
+    kind::HELLO
+}
+
+fn encode_open(open: &Credentials, fields: &mut Writer<'_>) -> u8 {
+    fields
+        .bytes(&open.grant.to_bytes())
+        .u64(open.epoch.0)
+        .u32(open.n_tokens)
+        .u32(open.held_tokens)
+        .u64(open.layout)
+        .u64(open.fingerprint);
+    kind::OPEN
+}
+
+#[cfg(test)]
+#[path = "frame_tests.rs"]
+mod tests;

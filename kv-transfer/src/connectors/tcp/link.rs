@@ -1,0 +1,340 @@
+//! The sender's end of a link: all streams to one receiver, and the transfers that share them.
+//!
+//! KV frames of all transfers wait in one short queue from which every stream takes the next one as soon as it can
+//! write, so a slow stream delays its own frame only. Control frames have a queue of their own, on stream 0, and
+//! overtake. The receiver needs no order: it counts pages.
+//!
+//! A link lives or dies as a whole: a stream that is lost, or a peer that is silent, fails every transfer on it.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use chassis::{Task, spawn_guarded};
+use kv_cache::BlockLease;
+use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info};
+use types::node::{PROTOCOL, ProtocolMismatch};
+use types::{Epoch, Handoff, KvSpan, NodeId, TransferId};
+
+use super::code;
+use super::frame::{Body, Frame, FrameError, Hello};
+use super::span_out::{SpanOut, write_span};
+use super::stream::{FrameReader, FrameWriter, within};
+use crate::connector::ConnectorParts;
+use crate::error::{TransferError, full_text};
+use crate::outgoing::{Outgoing, Wire, credentials};
+
+/// KV frames that wait for a stream, per stream: enough that none runs dry while a pump wakes up.
+const FRAMES_QUEUED_PER_STREAM: usize = 2;
+/// Control frames that wait. Each transfer has at most a few.
+const CONTROL_QUEUED_MAX: usize = 1024;
+/// A side says that it lives this many times within the time after which it is taken for dead.
+pub(super) const ALIVE_PER_STALL: u32 = 4;
+
+/// Who is at the other end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Peer {
+    pub(super) node: NodeId,
+    pub(super) epoch: Epoch,
+}
+
+/// See the module. Dropping it closes its streams.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) peer: Peer,
+    shared: Arc<Shared>,
+    kv: async_channel::Sender<SpanOut>,
+    control: mpsc::Sender<Frame>,
+    #[expect(dead_code, reason = "held for their Drop")]
+    streams: Vec<Task<()>>,
+}
+
+type Halves = (FrameReader, FrameWriter);
+
+/// What the link's tasks share.
+#[derive(Debug)]
+struct Shared {
+    parts: ConnectorParts,
+    endpoint: String,
+    /// Held for a look-up, never across an await.
+    transfers: Mutex<HashMap<TransferId, Transfer>>,
+    lost: OnceLock<TransferError>,
+    closed: CancellationToken,
+}
+
+#[derive(Debug)]
+struct Transfer {
+    out: Arc<Outgoing>,
+    /// Until the receiver has answered the `Open`.
+    answer: Option<oneshot::Sender<Result<(), TransferError>>>,
+}
+
+// === impl Link ===
+
+impl Link {
+    /// Makes all streams. Takes at most the stall time for each.
+    pub(super) async fn connect(endpoint: &str, parts: &ConnectorParts) -> Result<Self, TransferError> {
+        let link = parts.world.draw();
+        let n_streams = parts.settings.streams.clamp(1, super::STREAMS_MAX);
+        let (peer, first) = connect_stream(endpoint, parts, link, 0).await?;
+        let mut made = vec![first];
+        for stream in 1..n_streams {
+            let (again, next) = connect_stream(endpoint, parts, link, stream).await?;
+            if again != peer {
+                return Err(TransferError::WrongEpoch);
+            }
+            made.push(next);
+        }
+        info!(peer = %peer.node, endpoint, streams = n_streams, "linked");
+        Ok(Self::over(made, peer, endpoint, parts))
+    }
+
+    fn over(made: Vec<Halves>, peer: Peer, endpoint: &str, parts: &ConnectorParts) -> Self {
+        let (kv, spans) = async_channel::bounded(FRAMES_QUEUED_PER_STREAM * made.len());
+        let (control, frames) = mpsc::channel(CONTROL_QUEUED_MAX);
+        let shared = Arc::new(Shared {
+            parts: parts.clone(),
+            endpoint: endpoint.to_owned(),
+            transfers: Mutex::default(),
+            lost: OnceLock::new(),
+            closed: CancellationToken::new(),
+        });
+        let mut frames = Some(frames);
+        let start = |halves| shared.start_stream(halves, spans.clone(), frames.take());
+        let streams = made.into_iter().map(start).collect();
+        Self { peer, shared, kv, control, streams }
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.shared.closed.is_cancelled()
+    }
+
+    /// Asks the receiver for a landing, and waits for its answer.
+    pub(super) async fn open(&self, out: &Arc<Outgoing>) -> Result<(), TransferError> {
+        let (answer, answered) = oneshot::channel();
+        self.shared.enter(Transfer { out: Arc::clone(out), answer: Some(answer) })?;
+        let open = credentials(&out.landing, &self.shared.parts);
+        within(self.shared.parts.settings.stall(), "opening a landing", async {
+            self.say(Frame::new(out.transfer(), Body::Open(open))).await?;
+            answered.await.unwrap_or_else(|_| Err(self.shared.why_lost()))
+        })
+        .await
+    }
+
+    async fn say(&self, frame: Frame) -> Result<(), TransferError> {
+        self.control.send(frame).await.map_err(|_| self.shared.why_lost())
+    }
+}
+
+#[async_trait]
+impl Wire for Link {
+    async fn put(
+        &self,
+        out: &Arc<Outgoing>,
+        piece: KvSpan,
+        from: Arc<BlockLease>,
+    ) -> Result<(), TransferError> {
+        let span = SpanOut { out: Arc::clone(out), piece, from };
+        self.kv.send(span).await.map_err(|_| self.shared.why_lost())
+    }
+
+    async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {
+        self.say(Frame::new(out.transfer(), Body::Handoff(handoff))).await
+    }
+
+    fn leave(&self, out: &Outgoing, unfinished: Option<&TransferError>) {
+        let known = self.shared.remove(out);
+        let Some(error) = unfinished.filter(|_| known && !self.is_lost()) else { return };
+        let (code, detail) = code::encode(error);
+        if self.control.try_send(Frame::new(out.transfer(), Body::Failed { code, detail })).is_err() {
+            self.shared.lose(TransferError::lost_because("too many control frames wait"));
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.shared.lose(TransferError::Closed);
+    }
+}
+
+// === impl Shared ===
+
+impl Shared {
+    fn enter(&self, transfer: Transfer) -> Result<(), TransferError> {
+        match self.transfers().entry(transfer.out.transfer()) {
+            Entry::Occupied(_) => return Err(TransferError::AlreadyOpened),
+            Entry::Vacant(free) => free.insert(transfer),
+        };
+        // Looked at after the insertion: either this sees the loss, or the loss sees the transfer.
+        if self.closed.is_cancelled() { Err(self.why_lost()) } else { Ok(()) }
+    }
+
+    /// Whether it was there. A second opening of a transfer does not remove the first.
+    fn remove(&self, out: &Outgoing) -> bool {
+        let mut transfers = self.transfers();
+        let known = transfers.get(&out.transfer()).is_some_and(|known| std::ptr::eq(&*known.out, out));
+        known && transfers.remove(&out.transfer()).is_some()
+    }
+
+    /// Ends the link and every transfer on it. The first reason counts.
+    fn lose(&self, error: TransferError) {
+        let error = self.lost.get_or_init(|| error).clone();
+        self.closed.cancel();
+        let transfers: Vec<_> = self.transfers().drain().map(|(_, transfer)| transfer.out).collect();
+        if !transfers.is_empty() {
+            info!(
+                endpoint = self.endpoint,
+                transfers = transfers.len(),
+                error = full_text(&error),
+                "lost link"
+            );
+        }
+        for out in transfers {
+            out.settle(Err(error.clone()));
+        }
+    }
+
+    fn why_lost(&self) -> TransferError {
+        self.lost.get().cloned().unwrap_or(TransferError::Closed)
+    }
+
+    fn transfers(&self) -> MutexGuard<'_, HashMap<TransferId, Transfer>> {
+        self.transfers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn start_stream(
+        self: &Arc<Self>,
+        (reader, writer): Halves,
+        spans: async_channel::Receiver<SpanOut>,
+        control: Option<mpsc::Receiver<Frame>>,
+    ) -> Task<()> {
+        let shared = Arc::clone(self);
+        spawn_guarded(&self.parts.gate, "kv stream out", async move {
+            let is_first = control.is_some();
+            let ended = tokio::select! {
+                () = shared.closed.cancelled() => return,
+                ended = shared.write_all(writer, spans, control) => ended,
+                ended = shared.read_all(reader, is_first) => ended,
+            };
+            shared.lose(ended.err().unwrap_or_else(|| TransferError::lost_because("the peer closed it")));
+        })
+    }
+
+    async fn write_all(
+        &self,
+        mut writer: FrameWriter,
+        spans: async_channel::Receiver<SpanOut>,
+        control: Option<mpsc::Receiver<Frame>>,
+    ) -> Result<(), TransferError> {
+        match control {
+            Some(control) => self.write_first(&mut writer, &spans, control).await,
+            None => loop {
+                let Ok(span) = spans.recv().await else { return Ok(()) };
+                write_span(&mut writer, &self.parts, span).await?;
+            },
+        }
+    }
+
+    /// Stream 0: control frames go before KV, and this side says that it lives.
+    async fn write_first(
+        &self,
+        writer: &mut FrameWriter,
+        spans: &async_channel::Receiver<SpanOut>,
+        mut control: mpsc::Receiver<Frame>,
+    ) -> Result<(), TransferError> {
+        let mut alive = alive_interval(self.parts.settings.stall());
+        loop {
+            tokio::select! {
+                biased;
+                Some(frame) = control.recv() => writer.write(&frame).await?,
+                _ = alive.tick() => writer.write(&Frame::of_link(Body::Alive)).await?,
+                Ok(span) = spans.recv() => write_span(writer, &self.parts, span).await?,
+                else => return Ok(()),
+            }
+        }
+    }
+
+    /// Answers come on stream 0. On the others only the end of the stream can come.
+    async fn read_all(&self, mut reader: FrameReader, is_first: bool) -> Result<(), TransferError> {
+        loop {
+            let next = if is_first { reader.next_in_time().await? } else { reader.next().await? };
+            let Some(frame) = next else { return Ok(()) };
+            self.take_answer(frame)?;
+        }
+    }
+
+    fn take_answer(&self, frame: Frame) -> Result<(), TransferError> {
+        match frame.body {
+            Body::Alive => {}
+            Body::Accepted => self.answer(frame.transfer, Ok(())),
+            Body::Done => self.with(frame.transfer, |transfer| transfer.out.settle(Ok(()))),
+            Body::Failed { code, detail } => self.answer(frame.transfer, Err(code::decode(code, detail))),
+            Body::Refetch { spans } => self.with(frame.transfer, |transfer| transfer.out.refetch(spans)),
+            _ => return Err(FrameError::Unexpected("a frame that only senders send").into()),
+        }
+        Ok(())
+    }
+
+    /// An answer to the `Open`, or a failure later on.
+    fn answer(&self, id: TransferId, answer: Result<(), TransferError>) {
+        self.with(id, |transfer| match (transfer.answer.take(), answer) {
+            (Some(waiting), answer) => {
+                // Whoever asked may have gone away; then nobody needs the answer.
+                let _ = waiting.send(answer);
+            }
+            (None, Err(error)) => transfer.out.settle(Err(error)),
+            (None, Ok(())) => {}
+        });
+    }
+
+    /// Answers to transfers that are over are late, not wrong.
+    fn with(&self, id: TransferId, act: impl FnOnce(&mut Transfer)) {
+        match self.transfers().get_mut(&id) {
+            Some(transfer) => act(transfer),
+            None => debug!(transfer = %id, "late answer"),
+        }
+    }
+}
+
+pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
+    let mut interval = tokio::time::interval((stall / ALIVE_PER_STALL).max(Duration::from_millis(1)));
+    interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    interval
+}
+
+// === making a stream ===
+
+async fn connect_stream(
+    endpoint: &str,
+    parts: &ConnectorParts,
+    link: u64,
+    stream: u16,
+) -> Result<(Peer, Halves), TransferError> {
+    let stall = parts.settings.stall();
+    let refused = |source| TransferError::Connect { addr: endpoint.to_owned(), source: Arc::new(source) };
+    let connect = async { parts.world.net().connect(endpoint).await.map_err(refused) };
+    let (reader, writer) = within(stall, "connecting", connect).await?.into_split();
+    let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
+    let hello = Hello { protocol: PROTOCOL, node: parts.node.clone(), epoch: parts.epoch, link, stream };
+    writer.write(&Frame::of_link(Body::Hello(hello))).await?;
+    let peer = welcomed(reader.next_in_time().await?)?;
+    Ok((peer, (reader, writer)))
+}
+
+fn welcomed(answer: Option<Frame>) -> Result<Peer, TransferError> {
+    match answer.map(|frame| frame.body) {
+        Some(Body::Welcome { version, node, epoch }) if (PROTOCOL.min..=PROTOCOL.max).contains(&version) => {
+            Ok(Peer { node, epoch })
+        }
+        Some(Body::Incompatible { protocol }) => {
+            Err(ProtocolMismatch { ours: PROTOCOL, theirs: protocol }.into())
+        }
+        Some(_) => Err(FrameError::Unexpected("an answer other than a welcome").into()),
+        None => Err(TransferError::lost_because("the peer closed the connection instead of a welcome")),
+    }
+}

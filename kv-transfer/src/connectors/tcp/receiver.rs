@@ -1,0 +1,330 @@
+//! The receiver's end of links: accepts streams, lets senders open landings, and fills them.
+//!
+//! Nothing that a peer sends makes this side allocate more than a frame's bounds, or wait longer than the stall time.
+//! A peer that breaks the protocol loses its link, costs one line in the log, and disturbs nobody else.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use chassis::{Listener, Stream, spawn_guarded};
+use tokio::sync::{Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+use types::node::PROTOCOL;
+use types::{KvSpan, NodeId, TransferId};
+
+use super::code;
+use super::frame::{Body, Frame, FrameError, Hello, REFETCH_SPANS_MAX};
+use super::link::alive_interval;
+use super::span_in::read_span;
+use super::stream::{FrameReader, FrameWriter};
+use crate::connector::ConnectorParts;
+use crate::digest::Digest;
+use crate::error::{TransferError, full_text};
+use crate::landing::{Credentials, Landings, OpenLanding, Opener};
+
+/// Streams of all peers at once.
+const STREAMS_OF_ALL_MAX: usize = 4096;
+/// Answers that wait to be written, per link. A peer that does not read them loses its link.
+const ANSWERS_QUEUED_MAX: usize = 4096;
+
+/// Accepts streams until it is dropped or `closed` is cancelled.
+#[derive(Debug)]
+pub(super) struct Receiver {
+    pub(super) parts: ConnectorParts,
+    pub(super) landings: Landings,
+    pub(super) closed: CancellationToken,
+    /// Held for a look-up, never across an await.
+    links: Mutex<HashMap<u64, Arc<LinkIn>>>,
+    room: Arc<Semaphore>,
+}
+
+/// One peer's link, as long as its stream 0 lives.
+#[derive(Debug)]
+struct LinkIn {
+    peer: NodeId,
+    answers: mpsc::Sender<Frame>,
+    gone: CancellationToken,
+    /// The landings that this link has opened, and that have not ended. Held for a look-up, never across an await.
+    landings: Mutex<HashMap<TransferId, Arc<OpenLanding>>>,
+}
+
+impl Receiver {
+    pub(super) fn new(parts: ConnectorParts, landings: Landings) -> Arc<Self> {
+        Arc::new(Self {
+            parts,
+            landings,
+            closed: CancellationToken::new(),
+            links: Mutex::default(),
+            room: Arc::new(Semaphore::new(STREAMS_OF_ALL_MAX)),
+        })
+    }
+
+    pub(super) async fn accept_all(self: Arc<Self>, mut listener: Box<dyn Listener>) {
+        let closed = self.closed.clone();
+        let accept = async {
+            loop {
+                match listener.accept().await {
+                    Ok((stream, from)) => self.start(stream, from),
+                    Err(error) => {
+                        // Out of file descriptors, most likely: others will be closed in time.
+                        warn!(%error, "accept kv stream");
+                        tokio::time::sleep(self.parts.settings.stall() / 10).await;
+                    }
+                }
+            }
+        };
+        closed.run_until_cancelled(accept).await;
+    }
+
+    fn start(self: &Arc<Self>, stream: Stream, from: SocketAddr) {
+        let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() else {
+            warn!(%from, "refused kv stream: too many");
+            return;
+        };
+        let this = Arc::clone(self);
+        let serve = async move {
+            let _permit = permit;
+            let served = this.closed.run_until_cancelled(this.serve(stream)).await;
+            log_end(from, served.unwrap_or(Ok(())));
+        };
+        spawn_guarded(&self.parts.gate, "kv stream in", serve).detach();
+    }
+
+    async fn serve(&self, stream: Stream) -> Result<(), TransferError> {
+        let stall = self.parts.settings.stall();
+        let (reader, writer) = stream.into_split();
+        let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
+        let hello = match reader.next_in_time().await? {
+            Some(Frame { body: Body::Hello(hello), .. }) => hello,
+            Some(_) => return Err(FrameError::Unexpected("anything before a hello").into()),
+            None => return Ok(()),
+        };
+        let version = match PROTOCOL.agree(hello.protocol) {
+            Ok(version) => version,
+            Err(mismatch) => {
+                writer.write(&Frame::of_link(Body::Incompatible { protocol: PROTOCOL })).await?;
+                return Err(mismatch.into());
+            }
+        };
+        let (node, epoch) = (self.parts.node.clone(), self.parts.epoch);
+        let welcome = Frame::of_link(Body::Welcome { version, node, epoch });
+        match hello.stream {
+            0 => self.serve_first(&hello, welcome, reader, writer).await,
+            _ => self.serve_other(&hello, welcome, reader, writer).await,
+        }
+    }
+
+    /// Stream 0 makes the link, carries its answers, and takes it along when it ends.
+    async fn serve_first(
+        &self,
+        hello: &Hello,
+        welcome: Frame,
+        mut reader: FrameReader,
+        mut writer: FrameWriter,
+    ) -> Result<(), TransferError> {
+        let (answers, to_write) = mpsc::channel(ANSWERS_QUEUED_MAX);
+        let link = Arc::new(LinkIn {
+            peer: hello.node.clone(),
+            answers,
+            gone: CancellationToken::new(),
+            landings: Mutex::default(),
+        });
+        let _entered = self.enter(hello.link, &link)?;
+        writer.write(&welcome).await?;
+        info!(peer = %hello.node, "link accepted");
+        tokio::select! {
+            () = link.gone.cancelled() => Err(TransferError::lost_because("another stream of the link ended")),
+            ended = link.read_all(&mut reader, Some(&self.landings)) => ended,
+            ended = self.write_answers(&mut writer, to_write) => ended,
+        }
+    }
+
+    async fn serve_other(
+        &self,
+        hello: &Hello,
+        welcome: Frame,
+        mut reader: FrameReader,
+        mut writer: FrameWriter,
+    ) -> Result<(), TransferError> {
+        let link = self.links().get(&hello.link).cloned();
+        let link = link.filter(|link| link.peer == hello.node && hello.stream < super::STREAMS_MAX);
+        let link = link.ok_or(FrameError::Unexpected("a stream of an unknown link"))?;
+        // However this stream ends, its link ends with it.
+        let _gone = link.gone.clone().drop_guard();
+        writer.write(&welcome).await?;
+        tokio::select! {
+            () = link.gone.cancelled() => Ok(()),
+            ended = link.read_all(&mut reader, None) => ended,
+        }
+    }
+
+    fn enter(&self, id: u64, link: &Arc<LinkIn>) -> Result<Entered<'_>, TransferError> {
+        let mut links = self.links();
+        if links.contains_key(&id) {
+            return Err(FrameError::Unexpected("a second stream 0 of a link").into());
+        }
+        links.insert(id, Arc::clone(link));
+        Ok(Entered { receiver: self, id })
+    }
+
+    async fn write_answers(
+        &self,
+        writer: &mut FrameWriter,
+        mut answers: mpsc::Receiver<Frame>,
+    ) -> Result<(), TransferError> {
+        let mut alive = alive_interval(self.parts.settings.stall());
+        loop {
+            let frame = tokio::select! {
+                biased;
+                Some(answer) = answers.recv() => answer,
+                _ = alive.tick() => Frame::of_link(Body::Alive),
+            };
+            writer.write(&frame).await?;
+        }
+    }
+
+    fn links(&self) -> MutexGuard<'_, HashMap<u64, Arc<LinkIn>>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A link is in the table. Leaving it fails its landings.
+struct Entered<'a> {
+    receiver: &'a Receiver,
+    id: u64,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let link = self.receiver.links().remove(&self.id);
+        if let Some(link) = link {
+            link.gone.cancel();
+            link.fail_all();
+        }
+    }
+}
+
+fn log_end(from: SocketAddr, ended: Result<(), TransferError>) {
+    match ended {
+        Ok(()) => debug!(%from, "kv stream ended"),
+        Err(error @ (TransferError::Frame(_) | TransferError::Protocol(_))) => {
+            warn!(%from, error = full_text(&error), "refused kv stream");
+        }
+        Err(error) => info!(%from, error = full_text(&error), "lost kv stream"),
+    }
+}
+
+// === impl LinkIn ===
+
+impl LinkIn {
+    /// Takes frames until the stream ends. Landings can be opened where `landings` is given.
+    async fn read_all(
+        self: &Arc<Self>,
+        reader: &mut FrameReader,
+        landings: Option<&Landings>,
+    ) -> Result<(), TransferError> {
+        loop {
+            let next = if landings.is_some() { reader.next_in_time().await? } else { reader.next().await? };
+            let Some(frame) = next else { return Ok(()) };
+            match (frame.body, landings) {
+                (Body::Span { span, digests }, _) => {
+                    self.take_span(reader, frame.transfer, &span, &digests, frame.payload_bytes).await?;
+                }
+                (Body::Open(shown), Some(landings)) => self.open(landings, frame.transfer, &shown),
+                (Body::Handoff(handoff), _) => self.with(frame.transfer, |landing| {
+                    landing.handed_off(handoff).unwrap_or_else(|error| landing.fail(error));
+                }),
+                (Body::Failed { code, detail }, _) => {
+                    self.with(frame.transfer, |landing| landing.fail(code::decode(code, detail)));
+                }
+                (Body::Alive, _) => {}
+                _ => return Err(FrameError::Unexpected("a frame that only receivers send").into()),
+            }
+        }
+    }
+
+    fn open(self: &Arc<Self>, landings: &Landings, transfer: TransferId, shown: &Credentials) {
+        match landings.open(transfer, shown, Arc::clone(self) as _) {
+            Err(error) => self.answer(transfer, failed(&error)),
+            Ok(landing) => {
+                self.answer(transfer, Body::Accepted);
+                self.landings().insert(transfer, Arc::clone(&landing));
+                // It may have ended between the two lines; then nobody else takes it out.
+                if landing.is_over() {
+                    self.landings().remove(&transfer);
+                }
+            }
+        }
+    }
+
+    async fn take_span(
+        &self,
+        reader: &mut FrameReader,
+        transfer: TransferId,
+        span: &KvSpan,
+        digests: &[Digest],
+        payload_bytes: usize,
+    ) -> Result<(), TransferError> {
+        let Some(landing) = self.landing(transfer) else {
+            debug!(%transfer, "late span");
+            return reader.skip(payload_bytes).await;
+        };
+        let wrong = read_span(reader, &landing, span, digests, payload_bytes).await?;
+        for spans in wrong.chunks(REFETCH_SPANS_MAX) {
+            info!(%transfer, pages = spans.len(), "refetching corrupted pages");
+            self.answer(transfer, Body::Refetch { spans: spans.to_vec() });
+        }
+        Ok(())
+    }
+
+    fn landing(&self, transfer: TransferId) -> Option<Arc<OpenLanding>> {
+        self.landings().get(&transfer).cloned()
+    }
+
+    fn with(&self, transfer: TransferId, act: impl FnOnce(&OpenLanding)) {
+        match self.landing(transfer) {
+            Some(landing) => act(&landing),
+            None => debug!(%transfer, "late frame"),
+        }
+    }
+
+    fn answer(&self, transfer: TransferId, body: Body) {
+        if self.answers.try_send(Frame::new(transfer, body)).is_err() {
+            self.gone.cancel();
+        }
+    }
+
+    fn fail_all(&self) {
+        let landings: Vec<_> = self.landings().drain().map(|(_, landing)| landing).collect();
+        if !landings.is_empty() {
+            info!(peer = %self.peer, landings = landings.len(), "link lost");
+        }
+        for landing in landings {
+            landing.fail(TransferError::lost_because("the sender's link is gone"));
+        }
+    }
+
+    fn landings(&self) -> MutexGuard<'_, HashMap<TransferId, Arc<OpenLanding>>> {
+        self.landings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Opener for LinkIn {
+    fn ended(&self, transfer: TransferId, outcome: Result<(), &TransferError>) {
+        self.landings().remove(&transfer);
+        self.answer(
+            transfer,
+            match outcome {
+                Ok(()) => Body::Done,
+                Err(error) => failed(error),
+            },
+        );
+    }
+}
+
+fn failed(error: &TransferError) -> Body {
+    let (code, detail) = code::encode(error);
+    Body::Failed { code, detail }
+}

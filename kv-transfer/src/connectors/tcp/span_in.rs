@@ -1,0 +1,145 @@
+//! Hot path. One frame of KV coming in: read straight into the landing's pages, and verified while it is in the cache.
+
+use std::future::poll_fn;
+use std::task::{Context, Poll, ready};
+
+use chassis::StreamReader;
+use kv_cache::KvMemory;
+use types::KvSpan;
+
+use super::frame::FrameError;
+use super::stream::{FrameReader, not_zero, within};
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::landing::{Claim, OpenLanding, PageAt};
+use crate::runs::Runs;
+
+/// Reads a span's KV. Returns the pages that did not pass, and are to be sent again.
+///
+/// Each attempt to read takes its pages, reads what is there, verifies the pages that are full now, and gives all of
+/// them back before it waits for more; and it does so under the landing's lock. So when the landing ends, in the
+/// middle of a frame or not, no page is in use; what is left of the frame goes to scratch.
+pub(super) async fn read_span(
+    reader: &mut FrameReader,
+    landing: &OpenLanding,
+    span: &KvSpan,
+    digests: &[Digest],
+    payload_bytes: usize,
+) -> Result<Vec<KvSpan>, TransferError> {
+    let table = &landing.landing().tables;
+    let claim = landing.claim(span, digests.len())?;
+    let runs = Runs::new(&landing.landing().layout, &table[usize::from(span.group.0)], span);
+    if runs.bytes() != payload_bytes {
+        return Err(FrameError::Body("the payload is not as long as its span").into());
+    }
+    if claim == Claim::Skip {
+        reader.skip(payload_bytes).await?;
+        return Ok(Vec::new());
+    }
+    SpanIn { landing, runs, checker: Checker::new(span, digests), offset: 0 }.read(reader, span).await
+}
+
+struct SpanIn<'a> {
+    landing: &'a OpenLanding,
+    runs: Runs,
+    checker: Checker<'a>,
+    /// Bytes that are in place.
+    offset: usize,
+}
+
+impl SpanIn<'_> {
+    async fn read(mut self, reader: &mut FrameReader, span: &KvSpan) -> Result<Vec<KvSpan>, TransferError> {
+        let stall = reader.stall();
+        while self.offset < self.runs.bytes() {
+            let step = poll_fn(|cx| self.poll_some(cx, reader.half()));
+            if within(stall, "reading KV", step).await?.is_none() {
+                reader.skip(self.runs.bytes() - self.offset).await?;
+                return Ok(Vec::new());
+            }
+        }
+        // A landing that has just failed has nothing to ask for.
+        let wrong = self.checker.wrong;
+        Ok(self.landing.arrived(span, self.offset, &wrong).map(|()| wrong).unwrap_or_default())
+    }
+
+    /// `None` once the landing is closed.
+    fn poll_some(
+        &mut self,
+        cx: &mut Context<'_>,
+        half: &mut StreamReader,
+    ) -> Poll<Result<Option<()>, TransferError>> {
+        let landing = self.landing;
+        match landing.while_open(|memory| self.poll_into(cx, half, memory)) {
+            None => Poll::Ready(Ok(None)),
+            Some(read) => read.map_ok(Some),
+        }
+    }
+
+    fn poll_into(
+        &mut self,
+        cx: &mut Context<'_>,
+        half: &mut StreamReader,
+        memory: &KvMemory,
+    ) -> Poll<Result<(), TransferError>> {
+        let mut pages = self.runs.write(memory, self.offset).map_err(busy)?;
+        let read = half.poll_read_vectored(cx, &mut pages.slices());
+        drop(pages);
+        self.offset += ready!(read).and_then(not_zero).map_err(TransferError::lost)?;
+        Poll::Ready(self.checker.check_until(self.offset, self.landing, memory).map_err(busy))
+    }
+}
+
+fn busy(busy: kv_cache::PageBusy) -> TransferError {
+    TransferError::Memory(busy.to_string())
+}
+
+/// Verifies a span's pages, in order, as they become full.
+struct Checker<'a> {
+    span: &'a KvSpan,
+    digests: &'a [Digest],
+    /// Pages that were looked at, and where the last of them ends.
+    n_checked: usize,
+    bytes_checked: usize,
+    wrong: Vec<KvSpan>,
+}
+
+impl<'a> Checker<'a> {
+    fn new(span: &'a KvSpan, digests: &'a [Digest]) -> Self {
+        Self { span, digests, n_checked: 0, bytes_checked: 0, wrong: Vec::new() }
+    }
+
+    fn check_until(
+        &mut self,
+        offset: usize,
+        landing: &OpenLanding,
+        memory: &KvMemory,
+    ) -> Result<(), kv_cache::PageBusy> {
+        let n_pages = self.span.layers.len() * self.span.blocks.len();
+        while self.n_checked < n_pages {
+            let page = self.page();
+            let shape = landing.shape(page.group, page.layer_pos);
+            if self.bytes_checked + shape.page_bytes() > offset {
+                break;
+            }
+            let (digests, rest) = self.digests.split_at(shape.n_heads);
+            if !landing.verify(memory, page, digests)? {
+                self.wrong.push(page.span());
+            }
+            self.digests = rest;
+            self.n_checked += 1;
+            self.bytes_checked += shape.page_bytes();
+        }
+        Ok(())
+    }
+
+    /// The next page in the wire's order.
+    fn page(&self) -> PageAt {
+        let n_blocks = self.span.blocks.len();
+        let (layer, block) = (self.n_checked / n_blocks, self.n_checked % n_blocks);
+        PageAt {
+            group: self.span.group,
+            layer_pos: self.span.layers.start + layer as u16,
+            block: self.span.blocks.start + block as u32,
+        }
+    }
+}

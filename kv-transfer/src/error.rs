@@ -1,0 +1,156 @@
+//! Why KV did not travel, and what to do about it.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use types::node::{FingerprintMismatch, ProtocolMismatch};
+use types::{Refusal, RefusalKind, Verdict};
+
+use crate::connectors::tcp::frame::FrameError;
+
+/// Why KV did not travel. Cheap to clone: both the sender and the arrival of one transfer hold it.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum TransferError {
+    #[error("no connector is called {name:?}; there are {known}")]
+    UnknownConnector { name: String, known: String },
+    #[error("listen on {addr}")]
+    Listen { addr: String, source: Arc<io::Error> },
+    #[error("connect to {addr}")]
+    Connect { addr: String, source: Arc<io::Error> },
+    #[error("the connection is lost")]
+    ConnectionLost { source: Arc<io::Error> },
+    #[error("{what} made no progress for {after:?}")]
+    Stalled { what: &'static str, after: Duration },
+    #[error("the peer broke the protocol")]
+    Frame(#[from] FrameError),
+    #[error(transparent)]
+    Protocol(#[from] ProtocolMismatch),
+    #[error(transparent)]
+    Fingerprint(#[from] FingerprintMismatch),
+    #[error("layouts differ: {0}")]
+    Layout(String),
+
+    #[error("this connector cannot send to {0}")]
+    WrongDestination(String),
+    #[error("no such landing")]
+    UnknownLanding,
+    #[error("the grant is not the landing's")]
+    WrongGrant,
+    #[error("the landing belongs to another life of the node")]
+    WrongEpoch,
+    #[error("the landing was opened before")]
+    AlreadyOpened,
+    #[error("the landing's deadline has passed")]
+    Expired,
+    #[error("too many landings or connections")]
+    TooMany,
+    /// The two sides disagree about what the transfer is made of: length, layout or model.
+    #[error("the peer refuses: {0}")]
+    Mismatch(String),
+
+    /// The other side gave the transfer up.
+    #[error("the peer cancelled")]
+    Cancelled,
+    /// The other side failed in a way that has no name here.
+    #[error("the peer failed: {0}")]
+    Peer(String),
+    /// The layers were never computed.
+    #[error("the step that computes this KV failed")]
+    FenceBroken,
+    /// Bytes arrived wrong, and wrong again when they were fetched once more.
+    #[error("{pages} pages arrived corrupted twice")]
+    Corrupted { pages: usize },
+    #[error("the connector is closed")]
+    Closed,
+
+    /// The caller asked for something that the contract forbids.
+    #[error("not a part of this transfer: {0}")]
+    BadRequest(String),
+    #[error("{sent} of {wanted} pages were sent before finish")]
+    Incomplete { sent: usize, wanted: usize },
+    #[error("KV memory is in use where it must not be: {0}")]
+    Memory(String),
+}
+
+impl TransferError {
+    /// What the caller should do.
+    pub fn verdict(&self) -> Verdict {
+        match self.refusal_kind() {
+            None => Verdict::Bug,
+            Some(kind) => kind.verdict(),
+        }
+    }
+
+    /// The word under which a node answers with this error; `None` for what is our own bug.
+    fn refusal_kind(&self) -> Option<RefusalKind> {
+        use TransferError as E;
+        match self {
+            E::Connect { .. } | E::ConnectionLost { .. } | E::Stalled { .. } | E::Frame(_) => {
+                Some(RefusalKind::Wire)
+            }
+            E::Corrupted { .. } | E::Closed | E::Listen { .. } | E::Cancelled => Some(RefusalKind::Wire),
+            E::Protocol(_) => Some(RefusalKind::Protocol),
+            E::Fingerprint(_) | E::Layout(_) | E::Mismatch(_) => Some(RefusalKind::Mismatch),
+            E::WrongDestination(_) | E::UnknownConnector { .. } => Some(RefusalKind::Mismatch),
+            E::UnknownLanding | E::WrongGrant | E::WrongEpoch | E::AlreadyOpened => {
+                Some(RefusalKind::Landing)
+            }
+            E::Expired => Some(RefusalKind::Landing),
+            E::TooMany => Some(RefusalKind::Full),
+            E::FenceBroken | E::Peer(_) => Some(RefusalKind::Failed),
+            E::BadRequest(_) | E::Incomplete { .. } | E::Memory(_) => None,
+        }
+    }
+
+    /// One word, for metrics and logs.
+    pub fn word(&self) -> &'static str {
+        self.refusal_kind().map_or("bug", RefusalKind::code)
+    }
+
+    pub(crate) fn lost(source: io::Error) -> Self {
+        Self::ConnectionLost { source: Arc::new(source) }
+    }
+
+    pub(crate) fn lost_because(why: &'static str) -> Self {
+        Self::lost(io::Error::other(why))
+    }
+}
+
+impl From<&TransferError> for Refusal {
+    fn from(error: &TransferError) -> Self {
+        Refusal::new(error.refusal_kind().unwrap_or(RefusalKind::Failed), full_text(error))
+    }
+}
+
+/// The error and its sources, outermost first.
+pub(crate) fn full_text(error: &TransferError) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_the_world_are_retried_elsewhere_and_ours_are_bugs() {
+        let lost = TransferError::lost_because("reset");
+        assert_eq!(lost.verdict(), Verdict::RetryElsewhere);
+        assert_eq!(TransferError::Expired.verdict(), Verdict::RetryElsewhere);
+        assert_eq!(TransferError::Incomplete { sent: 1, wanted: 2 }.verdict(), Verdict::Bug);
+    }
+
+    #[test]
+    fn a_refusal_carries_the_whole_chain() {
+        let refusal = Refusal::from(&TransferError::lost_because("reset by peer"));
+        assert_eq!(refusal.kind, RefusalKind::Wire);
+        assert_eq!(refusal.reason, "the connection is lost: reset by peer");
+    }
+}

@@ -1,0 +1,495 @@
+//! Landings on the node that granted them: from the grant to the arrival, or to the failure.
+//!
+//! Every wire of a node has one table of [`Landings`] and fills each [`OpenLanding`] in it the same way: it is opened
+//! once, spans are claimed, written and verified, and the handoff ends it. However it ends, it ends once, and the
+//! lease moves: into [`ArrivedKv`], or back to the pool.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+
+use chassis::{Gate, spawn_guarded};
+use kv_cache::{BlockLease, KvMemory, PageBusy};
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use tracing::warn;
+use types::{BlockIdx, Epoch, Grant, GroupIdx, Handoff, KvSpan, Landing, TransferId, WireAddress};
+
+use crate::arrival::{Arrival, ArrivedKv};
+use crate::connector::{ConnectorParts, LandRequest, Source};
+use crate::digest::{Digest, PageShape};
+use crate::error::TransferError;
+use crate::metrics::TransferMetrics;
+use crate::pages::Pages;
+use crate::quiet::Quiet;
+
+/// Landings that one connector has at once. A decode node runs hundreds of sequences; this is far beyond.
+const LANDINGS_MAX: usize = 16 << 10;
+
+/// Who filled, or wanted to fill, a landing: told once how it ended.
+pub trait Opener: Debug + Send + Sync {
+    /// Called from wherever the landing ended, also from a drop: must not wait.
+    fn ended(&self, transfer: TransferId, outcome: Result<(), &TransferError>);
+}
+
+/// What a sender shows to be let in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Credentials {
+    pub grant: Grant,
+    pub epoch: Epoch,
+    pub n_tokens: u32,
+    pub held_tokens: u32,
+    /// Summaries of the sender's own layout and fingerprint.
+    pub layout: u64,
+    pub fingerprint: u64,
+}
+
+/// One connector's landings.
+#[derive(Clone, Debug)]
+pub struct Landings {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    parts: ConnectorParts,
+    wire: WireAddress,
+    /// An entry lives as long as its arrival. Held for a look-up, never across an await.
+    table: Mutex<HashMap<TransferId, Weak<OpenLanding>>>,
+}
+
+/// One landing. Shared by its [`Arrival`], its timer, and whoever fills it.
+#[derive(Debug)]
+pub struct OpenLanding {
+    landing: Landing,
+    summaries: (u64, u64),
+    shapes: Vec<Vec<PageShape>>,
+    memory: KvMemory,
+    since: Instant,
+    /// The proof of quiet: whoever writes holds it shared and finds the lease in it; whoever ends the landing takes
+    /// the lease out. Held for one attempt to copy, never across an await.
+    lease: RwLock<Option<BlockLease>>,
+    /// Held for bookkeeping, never across an await.
+    progress: Mutex<Progress>,
+    changed: Notify,
+    quiet: OnceLock<Arc<dyn Quiet>>,
+    gate: Gate,
+    runtime: Handle,
+    metrics: TransferMetrics,
+    table: Weak<Shared>,
+}
+
+#[derive(Debug)]
+struct Progress {
+    pages: Pages,
+    first_byte: Option<Instant>,
+    bytes: u64,
+    handoff: Option<Handoff>,
+    opener: Option<Arc<dyn Opener>>,
+    outcome: Option<Outcome>,
+}
+
+/// How a landing ended.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    Arrived(ArrivedKv),
+    /// The arrival has been handed out.
+    Taken,
+    Failed(TransferError),
+}
+
+/// What to do with a span that comes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// Its pages are nobody else's: write them.
+    Write,
+    /// It is a repetition, or the landing has ended: read it off the wire and forget it.
+    Skip,
+}
+
+// === impl Landings ===
+
+impl Landings {
+    pub(crate) fn new(parts: ConnectorParts, wire: WireAddress) -> Self {
+        Self { shared: Arc::new(Shared { parts, wire, table: Mutex::default() }) }
+    }
+
+    /// Grants a landing. See [`KvConnector::land`](crate::KvConnector::land).
+    pub(crate) fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
+        let landing = self.landing(&request)?;
+        let deadline = request.deadline;
+        let open = Arc::new(self.open_landing(landing.clone(), request.lease));
+        self.enter(&open)?;
+        let timer = spawn_guarded(&self.shared.parts.gate, "landing deadline", {
+            let (open, world) = (Arc::downgrade(&open), self.shared.parts.world.clone());
+            async move {
+                world.sleep_until(deadline).await;
+                if let Some(open) = open.upgrade() {
+                    open.fail(TransferError::Expired);
+                }
+            }
+        });
+        Ok((landing, Arrival::new(open, timer)))
+    }
+
+    fn landing(&self, request: &LandRequest) -> Result<Landing, TransferError> {
+        let parts = &self.shared.parts;
+        let layout = parts.memory.layout();
+        if parts.gate.is_closed() {
+            return Err(TransferError::Closed);
+        }
+        check_request(request, u32::from(layout.block_tokens))?;
+        let n_blocks = layout.blocks_for(request.n_tokens as usize);
+        let table = |group: GroupIdx| request.lease.table(group).get(..n_blocks).map(<[BlockIdx]>::to_vec);
+        let tables: Option<Vec<_>> = layout.group_indices().map(table).collect();
+        Ok(Landing {
+            transfer: request.transfer,
+            node: parts.node.clone(),
+            epoch: parts.epoch,
+            grant: parts.world.grant(),
+            wire: self.shared.wire.clone(),
+            n_tokens: request.n_tokens,
+            held_tokens: request.held_tokens,
+            tables: tables.ok_or_else(|| bad_request("the lease is shorter than the sequence"))?,
+            layout: layout.clone(),
+            fingerprint: parts.fingerprint.clone(),
+        })
+    }
+
+    fn open_landing(&self, landing: Landing, lease: BlockLease) -> OpenLanding {
+        let parts = &self.shared.parts;
+        let pages = Pages::of(&landing);
+        OpenLanding {
+            summaries: (summary::layout(&landing.layout), summary::fingerprint(&landing.fingerprint)),
+            shapes: shapes(&landing),
+            landing,
+            memory: parts.memory.clone(),
+            since: parts.world.now(),
+            lease: RwLock::new(Some(lease)),
+            progress: Mutex::new(Progress {
+                pages,
+                first_byte: None,
+                bytes: 0,
+                handoff: None,
+                opener: None,
+                outcome: None,
+            }),
+            changed: Notify::new(),
+            quiet: OnceLock::new(),
+            gate: parts.gate.clone(),
+            runtime: Handle::current(),
+            metrics: parts.metrics.clone(),
+            table: Arc::downgrade(&self.shared),
+        }
+    }
+
+    fn enter(&self, open: &Arc<OpenLanding>) -> Result<(), TransferError> {
+        let mut table = self.shared.table();
+        if table.len() >= LANDINGS_MAX {
+            return Err(TransferError::TooMany);
+        }
+        if table.contains_key(&open.landing.transfer) {
+            return Err(bad_request("this transfer has a landing already"));
+        }
+        table.insert(open.landing.transfer, Arc::downgrade(open));
+        Ok(())
+    }
+
+    /// Lets one sender in. Everything is checked before a byte moves; nothing is said about landings it has no right to.
+    pub(crate) fn open(
+        &self,
+        transfer: TransferId,
+        shown: &Credentials,
+        opener: Arc<dyn Opener>,
+    ) -> Result<Arc<OpenLanding>, TransferError> {
+        let open = self.shared.table().get(&transfer).and_then(Weak::upgrade);
+        let open = open.ok_or(TransferError::UnknownLanding)?;
+        open.admit(shown, opener)?;
+        Ok(open)
+    }
+
+    /// Fails all landings: the connector is going away.
+    pub(crate) fn close(&self) {
+        let open: Vec<_> = self.shared.table().values().filter_map(Weak::upgrade).collect();
+        for landing in open {
+            landing.fail(TransferError::Closed);
+        }
+    }
+}
+
+impl Shared {
+    fn table(&self) -> MutexGuard<'_, HashMap<TransferId, Weak<OpenLanding>>> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn check_request(request: &LandRequest, block_tokens: u32) -> Result<(), TransferError> {
+    if request.source != Source::Peer {
+        return Err(TransferError::WrongDestination("a store".to_owned()));
+    }
+    if request.held_tokens > request.n_tokens || !request.held_tokens.is_multiple_of(block_tokens) {
+        return Err(bad_request("held tokens are not whole blocks of the sequence"));
+    }
+    Ok(())
+}
+
+fn shapes(landing: &Landing) -> Vec<Vec<PageShape>> {
+    let shape = |group: GroupIdx| {
+        let n_layers = landing.layout.group(group).layers.len() as u16;
+        (0..n_layers).map(|layer_pos| PageShape::new(&landing.layout, group, layer_pos)).collect()
+    };
+    landing.layout.group_indices().map(shape).collect()
+}
+
+pub(crate) fn bad_request(why: &str) -> TransferError {
+    TransferError::BadRequest(why.to_owned())
+}
+
+// === impl OpenLanding ===
+
+impl OpenLanding {
+    pub(crate) fn landing(&self) -> &Landing {
+        &self.landing
+    }
+
+    pub(crate) fn shape(&self, group: GroupIdx, layer_pos: u16) -> PageShape {
+        self.shapes[usize::from(group.0)][usize::from(layer_pos)]
+    }
+
+    fn admit(&self, shown: &Credentials, opener: Arc<dyn Opener>) -> Result<(), TransferError> {
+        if shown.grant != self.landing.grant {
+            return Err(TransferError::WrongGrant);
+        }
+        if shown.epoch != self.landing.epoch {
+            return Err(TransferError::WrongEpoch);
+        }
+        self.agree(shown)?;
+        let mut progress = self.progress();
+        match &progress.outcome {
+            Some(Outcome::Failed(error)) => return Err(error.clone()),
+            Some(Outcome::Arrived(_) | Outcome::Taken) => return Err(TransferError::AlreadyOpened),
+            None if progress.opener.is_some() => return Err(TransferError::AlreadyOpened),
+            None => progress.opener = Some(opener),
+        }
+        Ok(())
+    }
+
+    fn agree(&self, shown: &Credentials) -> Result<(), TransferError> {
+        let refuse = |what: &str| Err(TransferError::Mismatch(format!("the two sides' {what} differ")));
+        if shown.layout != self.summaries.0 {
+            return refuse("layouts");
+        }
+        if shown.fingerprint != self.summaries.1 {
+            return refuse("models");
+        }
+        if (shown.n_tokens, shown.held_tokens) != (self.landing.n_tokens, self.landing.held_tokens) {
+            return refuse("lengths");
+        }
+        Ok(())
+    }
+
+    /// Marks a span's pages as being written by the caller, who must then say [`arrived`](Self::arrived).
+    pub(crate) fn claim(&self, span: &KvSpan, n_digests: usize) -> Result<Claim, TransferError> {
+        let mut progress = self.progress();
+        if !progress.pages.contains(span) || n_digests != self.n_digests(span) {
+            return Err(TransferError::Mismatch(format!("{span:?} is not part of the transfer")));
+        }
+        if progress.outcome.is_some() || !progress.pages.claim(span) {
+            return Ok(Claim::Skip);
+        }
+        progress.first_byte.get_or_insert_with(Instant::now);
+        Ok(Claim::Write)
+    }
+
+    fn n_digests(&self, span: &KvSpan) -> usize {
+        let heads = |layer_pos| self.shape(span.group, layer_pos).n_heads;
+        span.layers.clone().map(heads).sum::<usize>() * span.blocks.len()
+    }
+
+    /// Runs `attempt` on the memory while the landing is open; `None` once it is closed.
+    ///
+    /// Only here may a wire touch the landing's pages. `attempt` borrows pages and gives them back before it returns,
+    /// and never waits; so when the landing is closed, nobody holds a page of it and nobody will take one.
+    pub(crate) fn while_open<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<T> {
+        let lease = self.lease.read().unwrap_or_else(PoisonError::into_inner);
+        lease.as_ref().map(|_| attempt(&self.memory))
+    }
+
+    /// Whether one page is what its digests say. Call it within [`while_open`](Self::while_open).
+    pub(crate) fn verify(
+        &self,
+        memory: &KvMemory,
+        page: PageAt,
+        digests: &[Digest],
+    ) -> Result<bool, PageBusy> {
+        let place = self.landing.tables[usize::from(page.group.0)][page.block as usize].0;
+        let bytes = memory.read(page.group, page.layer_pos, place..place + 1)?;
+        let n_tokens = self.landing.valid_tokens(page.block);
+        Ok(self.shape(page.group, page.layer_pos).verify_page(&bytes, n_tokens, digests))
+    }
+
+    /// A claimed span is written. The pages in `wrong` did not pass; the caller has them sent again if this is `Ok`.
+    pub(crate) fn arrived(&self, span: &KvSpan, bytes: usize, wrong: &[KvSpan]) -> Result<(), TransferError> {
+        let mut progress = self.progress();
+        progress.bytes += bytes as u64;
+        let hopeless = progress.pages.arrived(span, wrong);
+        drop(progress);
+        self.metrics.refetched(&self.landing.wire.scheme, wrong.len());
+        if hopeless > 0 {
+            let error = TransferError::Corrupted { pages: hopeless };
+            self.fail(error.clone());
+            return Err(error);
+        }
+        self.complete();
+        self.changed.notify_waiters();
+        Ok(())
+    }
+
+    /// The sender has nothing more to send. What it sent may still be under way on other streams.
+    pub(crate) fn handed_off(&self, handoff: Handoff) -> Result<(), TransferError> {
+        if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
+            return Err(TransferError::Mismatch("the handoff is for another sequence".to_owned()));
+        }
+        self.progress().handoff = Some(handoff);
+        self.complete();
+        Ok(())
+    }
+
+    /// Ends the landing with success if nothing is missing.
+    fn complete(&self) {
+        if !self.is_whole() {
+            return;
+        }
+        let Some(lease) = self.close() else { return };
+        let mut progress = self.progress();
+        let handoff = progress.handoff.take().expect("a landing is whole with its handoff, and ends once");
+        let scheme = self.landing.wire.scheme.clone();
+        let moved = progress.first_byte.map(|first| first.elapsed());
+        self.metrics.arrived(&scheme, progress.bytes, moved);
+        let (bytes, waited) = (progress.bytes, self.since.elapsed());
+        progress.outcome = Some(Outcome::Arrived(ArrivedKv { lease, handoff, bytes, scheme, waited }));
+        self.tell(progress, Ok(()));
+    }
+
+    fn is_whole(&self) -> bool {
+        let progress = self.progress();
+        progress.pages.all_verified() && progress.handoff.is_some()
+    }
+
+    /// Ends the landing without success. The first end counts; later ones change nothing.
+    pub(crate) fn fail(&self, error: TransferError) {
+        let Some(lease) = self.close() else { return };
+        self.metrics.failed(&self.landing.wire.scheme, &error);
+        self.retire(lease);
+        let mut progress = self.progress();
+        progress.outcome = Some(Outcome::Failed(error.clone()));
+        self.tell(progress, Err(&error));
+    }
+
+    /// From here on nobody writes. Waits for whoever is in the middle of one attempt.
+    fn close(&self) -> Option<BlockLease> {
+        self.lease.write().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn tell(&self, mut progress: MutexGuard<'_, Progress>, outcome: Result<(), &TransferError>) {
+        let opener = progress.opener.take();
+        drop(progress);
+        self.changed.notify_waiters();
+        if let Some(opener) = opener {
+            opener.ended(self.landing.transfer, outcome);
+        }
+    }
+
+    /// Gives the blocks back: at once if the wire is quiet, otherwise once it is proven to be.
+    fn retire(&self, lease: BlockLease) {
+        let Some(quiet) = self.quiet.get().filter(|quiet| !quiet.revoke()) else { return drop(lease) };
+        let n_blocks = lease.n_blocks();
+        warn!(transfer = %self.landing.transfer, blocks = n_blocks, awaited = quiet.awaited(), "quarantined");
+        let quarantine = lease.quarantine(quiet.awaited());
+        let counted = self.metrics.quarantined(n_blocks);
+        let (quiet, _entered) = (Arc::clone(quiet), self.runtime.enter());
+        let release = async move {
+            quiet.proven().await;
+            quarantine.release();
+            drop(counted);
+        };
+        spawn_guarded(&self.gate, "quarantine", release).detach();
+    }
+
+    pub(crate) fn needs_proof(&self, quiet: Arc<dyn Quiet>) {
+        assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
+    }
+
+    /// Ends when the landing has, or something has arrived. May also end early.
+    pub(crate) async fn changed_since(&self, is_over: impl Fn(&Self) -> bool) {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if is_over(self) {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.progress().outcome.is_some()
+    }
+
+    /// Pages verified, and pages wanted.
+    pub(crate) fn received(&self) -> (usize, usize) {
+        let progress = self.progress();
+        (progress.pages.n_verified(), progress.pages.total())
+    }
+
+    /// How it ended, if it has. An arrival is handed out once.
+    pub(crate) fn take_outcome(&self) -> Option<Outcome> {
+        let mut progress = self.progress();
+        match &progress.outcome {
+            None => None,
+            Some(Outcome::Failed(error)) => Some(Outcome::Failed(error.clone())),
+            Some(_) => progress.outcome.replace(Outcome::Taken),
+        }
+    }
+
+    /// Nobody waits for this landing any more.
+    pub(crate) fn leave(&self) {
+        self.fail(TransferError::Cancelled);
+        // KV that arrived and was never asked for goes back now, and not when the last wire forgets the landing.
+        drop(self.take_outcome());
+        if let Some(table) = self.table.upgrade() {
+            table.table().remove(&self.landing.transfer);
+        }
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One page of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageAt {
+    pub group: GroupIdx,
+    pub layer_pos: u16,
+    /// Its block's ordinal in the sequence.
+    pub block: u32,
+}
+
+impl PageAt {
+    /// All pages of a span, in the wire's order.
+    pub(crate) fn all(span: &KvSpan) -> impl Iterator<Item = Self> + use<> {
+        let (group, blocks) = (span.group, span.blocks.clone());
+        let row = move |layer_pos| blocks.clone().map(move |block| Self { group, layer_pos, block });
+        span.layers.clone().flat_map(row)
+    }
+
+    pub(crate) fn span(self) -> KvSpan {
+        let (blocks, layers) = (self.block..self.block + 1, self.layer_pos..self.layer_pos + 1);
+        KvSpan { group: self.group, blocks, layers }
+    }
+}
+
+pub(crate) mod summary;

@@ -1,0 +1,364 @@
+//! The sender's side of a transfer, the same for every wire: a queue of spans, a task that waits for their fences and
+//! cuts them into frames, and one outcome.
+//!
+//! The task is the reason why `send` does not wait for a fence, and why a prompt whose layers are late holds up
+//! nobody else: each transfer waits alone, and only frames that can leave at once compete for the wire.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use chassis::{Gate, Task, spawn_guarded};
+use kv_cache::{BlockLease, LayerFence};
+use tokio::sync::{mpsc, watch};
+use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId};
+
+use crate::connector::{ConnectorParts, KvSender};
+use crate::error::TransferError;
+use crate::landing::{Credentials, Opener, bad_request, summary};
+use crate::metrics::TransferMetrics;
+use crate::pages::{Pages, cut, wanted_part};
+
+/// Spans that wait for their fence or for the wire, per transfer.
+const SPANS_QUEUED_MAX: usize = 16;
+/// Requests to send pages again that wait, per transfer.
+const REFETCHES_QUEUED_MAX: usize = 64;
+/// Pages in one frame: bounds its digests.
+pub(crate) const FRAME_PAGES_MAX: usize = 1024;
+/// Digests in one frame: eight bytes each must fit into the frame's body.
+pub(crate) const FRAME_DIGESTS_MAX: usize = 8000;
+
+/// What a wire does for the transfers that go over it.
+#[async_trait]
+pub(crate) trait Wire: Debug + Send + Sync + 'static {
+    /// Puts some computed pages on the wire; waits for room, not for arrival. `from` is held until they have left.
+    async fn put(
+        &self,
+        out: &Arc<Outgoing>,
+        piece: KvSpan,
+        from: Arc<BlockLease>,
+    ) -> Result<(), TransferError>;
+    /// Says that everything was put.
+    async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError>;
+    /// Tells the peer that no more will come. Never waits; called once per transfer, however it ended.
+    fn leave(&self, out: &Outgoing, unfinished: Option<&TransferError>);
+}
+
+/// One transfer on its way out: what the wire, the pump and the sender share.
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    pub(crate) landing: Landing,
+    outcome: watch::Sender<Option<Result<(), TransferError>>>,
+    refetches: mpsc::Sender<Vec<KvSpan>>,
+}
+
+impl Outgoing {
+    pub(crate) fn new(landing: Landing) -> (Arc<Self>, Refetches) {
+        let (refetches, asked) = mpsc::channel(REFETCHES_QUEUED_MAX);
+        (Arc::new(Self { landing, outcome: watch::Sender::new(None), refetches }), Refetches(asked))
+    }
+
+    pub(crate) fn transfer(&self) -> TransferId {
+        self.landing.transfer
+    }
+
+    /// The first outcome counts.
+    pub(crate) fn settle(&self, outcome: Result<(), TransferError>) {
+        self.outcome.send_if_modified(|settled| {
+            let first = settled.is_none();
+            if first {
+                *settled = Some(outcome);
+            }
+            first
+        });
+    }
+
+    /// Pages arrived wrong.
+    pub(crate) fn refetch(&self, spans: Vec<KvSpan>) {
+        if self.refetches.try_send(spans).is_err() {
+            self.settle(Err(TransferError::Corrupted { pages: REFETCHES_QUEUED_MAX }));
+        }
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.outcome.borrow().is_some()
+    }
+
+    fn outcome(&self) -> Option<Result<(), TransferError>> {
+        self.outcome.borrow().clone()
+    }
+
+    pub(crate) async fn settled(&self) -> Result<(), TransferError> {
+        let mut outcome = self.outcome.subscribe();
+        let settled = outcome.wait_for(Option::is_some).await.expect("this value holds the other end");
+        settled.clone().expect("it was waited for")
+    }
+}
+
+impl Opener for Outgoing {
+    fn ended(&self, _transfer: TransferId, outcome: Result<(), &TransferError>) {
+        self.settle(outcome.map_err(TransferError::clone));
+    }
+}
+
+/// Where the pump learns what to send again.
+#[derive(Debug)]
+pub(crate) struct Refetches(mpsc::Receiver<Vec<KvSpan>>);
+
+// === what every wire checks before it opens ===
+
+/// The landing that a destination is, if it is one of this wire's and means the same KV as this node's.
+pub(crate) fn landing_of(
+    to: &Destination,
+    scheme: &Scheme,
+    parts: &ConnectorParts,
+) -> Result<Landing, TransferError> {
+    let Destination::Landing(landing) = to else {
+        return Err(TransferError::WrongDestination(format!("{to:?}")));
+    };
+    if landing.wire.scheme != *scheme {
+        return Err(TransferError::WrongDestination(format!("a landing on {}", landing.wire.scheme)));
+    }
+    parts.fingerprint.agree(&landing.fingerprint)?;
+    agree(parts.memory.layout(), &landing.layout)?;
+    Ok(landing.clone())
+}
+
+fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<(), TransferError> {
+    if ours == theirs {
+        return Ok(());
+    }
+    let parts = |layout: &KvLayout| types::Fingerprint::new(layout.fingerprint_parts());
+    let difference = match parts(ours).agree(&parts(theirs)) {
+        Err(mismatch) => mismatch.0.join("; "),
+        Ok(()) => format!("shard or layer numbers: {:?} here, {:?} there", ours.shard, theirs.shard),
+    };
+    Err(TransferError::Layout(difference))
+}
+
+/// What this node shows to a landing's owner. Layout and fingerprint are its own, not the landing's.
+pub(crate) fn credentials(landing: &Landing, parts: &ConnectorParts) -> Credentials {
+    Credentials {
+        grant: landing.grant,
+        epoch: landing.epoch,
+        n_tokens: landing.n_tokens,
+        held_tokens: landing.held_tokens,
+        layout: summary::layout(parts.memory.layout()),
+        fingerprint: summary::fingerprint(&parts.fingerprint),
+    }
+}
+
+// === the sender ===
+
+#[derive(Debug)]
+enum Job {
+    Span(SpanJob),
+    Handoff(Handoff),
+}
+
+#[derive(Clone, Debug)]
+struct SpanJob {
+    span: KvSpan,
+    from: Arc<BlockLease>,
+    ready: LayerFence,
+}
+
+/// The [`KvSender`] of every wire.
+#[derive(Debug)]
+pub(crate) struct Sender {
+    out: Arc<Outgoing>,
+    wire: Arc<dyn Wire>,
+    jobs: mpsc::Sender<Job>,
+    pages: Pages,
+    metrics: TransferMetrics,
+    /// Ends with the sender, and with it every lease that waits in the queue.
+    #[expect(dead_code, reason = "held for its Drop")]
+    pump: Task<()>,
+}
+
+impl Sender {
+    pub(crate) fn start(
+        out: Arc<Outgoing>,
+        refetches: Refetches,
+        wire: Arc<dyn Wire>,
+        parts: &ConnectorParts,
+    ) -> Box<dyn KvSender> {
+        let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
+        let pages = Pages::of(&out.landing);
+        let frame_bytes = parts.settings.frame_bytes;
+        let pump = Pump { out: Arc::clone(&out), wire: Arc::clone(&wire), frame_bytes, sent: Vec::new() };
+        let pump = pump.start(&parts.gate, queue, refetches);
+        Box::new(Self { out, wire, jobs, pages, metrics: parts.metrics.clone(), pump })
+    }
+
+    fn check(&self, span: &KvSpan, from: &BlockLease) -> Result<(), TransferError> {
+        if !self.pages.contains(span) {
+            return Err(bad_request(&format!("{span:?}")));
+        }
+        if from.table(span.group).len() < span.blocks.end as usize {
+            return Err(bad_request("the lease is shorter than the span"));
+        }
+        Ok(())
+    }
+
+    /// Waits for room in the queue, or for the transfer's end.
+    async fn room(&self) -> Result<mpsc::OwnedPermit<Job>, TransferError> {
+        tokio::select! {
+            biased;
+            outcome = self.out.settled() => Err(outcome.err().unwrap_or(TransferError::Closed)),
+            room = self.jobs.clone().reserve_owned() => room.map_err(|_| TransferError::Closed),
+        }
+    }
+}
+
+#[async_trait]
+impl KvSender for Sender {
+    async fn send(
+        &mut self,
+        span: KvSpan,
+        from: Arc<BlockLease>,
+        ready: LayerFence,
+    ) -> Result<(), TransferError> {
+        let Some(span) = wanted_part(span, &self.out.landing) else { return Ok(()) };
+        self.check(&span, &from)?;
+        let room = self.room().await?;
+        if !self.pages.claim(&span) {
+            return Err(bad_request("a page is sent for the second time"));
+        }
+        room.send(Job::Span(SpanJob { span, from, ready }));
+        Ok(())
+    }
+
+    async fn finish(self: Box<Self>, handoff: Handoff) -> Result<(), TransferError> {
+        let (sent, wanted) = (self.pages.n_claimed(), self.pages.total());
+        if sent < wanted {
+            return Err(TransferError::Incomplete { sent, wanted });
+        }
+        let landing = &self.out.landing;
+        if (handoff.transfer, handoff.n_tokens) != (landing.transfer, landing.n_tokens) {
+            return Err(bad_request("a handoff of another sequence"));
+        }
+        self.room().await?.send(Job::Handoff(handoff));
+        self.out.settled().await
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        self.out.settle(Err(TransferError::Cancelled));
+        let unfinished = self.out.outcome().and_then(Result::err);
+        self.metrics.sent(&self.out.landing, unfinished.as_ref());
+        self.wire.leave(&self.out, unfinished.as_ref());
+    }
+}
+
+// === the pump ===
+
+/// Takes one transfer's spans from the queue to the wire, in order.
+#[derive(Debug)]
+struct Pump {
+    out: Arc<Outgoing>,
+    wire: Arc<dyn Wire>,
+    frame_bytes: usize,
+    /// What was put, to be put again if it arrives wrong. Holds the leases until the receiver has verified.
+    sent: Vec<SpanJob>,
+}
+
+impl Pump {
+    fn start(mut self, gate: &Gate, mut queue: mpsc::Receiver<Job>, mut refetches: Refetches) -> Task<()> {
+        spawn_guarded(gate, "outgoing transfer", async move {
+            if let Err(error) = self.run(&mut queue, &mut refetches).await {
+                self.out.settle(Err(error));
+            }
+        })
+    }
+
+    async fn run(
+        &mut self,
+        queue: &mut mpsc::Receiver<Job>,
+        refetches: &mut Refetches,
+    ) -> Result<(), TransferError> {
+        let out = Arc::clone(&self.out);
+        loop {
+            tokio::select! {
+                biased;
+                _ = out.settled() => return Ok(()),
+                Some(spans) = refetches.0.recv() => self.put_again(spans).await?,
+                Some(job) = queue.recv() => self.take(job).await?,
+            }
+        }
+    }
+
+    async fn take(&mut self, job: Job) -> Result<(), TransferError> {
+        match job {
+            Job::Span(job) => self.put_when_ready(job).await,
+            Job::Handoff(handoff) => self.wire.hand_off(&self.out, handoff).await,
+        }
+    }
+
+    /// Puts layers as they are finished: as many at once as are computed, at least one.
+    async fn put_when_ready(&mut self, job: SpanJob) -> Result<(), TransferError> {
+        self.sent.push(job.clone());
+        let mut first = job.span.layers.start;
+        while first < job.span.layers.end {
+            let end = self.computed_until(&job, first).await?;
+            self.put(KvSpan { layers: first..end, ..job.span.clone() }, &job.from).await?;
+            first = end;
+        }
+        Ok(())
+    }
+
+    /// Waits for the layer at `first`; the end of the run of computed layers that begins there.
+    async fn computed_until(&self, job: &SpanJob, first: u16) -> Result<u16, TransferError> {
+        let layers = &self.out.landing.layout.group(job.span.group).layers;
+        let done_when = |pos: u16| layers[usize::from(pos)].layer + 1;
+        tokio::select! {
+            biased;
+            passed = job.ready.wait(done_when(first)) => passed.map_err(|_| TransferError::FenceBroken)?,
+            _ = self.out.settled() => return Err(TransferError::Cancelled),
+        }
+        let mut rest = first + 1..job.span.layers.end;
+        Ok(rest.find(|pos| !job.ready.is_open(done_when(*pos))).unwrap_or(job.span.layers.end))
+    }
+
+    async fn put(&self, span: KvSpan, from: &Arc<BlockLease>) -> Result<(), TransferError> {
+        let pages_max = frame_pages(&self.out.landing.layout, &span);
+        for piece in cut(&self.out.landing.layout, &span, self.frame_bytes, pages_max) {
+            tokio::select! {
+                biased;
+                _ = self.out.settled() => return Ok(()),
+                put = self.wire.put(&self.out, piece, Arc::clone(from)) => put?,
+            }
+        }
+        Ok(())
+    }
+
+    async fn put_again(&mut self, spans: Vec<KvSpan>) -> Result<(), TransferError> {
+        for span in spans {
+            let holds = |job: &&SpanJob| covers(&job.span, &span);
+            let Some(job) = self.sent.iter().find(holds) else {
+                return Err(TransferError::Mismatch(
+                    "pages were asked for again that were never sent".to_owned(),
+                ));
+            };
+            self.put(span, &Arc::clone(&job.from)).await?;
+        }
+        Ok(())
+    }
+}
+
+fn covers(sent: &KvSpan, asked: &KvSpan) -> bool {
+    sent.group == asked.group
+        && sent.layers.start <= asked.layers.start
+        && asked.layers.end <= sent.layers.end
+        && sent.blocks.start <= asked.blocks.start
+        && asked.blocks.end <= sent.blocks.end
+}
+
+/// How many of a span's pages fit into one frame with their digests.
+fn frame_pages(layout: &KvLayout, span: &KvSpan) -> usize {
+    let layers =
+        &layout.group(span.group).layers[usize::from(span.layers.start)..usize::from(span.layers.end)];
+    let heads_max = layers.iter().map(|shape| usize::from(shape.n_kv_heads)).max().unwrap_or(1);
+    (FRAME_DIGESTS_MAX / heads_max.max(1)).clamp(1, FRAME_PAGES_MAX)
+}

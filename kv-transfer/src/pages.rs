@@ -1,0 +1,205 @@
+//! Which pages of a transfer are where: not there, on their way, or in place and verified.
+//!
+//! A page is one layer's share of a block. Only wanted pages count; held ones are not part of the transfer.
+
+use std::ops::Range;
+
+use types::{GroupIdx, KvLayout, KvSpan, Landing};
+
+/// Numbers the wanted pages of a landing: `[group][layer][block]`.
+#[derive(Clone, Debug)]
+struct PageIndex {
+    wanted: Range<u32>,
+    /// Layers of all groups before each group, and of all groups at the end.
+    layers_before: Vec<usize>,
+}
+
+impl PageIndex {
+    fn of(landing: &Landing) -> Self {
+        let mut layers_before = vec![0];
+        for group in &landing.layout.groups {
+            layers_before.push(layers_before[layers_before.len() - 1] + group.layers.len());
+        }
+        Self { wanted: landing.wanted_blocks(), layers_before }
+    }
+
+    fn n_pages(&self) -> usize {
+        self.wanted.len() * self.layers_before[self.layers_before.len() - 1]
+    }
+
+    fn contains(&self, span: &KvSpan) -> bool {
+        let group = usize::from(span.group.0);
+        let Some(next) = self.layers_before.get(group + 1) else { return false };
+        let n_layers = next - self.layers_before[group];
+        usize::from(span.layers.end) <= n_layers
+            && self.wanted.start <= span.blocks.start
+            && span.blocks.end <= self.wanted.end
+    }
+
+    /// The numbers of one layer of a span's pages.
+    fn row(&self, group: GroupIdx, layer_pos: u16, blocks: &Range<u32>) -> Range<usize> {
+        let layer = self.layers_before[usize::from(group.0)] + usize::from(layer_pos);
+        let start = layer * self.wanted.len() + (blocks.start - self.wanted.start) as usize;
+        start..start + blocks.len()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PageState {
+    Missing,
+    OnItsWay,
+    /// Arrived wrong once, and asked for again.
+    MissingAgain,
+    OnItsWayAgain,
+    Verified,
+}
+
+/// The state of every wanted page of one transfer.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    index: PageIndex,
+    states: Vec<PageState>,
+    n_claimed: usize,
+    n_verified: usize,
+}
+
+impl Pages {
+    pub(crate) fn of(landing: &Landing) -> Self {
+        let index = PageIndex::of(landing);
+        let states = vec![PageState::Missing; index.n_pages()];
+        Self { index, states, n_claimed: 0, n_verified: 0 }
+    }
+
+    pub(crate) fn total(&self) -> usize {
+        self.states.len()
+    }
+
+    /// Pages that were ever on their way.
+    pub(crate) fn n_claimed(&self) -> usize {
+        self.n_claimed
+    }
+
+    pub(crate) fn n_verified(&self) -> usize {
+        self.n_verified
+    }
+
+    pub(crate) fn all_verified(&self) -> bool {
+        self.n_verified == self.total()
+    }
+
+    /// Whether the span names wanted pages and nothing else.
+    pub(crate) fn contains(&self, span: &KvSpan) -> bool {
+        self.index.contains(span)
+    }
+
+    /// The pages are on their way now: true. If any of them is so already, or has arrived, nothing changes: false.
+    pub(crate) fn claim(&mut self, span: &KvSpan) -> bool {
+        let rows = self.rows(span);
+        let free = |state: &PageState| matches!(state, PageState::Missing | PageState::MissingAgain);
+        if !rows.iter().all(|row| self.states[row.clone()].iter().all(free)) {
+            return false;
+        }
+        for state in rows.into_iter().flatten() {
+            let again = self.states[state] == PageState::MissingAgain;
+            self.states[state] = if again { PageState::OnItsWayAgain } else { PageState::OnItsWay };
+            self.n_claimed += usize::from(!again);
+        }
+        true
+    }
+
+    /// All pages of a claimed span are in place and verified, except the wrong ones.
+    ///
+    /// Returns how many of the wrong ones are so for the second time.
+    pub(crate) fn arrived(&mut self, span: &KvSpan, wrong: &[KvSpan]) -> usize {
+        let wrong: Vec<usize> = wrong.iter().flat_map(|wrong| self.rows(wrong)).flatten().collect();
+        let again = wrong.iter().filter(|page| self.states[**page] == PageState::OnItsWayAgain).count();
+        for page in wrong {
+            self.states[page] = PageState::MissingAgain;
+        }
+        for page in self.rows(span).into_iter().flatten() {
+            if matches!(self.states[page], PageState::OnItsWay | PageState::OnItsWayAgain) {
+                self.states[page] = PageState::Verified;
+                self.n_verified += 1;
+            }
+        }
+        again
+    }
+
+    /// The numbers of a span's pages, layer by layer.
+    fn rows(&self, span: &KvSpan) -> Vec<Range<usize>> {
+        span.layers.clone().map(|layer_pos| self.index.row(span.group, layer_pos, &span.blocks)).collect()
+    }
+}
+
+/// The part of a span that the receiver wants; `None` if it holds all of it already.
+pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
+    let wanted = landing.wanted_blocks();
+    let blocks = span.blocks.start.max(wanted.start)..span.blocks.end;
+    (!blocks.is_empty() && !span.layers.is_empty()).then_some(KvSpan { blocks, ..span })
+}
+
+/// Cuts a span into pieces of at most `bytes_max` bytes and `pages_max` pages, but at least one page each.
+///
+/// Pieces keep the order of layers. Where a layer's part is small, one piece holds several layers.
+///
+/// | layers × blocks, 4 pages a piece | pieces |
+/// |---|---|
+/// | 1 × 10 | 1 × 4, 1 × 4, 1 × 2 |
+/// | 5 × 2  | 2 × 2, 2 × 2, 1 × 2 |
+/// | 2 × 5  | 1 × 4, 1 × 1, 1 × 4, 1 × 1 |
+pub(crate) fn cut(layout: &KvLayout, span: &KvSpan, bytes_max: usize, pages_max: usize) -> Vec<KvSpan> {
+    let mut pieces = Vec::new();
+    let mut layer = span.layers.start;
+    while layer < span.layers.end {
+        let n_blocks = blocks_per_piece(layout, span.group, layer, bytes_max, pages_max);
+        if n_blocks < span.blocks.len() {
+            pieces.extend(one_layer(span, layer, n_blocks));
+            layer += 1;
+        } else {
+            let layers = layer..last_layer(layout, span, layer, bytes_max, pages_max);
+            layer = layers.end;
+            pieces.push(KvSpan { layers, ..span.clone() });
+        }
+    }
+    pieces
+}
+
+fn page_bytes(layout: &KvLayout, group: GroupIdx, layer_pos: u16) -> usize {
+    layout.page_bytes(layout.group(group).layers[usize::from(layer_pos)])
+}
+
+fn blocks_per_piece(
+    layout: &KvLayout,
+    group: GroupIdx,
+    layer_pos: u16,
+    bytes_max: usize,
+    pages_max: usize,
+) -> usize {
+    (bytes_max / page_bytes(layout, group, layer_pos).max(1)).min(pages_max).max(1)
+}
+
+fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item = KvSpan> {
+    let end = span.blocks.end;
+    span.blocks.clone().step_by(n_blocks).map(move |start| KvSpan {
+        group: span.group,
+        blocks: start..end.min(start + n_blocks as u32),
+        layers: layer..layer + 1,
+    })
+}
+
+/// The end of the longest run of layers from `first` on that fits into one piece.
+fn last_layer(layout: &KvLayout, span: &KvSpan, first: u16, bytes_max: usize, pages_max: usize) -> u16 {
+    let (mut bytes, mut pages) = (0, 0);
+    for layer in first..span.layers.end {
+        bytes += page_bytes(layout, span.group, layer) * span.blocks.len();
+        pages += span.blocks.len();
+        if layer > first && (bytes > bytes_max || pages > pages_max) {
+            return layer;
+        }
+    }
+    span.layers.end
+}
+
+#[cfg(test)]
+#[path = "pages_tests.rs"]
+mod tests;

@@ -1,0 +1,95 @@
+use proptest::prelude::*;
+use types::layout::KvDtype;
+use types::{Epoch, Fingerprint, Grant, NodeId, Scheme, TransferId, WireAddress};
+
+use super::*;
+
+/// Three layers of pages of 512 bytes; blocks of 16 tokens.
+fn landing(n_tokens: u32, held_tokens: u32) -> Landing {
+    Landing {
+        transfer: TransferId(1),
+        node: NodeId::new("d"),
+        epoch: Epoch(1),
+        grant: Grant::from_bytes([0; 16]),
+        wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: String::new() },
+        n_tokens,
+        held_tokens,
+        tables: vec![],
+        layout: KvLayout::uniform(16, KvDtype::F32, 3, 1, 4),
+        fingerprint: Fingerprint::default(),
+    }
+}
+
+fn span(layers: Range<u16>, blocks: Range<u32>) -> KvSpan {
+    KvSpan { group: GroupIdx(0), blocks, layers }
+}
+
+#[test]
+fn a_page_is_claimed_once() {
+    let mut pages = Pages::of(&landing(64, 16));
+    assert_eq!(pages.total(), 9);
+    assert!(pages.claim(&span(0..2, 1..3)));
+    assert!(!pages.claim(&span(1..3, 2..4)), "one of its pages is on its way");
+    assert!(pages.claim(&span(2..3, 1..4)));
+    assert_eq!(pages.arrived(&span(0..2, 1..3), &[]), 0);
+    assert!(!pages.claim(&span(0..1, 1..2)), "it has arrived");
+    assert_eq!((pages.n_claimed(), pages.n_verified()), (7, 4));
+}
+
+#[test]
+fn a_wrong_page_has_one_more_chance() {
+    let mut pages = Pages::of(&landing(16, 0));
+    let (all, wrong) = (span(0..3, 0..1), span(1..2, 0..1));
+    assert!(pages.claim(&all));
+    assert_eq!(pages.arrived(&all, std::slice::from_ref(&wrong)), 0);
+    assert_eq!(pages.n_verified(), 2);
+    assert!(pages.claim(&wrong));
+    assert_eq!(pages.arrived(&wrong, std::slice::from_ref(&wrong)), 1);
+    assert!(pages.claim(&wrong));
+    assert_eq!(pages.arrived(&wrong, &[]), 0);
+    assert!(pages.all_verified());
+}
+
+#[test]
+fn only_wanted_pages_belong_to_a_transfer() {
+    let pages = Pages::of(&landing(40, 16));
+    for (span, inside) in [
+        (span(0..3, 1..3), true),
+        (span(0..1, 0..1), false),
+        (span(0..1, 2..4), false),
+        (span(2..4, 1..2), false),
+        (KvSpan { group: GroupIdx(1), ..span(0..1, 1..2) }, false),
+    ] {
+        assert_eq!(pages.contains(&span), inside, "{span:?}");
+    }
+    assert_eq!(wanted_part(span(0..1, 0..3), &landing(40, 16)), Some(span(0..1, 1..3)));
+    assert_eq!(wanted_part(span(0..1, 0..1), &landing(40, 16)), None);
+}
+
+#[test]
+fn cutting_table() {
+    let layout = landing(16, 0).layout;
+    for (whole, pieces) in [
+        (span(0..1, 0..10), vec![span(0..1, 0..4), span(0..1, 4..8), span(0..1, 8..10)]),
+        (span(0..3, 0..2), vec![span(0..2, 0..2), span(2..3, 0..2)]),
+        (span(1..3, 3..8), vec![span(1..2, 3..7), span(1..2, 7..8), span(2..3, 3..7), span(2..3, 7..8)]),
+    ] {
+        assert_eq!(cut(&layout, &whole, 4 * 512, 100), pieces, "by bytes");
+        assert_eq!(cut(&layout, &whole, 1 << 20, 4), pieces, "by pages");
+    }
+    assert_eq!(cut(&layout, &span(0..1, 0..2), 1, 100).len(), 2, "one page at least");
+}
+
+proptest! {
+    #[test]
+    fn pieces_are_the_span(layers in 0u16..3, n_blocks in 1u32..40, bytes in 1usize..20_000, n_pages in 1usize..50) {
+        let landing = landing(40 * 16, 0);
+        let whole = span(layers..3, 0..n_blocks);
+        let mut pages = Pages::of(&landing);
+        for piece in cut(&landing.layout, &whole, bytes, n_pages) {
+            prop_assert!(pages.contains(&piece));
+            prop_assert!(pages.claim(&piece), "twice: {piece:?}");
+        }
+        prop_assert_eq!(pages.n_claimed(), whole.layers.len() * whole.blocks.len());
+    }
+}

@@ -1,0 +1,39 @@
+//! What an operator can say about KV transfer.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// The `[transfer]` section of a node's configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TransferSettings {
+    /// `host:port` on which the tcp connector listens; port 0 takes a free one.
+    pub listen: String,
+    /// The host that peers are told to connect to. Empty: the one in `listen`, which must then not be `0.0.0.0`.
+    pub advertise: String,
+    /// TCP streams to each peer. Two keep two cores busy; more help where one flow is shaped.
+    pub streams: u16,
+    /// How long a peer may be silent, or a read or write stand still, before the wire is taken for dead.
+    pub stall_ms: u64,
+    /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
+    pub frame_bytes: usize,
+}
+
+impl Default for TransferSettings {
+    fn default() -> Self {
+        Self {
+            listen: "127.0.0.1:0".to_owned(),
+            advertise: String::new(),
+            streams: 2,
+            stall_ms: 5_000,
+            frame_bytes: 512 << 10,
+        }
+    }
+}
+
+impl TransferSettings {
+    pub fn stall(&self) -> Duration {
+        Duration::from_millis(self.stall_ms)
+    }
+}

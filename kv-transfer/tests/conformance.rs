@@ -1,0 +1,36 @@
+//! Every connector of this crate passes the suite.
+
+use std::sync::Arc;
+
+use baton_kv_transfer::conformance::conformance;
+use baton_kv_transfer::connectors::flaky::Flaky;
+use baton_kv_transfer::{ConnectorParts, KvConnector, build};
+
+async fn built(name: &'static str, parts: ConnectorParts) -> Arc<dyn KvConnector> {
+    build(name, parts).await.expect("a free port")
+}
+
+#[tokio::test(start_paused = true)]
+async fn loopback() {
+    conformance(|parts| built("loopback", parts)).await;
+}
+
+#[tokio::test]
+async fn tcp() {
+    conformance(|parts| built("tcp", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_on_many_threads() {
+    conformance(|parts| built("tcp", parts)).await;
+}
+
+/// Without faults of its own: the suite's are played by the connector inside.
+#[tokio::test(start_paused = true)]
+async fn flaky_loopback() {
+    conformance(|parts| async {
+        let faults = parts.faults.clone();
+        Flaky::over(built("loopback", parts).await, faults) as Arc<dyn KvConnector>
+    })
+    .await;
+}
