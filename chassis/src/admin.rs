@@ -76,7 +76,8 @@ async fn ready(State(readiness): State<Readiness>) -> Response {
     }
 }
 
-async fn page(State(metrics): State<Metrics>) -> impl IntoResponse {
+/// The page of `/metrics`.
+pub async fn page(State(metrics): State<Metrics>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, prometheus::TEXT_FORMAT)], metrics.page())
 }
 

@@ -62,6 +62,12 @@ impl Prompt {
         (self.stop.max_tokens as usize).saturating_sub(self.n_generated)
     }
 
+    /// The prompt that goes on where this one, after `generated`, stopped.
+    pub fn continued(&self, generated: &[TokenId]) -> Self {
+        let tokens = self.tokens.iter().chain(generated).copied().collect();
+        Self { tokens, n_generated: self.n_generated + generated.len(), ..self.clone() }
+    }
+
     /// The most tokens whose KV this sequence can ever hold: the last generated token needs none.
     pub fn tokens_at_most(&self) -> usize {
         self.tokens.len() + self.tokens_left().saturating_sub(1)

@@ -48,8 +48,9 @@ pub struct WireAddress {
 pub enum Destination {
     /// Into memory that a decode node has reserved.
     Landing(Landing),
-    /// Nowhere yet: it stays leased in the prefill node's outbox until `Deliver` names a landing, or the deadline passes.
-    Held,
+    /// Nowhere yet: it stays leased in the prefill node's outbox until `Deliver` names this transfer and a landing for
+    /// it, or the deadline passes.
+    Held(TransferId),
     /// Into the shared pool.
     Store,
 }

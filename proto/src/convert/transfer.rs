@@ -1,5 +1,6 @@
 //! Landings and where KV is to go.
 
+use bytes::Bytes;
 use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, Shard};
 use types::{
     BlockIdx, Destination, Epoch, Fingerprint, Grant, KvLayout, Landing, NodeId, Scheme, TransferId,
@@ -21,7 +22,7 @@ impl From<&Landing> for v1::Landing {
         let table =
             |table: &Vec<BlockIdx>| v1::BlockTable { blocks: table.iter().map(|block| block.0).collect() };
         Self {
-            transfer: landing.transfer.0.to_be_bytes().to_vec().into(),
+            transfer: transfer_to_wire(landing.transfer),
             node: landing.node.to_string(),
             epoch: landing.epoch.0,
             grant: landing.grant.to_bytes().to_vec().into(),
@@ -40,7 +41,7 @@ impl TryFrom<v1::Landing> for Landing {
 
     fn try_from(wire: v1::Landing) -> Result<Self, ConvertError> {
         let landing = Self {
-            transfer: TransferId(u128::from_be_bytes(sixteen(&wire.transfer, "landing.transfer")?)),
+            transfer: transfer_from_wire(&wire.transfer, "landing.transfer")?,
             node: NodeId::new(wire.node),
             epoch: Epoch(wire.epoch),
             grant: Grant::from_bytes(sixteen(&wire.grant, "landing.grant")?),
@@ -54,6 +55,15 @@ impl TryFrom<v1::Landing> for Landing {
         consistent(&landing)?;
         Ok(landing)
     }
+}
+
+/// A transfer's id as it is written in every message.
+pub fn transfer_to_wire(transfer: TransferId) -> Bytes {
+    Bytes::copy_from_slice(&transfer.0.to_be_bytes())
+}
+
+pub fn transfer_from_wire(wire: &[u8], field: &'static str) -> Result<TransferId, ConvertError> {
+    Ok(TransferId(u128::from_be_bytes(sixteen(wire, field)?)))
 }
 
 fn block_table(wire: v1::BlockTable) -> Vec<BlockIdx> {
@@ -210,7 +220,7 @@ impl From<&Destination> for prefill_request::Destination {
     fn from(destination: &Destination) -> Self {
         match destination {
             Destination::Landing(landing) => Self::Landing(landing.into()),
-            Destination::Held => Self::Held(v1::Held {}),
+            Destination::Held(transfer) => Self::Held(v1::Held { transfer: transfer_to_wire(*transfer) }),
             Destination::Store => Self::Store(v1::Store {}),
         }
     }
@@ -222,7 +232,9 @@ impl TryFrom<prefill_request::Destination> for Destination {
     fn try_from(wire: prefill_request::Destination) -> Result<Self, ConvertError> {
         Ok(match wire {
             prefill_request::Destination::Landing(landing) => Self::Landing(landing.try_into()?),
-            prefill_request::Destination::Held(v1::Held {}) => Self::Held,
+            prefill_request::Destination::Held(held) => {
+                Self::Held(transfer_from_wire(&held.transfer, "held.transfer")?)
+            }
             prefill_request::Destination::Store(v1::Store {}) => Self::Store,
         })
     }
