@@ -1,0 +1,162 @@
+//! What a router is told: [`RawRouterConfig`] as written, [`RouterConfig`] as meant.
+
+use std::time::Duration;
+
+use chassis::telemetry::LogSettings;
+use serde::{Deserialize, Serialize};
+
+use crate::dispatch::{Budget, Order};
+use crate::policy;
+
+/// A router's TOML file.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RawRouterConfig {
+    pub router: RouterSection,
+    pub registry: RegistrySection,
+    pub log: LogSettings,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RouterSection {
+    /// `host:port` of the OpenAI-compatible endpoint, with `/metrics`, `/ready` and `/debug`.
+    pub http: String,
+    /// `host:port` of the gRPC endpoint, with the embedded registry.
+    pub grpc: String,
+    /// `random`, `round-robin` or `least-loaded`.
+    pub policy: String,
+    /// `decode-first` reserves room before anything is computed; `prefill-first` chooses a decode node when the KV is there.
+    pub order: String,
+    /// Time a request may take that does not say how long it may take.
+    pub deadline_ms: u64,
+    /// Requests at one time; more are answered with 429.
+    pub requests_max: usize,
+    /// Routes that may fail between two tokens of one request.
+    pub attempts_max: u32,
+    /// How long a request may wait for a node with room before it is answered with 503.
+    pub wait_ms: u64,
+    /// How long requests under way may go on after the router was asked to stop.
+    pub drain_ms: u64,
+}
+
+impl Default for RouterSection {
+    fn default() -> Self {
+        Self {
+            http: "127.0.0.1:8000".to_owned(),
+            grpc: "127.0.0.1:50051".to_owned(),
+            policy: "least-loaded".to_owned(),
+            order: "decode-first".to_owned(),
+            deadline_ms: 600_000,
+            requests_max: 4096,
+            attempts_max: 4,
+            wait_ms: 60_000,
+            drain_ms: 30_000,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RegistrySection {
+    /// `embedded`: this router is the registry. Otherwise `etcd://host:2379,host:2379/cluster`.
+    pub url: String,
+}
+
+impl Default for RegistrySection {
+    fn default() -> Self {
+        Self { url: EMBEDDED.to_owned() }
+    }
+}
+
+const EMBEDDED: &str = "embedded";
+
+/// A router's configuration, checked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RouterConfig {
+    pub http: String,
+    pub grpc: String,
+    /// A name that the table of policies has.
+    pub policy: String,
+    pub order: Order,
+    pub deadline: Duration,
+    pub requests_max: usize,
+    pub budget: Budget,
+    pub drain: Duration,
+    /// `None`: this router is the registry.
+    pub registry_url: Option<String>,
+    pub log: LogSettings,
+}
+
+/// A setting whose value means nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{key}`: {value:?} is not one of {known}")]
+pub struct UnknownChoice {
+    pub key: &'static str,
+    pub value: String,
+    pub known: String,
+}
+
+impl RouterConfig {
+    pub fn resolve(raw: RawRouterConfig) -> Result<Self, UnknownChoice> {
+        let RawRouterConfig { router, registry, log } = raw;
+        if policy::by_name(&router.policy).is_none() {
+            return Err(unknown("router.policy", router.policy, policy::NAMES));
+        }
+        Ok(Self {
+            order: order(&router.order)?,
+            http: router.http,
+            grpc: router.grpc,
+            policy: router.policy,
+            deadline: Duration::from_millis(router.deadline_ms),
+            requests_max: router.requests_max.max(1),
+            budget: Budget {
+                attempts_max: router.attempts_max.max(1),
+                wait_max: Duration::from_millis(router.wait_ms),
+            },
+            drain: Duration::from_millis(router.drain_ms),
+            registry_url: (registry.url != EMBEDDED).then_some(registry.url),
+            log,
+        })
+    }
+}
+
+fn order(name: &str) -> Result<Order, UnknownChoice> {
+    match name {
+        "decode-first" => Ok(Order::DecodeFirst),
+        "prefill-first" => Ok(Order::PrefillFirst),
+        _ => Err(unknown("router.order", name.to_owned(), &["decode-first", "prefill-first"])),
+    }
+}
+
+fn unknown(key: &'static str, value: String, known: &[&str]) -> UnknownChoice {
+    UnknownChoice { key, value, known: known.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_a_configuration() {
+        let config = RouterConfig::resolve(RawRouterConfig::default()).expect("the defaults are valid");
+        assert_eq!(config.order, Order::DecodeFirst);
+        assert_eq!(config.registry_url, None);
+        assert_eq!(config.deadline, Duration::from_secs(600));
+    }
+
+    #[test]
+    fn what_means_nothing_is_refused_with_what_would() {
+        let mut raw = RawRouterConfig::default();
+        raw.router.order = "both".to_owned();
+        let error = RouterConfig::resolve(raw).expect_err("no such order");
+        assert_eq!(error.to_string(), "`router.order`: \"both\" is not one of decode-first, prefill-first");
+        let mut raw = RawRouterConfig::default();
+        raw.router.policy = "best".to_owned();
+        let error = RouterConfig::resolve(raw).expect_err("no such policy");
+        assert_eq!(
+            error.to_string(),
+            "`router.policy`: \"best\" is not one of random, round-robin, least-loaded"
+        );
+    }
+}

@@ -1,0 +1,155 @@
+//! The steps of one request after it was started, whatever dies meanwhile.
+//!
+//! When a node dies, or the KV fails, the prompt and the tokens that were sent already go to another route, and the stream
+//! goes on: [`Step::index`] shows that no token was lost or doubled, and greedy decoding, or draws keyed by position, that
+//! none was changed.
+
+use futures::Stream;
+use tokio::time::Instant;
+use tracing::{info, warn};
+use types::{Prompt, RefusalKind, Step, TokenId, Verdict};
+
+use crate::admission::Permit;
+use crate::dispatch::{Dispatch, Rest, Started};
+use crate::error::ServeError;
+use crate::metrics::Stage;
+use crate::rpc::{DecodeCall, DecodeProgress, Failure};
+
+/// A started request. Dropping it cancels the request on every node.
+#[derive(Debug)]
+pub(crate) struct Continuation {
+    dispatch: Dispatch,
+    prompt: Prompt,
+    /// The tokens that this stream has given out.
+    sent: Vec<TokenId>,
+    state: State,
+    accepted: Instant,
+    /// When the last step was given out.
+    last: Instant,
+    _permit: Permit,
+}
+
+#[derive(Debug)]
+enum State {
+    /// A step is in hand.
+    First(Box<Started>),
+    Running(Rest),
+    /// The last step, or the error, was given out.
+    Ended,
+}
+
+impl Continuation {
+    pub(crate) fn new(
+        dispatch: Dispatch,
+        prompt: Prompt,
+        started: Started,
+        permit: Permit,
+        accepted: Instant,
+    ) -> Self {
+        let last = dispatch.parts().world.now();
+        let state = State::First(Box::new(started));
+        Self { dispatch, prompt, sent: Vec::new(), state, accepted, last, _permit: permit }
+    }
+
+    pub(crate) fn into_steps(self) -> impl Stream<Item = Result<Step, ServeError>> + Send {
+        futures::stream::unfold(self, |mut continuation| async move {
+            let item = continuation.next().await?;
+            Some((item, continuation))
+        })
+    }
+
+    async fn next(&mut self) -> Option<Result<Step, ServeError>> {
+        let state = std::mem::replace(&mut self.state, State::Ended);
+        let (dispatch, deadline) = (self.dispatch.clone(), self.prompt.deadline);
+        let step = match state {
+            State::Ended => return None,
+            State::First(started) => {
+                let Started { first, rest, .. } = *started;
+                self.state = State::Running(rest);
+                Ok(first)
+            }
+            State::Running(rest) => dispatch.by_deadline(deadline, self.step(rest)).await,
+        };
+        Some(step.and_then(|step| self.give(step)))
+    }
+
+    /// The next step from `rest` or, when that fails, from wherever the sequence can be continued.
+    async fn step(&mut self, rest: Rest) -> Result<Step, ServeError> {
+        let failure = match self.decode_of(rest).await {
+            Ok(decode) => match self.step_of(decode).await {
+                Ok(step) => return Ok(step),
+                Err(failure) => failure.into(),
+            },
+            Err(error) => error,
+        };
+        self.go_on(failure).await
+    }
+
+    /// The decode stream behind `rest`.
+    async fn decode_of(&self, rest: Rest) -> Result<Box<DecodeCall>, ServeError> {
+        match rest {
+            Rest::Decode(decode) => Ok(decode),
+            Rest::Held(held) => self.dispatch.deliver(&self.prompt, &held).await.map(Box::new),
+        }
+    }
+
+    async fn step_of(&mut self, mut decode: Box<DecodeCall>) -> Result<Step, Failure> {
+        loop {
+            match decode.progress().await? {
+                DecodeProgress::Arrived { scheme, bytes, waited } => {
+                    self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
+                }
+                DecodeProgress::Step(step) if step.index == self.next_index() => {
+                    self.state = State::Running(Rest::Decode(decode));
+                    return Ok(step);
+                }
+                DecodeProgress::Step(step) => return Err(decode.wrong_index(step.index, self.next_index())),
+            }
+        }
+    }
+
+    /// Continues elsewhere after `failure`, with everything that was sent so far as the prompt.
+    async fn go_on(&mut self, failure: ServeError) -> Result<Step, ServeError> {
+        if !another_route_may_help(&failure) {
+            return Err(failure);
+        }
+        info!(request_id = %self.prompt.id, sent = self.sent.len(), reason = %failure, "continuing elsewhere");
+        self.dispatch.parts().metrics.continuations.inc();
+        let started = self.dispatch.start(&self.prompt.continued(&self.sent)).await?;
+        if started.first.index != self.next_index() {
+            let reason =
+                format!("continued with step {} instead of {}", started.first.index, self.next_index());
+            warn!(request_id = %self.prompt.id, reason, "continuation refused");
+            return Err(ServeError::Refused { kind: RefusalKind::Failed, reason });
+        }
+        self.state = State::Running(started.rest);
+        Ok(started.first)
+    }
+
+    /// Books a step that is about to be given out.
+    fn give(&mut self, step: Step) -> Result<Step, ServeError> {
+        let metrics = &self.dispatch.parts().metrics;
+        let now = self.dispatch.parts().world.now();
+        match self.sent.len() {
+            0 => {}
+            1 => metrics.stage(Stage::HandoverGap, now - self.last),
+            _ => metrics.stage(Stage::Step, now - self.last),
+        }
+        self.last = now;
+        self.sent.push(step.token);
+        if step.finish.is_some() {
+            self.state = State::Ended;
+            metrics.stage(Stage::Whole, now - self.accepted);
+        }
+        Ok(step)
+    }
+
+    fn next_index(&self) -> u32 {
+        (self.prompt.n_generated + self.sent.len()) as u32
+    }
+}
+
+/// Whether it was a node that failed, and not the prompt, the clock or the whole cluster.
+fn another_route_may_help(error: &ServeError) -> bool {
+    matches!(error, ServeError::Refused { kind, .. } if kind.verdict() == Verdict::RetryElsewhere)
+}

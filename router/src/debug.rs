@@ -1,0 +1,104 @@
+//! For operators: who is in the cluster, and where every block of KV is.
+
+use std::sync::Arc;
+
+use axum::extract::{Query, State};
+use axum::routing::get;
+use axum::{Json, Router};
+use chassis::metrics::Metrics;
+use futures::future::join_all;
+use proto::v1;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use types::{BlockCounts, NodeInfo};
+
+use crate::cluster::{Cluster, NodeState};
+
+/// `/debug/cluster`, `/debug/kv` and `/metrics`.
+pub fn router(cluster: Cluster, metrics: Metrics) -> Router {
+    Router::new()
+        .route("/debug/cluster", get(nodes))
+        .route("/debug/kv", get(kv))
+        .with_state(cluster)
+        .route("/metrics", get(chassis::admin::page).with_state(metrics))
+}
+
+async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
+    let nodes: Vec<Value> = cluster.everyone().iter().map(|(info, state)| node(info, state)).collect();
+    Json(json!({ "nodes": nodes }))
+}
+
+fn node(info: &NodeInfo, state: &NodeState) -> Value {
+    let connectors: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
+    let mut node = json!({
+        "id": info.id.as_str(),
+        "epoch": info.epoch.to_string(),
+        "role": info.role.as_str(),
+        "pid": info.pid,
+        "address": info.address,
+        "admin": info.admin,
+        "connectors": connectors,
+        "model": info.model.name,
+        "state": state.as_str(),
+    });
+    if let NodeState::Refused(reason) = state {
+        node["reason"] = json!(reason);
+    }
+    node
+}
+
+#[derive(Debug, Deserialize)]
+struct KvQuery {
+    /// `1` also lists every block.
+    #[serde(default)]
+    blocks: u8,
+}
+
+/// Asks every node now: an operator who looks for a leak wants the truth, not the last report.
+async fn kv(State(cluster): State<Cluster>, Query(query): Query<KvQuery>) -> Json<Value> {
+    let asked =
+        cluster.everyone().into_iter().map(|(info, _)| ledger(cluster.clone(), info, query.blocks != 0));
+    Json(json!({ "nodes": join_all(asked).await }))
+}
+
+async fn ledger(cluster: Cluster, info: Arc<NodeInfo>, blocks: bool) -> Value {
+    let mut node = json!({ "id": info.id.as_str(), "role": info.role.as_str() });
+    let Some(client) = cluster.client(&info.id) else {
+        node["error"] = json!("the node has left");
+        return node;
+    };
+    match client.ledger(blocks).await {
+        Ok((counts, listed)) => {
+            add_counts(&mut node, counts);
+            if blocks {
+                node["blocks"] = listed.iter().map(block).collect();
+            }
+        }
+        Err(failure) => node["error"] = json!(failure.refusal.to_string()),
+    }
+    node
+}
+
+fn add_counts(node: &mut Value, counts: BlockCounts) {
+    let BlockCounts { total, free, leased, cached, quarantined } = counts;
+    for (name, count) in [
+        ("total", total),
+        ("free", free),
+        ("leased", leased),
+        ("cached", cached),
+        ("quarantined", quarantined),
+    ] {
+        node[name] = json!(count);
+    }
+}
+
+fn block(block: &v1::LedgerBlock) -> Value {
+    json!({
+        "index": block.index,
+        "state": block.state,
+        "holder": block.holder,
+        "readers": block.readers,
+        "hash": block.hash,
+        "age_ms": block.age_ms,
+    })
+}

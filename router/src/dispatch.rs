@@ -1,0 +1,320 @@
+//! One prompt's way through the cluster, on one screen: [`Dispatch::decode_first`] and [`Dispatch::prefill_first`].
+//!
+//! A route is tried; a node that fails is left out of the next one. Full nodes are no failure: waiting happens here,
+//! where it holds no KV. Once the first step is in hand, [`crate::continuation`] takes over.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use chassis::World;
+use futures::StreamExt as _;
+use tokio::time::Instant;
+use tracing::{debug, info};
+use types::{
+    Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, RefusalKind, Step, TransferId,
+    Usage, Verdict,
+};
+
+use crate::admission::Admission;
+use crate::cluster::Cluster;
+use crate::continuation::Continuation;
+use crate::error::ServeError;
+use crate::metrics::{RouterMetrics, Stage};
+use crate::policy::{Route, RoutingPolicy};
+use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillCall, PrefillOffer};
+use crate::serve::{Generation, Serve};
+
+/// How long a prompt for which no node has room waits before it asks again.
+const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
+
+/// Which of the two nodes is asked first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Room is reserved before anything is computed: for wires from node to node.
+    DecodeFirst,
+    /// The prompt is computed first, and a decode node chosen when its KV is there.
+    PrefillFirst,
+}
+
+/// What bounds the tries of one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// Routes that may fail between two steps that reach the client.
+    pub attempts_max: u32,
+    /// How long a prompt may wait for a node with room.
+    pub wait_max: Duration,
+}
+
+/// Serves prompts with the cluster's nodes. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Dispatch {
+    parts: Arc<Parts>,
+}
+
+#[derive(Debug)]
+pub struct Parts {
+    pub world: World,
+    pub cluster: Cluster,
+    pub policy: Box<dyn RoutingPolicy>,
+    pub admission: Admission,
+    pub order: Order,
+    pub budget: Budget,
+    pub metrics: RouterMetrics,
+}
+
+/// The first step in hand, and where the others come from.
+#[derive(Debug)]
+pub(crate) struct Started {
+    pub(crate) first: Step,
+    pub(crate) usage: Usage,
+    pub(crate) rest: Rest,
+}
+
+/// Where the steps after the first come from.
+#[derive(Debug)]
+pub(crate) enum Rest {
+    /// A decode node has, or is about to have, the KV.
+    Decode(Box<DecodeCall>),
+    /// A prefill node holds the KV; no decode node is chosen yet.
+    Held(HeldKv),
+}
+
+/// KV that waits in a prefill node's outbox for a landing. Dropping it releases it there.
+#[derive(Debug)]
+pub(crate) struct HeldKv {
+    by: Arc<NodeInfo>,
+    transfer: TransferId,
+    _call: PrefillCall,
+}
+
+impl Dispatch {
+    pub fn new(parts: Parts) -> Self {
+        Self { parts: Arc::new(parts) }
+    }
+
+    pub(crate) fn parts(&self) -> &Parts {
+        &self.parts
+    }
+
+    /// Tries routes until one has given its first step.
+    pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Started, ServeError> {
+        let mut tries = Tries::new(&self.parts);
+        loop {
+            let route = tries.route(prompt).await?;
+            self.parts.cluster.assign(&route, prompt.tokens.len());
+            match self.attempt(prompt, &route).await {
+                Ok(started) => return Ok(started),
+                Err(failure) => tries.failed(failure).await?,
+            }
+        }
+    }
+
+    async fn attempt(&self, prompt: &Prompt, route: &Route) -> Result<Started, Failure> {
+        self.parts.metrics.attempts.inc();
+        match (&route.prefill, self.parts.order) {
+            (Some(prefill), Order::PrefillFirst) => self.prefill_first(prompt, prefill).await,
+            (prefill, _) => self.decode_first(prompt, prefill.as_deref(), &route.decode).await,
+        }
+    }
+
+    /// The decode node says first whether there is room, and where; then the prompt is computed into it.
+    async fn decode_first(
+        &self,
+        prompt: &Prompt,
+        prefill: Option<&NodeInfo>,
+        decode: &NodeInfo,
+    ) -> Result<Started, Failure> {
+        let asked = self.parts.world.now();
+        let offer = prefill.map_or(PrefillOffer::None, PrefillOffer::Offered);
+        let mut decode = self.client(decode)?.decode(prompt, offer).await?;
+        let opening = decode.opening().await?;
+        self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
+        match (opening, prefill) {
+            (Opening::Landing(landing), Some(prefill)) => {
+                let to = Destination::Landing(*landing);
+                let client = self.client(prefill)?;
+                let (prefilled, _) = tokio::select! {
+                    prefilled = client.prefill(prompt, &to) => prefilled?,
+                    failure = decode.failure() => return Err(failure),
+                };
+                Ok(self.started(prefilled, Rest::Decode(Box::new(decode))))
+            }
+            (Opening::Landing(_), None) => Err(decode.unasked_landing()),
+            (Opening::Local { held_tokens }, _) => self.local(prompt, decode, held_tokens).await,
+        }
+    }
+
+    /// The decode node computes the prompt by itself; its first step is the first.
+    async fn local(
+        &self,
+        prompt: &Prompt,
+        mut decode: DecodeCall,
+        held_tokens: u32,
+    ) -> Result<Started, Failure> {
+        let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: held_tokens };
+        loop {
+            if let DecodeProgress::Step(first) = decode.progress().await? {
+                return Ok(Started { first, usage, rest: Rest::Decode(Box::new(decode)) });
+            }
+        }
+    }
+
+    /// The prompt is computed and held; [`Self::deliver`] finds it a decode node.
+    async fn prefill_first(&self, prompt: &Prompt, prefill: &Arc<NodeInfo>) -> Result<Started, Failure> {
+        let transfer = self.parts.world.transfer_id();
+        let (prefilled, call) = self.client(prefill)?.prefill(prompt, &Destination::Held(transfer)).await?;
+        Ok(self.started(prefilled, Rest::Held(HeldKv { by: prefill.clone(), transfer, _call: call })))
+    }
+
+    /// Chooses a decode node for KV that a prefill node holds, and has it sent there.
+    pub(crate) async fn deliver(&self, prompt: &Prompt, held: &HeldKv) -> Result<DecodeCall, ServeError> {
+        let mut tries = Tries::new(&self.parts);
+        loop {
+            let route = tries.route(prompt).await?;
+            self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, prompt.tokens.len());
+            match self.deliver_to(prompt, held, &route.decode).await {
+                Ok(decode) => return Ok(decode),
+                // Without the KV there is nothing to deliver: the continuation computes it again.
+                Err(failure) if failure.node.id == held.by.id => return Err(failure.into()),
+                Err(failure) => tries.failed(failure).await?,
+            }
+        }
+    }
+
+    async fn deliver_to(&self, prompt: &Prompt, held: &HeldKv, to: &NodeInfo) -> Result<DecodeCall, Failure> {
+        let mut decode = self.client(to)?.decode(prompt, PrefillOffer::HeldBy(&held.by)).await?;
+        match decode.opening().await? {
+            Opening::Landing(landing) => self.client(&held.by)?.deliver(held.transfer, &landing).await?,
+            Opening::Local { .. } => return Err(decode.unasked_local()),
+        }
+        Ok(decode)
+    }
+
+    fn started(&self, prefilled: Prefilled, rest: Rest) -> Started {
+        self.parts.metrics.stage(Stage::PrefillQueue, prefilled.queued);
+        self.parts.metrics.stage(Stage::Prefill, prefilled.computed);
+        Started { first: prefilled.first, usage: prefilled.usage, rest }
+    }
+
+    fn client(&self, node: &NodeInfo) -> Result<NodeClient, Failure> {
+        self.parts.cluster.client(&node.id).ok_or_else(|| Failure::gone(node))
+    }
+}
+
+#[async_trait]
+impl Serve for Dispatch {
+    fn models(&self) -> Vec<ModelInfo> {
+        self.parts.cluster.models()
+    }
+
+    async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError> {
+        let permit = self.parts.admission.admit()?;
+        let accepted = self.parts.world.now();
+        let started = self.by_deadline(prompt.deadline, self.start(&prompt)).await?;
+        self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
+        info!(request_id = %prompt.id, ttft_ms = accepted.elapsed().as_millis() as u64, "first token");
+        let usage = started.usage;
+        let steps = Continuation::new(self.clone(), prompt, started, permit, accepted).into_steps().boxed();
+        Ok(Generation { usage, steps })
+    }
+
+    fn ready(&self) -> Result<(), String> {
+        self.parts.cluster.ready()
+    }
+}
+
+impl Dispatch {
+    /// Ends `work` when the deadline passes. The nodes are told by the dropped calls.
+    pub(crate) async fn by_deadline<T>(
+        &self,
+        deadline: Deadline,
+        work: impl Future<Output = Result<T, ServeError>>,
+    ) -> Result<T, ServeError> {
+        match tokio::time::timeout_at(deadline.instant().into(), work).await {
+            Ok(result) => result,
+            Err(_) => Err(ServeError::DeadlinePassed { reason: "the request's time is up".to_owned() }),
+        }
+    }
+}
+
+// === tries ===
+
+/// The tries of one prompt for its next step: who failed, and how much patience is left.
+struct Tries<'a> {
+    parts: &'a Parts,
+    failed: Vec<NodeId>,
+    attempts_left: u32,
+    began: Instant,
+    pause: Duration,
+}
+
+impl<'a> Tries<'a> {
+    fn new(parts: &'a Parts) -> Self {
+        let attempts_left = parts.budget.attempts_max;
+        Self {
+            parts,
+            failed: Vec::new(),
+            attempts_left,
+            began: parts.world.now(),
+            pause: *FULL_AGAIN.start(),
+        }
+    }
+
+    /// A route over nodes that have not failed. When none is left, all may try again.
+    async fn route(&mut self, prompt: &Prompt) -> Result<Route, ServeError> {
+        let draw = self.parts.world.draw();
+        if let Ok(route) = self.parts.policy.route(prompt, &self.parts.cluster.view(&self.failed), draw) {
+            return Ok(route);
+        }
+        if self.failed.is_empty() {
+            let reason =
+                self.parts.cluster.ready().err().unwrap_or_else(|| "no decode node is ready".to_owned());
+            return Err(ServeError::NoNodes { reason });
+        }
+        self.failed.clear();
+        self.rest().await;
+        self.parts
+            .policy
+            .route(prompt, &self.parts.cluster.view(&[]), draw)
+            .map_err(|error| ServeError::NoNodes { reason: error.to_string() })
+    }
+
+    /// Counts a failure and decides whether there is another try.
+    async fn failed(&mut self, failure: Failure) -> Result<(), ServeError> {
+        let kind = failure.refusal.kind;
+        self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
+        debug!(node = %failure.node.id, refusal = %failure.refusal, "attempt failed");
+        if failure.refusal.verdict() != Verdict::RetryElsewhere {
+            return Err(failure.into());
+        }
+        if matches!(kind, RefusalKind::Full | RefusalKind::Queue) {
+            return self.wait_for_room(failure);
+        }
+        self.attempts_left = self.attempts_left.saturating_sub(1);
+        if self.attempts_left == 0 {
+            return Err(failure.into());
+        }
+        self.failed.push(failure.node.id.clone());
+        Ok(())
+    }
+
+    /// A full node costs patience, not an attempt.
+    fn wait_for_room(&mut self, failure: Failure) -> Result<(), ServeError> {
+        if self.began.elapsed() >= self.parts.budget.wait_max {
+            return Err(failure.into());
+        }
+        self.failed.push(failure.node.id.clone());
+        Ok(())
+    }
+
+    /// Pauses, longer each time, with jitter: a hundred prompts that wait must not all ask at once.
+    async fn rest(&mut self) {
+        let jitter = (self.parts.world.draw() % 1000) as f64 / 1000.0;
+        tokio::time::sleep(self.pause.mul_f64(0.5 + jitter / 2.0)).await;
+        self.pause = (self.pause * 2).min(*FULL_AGAIN.end());
+    }
+}
+
+#[cfg(test)]
+mod tests;

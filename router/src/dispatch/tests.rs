@@ -1,0 +1,234 @@
+//! Prompts go their way through puppets that refuse, break, hang and lie.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::metrics::Metrics;
+use chassis::net::MemoryNet;
+use chassis::{Gate, Task, World};
+use futures::StreamExt as _;
+use registry::{Announcement, MemoryRegistry, Registry as _};
+use types::prompt::Priority;
+use types::{Prompt, RefusalKind, Role, Sampling, StopRules, TenantId, TokenId};
+
+use super::*;
+use crate::policy;
+use crate::puppet::{Act, Puppet, answer_to};
+use crate::text::RouterModels;
+
+/// A router over puppets, on a network in memory and a clock that is paused.
+struct Stage {
+    dispatch: Dispatch,
+    world: World,
+    _running: Vec<(Task<()>, Announcement)>,
+    _following: Task<()>,
+}
+
+async fn stage(order: Order, puppets: &[&Puppet]) -> Stage {
+    let world = World::seeded(1).with_net(Arc::new(MemoryNet::new()));
+    let gate = Gate::new("test");
+    let registry = MemoryRegistry::new(Duration::from_secs(10), world.clone(), gate.clone());
+    let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default());
+    let following = cluster.follow(&registry).await.expect("the registry is here");
+    let mut running = Vec::new();
+    for puppet in puppets {
+        let task = puppet.start(&world, &gate).await;
+        running.push((task, registry.announce(puppet.info.clone()).await.expect("announced")));
+    }
+    while cluster.view(&[]).nodes.len() < puppets.len() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let dispatch = Dispatch::new(Parts {
+        world: world.clone(),
+        cluster,
+        policy: policy::by_name("round-robin").expect("in the table"),
+        admission: Admission::new(8),
+        order,
+        budget: Budget { attempts_max: 3, wait_max: Duration::from_secs(5) },
+        metrics: RouterMetrics::new(&Metrics::new("router")),
+    });
+    Stage { dispatch, world, _running: running, _following: following }
+}
+
+impl Stage {
+    fn prompt(&self, max_tokens: u32) -> Prompt {
+        Prompt {
+            id: self.world.request_id(),
+            tenant: TenantId::default(),
+            tokens: (0..20).map(TokenId).collect(),
+            n_generated: 0,
+            sampling: Sampling::default(),
+            stop: StopRules { max_tokens, ..StopRules::default() },
+            priority: Priority(0),
+            deadline: self.world.deadline_in(Duration::from_secs(20)),
+        }
+    }
+
+    /// The whole answer, or why there is none. Steps must come without a gap.
+    async fn ask(&self, max_tokens: u32) -> Result<Vec<TokenId>, ServeError> {
+        let generation = self.dispatch.generate(self.prompt(max_tokens)).await?;
+        let steps: Vec<_> = generation.steps.collect().await;
+        let steps = steps.into_iter().collect::<Result<Vec<Step>, ServeError>>()?;
+        assert!(steps.iter().enumerate().all(|(idx, step)| step.index as usize == idx), "{steps:?}");
+        assert!(steps.last().is_some_and(|step| step.finish.is_some()));
+        Ok(steps.into_iter().map(|step| step.token).collect())
+    }
+
+    async fn serves(&self, max_tokens: u32) {
+        assert_eq!(self.ask(max_tokens).await, Ok(answer_to(&self.prompt(max_tokens))));
+        assert_eq!(self.dispatch.parts().admission.n_inside(), 0, "the permit is back");
+    }
+}
+
+fn prefill(id: &str, script: &[Act]) -> Puppet {
+    Puppet::new(id, Role::Prefill, script)
+}
+
+fn decode(id: &str, script: &[Act]) -> Puppet {
+    Puppet::new(id, Role::Decode, script)
+}
+
+#[tokio::test(start_paused = true)]
+async fn decode_is_asked_first_and_the_first_token_comes_from_prefill() {
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]));
+    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    assert_eq!(p.heard(), ["prefill 20 tokens, Serve"]);
+    assert_eq!(d.heard(), ["decode 20 tokens, Serve"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn prefill_first_delivers_once_the_kv_is_there() {
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]));
+    stage(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
+    assert_eq!(p.heard(), ["prefill 20 tokens, Serve", "deliver"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_decode_node_may_compute_by_itself() {
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Local]));
+    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    assert_eq!(p.heard(), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_prefill_node_decode_is_told_to() {
+    let d = decode("d", &[Act::Serve]);
+    stage(Order::DecodeFirst, &[&d]).await.serves(6).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_that_breaks_is_left_out_of_the_next_route() {
+    let puppets = [
+        prefill("p0", &[Act::Break]),
+        prefill("p1", &[Act::Serve]),
+        decode("d0", &[Act::Break]),
+        decode("d1", &[Act::Serve]),
+    ];
+    for order in [Order::DecodeFirst, Order::PrefillFirst] {
+        stage(order, &puppets.each_ref()).await.serves(6).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_last_prefill_node_is_not_needed() {
+    let (p, d) = (prefill("p", &[Act::Break]), decode("d", &[Act::Serve]));
+    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    assert_eq!(p.heard().len(), 1, "left out, and decode computed by itself");
+}
+
+#[tokio::test(start_paused = true)]
+async fn tries_are_bounded() {
+    let (p, d) = (prefill("p", &[Act::Break]), decode("d", &[Act::Break]));
+    let failed = stage(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("all break every time");
+    assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Failed, .. }), "{failed:?}");
+    assert_eq!(p.heard().len() + d.heard().len(), 3, "{:?} {:?}", p.heard(), d.heard());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_node_is_waited_for() {
+    let full = Act::Refuse(RefusalKind::Full);
+    let (p, d) =
+        (prefill("p", &[Act::Serve]), decode("d", &[full, full, full, full, full, full, Act::Serve]));
+    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    assert_eq!(d.heard().len(), 7, "being full costs no attempt");
+}
+
+#[tokio::test(start_paused = true)]
+async fn but_not_for_ever() {
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Refuse(RefusalKind::Full)]));
+    let stage = stage(Order::DecodeFirst, &[&p, &d]).await;
+    let began = stage.world.now();
+    let failed = stage.ask(6).await.expect_err("it stays full");
+    assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Full, .. }), "{failed:?}");
+    assert!(began.elapsed() < Duration::from_secs(6), "{:?}", began.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_fails_anywhere_is_not_tried_elsewhere() {
+    let puppets = [
+        prefill("p", &[Act::Serve]),
+        decode("d0", &[Act::Refuse(RefusalKind::TooLong)]),
+        decode("d1", &[Act::Refuse(RefusalKind::TooLong)]),
+    ];
+    let failed = stage(Order::DecodeFirst, &puppets.each_ref()).await.ask(6).await.expect_err("too long");
+    assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::TooLong, .. }), "{failed:?}");
+    assert_eq!(puppets[1].heard().len() + puppets[2].heard().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_that_breaks_goes_on_elsewhere() {
+    for n in 0..5 {
+        let puppets = [
+            prefill("p", &[Act::Serve]),
+            decode("d0", &[Act::BreakAfter(n)]),
+            decode("d1", &[Act::BreakAfter(n), Act::Serve]),
+        ];
+        for order in [Order::DecodeFirst, Order::PrefillFirst] {
+            stage(order, &puppets.each_ref()).await.serves(8).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_skipped_step_is_noticed_and_mended() {
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Skip, Act::Serve]));
+    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_wait_ends_with_the_deadline() {
+    for (p, d) in [(Act::Hang, Act::Serve), (Act::Serve, Act::Hang)] {
+        for order in [Order::DecodeFirst, Order::PrefillFirst] {
+            let (p, d) = (prefill("p", &[p]), decode("d", &[d]));
+            let stage = stage(order, &[&p, &d]).await;
+            let began = stage.world.now();
+            let failed = stage.ask(6).await.expect_err("somebody hangs");
+            assert!(matches!(failed, ServeError::DeadlinePassed { .. }), "{failed:?}");
+            assert!(began.elapsed() <= Duration::from_secs(21), "{:?}", began.elapsed());
+            assert_eq!(stage.dispatch.parts().admission.n_inside(), 0);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn admission_is_bounded() {
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]));
+    let stage = stage(Order::DecodeFirst, &[&p, &d]).await;
+    let mut inside = Vec::new();
+    for _ in 0..8 {
+        inside.push(stage.dispatch.generate(stage.prompt(6)).await.expect("there is room"));
+    }
+    let refused = stage.dispatch.generate(stage.prompt(6)).await.expect_err("eight are inside");
+    assert!(matches!(refused, ServeError::Overloaded { .. }), "{refused:?}");
+    inside.clear();
+    stage.serves(6).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_node_is_said_at_once() {
+    let stage = stage(Order::DecodeFirst, &[]).await;
+    let began = stage.world.now();
+    let failed = stage.ask(6).await.expect_err("nobody is there");
+    assert!(matches!(failed, ServeError::NoNodes { .. }), "{failed:?}");
+    assert_eq!(began.elapsed(), Duration::ZERO);
+}

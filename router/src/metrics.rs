@@ -1,0 +1,79 @@
+//! What the router counts.
+
+use std::time::Duration;
+
+use chassis::metrics::Metrics;
+use prometheus::{HistogramVec, IntCounter, IntCounterVec};
+
+/// The stages of a request's walk, as the router sees them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// From asking a decode node to its landing.
+    Reserve,
+    /// In the prefill node, from the prompt's arrival to its first step.
+    PrefillQueue,
+    /// In the prefill node, from its first step to the first token.
+    Prefill,
+    /// From the landing to the handoff.
+    Transfer,
+    /// From acceptance to the first token.
+    FirstToken,
+    /// From the first token to the second: what a slow hand-over of KV shows up in.
+    HandoverGap,
+    /// From one token to the next, from the second on.
+    Step,
+    /// From acceptance to the last token.
+    Whole,
+}
+
+impl Stage {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Reserve => "reserve",
+            Self::PrefillQueue => "prefill_queue",
+            Self::Prefill => "prefill",
+            Self::Transfer => "transfer",
+            Self::FirstToken => "first_token",
+            Self::HandoverGap => "handover_gap",
+            Self::Step => "step",
+            Self::Whole => "whole",
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct RouterMetrics {
+    stages: HistogramVec,
+    pub attempts: IntCounter,
+    pub retries: IntCounterVec,
+    pub continuations: IntCounter,
+    kv_bytes: IntCounterVec,
+    /// Requests by how they ended.
+    pub requests: IntCounterVec,
+}
+
+impl RouterMetrics {
+    pub fn new(metrics: &Metrics) -> Self {
+        Self {
+            stages: metrics.latency_vec("stage_seconds", "Time per stage of the walk.", &["stage"]),
+            attempts: metrics.counter("attempts_total", "Routes that were tried."),
+            retries: metrics.counter_vec("retries_total", "Tries that failed, by reason.", &["reason"]),
+            continuations: metrics.counter("continuations_total", "Streams that went on elsewhere."),
+            kv_bytes: metrics.counter_vec(
+                "kv_arrived_bytes_total",
+                "KV that decode nodes reported.",
+                &["connector"],
+            ),
+            requests: metrics.counter_vec("requests_total", "Requests, by how they ended.", &["outcome"]),
+        }
+    }
+
+    pub fn stage(&self, stage: Stage, took: Duration) {
+        self.stages.with_label_values(&[stage.as_str()]).observe(took.as_secs_f64());
+    }
+
+    pub fn arrived(&self, scheme: &str, bytes: u64, waited: Duration) {
+        self.stage(Stage::Transfer, waited);
+        self.kv_bytes.with_label_values(&[scheme]).inc_by(bytes);
+    }
+}

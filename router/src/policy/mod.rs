@@ -1,0 +1,99 @@
+//! Which nodes a prompt should go to.
+//!
+//! A route is advice: the nodes' own reservations are the truth, and a node that refuses is left out of the next route.
+//! A new policy is one file and one line in [`by_name`].
+
+mod least_loaded;
+mod random;
+mod round_robin;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use types::{NodeInfo, NodeLoad, Prompt};
+
+/// Chooses a route. Pure: the same prompt, view and draw give the same route, so that a seed repeats a run.
+///
+/// The router calls it once per attempt, with a view from which the nodes that failed this prompt are missing.
+pub trait RoutingPolicy: Debug + Send + Sync + 'static {
+    fn name(&self) -> &'static str;
+    fn route(&self, prompt: &Prompt, view: &ClusterView, draw: u64) -> Result<Route, NoRoute>;
+}
+
+/// The nodes chosen for a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// `None`: the decode node computes the prompt by itself.
+    pub prefill: Option<Arc<NodeInfo>>,
+    pub decode: Arc<NodeInfo>,
+}
+
+/// Why there is no route.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoRoute {
+    #[error("no decode node is ready")]
+    NoDecode,
+}
+
+/// The usable nodes at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterView {
+    pub nodes: Vec<NodeView>,
+}
+
+/// One usable node: what it said last, and what it was given since.
+#[derive(Clone, Debug)]
+pub struct NodeView {
+    pub info: Arc<NodeInfo>,
+    pub load: NodeLoad,
+    /// Prompts sent there since `load` was reported.
+    pub assigned: u32,
+    /// Their tokens.
+    pub assigned_tokens: u64,
+    /// When it was last given a prompt, on the router's count of prompts; zero for never.
+    pub last_turn: u64,
+}
+
+impl ClusterView {
+    /// Nodes whose main work is prefill. A node that does both is a decode node that needs none.
+    pub fn prefill_nodes(&self) -> impl Iterator<Item = &NodeView> {
+        self.nodes.iter().filter(|node| node.info.role.prefills() && !node.info.role.decodes())
+    }
+
+    /// Decode nodes with room for the prompt as far as is known here; all of them if none has.
+    pub fn decode_nodes(&self, prompt: &Prompt) -> Vec<&NodeView> {
+        let decode = || self.nodes.iter().filter(|node| node.info.role.decodes());
+        let with_room: Vec<&NodeView> = decode().filter(|node| node.has_room(prompt)).collect();
+        if with_room.is_empty() { decode().collect() } else { with_room }
+    }
+}
+
+impl NodeView {
+    fn has_room(&self, prompt: &Prompt) -> bool {
+        let needed = self.info.model.layout.blocks_for(prompt.tokens.len() + 1);
+        self.load.blocks.available() as usize >= needed
+    }
+}
+
+/// Joins the two choices. Without a prefill node the decode node computes the prompt itself: slower beats not at all.
+fn pair(prefill: Option<&NodeView>, decode: Option<&NodeView>) -> Result<Route, NoRoute> {
+    let decode = decode.ok_or(NoRoute::NoDecode)?.info.clone();
+    let prefill = prefill.map(|node| node.info.clone()).filter(|_| !decode.role.prefills());
+    Ok(Route { prefill, decode })
+}
+
+/// The names that [`by_name`] knows.
+pub const NAMES: &[&str] = &["random", "round-robin", "least-loaded"];
+
+/// The table of policies.
+pub fn by_name(name: &str) -> Option<Box<dyn RoutingPolicy>> {
+    match name {
+        "random" => Some(Box::new(random::Random)),
+        "round-robin" => Some(Box::new(round_robin::RoundRobin)),
+        "least-loaded" => Some(Box::new(least_loaded::LeastLoaded)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,25 @@
+//! Any node, with equal chances. The yardstick for the other policies.
+
+use types::Prompt;
+
+use super::{ClusterView, NoRoute, NodeView, Route, RoutingPolicy, pair};
+
+#[derive(Debug)]
+pub(super) struct Random;
+
+impl RoutingPolicy for Random {
+    fn name(&self) -> &'static str {
+        "random"
+    }
+
+    fn route(&self, prompt: &Prompt, view: &ClusterView, draw: u64) -> Result<Route, NoRoute> {
+        let prefill: Vec<&NodeView> = view.prefill_nodes().collect();
+        let decode = view.decode_nodes(prompt);
+        pair(pick(&prefill, draw >> 32), pick(&decode, draw & 0xffff_ffff))
+    }
+}
+
+/// One of `nodes`, by 32 random bits.
+fn pick<'a>(nodes: &[&'a NodeView], bits: u64) -> Option<&'a NodeView> {
+    nodes.get(((bits * nodes.len() as u64) >> 32) as usize).copied()
+}

@@ -1,0 +1,19 @@
+//! The node that has waited longest for its turn.
+
+use types::Prompt;
+
+use super::{ClusterView, NoRoute, NodeView, Route, RoutingPolicy, pair};
+
+#[derive(Debug)]
+pub(super) struct RoundRobin;
+
+impl RoutingPolicy for RoundRobin {
+    fn name(&self) -> &'static str {
+        "round-robin"
+    }
+
+    fn route(&self, prompt: &Prompt, view: &ClusterView, _draw: u64) -> Result<Route, NoRoute> {
+        let turn = |node: &&NodeView| (node.last_turn, node.info.id.clone());
+        pair(view.prefill_nodes().min_by_key(turn), view.decode_nodes(prompt).into_iter().min_by_key(turn))
+    }
+}

@@ -1,0 +1,255 @@
+//! Nodes that speak the real protocol and follow a script: what the tests of dispatch and continuation talk to.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use chassis::server::ServerLimits;
+use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
+use futures::stream::{self, Stream, StreamExt as _};
+use proto::v1;
+use proto::v1::decode_event::Event;
+use proto::v1::decode_server::{Decode, DecodeServer};
+use proto::v1::node_status_server::{NodeStatus, NodeStatusServer};
+use proto::v1::prefill_answer::Answer;
+use proto::v1::prefill_server::{Prefill, PrefillServer};
+use tonic::service::Routes;
+use tonic::{Request, Response, Status};
+use types::layout::KvDtype;
+use types::{
+    BlockCounts, Epoch, Fingerprint, Grant, KvLayout, Landing, ModelInfo, NodeId, NodeInfo, NodeLoad,
+    Prefilled, Prompt, Refusal, RefusalKind, Role, Scheme, Step, TokenId, TransferId, Usage, WireAddress,
+};
+
+/// What a puppet does with a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Act {
+    Serve,
+    /// Computes the prompt by itself.
+    Local,
+    Refuse(RefusalKind),
+    /// The connection breaks before the first word.
+    Break,
+    /// The stream breaks after so many steps.
+    BreakAfter(u32),
+    /// Never says a word.
+    Hang,
+    /// Skips a step.
+    Skip,
+}
+
+/// One puppet. Its script is used up act by act; the last act repeats.
+#[derive(Clone, Debug)]
+pub(crate) struct Puppet {
+    pub(crate) info: NodeInfo,
+    script: Arc<Mutex<Vec<Act>>>,
+    /// What it was asked, in order.
+    heard: Arc<Mutex<Vec<String>>>,
+}
+
+impl Puppet {
+    pub(crate) fn new(id: &str, role: Role, script: &[Act]) -> Self {
+        let script = Arc::new(Mutex::new(script.to_vec()));
+        Self { info: info(id, role), script, heard: Arc::default() }
+    }
+
+    /// Starts it at its address.
+    pub(crate) async fn start(&self, world: &World, gate: &Gate) -> Task<()> {
+        let listener = world.net().listen(&self.info.address).await.expect("the address is free");
+        let routes = Routes::new(DecodeServer::new(self.clone()))
+            .add_service(PrefillServer::new(self.clone()))
+            .add_service(NodeStatusServer::new(self.clone()));
+        let serve = chassis::rpc::serve(listener, routes, Shutdown::new(), ServerLimits::default());
+        spawn_guarded(gate, "puppet", async move { drop(serve.await) })
+    }
+
+    pub(crate) fn heard(&self) -> Vec<String> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn hear(&self, word: impl Into<String>) {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner).push(word.into());
+    }
+
+    fn act(&self) -> Act {
+        let mut script = self.script.lock().unwrap_or_else(PoisonError::into_inner);
+        if script.len() > 1 { script.remove(0) } else { script.first().copied().unwrap_or(Act::Serve) }
+    }
+}
+
+/// The token that follows `tokens`: any change of what came before shows in it.
+pub(crate) fn next_token(tokens: &[TokenId]) -> TokenId {
+    let sum = tokens.iter().fold(7u32, |sum, token| sum.wrapping_mul(31).wrapping_add(token.0 + 1));
+    TokenId(sum % 256)
+}
+
+/// All tokens that follow a prompt.
+pub(crate) fn answer_to(prompt: &Prompt) -> Vec<TokenId> {
+    let mut tokens = prompt.tokens.to_vec();
+    for _ in 0..prompt.tokens_left() {
+        tokens.push(next_token(&tokens));
+    }
+    tokens.split_off(prompt.tokens.len())
+}
+
+fn steps(prompt: &Prompt) -> Vec<Step> {
+    let answer = answer_to(prompt);
+    let last = answer.len() - 1;
+    let step = |(idx, token): (usize, &TokenId)| Step {
+        token: *token,
+        index: (prompt.n_generated + idx) as u32,
+        logprobs: None,
+        finish: (idx == last).then_some(types::FinishReason::Length),
+    };
+    answer.iter().enumerate().map(step).collect()
+}
+
+pub(crate) fn info(id: &str, role: Role) -> NodeInfo {
+    NodeInfo {
+        id: NodeId::new(id),
+        epoch: Epoch(1),
+        role,
+        pid: 1,
+        host: "h".to_owned(),
+        address: format!("{id}:1"),
+        admin: format!("{id}:2"),
+        wires: vec![WireAddress { scheme: Scheme::new("tcp"), endpoint: format!("{id}:3") }],
+        model: ModelInfo {
+            name: "mock".to_owned(),
+            context_tokens: 1024,
+            vocab: 261,
+            eos_tokens: vec![],
+            layout: KvLayout::uniform(16, KvDtype::F32, 1, 1, 4),
+            fingerprint: Fingerprint::new([("tokenizer".to_owned(), "bytes".to_owned())]),
+        },
+        protocol: types::node::PROTOCOL,
+    }
+}
+
+type Streamed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+fn parse(prompt: Option<v1::Prompt>) -> Prompt {
+    let now = tokio::time::Instant::now().into_std();
+    proto::prompt_from_wire(prompt.expect("a prompt"), now).expect("a good prompt")
+}
+
+fn said<T: Send + 'static>(words: Vec<Result<T, Status>>) -> Streamed<T> {
+    stream::iter(words).boxed()
+}
+
+fn broken<T>() -> Result<T, Status> {
+    Err(Status::unavailable("the puppet broke"))
+}
+
+fn refusal(kind: RefusalKind) -> v1::Refusal {
+    (&Refusal::new(kind, "as the script says")).into()
+}
+
+// === the services ===
+
+#[tonic::async_trait]
+impl Decode for Puppet {
+    type RunStream = Streamed<v1::DecodeEvent>;
+
+    async fn run(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::RunStream>, Status> {
+        let request = request.into_inner();
+        let prompt = parse(request.prompt);
+        let act = self.act();
+        self.hear(format!("decode {} tokens, {act:?}", prompt.tokens.len()));
+        let local =
+            matches!(request.prefill, Some(v1::decode_request::Prefill::None(_))) || act == Act::Local;
+        let event = |event| Ok(v1::DecodeEvent { event: Some(event) });
+        let opening = match act {
+            Act::Refuse(kind) => return Ok(Response::new(said(vec![event(Event::Refused(refusal(kind)))]))),
+            Act::Break => return Err(Status::unavailable("the puppet broke")),
+            Act::Hang => return Ok(Response::new(stream::pending().boxed())),
+            _ if local => event(Event::Local(v1::Local { held_tokens: 0 })),
+            _ => event(Event::Landing((&self.landing(&prompt)).into())),
+        };
+        let mut all = steps(&prompt);
+        if !local {
+            all.remove(0);
+        }
+        if act == Act::Skip && !all.is_empty() {
+            all.remove(0);
+        }
+        let mut words: Vec<_> = all.iter().map(|step| event(Event::Step(step.into()))).collect();
+        if let Act::BreakAfter(n) = act {
+            words.truncate(n as usize);
+            words.push(broken());
+        }
+        // Steps come after prefill's answer, as they do when KV has to travel.
+        let words = stream::once(async {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            stream::iter(words)
+        });
+        Ok(Response::new(stream::iter([opening]).chain(words.flatten()).boxed()))
+    }
+}
+
+impl Puppet {
+    fn landing(&self, prompt: &Prompt) -> Landing {
+        let layout = self.info.model.layout.clone();
+        let blocks = layout.blocks_for(prompt.tokens.len()) as u32;
+        Landing {
+            transfer: TransferId(1),
+            node: self.info.id.clone(),
+            epoch: self.info.epoch,
+            grant: Grant::from_bytes([0; 16]),
+            wire: self.info.wires[0].clone(),
+            n_tokens: prompt.tokens.len() as u32,
+            held_tokens: 0,
+            tables: vec![(0..blocks).map(types::BlockIdx).collect()],
+            layout,
+            fingerprint: self.info.model.fingerprint.clone(),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Prefill for Puppet {
+    type RunStream = Streamed<v1::PrefillAnswer>;
+
+    async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Self::RunStream>, Status> {
+        let prompt = parse(request.into_inner().prompt);
+        let act = self.act();
+        self.hear(format!("prefill {} tokens, {act:?}", prompt.tokens.len()));
+        let answer = |answer| Ok(v1::PrefillAnswer { answer: Some(answer) });
+        match act {
+            Act::Refuse(kind) => Ok(Response::new(said(vec![answer(Answer::Refused(refusal(kind)))]))),
+            Act::Break | Act::BreakAfter(_) => broken(),
+            Act::Hang => Ok(Response::new(stream::pending().boxed())),
+            Act::Serve | Act::Local | Act::Skip => {
+                let prefilled = Prefilled {
+                    first: steps(&prompt).swap_remove(0),
+                    usage: Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 0 },
+                    queued: Duration::from_millis(1),
+                    computed: Duration::from_millis(2),
+                };
+                let first = stream::iter([answer(Answer::Prefilled((&prefilled).into()))]);
+                Ok(Response::new(first.chain(stream::pending()).boxed()))
+            }
+        }
+    }
+
+    async fn deliver(&self, _: Request<v1::DeliverRequest>) -> Result<Response<v1::DeliverAnswer>, Status> {
+        self.hear("deliver");
+        Ok(Response::new(v1::DeliverAnswer { refused: None }))
+    }
+}
+
+#[tonic::async_trait]
+impl NodeStatus for Puppet {
+    type WatchStream = Streamed<v1::StatusEvent>;
+
+    async fn watch(&self, _: Request<v1::StatusRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let blocks = BlockCounts { total: 100, free: 100, ..BlockCounts::default() };
+        let load = v1::NodeLoad::from(NodeLoad { blocks, ..NodeLoad::default() });
+        let event = v1::StatusEvent { event: Some(v1::status_event::Event::Load(load)) };
+        Ok(Response::new(stream::iter([Ok(event)]).chain(stream::pending()).boxed()))
+    }
+
+    async fn ledger(&self, _: Request<v1::LedgerRequest>) -> Result<Response<v1::LedgerAnswer>, Status> {
+        Err(Status::unimplemented("a puppet holds nothing"))
+    }
+}

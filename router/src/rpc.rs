@@ -1,0 +1,356 @@
+//! How the router speaks to one node. The only file of the router that knows the nodes' services.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::World;
+use chassis::rpc::{MESSAGE_BYTES_MAX, RpcChannel, RpcLimits, call, channel};
+use proto::v1;
+use proto::v1::decode_client::DecodeClient;
+use proto::v1::decode_event::Event;
+use proto::v1::node_status_client::NodeStatusClient;
+use proto::v1::prefill_client::PrefillClient;
+use types::{
+    BlockCounts, BlockEvent, Destination, Landing, NodeInfo, NodeLoad, Prefilled, Prompt, Refusal,
+    RefusalKind, Step, TransferId,
+};
+
+use crate::error::ServeError;
+
+/// The longest a node may take over a question that needs no work.
+const QUESTION_TIMEOUT: Duration = Duration::from_secs(2);
+/// Steps that may arrive before prefill's answer does. They are read ahead only to notice a failure.
+const READ_AHEAD_MAX: usize = 64;
+
+/// A node's services. Cheap to clone; all clones share one connection.
+#[derive(Clone, Debug)]
+pub struct NodeClient {
+    world: World,
+    info: Arc<NodeInfo>,
+    channel: RpcChannel,
+}
+
+/// A node's word about itself.
+#[derive(Debug)]
+pub enum StatusUpdate {
+    Load(NodeLoad),
+    Blocks(u64, BlockEvent),
+    Draining,
+}
+
+impl NodeClient {
+    /// Connects when it is first used.
+    pub fn new(world: &World, info: &Arc<NodeInfo>) -> Self {
+        let channel = channel(world, &info.address, RpcLimits::default());
+        Self { world: world.clone(), info: info.clone(), channel }
+    }
+
+    /// Opens the decode stream: the prompt's whole life on that node. Dropping the answer ends it.
+    pub async fn decode(&self, prompt: &Prompt, prefill: PrefillOffer<'_>) -> Result<DecodeCall, Failure> {
+        let request =
+            v1::DecodeRequest { prompt: Some(self.on_the_wire(prompt)), prefill: Some(prefill.to_wire()) };
+        let mut client = DecodeClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
+        let events =
+            client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
+        Ok(DecodeCall { info: self.info.clone(), events, ahead: VecDeque::new() })
+    }
+
+    /// Has the prompt computed. Dropping the future cancels it there; dropping the call releases KV that is held.
+    pub async fn prefill(
+        &self,
+        prompt: &Prompt,
+        to: &Destination,
+    ) -> Result<(Prefilled, PrefillCall), Failure> {
+        let request =
+            v1::PrefillRequest { prompt: Some(self.on_the_wire(prompt)), destination: Some(to.into()) };
+        let mut client = PrefillClient::new(self.channel.clone());
+        let mut answers =
+            client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
+        let answer = answers.message().await.map_err(|status| self.failure(&status))?;
+        match answer.and_then(|answer| answer.answer) {
+            Some(v1::prefill_answer::Answer::Prefilled(prefilled)) => {
+                let prefilled = prefilled.try_into().map_err(|error| self.nonsense(&error))?;
+                Ok((prefilled, PrefillCall { _answers: answers }))
+            }
+            Some(v1::prefill_answer::Answer::Refused(refusal)) => Err(self.refused(refusal)),
+            None => Err(self.nonsense(&"an empty answer")),
+        }
+    }
+
+    /// Names the landing of KV that the node holds.
+    pub async fn deliver(&self, held: TransferId, landing: &Landing) -> Result<(), Failure> {
+        let request =
+            v1::DeliverRequest { transfer: proto::transfer_to_wire(held), landing: Some(landing.into()) };
+        let mut client = PrefillClient::new(self.channel.clone());
+        let answer = client.deliver(request).await.map_err(|status| self.failure(&status))?.into_inner();
+        answer.refused.map_or(Ok(()), |refusal| Err(self.refused(refusal)))
+    }
+
+    pub async fn status(&self) -> Result<StatusUpdates, Failure> {
+        let mut client =
+            NodeStatusClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
+        let call = tokio::time::timeout(QUESTION_TIMEOUT, client.watch(v1::StatusRequest {}));
+        let updates =
+            call.await.map_err(|_| self.silent())?.map_err(|status| self.failure(&status))?.into_inner();
+        Ok(StatusUpdates { client: self.clone(), updates })
+    }
+
+    pub async fn ledger(&self, blocks: bool) -> Result<(BlockCounts, Vec<v1::LedgerBlock>), Failure> {
+        let mut client =
+            NodeStatusClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
+        let call = tokio::time::timeout(QUESTION_TIMEOUT, client.ledger(v1::LedgerRequest { blocks }));
+        let answer =
+            call.await.map_err(|_| self.silent())?.map_err(|status| self.failure(&status))?.into_inner();
+        let counts = answer.counts.ok_or_else(|| self.nonsense(&"a ledger without counts"))?.into();
+        Ok((counts, answer.blocks))
+    }
+
+    fn on_the_wire(&self, prompt: &Prompt) -> v1::Prompt {
+        proto::prompt_to_wire(prompt, self.world.now().into_std())
+    }
+
+    fn refused(&self, refusal: v1::Refusal) -> Failure {
+        Failure { node: self.info.clone(), refusal: refusal.into() }
+    }
+
+    fn failure(&self, status: &tonic::Status) -> Failure {
+        Failure { node: self.info.clone(), refusal: refusal_of(status) }
+    }
+
+    fn nonsense(&self, what: &dyn std::fmt::Display) -> Failure {
+        Failure {
+            node: self.info.clone(),
+            refusal: Refusal::new(RefusalKind::Failed, format!("answered with {what}")),
+        }
+    }
+
+    fn silent(&self) -> Failure {
+        let reason = format!("no answer within {QUESTION_TIMEOUT:?}");
+        Failure { node: self.info.clone(), refusal: Refusal::new(RefusalKind::Failed, reason) }
+    }
+}
+
+/// What a broken call means for the prompt.
+fn refusal_of(status: &tonic::Status) -> Refusal {
+    let kind = match status.code() {
+        tonic::Code::InvalidArgument => RefusalKind::Invalid,
+        tonic::Code::FailedPrecondition => RefusalKind::Protocol,
+        tonic::Code::ResourceExhausted => RefusalKind::Queue,
+        tonic::Code::DeadlineExceeded => RefusalKind::Deadline,
+        _ => RefusalKind::Failed,
+    };
+    Refusal::new(kind, format!("{}: {}", status.code(), status.message()))
+}
+
+/// A try that failed, and the node that is to blame.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    pub node: Arc<NodeInfo>,
+    pub refusal: Refusal,
+}
+
+/// What a decode node is told about where the KV may come from.
+#[derive(Clone, Copy, Debug)]
+pub enum PrefillOffer<'a> {
+    /// This node would compute it.
+    Offered(&'a NodeInfo),
+    /// This node has computed it and holds it.
+    HeldBy(&'a NodeInfo),
+    /// Nobody: compute it yourself.
+    None,
+}
+
+impl PrefillOffer<'_> {
+    fn to_wire(self) -> v1::decode_request::Prefill {
+        use v1::decode_request::Prefill;
+        match self {
+            Self::Offered(node) => Prefill::Offered(peer_to_wire(node)),
+            Self::HeldBy(node) => Prefill::HeldBy(peer_to_wire(node)),
+            Self::None => Prefill::None(v1::NoPeer {}),
+        }
+    }
+}
+
+fn peer_to_wire(node: &NodeInfo) -> v1::Peer {
+    let wires = node.wires.iter().map(Into::into).collect();
+    v1::Peer { node: node.id.to_string(), host: node.host.clone(), wires }
+}
+
+impl Failure {
+    /// The node left between the choice and the call.
+    pub(crate) fn gone(node: &NodeInfo) -> Self {
+        Self { node: Arc::new(node.clone()), refusal: Refusal::new(RefusalKind::Failed, "the node has left") }
+    }
+}
+
+impl From<Failure> for ServeError {
+    fn from(failure: Failure) -> Self {
+        let Failure { node, refusal } = failure;
+        match refusal.kind {
+            RefusalKind::Deadline => {
+                Self::DeadlinePassed { reason: format!("{}: {}", node.id, refusal.reason) }
+            }
+            kind => Self::Refused { kind, reason: format!("{}: {}", node.id, refusal.reason) },
+        }
+    }
+}
+
+/// A prompt's life on a prefill node, for as long as that node holds its KV.
+#[derive(Debug)]
+pub struct PrefillCall {
+    _answers: tonic::Streaming<v1::PrefillAnswer>,
+}
+
+// === the decode stream ===
+
+/// A prompt's life on a decode node. Dropping it releases everything there.
+#[derive(Debug)]
+pub struct DecodeCall {
+    info: Arc<NodeInfo>,
+    events: tonic::Streaming<v1::DecodeEvent>,
+    ahead: VecDeque<DecodeProgress>,
+}
+
+/// A decode node's first word.
+#[derive(Debug)]
+pub enum Opening {
+    /// Room exists there.
+    Landing(Box<Landing>),
+    /// It computes the prompt itself.
+    Local { held_tokens: u32 },
+}
+
+/// What follows.
+#[derive(Debug)]
+pub enum DecodeProgress {
+    /// The KV is whole.
+    Arrived {
+        scheme: String,
+        bytes: u64,
+        waited: Duration,
+    },
+    Step(Step),
+}
+
+impl DecodeCall {
+    /// The first word. Everything but an opening is a failure.
+    pub async fn opening(&mut self) -> Result<Opening, Failure> {
+        match self.receive().await?.event {
+            Some(Event::Landing(landing)) => {
+                landing.try_into().map(Box::new).map(Opening::Landing).map_err(|error| self.failed(&error))
+            }
+            Some(Event::Local(local)) => Ok(Opening::Local { held_tokens: local.held_tokens }),
+            Some(Event::Refused(refusal)) => Err(self.refused(refusal)),
+            Some(Event::Arrived(_) | Event::Step(_)) | None => {
+                Err(self.failed(&"a stream that does not begin with an opening"))
+            }
+        }
+    }
+
+    /// What follows the opening. Cancel-safe.
+    pub async fn progress(&mut self) -> Result<DecodeProgress, Failure> {
+        match self.ahead.pop_front() {
+            Some(progress) => Ok(progress),
+            None => self.read().await,
+        }
+    }
+
+    /// Ends only when the stream fails; what else comes is kept for [`Self::progress`]. Cancel-safe.
+    ///
+    /// A stream that ends is no failure here: a short answer may be complete before prefill's answer has come, and
+    /// one that is not complete is found out by who reads it.
+    pub async fn failure(&mut self) -> Failure {
+        while self.ahead.len() < READ_AHEAD_MAX {
+            match self.events.message().await {
+                Ok(Some(event)) => match self.understand(event) {
+                    Ok(progress) => self.ahead.push_back(progress),
+                    Err(failure) => return failure,
+                },
+                Ok(None) => break,
+                Err(status) => return self.broken(&status),
+            }
+        }
+        std::future::pending().await
+    }
+
+    pub(crate) fn unasked_landing(&self) -> Failure {
+        self.failed(&"a landing though there is no prefill node")
+    }
+
+    pub(crate) fn unasked_local(&self) -> Failure {
+        self.failed(&"a wish to compute what is held for it")
+    }
+
+    pub(crate) fn wrong_index(&self, found: u32, wanted: u32) -> Failure {
+        self.failed(&format_args!("step {found} instead of step {wanted}"))
+    }
+
+    async fn read(&mut self) -> Result<DecodeProgress, Failure> {
+        let event = self.receive().await?;
+        self.understand(event)
+    }
+
+    async fn receive(&mut self) -> Result<v1::DecodeEvent, Failure> {
+        match self.events.message().await {
+            Ok(Some(event)) => Ok(event),
+            Ok(None) => Err(self.failed(&"the end of a stream that was not finished")),
+            Err(status) => Err(self.broken(&status)),
+        }
+    }
+
+    fn understand(&self, event: v1::DecodeEvent) -> Result<DecodeProgress, Failure> {
+        match event.event {
+            Some(Event::Step(step)) => {
+                step.try_into().map(DecodeProgress::Step).map_err(|error| self.failed(&error))
+            }
+            Some(Event::Arrived(arrived)) => Ok(DecodeProgress::Arrived {
+                scheme: arrived.scheme,
+                bytes: arrived.bytes,
+                waited: Duration::from_micros(arrived.waited_us),
+            }),
+            Some(Event::Refused(refusal)) => Err(self.refused(refusal)),
+            Some(Event::Landing(_) | Event::Local(_)) => Err(self.failed(&"a second opening")),
+            None => Err(self.failed(&"an empty event")),
+        }
+    }
+
+    fn broken(&self, status: &tonic::Status) -> Failure {
+        Failure { node: self.info.clone(), refusal: refusal_of(status) }
+    }
+
+    fn refused(&self, refusal: v1::Refusal) -> Failure {
+        Failure { node: self.info.clone(), refusal: refusal.into() }
+    }
+
+    fn failed(&self, what: &dyn std::fmt::Display) -> Failure {
+        let refusal = Refusal::new(RefusalKind::Failed, format!("answered with {what}"));
+        Failure { node: self.info.clone(), refusal }
+    }
+}
+
+// === the status stream ===
+
+/// A node's status, as it changes.
+#[derive(Debug)]
+pub struct StatusUpdates {
+    client: NodeClient,
+    updates: tonic::Streaming<v1::StatusEvent>,
+}
+
+impl StatusUpdates {
+    /// The next word; `None` is the end of the stream.
+    pub async fn next(&mut self) -> Result<Option<StatusUpdate>, Failure> {
+        use v1::status_event::Event;
+        let event = self.updates.message().await.map_err(|status| self.client.failure(&status))?;
+        let Some(v1::StatusEvent { event: Some(event) }) = event else { return Ok(None) };
+        let update = match event {
+            Event::Load(load) => load.try_into().map(StatusUpdate::Load),
+            Event::Blocks(blocks) => {
+                blocks.try_into().map(|(sequence, event)| StatusUpdate::Blocks(sequence, event))
+            }
+            Event::Draining(v1::Draining {}) => Ok(StatusUpdate::Draining),
+        };
+        update.map(Some).map_err(|error| self.client.nonsense(&error))
+    }
+}
