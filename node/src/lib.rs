@@ -1,1 +1,20 @@
-//! placeholder
+//! One node's life, shared by prefill and decode nodes: what it is made of, announcing, its status stream, its drain.
+//!
+//! Suggested reading order: [`config`], what a node is made of ([`parts`], [`connectors`], [`counted`]), what it tells of
+//! itself ([`status`]), and its life from bind to drain ([`life`]).
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod parts;
+pub mod connectors;
+pub mod counted;
+pub mod status;
+pub mod life;
+pub mod error;
+
+pub use config::{DecodeSection, NodeConfig, RawNodeConfig};
+pub use connectors::{Connectors, PeerWires};
+pub use counted::{Counted, Counter};
+pub use error::NodeError;
+pub use life::{Life, live};
+pub use parts::NodeParts;

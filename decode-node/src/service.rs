@@ -1,0 +1,157 @@
+//! `baton.v1.Decode`: one stream is a prompt's whole life here, and its end, however it comes, releases everything.
+//! The only file of this crate that knows gRPC.
+
+use std::pin::Pin;
+
+use chassis::{Task, spawn_guarded};
+use futures::{Stream, StreamExt as _};
+use kv_transfer::{Arrival, ArrivedKv};
+use node::{Counted, DecodeSection, NodeParts, PeerWires};
+use proto::v1;
+use proto::v1::decode_event::Event;
+use proto::v1::decode_server::{Decode, DecodeServer};
+use scheduler::{NewSequence, Source};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use tracing::{Instrument as _, info, info_span};
+use types::{Prompt, Refusal, RefusalKind};
+
+use crate::reservations::{PrefillOffer, Reservation, Reservations};
+use crate::steps::{STEPS_MAX, steps};
+
+/// The service of one decode node.
+#[derive(Clone, Debug)]
+pub struct DecodeService {
+    node: NodeParts,
+    reservations: Reservations,
+}
+
+impl DecodeService {
+    pub fn new(node: NodeParts, settings: DecodeSection) -> Self {
+        Self { reservations: Reservations::new(node.clone(), settings), node }
+    }
+
+    pub fn server(self) -> DecodeServer<Self> {
+        DecodeServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
+    }
+
+    fn parse(&self, request: v1::DecodeRequest) -> Result<(Prompt, PrefillOffer), Status> {
+        use v1::decode_request::Prefill;
+        let prompt = request.prompt.ok_or_else(|| Status::invalid_argument("prompt is missing"))?;
+        let offer = match request.prefill.ok_or_else(|| Status::invalid_argument("prefill is missing"))? {
+            Prefill::Offered(peer) => PrefillOffer::Offered(PeerWires::from(peer)),
+            Prefill::HeldBy(peer) => PrefillOffer::HeldBy(PeerWires::from(peer)),
+            Prefill::None(v1::NoPeer {}) => PrefillOffer::None,
+        };
+        Ok((proto::prompt_from_wire(prompt, self.node.world.now().into_std())?, offer))
+    }
+}
+
+/// One prompt's life on this node. Dropped at any point, it gives everything back.
+#[derive(Debug)]
+struct Life {
+    service: DecodeService,
+    prompt: Prompt,
+    events: mpsc::Sender<Event>,
+}
+
+impl Life {
+    /// Lives until the last step, and says as the last event why there is none.
+    async fn live(self, offer: PrefillOffer) {
+        if let Err(refusal) = self.run(&offer).await {
+            info!(refusal = %refusal, "prompt refused");
+            self.say(Event::Refused((&refusal).into())).await;
+        }
+    }
+
+    async fn run(&self, offer: &PrefillOffer) -> Result<(), Refusal> {
+        match self.service.reservations.reserve(&self.prompt, offer)? {
+            Reservation::Local { held_tokens } => {
+                self.say(Event::Local(v1::Local { held_tokens })).await;
+                self.decode(Source::Fresh { lease: None, cached_tokens: 0 }).await
+            }
+            Reservation::Landing { landing, arrival, arriving } => {
+                self.say(Event::Landing((&*landing).into())).await;
+                self.receive(arrival, arriving).await
+            }
+        }
+    }
+
+    /// Waits for the KV and goes on where prefill has stopped.
+    async fn receive(&self, arrival: Arrival, arriving: Counted) -> Result<(), Refusal> {
+        let arrived = arrival.settle().await.map_err(|error| Refusal::from(&error))?;
+        drop(arriving);
+        info!(bytes = arrived.bytes, connector = %arrived.scheme, waited_ms = arrived.waited.as_millis() as u64, "kv arrived");
+        self.say(arrived_event(&arrived)).await;
+        let ArrivedKv { lease, handoff, .. } = arrived;
+        match handoff.first.finish {
+            Some(_) => Ok(()),
+            None => self.decode(Source::Arrived { lease, first: handoff.first }).await,
+        }
+    }
+
+    /// Runs the sequence to its end, passing its steps on.
+    async fn decode(&self, source: Source) -> Result<(), Refusal> {
+        let (sink, mut steps, ended) = steps();
+        let sequence =
+            NewSequence { prompt: self.prompt.clone(), source, sink: Box::new(sink), steps_wanted: u32::MAX };
+        let _ticket = self.service.node.worker.submit(sequence)?;
+        while let Some(step) = steps.recv().await {
+            self.say(Event::Step((&step).into())).await;
+            if steps.capacity() <= STEPS_MAX / 2 {
+                self.service.node.worker.nudge();
+            }
+        }
+        ended.await.unwrap_or_else(|_| Err(Refusal::new(RefusalKind::Failed, "the worker is gone")))
+    }
+
+    /// A stream that nobody reads any more is dropped, and this life with it: an unsaid word is no loss.
+    async fn say(&self, event: Event) {
+        let _ = self.events.send(event).await;
+    }
+}
+
+fn arrived_event(arrived: &ArrivedKv) -> Event {
+    Event::Arrived(v1::Arrived {
+        scheme: arrived.scheme.to_string(),
+        bytes: arrived.bytes,
+        waited_us: arrived.waited.as_micros() as u64,
+    })
+}
+
+/// The events of a life, and the task that lives it: they end together.
+#[derive(Debug)]
+struct Events {
+    events: ReceiverStream<Event>,
+    _life: Task<()>,
+}
+
+impl Stream for Events {
+    type Item = Result<v1::DecodeEvent, Status>;
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        let event = self.events.poll_next_unpin(cx);
+        event.map(|event| event.map(|event| Ok(v1::DecodeEvent { event: Some(event) })))
+    }
+}
+
+#[tonic::async_trait]
+impl Decode for DecodeService {
+    type RunStream = Pin<Box<dyn Stream<Item = Result<v1::DecodeEvent, Status>> + Send>>;
+
+    async fn run(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::RunStream>, Status> {
+        let (prompt, offer) = self.parse(request.into_inner())?;
+        let span = info_span!("decode", request_id = %prompt.id, n_tokens = prompt.tokens.len());
+        let (events, received) = mpsc::channel(STEPS_MAX);
+        let life = Life { service: self.clone(), prompt, events };
+        let life = spawn_guarded(&self.node.gate, "decode", life.live(offer).instrument(span));
+        if life.is_finished() && self.node.gate.is_closed() {
+            return Err(Status::unavailable("the node is stopping"));
+        }
+        Ok(Response::new(Box::pin(Events { events: ReceiverStream::new(received), _life: life })))
+    }
+}

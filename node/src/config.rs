@@ -1,0 +1,220 @@
+//! What a node is told: [`RawNodeConfig`] as written, [`NodeConfig`] as meant.
+
+use std::time::Duration;
+
+use chassis::byte_size::ByteSize;
+use chassis::telemetry::LogSettings;
+use engine::{EngineSettings, Pace};
+use kv_transfer::TransferSettings;
+use scheduler::SchedulerSettings;
+use serde::{Deserialize, Serialize};
+use types::NodeId;
+
+use crate::error::NodeError;
+
+/// A node's TOML file.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RawNodeConfig {
+    pub node: NodeSection,
+    pub registry: RegistrySection,
+    pub model: ModelSection,
+    pub scheduler: SchedulerSection,
+    pub transfer: TransferSection,
+    pub decode: DecodeSection,
+    pub log: LogSettings,
+}
+
+/// What only decode nodes read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DecodeSection {
+    /// A prompt of which no more than so many tokens are to be computed is computed by the decode node itself, in chunks
+    /// between decode steps: below this a transfer costs more than it spares.
+    pub local_tokens_max: u32,
+    /// Landings that may be open at one time. Beyond it the node refuses, and the router waits or goes elsewhere.
+    pub landings_max: u32,
+}
+
+impl Default for DecodeSection {
+    fn default() -> Self {
+        Self { local_tokens_max: 16, landings_max: 256 }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SchedulerSection {
+    /// Tokens that one step computes at most. Larger: prompts are done sooner; smaller: running sequences are
+    /// disturbed less.
+    pub step_tokens_max: usize,
+    /// Sequences that run at one time.
+    pub sequences_max: usize,
+    /// Prompts that wait for room; more are refused.
+    pub waiting_max: usize,
+    /// Predicted work that may be queued before a prompt; beyond it the prompt waits in the router.
+    pub queue_ms_max: f64,
+    /// Blocks that are left free for each running sequence to grow into.
+    pub growth_blocks: usize,
+}
+
+impl Default for SchedulerSection {
+    fn default() -> Self {
+        let settings = SchedulerSettings::default();
+        Self {
+            step_tokens_max: settings.step_tokens_max,
+            sequences_max: settings.sequences_max,
+            waiting_max: settings.waiting_max,
+            queue_ms_max: settings.queue_ms_max,
+            growth_blocks: settings.growth_blocks,
+        }
+    }
+}
+
+impl SchedulerSection {
+    fn settings(&self) -> SchedulerSettings {
+        SchedulerSettings {
+            step_tokens_max: self.step_tokens_max,
+            sequences_max: self.sequences_max,
+            waiting_max: self.waiting_max,
+            queue_ms_max: self.queue_ms_max,
+            growth_blocks: self.growth_blocks,
+            ..SchedulerSettings::default()
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct NodeSection {
+    /// The node's name, the same after every restart. Empty: the machine's name and the gRPC port.
+    pub id: String,
+    /// `host:port` of the gRPC services; port 0 takes a free one.
+    pub listen: String,
+    /// `host:port` of the admin pages.
+    pub admin: String,
+    /// The host that routers and peers are told to connect to. Empty: the one in `listen`.
+    pub advertise: String,
+    /// How long requests under way may go on after the node was asked to stop.
+    pub drain_ms: u64,
+}
+
+impl Default for NodeSection {
+    fn default() -> Self {
+        Self {
+            id: String::new(),
+            listen: "127.0.0.1:0".to_owned(),
+            admin: "127.0.0.1:0".to_owned(),
+            advertise: String::new(),
+            drain_ms: 30_000,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RegistrySection {
+    /// `embedded://router:50051`, or `etcd://host:2379,host:2379/cluster`.
+    pub url: String,
+}
+
+impl Default for RegistrySection {
+    fn default() -> Self {
+        Self { url: "embedded://127.0.0.1:50051".to_owned() }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ModelSection {
+    /// `mock`, or `mock:NAME` for one that takes its time.
+    pub path: String,
+    /// Memory for KV.
+    pub kv_memory: ByteSize,
+}
+
+impl Default for ModelSection {
+    fn default() -> Self {
+        Self { path: "mock".to_owned(), kv_memory: ByteSize(64 << 20) }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TransferSection {
+    /// Connectors in order of preference; `auto` is all that work here, fastest first.
+    pub connectors: Vec<String>,
+    /// `host:port` on which the tcp connector listens; port 0 takes a free one.
+    pub listen: String,
+    /// TCP streams to each peer. Two keep two cores busy; more help where one flow is shaped.
+    pub streams: u16,
+    /// How long a peer may be silent before the wire is taken for dead.
+    pub stall_ms: u64,
+    /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
+    pub frame_bytes: usize,
+}
+
+impl Default for TransferSection {
+    fn default() -> Self {
+        let TransferSettings { listen, streams, stall_ms, frame_bytes, .. } = TransferSettings::default();
+        Self { connectors: vec!["auto".to_owned()], listen, streams, stall_ms, frame_bytes }
+    }
+}
+
+impl TransferSection {
+    /// The wires are reached at the same host as the node.
+    fn settings(&self, node: &NodeSection) -> TransferSettings {
+        TransferSettings {
+            listen: self.listen.clone(),
+            advertise: node.advertise.clone(),
+            streams: self.streams,
+            stall_ms: self.stall_ms,
+            frame_bytes: self.frame_bytes,
+        }
+    }
+}
+
+/// A node's configuration, checked.
+#[derive(Clone, Debug)]
+pub struct NodeConfig {
+    /// `None`: named after the machine and the port, once that is known.
+    pub id: Option<NodeId>,
+    pub listen: String,
+    pub admin: String,
+    pub advertise: Option<String>,
+    pub drain: Duration,
+    pub registry_url: String,
+    pub engine: EngineSettings,
+    pub scheduler: SchedulerSettings,
+    pub connectors: Vec<String>,
+    pub transfer: TransferSettings,
+    pub decode: DecodeSection,
+    pub log: LogSettings,
+}
+
+impl NodeConfig {
+    pub fn resolve(raw: RawNodeConfig) -> Result<Self, NodeError> {
+        let RawNodeConfig { node, registry, model, scheduler, transfer, decode, log } = raw;
+        if transfer.connectors.is_empty() {
+            return Err(NodeError::Config("transfer.connectors names no connector".to_owned()));
+        }
+        let kv_bytes = usize::try_from(model.kv_memory.0).map_err(|_| {
+            NodeError::Config("model.kv_memory is more than this machine can address".to_owned())
+        })?;
+        let settings = transfer.settings(&node);
+        Ok(Self {
+            id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),
+            listen: node.listen,
+            admin: node.admin,
+            advertise: (!node.advertise.is_empty()).then_some(node.advertise),
+            drain: Duration::from_millis(node.drain_ms),
+            registry_url: registry.url,
+            engine: EngineSettings { model: model.path, kv_bytes, pace: Pace::Sleeping },
+            scheduler: scheduler.settings(),
+            transfer: settings,
+            connectors: transfer.connectors,
+            decode,
+            log,
+        })
+    }
+}

@@ -1,0 +1,126 @@
+//! A node's life: bind, announce, serve, wait, drain.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use chassis::admin::Readiness;
+use chassis::server::ServerLimits;
+use chassis::{Gate, Listener, Shutdown, spawn_guarded};
+use registry::Registry;
+use scheduler::WorkerState;
+use tonic::service::Routes;
+use tracing::{info, warn};
+use types::node::PROTOCOL;
+use types::{NodeId, NodeInfo, Role};
+
+use crate::config::NodeConfig;
+use crate::error::NodeError;
+use crate::parts::NodeParts;
+use crate::status::StatusService;
+
+/// How long the ports may take to close once nothing is under way.
+const CLOSE_WITHIN: Duration = Duration::from_secs(2);
+
+/// What a node needs to live, besides its parts.
+#[derive(Debug)]
+pub struct Life<'a> {
+    pub config: &'a NodeConfig,
+    pub id: NodeId,
+    pub role: Role,
+    pub registry: &'a dyn Registry,
+    /// Asked to stop, a node drains.
+    pub shutdown: Shutdown,
+    pub grpc: Box<dyn Listener>,
+    pub admin: Box<dyn Listener>,
+}
+
+/// Lives until `shutdown`. `services` are the role's own, with health and reflection; status is added here.
+pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<(), NodeError> {
+    let readiness = Readiness::unready("starting");
+    let (draining, close) = (Shutdown::new(), Shutdown::new());
+    let ports = Gate::new("ports");
+
+    let info = node_info(&parts, &life)?;
+    let status = StatusService::new(parts.clone(), draining.clone()).server();
+    let grpc =
+        chassis::rpc::serve(life.grpc, services.add_service(status), close.clone(), ServerLimits::default());
+    let grpc = spawn_guarded(&ports, "grpc", grpc);
+    let admin = chassis::admin::router(readiness.clone(), parts.metrics.clone());
+    let admin = spawn_guarded(&ports, "admin", chassis::admin::serve(life.admin, admin, close.clone()));
+    let _watch = spawn_guarded(&ports, "readiness", watch_worker(parts.clone(), readiness.clone()));
+
+    let announcement = life.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;
+    info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
+        connectors = ?parts.connectors, "node is up");
+    life.shutdown.wait().await;
+
+    info!("draining");
+    draining.trigger();
+    readiness.set_unready("draining");
+    announcement.withdraw().await;
+    parts.worker.drain();
+    let drained = parts.gate.close(life.config.drain).await.map_err(NodeError::Drain);
+    close.trigger();
+    for port in [grpc, admin] {
+        if !matches!(tokio::time::timeout(CLOSE_WITHIN, port).await, Ok(Ok(Ok(())))) {
+            warn!("a port was closed with connections open");
+        }
+    }
+    drained
+}
+
+/// Says whether the worker lives.
+async fn watch_worker(parts: NodeParts, readiness: Readiness) {
+    let mut state = parts.worker.state();
+    loop {
+        match &*state.borrow_and_update() {
+            WorkerState::Running => readiness.set_ready(),
+            WorkerState::Draining | WorkerState::Stopped => readiness.set_unready("draining"),
+            WorkerState::Dead(reason) => readiness.set_unready(format!("the worker is dead: {reason}")),
+        }
+        if state.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// What the node says of itself.
+fn node_info(parts: &NodeParts, life: &Life<'_>) -> Result<NodeInfo, NodeError> {
+    let advertised = |bound: &dyn Listener| -> Result<String, NodeError> {
+        let bound = bound
+            .local_addr()
+            .map_err(|source| NodeError::Listen { addr: life.config.listen.clone(), source })?;
+        Ok(advertised(life.config.advertise.as_deref(), bound))
+    };
+    Ok(NodeInfo {
+        id: life.id.clone(),
+        epoch: parts.epoch,
+        role: life.role,
+        pid: std::process::id(),
+        host: parts.host.to_string(),
+        address: advertised(&*life.grpc)?,
+        admin: advertised(&*life.admin)?,
+        wires: parts.connectors.addresses(),
+        model: (*parts.model).clone(),
+        protocol: PROTOCOL,
+    })
+}
+
+fn advertised(host: Option<&str>, bound: SocketAddr) -> String {
+    host.map_or_else(|| bound.to_string(), |host| format!("{host}:{}", bound.port()))
+}
+
+/// Tells whether two nodes share a machine: the kernel's boot id, and the IPC namespace within which memory is shared.
+pub fn host_id() -> String {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let namespace =
+        fs::read_link("/proc/self/ns/ipc").map(|link| link.display().to_string()).unwrap_or_default();
+    format!("{} {namespace}", boot.trim())
+}
+
+/// A name for a node that was given none: the machine's, and the port that is its own.
+pub fn default_id(role: Role, bound: SocketAddr) -> NodeId {
+    let machine = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    NodeId::new(format!("{role}-{}-{}", machine.trim(), bound.port()))
+}

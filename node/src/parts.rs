@@ -1,0 +1,88 @@
+//! What a node is made of: one worker, one pool, and the connectors over the same memory.
+
+use std::sync::Arc;
+
+use chassis::metrics::Metrics;
+use chassis::{Gate, World};
+use kv_cache::BlockPool;
+use kv_transfer::{ConnectorParts, Faults, TransferMetrics};
+use scheduler::{SchedulerMetrics, WorkerHandle, WorkerParts};
+use types::{Epoch, ModelInfo, NodeId};
+
+use crate::config::NodeConfig;
+use crate::connectors::Connectors;
+use crate::counted::Counter;
+use crate::error::NodeError;
+use crate::life::host_id;
+
+/// The parts that a node's services share. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct NodeParts {
+    pub world: World,
+    pub epoch: Epoch,
+    pub host: Arc<str>,
+    pub model: Arc<ModelInfo>,
+    pub pool: BlockPool,
+    pub worker: WorkerHandle,
+    pub connectors: Connectors,
+    /// Landings that wait for their KV.
+    pub arriving: Counter,
+    /// Everything that works on a prompt is inside.
+    pub gate: Gate,
+    /// What the connectors run. It ends with them.
+    pub wires: Gate,
+    pub metrics: Metrics,
+}
+
+impl NodeParts {
+    /// Opens the model, takes the memory, starts the worker and binds the connectors.
+    pub async fn build(
+        id: &NodeId,
+        config: &NodeConfig,
+        world: World,
+        metrics: Metrics,
+    ) -> Result<Self, NodeError> {
+        let backend = engine::open(&config.engine).map_err(NodeError::Model)?;
+        let model = Arc::new(backend.model().clone());
+        let memory = backend.memory().clone();
+        let pool = BlockPool::new(memory.layout(), memory.n_blocks());
+        let (gate, wires) = (Gate::new("prompts"), Gate::new("wires"));
+        let (worker, driver) = scheduler::new_worker(WorkerParts {
+            backend,
+            pool: pool.clone(),
+            world: world.clone(),
+            settings: config.scheduler,
+            metrics: SchedulerMetrics::new(&metrics),
+        })
+        .map_err(NodeError::Worker)?;
+        // The thread ends with the last handle; nobody needs to join it.
+        drop(driver.on_thread().map_err(NodeError::Worker)?);
+        let epoch = world.epoch();
+        let host: Arc<str> = host_id().into();
+        let parts = ConnectorParts {
+            node: id.clone(),
+            epoch,
+            memory,
+            fingerprint: model.fingerprint.clone(),
+            world: world.clone(),
+            gate: wires.clone(),
+            settings: config.transfer.clone(),
+            metrics: TransferMetrics::new(&metrics),
+            faults: Faults::none(),
+        };
+        let connectors = Connectors::build(&config.connectors, &host, &parts).await?;
+        Ok(Self {
+            world,
+            epoch,
+            host,
+            model,
+            pool,
+            worker,
+            connectors,
+            arriving: Counter::default(),
+            gate,
+            wires,
+            metrics,
+        })
+    }
+}
