@@ -1,1 +1,38 @@
-//! placeholder
+//! Starts whole clusters of real processes, talks to them as a client would, and breaks them.
+#![forbid(unsafe_code)]
+#![allow(clippy::disallowed_methods, reason = "tests spawn as they please")]
+
+pub mod executable;
+pub mod up;
+pub mod client;
+pub mod check;
+
+pub use client::{Answer, Ask, Client, Failed};
+pub use up::{Node, Up};
+
+use std::time::Duration;
+
+/// No test waits longer than this for anything.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Ends `work` after [`PATIENCE`] with a panic that says what was waited for.
+pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(PATIENCE, work).await {
+        Ok(done) => done,
+        Err(_) => panic!("waited {PATIENCE:?} for {what}"),
+    }
+}
+
+/// Looks again and again until `look` finds something, for at most [`PATIENCE`].
+pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
+    let mut pause = tokio::time::interval(Duration::from_millis(20));
+    in_time(what, async {
+        loop {
+            pause.tick().await;
+            if let Some(found) = look().await {
+                return found;
+            }
+        }
+    })
+    .await
+}

@@ -1,0 +1,210 @@
+//! `baton chat`: a conversation in the terminal, the answers as they come.
+
+use std::io::{BufRead as _, IsTerminal as _, Write as _};
+use std::process::ExitCode;
+
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::{Request, Response, StatusCode};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use serde_json::{Value, json};
+
+use crate::cli::ChatArgs;
+use crate::exit::Failed;
+
+/// The most of one server-sent event that is kept while it is incomplete.
+const EVENT_BYTES_MAX: usize = 1 << 20;
+
+pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
+    let endpoint = Endpoint::new(&args.url)?;
+    let model = match &args.model {
+        Some(model) => model.clone(),
+        None => runtime.block_on(endpoint.first_model())?,
+    };
+    let mut talk = Talk { model, max_tokens: args.max_tokens, messages: Vec::new() };
+    if let Some(system) = &args.system {
+        talk.messages.push(json!({ "role": "system", "content": system }));
+    }
+    match &args.message {
+        Some(message) => runtime.block_on(talk.say(&endpoint, message))?,
+        None => converse(&runtime, &endpoint, &mut talk)?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Reads lines until the end of input. An answer that fails is reported, and the conversation goes on.
+fn converse(runtime: &tokio::runtime::Runtime, endpoint: &Endpoint, talk: &mut Talk) -> Result<(), Failed> {
+    eprintln!("talking to {} at {}; Ctrl-D ends", talk.model, endpoint.base);
+    let interactive = std::io::stdin().is_terminal();
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        if interactive {
+            eprint!("> ");
+        }
+        let Some(line) = lines.next() else { return Ok(()) };
+        let line = line.map_err(Failed::work)?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        if let Err(failed) = runtime.block_on(talk.say(endpoint, &line)) {
+            failed.report();
+        }
+    }
+}
+
+/// What was said so far.
+struct Talk {
+    model: String,
+    max_tokens: u32,
+    messages: Vec<Value>,
+}
+
+impl Talk {
+    /// Says one thing and prints the answer. What was not answered is forgotten.
+    async fn say(&mut self, endpoint: &Endpoint, text: &str) -> Result<(), Failed> {
+        self.messages.push(json!({ "role": "user", "content": text }));
+        match self.answer(endpoint).await {
+            Ok(answer) => {
+                self.messages.push(json!({ "role": "assistant", "content": answer }));
+                Ok(())
+            }
+            Err(failed) => {
+                self.messages.pop();
+                Err(failed)
+            }
+        }
+    }
+
+    async fn answer(&self, endpoint: &Endpoint) -> Result<String, Failed> {
+        let request = json!({
+            "model": self.model,
+            "messages": self.messages,
+            "max_tokens": self.max_tokens,
+            "stream": true,
+        });
+        let mut body = endpoint.post("/v1/chat/completions", &request).await?.into_body();
+        let (mut pending, mut answer) = (Vec::new(), String::new());
+        while let Some(frame) = body.frame().await {
+            if let Ok(data) = frame.map_err(Failed::work)?.into_data() {
+                pending.extend_from_slice(&data);
+            }
+            while let Some(event) = take_event(&mut pending) {
+                if event == "[DONE]" {
+                    print_piece("\n")?;
+                    return Ok(answer);
+                }
+                let piece = piece_of(&event)?;
+                print_piece(&piece)?;
+                answer.push_str(&piece);
+            }
+            if pending.len() > EVENT_BYTES_MAX {
+                return Err(Failed::work("the endpoint sent an event without an end"));
+            }
+        }
+        Err(Failed::work("the answer ended early"))
+    }
+}
+
+#[allow(clippy::print_stdout, reason = "the answer is what this command is for")]
+fn print_piece(piece: &str) -> Result<(), Failed> {
+    print!("{piece}");
+    std::io::stdout().flush().map_err(Failed::work)
+}
+
+/// The next whole event's data, if one is there.
+fn take_event(pending: &mut Vec<u8>) -> Option<String> {
+    loop {
+        let end = pending.windows(2).position(|pair| pair == b"\n\n")?;
+        let event: Vec<u8> = pending.drain(..end + 2).collect();
+        let event = String::from_utf8_lossy(&event);
+        let data: Vec<&str> =
+            event.lines().filter_map(|line| line.strip_prefix("data:")).map(str::trim_start).collect();
+        if !data.is_empty() {
+            return Some(data.join("\n"));
+        }
+    }
+}
+
+fn piece_of(event: &str) -> Result<String, Failed> {
+    let event: Value = serde_json::from_str(event).map_err(Failed::work)?;
+    if let Some(message) = event["error"]["message"].as_str() {
+        return Err(Failed::work(message.to_owned()));
+    }
+    Ok(event["choices"][0]["delta"]["content"].as_str().unwrap_or_default().to_owned())
+}
+
+/// An OpenAI-compatible endpoint.
+struct Endpoint {
+    base: String,
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl Endpoint {
+    fn new(url: &str) -> Result<Self, Failed> {
+        if !url.starts_with("http://") {
+            return Err(Failed::usage(format!("{url}: the address must begin with http://")));
+        }
+        let client = Client::builder(TokioExecutor::new()).build_http();
+        Ok(Self { base: url.trim_end_matches('/').to_owned(), client })
+    }
+
+    async fn first_model(&self) -> Result<String, Failed> {
+        let request =
+            Request::get(format!("{}/v1/models", self.base)).body(Full::default()).map_err(Failed::usage)?;
+        let models = json_of(self.send(request).await?).await?;
+        let first = models["data"][0]["id"].as_str();
+        first.map(str::to_owned).ok_or_else(|| Failed::work(format!("{} serves no model now", self.base)))
+    }
+
+    async fn post(&self, path: &str, body: &Value) -> Result<Response<Incoming>, Failed> {
+        let request =
+            Request::post(format!("{}{path}", self.base)).header("content-type", "application/json");
+        self.send(request.body(Full::from(body.to_string())).map_err(Failed::usage)?).await
+    }
+
+    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Failed> {
+        let response = self.client.request(request).await.map_err(|error| self.unreachable(&error))?;
+        if response.status() == StatusCode::OK {
+            return Ok(response);
+        }
+        let status = response.status();
+        let body = json_of(response).await.unwrap_or_default();
+        let message = body["error"]["message"].as_str().unwrap_or("no reason was given");
+        Err(Failed::work(format!("{status}: {message}")))
+    }
+
+    fn unreachable(&self, error: &hyper_util::client::legacy::Error) -> Failed {
+        let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
+        Failed::work(format!("nobody answers at {}: {cause}; is `baton up` running?", self.base))
+    }
+}
+
+async fn json_of(response: Response<Incoming>) -> Result<Value, Failed> {
+    let body = response.into_body().collect().await.map_err(Failed::work)?.to_bytes();
+    serde_json::from_slice(&body).map_err(Failed::work)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_taken_whole() {
+        let mut pending = b": keep-alive\n\ndata: {\"a\":1}\n\ndata: [DO".to_vec();
+        assert_eq!(take_event(&mut pending).as_deref(), Some("{\"a\":1}"));
+        assert_eq!(take_event(&mut pending), None);
+        pending.extend_from_slice(b"NE]\n\n");
+        assert_eq!(take_event(&mut pending).as_deref(), Some("[DONE]"));
+    }
+
+    #[test]
+    fn an_error_in_mid_stream_is_an_error() {
+        assert_eq!(piece_of(r#"{"choices":[{"delta":{"content":"hi"}}]}"#).expect("a piece"), "hi");
+        assert_eq!(piece_of(r#"{"choices":[{"delta":{}}]}"#).expect("no piece"), "");
+        piece_of(r#"{"error":{"message":"gone"}}"#).expect_err("an error");
+    }
+}

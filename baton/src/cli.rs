@@ -1,0 +1,124 @@
+//! What can be typed. Settings live in the configuration files; a flag is for what one types by hand.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Large language models served with prefill and decode on different nodes.
+#[derive(Debug, Parser)]
+#[command(name = "baton", version, arg_required_else_help = true, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Start a whole cluster on this machine: a router and its nodes, no etcd needed.
+    Up(UpArgs),
+    /// Run a router: the OpenAI-compatible endpoint, and the embedded registry.
+    Router(ProcessArgs),
+    /// Run a prefill node: it computes the KV of prompts and sends it where it is wanted.
+    Prefill(ProcessArgs),
+    /// Run a decode node: it holds room for KV on its way, and decodes what has arrived.
+    Decode(ProcessArgs),
+    /// Run one node that does both, for comparison.
+    Both(ProcessArgs),
+    /// Talk to a cluster in the terminal.
+    Chat(ChatArgs),
+    /// Measure an OpenAI-compatible endpoint, this one or another: TTFT, TBT, goodput.
+    Bench(Box<bench::BenchArgs>),
+}
+
+/// Every process has one TOML file. `BATON_SECTION__KEY` in the environment overrides a setting.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ProcessArgs {
+    /// The configuration file. Without it the defaults hold.
+    #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
+    pub(crate) config: Option<PathBuf>,
+    /// Check the configuration, say what is wrong with it, and leave.
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Stop when standard input is closed: for processes that must not outlive their parent.
+    #[arg(long, hide = true)]
+    pub(crate) stop_with_stdin: bool,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct UpArgs {
+    /// Prefill nodes.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=64))]
+    pub(crate) prefill: u16,
+    /// Decode nodes.
+    #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) decode: u16,
+    /// One node that does both instead, for comparison.
+    #[arg(long, conflicts_with_all = ["prefill", "decode"])]
+    pub(crate) colocated: bool,
+    /// The model: `mock`, or `mock:NAME` for one that takes its time.
+    #[arg(long, default_value = "mock")]
+    pub(crate) model: String,
+    /// What computes.
+    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    pub(crate) device: Device,
+    /// The wire on which KV travels; `auto` is the fastest that works here.
+    #[arg(long, default_value = "auto", value_name = "NAME")]
+    pub(crate) connector: String,
+    /// Which node is asked first: decode reserves room, or prefill computes and decode is chosen then.
+    #[arg(long, value_enum, default_value_t = Order::DecodeFirst)]
+    pub(crate) order: Order,
+    /// Where the OpenAI-compatible endpoint listens.
+    #[arg(long, default_value = "127.0.0.1:8000", value_name = "ADDR")]
+    pub(crate) http: SocketAddr,
+    /// Where the gRPC endpoint listens.
+    #[arg(long, default_value = "127.0.0.1:50051", value_name = "ADDR")]
+    pub(crate) grpc: SocketAddr,
+    /// `embedded`, or `etcd://host:2379/cluster`.
+    #[arg(long, default_value = "embedded", value_name = "URL")]
+    pub(crate) registry: String,
+    /// How a route is chosen: random, round-robin or least-loaded.
+    #[arg(long, default_value = "least-loaded", value_name = "NAME")]
+    pub(crate) policy: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Device {
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Order {
+    DecodeFirst,
+    PrefillFirst,
+}
+
+impl Order {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::DecodeFirst => "decode-first",
+            Self::PrefillFirst => "prefill-first",
+        }
+    }
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ChatArgs {
+    /// The endpoint to talk to.
+    #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
+    pub(crate) url: String,
+    /// The model; by default the first that is served.
+    #[arg(long)]
+    pub(crate) model: Option<String>,
+    /// What the model is told before the conversation.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// The longest answer.
+    #[arg(long, default_value_t = 512, value_name = "N")]
+    pub(crate) max_tokens: u32,
+    /// Ask this one thing, print the answer, and leave.
+    #[arg(value_name = "MESSAGE")]
+    pub(crate) message: Option<String>,
+}

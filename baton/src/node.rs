@@ -1,0 +1,73 @@
+//! `baton prefill`, `baton decode`, `baton both`: config, telemetry, build, bind, announce, serve, wait, drain.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use chassis::error::StartError;
+use chassis::metrics::Metrics;
+use chassis::{Gate, Listener, Shutdown, World, telemetry};
+use decode_node::DecodeService;
+use node::{DecodeSection, Life, NodeConfig, NodeParts, RawNodeConfig, live};
+use prefill_node::PrefillService;
+use registry::RegistryParts;
+use tonic::service::Routes;
+use tracing::info;
+use types::Role;
+
+use crate::cli::ProcessArgs;
+use crate::exit::Failed;
+
+/// How long the registry may take to hear that the node has left.
+const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
+
+pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
+    let raw: RawNodeConfig =
+        chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
+    let config = NodeConfig::resolve(raw).map_err(Failed::usage)?;
+    if args.check {
+        eprintln!("the configuration is valid");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(Failed::start)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    runtime.block_on(serve(role, &config, args.stop_with_stdin))
+}
+
+async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<ExitCode, Failed> {
+    let shutdown = if with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
+    let shutdown = shutdown.map_err(Failed::start)?;
+    let world = World::real();
+    let grpc = bind(&world, &config.listen).await?;
+    let admin = bind(&world, &config.admin).await?;
+    let bound = grpc.local_addr().map_err(Failed::start)?;
+    let id = config.id.clone().unwrap_or_else(|| node::life::default_id(role, bound));
+    let parts = NodeParts::build(&id, config, world.clone(), Metrics::new(role.as_str()))
+        .await
+        .map_err(Failed::start)?;
+    let announcing = Gate::new("registry");
+    let registry = registry::open(&config.registry_url, RegistryParts { world, gate: announcing.clone() })
+        .map_err(Failed::usage)?;
+    let services = services(role, &parts, &config.decode).map_err(Failed::start)?;
+    let life = Life { config, id, role, registry: &*registry, shutdown, grpc, admin };
+    let drained = live(parts, services, life).await;
+    let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
+    info!("stopped");
+    drained.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
+}
+
+async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, Failed> {
+    let listen = world.net().listen(addr).await;
+    listen.map_err(|source| Failed::start(node::NodeError::Listen { addr: addr.to_owned(), source }))
+}
+
+/// One node doing both is both services over one worker and one pool.
+fn services(role: Role, parts: &NodeParts, decode: &DecodeSection) -> Result<Routes, StartError> {
+    let (mut routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])?;
+    if role.prefills() {
+        routes = routes.add_service(PrefillService::new(parts.clone()).server());
+    }
+    if role.decodes() {
+        routes = routes.add_service(DecodeService::new(parts.clone(), decode.clone()).server());
+    }
+    Ok(routes)
+}

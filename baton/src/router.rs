@@ -1,0 +1,31 @@
+//! `baton router`: config, telemetry, bind, serve, wait, drain.
+
+use std::process::ExitCode;
+
+use chassis::{Shutdown, World, telemetry};
+use router::{RawRouterConfig, Router, RouterConfig};
+
+use crate::cli::ProcessArgs;
+use crate::exit::Failed;
+
+pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
+    let raw: RawRouterConfig =
+        chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
+    let config = RouterConfig::resolve(raw).map_err(Failed::usage)?;
+    if args.check {
+        eprintln!("the configuration is valid");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    runtime.block_on(async {
+        let shutdown =
+            if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
+        let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
+        router
+            .serve(shutdown.map_err(Failed::start)?, std::future::ready(()))
+            .await
+            .map_err(Failed::drain)?;
+        Ok(ExitCode::SUCCESS)
+    })
+}

@@ -1,0 +1,153 @@
+//! `baton up`: a router with the embedded registry in this process, and its nodes as child processes.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use chassis::telemetry::{self, LogSettings};
+use chassis::{Shutdown, World};
+use futures::future::join_all;
+use router::{NodeState, RawRouterConfig, Router, RouterConfig};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tracing::{info, warn};
+use types::Role;
+
+use crate::children::Node;
+use crate::cli::{Device, UpArgs};
+use crate::exit::Failed;
+
+/// How long the nodes may take to come up. Loading a large model takes minutes.
+const READY_WITHIN: Duration = Duration::from_secs(600);
+/// How often it is looked at whether they have.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
+    if args.device == Device::Cuda {
+        return Err(Failed::usage("--device cuda: this version has no GPU backend; use --device cpu"));
+    }
+    let config = RouterConfig::resolve(router_config(&args)).map_err(Failed::usage)?;
+    let log = LogSettings { level: "warn".to_owned(), ..LogSettings::default() };
+    let _telemetry = telemetry::init("router", &log).map_err(Failed::start)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    runtime.block_on(up(&args, config))
+}
+
+async fn up(args: &UpArgs, config: RouterConfig) -> Result<ExitCode, Failed> {
+    let shutdown = Shutdown::from_signals().map_err(Failed::start)?;
+    let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
+    let mut nodes = start_nodes(args, &router)?;
+    let (http, grpc) = (router.http_addr(), router.grpc_addr());
+    let cluster = router.cluster();
+    let (leave, leaving) = oneshot::channel::<Vec<Node>>();
+    let farewell = async {
+        join_all(leaving.await.unwrap_or_default().into_iter().map(Node::stop)).await;
+    };
+    let serving = router.serve(shutdown.clone(), farewell);
+    let serving = chassis::spawn_guarded(&chassis::Gate::new("up"), "router", serving);
+
+    let came_up = tokio::select! {
+        came_up = all_ready(&cluster, &mut nodes) => came_up,
+        () = shutdown.wait() => Ok(()),
+    };
+    if came_up.is_ok() && !shutdown.requested() {
+        eprintln!("{}", table(&cluster));
+        ready_line(&format!("ready http=http://{http} grpc=http://{grpc}"));
+        tokio::select! {
+            () = shutdown.wait() => {}
+            () = watch(&mut nodes) => {}
+        }
+    }
+    shutdown.trigger();
+    // The nodes stop once the router has answered its last request, and the registry after them.
+    let _ = leave.send(nodes);
+    let served = serving.await;
+    came_up?;
+    served.map_err(Failed::work)?.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
+}
+
+/// The one line on standard output; scripts wait for it.
+#[allow(clippy::print_stdout, reason = "the one line that others rely on")]
+fn ready_line(line: &str) {
+    println!("{line}");
+}
+
+fn router_config(args: &UpArgs) -> RawRouterConfig {
+    let mut raw = RawRouterConfig::default();
+    raw.router.http = args.http.to_string();
+    raw.router.grpc = args.grpc.to_string();
+    raw.router.policy.clone_from(&args.policy);
+    raw.router.order = args.order.as_str().to_owned();
+    raw.registry.url.clone_from(&args.registry);
+    raw
+}
+
+fn start_nodes(args: &UpArgs, router: &Router) -> Result<Vec<Node>, Failed> {
+    let registry = match args.registry.as_str() {
+        "embedded" => format!("embedded://{}", router.grpc_addr()),
+        url => url.to_owned(),
+    };
+    let settings = [
+        ("BATON_REGISTRY__URL", registry),
+        ("BATON_MODEL__PATH", args.model.clone()),
+        ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
+        ("BATON_LOG__LEVEL", "warn".to_owned()),
+    ];
+    let node = |role: Role, idx: u16| Node::start(role, format!("{role}-{idx}"), &settings);
+    if args.colocated {
+        return Ok(vec![node(Role::Both, 0)?]);
+    }
+    let prefill = (0..args.prefill).map(|idx| node(Role::Prefill, idx));
+    let decode = (0..args.decode).map(|idx| node(Role::Decode, idx));
+    prefill.chain(decode).collect()
+}
+
+/// Waits until every node is usable. A node that ends instead has said why on standard error.
+async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), Failed> {
+    let give_up = Instant::now() + READY_WITHIN;
+    loop {
+        let states = cluster.everyone();
+        if states.iter().filter(|(_, state)| *state == NodeState::Ready).count() == nodes.len() {
+            return Ok(());
+        }
+        for node in nodes.iter_mut() {
+            if let Some(status) = node.has_ended() {
+                return Err(Failed::start(format!(
+                    "node {} ended with {status} before it was ready",
+                    node.id
+                )));
+            }
+        }
+        if Instant::now() > give_up {
+            return Err(Failed::start(format!("the nodes were not ready within {READY_WITHIN:?}")));
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// Says when a node ends. The cluster goes on without it.
+async fn watch(nodes: &mut [Node]) {
+    join_all(nodes.iter_mut().map(async |node| match node.ended().await {
+        Ok(status) => warn!(node = node.id, %status, "node ended"),
+        Err(error) => warn!(node = node.id, %error, "node cannot be watched"),
+    }))
+    .await;
+    info!("no node is left");
+    std::future::pending().await
+}
+
+/// Who is where.
+fn table(cluster: &router::Cluster) -> String {
+    let mut table = format!("{:<12} {:<8} {:>8}  {:<22} {}", "NODE", "ROLE", "PID", "ADDRESS", "CONNECTORS");
+    for (info, _) in cluster.everyone() {
+        let wires: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
+        table.push_str(&format!(
+            "\n{:<12} {:<8} {:>8}  {:<22} {}",
+            info.id,
+            info.role,
+            info.pid,
+            info.address,
+            wires.join(", ")
+        ));
+    }
+    table
+}

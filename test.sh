@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Installs what the tests need and runs everything that CI runs: format, lints, docs, all tests.
+# As root on Debian or Ubuntu it installs what is missing; otherwise it names the packages and stops.
+# Usage: ./test.sh [fmt|lint|doc|test ...]   (all of them by default)
+set -euo pipefail
+cd "$(dirname "$0")"
+
+say() { printf '\n== %s\n' "$*" >&2; }
+
+# package=command pairs; a package is missing when its command is.
+need_packages() {
+    local missing=()
+    command -v cc >/dev/null || missing+=(build-essential)
+    command -v python3 >/dev/null || missing+=(python3)
+    python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
+    [ ${#missing[@]} -eq 0 ] && return
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        say "installing ${missing[*]}"
+        apt-get update -qq && apt-get install -y --no-install-recommends --no-remove "${missing[@]}"
+    else
+        echo "missing packages: ${missing[*]} (as root: apt-get install ${missing[*]})" >&2
+        exit 1
+    fi
+}
+
+need_rust() {
+    command -v cargo >/dev/null && return
+    echo "cargo is missing: install Rust from https://rustup.rs" >&2
+    exit 1
+}
+
+# The official client that users will point at the endpoint, in an environment of its own.
+need_openai_client() {
+    export TEST_PYTHON="$PWD/.cache/python/bin/python"
+    "$TEST_PYTHON" -c 'import openai' 2>/dev/null && return
+    say "installing the openai client"
+    python3 -m venv .cache/python
+    "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt
+}
+
+run_fmt() {
+    say fmt
+    cargo fmt --all --check
+}
+
+run_lint() {
+    say lint
+    cargo clippy --workspace --all-targets --quiet -- -D warnings
+}
+
+run_doc() {
+    say doc
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --quiet
+}
+
+run_test() {
+    say test
+    need_openai_client
+    cargo build --quiet --package baton
+    export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/debug/baton"
+    if cargo nextest --version >/dev/null 2>&1; then
+        cargo nextest run --workspace --no-fail-fast
+    else
+        # Whole clusters need the machine for themselves, one after the other.
+        cargo test --workspace --exclude baton-tests --no-fail-fast
+        cargo test --package baton-tests --no-fail-fast -- --test-threads=1
+    fi
+    cargo test --workspace --doc --quiet
+}
+
+need_packages
+need_rust
+for step in "${@:-fmt lint doc test}"; do
+    for one in $step; do "run_$one"; done
+done
+say "all is well"

@@ -1,0 +1,24 @@
+//! Where the executable is that the tests start.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// `TEST_EXECUTABLE`, or else the one that cargo builds now.
+pub fn baton() -> PathBuf {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| std::env::var_os("TEST_EXECUTABLE").map_or_else(build, PathBuf::from)).clone()
+}
+
+fn build() -> PathBuf {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .args(["build", "--quiet", "--package", "baton"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .status()
+        .expect("cargo runs");
+    assert!(status.success(), "baton does not build");
+    // This test is target/<profile>/deps/<test>.
+    let test = std::env::current_exe().expect("this test has a path");
+    test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
+}

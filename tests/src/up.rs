@@ -1,0 +1,195 @@
+//! `baton up` as a value: started, looked at, broken, stopped.
+
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde_json::Value;
+use tempfile::NamedTempFile;
+
+use crate::client::Client;
+use crate::{eventually, executable};
+
+/// A running cluster. Dropping it stops every process; a test that fails prints what they logged.
+#[derive(Debug)]
+pub struct Up {
+    child: Child,
+    log: NamedTempFile,
+    pub http: SocketAddr,
+    pub grpc: SocketAddr,
+    pids: Vec<u32>,
+}
+
+/// A line of `/debug/cluster`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Node {
+    pub id: String,
+    pub epoch: String,
+    pub role: String,
+    pub pid: u32,
+    pub address: String,
+    pub state: String,
+}
+
+impl Up {
+    /// Starts `baton up` with `args` on free ports and waits until it serves.
+    pub async fn start(args: &[&str]) -> Self {
+        Self::start_with(args, &[]).await
+    }
+
+    /// The same, with variables in its environment.
+    pub async fn start_with(args: &[&str], env: &[(&str, &str)]) -> Self {
+        let log = NamedTempFile::new().expect("a temporary file");
+        let mut child = Command::new(executable::baton())
+            .arg("up")
+            .args(["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
+            .args(args)
+            .envs(env.iter().copied())
+            .stdout(Stdio::piped())
+            .stderr(log.reopen().expect("the file is there"))
+            .spawn()
+            .expect("baton starts");
+        let mut line = String::new();
+        let stdout = child.stdout.take().expect("it is piped");
+        let read = tokio::task::spawn_blocking(move || {
+            BufReader::new(stdout).read_line(&mut line).expect("standard output is text");
+            line
+        });
+        let line = crate::in_time("the ready line", read).await.expect("the line was read");
+        let Some((http, grpc)) = parse_ready(&line) else {
+            let _ = child.kill();
+            panic!("baton up {args:?} said {line:?} and logged:\n{}", text_of(log.as_file()));
+        };
+        let mut up = Self { child, log, http, grpc, pids: Vec::new() };
+        up.pids = up.nodes().await.iter().map(|node| node.pid).collect();
+        up
+    }
+
+    pub fn client(&self) -> Client {
+        Client::new(self.http)
+    }
+
+    /// The process that was started: the router's.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub async fn nodes(&self) -> Vec<Node> {
+        let cluster = self.client().get_json("/debug/cluster").await;
+        cluster["nodes"].as_array().expect("a list of nodes").iter().map(node).collect()
+    }
+
+    /// The nodes of one role.
+    pub async fn of_role(&self, role: &str) -> Vec<Node> {
+        self.nodes().await.into_iter().filter(|node| node.role == role).collect()
+    }
+
+    /// Block counts of all nodes that answer: id, free + cached, total.
+    pub async fn kv(&self) -> Vec<Value> {
+        let kv = self.client().get_json("/debug/kv").await;
+        kv["nodes"].as_array().expect("a list of nodes").clone()
+    }
+
+    /// Waits until no block is leased or quarantined anywhere.
+    pub async fn baseline(&self) {
+        let mut last = Vec::new();
+        let quiet = eventually("the pools' baseline", async || {
+            last = self.kv().await;
+            let held =
+                |node: &Value| node["leased"].as_u64() == Some(0) && node["quarantined"].as_u64() == Some(0);
+            let answering: Vec<&Value> = last.iter().filter(|node| node["error"].is_null()).collect();
+            answering.iter().all(|node| held(node)).then_some(())
+        });
+        quiet.await;
+        for node in self.kv().await.iter().filter(|node| node["error"].is_null()) {
+            let count = |name: &str| node[name].as_u64().expect("a count");
+            assert_eq!(count("free") + count("cached"), count("total"), "{node}");
+        }
+    }
+
+    pub fn signal(&self, pid: u32, signal: Signal) {
+        kill_process(pid_of(pid), signal).expect("the process is there");
+    }
+
+    /// Everything that its processes logged so far.
+    pub fn log(&self) -> String {
+        text_of(self.log.as_file())
+    }
+
+    /// Asks it to stop and waits until it has: the exit code.
+    pub async fn stop(&mut self) -> Option<i32> {
+        self.signal(self.child.id(), Signal::TERM);
+        eventually("baton up to stop", async || self.child.try_wait().expect("it is our child")).await.code()
+    }
+
+    /// The exit code, once it has ended by itself.
+    pub fn stop_code(&mut self) -> Option<i32> {
+        self.child.wait().ok().and_then(|status| status.code())
+    }
+
+    /// The nodes' processes that are alive.
+    pub fn alive(&self) -> Vec<u32> {
+        self.pids.iter().copied().filter(|pid| is_alive(*pid)).collect()
+    }
+}
+
+/// A zombie is not alive, and neither is a pid without a process.
+pub fn is_alive(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
+    test_kill_process(pid_of(pid)).is_ok() && !matches!(state, None | Some('Z' | 'X'))
+}
+
+fn pid_of(pid: u32) -> Pid {
+    Pid::from_raw(pid as i32).expect("a pid is not zero")
+}
+
+fn parse_ready(line: &str) -> Option<(SocketAddr, SocketAddr)> {
+    let (http, grpc) = line.trim().strip_prefix("ready http=http://")?.split_once(" grpc=http://")?;
+    Some((http.parse().ok()?, grpc.parse().ok()?))
+}
+
+fn node(node: &Value) -> Node {
+    let text = |name: &str| node[name].as_str().expect("a text").to_owned();
+    Node {
+        id: text("id"),
+        epoch: text("epoch"),
+        role: text("role"),
+        pid: node["pid"].as_u64().expect("a pid") as u32,
+        address: text("address"),
+        state: text("state"),
+    }
+}
+
+fn text_of(mut file: &File) -> String {
+    let mut text = Vec::new();
+    let _ = file.rewind();
+    let _ = file.read_to_end(&mut text);
+    String::from_utf8_lossy(&text).into_owned()
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        for pid in &self.pids {
+            let _ = kill_process(pid_of(*pid), Signal::CONT);
+        }
+        let _ = kill_process(pid_of(self.child.id()), Signal::TERM);
+        for _ in 0..200 {
+            if matches!(self.child.try_wait(), Ok(Some(_))) {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        for pid in self.pids.iter().filter(|pid| is_alive(**pid)) {
+            let _ = kill_process(pid_of(*pid), Signal::KILL);
+        }
+        if std::thread::panicking() {
+            eprintln!("--- log of baton up ---\n{}", text_of(self.log.as_file()));
+        }
+    }
+}

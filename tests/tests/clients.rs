@@ -1,0 +1,58 @@
+//! Clients that Baton did not write: the official OpenAI client, and gRPC reflection.
+
+use std::process::Command;
+
+use baton_tests::Up;
+use tokio_stream::StreamExt as _;
+use tonic_reflection::pb::v1::ServerReflectionRequest;
+use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_official_openai_client_works_unmodified() {
+    let python = std::env::var("TEST_PYTHON").expect("./test.sh sets TEST_PYTHON");
+    let up = Up::start(&[]).await;
+    let base_url = format!("http://{}/v1", up.http);
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/python/openai_client.py");
+    let run = tokio::task::spawn_blocking(move || Command::new(python).args([script, &base_url]).output());
+    let output = baton_tests::in_time("the client", run).await.expect("it ran").expect("python runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    up.baseline().await;
+}
+
+async fn services(address: &str) -> Vec<String> {
+    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{address}")).expect("an address");
+    let mut client = ServerReflectionClient::new(endpoint.connect().await.expect("it listens"));
+    let list = ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(MessageRequest::ListServices(String::new())),
+    };
+    let mut answers = client
+        .server_reflection_info(tokio_stream::once(list))
+        .await
+        .expect("reflection is served")
+        .into_inner();
+    match answers.next().await.expect("an answer").expect("a good one").message_response {
+        Some(MessageResponse::ListServicesResponse(services)) => {
+            services.service.into_iter().map(|service| service.name).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_process_describes_its_services() {
+    let up = Up::start(&[]).await;
+    let router = services(&up.grpc.to_string()).await;
+    for name in ["baton.v1.Inference", "baton.v1.Bootstrap", "grpc.health.v1.Health"] {
+        assert!(router.iter().any(|service| service == name), "{name} in {router:?}");
+    }
+    for node in up.nodes().await {
+        let services = services(&node.address).await;
+        let own = if node.role == "prefill" { "baton.v1.Prefill" } else { "baton.v1.Decode" };
+        for name in [own, "baton.v1.NodeStatus", "grpc.health.v1.Health"] {
+            assert!(services.iter().any(|service| service == name), "{name} in {services:?}");
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! What no compiler checks: who may depend on whom, that documents speak of what exists, and the house's own habits.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// Which of our crates each may depend on. A new arrow is a design decision: `docs/decisions/`.
+const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
+    ("types", &[]),
+    ("kernels", &[]),
+    ("chassis", &["types"]),
+    ("proto", &["types"]),
+    ("registry", &["types", "proto", "chassis"]),
+    ("kv-cache", &["types", "kernels"]),
+    ("kv-transfer", &["types", "kv-cache", "kernels", "chassis"]),
+    ("engine", &["types", "kv-cache", "kernels", "chassis"]),
+    ("scheduler", &["types", "kv-cache", "engine", "chassis"]),
+    (
+        "node",
+        &[
+            "types",
+            "proto",
+            "registry",
+            "chassis",
+            "kv-cache",
+            "kv-transfer",
+            "engine",
+            "scheduler",
+            "kernels",
+        ],
+    ),
+    (
+        "prefill-node",
+        &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"],
+    ),
+    ("decode-node", &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"]),
+    ("router", &["types", "proto", "registry", "chassis"]),
+    ("bench", &["types"]),
+];
+
+/// Crates in which `unsafe` may stand, each block with its reason.
+const MAY_BE_UNSAFE: &[&str] = &["kernels"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace").to_owned()
+}
+
+fn read(path: impl AsRef<Path>) -> String {
+    let path = root().join(path);
+    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn members() -> Vec<String> {
+    let manifest: toml::Table = read("Cargo.toml").parse().expect("TOML");
+    let members = manifest["workspace"]["members"].as_array().expect("a list");
+    members.iter().map(|member| member.as_str().expect("a name").to_owned()).collect()
+}
+
+/// All files of ours with one of these endings.
+fn files(endings: &[&str]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![root()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("a folder").flatten() {
+            let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+            let skipped = name == "target" || name == "vendor" || (name.starts_with('.') && name != ".ci");
+            if path.is_dir() && !skipped {
+                folders.push(path);
+            } else if endings.iter().any(|ending| name.ends_with(ending)) {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn nobody_depends_on_whom_it_may_not() {
+    let members = members();
+    let table: BTreeMap<&str, &[&str]> = MAY_DEPEND_ON.iter().copied().collect();
+    for member in &members {
+        if ["baton", "tests"].contains(&member.as_str()) {
+            continue;
+        }
+        let allowed = table.get(member.as_str()).unwrap_or_else(|| panic!("{member} is not in the table"));
+        let manifest: toml::Table = read(format!("{member}/Cargo.toml")).parse().expect("TOML");
+        let Some(dependencies) = manifest.get("dependencies").and_then(toml::Value::as_table) else {
+            continue;
+        };
+        for dependency in dependencies.keys().filter(|name| members.contains(name)) {
+            assert!(allowed.contains(&dependency.as_str()), "{member} may not depend on {dependency}");
+        }
+    }
+}
+
+#[test]
+fn all_versions_stand_in_the_workspace_manifest() {
+    for member in members() {
+        let manifest: toml::Table = read(format!("{member}/Cargo.toml")).parse().expect("TOML");
+        for section in ["dependencies", "dev-dependencies", "build-dependencies"] {
+            let Some(dependencies) = manifest.get(section).and_then(toml::Value::as_table) else { continue };
+            for (name, dependency) in dependencies {
+                let inherited = dependency.get("workspace").and_then(toml::Value::as_bool);
+                assert_eq!(inherited, Some(true), "{member}: {name} must have `workspace = true`");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_crate_says_in_one_sentence_what_it_is() {
+    for member in members() {
+        let lib = root().join(&member).join("src/lib.rs");
+        let file = if lib.exists() { lib } else { root().join(&member).join("src/main.rs") };
+        let text = read(&file);
+        let first = text.lines().next().unwrap_or_default();
+        assert!(first.starts_with("//! ") && first.len() > 20, "{member}: the first line is {first:?}");
+        let forbids = text.contains("#![forbid(unsafe_code)]");
+        assert_eq!(forbids, !MAY_BE_UNSAFE.contains(&member.as_str()), "{member}: #![forbid(unsafe_code)]");
+    }
+}
+
+#[test]
+fn every_source_file_begins_with_what_it_is() {
+    let sources = files(&[".rs"]).into_iter().filter(|file| !file.ends_with("tests.rs"));
+    for file in sources {
+        let text = read(&file);
+        assert!(text.starts_with("//!"), "{}", file.display());
+    }
+}
+
+#[test]
+fn no_room_is_called_utils() {
+    for file in files(&[".rs"]) {
+        let name = file.file_stem().expect("a name").to_string_lossy().into_owned();
+        assert!(
+            !["utils", "util", "common", "helpers", "misc"].contains(&name.as_str()),
+            "{}",
+            file.display()
+        );
+    }
+}
+
+#[test]
+fn protobuf_json_and_etcd_each_have_one_home() {
+    let homes: &[(&str, &[&str])] = &[
+        ("etcd_client", &["registry/src/etcd", "registry/tests", "tests/tests", "vendor/"]),
+        ("StatusCode", &["router/src/http", "chassis/src", "bench/", "baton/src/chat.rs", "tests/"]),
+        ("prost::", &["proto/", "registry/src/etcd", "registry/tests"]),
+    ];
+    for file in files(&[".rs"]) {
+        let path = file.strip_prefix(root()).expect("in the tree").to_string_lossy().into_owned();
+        let text = read(&file);
+        for (word, rooms) in homes {
+            let at_home = rooms.iter().any(|room| path.starts_with(room));
+            assert!(
+                at_home || !text.contains(word) || path == "tests/tests/tidy.rs",
+                "{path} speaks of {word}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_engine_sees_no_request_and_no_socket() {
+    for file in files(&[".rs"]) {
+        let path = file.strip_prefix(root()).expect("in the tree").to_string_lossy().into_owned();
+        if path.starts_with("engine/src") {
+            for word in ["RequestId", "tokio::net", "chassis::net"] {
+                assert!(!read(&file).contains(word), "{path} speaks of {word}");
+            }
+        }
+    }
+}
+
+/// FNV-1a: enough to notice a change, and the same everywhere.
+fn hash(text: &str) -> String {
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    format!("{hash:016x}")
+}
+
+#[test]
+fn the_protocol_page_knows_the_protocol() {
+    let protos: String = files(&[".proto"]).iter().map(read).collect();
+    let expected = format!("protos: {}", hash(&protos));
+    let page = read("docs/protocol.md");
+    assert!(
+        page.contains(&expected),
+        "read docs/protocol.md again beside proto/, then put `{expected}` into it"
+    );
+}
+
+/// What stands between backticks and looks like a path of this tree.
+fn paths_in(page: &str) -> BTreeSet<String> {
+    let looks_like_a_path = |word: &&str| {
+        word.contains('/') && word.ends_with(".rs") && !word.contains([' ', '*', '{', '<', '…'])
+    };
+    page.split('`').filter(looks_like_a_path).map(str::to_owned).collect()
+}
+
+#[test]
+fn documents_name_files_that_exist() {
+    let mut n_paths = 0;
+    for page in files(&[".md"]) {
+        for path in paths_in(&read(&page)) {
+            n_paths += 1;
+            let beside = page.parent().expect("a folder").join(&path);
+            assert!(root().join(&path).exists() || beside.exists(), "{} speaks of {path}", page.display());
+        }
+    }
+    assert!(n_paths > 30, "the walk alone names more than {n_paths} files");
+}
+
+#[test]
+fn documents_link_to_pages_that_exist() {
+    for page in files(&[".md"]) {
+        let text = read(&page);
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            let target = link.split('#').next().unwrap_or_default();
+            if target.is_empty() || target.contains("://") {
+                continue;
+            }
+            let target = page.parent().expect("a folder").join(target);
+            assert!(target.exists(), "{} links to {link}", page.display());
+        }
+    }
+}
+
+#[test]
+fn every_test_named_as_a_proof_exists() {
+    let tests: BTreeSet<String> = files(&[".rs"])
+        .iter()
+        .flat_map(|file| {
+            let text = read(file);
+            let names =
+                text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next().map(str::to_owned));
+            names.collect::<Vec<_>>()
+        })
+        .collect();
+    let page = read("docs/specification.md");
+    let proofs: Vec<&str> = page.split("test `").skip(1).filter_map(|rest| rest.split('`').next()).collect();
+    assert!(proofs.len() > 5, "{proofs:?}");
+    for proof in proofs {
+        let name = proof.rsplit("::").next().unwrap_or(proof);
+        assert!(tests.contains(name), "docs/specification.md names {proof}");
+    }
+}

@@ -1,0 +1,117 @@
+//! `baton up` starts a cluster with one command, and leaves no process behind.
+
+use std::process::Command;
+use std::time::Duration;
+
+use baton_tests::up::is_alive;
+use baton_tests::{Ask, Up, eventually, executable};
+use rustix::process::Signal;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_stops_when_asked_and_leaves_nobody() {
+    let mut up = Up::start(&["--prefill", "2", "--decode", "2"]).await;
+    let nodes = up.nodes().await;
+    assert_eq!(nodes.len(), 4);
+    assert!(nodes.iter().all(|node| node.state == "ready" && is_alive(node.pid)), "{nodes:?}");
+    assert_eq!(up.alive().len(), 4);
+    assert_eq!(up.stop().await, Some(0), "{}", up.log());
+    assert_eq!(up.alive(), Vec::<u32>::new());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn its_nodes_do_not_outlive_it() {
+    let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;
+    up.signal(up.pid(), Signal::KILL);
+    eventually("the nodes to notice", async || up.alive().is_empty().then_some(())).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_drains_before_it_stops() {
+    let mut up = Up::start(&["--model", "mock:slow"]).await;
+    let client = up.client();
+    let ask = Ask::new(vec![5; 40], 60).with("ignore_eos", true.into());
+    let mut stream = client.stream(&ask).await.expect("a stream");
+    stream.next().await.expect("a first event");
+    up.signal(up.pid(), Signal::INT);
+    let mut n_events = 1;
+    while stream.next().await.expect("the stream goes on").is_some() {
+        n_events += 1;
+    }
+    assert!(n_events >= 60, "{n_events} events");
+    let code = eventually("baton up to stop", async || (!is_alive(up.pid())).then_some(())).await;
+    assert_eq!(code, ());
+    assert_eq!(up.stop_code(), Some(0));
+    assert!(up.alive().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_tells_the_truth() {
+    let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;
+    let client = up.client();
+    for path in ["/live", "/ready", "/health"] {
+        assert_eq!(client.get(path).await.0, 200, "{path}");
+    }
+    let victim = up.of_role("decode").await.swap_remove(0);
+    up.signal(victim.pid, Signal::KILL);
+    eventually("unreadiness", async || (client.get("/ready").await.0 == 503).then_some(())).await;
+    assert_eq!(client.get("/live").await.0, 200);
+    let refused = client.ask(&Ask::new(vec![1], 1)).await.expect_err("no decode node");
+    assert_eq!((refused.status, refused.code.as_str()), (Some(503), "no_nodes"));
+}
+
+fn run(args: &[&str], env: &[(&str, &str)]) -> (i32, String, String) {
+    let output =
+        Command::new(executable::baton()).args(args).envs(env.iter().copied()).output().expect("baton runs");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code().expect("an exit code"), text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn wrong_input_is_refused_with_what_would_be_right() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("node.toml");
+    std::fs::write(&file, "[node]\nlissen = \"127.0.0.1:0\"\n").expect("written");
+    let file = file.to_str().expect("a path");
+    let (code, _, stderr) = run(&["prefill", "--check", "--config", file], &[]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(stderr.contains("node.lissen") && stderr.contains("did you mean `node.listen`"), "{stderr}");
+
+    let (code, _, stderr) = run(&["router", "--check"], &[("BATON_ROUTER__POLICY", "best")]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(stderr.contains("random, round-robin, least-loaded"), "{stderr}");
+
+    let (code, _, stderr) = run(&["decode", "--check"], &[("BATON_DECODE__LANDING_MAX", "3")]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(stderr.contains("decode.landings_max"), "{stderr}");
+
+    let (code, _, stderr) = run(&["up", "--model", "nonsense"], &[]);
+    assert_eq!(code, 3, "{stderr}");
+    assert!(stderr.contains("nonsense"), "{stderr}");
+
+    let (code, _, stderr) = run(&["up", "--http", "127.0.0.1:99999"], &[]);
+    assert_eq!(code, 2, "{stderr}");
+}
+
+#[test]
+fn help_and_version_read_well() {
+    let (code, stdout, _) = run(&["--version"], &[]);
+    assert_eq!((code, stdout.trim()), (0, concat!("baton ", env!("CARGO_PKG_VERSION"))));
+    let (code, stdout, _) = run(&["--help"], &[]);
+    assert_eq!(code, 0);
+    for command in ["up", "router", "prefill", "decode", "chat", "bench"] {
+        assert!(stdout.lines().any(|line| line.trim_start().starts_with(command)), "{command} in\n{stdout}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn chat_answers() {
+    let up = Up::start(&[]).await;
+    let url = format!("http://{}", up.http);
+    let asked = tokio::task::spawn_blocking(move || {
+        run(&["chat", "--url", &url, "--max-tokens", "20", "hello"], &[])
+    });
+    let (code, stdout, stderr) =
+        tokio::time::timeout(Duration::from_secs(30), asked).await.expect("in time").expect("it ran");
+    assert_eq!(code, 0, "{stderr}");
+    assert!(!stdout.trim().is_empty());
+}

@@ -1,0 +1,63 @@
+//! A request walks through real processes, and comes out as it would from one node.
+
+use baton_tests::check::prompts;
+use baton_tests::{Answer, Ask, Up, in_time};
+use futures::future::join_all;
+
+/// 200 requests of mixed lengths.
+fn asks() -> Vec<Ask> {
+    let lengths = [1, 2, 5, 16, 33, 64, 100];
+    prompts(7, 200, 600)
+        .into_iter()
+        .enumerate()
+        .map(|(idx, prompt)| Ask::new(prompt, lengths[idx % lengths.len()]))
+        .collect()
+}
+
+async fn answers(up: &Up, asks: &[Ask]) -> Vec<Answer> {
+    let client = up.client();
+    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
+    in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
+}
+
+async fn equals_colocated(args: &[&str]) {
+    let asks = asks();
+    let colocated = Up::start(&["--colocated"]).await;
+    let expected = answers(&colocated, &asks).await;
+    colocated.baseline().await;
+    drop(colocated);
+    for (answer, ask) in expected.iter().zip(&asks) {
+        assert!(answer.finish == "stop" || answer.tokens.len() == ask.max_tokens as usize, "{answer:?}");
+    }
+
+    let up = Up::start(args).await;
+    let seen = answers(&up, &asks).await;
+    for (idx, (seen, expected)) in seen.iter().zip(&expected).enumerate() {
+        assert_eq!((&seen.tokens, &seen.finish), (&expected.tokens, &expected.finish), "request {idx}");
+    }
+    up.baseline().await;
+    let metrics = up.client().get("/metrics").await.1;
+    let arrived = metrics
+        .lines()
+        .find(|line| line.starts_with("baton_router_kv_arrived_bytes_total{connector=\"tcp\"}"));
+    assert!(arrived.is_some(), "no KV travelled:\n{metrics}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_and_two_equal_one_node() {
+    equals_colocated(&["--prefill", "2", "--decode", "2"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefill_first_equals_one_node() {
+    equals_colocated(&["--prefill", "2", "--decode", "2", "--order", "prefill-first"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_policy_serves() {
+    for policy in ["random", "round-robin", "least-loaded"] {
+        let up = Up::start(&["--prefill", "2", "--decode", "2", "--policy", policy]).await;
+        answers(&up, &asks()[..40]).await;
+        up.baseline().await;
+    }
+}
