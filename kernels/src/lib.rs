@@ -3,6 +3,7 @@
 //! Nothing above this crate sees a raw pointer.
 #![allow(unsafe_code)]
 
+pub mod cpu;
 pub mod memory;
 
 pub use memory::{HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};

@@ -1,0 +1,462 @@
+//! Hot path.
+//! Attention over KV that lies in pages, a block of tokens each, wherever they are.
+//!
+//! A query looks at its keys sixteen at a time, in the order of their positions, with a running maximum and a running
+//! sum (online softmax). It does so by itself: which other queries are in the batch, and how a prompt was cut into
+//! chunks, changes nothing. Queries of one sequence that share a KV head share the work of widening its keys and
+//! values.
+
+use std::ops::Range;
+
+use super::columns::Columns;
+use super::exp::exp;
+use super::matrix::Format;
+use super::number;
+use super::processor::Processor;
+use super::scratch;
+use super::simd::{Kernel, LANES, Simd};
+use super::tile::{self, F32Row, Start, Sums};
+
+/// Queries that one part of the work takes on, all of one KV head.
+const QUERIES: usize = 32;
+
+/// How one layer's KV lies in a page: `[K|V][kv_head][token][dim]`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KvShape {
+    pub block_tokens: usize,
+    pub n_kv_heads: usize,
+    pub head_dim: usize,
+    /// `F32` or `Bf16`.
+    pub format: Format,
+}
+
+/// One layer's attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attention {
+    pub kv: KvShape,
+    /// A multiple of the KV heads.
+    pub n_heads: usize,
+    /// What scores are multiplied by.
+    pub scale: f32,
+    /// How many tokens a query sees, itself included; `None`: all before it.
+    pub window: Option<usize>,
+}
+
+/// Neighbouring tokens of one sequence, and the pages of all that they can see.
+#[derive(Clone, Debug)]
+pub struct Stretch<'a> {
+    /// Which rows of the activations they are.
+    pub rows: Range<usize>,
+    /// The position of the first of them.
+    pub start: usize,
+    /// Which block of the sequence `pages` starts with.
+    pub first_block: usize,
+    pub pages: Vec<&'a [u8]>,
+}
+
+impl KvShape {
+    /// Bytes of a page.
+    ///
+    /// # Panics
+    /// If KV cannot be of this format.
+    pub fn page_bytes(&self) -> usize {
+        let number_bytes = match self.format {
+            Format::F32 => 4,
+            Format::Bf16 => 2,
+            Format::F16 | Format::Q8 => panic!("KV in {} is not implemented", self.format.as_str()),
+        };
+        2 * self.n_kv_heads * self.head_numbers() * number_bytes
+    }
+
+    /// Numbers of one head's K, or V, in a page.
+    fn head_numbers(&self) -> usize {
+        self.block_tokens * self.head_dim
+    }
+
+    /// Where one head's keys (part 0) or values (part 1) are in a page, from `token` on.
+    fn numbers(&self, part: usize, head: usize, token: usize) -> usize {
+        (part * self.n_kv_heads + head) * self.head_numbers() + token * self.head_dim
+    }
+}
+
+impl Attention {
+    /// The first position that a query at `position` sees.
+    pub fn first_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+}
+
+impl Processor {
+    /// Writes keys and values of neighbouring tokens, rows of `n_kv_heads * head_dim`, into a page, from `slot` on.
+    ///
+    /// # Panics
+    /// If the page is not of this shape, or they do not fit into it.
+    pub fn write_kv(&self, shape: &KvShape, page: &mut [u8], slot: usize, keys: &[f32], values: &[f32]) {
+        assert_eq!(page.len(), shape.page_bytes(), "page");
+        assert_eq!(keys.len(), values.len());
+        let width = shape.n_kv_heads * shape.head_dim;
+        assert!(slot + keys.len() / width <= shape.block_tokens, "tokens beyond the page");
+        for (part, rows) in [keys, values].into_iter().enumerate() {
+            for (token, row) in rows.chunks_exact(width).enumerate() {
+                for (head, numbers) in row.chunks_exact(shape.head_dim).enumerate() {
+                    self.write_head(shape.format, page, shape.numbers(part, head, slot + token), numbers);
+                }
+            }
+        }
+    }
+
+    fn write_head(&self, format: Format, page: &mut [u8], at: usize, numbers: &[f32]) {
+        if format == Format::F32 {
+            let page = number::f32s_mut(page).expect("pages start on a number's edge");
+            page[at..at + numbers.len()].copy_from_slice(numbers);
+        } else {
+            let page = number::u16s_mut(page).expect("pages start on a number's edge");
+            self.narrow(numbers, &mut page[at..at + numbers.len()]);
+        }
+    }
+
+    /// Attends from every query of the stretches to what it may see. `q` and `out` are rows of `n_heads * head_dim`.
+    ///
+    /// # Panics
+    /// If the pages of a stretch are not of the shape, or too few.
+    pub fn attend(&self, attention: &Attention, q: &[f32], stretches: &[Stretch<'_>], out: &mut [f32]) {
+        let width = attention.n_heads * attention.kv.head_dim;
+        assert_eq!(q.len(), out.len());
+        let parts: Vec<Part<'_>> = stretches.iter().flat_map(|stretch| parts(attention, stretch)).collect();
+        let out = Columns::new(out, width);
+        self.pool().run(parts.len(), &|nth| {
+            let work = Work::new(attention, &parts[nth]);
+            scratch::with_wide(work.scratch_numbers(), |numbers| {
+                scratch::with_sums(LANES, |sums| {
+                    self.isa().run(Attend { work, q, out: &out, scratch: Scratch::new(work, numbers, sums) });
+                });
+            });
+        });
+    }
+}
+
+/// Some rows of one stretch, and one KV head.
+#[derive(Clone, Debug)]
+struct Part<'a> {
+    stretch: &'a Stretch<'a>,
+    /// Within the stretch.
+    rows: Range<usize>,
+    kv_head: usize,
+}
+
+fn parts<'a>(attention: &Attention, stretch: &'a Stretch<'a>) -> impl Iterator<Item = Part<'a>> + use<'a> {
+    let rows_at_once = (QUERIES * attention.kv.n_kv_heads / attention.n_heads).max(1);
+    let n_rows = stretch.rows.len();
+    (0..attention.kv.n_kv_heads).flat_map(move |kv_head| {
+        (0..n_rows).step_by(rows_at_once).map(move |first| {
+            let rows = first..(first + rows_at_once).min(n_rows);
+            Part { stretch, rows, kv_head }
+        })
+    })
+}
+
+/// A part, and what follows from the shape.
+#[derive(Clone, Copy)]
+struct Work<'a> {
+    attention: &'a Attention,
+    part: &'a Part<'a>,
+    /// Query heads per KV head.
+    group: usize,
+    /// A head's numbers, filled up to whole vectors.
+    padded: usize,
+}
+
+impl<'a> Work<'a> {
+    fn new(attention: &'a Attention, part: &'a Part<'a>) -> Self {
+        let group = attention.n_heads / attention.kv.n_kv_heads;
+        Self { attention, part, group, padded: attention.kv.head_dim.next_multiple_of(LANES) }
+    }
+
+    fn n_queries(&self) -> usize {
+        self.part.rows.len() * self.group
+    }
+
+    fn scratch_numbers(&self) -> usize {
+        (2 * self.n_queries() + 2 * LANES) * self.padded + 2 * self.n_queries()
+    }
+
+    /// The row in the activations, and the first of the head's columns.
+    fn place(&self, query: usize) -> (usize, usize) {
+        let row = self.part.stretch.rows.start + self.part.rows.start + query / self.group;
+        let head = self.part.kv_head * self.group + query % self.group;
+        (row, head * self.attention.kv.head_dim)
+    }
+
+    fn position(&self, query: usize) -> usize {
+        self.part.stretch.start + self.part.rows.start + query / self.group
+    }
+
+    /// Positions that any of the queries sees.
+    fn seen(&self) -> Range<usize> {
+        let last = self.position(self.n_queries() - 1);
+        self.attention.first_seen(self.position(0))..last + 1
+    }
+}
+
+/// What a part computes in. Rows are `padded` numbers; what fills them up is zero.
+struct Scratch<'a> {
+    queries: &'a mut [f32],
+    /// The weighted sum of values, by query.
+    outputs: &'a mut [f32],
+    /// Sixteen keys.
+    keys: &'a mut [f32],
+    values: &'a mut [f32],
+    /// The greatest score so far, by query.
+    greatest: &'a mut [f32],
+    /// The sum of all weights so far, relative to the greatest score.
+    weight: &'a mut [f32],
+    sums: &'a mut [Sums],
+}
+
+impl<'a> Scratch<'a> {
+    fn new(work: Work<'_>, numbers: &'a mut [f32], sums: &'a mut [Sums]) -> Self {
+        numbers.fill(0.0);
+        let n_queries = work.n_queries();
+        let (queries, rest) = numbers.split_at_mut(n_queries * work.padded);
+        let (outputs, rest) = rest.split_at_mut(n_queries * work.padded);
+        let (keys, rest) = rest.split_at_mut(LANES * work.padded);
+        let (values, rest) = rest.split_at_mut(LANES * work.padded);
+        let (greatest, weight) = rest.split_at_mut(n_queries);
+        greatest.fill(f32::NEG_INFINITY);
+        Self { queries, outputs, keys, values, greatest, weight, sums }
+    }
+}
+
+/// Up to sixteen neighbouring tokens of one page.
+#[derive(Clone, Copy)]
+struct Keys<'a> {
+    page: &'a [u8],
+    /// The first one's place in the page.
+    token: usize,
+    /// The first one's position in the sequence.
+    position: usize,
+    n: usize,
+}
+
+struct Attend<'a> {
+    work: Work<'a>,
+    q: &'a [f32],
+    out: &'a Columns<'a>,
+    scratch: Scratch<'a>,
+}
+
+impl Kernel for Attend<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, simd: S) {
+        let block_tokens = self.work.attention.kv.block_tokens;
+        let (seen, first_block) = (self.work.seen(), self.work.part.stretch.first_block);
+        self.take_queries();
+        for block in seen.start / block_tokens..seen.end.div_ceil(block_tokens) {
+            let page = self.work.part.stretch.pages[block - first_block];
+            let mut token = 0;
+            while token < block_tokens {
+                let n = LANES.min(block_tokens - token);
+                self.look_at(simd, Keys { page, token, position: block * block_tokens + token, n });
+                token += n;
+            }
+        }
+        self.give_outputs();
+    }
+}
+
+impl Attend<'_> {
+    #[inline(always)]
+    fn take_queries(&mut self) {
+        let (head_dim, width) = (self.work.attention.kv.head_dim, self.width());
+        for (nth, query) in self.scratch.queries.chunks_exact_mut(self.work.padded).enumerate() {
+            let (row, column) = self.work.place(nth);
+            query[..head_dim].copy_from_slice(&self.q[row * width + column..][..head_dim]);
+        }
+    }
+
+    #[inline(always)]
+    fn give_outputs(&mut self) {
+        let head_dim = self.work.attention.kv.head_dim;
+        for (nth, output) in self.scratch.outputs.chunks_exact_mut(self.work.padded).enumerate() {
+            let weight = self.scratch.weight[nth];
+            for number in output.iter_mut() {
+                *number /= weight;
+            }
+            let (row, column) = self.work.place(nth);
+            self.out.set(row, column, &output[..head_dim]);
+        }
+    }
+
+    fn width(&self) -> usize {
+        self.work.attention.n_heads * self.work.attention.kv.head_dim
+    }
+
+    /// All queries, at some keys.
+    #[inline(always)]
+    fn look_at<S: Simd>(&mut self, simd: S, keys: Keys<'_>) {
+        if keys.position >= self.work.seen().end {
+            return;
+        }
+        self.widen(simd, keys);
+        for nth in 0..self.work.n_queries() {
+            let position = self.work.position(nth);
+            let first = self.work.attention.first_seen(position).saturating_sub(keys.position);
+            let end = (position + 1).saturating_sub(keys.position).min(keys.n);
+            if first < end {
+                self.look(simd, nth, first..end);
+            }
+        }
+    }
+
+    /// Brings keys and values of this part's KV head into f32.
+    #[inline(always)]
+    fn widen<S: Simd>(&mut self, simd: S, keys: Keys<'_>) {
+        let (kv, head, padded) = (self.work.attention.kv, self.work.part.kv_head, self.work.padded);
+        for token in 0..keys.n {
+            let range = token * padded..token * padded + kv.head_dim;
+            let at = kv.numbers(0, head, keys.token + token);
+            widen(simd, kv.format, keys.page, at, &mut self.scratch.keys[range.clone()]);
+            let at = kv.numbers(1, head, keys.token + token);
+            widen(simd, kv.format, keys.page, at, &mut self.scratch.values[range]);
+        }
+    }
+
+    /// One query, at those of the sixteen keys that it may see.
+    #[inline(always)]
+    fn look<S: Simd>(&mut self, simd: S, nth: usize, seen: Range<usize>) {
+        let mut scores = [0.0; LANES];
+        let scaled = simd.mul(self.scores(simd, nth), simd.splat(self.work.attention.scale));
+        simd.store(scaled, &mut scores);
+        hide(&mut scores, &seen, f32::NEG_INFINITY);
+
+        let before = self.scratch.greatest[nth];
+        let greatest = before.max(simd.greatest(simd.load(&scores)));
+        let mut weights = [0.0; LANES];
+        simd.store(exp(simd, simd.sub(simd.load(&scores), simd.splat(greatest))), &mut weights);
+        hide(&mut weights, &seen, 0.0);
+
+        // What was summed up so far was relative to a smaller score. Nothing was, if there was none.
+        let shrink =
+            if greatest > before { first_lane(simd, exp(simd, simd.splat(before - greatest))) } else { 1.0 };
+        self.scratch.greatest[nth] = greatest;
+        self.scratch.weight[nth] = self.scratch.weight[nth] * shrink + simd.sum(simd.load(&weights));
+        self.add_values(simd, nth, shrink, &weights, seen);
+    }
+
+    /// The dot products of a query and sixteen keys.
+    #[inline(always)]
+    fn scores<S: Simd>(&mut self, simd: S, nth: usize) -> S::F {
+        const HALF: usize = LANES / 2;
+        let padded = self.work.padded;
+        let query = F32Row::new(&self.scratch.queries[nth * padded..][..padded]);
+        for first in [0, HALF] {
+            let mut keys = [F32Row::new(&self.scratch.keys[first * padded..][..padded]); HALF];
+            for i in 1..HALF {
+                keys[i] = F32Row::new(&self.scratch.keys[(first + i) * padded..][..padded]);
+            }
+            let sums = &mut self.scratch.sums[first..];
+            tile::tile::<S, _, _, 1, HALF, LANES>(simd, [query], keys, Start::Fresh, 0, sums);
+        }
+        let sums: &[Sums; LANES] = self.scratch.sums.first_chunk().expect("a part has room for sixteen sums");
+        simd.sums(sums)
+    }
+
+    #[inline(always)]
+    fn add_values<S: Simd>(
+        &mut self,
+        simd: S,
+        nth: usize,
+        shrink: f32,
+        weights: &[f32; LANES],
+        seen: Range<usize>,
+    ) {
+        let padded = self.work.padded;
+        let output = self.scratch.outputs[nth * padded..][..padded].as_chunks_mut::<LANES>().0;
+        let values = self.scratch.values.as_chunks::<LANES>().0;
+        let weighted = Weighted { values, stride: padded / LANES, weights, seen, shrink };
+        let mut at = 0;
+        while at + 8 <= output.len() {
+            weighted.add::<S, 8>(simd, at, output);
+            at += 8;
+        }
+        while at + 2 <= output.len() {
+            weighted.add::<S, 2>(simd, at, output);
+            at += 2;
+        }
+        while at < output.len() {
+            weighted.add::<S, 1>(simd, at, output);
+            at += 1;
+        }
+    }
+}
+
+/// Values to be added up by their weights.
+struct Weighted<'a> {
+    values: &'a [[f32; LANES]],
+    /// Vectors from one token's values to the next one's.
+    stride: usize,
+    weights: &'a [f32; LANES],
+    seen: Range<usize>,
+    shrink: f32,
+}
+
+impl Weighted<'_> {
+    /// `N` vectors of the output, from `at` on. Tokens are added in order, each by one fused multiply-add.
+    #[inline(always)]
+    fn add<S: Simd, const N: usize>(&self, simd: S, at: usize, output: &mut [[f32; LANES]]) {
+        let output = &mut output[at..at + N];
+        let mut sums = [simd.zero(); N];
+        for i in 0..N {
+            sums[i] = simd.mul(simd.load(&output[i]), simd.splat(self.shrink));
+        }
+        for token in self.seen.clone() {
+            let weight = simd.splat(self.weights[token]);
+            let values = &self.values[token * self.stride + at..][..N];
+            for i in 0..N {
+                sums[i] = simd.mul_add(weight, simd.load(&values[i]), sums[i]);
+            }
+        }
+        for i in 0..N {
+            simd.store(sums[i], &mut output[i]);
+        }
+    }
+}
+
+/// Overwrites what may not be seen.
+#[inline(always)]
+fn hide(lanes: &mut [f32; LANES], seen: &Range<usize>, with: f32) {
+    if seen.len() < LANES {
+        lanes[..seen.start].fill(with);
+        lanes[seen.end..].fill(with);
+    }
+}
+
+#[inline(always)]
+fn first_lane<S: Simd>(simd: S, a: S::F) -> f32 {
+    let mut lanes = [0.0; LANES];
+    simd.store(a, &mut lanes);
+    lanes[0]
+}
+
+#[inline(always)]
+fn widen<S: Simd>(simd: S, format: Format, page: &[u8], at: usize, wide: &mut [f32]) {
+    if format == Format::F32 {
+        let page = number::f32s(page).expect("pages start on a number's edge");
+        wide.copy_from_slice(&page[at..at + wide.len()]);
+        return;
+    }
+    let page = number::u16s(page).expect("pages start on a number's edge");
+    let (narrow, narrow_tail) = page[at..at + wide.len()].as_chunks::<LANES>();
+    let (wide, wide_tail) = wide.as_chunks_mut::<LANES>();
+    for (wide, narrow) in wide.iter_mut().zip(narrow) {
+        simd.store(simd.load_bf16(narrow), wide);
+    }
+    for (wide, narrow) in wide_tail.iter_mut().zip(narrow_tail) {
+        *wide = number::bf16_to_f32(*narrow);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,35 @@
+//! Hot path.
+//! A row-major output that several threads fill together.
+
+use std::marker::PhantomData;
+
+/// An output in which every thread writes its own columns of some rows.
+///
+/// Whoever makes one sees to it that no number is written by two threads: parts of a product have disjoint ranges of
+/// columns, and parts of attention disjoint heads or rows.
+pub(super) struct Columns<'a> {
+    start: *mut f32,
+    n_columns: usize,
+    len: usize,
+    out: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: a `Columns` is a `&mut [f32]`, which may be sent and shared; it is written through `set` alone.
+unsafe impl Sync for Columns<'_> {}
+
+impl<'a> Columns<'a> {
+    pub(super) fn new(out: &'a mut [f32], n_columns: usize) -> Self {
+        Self { start: out.as_mut_ptr(), n_columns, len: out.len(), out: PhantomData }
+    }
+
+    /// Writes neighbouring columns of one row.
+    #[inline(always)]
+    pub(super) fn set(&self, row: usize, column: usize, values: &[f32]) {
+        let at = row * self.n_columns + column;
+        assert!(column + values.len() <= self.n_columns && at + values.len() <= self.len);
+        // JUSTIFICATION: columns of a row-major matrix are no slice that could be borrowed mutably.
+        // SAFETY: the target is within the output, which is borrowed for 'a, and by this type's contract no other
+        // thread writes there.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.start.add(at), values.len()) }
+    }
+}

@@ -1,0 +1,224 @@
+//! A weight matrix, as it lies in a checkpoint: one row of numbers per output.
+
+use std::io;
+
+use super::bytes::SharedBytes;
+use super::number::{self, bf16_to_f32, f16_to_f32};
+
+/// Weights that share one scale in [`Format::Q8`].
+pub const Q8_BLOCK: usize = 32;
+
+/// How a matrix's numbers are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    F32,
+    Bf16,
+    F16,
+    /// Whole numbers of 8 bits, and one f32 scale for each 32 of a row: first all numbers, then all scales.
+    Q8,
+}
+
+/// `rows` outputs of `cols` inputs each.
+#[derive(Clone, Debug)]
+pub struct Matrix {
+    bytes: SharedBytes,
+    rows: usize,
+    cols: usize,
+    format: Format,
+}
+
+/// The bytes are not those of such a matrix.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{rows} x {cols} numbers of {format:?} take {expected} bytes, not {found}")]
+pub struct WrongSize {
+    pub rows: usize,
+    pub cols: usize,
+    pub format: Format,
+    pub expected: usize,
+    pub found: usize,
+}
+
+impl Format {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::Q8 => "q8",
+        }
+    }
+
+    /// Bytes of a matrix; `None` if no machine could hold it.
+    pub fn bytes(self, rows: usize, cols: usize) -> Option<usize> {
+        let numbers = rows.checked_mul(cols)?;
+        match self {
+            Self::F32 => numbers.checked_mul(4),
+            Self::Bf16 | Self::F16 => numbers.checked_mul(2),
+            Self::Q8 => scales_offset(numbers)?
+                .checked_add(rows.checked_mul(cols.div_ceil(Q8_BLOCK))?.checked_mul(4)?),
+        }
+    }
+}
+
+/// Where the scales of a [`Format::Q8`] matrix start: on a number's edge.
+fn scales_offset(numbers: usize) -> Option<usize> {
+    numbers.checked_next_multiple_of(4)
+}
+
+impl Matrix {
+    /// Takes the bytes as they are. Only where they lie off the edge of a number are they copied.
+    pub fn new(bytes: SharedBytes, rows: usize, cols: usize, format: Format) -> Result<Self, WrongSize> {
+        let expected = format.bytes(rows, cols).unwrap_or(usize::MAX);
+        if bytes.len() != expected {
+            return Err(WrongSize { rows, cols, format, expected, found: bytes.len() });
+        }
+        Ok(Self { bytes, rows, cols, format })
+    }
+
+    /// The same numbers, moved to where vectors can be loaded from if they are not there.
+    pub fn aligned(self) -> io::Result<Self> {
+        let edge = if matches!(self.format, Format::F32 | Format::Q8) { 4 } else { 2 };
+        if self.bytes.as_ptr().addr().is_multiple_of(edge) {
+            return Ok(self);
+        }
+        let bytes = SharedBytes::filled(self.bytes.len(), |copy| copy.copy_from_slice(&self.bytes))?;
+        Ok(Self { bytes, ..self })
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// One row, widened.
+    ///
+    /// # Panics
+    /// If there is no such row, or `to` has another length.
+    pub fn read_row(&self, row: usize, to: &mut [f32]) {
+        assert_eq!(to.len(), self.cols);
+        let numbers = row * self.cols..(row + 1) * self.cols;
+        match self.format {
+            Format::F32 => to.copy_from_slice(&self.f32s()[numbers]),
+            Format::Bf16 => widen(&self.u16s()[numbers], to, bf16_to_f32),
+            Format::F16 => widen(&self.u16s()[numbers], to, f16_to_f32),
+            Format::Q8 => {
+                let (values, scales) = self.q8();
+                let n_blocks = self.cols.div_ceil(Q8_BLOCK);
+                let scales = &scales[row * n_blocks..(row + 1) * n_blocks];
+                for (nth, (value, to)) in values[numbers].iter().zip(to).enumerate() {
+                    *to = f32::from(*value) * scales[nth / Q8_BLOCK];
+                }
+            }
+        }
+    }
+
+    /// The nearest matrix in [`Format::Q8`]: each block's largest number becomes 127 or -127.
+    pub fn quantized(&self) -> io::Result<Self> {
+        let (numbers, n_blocks) = (self.rows * self.cols, self.cols.div_ceil(Q8_BLOCK));
+        let len = Format::Q8.bytes(self.rows, self.cols).ok_or(io::ErrorKind::OutOfMemory)?;
+        let offset = scales_offset(numbers).ok_or(io::ErrorKind::OutOfMemory)?;
+        let bytes = SharedBytes::filled(len, |bytes| {
+            let (values, scales) = bytes.split_at_mut(offset);
+            let mut row = vec![0.0; self.cols];
+            for nth in 0..self.rows {
+                self.read_row(nth, &mut row);
+                quantize_row(
+                    &row,
+                    &mut values[nth * self.cols..][..self.cols],
+                    &mut scales[nth * n_blocks * 4..],
+                );
+            }
+        })?;
+        Ok(Self { bytes, rows: self.rows, cols: self.cols, format: Format::Q8 })
+    }
+
+    pub(super) fn f32s(&self) -> &[f32] {
+        number::f32s(&self.bytes).expect("`aligned` was called, and `new` checked the length")
+    }
+
+    pub(super) fn u16s(&self) -> &[u16] {
+        number::u16s(&self.bytes).expect("`aligned` was called, and `new` checked the length")
+    }
+
+    /// Numbers and scales.
+    pub(super) fn q8(&self) -> (&[i8], &[f32]) {
+        let numbers = self.rows * self.cols;
+        let (values, scales) = self.bytes.split_at(numbers.next_multiple_of(4));
+        let scales =
+            number::f32s(scales).expect("`aligned` was called, and the numbers are filled up to 4 bytes");
+        (&number::i8s(values).expect("bytes are always aligned")[..numbers], scales)
+    }
+}
+
+fn widen(narrow: &[u16], to: &mut [f32], number: impl Fn(u16) -> f32) {
+    for (narrow, to) in narrow.iter().zip(to) {
+        *to = number(*narrow);
+    }
+}
+
+fn quantize_row(row: &[f32], values: &mut [u8], scales: &mut [u8]) {
+    for (nth, (block, values)) in row.chunks(Q8_BLOCK).zip(values.chunks_mut(Q8_BLOCK)).enumerate() {
+        let greatest = block.iter().fold(0f32, |greatest, value| greatest.max(value.abs()));
+        let scale = greatest / 127.0;
+        scales[nth * 4..nth * 4 + 4].copy_from_slice(&scale.to_le_bytes());
+        for (value, to) in block.iter().zip(values) {
+            let whole =
+                if scale == 0.0 { 0.0 } else { (value / scale).round_ties_even().clamp(-127.0, 127.0) };
+            *to = (whole as i8).cast_unsigned();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matrix(rows: usize, cols: usize, values: &[f32]) -> Matrix {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes = SharedBytes::filled(bytes.len(), |to| to.copy_from_slice(&bytes)).unwrap();
+        Matrix::new(bytes, rows, cols, Format::F32).unwrap()
+    }
+
+    #[test]
+    fn a_short_file_is_refused() {
+        let bytes = SharedBytes::filled(10, |_| {}).unwrap();
+        let error = Matrix::new(bytes, 2, 3, Format::Bf16).expect_err("12 bytes are needed");
+        assert_eq!(error.to_string(), "2 x 3 numbers of Bf16 take 12 bytes, not 10");
+    }
+
+    #[test]
+    fn quantized_numbers_are_near() {
+        let values: Vec<f32> = (0..3 * 70).map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0).collect();
+        let (exact, near) = (matrix(3, 70, &values), matrix(3, 70, &values).quantized().unwrap());
+        let (mut row, mut row_q8) = (vec![0.0; 70], vec![0.0; 70]);
+        for nth in 0..3 {
+            exact.read_row(nth, &mut row);
+            near.read_row(nth, &mut row_q8);
+            assert!(
+                row.iter().zip(&row_q8).all(|(a, b)| (a - b).abs() <= 2.0 / 127.0 * 0.51),
+                "{row:?} {row_q8:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn bytes_off_the_edge_are_moved() {
+        let bytes =
+            SharedBytes::filled(9, |bytes| bytes[1..5].copy_from_slice(&1.5f32.to_le_bytes())).unwrap();
+        let matrix = Matrix::new(bytes.slice(1..9), 1, 2, Format::F32).unwrap().aligned().unwrap();
+        let mut row = [9.0; 2];
+        matrix.read_row(0, &mut row);
+        assert_eq!(row, [1.5, 0.0]);
+    }
+}

@@ -1,0 +1,130 @@
+//! Number types narrower than f32, and slices of bytes read as numbers.
+
+/// Widening is exact: bf16 is the upper half of an f32.
+#[inline(always)]
+pub fn bf16_to_f32(narrow: u16) -> f32 {
+    f32::from_bits(u32::from(narrow) << 16)
+}
+
+/// To the nearest bf16, halves to even. A NaN stays one.
+#[inline(always)]
+pub fn f32_to_bf16(wide: f32) -> u16 {
+    let bits = wide.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1));
+    let quiet_nan = bits | 0x0040_0000;
+    ((if wide.is_nan() { quiet_nan } else { rounded }) >> 16) as u16
+}
+
+/// Widening is exact: every f16, subnormal ones included, is an f32.
+#[inline(always)]
+pub fn f16_to_f32(narrow: u16) -> f32 {
+    let sign = u32::from(narrow & 0x8000) << 16;
+    let magnitude = u32::from(narrow & 0x7FFF);
+    let bits = if magnitude >= 0x7C00 {
+        0x7F80_0000 | (magnitude << 13)
+    } else {
+        // Read with f32's exponent bias, then scaled by the difference of the two biases: 2^(127 - 15).
+        let scaled = f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23);
+        scaled.to_bits()
+    };
+    f32::from_bits(sign | bits)
+}
+
+/// To the nearest f16, halves to even; beyond its range, infinity. A NaN stays one.
+pub fn f32_to_f16(wide: f32) -> u16 {
+    let sign = ((wide.to_bits() >> 16) & 0x8000) as u16;
+    let magnitude = wide.abs();
+    if magnitude.is_nan() {
+        return sign | 0x7E00;
+    }
+    if magnitude >= 65520.0 {
+        return sign | 0x7C00;
+    }
+    if magnitude < 6.103_515_6e-5 {
+        // Subnormal: a whole number of 2^-24.
+        return sign | (magnitude * 16_777_216.0).round_ties_even() as u16;
+    }
+    let bits = magnitude.to_bits();
+    let rounded = bits + 0x0FFF + ((bits >> 13) & 1);
+    sign | ((rounded >> 13) - ((127 - 15) << 10)) as u16
+}
+
+/// Bytes as numbers, or `None` where they do not lie on a whole number's edge.
+macro_rules! views {
+    ($(#[$doc:meta] $name:ident, $name_mut:ident: $number:ty;)*) => {$(
+        #[$doc]
+        pub fn $name(bytes: &[u8]) -> Option<&[$number]> {
+            // SAFETY: every bit pattern is a valid number of this type, and `align_to` minds alignment and length.
+            match unsafe { bytes.align_to::<$number>() } {
+                ([], numbers, []) => Some(numbers),
+                _ => None,
+            }
+        }
+
+        #[$doc]
+        pub fn $name_mut(bytes: &mut [u8]) -> Option<&mut [$number]> {
+            // SAFETY: as above, and every number is valid bytes.
+            match unsafe { bytes.align_to_mut::<$number>() } {
+                ([], numbers, []) => Some(numbers),
+                _ => None,
+            }
+        }
+    )*};
+}
+
+views! {
+    /// `None` unless address and length are multiples of 4.
+    f32s, f32s_mut: f32;
+    /// `None` unless address and length are multiples of 2.
+    u16s, u16s_mut: u16;
+    /// Never `None`.
+    i8s, i8s_mut: i8;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_f16_survives_the_way_there_and_back() {
+        for narrow in 0..=u16::MAX {
+            let wide = f16_to_f32(narrow);
+            if wide.is_nan() {
+                assert!(f16_to_f32(f32_to_f16(wide)).is_nan());
+            } else {
+                assert_eq!(f32_to_f16(wide), narrow, "{wide}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_bf16_survives_the_way_there_and_back() {
+        for narrow in 0..=u16::MAX {
+            let wide = bf16_to_f32(narrow);
+            if wide.is_nan() {
+                assert!(bf16_to_f32(f32_to_bf16(wide)).is_nan());
+            } else {
+                assert_eq!(f32_to_bf16(wide), narrow, "{wide}");
+            }
+        }
+    }
+
+    #[test]
+    fn halves_go_to_even() {
+        assert_eq!(f32_to_bf16(f32::from_bits(0x3F80_8000)), 0x3F80);
+        assert_eq!(f32_to_bf16(f32::from_bits(0x3F81_8000)), 0x3F82);
+        assert_eq!(f32_to_f16(1.0 + 1.0 / 2048.0), f32_to_f16(1.0));
+        assert_eq!(f32_to_f16(65519.9), 0x7BFF);
+        assert_eq!(f32_to_f16(65520.0), 0x7C00);
+    }
+
+    #[test]
+    fn bytes_off_the_edge_are_no_numbers() {
+        let bytes = [0f32; 2];
+        // SAFETY: eight bytes of the array.
+        let bytes = unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast::<u8>(), 8) };
+        assert_eq!(f32s(bytes), Some([0.0, 0.0].as_slice()));
+        assert_eq!(f32s(&bytes[1..5]), None);
+        assert_eq!(u16s(&bytes[..3]), None);
+    }
+}

@@ -1,0 +1,78 @@
+//! What computes: an instruction set and some threads.
+
+use std::io;
+use std::num::NonZero;
+
+use super::number::f32_to_bf16;
+use super::pool::Pool;
+use super::simd::{Isa, Kernel, Simd};
+
+/// This machine's processor, as the kernels use it. Every kernel is a method of it.
+#[derive(Debug)]
+pub struct Processor {
+    isa: Isa,
+    arithmetic: Arithmetic,
+    pool: Pool,
+}
+
+/// How matrix products are computed where the weights are bf16. All else is f32, always.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Arithmetic {
+    /// Weights are widened, which loses nothing, and multiplied by f32 activations.
+    #[default]
+    F32,
+    /// Activations are rounded to bf16 and multiplied by the processor's bf16 instruction, twice as fast as f32.
+    /// Where there is no such instruction, this is `F32`.
+    Bf16,
+}
+
+impl Processor {
+    /// The best instruction set that there is. `threads` counts the calling one.
+    pub fn new(arithmetic: Arithmetic, threads: NonZero<usize>) -> io::Result<Self> {
+        Self::with_isa(Isa::best(), arithmetic, threads)
+    }
+
+    pub fn with_isa(isa: Isa, arithmetic: Arithmetic, threads: NonZero<usize>) -> io::Result<Self> {
+        let arithmetic = if isa.has_bf16_products() { arithmetic } else { Arithmetic::F32 };
+        Ok(Self { isa, arithmetic, pool: Pool::new(threads)? })
+    }
+
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// What is really done, which is `F32` where the processor cannot do better.
+    pub fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
+    }
+
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    pub(super) fn multiplies_bf16(&self) -> bool {
+        self.arithmetic == Arithmetic::Bf16
+    }
+
+    /// Rounds each number to bf16.
+    pub(super) fn narrow(&self, wide: &[f32], narrow: &mut [u16]) {
+        assert_eq!(wide.len(), narrow.len());
+        self.isa.run(Narrow { wide, narrow });
+    }
+}
+
+struct Narrow<'a> {
+    wide: &'a [f32],
+    narrow: &'a mut [u16],
+}
+
+impl Kernel for Narrow<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        for (narrow, wide) in self.narrow.iter_mut().zip(self.wide) {
+            *narrow = f32_to_bf16(*wide);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+use std::num::NonZero;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::cpu::number::{f32_to_bf16, f32_to_f16};
+use crate::cpu::simd::LANES;
+use crate::cpu::{Arithmetic, SharedBytes};
+
+fn cpu(isa: Isa, threads: usize, arithmetic: Arithmetic) -> Processor {
+    Processor::with_isa(isa, arithmetic, NonZero::new(threads).unwrap()).unwrap()
+}
+
+/// Numbers that no format keeps exactly.
+fn numbers(n: usize, seed: u64) -> Vec<f32> {
+    (0..n as u64).map(|i| (((i + seed) * 2_654_435_761 % 1_000_003) as f32 / 500_001.5 - 1.0) * 1.7).collect()
+}
+
+fn matrix(rows: usize, cols: usize, format: Format) -> Matrix {
+    let values = numbers(rows * cols, 77);
+    let bytes: Vec<u8> = match format {
+        Format::F32 | Format::Q8 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        Format::Bf16 => values.iter().flat_map(|value| f32_to_bf16(*value).to_le_bytes()).collect(),
+        Format::F16 => values.iter().flat_map(|value| f32_to_f16(*value).to_le_bytes()).collect(),
+    };
+    let bytes = SharedBytes::filled(bytes.len(), |to| to.copy_from_slice(&bytes)).unwrap();
+    let plain = if format == Format::Q8 { Format::F32 } else { format };
+    let matrix = Matrix::new(bytes, rows, cols, plain).unwrap();
+    if format == Format::Q8 { matrix.quantized().unwrap() } else { matrix }
+}
+
+fn multiplied(cpu: &Processor, x: &[f32], n_rows: usize, matrix: &Matrix, bias: Option<&[f32]>) -> Vec<f32> {
+    let mut out = vec![f32::NAN; n_rows * matrix.rows()];
+    cpu.multiply(x, n_rows, &mut [Product { matrix, bias, out: &mut out }]);
+    out
+}
+
+/// The dot product as `tile` promises it, one number at a time.
+fn dot(x: &[f32], w: &[f32]) -> f32 {
+    let mut sums = [0f32; LANES];
+    for (i, (x, w)) in x.iter().zip(w).enumerate() {
+        sums[i % LANES] = x.mul_add(*w, sums[i % LANES]);
+    }
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            sums[i] += sums[i + half];
+        }
+    }
+    sums[0]
+}
+
+const FORMATS: [Format; 4] = [Format::F32, Format::Bf16, Format::F16, Format::Q8];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// Every format, instruction set, shape and number of threads gives the promised bits.
+    #[test]
+    fn products_are_what_is_promised(
+        n_rows in 1usize..70, rows in 1usize..120, cols in 1usize..1200,
+        format in proptest::sample::select(&FORMATS), threads in 1usize..3,
+    ) {
+        let (x, weights, bias) = (numbers(n_rows * cols, 5), matrix(rows, cols, format), numbers(rows, 9));
+        let mut wide = vec![0.0; cols];
+        let mut expected = vec![0.0; n_rows * rows];
+        for row in 0..rows {
+            weights.read_row(row, &mut wide);
+            for nth in 0..n_rows {
+                expected[nth * rows + row] = dot(&x[nth * cols..][..cols], &wide) + bias[row];
+            }
+        }
+        for isa in Isa::all() {
+            let out = multiplied(&cpu(isa, threads, Arithmetic::F32), &x, n_rows, &weights, Some(&bias));
+            prop_assert!(out == expected, "{isa:?} {format:?}");
+        }
+    }
+
+    /// bf16 by bf16 too, a row's result does not depend on its neighbours, and it is near the exact one.
+    #[test]
+    fn bf16_rows_stand_alone(n_rows in 2usize..70, rows in 1usize..120, cols in 1usize..1200) {
+        let (x, weights) = (numbers(n_rows * cols, 5), matrix(rows, cols, Format::Bf16));
+        let fast = cpu(Isa::best(), 2, Arithmetic::Bf16);
+        let many = multiplied(&fast, &x, n_rows, &weights, None);
+        let exact = multiplied(&cpu(Isa::best(), 2, Arithmetic::F32), &x, n_rows, &weights, None);
+        for nth in 0..n_rows {
+            let alone = multiplied(&fast, &x[nth * cols..][..cols], 1, &weights, None);
+            prop_assert!(many[nth * rows..][..rows] == alone);
+        }
+        let tolerance = 0.02 * (cols as f32).sqrt();
+        prop_assert!(many.iter().zip(&exact).all(|(a, b)| (a - b).abs() <= tolerance));
+    }
+}
+
+#[test]
+fn several_products_share_their_input() {
+    let cpu = cpu(Isa::best(), 2, Arithmetic::F32);
+    let (x, a, b) = (numbers(3 * 40, 1), matrix(50, 40, Format::Bf16), matrix(7, 40, Format::F32));
+    let (mut out_a, mut out_b) = (vec![0.0; 150], vec![0.0; 21]);
+    let first = Product { matrix: &a, bias: None, out: &mut out_a };
+    cpu.multiply(&x, 3, &mut [first, Product { matrix: &b, bias: None, out: &mut out_b }]);
+    assert_eq!(out_a, multiplied(&cpu, &x, 3, &a, None));
+    assert_eq!(out_b, multiplied(&cpu, &x, 3, &b, None));
+}
+
+#[test]
+fn no_rows_are_no_work() {
+    let cpu = cpu(Isa::best(), 1, Arithmetic::Bf16);
+    assert!(multiplied(&cpu, &[], 0, &matrix(5, 4, Format::Bf16), None).is_empty());
+}

@@ -1,0 +1,182 @@
+//! Hot path.
+//! Sixteen lanes of f32: the one vector that every kernel is written in, whatever the processor has.
+//!
+//! A kernel is written once, over [`Simd`], and compiled once per instruction set. Each lane operation is a single
+//! IEEE 754 operation, fused only where it says so, and [`Simd::sum`] adds the lanes in one fixed tree. So all
+//! processors give the same bits, and a sequence may move from a node with AVX-512 to one without.
+
+use std::fmt;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx512::{Avx512Bf16, Bf16Kernel};
+
+/// How many numbers are worked on at once.
+pub(super) const LANES: usize = 16;
+
+/// Adds up products in sixteen lanes: all that a dot product needs.
+pub(super) trait Accumulate: Copy + Send + Sync {
+    /// Sixteen running sums, or what is multiplied to go into them.
+    type F: Copy;
+    /// Which tiles suit the registers and the loads.
+    const TILES: Tiles;
+    /// Vectors of each row that are multiplied before the next rows are: a tile's weights, 12 to 24 KiB, stay in the
+    /// core's first cache for all rows, and a block's activations, 64 or 128 KiB, in its second for all columns.
+    const STEPS: usize;
+
+    fn zero(self) -> Self::F;
+    fn load_sums(self, from: &[f32; LANES]) -> Self::F;
+    fn store_sums(self, sums: Self::F, to: &mut [f32; LANES]);
+    /// `a * b + sums`.
+    fn accumulate(self, a: Self::F, b: Self::F, sums: Self::F) -> Self::F;
+
+    /// Asks for the memory at `from` ahead of its use. Never faults, changes nothing.
+    #[inline(always)]
+    fn prefetch<T>(self, from: *const T) {
+        let _ = from;
+    }
+}
+
+/// Rows by columns of the tiles that a product is made of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Tiles {
+    /// Sixteen registers of eight lanes: 2 by 3.
+    Small,
+    /// Thirty-two registers: 4 by 6.
+    Square,
+    /// As many registers, but twice as many products per load: 2 by 12, because the first cache holds more weights
+    /// than the second can deliver activations.
+    Flat,
+}
+
+/// An instruction set that this processor has been seen to have: holding a value is the proof.
+pub(super) trait Simd: Accumulate {
+    fn splat(self, value: f32) -> Self::F;
+    fn load(self, from: &[f32; LANES]) -> Self::F;
+    /// Widens sixteen bf16.
+    fn load_bf16(self, from: &[u16; LANES]) -> Self::F;
+    /// Widens sixteen f16.
+    fn load_f16(self, from: &[u16; LANES]) -> Self::F;
+    /// Widens sixteen small whole numbers.
+    fn load_i8(self, from: &[i8; LANES]) -> Self::F;
+    fn store(self, value: Self::F, to: &mut [f32; LANES]);
+
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// To the nearest whole number, halves to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// 2 to the power of `a`, which is a whole number between -126 and 127.
+    fn exp2_whole(self, a: Self::F) -> Self::F;
+    /// All lanes, added as a tree: lane i to lane i + 8, then to i + 4, i + 2, i + 1.
+    fn sum(self, a: Self::F) -> f32;
+
+    /// Each vector's sum, by the same tree as [`Simd::sum`].
+    #[inline(always)]
+    fn sums(self, vectors: &[[f32; LANES]; LANES]) -> Self::F {
+        let mut sums = [0.0; LANES];
+        for (sum, vector) in sums.iter_mut().zip(vectors) {
+            *sum = self.sum(self.load(vector));
+        }
+        self.load(&sums)
+    }
+    /// The greatest lane.
+    fn greatest(self, a: Self::F) -> f32;
+}
+
+/// Work that is written once and compiled for every instruction set.
+///
+/// `run` must be `#[inline(always)]`, and so must all that it calls with `simd`: only then is it compiled for the
+/// instruction set that `simd` stands for.
+pub(super) trait Kernel {
+    type Out;
+    fn run<S: Simd>(self, simd: S) -> Self::Out;
+}
+
+/// The instruction set that the kernels use.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Isa(Kind);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Portable(portable::Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(avx2::Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(avx512::Avx512),
+}
+
+// === impl Isa ===
+
+impl Isa {
+    /// The best that this processor has.
+    pub fn best() -> Self {
+        Self::all().last().copied().unwrap_or(Self(Kind::Portable(portable::Portable)))
+    }
+
+    /// All that this processor has, the best one last. They give the same results and differ in speed.
+    pub fn all() -> Vec<Self> {
+        let mut found = vec![Kind::Portable(portable::Portable)];
+        #[cfg(target_arch = "x86_64")]
+        {
+            found.extend(avx2::Avx2::detect().map(Kind::Avx2));
+            found.extend(avx512::Avx512::detect().map(Kind::Avx512));
+        }
+        found.into_iter().map(Self).collect()
+    }
+
+    pub fn as_str(self) -> &'static str {
+        match self.0 {
+            Kind::Portable(_) => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(_) => "avx512",
+        }
+    }
+
+    /// Runs a kernel, compiled for this instruction set.
+    #[inline]
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        match self.0 {
+            Kind::Portable(simd) => kernel.run(simd),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(simd) => simd.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(simd) => simd.run(kernel),
+        }
+    }
+
+    /// The bf16 dot product instruction, where this is the instruction set that has it and the processor does.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn bf16(self) -> Option<Avx512Bf16> {
+        match self.0 {
+            Kind::Avx512(simd) => Avx512Bf16::detect(simd),
+            _ => None,
+        }
+    }
+
+    /// Whether there is an instruction that multiplies bf16 by bf16.
+    pub fn has_bf16_products(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.bf16().is_some();
+        #[cfg(not(target_arch = "x86_64"))]
+        return false;
+    }
+}
+
+impl fmt::Debug for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}

@@ -1,0 +1,188 @@
+//! Hot path.
+//! In which order a product's tiles are done, so that what they read is in a near cache.
+//!
+//! A strip of columns is done for one block of rows at a time, and within that for some steps of all rows at a time.
+//! The order of tiles is of no consequence to the result: each dot product goes on from where its sums are.
+
+use std::ops::Range;
+
+use super::columns::Columns;
+use super::simd::{Accumulate, LANES, Simd, Tiles};
+use super::tile::{self, Row, Rows, Start, Sums};
+
+/// Columns whose sums are under way at one time: whole vectors of output, and whole tiles of any width.
+pub(super) const STRIP: usize = 48;
+/// Rows whose sums are under way at one time. With [`STRIP`] that makes 96 KiB of sums.
+pub(super) const BLOCK: usize = 32;
+/// Up to so many rows, weights are read once and best in the order in which they lie.
+pub(super) const FEW_ROWS: usize = 16;
+/// How far weights are asked for ahead at most: what the first cache can hold beside the tile that is at work.
+const AHEAD_BYTES_MAX: usize = 32 << 10;
+
+/// What is multiplied, and where the results go.
+pub(super) struct Strips<'a, A, S, X, W> {
+    /// Adds the products up.
+    pub(super) adder: A,
+    /// Makes totals of the sums.
+    pub(super) simd: S,
+    pub(super) x: X,
+    /// Numbered from the first column of the part.
+    pub(super) weights: W,
+    /// The part's own.
+    pub(super) bias: Option<&'a [f32]>,
+    pub(super) out: &'a Columns<'a>,
+    /// Where the part starts in the output.
+    pub(super) first: usize,
+}
+
+/// Some steps of some rows by some columns.
+#[derive(Clone)]
+struct Work {
+    rows: Range<usize>,
+    columns: Range<usize>,
+    steps: Range<usize>,
+    start: Start,
+}
+
+impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
+    /// `sums` has room for a block by a strip, or for fewer rows if there are fewer.
+    #[inline(always)]
+    pub(super) fn run(&self, n_rows: usize, n_columns: usize, sums: &mut [Sums]) {
+        let mut left = 0..n_columns;
+        while !left.is_empty() {
+            let columns = take(&mut left, STRIP);
+            let mut rows_left = 0..n_rows;
+            while !rows_left.is_empty() {
+                let rows = take(&mut rows_left, BLOCK);
+                self.add_up(rows.clone(), columns.clone(), sums);
+                self.write_totals(rows, columns.clone(), sums);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn add_up(&self, rows: Range<usize>, columns: Range<usize>, sums: &mut [Sums]) {
+        let mut left = 0..self.x.row(0).n_steps();
+        let most = if rows.len() > FEW_ROWS { A::STEPS } else { left.len() };
+        let mut start = Start::Fresh;
+        loop {
+            let steps = take(&mut left, most);
+            self.strip(&Work { rows: rows.clone(), columns: columns.clone(), steps, start }, sums);
+            start = Start::Continue;
+            if left.is_empty() {
+                break;
+            }
+        }
+        if self.x.row(0).tail(self.adder).is_some() {
+            self.add_tails(rows, columns, sums);
+        }
+    }
+
+    #[inline(always)]
+    fn add_tails(&self, rows: Range<usize>, columns: Range<usize>, sums: &mut [Sums]) {
+        for (r, row) in rows.enumerate() {
+            for (c, column) in columns.clone().enumerate() {
+                tile::add_tail(
+                    self.adder,
+                    self.x.row(row),
+                    self.weights.row(column),
+                    &mut sums[r * STRIP + c],
+                );
+            }
+        }
+    }
+
+    /// Tiles as large as there are registers for; few rows get wider ones, to have enough sums under way. What is left
+    /// at a strip's end is done column by column.
+    #[inline(always)]
+    fn strip(&self, work: &Work, sums: &mut [Sums]) {
+        let mut next = 0;
+        match A::TILES {
+            Tiles::Small => self.tiles::<2, 3>(work, &mut next, sums),
+            Tiles::Square | Tiles::Flat if work.rows.len() <= 2 => self.tiles::<2, 8>(work, &mut next, sums),
+            Tiles::Square => self.tiles::<4, 6>(work, &mut next, sums),
+            Tiles::Flat => self.tiles::<2, 12>(work, &mut next, sums),
+        }
+        self.tiles::<2, 1>(work, &mut next, sums);
+    }
+
+    /// As many columns, from `next` on, as make whole tiles.
+    #[inline(always)]
+    fn tiles<const R: usize, const C: usize>(&self, work: &Work, next: &mut usize, sums: &mut [Sums]) {
+        while *next + C <= work.columns.len() {
+            self.down::<R, C>(work, work.columns.start + *next, &mut sums[*next..]);
+            *next += C;
+        }
+    }
+
+    /// All rows of some columns, which are thus loaded from afar only once.
+    #[inline(always)]
+    fn down<const R: usize, const C: usize>(&self, work: &Work, column: usize, sums: &mut [Sums]) {
+        let mut w = [self.weights.row(column).part(work.steps.clone()); C];
+        for c in 1..C {
+            w[c] = self.weights.row(column + c).part(work.steps.clone());
+        }
+        let few = work.rows.len() <= FEW_ROWS;
+        let mut ahead = if few { (C * self.weights.row_bytes()).min(AHEAD_BYTES_MAX) } else { 0 };
+        let mut r = 0;
+        while r + R <= work.rows.len() {
+            self.tile::<R, C>(work, r, w, ahead, sums);
+            ahead = 0;
+            r += R;
+        }
+        if R > 2 && r + 2 <= work.rows.len() {
+            self.tile::<2, C>(work, r, w, ahead, sums);
+            ahead = 0;
+            r += 2;
+        }
+        if r < work.rows.len() {
+            self.tile::<1, C>(work, r, w, ahead, sums);
+        }
+    }
+
+    #[inline(always)]
+    fn tile<const R: usize, const C: usize>(
+        &self,
+        work: &Work,
+        r: usize,
+        w: [W::Row; C],
+        ahead: usize,
+        sums: &mut [Sums],
+    ) {
+        let mut x = [self.x.row(work.rows.start + r).part(work.steps.clone()); R];
+        for i in 1..R {
+            x[i] = self.x.row(work.rows.start + r + i).part(work.steps.clone());
+        }
+        tile::tile::<A, _, _, R, C, STRIP>(self.adder, x, w, work.start, ahead, &mut sums[r * STRIP..]);
+    }
+
+    #[inline(always)]
+    fn write_totals(&self, rows: Range<usize>, columns: Range<usize>, sums: &[Sums]) {
+        for (r, row) in rows.enumerate() {
+            let sums = &sums[r * STRIP..][..STRIP];
+            let mut totals = [0.0; STRIP];
+            for (sums, totals) in sums.as_chunks::<LANES>().0.iter().zip(totals.as_chunks_mut::<LANES>().0) {
+                self.simd.store(self.simd.sums(sums), totals);
+            }
+            self.add_bias(&mut totals, columns.clone());
+            self.out.set(row, self.first + columns.start, &totals[..columns.len()]);
+        }
+    }
+
+    #[inline(always)]
+    fn add_bias(&self, totals: &mut [f32; STRIP], columns: Range<usize>) {
+        if let Some(bias) = self.bias {
+            for (total, bias) in totals.iter_mut().zip(&bias[columns]) {
+                *total += bias;
+            }
+        }
+    }
+}
+
+/// Takes at most so many from the front.
+#[inline(always)]
+fn take(left: &mut Range<usize>, most: usize) -> Range<usize> {
+    let taken = left.start..left.end.min(left.start + most);
+    left.start = taken.end;
+    taken
+}

@@ -1,0 +1,372 @@
+//! Hot path.
+//! The one way in which this engine adds products up: every matrix product and every attention score is a dot product
+//! from here.
+//!
+//! A dot product has sixteen running sums. Sum i takes the products at i, i + 16, i + 32, … in this order, each by one
+//! fused multiply-add; at the end [`Simd::sum`] adds the sixteen. A [`tile`] does some dot products side by side, to
+//! load each number once for several of them, but never splits or reorders one. So a result depends on its own row
+//! and column alone: not on the batch it is in, on the chunk, on the number of threads, or on the processor.
+//!
+//! With bf16 products (see [`Avx512Bf16`]) sum i takes the products at 2i and 2i + 1 of every 32, by the processor's
+//! own instruction for that: as independent of the batch, but bound to processors that have it.
+
+use std::ops::Range;
+
+use super::matrix::Q8_BLOCK;
+use super::number::{bf16_to_f32, f16_to_f32};
+#[cfg(target_arch = "x86_64")]
+use super::simd::Avx512Bf16;
+use super::simd::{Accumulate, LANES, Simd};
+
+/// Sixteen running sums of one dot product.
+pub(super) type Sums = [f32; LANES];
+
+/// Numbers in a row, read one vector at a time.
+pub(super) trait Row<S: Accumulate>: Copy {
+    /// Whole vectors in it.
+    fn n_steps(self) -> usize;
+    /// Some whole vectors of it.
+    fn part(self, steps: Range<usize>) -> Self;
+    fn step(self, simd: S, nth: usize) -> S::F;
+    /// What is left after the last whole vector, filled up with zeroes.
+    fn tail(self, simd: S) -> Option<S::F>;
+    /// Asks for the memory that is read `bytes` after the given step.
+    fn prefetch(self, simd: S, nth: usize, bytes: usize);
+}
+
+/// Rows of equal length, one after the other.
+pub(super) trait Rows<S: Accumulate>: Copy + Send + Sync {
+    type Row: Row<S>;
+    fn row(self, nth: usize) -> Self::Row;
+    /// From one row to the next.
+    fn row_bytes(self) -> usize;
+}
+
+/// What a tile does with the sums that are there already.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Start {
+    Fresh,
+    Continue,
+}
+
+/// Adds up `R` rows by `C` columns. The sums of row r and column c are at `r * STRIDE + c` of `sums`. Memory that lies
+/// `ahead` bytes after what is read of `w` is asked for on the way; 0 asks for none.
+//
+// Everything that is indexed in here is indexed by constants once the loops are unrolled, so the running sums stay in
+// registers. One look at them through a variable, and the compiler would keep them in memory: that is why they are
+// stored at the end and not returned.
+#[inline(always)]
+pub(super) fn tile<
+    S: Accumulate,
+    X: Row<S>,
+    W: Row<S>,
+    const R: usize,
+    const C: usize,
+    const STRIDE: usize,
+>(
+    simd: S,
+    x: [X; R],
+    w: [W; C],
+    start: Start,
+    ahead: usize,
+    sums: &mut [Sums],
+) {
+    assert!(sums.len() >= (R - 1) * STRIDE + C);
+    let mut running = [[simd.zero(); C]; R];
+    if start == Start::Continue {
+        for r in 0..R {
+            for c in 0..C {
+                running[r][c] = simd.load_sums(&sums[r * STRIDE + c]);
+            }
+        }
+    }
+    let running = if ahead > 0 {
+        steps::<S, X, W, R, C, true>(simd, x, w, running, ahead)
+    } else {
+        steps::<S, X, W, R, C, false>(simd, x, w, running, 0)
+    };
+    for r in 0..R {
+        for c in 0..C {
+            simd.store_sums(running[r][c], &mut sums[r * STRIDE + c]);
+        }
+    }
+}
+
+#[inline(always)]
+fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, const PREFETCH: bool>(
+    simd: S,
+    x: [X; R],
+    w: [W; C],
+    mut running: [[S::F; C]; R],
+    ahead: usize,
+) -> [[S::F; C]; R] {
+    // Said once here, equal lengths need not be looked at in every step.
+    let n_steps = x[0].n_steps();
+    for r in 0..R {
+        assert_eq!(x[r].n_steps(), n_steps);
+    }
+    for c in 0..C {
+        assert_eq!(w[c].n_steps(), n_steps);
+    }
+    for nth in 0..n_steps {
+        let mut now = [simd.zero(); R];
+        for r in 0..R {
+            now[r] = x[r].step(simd, nth);
+        }
+        for c in 0..C {
+            if PREFETCH && nth % 2 == 0 {
+                w[c].prefetch(simd, nth, ahead);
+            }
+            let w = w[c].step(simd, nth);
+            for r in 0..R {
+                running[r][c] = simd.accumulate(now[r], w, running[r][c]);
+            }
+        }
+    }
+    running
+}
+
+/// Adds what is left of the rows after their last whole vector.
+#[inline(always)]
+pub(super) fn add_tail<S: Accumulate>(simd: S, x: impl Row<S>, w: impl Row<S>, sums: &mut Sums) {
+    if let (Some(x), Some(w)) = (x.tail(simd), w.tail(simd)) {
+        simd.store_sums(simd.accumulate(x, w, simd.load_sums(sums)), sums);
+    }
+}
+
+// === impl f32, bf16, f16 ===
+
+/// Rows of numbers that need nothing but widening.
+macro_rules! plain_rows {
+    ($rows:ident, $row:ident, $number:ty, $load:ident, $widen:expr) => {
+        #[derive(Clone, Copy)]
+        pub(super) struct $rows<'a> {
+            numbers: &'a [$number],
+            cols: usize,
+            stride: usize,
+        }
+
+        #[derive(Clone, Copy)]
+        pub(super) struct $row<'a> {
+            steps: &'a [[$number; LANES]],
+            tail: &'a [$number],
+        }
+
+        impl<'a> $rows<'a> {
+            pub(super) fn new(numbers: &'a [$number], cols: usize) -> Self {
+                Self::spaced(numbers, cols, cols)
+            }
+
+            /// Rows that start `stride` numbers apart.
+            pub(super) fn spaced(numbers: &'a [$number], cols: usize, stride: usize) -> Self {
+                Self { numbers, cols, stride }
+            }
+        }
+
+        impl<'a, S: Simd> Rows<S> for $rows<'a> {
+            type Row = $row<'a>;
+
+            #[inline(always)]
+            fn row(self, nth: usize) -> $row<'a> {
+                $row::new(&self.numbers[nth * self.stride..][..self.cols])
+            }
+
+            #[inline(always)]
+            fn row_bytes(self) -> usize {
+                self.stride * size_of::<$number>()
+            }
+        }
+
+        impl<'a> $row<'a> {
+            #[inline(always)]
+            pub(super) fn new(numbers: &'a [$number]) -> Self {
+                let (steps, tail) = numbers.as_chunks();
+                Self { steps, tail }
+            }
+        }
+
+        impl<S: Simd> Row<S> for $row<'_> {
+            #[inline(always)]
+            fn n_steps(self) -> usize {
+                self.steps.len()
+            }
+
+            #[inline(always)]
+            fn part(self, steps: Range<usize>) -> Self {
+                Self { steps: &self.steps[steps], ..self }
+            }
+
+            #[inline(always)]
+            fn step(self, simd: S, nth: usize) -> S::F {
+                simd.$load(&self.steps[nth])
+            }
+
+            #[inline(always)]
+            fn prefetch(self, simd: S, nth: usize, bytes: usize) {
+                simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+            }
+
+            #[inline(always)]
+            fn tail(self, simd: S) -> Option<S::F> {
+                let mut wide = [0.0; LANES];
+                for (wide, narrow) in wide.iter_mut().zip(self.tail) {
+                    *wide = $widen(*narrow);
+                }
+                (!self.tail.is_empty()).then(|| simd.load(&wide))
+            }
+        }
+    };
+}
+
+plain_rows!(F32Rows, F32Row, f32, load, std::convert::identity);
+plain_rows!(Bf16Rows, Bf16Row, u16, load_bf16, bf16_to_f32);
+plain_rows!(F16Rows, F16Row, u16, load_f16, f16_to_f32);
+
+// === impl q8 ===
+
+/// Rows of whole numbers in blocks of [`Q8_BLOCK`], each with a scale.
+#[derive(Clone, Copy)]
+pub(super) struct Q8Rows<'a> {
+    values: &'a [i8],
+    scales: &'a [f32],
+    cols: usize,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Q8Row<'a> {
+    steps: &'a [[i8; LANES]],
+    tail: &'a [i8],
+    scales: &'a [f32],
+}
+
+const STEPS_PER_SCALE: usize = Q8_BLOCK / LANES;
+
+impl<'a> Q8Rows<'a> {
+    /// The rows from `row` on.
+    pub(super) fn starting_at((values, scales): (&'a [i8], &'a [f32]), cols: usize, row: usize) -> Self {
+        Self { values: &values[row * cols..], scales: &scales[row * cols.div_ceil(Q8_BLOCK)..], cols }
+    }
+}
+
+impl<'a, S: Simd> Rows<S> for Q8Rows<'a> {
+    type Row = Q8Row<'a>;
+
+    #[inline(always)]
+    fn row(self, nth: usize) -> Q8Row<'a> {
+        let n_blocks = self.cols.div_ceil(Q8_BLOCK);
+        let (steps, tail) = self.values[nth * self.cols..][..self.cols].as_chunks();
+        Q8Row { steps, tail, scales: &self.scales[nth * n_blocks..][..n_blocks] }
+    }
+
+    #[inline(always)]
+    fn row_bytes(self) -> usize {
+        self.cols
+    }
+}
+
+impl<S: Simd> Row<S> for Q8Row<'_> {
+    #[inline(always)]
+    fn n_steps(self) -> usize {
+        self.steps.len()
+    }
+
+    /// Starts at a multiple of a scale's steps.
+    #[inline(always)]
+    fn part(self, steps: Range<usize>) -> Self {
+        let scales = &self.scales[steps.start / STEPS_PER_SCALE..];
+        assert!(scales.len() >= steps.len().div_ceil(STEPS_PER_SCALE));
+        Self { steps: &self.steps[steps], tail: self.tail, scales }
+    }
+
+    #[inline(always)]
+    fn step(self, simd: S, nth: usize) -> S::F {
+        simd.mul(simd.load_i8(&self.steps[nth]), simd.splat(self.scales[nth / STEPS_PER_SCALE]))
+    }
+
+    #[inline(always)]
+    fn prefetch(self, simd: S, nth: usize, bytes: usize) {
+        simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+    }
+
+    #[inline(always)]
+    fn tail(self, simd: S) -> Option<S::F> {
+        let mut wide = [0.0; LANES];
+        let scale = self.scales.last().copied().unwrap_or(0.0);
+        for (wide, value) in wide.iter_mut().zip(self.tail) {
+            *wide = f32::from(*value) * scale;
+        }
+        (!self.tail.is_empty()).then(|| simd.load(&wide))
+    }
+}
+
+// === impl bf16 products ===
+
+/// Rows of bf16 that are multiplied as they are, two at a time.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Bf16PairRows<'a> {
+    numbers: &'a [u16],
+    cols: usize,
+    stride: usize,
+}
+
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Bf16PairRow<'a> {
+    steps: &'a [[u16; 2 * LANES]],
+    tail: &'a [u16],
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> Bf16PairRows<'a> {
+    /// Rows that start `stride` numbers apart.
+    pub(super) fn spaced(numbers: &'a [u16], cols: usize, stride: usize) -> Self {
+        Self { numbers, cols, stride }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> Rows<Avx512Bf16> for Bf16PairRows<'a> {
+    type Row = Bf16PairRow<'a>;
+
+    #[inline(always)]
+    fn row(self, nth: usize) -> Bf16PairRow<'a> {
+        let (steps, tail) = self.numbers[nth * self.stride..][..self.cols].as_chunks();
+        Bf16PairRow { steps, tail }
+    }
+
+    #[inline(always)]
+    fn row_bytes(self) -> usize {
+        self.stride * 2
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Row<Avx512Bf16> for Bf16PairRow<'_> {
+    #[inline(always)]
+    fn n_steps(self) -> usize {
+        self.steps.len()
+    }
+
+    #[inline(always)]
+    fn part(self, steps: Range<usize>) -> Self {
+        Self { steps: &self.steps[steps], ..self }
+    }
+
+    #[inline(always)]
+    fn step(self, simd: Avx512Bf16, nth: usize) -> <Avx512Bf16 as Accumulate>::F {
+        simd.load_pairs(&self.steps[nth])
+    }
+
+    #[inline(always)]
+    fn prefetch(self, simd: Avx512Bf16, nth: usize, bytes: usize) {
+        simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+    }
+
+    #[inline(always)]
+    fn tail(self, simd: Avx512Bf16) -> Option<<Avx512Bf16 as Accumulate>::F> {
+        let mut pairs = [0; 2 * LANES];
+        pairs[..self.tail.len()].copy_from_slice(self.tail);
+        (!self.tail.is_empty()).then(|| simd.load_pairs(&pairs))
+    }
+}
