@@ -4,10 +4,10 @@
 //! ([`error`]), and what every backend is held to ([`conformance`]).
 #![forbid(unsafe_code)]
 
-pub mod backend;
-pub mod conformance;
-pub mod error;
 pub mod step;
+pub mod backend;
+pub mod error;
+pub mod conformance;
 
 pub use backend::mock::{Mock, MockSettings, Pace};
 pub use backend::{Backend, EngineSettings, open};

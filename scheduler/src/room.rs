@@ -30,8 +30,8 @@ impl Room {
     }
 
     /// Per group, all blocks.
-    pub(crate) fn tables(&self) -> Vec<&[BlockIdx]> {
-        self.tables.iter().map(Vec::as_slice).collect()
+    pub(crate) fn tables(&self) -> impl Iterator<Item = &[BlockIdx]> {
+        self.tables.iter().map(Vec::as_slice)
     }
 
     /// What a sink is given: the blocks that were there at first.

@@ -240,9 +240,9 @@ impl Sequence {
 // === impl Sequence: its rows ===
 
 impl Sequence {
-    /// Its blocks, for a row. Empty if it is not placed.
-    pub(crate) fn tables(&self) -> Vec<&[BlockIdx]> {
-        self.room.as_ref().map(Room::tables).unwrap_or_default()
+    /// Its blocks, one table per group. None if it is not placed.
+    pub(crate) fn tables(&self) -> impl Iterator<Item = &[BlockIdx]> {
+        self.room.iter().flat_map(Room::tables)
     }
 
     /// The row of its next `n_tokens`.

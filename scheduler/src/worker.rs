@@ -1,10 +1,10 @@
 //! The worker: all sequences of one node, and the one place that changes them.
 //!
-//! It is a state machine. [`Worker::apply`] takes one event at a time, waits for nothing but the backend, and needs no
-//! runtime; [`Worker::next`] says what it wants to be told next. Who calls them, on which thread and on which clock,
+//! It is a state machine. `Worker::apply` takes one event at a time, waits for nothing but the backend, and needs no
+//! runtime; `Worker::next` says what it wants to be told next. Who calls them, on which thread and on which clock,
 //! is the [`driver`](crate::driver)'s business.
 //!
-//! Launching (who gets blocks, what runs) is in [`launching`], taking in what came of it in [`collecting`].
+//! Launching (who gets blocks, what runs) is in `launching`, taking in what came of it in `collecting`.
 
 mod collecting;
 mod launching;

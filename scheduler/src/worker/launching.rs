@@ -197,11 +197,14 @@ impl Worker {
             .iter()
             .filter_map(|row| self.sequences.get(&row.id).map(|sequence| (sequence, row.n_tokens)))
             .collect();
-        let tables: Vec<Vec<&[BlockIdx]>> = sharing.iter().map(|(sequence, _)| sequence.tables()).collect();
+        let n_groups = self.model.layout.groups.len();
+        let tables: Vec<&[BlockIdx]> = sharing.iter().flat_map(|(sequence, _)| sequence.tables()).collect();
         let batch: Vec<Row<'_>> = sharing
             .iter()
-            .zip(&tables)
-            .map(|((sequence, n_tokens), tables)| sequence.row(*n_tokens, tables))
+            .enumerate()
+            .map(|(nth, (sequence, n_tokens))| {
+                sequence.row(*n_tokens, &tables[nth * n_groups..(nth + 1) * n_groups])
+            })
             .collect();
         self.backend.launch(StepBatch { rows: &batch })
     }
