@@ -60,6 +60,8 @@ type Halves = (FrameReader, FrameWriter);
 struct Shared {
     parts: ConnectorParts,
     endpoint: String,
+    /// The end of the queue from which the streams take their frames.
+    spans: async_channel::Receiver<SpanOut>,
     /// Held for a look-up, never across an await.
     transfers: Mutex<HashMap<TransferId, Transfer>>,
     lost: OnceLock<TransferError>,
@@ -99,12 +101,13 @@ impl Link {
         let shared = Arc::new(Shared {
             parts: parts.clone(),
             endpoint: endpoint.to_owned(),
+            spans,
             transfers: Mutex::default(),
             lost: OnceLock::new(),
             closed: CancellationToken::new(),
         });
         let mut frames = Some(frames);
-        let start = |halves| shared.start_stream(halves, spans.clone(), frames.take());
+        let start = |halves| shared.start_stream(halves, frames.take());
         let streams = made.into_iter().map(start).collect();
         Self { peer, shared, kv, control, streams }
     }
@@ -185,6 +188,9 @@ impl Shared {
     fn lose(&self, error: TransferError) {
         let error = self.lost.get_or_init(|| error).clone();
         self.closed.cancel();
+        // A closed queue keeps what is in it. The leases in these frames must not wait for the next link to this peer.
+        self.spans.close();
+        while self.spans.try_recv().is_ok() {}
         let transfers: Vec<_> = self.transfers().drain().map(|(_, transfer)| transfer.out).collect();
         if !transfers.is_empty() {
             info!(
@@ -210,7 +216,6 @@ impl Shared {
     fn start_stream(
         self: &Arc<Self>,
         (reader, writer): Halves,
-        spans: async_channel::Receiver<SpanOut>,
         control: Option<mpsc::Receiver<Frame>>,
     ) -> Task<()> {
         let shared = Arc::clone(self);
@@ -218,7 +223,7 @@ impl Shared {
             let is_first = control.is_some();
             let ended = tokio::select! {
                 () = shared.closed.cancelled() => return,
-                ended = shared.write_all(writer, spans, control) => ended,
+                ended = shared.write_all(writer, control) => ended,
                 ended = shared.read_all(reader, is_first) => ended,
             };
             shared.lose(ended.err().unwrap_or_else(|| TransferError::lost_because("the peer closed it")));
@@ -228,13 +233,12 @@ impl Shared {
     async fn write_all(
         &self,
         mut writer: FrameWriter,
-        spans: async_channel::Receiver<SpanOut>,
         control: Option<mpsc::Receiver<Frame>>,
     ) -> Result<(), TransferError> {
         match control {
-            Some(control) => self.write_first(&mut writer, &spans, control).await,
+            Some(control) => self.write_first(&mut writer, control).await,
             None => loop {
-                let Ok(span) = spans.recv().await else { return Ok(()) };
+                let Ok(span) = self.spans.recv().await else { return Ok(()) };
                 write_span(&mut writer, &self.parts, span).await?;
             },
         }
@@ -244,7 +248,6 @@ impl Shared {
     async fn write_first(
         &self,
         writer: &mut FrameWriter,
-        spans: &async_channel::Receiver<SpanOut>,
         mut control: mpsc::Receiver<Frame>,
     ) -> Result<(), TransferError> {
         let mut alive = alive_interval(self.parts.settings.stall());
@@ -253,7 +256,7 @@ impl Shared {
                 biased;
                 Some(frame) = control.recv() => writer.write(&frame).await?,
                 _ = alive.tick() => writer.write(&Frame::of_link(Body::Alive)).await?,
-                Ok(span) = spans.recv() => write_span(writer, &self.parts, span).await?,
+                Ok(span) = self.spans.recv() => write_span(writer, &self.parts, span).await?,
                 else => return Ok(()),
             }
         }

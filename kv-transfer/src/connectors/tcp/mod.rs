@@ -193,7 +193,8 @@ impl KvConnector for Tcp {
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        self.receiver.closed.cancel();
+        // In this order: a stream that ends must not be the first to say why its landings fail.
         self.receiver.landings.close();
+        self.receiver.closed.cancel();
     }
 }
