@@ -107,6 +107,22 @@ fn shown(value: Option<&String>) -> &str {
     value.map_or("absent", String::as_str)
 }
 
+/// The part of a [`Fingerprint`] that says how text becomes tokens. Nodes never see text, but a router and a node that
+/// number tokens differently would understand each other word for word and mean something else.
+pub const TOKENIZER: &str = "tokenizer";
+
+/// [`TOKENIZER`] of the mock: a token is a byte.
+pub const TOKENIZER_BYTES: &str = "bytes";
+
+/// [`TOKENIZER`] of a model without `tokenizer.json`: it is asked with token ids, and answers with them.
+pub const TOKENIZER_NONE: &str = "none";
+
+/// [`TOKENIZER`] of a model's folder, from the bytes of its `tokenizer.json`. Router and nodes must compute it alike.
+pub fn tokenizer_digest(bytes: &[u8]) -> String {
+    let digest = blake3::Hasher::new_derive_key("baton tokenizer digest v1").update(bytes).finalize();
+    digest.to_hex()[..32].to_owned()
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("models differ: {}", .0.join("; "))]
 pub struct FingerprintMismatch(pub Vec<String>);
@@ -169,6 +185,13 @@ mod tests {
     fn a_refusal_names_both_ranges() {
         let error = range(1, 1).agree(range(0, 0)).expect_err("0 is not spoken");
         assert_eq!(error.to_string(), "no common protocol version: this side speaks 1..1, the peer 0..0");
+    }
+
+    #[test]
+    fn a_tokenizer_is_known_by_every_byte_of_its_file() {
+        assert_eq!(tokenizer_digest(b"{}").len(), 32);
+        assert_eq!(tokenizer_digest(b"{}"), tokenizer_digest(b"{}"));
+        assert_ne!(tokenizer_digest(b"{}"), tokenizer_digest(b"{} "));
     }
 
     #[test]
