@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use chassis::telemetry::{self, LogSettings};
+use chassis::telemetry;
 use chassis::{Shutdown, World};
 use futures::future::join_all;
 use router::{NodeState, RawRouterConfig, Router, RouterConfig};
@@ -18,6 +18,8 @@ use crate::exit::Failed;
 
 /// How long the nodes may take to come up. Loading a large model takes minutes.
 const READY_WITHIN: Duration = Duration::from_secs(600);
+/// What is logged unless `BATON_LOG__LEVEL` says otherwise: a cluster that works says nothing.
+const QUIET: &str = "warn";
 /// How often it is looked at whether they have.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
@@ -25,9 +27,8 @@ pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
     if args.device == Device::Cuda {
         return Err(Failed::usage("--device cuda: this version has no GPU backend; use --device cpu"));
     }
-    let config = RouterConfig::resolve(router_config(&args)).map_err(Failed::usage)?;
-    let log = LogSettings { level: "warn".to_owned(), ..LogSettings::default() };
-    let _telemetry = telemetry::init("router", &log).map_err(Failed::start)?;
+    let config = RouterConfig::resolve(router_config(&args)?).map_err(Failed::usage)?;
+    let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(up(&args, config))
 }
@@ -71,14 +72,19 @@ fn ready_line(line: &str) {
     println!("{line}");
 }
 
-fn router_config(args: &UpArgs) -> RawRouterConfig {
-    let mut raw = RawRouterConfig::default();
+/// The router's settings: the environment's, under the flags.
+fn router_config(args: &UpArgs) -> Result<RawRouterConfig, Failed> {
+    let for_router = |key: &str| key.starts_with("BATON_ROUTER__") || key.starts_with("BATON_LOG__");
+    let env = std::env::vars().filter(|(key, _)| for_router(key));
+    let quiet = [("BATON_LOG__LEVEL".to_owned(), QUIET.to_owned())];
+    let mut raw: RawRouterConfig =
+        chassis::config::load(None, quiet.into_iter().chain(env)).map_err(Failed::usage)?;
     raw.router.http = args.http.to_string();
     raw.router.grpc = args.grpc.to_string();
     raw.router.policy.clone_from(&args.policy);
     raw.router.order = args.order.as_str().to_owned();
     raw.registry.url.clone_from(&args.registry);
-    raw
+    Ok(raw)
 }
 
 fn start_nodes(args: &UpArgs, router: &Router) -> Result<Vec<Node>, Failed> {
@@ -86,11 +92,12 @@ fn start_nodes(args: &UpArgs, router: &Router) -> Result<Vec<Node>, Failed> {
         "embedded" => format!("embedded://{}", router.grpc_addr()),
         url => url.to_owned(),
     };
+    let level = std::env::var("BATON_LOG__LEVEL").unwrap_or_else(|_| QUIET.to_owned());
     let settings = [
         ("BATON_REGISTRY__URL", registry),
         ("BATON_MODEL__PATH", args.model.clone()),
         ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
-        ("BATON_LOG__LEVEL", "warn".to_owned()),
+        ("BATON_LOG__LEVEL", level),
     ];
     let node = |role: Role, idx: u16| Node::start(role, format!("{role}-{idx}"), &settings);
     if args.colocated {

@@ -80,7 +80,8 @@ impl Life {
 
     /// Waits for the KV and goes on where prefill has stopped.
     async fn receive(&self, arrival: Arrival, arriving: Counted) -> Result<(), Refusal> {
-        let arrived = arrival.settle().await.map_err(|error| Refusal::from(&error))?;
+        let arrived = arrival.settle().instrument(info_span!("arrive")).await;
+        let arrived = arrived.map_err(|error| Refusal::from(&error))?;
         drop(arriving);
         info!(bytes = arrived.bytes, connector = %arrived.scheme, waited_ms = arrived.waited.as_millis() as u64, "kv arrived");
         self.say(arrived_event(&arrived)).await;

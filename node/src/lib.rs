@@ -10,6 +10,7 @@ pub mod connectors;
 pub mod counted;
 pub mod status;
 pub mod life;
+pub mod metrics;
 pub mod error;
 
 pub use config::{DecodeSection, NodeConfig, RawNodeConfig};

@@ -16,6 +16,7 @@ use types::{NodeId, NodeInfo, Role};
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
+use crate::metrics::NodeMetrics;
 use crate::parts::NodeParts;
 use crate::status::StatusService;
 
@@ -48,6 +49,8 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
     let grpc = spawn_guarded(&ports, "grpc", grpc);
     let admin = chassis::admin::router(readiness.clone(), parts.metrics.clone());
     let admin = spawn_guarded(&ports, "admin", chassis::admin::serve(life.admin, admin, close.clone()));
+    let gauges = NodeMetrics::new(&parts.metrics).follow(parts.clone());
+    let _gauges = spawn_guarded(&ports, "gauges", gauges);
     let _watch = spawn_guarded(&ports, "readiness", watch_worker(parts.clone(), readiness.clone()));
 
     let announcement = life.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;

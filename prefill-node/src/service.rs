@@ -63,13 +63,15 @@ impl PrefillService {
             }
         };
         let in_time = tokio::time::timeout_at(deadline.instant().into(), work);
-        let mut delivery: Delivery = spawn_guarded(&self.node.gate, "delivery", async move {
+        let deliver = async move {
             let done = in_time.await.unwrap_or(Err(DeliveryError::Late));
             if let Err(error) = &done {
                 info!(error = %Refusal::from(error), "kv was not delivered");
             }
             done
-        });
+        };
+        let mut delivery: Delivery =
+            spawn_guarded(&self.node.gate, "delivery", deliver.instrument(info_span!("deliver")));
         let source = Source::Fresh { lease: None, cached_tokens: 0 };
         let sequence =
             NewSequence { prompt: prompt.clone(), source, sink: Box::new(outbox), steps_wanted: 1 };

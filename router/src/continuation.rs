@@ -12,7 +12,7 @@ use types::{Prompt, RefusalKind, Step, TokenId, Verdict};
 use crate::admission::Permit;
 use crate::dispatch::{Dispatch, Rest, Started};
 use crate::error::ServeError;
-use crate::metrics::Stage;
+use crate::metrics::{Outcome, Stage};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
 
 /// A started request. Dropping it cancels the request on every node.
@@ -23,10 +23,19 @@ pub(crate) struct Continuation {
     /// The tokens that this stream has given out.
     sent: Vec<TokenId>,
     state: State,
-    accepted: Instant,
     /// When the last step was given out.
     last: Instant,
-    _permit: Permit,
+    booking: Booking,
+}
+
+/// What a request holds for as long as it lasts.
+#[derive(Debug)]
+pub(crate) struct Booking {
+    pub(crate) accepted: Instant,
+    /// Held only to be given back.
+    #[allow(dead_code, reason = "its drop is what counts")]
+    pub(crate) permit: Permit,
+    pub(crate) outcome: Outcome,
 }
 
 #[derive(Debug)]
@@ -39,16 +48,10 @@ enum State {
 }
 
 impl Continuation {
-    pub(crate) fn new(
-        dispatch: Dispatch,
-        prompt: Prompt,
-        started: Started,
-        permit: Permit,
-        accepted: Instant,
-    ) -> Self {
+    pub(crate) fn new(dispatch: Dispatch, prompt: Prompt, started: Started, booking: Booking) -> Self {
         let last = dispatch.parts().world.now();
         let state = State::First(Box::new(started));
-        Self { dispatch, prompt, sent: Vec::new(), state, accepted, last, _permit: permit }
+        Self { dispatch, prompt, sent: Vec::new(), state, last, booking }
     }
 
     pub(crate) fn into_steps(self) -> impl Stream<Item = Result<Step, ServeError>> + Send {
@@ -70,7 +73,8 @@ impl Continuation {
             }
             State::Running(rest) => dispatch.by_deadline(deadline, self.step(rest)).await,
         };
-        Some(step.and_then(|step| self.give(step)))
+        let step = self.booking.outcome.note(step);
+        Some(step.map(|step| self.give(step)))
     }
 
     /// The next step from `rest` or, when that fails, from wherever the sequence can be continued.
@@ -127,7 +131,7 @@ impl Continuation {
     }
 
     /// Books a step that is about to be given out.
-    fn give(&mut self, step: Step) -> Result<Step, ServeError> {
+    fn give(&mut self, step: Step) -> Step {
         let metrics = &self.dispatch.parts().metrics;
         let now = self.dispatch.parts().world.now();
         match self.sent.len() {
@@ -139,9 +143,10 @@ impl Continuation {
         self.sent.push(step.token);
         if step.finish.is_some() {
             self.state = State::Ended;
-            metrics.stage(Stage::Whole, now - self.accepted);
+            metrics.stage(Stage::Whole, now - self.booking.accepted);
+            self.booking.outcome.finished();
         }
-        Ok(step)
+        step
     }
 
     fn next_index(&self) -> u32 {

@@ -18,9 +18,9 @@ use types::{
 
 use crate::admission::Admission;
 use crate::cluster::Cluster;
-use crate::continuation::Continuation;
+use crate::continuation::{Booking, Continuation};
 use crate::error::ServeError;
-use crate::metrics::{RouterMetrics, Stage};
+use crate::metrics::{Outcome, RouterMetrics, Stage};
 use crate::policy::{Route, RoutingPolicy};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillCall, PrefillOffer};
 use crate::serve::{Generation, Serve};
@@ -209,13 +209,15 @@ impl Serve for Dispatch {
     }
 
     async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError> {
-        let permit = self.parts.admission.admit()?;
+        let mut outcome = Outcome::new(&self.parts.metrics);
+        let permit = outcome.note(self.parts.admission.admit())?;
         let accepted = self.parts.world.now();
-        let started = self.by_deadline(prompt.deadline, self.start(&prompt)).await?;
+        let started = outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt)).await)?;
         self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
-        info!(request_id = %prompt.id, ttft_ms = accepted.elapsed().as_millis() as u64, "first token");
+        info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token");
         let usage = started.usage;
-        let steps = Continuation::new(self.clone(), prompt, started, permit, accepted).into_steps().boxed();
+        let booking = Booking { accepted, permit, outcome };
+        let steps = Continuation::new(self.clone(), prompt, started, booking).into_steps().boxed();
         Ok(Generation { usage, steps })
     }
 

@@ -77,6 +77,17 @@ pub enum ServeError {
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 impl ServeError {
+    /// How such a request ended, in a word for metrics.
+    pub fn outcome(&self) -> &'static str {
+        match self {
+            Self::Refused { kind, .. } => kind.code(),
+            Self::Overloaded { .. } => "overloaded",
+            Self::NoNodes { .. } => "no_nodes",
+            Self::DeadlinePassed { .. } => "deadline",
+            Self::Failed { .. } => "internal",
+        }
+    }
+
     /// What the client should do about it. Nodes were tried already, so "elsewhere" has become "later".
     pub fn verdict(&self) -> Verdict {
         match self {

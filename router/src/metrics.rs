@@ -5,6 +5,8 @@ use std::time::Duration;
 use chassis::metrics::Metrics;
 use prometheus::{HistogramVec, IntCounter, IntCounterVec};
 
+use crate::error::ServeError;
+
 /// The stages of a request's walk, as the router sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
@@ -48,8 +50,7 @@ pub struct RouterMetrics {
     pub retries: IntCounterVec,
     pub continuations: IntCounter,
     kv_bytes: IntCounterVec,
-    /// Requests by how they ended.
-    pub requests: IntCounterVec,
+    requests: IntCounterVec,
 }
 
 impl RouterMetrics {
@@ -75,5 +76,38 @@ impl RouterMetrics {
     pub fn arrived(&self, scheme: &str, bytes: u64, waited: Duration) {
         self.stage(Stage::Transfer, waited);
         self.kv_bytes.with_label_values(&[scheme]).inc_by(bytes);
+    }
+}
+
+// === outcomes ===
+
+/// How one request ends. Dropped before it has, the client has gone.
+#[derive(Debug)]
+pub struct Outcome {
+    requests: IntCounterVec,
+    word: &'static str,
+}
+
+impl Outcome {
+    pub fn new(metrics: &RouterMetrics) -> Self {
+        Self { requests: metrics.requests.clone(), word: "cancelled" }
+    }
+
+    pub fn finished(&mut self) {
+        self.word = "finished";
+    }
+
+    /// Remembers an error on its way to the client.
+    pub fn note<T>(&mut self, result: Result<T, ServeError>) -> Result<T, ServeError> {
+        if let Err(error) = &result {
+            self.word = error.outcome();
+        }
+        result
+    }
+}
+
+impl Drop for Outcome {
+    fn drop(&mut self) {
+        self.requests.with_label_values(&[self.word]).inc();
     }
 }

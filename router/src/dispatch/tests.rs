@@ -20,6 +20,7 @@ use crate::text::RouterModels;
 struct Stage {
     dispatch: Dispatch,
     world: World,
+    metrics: Metrics,
     _running: Vec<(Task<()>, Announcement)>,
     _following: Task<()>,
 }
@@ -38,6 +39,7 @@ async fn stage(order: Order, puppets: &[&Puppet]) -> Stage {
     while cluster.view(&[]).nodes.len() < puppets.len() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    let metrics = Metrics::new("router");
     let dispatch = Dispatch::new(Parts {
         world: world.clone(),
         cluster,
@@ -45,9 +47,9 @@ async fn stage(order: Order, puppets: &[&Puppet]) -> Stage {
         admission: Admission::new(8),
         order,
         budget: Budget { attempts_max: 3, wait_max: Duration::from_secs(5) },
-        metrics: RouterMetrics::new(&Metrics::new("router")),
+        metrics: RouterMetrics::new(&metrics),
     });
-    Stage { dispatch, world, _running: running, _following: following }
+    Stage { dispatch, world, metrics, _running: running, _following: following }
 }
 
 impl Stage {
@@ -72,6 +74,15 @@ impl Stage {
         assert!(steps.iter().enumerate().all(|(idx, step)| step.index as usize == idx), "{steps:?}");
         assert!(steps.last().is_some_and(|step| step.finish.is_some()));
         Ok(steps.into_iter().map(|step| step.token).collect())
+    }
+
+    /// Requests that ended so.
+    fn n_ended(&self, outcome: &str) -> u64 {
+        let line = format!("baton_router_requests_total{{outcome=\"{outcome}\"}} ");
+        let page = self.metrics.page();
+        page.lines()
+            .find_map(|text| text.strip_prefix(&line))
+            .map_or(0, |count| count.parse().expect("a count"))
     }
 
     async fn serves(&self, max_tokens: u32) {
@@ -222,6 +233,8 @@ async fn admission_is_bounded() {
     assert!(matches!(refused, ServeError::Overloaded { .. }), "{refused:?}");
     inside.clear();
     stage.serves(6).await;
+    let ended = ["finished", "cancelled", "overloaded"].map(|outcome| stage.n_ended(outcome));
+    assert_eq!(ended, [1, 8, 1]);
 }
 
 #[tokio::test(start_paused = true)]
