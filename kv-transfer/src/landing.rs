@@ -14,7 +14,10 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tracing::warn;
-use types::{BlockIdx, Epoch, Grant, GroupIdx, Handoff, KvSpan, Landing, TransferId, WireAddress};
+use types::{
+    BlockIdx, Epoch, Fingerprint, Grant, GroupIdx, Handoff, KvLayout, KvSpan, Landing, TransferId,
+    WireAddress,
+};
 
 use crate::arrival::{Arrival, ArrivedKv};
 use crate::connector::{ConnectorParts, LandRequest, Source};
@@ -43,6 +46,20 @@ pub struct Credentials {
     /// Summaries of the sender's own layout and fingerprint.
     pub layout: u64,
     pub fingerprint: u64,
+}
+
+impl Credentials {
+    /// What a node with this layout and fingerprint shows. They are its own, and not those that the landing claims.
+    pub fn new(landing: &Landing, layout: &KvLayout, fingerprint: &Fingerprint) -> Self {
+        Self {
+            grant: landing.grant,
+            epoch: landing.epoch,
+            n_tokens: landing.n_tokens,
+            held_tokens: landing.held_tokens,
+            layout: summary::layout(layout),
+            fingerprint: summary::fingerprint(fingerprint),
+        }
+    }
 }
 
 /// One connector's landings.
@@ -480,16 +497,16 @@ pub struct PageAt {
 
 impl PageAt {
     /// All pages of a span, in the wire's order.
-    pub(crate) fn all(span: &KvSpan) -> impl Iterator<Item = Self> + use<> {
+    pub fn all(span: &KvSpan) -> impl Iterator<Item = Self> + use<> {
         let (group, blocks) = (span.group, span.blocks.clone());
         let row = move |layer_pos| blocks.clone().map(move |block| Self { group, layer_pos, block });
         span.layers.clone().flat_map(row)
     }
 
-    pub(crate) fn span(self) -> KvSpan {
+    pub fn span(self) -> KvSpan {
         let (blocks, layers) = (self.block..self.block + 1, self.layer_pos..self.layer_pos + 1);
         KvSpan { group: self.group, blocks, layers }
     }
 }
 
-pub(crate) mod summary;
+mod summary;

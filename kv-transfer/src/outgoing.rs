@@ -15,7 +15,7 @@ use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId}
 
 use crate::connector::{ConnectorParts, KvSender};
 use crate::error::TransferError;
-use crate::landing::{Credentials, Opener, bad_request, summary};
+use crate::landing::{Opener, bad_request};
 use crate::metrics::TransferMetrics;
 use crate::pages::{Pages, cut, wanted_part};
 
@@ -134,18 +134,6 @@ fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<(), TransferError> {
         Ok(()) => format!("shard or layer numbers: {:?} here, {:?} there", ours.shard, theirs.shard),
     };
     Err(TransferError::Layout(difference))
-}
-
-/// What this node shows to a landing's owner. Layout and fingerprint are its own, not the landing's.
-pub(crate) fn credentials(landing: &Landing, parts: &ConnectorParts) -> Credentials {
-    Credentials {
-        grant: landing.grant,
-        epoch: landing.epoch,
-        n_tokens: landing.n_tokens,
-        held_tokens: landing.held_tokens,
-        layout: summary::layout(parts.memory.layout()),
-        fingerprint: summary::fingerprint(&parts.fingerprint),
-    }
 }
 
 // === the sender ===

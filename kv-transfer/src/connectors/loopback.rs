@@ -15,8 +15,8 @@ use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
-use crate::landing::{Claim, Landings, OpenLanding, PageAt};
-use crate::outgoing::{Outgoing, Sender, Wire, credentials, landing_of};
+use crate::landing::{Claim, Credentials, Landings, OpenLanding, PageAt};
+use crate::outgoing::{Outgoing, Sender, Wire, landing_of};
 
 pub const SCHEME: &str = "loopback";
 
@@ -80,7 +80,7 @@ impl KvConnector for Loopback {
         let landing = landing_of(to, &self.address.scheme, &self.parts)?;
         let receiver = Self::at(&landing.wire.endpoint)?;
         let (out, refetches) = Outgoing::new(landing);
-        let shown = credentials(&out.landing, &self.parts);
+        let shown = Credentials::new(&out.landing, self.parts.memory.layout(), &self.parts.fingerprint);
         let target = receiver.landings.open(out.transfer(), &shown, Arc::clone(&out) as _)?;
         let wire = Copying { parts: self.parts.clone(), target };
         Ok(Sender::start(out, refetches, Arc::new(wire), &self.parts))

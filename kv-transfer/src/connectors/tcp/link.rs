@@ -26,7 +26,8 @@ use super::span_out::{SpanOut, write_span};
 use super::stream::{FrameReader, FrameWriter, within};
 use crate::connector::ConnectorParts;
 use crate::error::{TransferError, full_text};
-use crate::outgoing::{Outgoing, Wire, credentials};
+use crate::landing::Credentials;
+use crate::outgoing::{Outgoing, Wire};
 
 /// KV frames that wait for a stream, per stream: enough that none runs dry while a pump wakes up.
 const FRAMES_QUEUED_PER_STREAM: usize = 2;
@@ -120,7 +121,8 @@ impl Link {
     pub(super) async fn open(&self, out: &Arc<Outgoing>) -> Result<(), TransferError> {
         let (answer, answered) = oneshot::channel();
         self.shared.enter(Transfer { out: Arc::clone(out), answer: Some(answer) })?;
-        let open = credentials(&out.landing, &self.shared.parts);
+        let parts = &self.shared.parts;
+        let open = Credentials::new(&out.landing, parts.memory.layout(), &parts.fingerprint);
         within(self.shared.parts.settings.stall(), "opening a landing", async {
             self.say(Frame::new(out.transfer(), Body::Open(open))).await?;
             answered.await.unwrap_or_else(|_| Err(self.shared.why_lost()))

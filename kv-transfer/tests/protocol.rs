@@ -1,0 +1,227 @@
+//! What the tcp connector makes of peers that speak another version, break the protocol, or repeat what was said.
+
+mod puppet;
+
+use baton_kv_transfer::TransferError;
+use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Pair, pages, whole};
+use baton_kv_transfer::connectors::tcp::frame::{Body, Frame, HEADER_BYTES, PAYLOAD_BYTES_MAX};
+use baton_kv_transfer::landing::Credentials;
+use chassis::telemetry::Capture;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpListener;
+use types::node::ProtocolRange;
+use types::{Epoch, Grant, Landing, TransferId};
+
+use self::puppet::{Puppet, credentials, encoded, hello, in_time, span_frame, tcp_pair};
+
+const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
+
+// === versions ===
+
+#[tokio::test]
+async fn version_0_is_refused_with_both_ranges_named() {
+    let capture = Capture::spans("decode");
+    let _listening = capture.listen();
+    let pair = tcp_pair().await;
+    let mut puppet = Puppet::connect(&pair.decode).await;
+    puppet.say(Body::Hello(hello(0, 0))).await;
+    let refusal = puppet.hear().await;
+    assert_eq!(refusal, Some(Body::Incompatible { protocol: ProtocolRange { min: 1, max: 1 } }));
+    assert_eq!(puppet.hear().await, None, "the connection is closed");
+    assert_serves_on(&pair).await;
+    let logged = refusals(&capture);
+    assert_eq!(logged.len(), 1, "{logged:?}");
+    assert!(logged[0].contains("this side speaks 1..1, the peer 0..0"), "{logged:?}");
+}
+
+#[tokio::test]
+async fn version_1_to_2_is_spoken_as_1() {
+    let pair = tcp_pair().await;
+    let mut puppet = Puppet::connect(&pair.decode).await;
+    puppet.say(Body::Hello(hello(1, 2))).await;
+    assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 1, .. })));
+    let from = pair.prefill.computed(N_TOKENS, 1);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    for span in whole(&landing) {
+        puppet.send(&landing, span, &pair.prefill, &from).await;
+    }
+    puppet.hand_off(&landing).await;
+    assert_eq!(puppet.hear().await, Some(Body::Done));
+    pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
+}
+
+#[tokio::test]
+async fn sender_names_both_ranges_too() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let pair = tcp_pair().await;
+    let (mut landing, _arrival) = pair.land(N_TOKENS);
+    landing.wire.endpoint = listener.local_addr().expect("bound").to_string();
+    let refuse = async {
+        let mut puppet = Puppet { socket: listener.accept().await.expect("it connects").0 };
+        assert!(matches!(puppet.hear().await, Some(Body::Hello(_))));
+        puppet.say(Body::Incompatible { protocol: ProtocolRange { min: 7, max: 9 } }).await;
+    };
+    let (opened, ()) = in_time(async { tokio::join!(pair.open(&landing), refuse) }).await;
+    let error = opened.map(|_| ()).expect_err("there is no common version");
+    assert_eq!(error.to_string(), "no common protocol version: this side speaks 1..1, the peer 7..9");
+}
+
+// === what is not a frame ===
+
+/// The connection is closed, one line says why, and everyone else is served.
+async fn is_refused(bytes: &[u8], after_hello: bool, reason: &str) {
+    let capture = Capture::spans("decode");
+    let _listening = capture.listen();
+    let pair = tcp_pair().await;
+    let mut puppet =
+        if after_hello { Puppet::linked(&pair.decode).await } else { Puppet::connect(&pair.decode).await };
+    puppet.write(bytes).await;
+    assert_eq!(puppet.hear().await, None, "the connection is closed: {reason}");
+    assert_serves_on(&pair).await;
+    let logged = refusals(&capture);
+    assert_eq!(logged.len(), 1, "{logged:?}");
+    assert!(logged[0].contains(reason), "{logged:?}");
+}
+
+async fn assert_serves_on(pair: &Pair) {
+    in_time(pair.transfer(N_TOKENS, 99)).await;
+    in_time(pair.at_baseline()).await;
+}
+
+fn refusals(capture: &Capture) -> Vec<String> {
+    let lines = capture.lines().into_iter().map(|line| line.to_string());
+    lines.filter(|line| line.contains("refused kv stream")).collect()
+}
+
+fn with(offset: usize, value: u32) -> Vec<u8> {
+    let span = types::KvSpan { group: types::GroupIdx(0), blocks: 0..1, layers: 0..1 };
+    let mut bytes = encoded(&Frame::of_link(Body::Span { span, digests: vec![] }));
+    bytes[offset..offset + 4].copy_from_slice(&value.to_le_bytes());
+    bytes
+}
+
+#[tokio::test]
+async fn garbage_is_refused() {
+    is_refused(&[0x47; 4096], false, "not a frame of this protocol").await;
+    is_refused(&[0x47; 4096], true, "not a frame of this protocol").await;
+}
+
+#[tokio::test]
+async fn oversized_lengths_are_refused_before_their_bytes_come() {
+    is_refused(&with(8, u32::MAX)[..HEADER_BYTES], true, "a body of 4294967295 bytes, 65536 are allowed")
+        .await;
+    let payload = PAYLOAD_BYTES_MAX as u32 + 1;
+    is_refused(&with(12, payload)[..HEADER_BYTES], true, "a payload of 16777217 bytes").await;
+}
+
+#[tokio::test]
+async fn flipped_header_bit_is_refused() {
+    let mut bytes = encoded(&Frame::of_link(Body::Alive));
+    bytes[20] ^= 1;
+    is_refused(&bytes, true, "the checksum does not fit").await;
+}
+
+#[tokio::test]
+async fn frames_out_of_place_are_refused() {
+    is_refused(&encoded(&Frame::of_link(Body::Alive)), false, "anything before a hello").await;
+    is_refused(&encoded(&Frame::of_link(Body::Done)), true, "a frame that only receivers send").await;
+    let other = Body::Hello(baton_kv_transfer::connectors::tcp::frame::Hello { stream: 1, ..hello(1, 1) });
+    is_refused(&encoded(&Frame::of_link(other)), false, "a stream of an unknown link").await;
+}
+
+#[tokio::test]
+async fn span_outside_its_landing_loses_the_link() {
+    let pair = tcp_pair().await;
+    let from = pair.prefill.computed(2 * N_TOKENS, 1);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let mut puppet = Puppet::linked(&pair.decode).await;
+    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    let longer = Landing { n_tokens: 2 * N_TOKENS, ..landing.clone() };
+    let outside = whole(&longer).swap_remove(0);
+    puppet.write(&span_frame(&longer, outside, &pair.prefill, &from)).await;
+    let error = in_time(arrival.settle()).await.expect_err("its sender broke the protocol");
+    assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
+    drop(from);
+    assert_serves_on(&pair).await;
+}
+
+/// Cut off at every length, and then silent or gone.
+#[tokio::test]
+async fn truncated_frames_leave_nothing() {
+    let pair = tcp_pair().await;
+    let from = pair.prefill.computed(N_TOKENS, 1);
+    for cut in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 5, HEADER_BYTES + 200] {
+        let (landing, arrival) = pair.land(N_TOKENS);
+        let mut puppet = Puppet::linked(&pair.decode).await;
+        assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+        let frame = span_frame(&landing, pages(&landing).swap_remove(0), &pair.prefill, &from);
+        puppet.write(&frame[..cut]).await;
+        puppet.socket.shutdown().await.expect("it is connected");
+        let error = in_time(arrival.settle()).await.expect_err("its sender is gone");
+        assert!(matches!(error, TransferError::ConnectionLost { .. }), "{cut}: {error}");
+    }
+    drop(from);
+    assert_serves_on(&pair).await;
+}
+
+// === rights ===
+
+/// The code and the words of a refusal.
+async fn refused(pair: &Pair, landing: &Landing, shown: Credentials) -> String {
+    let mut puppet = Puppet::linked(&pair.decode).await;
+    puppet.say_of(landing.transfer, Body::Open(shown)).await;
+    match puppet.hear().await {
+        Some(Body::Failed { detail, .. }) => detail,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn receiver_checks_rights_itself() {
+    let pair = tcp_pair().await;
+    let (landing, _arrival) = pair.land(N_TOKENS);
+    let right = credentials(&landing);
+    for (shown, reason) in [
+        (Credentials { grant: Grant::from_bytes([0; 16]), ..right }, "the grant is not the landing's"),
+        (Credentials { epoch: Epoch(1), ..right }, "the landing belongs to another life of the node"),
+        (Credentials { layout: 0, ..right }, "the two sides' layouts differ"),
+        (Credentials { fingerprint: 0, ..right }, "the two sides' models differ"),
+        (Credentials { n_tokens: 1, ..right }, "the two sides' lengths differ"),
+    ] {
+        assert_eq!(refused(&pair, &landing, shown).await, reason);
+    }
+    let unknown = Landing { transfer: TransferId(1), ..landing.clone() };
+    assert_eq!(refused(&pair, &unknown, right).await, "no such landing");
+}
+
+/// Somebody records a whole transfer and plays it back: while it runs, and after it.
+#[tokio::test]
+async fn replayed_frames_are_refused() {
+    let pair = tcp_pair().await;
+    let (first, second) = (pair.prefill.computed(N_TOKENS, 1), pair.prefill.computed(N_TOKENS, 2));
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let mut sender = Puppet::linked(&pair.decode).await;
+    let mut thief = Puppet::linked(&pair.decode).await;
+    assert_eq!(sender.open(&landing).await, Some(Body::Accepted));
+    let spans = whole(&landing);
+    sender.send(&landing, spans[0].clone(), &pair.prefill, &first).await;
+    in_time(arrival.progress(0)).await;
+    // The opening, from another link; spans from a link that opened nothing; a span again, with other KV.
+    assert!(matches!(thief.open(&landing).await, Some(Body::Failed { .. })));
+    for span in &spans {
+        thief.send(&landing, span.clone(), &pair.prefill, &second).await;
+    }
+    sender.send(&landing, spans[0].clone(), &pair.prefill, &second).await;
+    sender.send(&landing, spans[1].clone(), &pair.prefill, &first).await;
+    sender.hand_off(&landing).await;
+    assert_eq!(sender.hear().await, Some(Body::Done));
+    let kv = in_time(arrival.settle()).await.expect("arrived");
+    pair.check(&kv, N_TOKENS, 1);
+    for puppet in [&mut sender, &mut thief] {
+        let Some(Body::Failed { detail, .. }) = puppet.open(&landing).await else { panic!("opened again") };
+        assert_eq!(detail, "no such landing");
+    }
+    drop((first, second, kv));
+    in_time(pair.at_baseline()).await;
+}
