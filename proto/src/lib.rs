@@ -19,6 +19,4 @@ pub mod v1 {
 /// Describes `baton.v1` to reflection clients.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton_descriptor.bin"));
 
-/// The largest message on any of our gRPC connections. KV never travels in one; the longest is a prompt of a
-/// million tokens, which takes three bytes a token.
-pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
+pub use types::node::MESSAGE_BYTES_MAX;

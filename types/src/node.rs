@@ -10,6 +10,10 @@ use crate::transfer::WireAddress;
 /// The versions of Baton's wire that this build speaks. N and N-1 always overlap.
 pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 1, max: 1 };
 
+/// The largest message on any of our gRPC connections, on both sides. KV never travels in one; the longest is a prompt
+/// of a million tokens, which takes three bytes a token.
+pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
+
 /// One process that computes. Everything a router or a peer must know before it speaks to it; never how busy it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeInfo {

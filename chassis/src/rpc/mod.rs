@@ -27,10 +27,8 @@ use crate::shutdown::Shutdown;
 use crate::world::World;
 pub use headers::{CallHeaders, PROTOCOL_HEADER, REQUEST_ID_HEADER, call};
 
-/// The largest message: a prompt of 128k tokens as varints with room to spare. KV never travels in one.
-///
 /// Tonic's own limit is 4 MiB, on both sides: give this one to `max_decoding_message_size` of every client and server.
-pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
+pub use types::node::MESSAGE_BYTES_MAX;
 
 /// What one client may wait for. The server's side is [`ServerLimits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
