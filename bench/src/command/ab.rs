@@ -189,7 +189,7 @@ fn present(args: &AbArgs, load: &LoadArgs, sides: &[Side; 2]) -> Result<Ended> {
     }
     say(&format!("A: {}\nB: {}\n", args.a_label, args.b_label));
     say(&table(&found));
-    say(&markdown::remarks(&reports));
+    say(&markdown::remark_list(&reports));
     if let Some(path) = &args.html {
         write_text(path, &html::page(&format!("{} against {}", args.b_label, args.a_label), &reports)?)?;
     }

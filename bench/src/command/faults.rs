@@ -73,8 +73,8 @@ fn marks(args: &FaultsArgs, seen: &Seen, struck: &[Struck]) -> Vec<FaultMark> {
 
 fn present(args: &FaultsArgs, report: RunReport) -> Result<Ended> {
     let reports = [report];
-    say(&markdown::table(&reports));
-    say(&markdown::remarks(&reports));
+    say(&markdown::table(&reports).to_markdown());
+    say(&markdown::remark_list(&reports));
     if let Some(path) = &args.html {
         write_text(path, &html::page("baton bench faults", &reports)?)?;
     }

@@ -23,8 +23,8 @@ pub struct ReportArgs {
 
 pub fn run(args: &ReportArgs) -> Result<Ended> {
     let runs: Vec<_> = args.files.iter().map(|path| RunReport::read(path)).collect::<Result<_>>()?;
-    say(&markdown::table(&runs));
-    say(&markdown::remarks(&runs));
+    say(&markdown::table(&runs).to_markdown());
+    say(&markdown::remark_list(&runs));
     runs.iter().for_each(|run| say(&markdown::provenance(run)));
     if let Some(path) = &args.html {
         write_text(path, &html::page(&args.title, &runs)?)?;

@@ -97,33 +97,46 @@ impl Scenario {
                 "this scenario reads a file that is not part of the project: give --data",
             ));
         }
-        let here = args.file.parent().unwrap_or(Path::new(".")).display().to_string();
         let data = data.unwrap_or_default();
-        let words = words.into_iter().map(|word| word.replace("{data}", &data).replace("{here}", &here));
+        let words =
+            words.into_iter().map(|word| word.replace("{data}", &data).replace("{here}", &here(&args.file)));
         let typed = Typed::try_parse_from(words).map_err(|error| BenchError::parse(&args.file, error))?;
         Ok(typed.bench.command)
     }
 
     /// Arguments behind `baton` for each server, the ablation's with the first.
-    pub fn server_words(&self, is_ablated: bool) -> Vec<Vec<String>> {
+    pub fn server_words(&self, file: &Path, is_ablated: bool) -> Vec<Vec<String>> {
         let mut all: Vec<_> = self.server.iter().map(|server| server.start.clone()).collect();
         if let (true, Some(first)) = (is_ablated, all.first_mut()) {
             first.extend(self.ablation.server.iter().cloned());
         }
-        all
+        let place =
+            |words: Vec<String>| words.iter().map(|word| word.replace("{here}", &here(file))).collect();
+        all.into_iter().map(place).collect()
     }
+}
+
+/// The folder of a scenario's file.
+fn here(file: &Path) -> String {
+    file.parent().unwrap_or(Path::new(".")).display().to_string()
 }
 
 pub async fn run(args: ScenarioArgs) -> Result<Ended> {
     let scenario = Scenario::read(&args.file)?;
     let command = scenario.command(&args)?;
     tell(&format!("{} ({})", scenario.question, scenario.hardware));
-    let _servers = if args.url.is_none() { start_all(&scenario, args.ablate).await? } else { Vec::new() };
+    let _servers = if args.url.is_none() { start_all(&scenario, &args).await? } else { Vec::new() };
     Box::pin(dispatch(command)).await
 }
 
 /// A server of the scenario; ended when dropped.
 struct Running(Child);
+
+impl Running {
+    fn has_ended(&mut self) -> bool {
+        !matches!(self.0.try_wait(), Ok(None))
+    }
+}
 
 impl Drop for Running {
     /// Asks first, because a cluster has children of its own to end.
@@ -142,27 +155,28 @@ impl Drop for Running {
     }
 }
 
-async fn start_all(scenario: &Scenario, is_ablated: bool) -> Result<Vec<Running>> {
+async fn start_all(scenario: &Scenario, args: &ScenarioArgs) -> Result<Vec<Running>> {
     let baton = std::env::current_exe().map_err(BenchError::Prepare)?;
     let mut running = Vec::new();
-    for (words, server) in scenario.server_words(is_ablated).iter().zip(&scenario.server) {
+    for (words, server) in scenario.server_words(&args.file, args.ablate).iter().zip(&scenario.server) {
         let child = Command::new(&baton).args(words).stdin(Stdio::null()).stdout(Stdio::null()).spawn();
         let child = child.map_err(|source| BenchError::Start { program: words.join(" "), source })?;
-        running.push(Running(child));
-        wait_ready(&server.url).await?;
+        let mut child = Running(child);
+        wait_ready(&mut child, &server.url).await?;
+        running.push(child);
     }
     Ok(running)
 }
 
-async fn wait_ready(url: &str) -> Result<()> {
+/// Until the server answers. One that has ended will not.
+async fn wait_ready(server: &mut Running, url: &str) -> Result<()> {
     let deadline = Instant::now() + READY_WITHIN;
     loop {
-        let models = match Target::resolve(url).await {
-            Ok(target) => target.get("/v1/models").await.map(|(status, _)| status),
-            Err(error) => Err(error),
-        };
-        match models {
+        match models(url).await {
             Ok(200) => return Ok(()),
+            _ if server.has_ended() => {
+                return Err(BenchError::target(url, "the server ended before it was ready"));
+            }
             Err(error) if Instant::now() > deadline => return Err(error),
             _ if Instant::now() > deadline => {
                 return Err(BenchError::target(url, "not ready within five minutes"));
@@ -170,4 +184,9 @@ async fn wait_ready(url: &str) -> Result<()> {
             _ => sleep(ASK_EVERY).await,
         }
     }
+}
+
+async fn models(url: &str) -> Result<u16> {
+    let target = Target::resolve(url).await?;
+    target.get("/v1/models").await.map(|(status, _)| status)
 }

@@ -165,11 +165,8 @@ async fn search(args: &ServeArgs, bench: &Bench, share: f64) -> Result<Vec<RunRe
 }
 
 fn present(args: &ServeArgs, reports: &[RunReport]) -> Result<Ended> {
-    say(&markdown::table(reports));
-    let remarks = markdown::remarks(reports);
-    if !remarks.is_empty() {
-        say(&remarks);
-    }
+    say(&markdown::table(reports).to_markdown());
+    say(&markdown::remark_list(reports));
     if let Some(path) = &args.html {
         write_text(path, &html::page("baton bench serve", reports)?)?;
     }

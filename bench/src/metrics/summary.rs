@@ -77,6 +77,12 @@ impl Summary {
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         let tokens = &self.tokens;
+        if self.sent == 0 {
+            notes.push(
+                "no request was due within the measured window: ramp, warm-up or cool-down took them all"
+                    .to_owned(),
+            );
+        }
         if tokens.by_chunks > 0 {
             notes.push(format!(
                 "{} requests: tokens counted one per chunk; coalescing cannot be seen",

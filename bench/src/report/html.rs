@@ -57,23 +57,12 @@ fn verdict(page: &mut String, runs: &[RunReport]) {
     }
 }
 
-/// The Markdown table's cells, so that page and document never differ.
 fn table(page: &mut String, runs: &[RunReport]) {
-    page.push_str("<div class=\"wide\"><table>\n");
-    for (nth, line) in markdown::table(runs).lines().enumerate().filter(|(nth, _)| *nth != 1) {
-        let cells = line.trim_matches(|c| c == '|' || c == ' ').split(" | ");
-        let tag = if nth == 0 { "th" } else { "td" };
-        let cells: String =
-            cells.map(|cell| format!("<{tag}>{}</{tag}>", escape(&cell.replace('*', "")))).collect();
-        let padding = if nth == 0 { "<th></th>" } else { "" };
-        let _ = writeln!(page, "<tr>{padding}{cells}</tr>");
-    }
-    page.push_str("</table></div>\n");
+    page.push_str(&markdown::table(runs).to_html());
     let remarks = markdown::remarks(runs);
     if !remarks.is_empty() {
-        let items = remarks.lines().map(|line| escape(&line.trim_start_matches("- ").replace("**", "")));
-        let _ =
-            writeln!(page, "<ul>{}</ul>", items.map(|item| format!("<li>{item}</li>")).collect::<String>());
+        let items: String = remarks.iter().map(|remark| format!("<li>{}</li>", escape(remark))).collect();
+        let _ = writeln!(page, "<ul>{items}</ul>");
     }
 }
 
@@ -224,7 +213,10 @@ fn request_timeline(run: &RunReport, records: &[RequestRecord]) -> Plot {
         points: buckets.points(1.0),
         style: Style::Line,
     };
-    let curves = vec![curve("under way", 0, &under_way), curve("failed", 1, &failed)];
+    let mut curves = vec![curve("under way", 0, &under_way)];
+    if records.iter().any(|record| record.failure().is_some()) {
+        curves.push(curve("failed", 1, &failed));
+    }
     timeline(format!("{}: requests", run.label), "requests", curves, run)
 }
 

@@ -1,75 +1,133 @@
-//! Runs as a table, for the terminal and for documents.
+//! Runs in words and tables, for the terminal and for documents.
 
 use std::fmt::Write as _;
 
 use crate::metrics::Metric;
 use crate::report::RunReport;
+use crate::report::table::Table;
 use crate::span::show_ms;
 
-/// One column for each run; a row for each number.
-pub fn table(runs: &[RunReport]) -> String {
-    let mut text = String::new();
-    row(&mut text, "", runs, |run| run.label.clone());
-    let _ = writeln!(text, "|---|{}", "---|".repeat(runs.len()));
-    row(&mut text, "valid", runs, |run| if run.valid { "yes".to_owned() } else { "**NO**".to_owned() });
-    row(&mut text, "sent / finished / failed / cancelled", runs, |run| {
-        let requests = &run.requests;
-        format!("{} / {} / {} / {}", requests.sent, requests.finished, requests.failed, requests.cancelled)
-    });
-    row(&mut text, "output tokens/s", runs, |run| format!("{:.1}", run.rates.output_tokens_per_s));
-    row(&mut text, "requests/s", runs, |run| format!("{:.2}", run.rates.requests_per_s));
-    if runs.iter().any(|run| !run.slo.is_empty()) {
-        row(&mut text, "objective", runs, |run| run.objectives().to_string());
-        row(&mut text, "attainment over sent", runs, |run| format!("{:.1} %", run.attainment.share * 100.0));
-        row(&mut text, "goodput requests/s", runs, |run| format!("{:.2}", run.rates.goodput_per_s));
-    }
+/// More runs than this are a row each instead of a column.
+const N_COLUMNS_MAX: usize = 3;
+
+/// One line of a table of few runs, one column of a table of many.
+type Entry = (String, fn(&RunReport) -> String);
+
+/// A table of the runs; of few with everything, of many with what is compared.
+pub fn table(runs: &[RunReport]) -> Table {
+    if runs.len() > N_COLUMNS_MAX { by_rows(runs) } else { by_columns(runs) }
+}
+
+/// One column for each run.
+fn by_columns(runs: &[RunReport]) -> Table {
+    let labels = runs.iter().map(|run| run.label.clone());
+    let mut rows: Vec<_> = entries(runs).iter().map(|entry| row(&entry.0, runs, entry.1)).collect();
     for metric in Metric::ALL {
         let name = format!("{} p50 / p90 / p99 / max", metric.name());
-        row(&mut text, &name, runs, |run| {
-            let of = run.latency(metric);
-            [of.p50, of.p90, of.p99, of.max].map(show_ms).join(" / ")
-        });
+        rows.push(row(&name, runs, |run| quartet(run, metric)));
     }
-    row(&mut text, "first contact ttft", runs, |run| show_ms(run.subject.cold_ttft_ms));
-    row(&mut text, "own lag p99: sending / event loop", runs, |run| {
-        format!("{} / {}", show_ms(run.lag.send_ms.p99), show_ms(run.lag.event_loop_ms.p99))
-    });
-    text
+    rows.push(row("first contact ttft", runs, |run| show_ms(run.subject.cold_ttft_ms)));
+    rows.push(row("own lag p99: sending / event loop", runs, own_lag));
+    Table { header: std::iter::once(String::new()).chain(labels).collect(), rows }
 }
 
-/// What a reader must know, run by run.
-pub fn remarks(runs: &[RunReport]) -> String {
-    let mut text = String::new();
-    for run in runs {
-        for reason in &run.lag.invalid_because {
-            let _ = writeln!(text, "- **{} is invalid**: {reason}", run.label);
-        }
-        for note in &run.notes {
-            let _ = writeln!(text, "- {}: {note}", run.label);
-        }
-        for (kind, n) in &run.requests.failures {
-            let _ = writeln!(text, "- {}: {n} failed ({kind}); {}", run.label, first_error(run));
-        }
-        for fault in &run.faults {
-            let at = fault.at_us as f64 / 1e6;
-            let recovery = show_ms(fault.recovery_s * 1e3);
-            let _ = writeln!(
-                text,
-                "- {}: {at:.1} s {}: {} lost, recovered after {recovery}",
-                run.label, fault.what, fault.lost
-            );
-        }
-    }
-    text
+/// One row for each run.
+fn by_rows(runs: &[RunReport]) -> Table {
+    let entries = entries(runs);
+    let compared =
+        [Metric::Ttft, Metric::SecondToken, Metric::Tpot, Metric::Tbt, Metric::WorstGap, Metric::E2el];
+    let names = entries.iter().map(|entry| entry.0.clone());
+    let metrics = compared.iter().map(|metric| format!("{} p50 / p99", metric.name()));
+    let header =
+        std::iter::once("run".to_owned()).chain(names).chain(metrics).chain(["own lag p99".to_owned()]);
+    let row = |run: &RunReport| {
+        let pair = |metric: &Metric| {
+            let of = run.latency(*metric);
+            format!("{} / {}", show_ms(of.p50), show_ms(of.p99))
+        };
+        let mut row = vec![run.label.clone()];
+        row.extend(entries.iter().map(|entry| entry.1(run)));
+        row.extend(compared.iter().map(pair));
+        row.push(own_lag(run));
+        row
+    };
+    Table { header: header.collect(), rows: runs.iter().map(row).collect() }
 }
 
-/// Where and how: the lines under a table that make it a measurement.
+/// What is not a latency. Objectives only where there are some.
+fn entries(runs: &[RunReport]) -> Vec<Entry> {
+    let mut entries: Vec<Entry> = vec![
+        ("valid".to_owned(), |run| if run.valid { "yes".to_owned() } else { "NO".to_owned() }),
+        ("sent / finished / failed / cancelled".to_owned(), |run| {
+            let requests = &run.requests;
+            format!(
+                "{} / {} / {} / {}",
+                requests.sent, requests.finished, requests.failed, requests.cancelled
+            )
+        }),
+        ("output tokens/s".to_owned(), |run| format!("{:.1}", run.rates.output_tokens_per_s)),
+        ("requests/s".to_owned(), |run| format!("{:.2}", run.rates.requests_per_s)),
+    ];
+    if runs.iter().any(|run| !run.slo.is_empty()) {
+        entries.extend::<[Entry; 3]>([
+            ("objective".to_owned(), |run| run.objectives().to_string()),
+            ("attainment over sent".to_owned(), |run| format!("{:.1} %", run.attainment.share * 100.0)),
+            ("goodput requests/s".to_owned(), |run| format!("{:.2}", run.rates.goodput_per_s)),
+        ]);
+    }
+    entries
+}
+
+fn row(name: &str, runs: &[RunReport], cell: impl Fn(&RunReport) -> String) -> Vec<String> {
+    std::iter::once(name.to_owned()).chain(runs.iter().map(cell)).collect()
+}
+
+fn quartet(run: &RunReport, metric: Metric) -> String {
+    let of = run.latency(metric);
+    [of.p50, of.p90, of.p99, of.max].map(show_ms).join(" / ")
+}
+
+fn own_lag(run: &RunReport) -> String {
+    format!("{} / {}", show_ms(run.lag.send_ms.p99), show_ms(run.lag.event_loop_ms.p99))
+}
+
+/// What a reader must know, run by run: one sentence each.
+pub fn remarks(runs: &[RunReport]) -> Vec<String> {
+    runs.iter().flat_map(remarks_of).collect()
+}
+
+fn remarks_of(run: &RunReport) -> Vec<String> {
+    let label = &run.label;
+    let mut all = Vec::new();
+    all.extend(run.lag.invalid_because.iter().map(|reason| format!("{label} is INVALID: {reason}")));
+    all.extend(run.notes.iter().map(|note| format!("{label}: {note}")));
+    let failures = run.requests.failures.iter();
+    all.extend(failures.map(|(kind, n)| format!("{label}: {n} failed ({kind})")));
+    if let Some(error) = run.samples.errors.first() {
+        all.push(format!("{label}: the first error was: {}", error.chars().take(200).collect::<String>()));
+    }
+    all.extend(run.faults.iter().map(|fault| {
+        let (at, back) = (fault.at_us as f64 / 1e6, show_ms(fault.recovery_s * 1e3));
+        format!("{label}: at {at:.1} s {}: {} requests lost, recovered after {back}", fault.what, fault.lost)
+    }));
+    all
+}
+
+/// Remarks as a list, for the terminal.
+pub fn remark_list(runs: &[RunReport]) -> String {
+    remarks(runs).iter().fold(String::new(), |mut text, remark| {
+        let _ = writeln!(text, "- {remark}");
+        text
+    })
+}
+
+/// Where and how: the line under a table that makes it a measurement.
 pub fn provenance(run: &RunReport) -> String {
     let from = &run.provenance;
     let machine = &from.machine;
     let gpus = if machine.gpus.is_empty() { String::new() } else { format!(", {}", machine.gpus.join(", ")) };
     format!(
-        "{}: {}, commit {}, {} × {} cores, {} GiB{gpus}, kernel {}; model {}; cache {}; `{}`\n",
+        "{}: {}, commit {}, {}, {} cores, {} GiB{gpus}, kernel {}; model {}; cache {}; `{}`",
         run.label,
         run.date,
         from.commit.as_deref().unwrap_or("unknown"),
@@ -81,13 +139,4 @@ pub fn provenance(run: &RunReport) -> String {
         if from.is_cache_cold { "cold (fresh salt)" } else { "as left by runs with the same salt" },
         from.command.join(" "),
     )
-}
-
-fn row(text: &mut String, name: &str, runs: &[RunReport], cell: impl Fn(&RunReport) -> String) {
-    let cells: Vec<_> = runs.iter().map(|run| cell(run).replace('|', "\\|")).collect();
-    let _ = writeln!(text, "| {name} | {} |", cells.join(" | "));
-}
-
-fn first_error(run: &RunReport) -> String {
-    run.samples.errors.first().map_or(String::new(), |error| error.chars().take(160).collect())
 }

@@ -230,12 +230,13 @@ fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
     (first..).map(|n| n as f64 * step).take_while(|tick| *tick <= high).take(20).collect()
 }
 
-/// 1, 2 and 5 of each decade; of many decades only the powers.
+/// 1, 2 and 5 of each decade; of many decades only the powers; where hardly one of them falls, even steps.
 fn log_ticks(low: f64, high: f64) -> Vec<f64> {
     let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
     let digits: &[f64] = if (high / low).log10() > 3.5 { &[1.0] } else { &[1.0, 2.0, 5.0] };
     let all = decades.flat_map(|decade| digits.iter().map(move |digit| digit * 10f64.powi(decade)));
-    all.filter(|tick| (low..=high).contains(tick)).collect()
+    let ticks: Vec<f64> = all.filter(|tick| (low..=high).contains(tick)).collect();
+    if ticks.len() < 3 { linear_ticks(low, high) } else { ticks }
 }
 
 /// A tick in as few characters as tell it apart.
@@ -273,6 +274,7 @@ mod tests {
         assert_eq!(linear_ticks(0.0, 104.0), [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]);
         assert_eq!(log_ticks(0.8, 12.0), [1.0, 2.0, 5.0, 10.0]);
         assert_eq!(log_ticks(0.8e-3, 1.2e3).len(), 7);
+        assert_eq!(log_ticks(70.0, 110.0), [70.0, 80.0, 90.0, 100.0, 110.0]);
     }
 
     #[test]

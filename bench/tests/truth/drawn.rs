@@ -81,11 +81,19 @@ fn a_page_needs_nothing_from_elsewhere() {
 #[test]
 fn a_table_has_a_column_for_each_run_and_shows_failures_as_never() {
     let runs = [report("one", &records(100)), report("two", &records(180))];
-    let table = markdown::table(&runs);
+    let table = markdown::table(&runs).to_markdown();
     assert!(table.lines().all(|line| line.matches('|').count() == 4), "{table}");
     let ttft = table.lines().find(|line| line.starts_with("| ttft")).expect("a row");
     assert!(ttft.contains("never"), "{ttft}");
-    assert!(markdown::remarks(&runs).contains("1 failed (broken)"));
+    assert!(markdown::remark_list(&runs).contains("1 failed (broken)"));
+}
+
+#[test]
+fn many_runs_are_rows() {
+    let runs = [100, 120, 140, 160].map(|ttft_ms| report(&format!("at {ttft_ms}"), &records(ttft_ms)));
+    let table = markdown::table(&runs);
+    assert!(table.rows.len() == 4 && table.rows.iter().all(|row| row.len() == table.header.len()));
+    assert_eq!(table.rows[3][0], "at 160");
 }
 
 #[test]

