@@ -124,14 +124,11 @@ impl Cluster {
         }
         info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined");
         let info = Arc::new(node);
-        if let Err(error) = self.shared.models.learn(&info.model) {
-            warn!(node = %info.id, model = info.model.name, %error, "model has no usable text half");
-        }
         let client = NodeClient::new(&self.shared.world, &info);
         let follower = self.clone().status_of(info.clone(), client.clone());
         let follow = spawn_guarded(&self.shared.gate, "status", follower);
         let mut members = self.members();
-        let state = members.admit(&info);
+        let state = members.admit(&info, &self.shared.models);
         if let NodeState::Refused(reason) = &state {
             warn!(node = %info.id, reason, "node refused");
         }
@@ -251,27 +248,26 @@ impl Members {
         }
     }
 
-    /// Refuses a node that speaks another protocol, or whose KV the others of its model could not read.
-    fn admit(&self, node: &NodeInfo) -> NodeState {
+    /// Refuses a node that speaks another protocol, whose KV the others of its model could not read, or whose tokens mean
+    /// something else to the router.
+    fn admit(&self, node: &NodeInfo, models: &RouterModels) -> NodeState {
+        let refusal = self.refusal(node).or_else(|| Some(models.learn(&node.model).err()?.to_string()));
+        refusal.map_or(NodeState::Connecting, NodeState::Refused)
+    }
+
+    /// Why the node does not fit to this build, or to the other nodes.
+    fn refusal(&self, node: &NodeInfo) -> Option<String> {
         if let Err(mismatch) = types::node::PROTOCOL.agree(node.protocol) {
-            return NodeState::Refused(mismatch.to_string());
+            return Some(mismatch.to_string());
         }
         let alike = |member: &&Member| {
             member.info.id != node.id
                 && member.info.model.name == node.model.name
                 && !matches!(member.state, NodeState::Refused(_))
         };
-        match self
-            .by_id
-            .values()
-            .find(alike)
-            .map(|member| (member, member.info.model.fingerprint.agree(&node.model.fingerprint)))
-        {
-            Some((member, Err(mismatch))) => {
-                NodeState::Refused(format!("against {}: {mismatch}", member.info.id))
-            }
-            Some((_, Ok(()))) | None => NodeState::Connecting,
-        }
+        let other = self.by_id.values().find(alike)?;
+        let mismatch = other.info.model.fingerprint.agree(&node.model.fingerprint).err()?;
+        Some(format!("against {}: {mismatch}", other.info.id))
     }
 
     /// A word from the status stream of this life of the node; another life's is ignored.

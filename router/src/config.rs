@@ -1,5 +1,6 @@
 //! What a router is told: [`RawRouterConfig`] as written, [`RouterConfig`] as meant.
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use chassis::telemetry::LogSettings;
@@ -14,6 +15,7 @@ use crate::policy;
 pub struct RawRouterConfig {
     pub router: RouterSection,
     pub registry: RegistrySection,
+    pub model: ModelSection,
     pub log: LogSettings,
 }
 
@@ -71,6 +73,24 @@ impl Default for RegistrySection {
 
 const EMBEDDED: &str = "embedded";
 
+/// The model that this router speaks for: its nodes have the same section.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ModelSection {
+    /// A model's folder, of which the router reads the tokenizer and the chat template. Empty, or `mock`: only models
+    /// that need neither, such as the mock.
+    pub path: String,
+    /// What requests call the model. Empty: the folder's name.
+    pub name: String,
+}
+
+/// Where the text half of a model lies, and what requests call it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelFolder {
+    pub path: PathBuf,
+    pub name: String,
+}
+
 /// A router's configuration, checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RouterConfig {
@@ -85,6 +105,8 @@ pub struct RouterConfig {
     pub drain: Duration,
     /// `None`: this router is the registry.
     pub registry_url: Option<String>,
+    /// `None`: only models that need no text half.
+    pub model: Option<ModelFolder>,
     pub log: LogSettings,
 }
 
@@ -99,7 +121,7 @@ pub struct UnknownChoice {
 
 impl RouterConfig {
     pub fn resolve(raw: RawRouterConfig) -> Result<Self, UnknownChoice> {
-        let RawRouterConfig { router, registry, log } = raw;
+        let RawRouterConfig { router, registry, model, log } = raw;
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
         }
@@ -116,6 +138,7 @@ impl RouterConfig {
             },
             drain: Duration::from_millis(router.drain_ms),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
+            model: model_folder(model),
             log,
         })
     }
@@ -127,6 +150,23 @@ fn order(name: &str) -> Result<Order, UnknownChoice> {
         "prefill-first" => Ok(Order::PrefillFirst),
         _ => Err(unknown("router.order", name.to_owned(), &["decode-first", "prefill-first"])),
     }
+}
+
+/// A node's `mock` and `mock:NAME` are no folders.
+fn model_folder(section: ModelSection) -> Option<ModelFolder> {
+    let ModelSection { path, name } = section;
+    if path.is_empty() || path == "mock" || path.starts_with("mock:") {
+        return None;
+    }
+    let path = PathBuf::from(path);
+    let name = if name.is_empty() { folder_name(&path) } else { name };
+    Some(ModelFolder { path, name })
+}
+
+/// A folder's own name, wherever a link or a relative path leads. Nodes take the same for their model's name.
+fn folder_name(path: &Path) -> String {
+    let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
 }
 
 fn unknown(key: &'static str, value: String, known: &[&str]) -> UnknownChoice {
@@ -143,6 +183,20 @@ mod tests {
         assert_eq!(config.order, Order::DecodeFirst);
         assert_eq!(config.registry_url, None);
         assert_eq!(config.deadline, Duration::from_secs(600));
+    }
+
+    #[test]
+    fn a_model_is_named_after_its_folder() {
+        let model = |path: &str, name: &str| {
+            let section = ModelSection { path: path.to_owned(), name: name.to_owned() };
+            model_folder(section).map(|folder| folder.name)
+        };
+        assert_eq!(model("", ""), None);
+        assert_eq!(model("mock:paced", ""), None);
+        assert_eq!(model("/nowhere/Qwen3-0.6B", "").as_deref(), Some("Qwen3-0.6B"));
+        assert_eq!(model("/nowhere/Qwen3-0.6B/", "").as_deref(), Some("Qwen3-0.6B"));
+        assert_eq!(model("src/text/..", "").as_deref(), Some("src"));
+        assert_eq!(model("/nowhere/Qwen3-0.6B", "org/qwen").as_deref(), Some("org/qwen"));
     }
 
     #[test]

@@ -1,9 +1,13 @@
 //! Why a request is not accepted, and why an accepted one was not served.
 
 use std::borrow::Cow;
+use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use types::{RefusalKind, Verdict};
+
+use crate::text::tokenizer::TokenizerError;
 
 /// A request that never became a prompt. Each names the field (or header) that is to blame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -103,9 +107,38 @@ impl ServeError {
     }
 }
 
+/// A text that could not be cut into tokens.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EncodeError {
+    #[error("the model has no tokenizer; send token ids to /v1/completions")]
+    NoTokenizer,
+    #[error("the tokenizer refuses the text: {reason}")]
+    Refused { reason: String },
+}
+
+impl EncodeError {
+    /// The text came in this field.
+    pub fn at(self, param: &'static str) -> AcceptError {
+        match self {
+            Self::NoTokenizer => AcceptError::unsupported(param, self.to_string()),
+            Self::Refused { .. } => AcceptError::invalid(param, self.to_string()),
+        }
+    }
+}
+
 /// A model's text half that cannot be used: found when the router starts, not by a request.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
-    #[error("compile chat template")]
-    CompileTemplate(#[source] minijinja::Error),
+    #[error("read {}", file.display())]
+    Read { file: PathBuf, source: io::Error },
+    /// The file, and the field if it is one.
+    #[error("read {place}")]
+    Parse { place: String, source: serde_json::Error },
+    /// The file can be read, but what it says makes no sense.
+    #[error("read {}: `{field}` {reason}", file.display())]
+    Field { file: PathBuf, field: &'static str, reason: String },
+    #[error("read {}", file.display())]
+    Tokenizer { file: PathBuf, source: TokenizerError },
+    #[error("compile the chat template of {}", file.display())]
+    CompileTemplate { file: PathBuf, source: minijinja::Error },
 }

@@ -19,7 +19,7 @@ use crate::accept::{Acceptor, Caller, MaxTokens, Wishes};
 use crate::choice::{Choice, Delta};
 use crate::error::{AcceptError, ServeError};
 use crate::serve::Serve;
-use crate::text::{Detokenizer, RouterModel, RouterModels, StopStrings};
+use crate::text::{Detokenizer, RouterModel, RouterModels, StopStrings, Tokenizer, by_size};
 
 /// The gRPC door: what it needs to answer calls.
 #[derive(Clone, Debug)]
@@ -39,7 +39,7 @@ impl GrpcDoor {
     async fn answer(&self, request: v1::GenerateRequest) -> Result<Events, Status> {
         let model = self.model(&request).map_err(|error| refused(&error))?;
         let caller = self.caller(&request).map_err(|error| refused(&error))?;
-        let (prompt, stop) = self.accept(&model, request, &caller).map_err(|error| refused(&error))?;
+        let (prompt, stop) = self.accept(&model, request, &caller).await?;
         let detokenizer = Detokenizer::new(model.tokenizer.clone(), &stop, prompt.stop.min_tokens);
         let choice =
             Choice::begin(&*self.serve, 0, prompt, detokenizer).await.map_err(|error| failed(&error))?;
@@ -60,20 +60,26 @@ impl GrpcDoor {
         self.acceptor.caller(id, given(&request.tenant).as_deref(), timeout, Priority(priority))
     }
 
-    fn accept(
+    async fn accept(
         &self,
-        model: &RouterModel,
+        model: &Arc<RouterModel>,
         request: v1::GenerateRequest,
         caller: &Caller,
-    ) -> Result<(Prompt, StopStrings), AcceptError> {
+    ) -> Result<(Prompt, StopStrings), Status> {
         let wishes = wishes(&request);
         let (param, tokens) = match request.input {
-            Some(Input::Text(text)) => ("text", model.tokenizer.encode(&text)),
+            Some(Input::Text(text)) => ("text", encoded(model.tokenizer.clone(), text).await?),
             Some(Input::Tokens(tokens)) => ("tokens", tokens.ids.into_iter().map(TokenId).collect()),
-            None => return Err(AcceptError::missing("input")),
+            None => return Err(refused(&AcceptError::missing("input"))),
         };
-        self.acceptor.accept_one(model, param, tokens, &wishes, caller)
+        self.acceptor.accept_one(model, param, tokens, &wishes, caller).map_err(|error| refused(&error))
     }
+}
+
+async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>, Status> {
+    let encoded = by_size(text.len(), move || tokenizer.encode_plain(&text)).await;
+    let encoded = encoded.map_err(|error| Status::internal(error.to_string()))?;
+    encoded.map_err(|error| refused(&error.at("text")))
 }
 
 /// What the call wishes for. A message's zero is "not said": protobuf cannot tell the two apart.

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,19 +12,21 @@ use chassis::{Gate, Listener, Shutdown, StillHeld, Task, World, spawn_guarded};
 use registry::embedded::bootstrap_server;
 use registry::memory::TTL;
 use registry::{MemoryRegistry, Registry, RegistryError, RegistryParts};
+use tokio::task::{JoinError, spawn_blocking};
 use tonic::service::Routes;
 use tracing::{info, warn};
 
 use crate::accept::Acceptor;
 use crate::admission::Admission;
 use crate::cluster::Cluster;
-use crate::config::RouterConfig;
+use crate::config::{ModelFolder, RouterConfig};
 use crate::dispatch::{Dispatch, Parts};
+use crate::error::TextError;
 use crate::grpc::GrpcDoor;
 use crate::http::{BodyLimits, Door, ImpatientListener};
 use crate::metrics::RouterMetrics;
 use crate::serve::Serve;
-use crate::text::RouterModels;
+use crate::text::{RouterModel, RouterModels};
 use crate::{debug, http, policy};
 
 /// How long the router's own tasks may take to end once it serves no more.
@@ -54,6 +57,10 @@ pub enum BindError {
     Listen { addr: String, source: io::Error },
     #[error("watch the registry")]
     Registry(#[source] RegistryError),
+    #[error("open the model in {}", folder.display())]
+    Model { folder: PathBuf, source: TextError },
+    #[error("open the model in {}", folder.display())]
+    OpenModel { folder: PathBuf, source: JoinError },
 }
 
 impl Router {
@@ -61,7 +68,7 @@ impl Router {
         let gate = Gate::new("router");
         let http = bind(&world, &config.http).await?;
         let grpc = bind(&world, &config.grpc).await?;
-        let models = RouterModels::default();
+        let models = RouterModels::new(open_model(config.model.clone()).await?);
         let cluster = Cluster::new(world.clone(), gate.clone(), models.clone());
         let embedded =
             config.registry_url.is_none().then(|| MemoryRegistry::new(TTL, world.clone(), gate.clone()));
@@ -150,6 +157,20 @@ impl Router {
             budget: self.config.budget,
             metrics: RouterMetrics::new(metrics),
         })
+    }
+}
+
+/// Reads the model's text half on a thread of its own: a large vocabulary takes a second.
+async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, BindError> {
+    let Some(ModelFolder { path, name }) = folder else { return Ok(None) };
+    let opened = {
+        let path = path.clone();
+        spawn_blocking(move || RouterModel::open(&path, &name)).await
+    };
+    match opened {
+        Ok(Ok(model)) => Ok(Some(model)),
+        Ok(Err(source)) => Err(BindError::Model { folder: path, source }),
+        Err(source) => Err(BindError::OpenModel { folder: path, source }),
     }
 }
 

@@ -6,7 +6,7 @@ fn acceptor() -> Acceptor {
 }
 
 fn model() -> RouterModel {
-    RouterModel::mock("mock", 100).expect("the plain template compiles")
+    RouterModel::mock("mock", 100)
 }
 
 fn caller(acceptor: &Acceptor) -> Caller {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use chassis::net::MemoryNet;
 use chassis::{Gate, World};
 use registry::{MemoryRegistry, Registry as _};
+use types::node::TOKENIZER;
 use types::{Epoch, Fingerprint, NodeInfo, ProtocolRange, Role};
 
 use super::*;
@@ -13,6 +14,7 @@ use crate::puppet::{Act, Puppet, info};
 
 struct Town {
     cluster: Cluster,
+    models: RouterModels,
     registry: MemoryRegistry,
     world: World,
     gate: Gate,
@@ -23,9 +25,10 @@ async fn town() -> Town {
     let world = World::seeded(1).with_net(Arc::new(MemoryNet::new()));
     let gate = Gate::new("test");
     let registry = MemoryRegistry::new(Duration::from_secs(10), world.clone(), gate.clone());
-    let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default());
+    let models = RouterModels::default();
+    let cluster = Cluster::new(world.clone(), gate.clone(), models.clone());
     let following = cluster.follow(&registry).await.expect("the registry is here");
-    Town { cluster, registry, world, gate, _following: following }
+    Town { cluster, models, registry, world, gate, _following: following }
 }
 
 impl Town {
@@ -73,6 +76,26 @@ async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     let _other = town.registry.announce(other).await.expect("announced");
     let reason = "against a: models differ: tokenizer: bytes here, other there";
     town.state("c", &NodeState::Refused(reason.to_owned())).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_whose_tokens_mean_something_else_to_the_router_is_refused() {
+    let town = town().await;
+    town.models.learn(&info("r", Role::Decode).model).expect("the router's own model");
+    let with_tokenizer = |id, model: &str, tokenizer: &str| {
+        let mut node = info(id, Role::Decode);
+        node.model.name = model.to_owned();
+        node.model.fingerprint = Fingerprint::new([(TOKENIZER.to_owned(), tokenizer.to_owned())]);
+        node
+    };
+    let _other = town.registry.announce(with_tokenizer("a", "mock", "blake3:01")).await.expect("announced");
+    let reason = "against the router: models differ: tokenizer: bytes here, blake3:01 there";
+    town.state("a", &NodeState::Refused(reason.to_owned())).await;
+    let _unknown = town.registry.announce(with_tokenizer("b", "real", "blake3:01")).await.expect("announced");
+    let reason = "the router has no tokenizer for the model `real`: set `model.path` and `model.name` there";
+    town.state("b", &NodeState::Refused(reason.to_owned())).await;
+    let _same = town.registry.announce(with_tokenizer("c", "mock", "bytes")).await.expect("announced");
+    town.state("c", &NodeState::Connecting).await;
 }
 
 #[tokio::test(start_paused = true)]

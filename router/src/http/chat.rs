@@ -71,7 +71,7 @@ impl ChatFields {
             ));
         };
         let text = template.render(self.chat(unix_seconds)?)?;
-        Ok(model.tokenizer.encode(&text))
+        model.tokenizer.encode(&text).map_err(|error| error.at("messages"))
     }
 
     fn chat(self, unix_seconds: i64) -> Result<Chat, AcceptError> {

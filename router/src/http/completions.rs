@@ -70,12 +70,12 @@ impl CompletionFields {
 impl PromptField {
     /// The number of prompts is checked before they are cut into tokens: that is the costly part.
     fn into_tokens(self, model: &RouterModel) -> Result<Vec<Vec<TokenId>>, AcceptError> {
-        let encode = |text: String| model.tokenizer.encode(&text);
+        let encode = |text: String| model.tokenizer.encode_plain(&text).map_err(|error| error.at("prompt"));
         let ids = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
         match self {
-            Self::Text(text) => Ok(vec![encode(text)]),
+            Self::Text(text) => Ok(vec![encode(text)?]),
             Self::Tokens(tokens) => Ok(vec![ids(tokens)]),
-            Self::Texts(texts) => Ok(bounded(texts)?.into_iter().map(encode).collect()),
+            Self::Texts(texts) => bounded(texts)?.into_iter().map(encode).collect(),
             Self::TokenLists(lists) => Ok(bounded(lists)?.into_iter().map(ids).collect()),
         }
     }
@@ -93,11 +93,7 @@ fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
 
 /// The prompts as text, for `echo`.
 fn texts(tokenizer: &Tokenizer, inputs: &Inputs) -> Vec<String> {
-    let text = |tokens: &Vec<TokenId>| {
-        let bytes: Vec<u8> = tokens.iter().flat_map(|token| tokenizer.bytes_of(*token)).copied().collect();
-        String::from_utf8_lossy(&bytes).into_owned()
-    };
-    inputs.tokens.iter().map(text).collect()
+    inputs.tokens.iter().map(|tokens| tokenizer.text_of(tokens)).collect()
 }
 
 // === the answer ===

@@ -18,7 +18,7 @@ use super::sse;
 use crate::accept::{Accepted, Acceptor, Caller, Inputs, Wishes};
 use crate::choice::Choice;
 use crate::serve::Serve;
-use crate::text::{Detokenizer, RouterModel, RouterModels};
+use crate::text::{Detokenizer, RouterModel, RouterModels, by_size};
 
 /// The HTTP door: what it needs to answer requests. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -55,7 +55,8 @@ impl Door {
         let within = self.body.within.min(self.world.left(caller.deadline));
         let body = body::read(body, BodyLimits { within, ..self.body }).await?;
         let door = self.clone();
-        let ask = by_size(body.len(), move || understand(&door, &body)).await?;
+        let understood = by_size(body.len(), move || understand(&door, &body)).await;
+        let ask = understood.map_err(|error| HttpError::new(Code::Internal, error.to_string()))??;
         let stream = ask.manner.stream;
         let answer = self.begin(ask, &caller).await?;
         if stream { Ok(sse::respond(answer)) } else { answer.whole().await }
@@ -80,18 +81,4 @@ impl Door {
         let choices = try_join_all(prompts.into_iter().enumerate().map(begin)).await?;
         Ok(Answer { about, shape, choices })
     }
-}
-
-/// Bodies beyond this size are read on a thread of their own: it takes longer than other requests should wait.
-const ASIDE_BYTES: usize = 64 << 10;
-
-async fn by_size<T: Send + 'static>(
-    n_bytes: usize,
-    work: impl FnOnce() -> Result<T, HttpError> + Send + 'static,
-) -> Result<T, HttpError> {
-    if n_bytes < ASIDE_BYTES {
-        return work();
-    }
-    let failed = |error: tokio::task::JoinError| HttpError::new(Code::Internal, error.to_string());
-    tokio::task::spawn_blocking(work).await.map_err(failed)?
 }

@@ -78,7 +78,7 @@ fn the_first_tokens_are_not_searched() {
 
 #[test]
 fn special_tokens_have_no_text() {
-    let (pieces, _) = pieces(&Tokenizer::Bytes.encode("a<|end|>"), &stops(&[]), 0);
+    let (pieces, _) = pieces(&Tokenizer::Bytes.encode("a<|end|>").expect("bytes"), &stops(&[]), 0);
     assert_eq!(pieces.concat(), "a");
 }
 

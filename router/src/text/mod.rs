@@ -1,15 +1,20 @@
 //! Text, which only the router knows: from messages to tokens, and from tokens back to whole characters.
 
+pub mod aside;
 pub mod detokenizer;
+pub mod folder;
 pub mod stop;
 pub mod template;
 pub mod tokenizer;
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use types::node::{FingerprintMismatch, TOKENIZER, TOKENIZER_BYTES, TOKENIZER_NONE};
 use types::{ModelInfo, Sampling, TokenId};
 
+pub use aside::by_size;
 pub use detokenizer::Detokenizer;
 pub use stop::StopStrings;
 pub use template::{Chat, ChatTemplate};
@@ -18,7 +23,7 @@ pub use tokenizer::Tokenizer;
 use crate::error::{AcceptError, TextError};
 
 /// What the router must know of a model to speak for it. The nodes know the rest.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct RouterModel {
     pub name: String,
     pub tokenizer: Arc<Tokenizer>,
@@ -35,18 +40,63 @@ pub struct RouterModel {
 }
 
 impl RouterModel {
+    /// The text half of the model in a Hugging Face folder. Reads files, some of them of several megabytes.
+    pub fn open(folder: &Path, name: &str) -> Result<Self, TextError> {
+        folder::open(folder, name)
+    }
+
     /// The text half of the mock backend: a token is a byte, and the answer to a prompt is a function of the prompt.
-    pub fn mock(name: impl Into<String>, context_tokens: u32) -> Result<Self, TextError> {
-        Ok(Self {
+    pub fn mock(name: impl Into<String>, context_tokens: u32) -> Self {
+        Self {
             name: name.into(),
             tokenizer: Arc::new(Tokenizer::Bytes),
-            template: Some(ChatTemplate::plain()?),
+            template: Some(ChatTemplate::plain()),
             context_tokens,
             vocab: Tokenizer::Bytes.vocab(),
             eos: vec![tokenizer::END],
             defaults: Sampling::default(),
+        }
+    }
+
+    /// What can be said for a model from what its node says of it. `None`: its tokenizer is needed for that.
+    fn of_node(info: &ModelInfo) -> Option<Self> {
+        let (tokenizer, template) = match tokenizer_of(info) {
+            TOKENIZER_BYTES => (Tokenizer::Bytes, Some(ChatTemplate::plain())),
+            TOKENIZER_NONE => (Tokenizer::Absent, None),
+            _ => return None,
+        };
+        Some(Self {
+            name: info.name.clone(),
+            tokenizer: Arc::new(tokenizer),
+            template,
+            context_tokens: info.context_tokens,
+            vocab: info.vocab,
+            eos: info.eos_tokens.clone(),
+            defaults: Sampling::default(),
         })
     }
+
+    /// Within what a node can do: it may have been given less memory than its model's longest sequence needs.
+    fn within(&self, info: &ModelInfo) -> Self {
+        Self {
+            context_tokens: self.context_tokens.min(info.context_tokens),
+            vocab: self.vocab.min(info.vocab),
+            ..self.clone()
+        }
+    }
+}
+
+fn tokenizer_of(info: &ModelInfo) -> &str {
+    info.fingerprint.parts().find(|(name, _)| *name == TOKENIZER).map_or("absent", |(_, value)| value)
+}
+
+/// Why the router cannot speak for a node's model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CannotSpeak {
+    #[error("the router has no tokenizer for the model `{model}`: set `model.path` and `model.name` there")]
+    NoTokenizer { model: String },
+    #[error("against the router: {0}")]
+    Mismatch(FingerprintMismatch),
 }
 
 /// The models that this router speaks for, by name. Clones share one table.
@@ -63,13 +113,17 @@ impl RouterModels {
         table
     }
 
-    /// Speaks for a node's model from now on, if its text half needs nothing but what the node says of itself.
-    pub fn learn(&self, info: &ModelInfo) -> Result<(), TextError> {
-        let speaks_bytes = info.fingerprint.parts().any(|part| part == ("tokenizer", "bytes"));
-        if speaks_bytes && self.find(Some(&info.name)).is_err() {
-            let mock = RouterModel::mock(info.name.clone(), info.context_tokens)?;
-            self.insert(RouterModel { vocab: info.vocab, eos: info.eos_tokens.clone(), ..mock });
-        }
+    /// Speaks for a node's model from now on, or says why not: tokens must mean the same on both sides.
+    pub fn learn(&self, info: &ModelInfo) -> Result<(), CannotSpeak> {
+        let learned = match self.find(Some(&info.name)) {
+            Ok(known) => {
+                agree(&known, info)?;
+                known.within(info)
+            }
+            Err(_) => RouterModel::of_node(info)
+                .ok_or_else(|| CannotSpeak::NoTokenizer { model: info.name.clone() })?,
+        };
+        self.insert(learned);
         Ok(())
     }
 
@@ -91,14 +145,35 @@ impl RouterModels {
     }
 }
 
+fn agree(model: &RouterModel, info: &ModelInfo) -> Result<(), CannotSpeak> {
+    let (ours, theirs) = (model.tokenizer.fingerprint(), tokenizer_of(info));
+    if ours == theirs {
+        return Ok(());
+    }
+    let difference = format!("{TOKENIZER}: {ours} here, {theirs} there");
+    Err(CannotSpeak::Mismatch(FingerprintMismatch(vec![difference])))
+}
+
 #[cfg(test)]
 mod tests {
+    use types::layout::KvDtype;
+    use types::{Fingerprint, KvLayout};
+
     use super::*;
 
     fn models(names: &[&str]) -> RouterModels {
-        RouterModels::new(
-            names.iter().map(|name| RouterModel::mock(*name, 64).expect("the plain template compiles")),
-        )
+        RouterModels::new(names.iter().map(|name| RouterModel::mock(*name, 64)))
+    }
+
+    fn node(name: &str, tokenizer: &str) -> ModelInfo {
+        ModelInfo {
+            name: name.to_owned(),
+            context_tokens: 32,
+            vocab: 300,
+            eos_tokens: vec![TokenId(7)],
+            layout: KvLayout::uniform(16, KvDtype::F32, 1, 1, 4),
+            fingerprint: Fingerprint::new([(TOKENIZER.to_owned(), tokenizer.to_owned())]),
+        }
     }
 
     #[test]
@@ -107,5 +182,39 @@ mod tests {
         assert_eq!(models(&["a", "b"]).find(None).expect_err("which?"), AcceptError::missing("model"));
         assert_eq!(models(&["a", "b"]).find(Some("b")).expect("named").name, "b");
         assert_eq!(models(&["a"]).find(Some("z")).expect_err("unknown").param(), "model");
+    }
+
+    #[test]
+    fn models_without_a_tokenizer_of_their_own_are_learned_from_their_nodes() {
+        let models = RouterModels::default();
+        models.learn(&node("mock", TOKENIZER_BYTES)).expect("bytes need nothing");
+        models.learn(&node("ids", TOKENIZER_NONE)).expect("token ids need nothing");
+        let (mock, ids) =
+            (models.find(Some("mock")).expect("learned"), models.find(Some("ids")).expect("learned"));
+        assert_eq!(
+            (mock.context_tokens, mock.vocab, mock.eos.as_slice()),
+            (32, 300, [TokenId(7)].as_slice())
+        );
+        assert!(mock.template.is_some() && ids.template.is_none());
+        assert!(ids.tokenizer.encode("text").is_err());
+        let error = models.learn(&node("real", "0123")).expect_err("its tokenizer is unknown");
+        assert_eq!(error, CannotSpeak::NoTokenizer { model: "real".to_owned() });
+        assert!(models.find(Some("real")).is_err());
+    }
+
+    #[test]
+    fn a_known_model_keeps_within_what_its_nodes_can_do() {
+        let models = models(&["mock"]);
+        models.learn(&node("mock", TOKENIZER_BYTES)).expect("the same tokenizer");
+        let mock = models.find(None).expect("known");
+        assert_eq!((mock.context_tokens, mock.vocab), (32, 261));
+    }
+
+    #[test]
+    fn another_tokenizer_under_the_same_name_is_spelled_out() {
+        let models = models(&["mock"]);
+        let error = models.learn(&node("mock", "0123")).expect_err("they would number tokens differently");
+        assert_eq!(error.to_string(), "against the router: models differ: tokenizer: bytes here, 0123 there");
+        assert_eq!(models.find(None).expect("known").context_tokens, 64, "nothing was learned");
     }
 }

@@ -11,17 +11,18 @@ use minijinja::value::{Kwargs, Value};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
 use serde::Serialize;
 
-use crate::error::{AcceptError, TextError};
+use crate::error::AcceptError;
 
 /// How the plain template, the one without a model, writes a chat.
 const PLAIN: &str = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}\
     {% if add_generation_prompt %}<|assistant|>{% endif %}";
-const NAME: &str = "chat";
+const CHAT: &str = "chat";
+const CHAT_WITH_TOOLS: &str = "chat with tools";
 /// The context variable that holds the time, for [`strftime_now`]. No template can name it by accident.
 const NOW: &str = "baton now";
 
 /// A compiled chat template, with the special tokens that it writes.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
     specials: Vec<(String, String)>,
@@ -43,23 +44,33 @@ pub struct Chat {
 
 impl ChatTemplate {
     /// Compiles a model's template. `specials` are variables such as `bos_token`, as in `tokenizer_config.json`.
-    pub fn new(source: &str, specials: Vec<(String, String)>) -> Result<Self, TextError> {
-        let environment = environment(source).map_err(TextError::CompileTemplate)?;
+    pub fn new(source: &str, specials: Vec<(String, String)>) -> Result<Self, Error> {
+        let mut environment = environment()?;
+        environment.add_template_owned(CHAT, source.to_owned())?;
         Ok(Self { environment, specials })
     }
 
+    /// Some models have a template of its own for chats with tools.
+    pub fn with_tools(mut self, source: &str) -> Result<Self, Error> {
+        self.environment.add_template_owned(CHAT_WITH_TOOLS, source.to_owned())?;
+        Ok(self)
+    }
+
     /// For models that were not trained on anything: `<|role|>content<|end|>` for each message.
-    pub fn plain() -> Result<Self, TextError> {
-        Self::new(PLAIN, Vec::new())
+    pub fn plain() -> Self {
+        Self::new(PLAIN, Vec::new()).expect("it is a constant, and a test renders it")
     }
 
     /// The text of a chat, or why the template refuses it: unknown role, roles out of order, whatever it checks.
     pub fn render(&self, chat: Chat) -> Result<String, AcceptError> {
-        let render = |template: minijinja::Template<'_, '_>| template.render(self.context(chat));
-        self.environment
-            .get_template(NAME)
-            .and_then(render)
+        self.template(&chat)
+            .and_then(|template| template.render(self.context(chat)))
             .map_err(|error| AcceptError::Template { reason: reason(&error) })
+    }
+
+    fn template(&self, chat: &Chat) -> Result<minijinja::Template<'_, '_>, Error> {
+        let with_tools = chat.tools.is_true().then(|| self.environment.get_template(CHAT_WITH_TOOLS).ok());
+        with_tools.flatten().map_or_else(|| self.environment.get_template(CHAT), Ok)
     }
 
     /// Later entries win: a request cannot replace its own messages through `variables`.
@@ -75,7 +86,7 @@ impl ChatTemplate {
     }
 }
 
-fn environment(source: &str) -> Result<Environment<'static>, Error> {
+fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
@@ -83,7 +94,6 @@ fn environment(source: &str) -> Result<Environment<'static>, Error> {
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
-    environment.add_template_owned(NAME, source.to_owned())?;
     Ok(environment)
 }
 
@@ -195,7 +205,7 @@ mod tests {
 
     #[test]
     fn the_plain_template() {
-        let text = ChatTemplate::plain().expect("compiles").render(hello()).expect("renders");
+        let text = ChatTemplate::plain().render(hello()).expect("renders");
         assert_eq!(text, "<|user|> hi <b> <|end|><|assistant|>");
     }
 
@@ -224,6 +234,16 @@ mod tests {
         );
         check("{{ tools[0].a | tojson(indent=2) }}", with_tools(), "[\n  1,\n  null,\n  true\n]");
         check("{{ '🦀ü' | tojson(ensure_ascii=true) }}", with_tools(), r#""\ud83e\udd80\u00fc""#);
+    }
+
+    #[test]
+    fn a_template_for_tools_is_used_where_there_are_tools() {
+        let template = ChatTemplate::new("chat", vec![]).and_then(|template| template.with_tools("tools"));
+        let template = template.expect("compiles");
+        assert_eq!(template.render(hello()).expect("renders"), "chat");
+        let with_tools = chat(json!([]), json!([{"name": "f"}]));
+        assert_eq!(template.render(with_tools).expect("renders"), "tools");
+        check("chat", chat(json!([]), json!([{"name": "f"}])), "chat");
     }
 
     #[test]

@@ -183,7 +183,7 @@ pub(crate) fn app(puppet: &Arc<Puppet>) -> Router {
 }
 
 pub(crate) fn app_with(puppet: &Arc<Puppet>, body: BodyLimits) -> Router {
-    app_of(puppet, body, RouterModel::mock("org/mock", 512).unwrap())
+    app_of(puppet, body, RouterModel::mock("org/mock", 512))
 }
 
 pub(crate) fn app_of(puppet: &Arc<Puppet>, body: BodyLimits, model: RouterModel) -> Router {

@@ -1,0 +1,274 @@
+//! A model's folder as Hugging Face lays it out: the files of it that speak of text.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use types::{Sampling, TokenId};
+
+use super::tokenizer::{Bos, HuggingFace, Tokenizer};
+use super::{ChatTemplate, RouterModel};
+use crate::error::TextError;
+
+const CONFIG: &str = "config.json";
+const GENERATION_CONFIG: &str = "generation_config.json";
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// What OpenAI's endpoints draw with where neither the request nor the model says.
+const TEMPERATURE: f32 = 1.0;
+
+/// Reads the text half of the model in `folder`, to be served under `name`.
+///
+/// Without `tokenizer.json` the model is one of token ids only; without a chat template, one of completions only.
+pub fn open(folder: &Path, name: &str) -> Result<RouterModel, TextError> {
+    let config: ModelConfig = required(folder, CONFIG)?;
+    let generation: GenerationConfig = optional(folder, GENERATION_CONFIG)?.unwrap_or_default();
+    let text: TokenizerConfig = optional(folder, TOKENIZER_CONFIG)?.unwrap_or_default();
+    let tokenizer = tokenizer(folder, &text)?;
+    let eos = generation.eos_token_id.as_ref().or(config.eos_token_id.as_ref());
+    Ok(RouterModel {
+        name: name.to_owned(),
+        template: match tokenizer {
+            Tokenizer::Absent => None,
+            Tokenizer::Bytes | Tokenizer::HuggingFace(_) => template(folder, &text)?,
+        },
+        tokenizer: tokenizer.into(),
+        context_tokens: config.max_position_embeddings,
+        vocab: config.vocab_size,
+        eos: eos.map(Ids::tokens).unwrap_or_default(),
+        defaults: generation.sampling(&folder.join(GENERATION_CONFIG))?,
+    })
+}
+
+// === config.json ===
+
+#[derive(Debug, Deserialize)]
+struct ModelConfig {
+    vocab_size: u32,
+    max_position_embeddings: u32,
+    eos_token_id: Option<Ids>,
+}
+
+/// One token id, or several.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a token id, or a list of token ids")]
+enum Ids {
+    One(u32),
+    Several(Vec<u32>),
+}
+
+impl Ids {
+    fn tokens(&self) -> Vec<TokenId> {
+        match self {
+            Self::One(id) => vec![TokenId(*id)],
+            Self::Several(ids) => ids.iter().copied().map(TokenId).collect(),
+        }
+    }
+}
+
+// === generation_config.json ===
+
+/// How the model's authors wish it to be sampled.
+#[derive(Debug, Default, Deserialize)]
+struct GenerationConfig {
+    eos_token_id: Option<Ids>,
+    do_sample: Option<bool>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+}
+
+impl GenerationConfig {
+    /// The defaults of requests that do not say. `do_sample = false` is greedy, whatever the temperature.
+    fn sampling(&self, file: &Path) -> Result<Sampling, TextError> {
+        let number =
+            |field, value: Option<f32>, default, fits: fn(f32) -> bool| match value.unwrap_or(default) {
+                value if value.is_finite() && fits(value) => Ok(value),
+                value => Err(TextError::Field {
+                    file: file.to_owned(),
+                    field,
+                    reason: format!("is out of range: {value}"),
+                }),
+            };
+        let temperature = number("temperature", self.temperature, TEMPERATURE, |value| value >= 0.0)?;
+        Ok(Sampling {
+            temperature: if self.do_sample == Some(false) { 0.0 } else { temperature },
+            top_p: number("top_p", self.top_p, 1.0, |value| value > 0.0 && value <= 1.0)?,
+            top_k: self.top_k.and_then(|k| u32::try_from(k).ok()).unwrap_or(0),
+            min_p: number("min_p", self.min_p, 0.0, |value| (0.0..=1.0).contains(&value))?,
+            repetition_penalty: number("repetition_penalty", self.repetition_penalty, 1.0, |value| {
+                value > 0.0
+            })?,
+            ..Sampling::default()
+        })
+    }
+}
+
+// === tokenizer.json and tokenizer_config.json ===
+
+#[derive(Debug, Default, Deserialize)]
+struct TokenizerConfig {
+    add_bos_token: Option<bool>,
+    bos_token: Option<Special>,
+    eos_token: Option<Special>,
+    unk_token: Option<Special>,
+    sep_token: Option<Special>,
+    pad_token: Option<Special>,
+    cls_token: Option<Special>,
+    mask_token: Option<Special>,
+    chat_template: Option<Templates>,
+}
+
+/// A special token: its name, or an object with more about it.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a token's text, or an object with it as `content`")]
+enum Special {
+    Name(String),
+    Token { content: String },
+}
+
+impl Special {
+    fn name(&self) -> &str {
+        match self {
+            Self::Name(name) | Self::Token { content: name } => name,
+        }
+    }
+}
+
+/// One chat template, or several by name.
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected a template, or a list of templates with names")]
+enum Templates {
+    One(String),
+    Named(Vec<NamedTemplate>),
+}
+
+#[derive(Debug, Deserialize)]
+struct NamedTemplate {
+    name: String,
+    template: String,
+}
+
+impl TokenizerConfig {
+    /// The variables that templates write special tokens with.
+    fn specials(&self) -> Vec<(String, String)> {
+        [
+            ("bos_token", &self.bos_token),
+            ("eos_token", &self.eos_token),
+            ("unk_token", &self.unk_token),
+            ("sep_token", &self.sep_token),
+            ("pad_token", &self.pad_token),
+            ("cls_token", &self.cls_token),
+            ("mask_token", &self.mask_token),
+        ]
+        .into_iter()
+        .filter_map(|(variable, token)| Some((variable.to_owned(), token.as_ref()?.name().to_owned())))
+        .collect()
+    }
+
+    fn bos(&self, tokenizer: &HuggingFace, file: PathBuf) -> Result<Bos, TextError> {
+        let name = match self.add_bos_token {
+            None => return Ok(Bos::PostProcessor),
+            Some(false) => return Ok(Bos::Nothing),
+            Some(true) => self.bos_token.as_ref().map(Special::name),
+        };
+        name.and_then(|name| tokenizer.named(name)).map(Bos::Token).ok_or_else(|| TextError::Field {
+            file,
+            field: "bos_token",
+            reason: format!("must be a token of {TOKENIZER}, because `add_bos_token` is set"),
+        })
+    }
+}
+
+fn tokenizer(folder: &Path, config: &TokenizerConfig) -> Result<Tokenizer, TextError> {
+    let file = folder.join(TOKENIZER);
+    let Some(json) = read(&file)? else { return Ok(Tokenizer::Absent) };
+    let tokenizer = HuggingFace::new(&json).map_err(|source| TextError::Tokenizer { file, source })?;
+    let bos = config.bos(&tokenizer, folder.join(TOKENIZER_CONFIG))?;
+    Ok(Tokenizer::HuggingFace(Box::new(tokenizer.with_bos(bos))))
+}
+
+fn template(folder: &Path, config: &TokenizerConfig) -> Result<Option<ChatTemplate>, TextError> {
+    let Some(Sources { file, default, with_tools }) = sources(folder, config)? else { return Ok(None) };
+    let compiled = ChatTemplate::new(&default, config.specials()).and_then(|template| match with_tools {
+        Some(source) => template.with_tools(&source),
+        None => Ok(template),
+    });
+    compiled.map(Some).map_err(|source| TextError::CompileTemplate { file, source })
+}
+
+/// A model's chat templates, and where they were found.
+struct Sources {
+    file: PathBuf,
+    default: String,
+    with_tools: Option<String>,
+}
+
+/// A file of its own comes first: newer models have the template there.
+fn sources(folder: &Path, config: &TokenizerConfig) -> Result<Option<Sources>, TextError> {
+    let (jinja, json) = (folder.join(CHAT_TEMPLATE), folder.join(TOKENIZER_CONFIG));
+    if let Some(bytes) = read(&jinja)? {
+        let default = String::from_utf8_lossy(&bytes).into_owned();
+        return Ok(Some(Sources { file: jinja, default, with_tools: None }));
+    }
+    match &config.chat_template {
+        None => Ok(None),
+        Some(Templates::One(source)) => {
+            Ok(Some(Sources { file: json, default: source.clone(), with_tools: None }))
+        }
+        Some(Templates::Named(named)) => by_name(json, named).map(Some),
+    }
+}
+
+fn by_name(file: PathBuf, named: &[NamedTemplate]) -> Result<Sources, TextError> {
+    let find = |name| named.iter().find(|named| named.name == name).map(|named| named.template.clone());
+    match find("default") {
+        Some(default) => Ok(Sources { file, default, with_tools: find("tool_use") }),
+        None => Err(TextError::Field {
+            file,
+            field: "chat_template",
+            reason: "has no template named `default`".to_owned(),
+        }),
+    }
+}
+
+// === files ===
+
+/// A file's bytes; `None` if it is not there.
+fn read(file: &Path) -> Result<Option<Vec<u8>>, TextError> {
+    match fs::read(file) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(TextError::Read { file: file.to_owned(), source }),
+    }
+}
+
+fn optional<T: DeserializeOwned>(folder: &Path, name: &str) -> Result<Option<T>, TextError> {
+    let file = folder.join(name);
+    read(&file)?.map(|json| parsed(file, &json)).transpose()
+}
+
+fn required<T: DeserializeOwned>(folder: &Path, name: &str) -> Result<T, TextError> {
+    let file = folder.join(name);
+    let json = fs::read(&file).map_err(|source| TextError::Read { file: file.clone(), source })?;
+    parsed(file, &json)
+}
+
+fn parsed<T: DeserializeOwned>(file: PathBuf, json: &[u8]) -> Result<T, TextError> {
+    serde_path_to_error::deserialize(&mut serde_json::Deserializer::from_slice(json)).map_err(|error| {
+        let place = match error.path().to_string().as_str() {
+            "." => file.display().to_string(),
+            field => format!("{}: `{field}`", file.display()),
+        };
+        TextError::Parse { place, source: error.into_inner() }
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,124 @@
+//! A real model's tokenizer, read from its `tokenizer.json`.
+
+use std::fmt;
+
+use tokenizers::Tokenizer as Inner;
+use types::TokenId;
+use types::node::tokenizer_digest;
+
+use super::token_bytes::{TOKENS_MAX, TokenBytes, UnknownDecoder};
+use crate::error::EncodeError;
+
+/// A `tokenizer.json`, and the bytes of all its tokens.
+pub struct HuggingFace {
+    inner: Inner,
+    bytes: TokenBytes,
+    bos: Bos,
+    digest: String,
+}
+
+/// What stands in front of a plain text. Chat templates write it themselves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Bos {
+    /// Whatever the post-processor in `tokenizer.json` puts there.
+    #[default]
+    PostProcessor,
+    /// `add_bos_token = false` in `tokenizer_config.json`.
+    Nothing,
+    /// `add_bos_token = true`.
+    Token(TokenId),
+}
+
+/// A `tokenizer.json` that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizerError {
+    #[error(transparent)]
+    Parse(#[from] tokenizers::Error),
+    #[error("`model.vocab`: token {0} is beyond any vocabulary")]
+    Vocabulary(u32),
+    #[error(transparent)]
+    Decoder(#[from] UnknownDecoder),
+}
+
+impl fmt::Debug for HuggingFace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HuggingFace").field("digest", &self.digest).finish_non_exhaustive()
+    }
+}
+
+impl HuggingFace {
+    /// From the bytes of a `tokenizer.json`.
+    pub fn new(json: &[u8]) -> Result<Self, TokenizerError> {
+        let mut inner = Inner::from_bytes(json)?;
+        // Both are for training and batches: here they would shorten or lengthen prompts behind everybody's back.
+        inner.with_truncation(None)?;
+        inner.with_padding(None);
+        let bytes = token_bytes(&inner)?;
+        Ok(Self { inner, bytes, bos: Bos::default(), digest: tokenizer_digest(json) })
+    }
+
+    pub fn with_bos(self, bos: Bos) -> Self {
+        Self { bos, ..self }
+    }
+
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    pub fn bytes(&self) -> &TokenBytes {
+        &self.bytes
+    }
+
+    /// The token of this name, special or not.
+    pub fn named(&self, name: &str) -> Option<TokenId> {
+        self.inner.token_to_id(name).map(TokenId)
+    }
+
+    /// A special token's name.
+    pub fn special(&self, token: TokenId) -> Option<String> {
+        special(&self.inner, token.0)
+    }
+
+    pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
+        self.encode_after(Vec::new(), text, false)
+    }
+
+    /// With the token in front that the model expects there.
+    pub fn encode_plain(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
+        match self.bos {
+            Bos::PostProcessor => self.encode_after(Vec::new(), text, true),
+            Bos::Nothing => self.encode(text),
+            Bos::Token(token) => self.encode_after(vec![token], text, false),
+        }
+    }
+
+    fn encode_after(
+        &self,
+        mut tokens: Vec<TokenId>,
+        text: &str,
+        post_process: bool,
+    ) -> Result<Vec<TokenId>, EncodeError> {
+        let refused = |error: tokenizers::Error| EncodeError::Refused { reason: error.to_string() };
+        let encoding = self.inner.encode_fast(text, post_process).map_err(refused)?;
+        tokens.extend(encoding.get_ids().iter().copied().map(TokenId));
+        Ok(tokens)
+    }
+}
+
+fn special(tokenizer: &Inner, id: u32) -> Option<String> {
+    let added = tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(&id)?;
+    added.special.then(|| added.content.clone())
+}
+
+/// Special tokens add nothing to a text, and neither do numbers that no token has.
+fn token_bytes(tokenizer: &Inner) -> Result<TokenBytes, TokenizerError> {
+    let last = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
+    if last as usize >= TOKENS_MAX {
+        return Err(TokenizerError::Vocabulary(last));
+    }
+    let text = |id: usize| match special(tokenizer, id as u32) {
+        Some(_) => None,
+        None => tokenizer.id_to_token(id as u32),
+    };
+    Ok(TokenBytes::new((0..last as usize + 1).map(text), tokenizer.get_decoder())?)
+}

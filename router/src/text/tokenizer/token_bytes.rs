@@ -1,0 +1,190 @@
+//! Hot path. The bytes of every token of a `tokenizer.json`, looked up and not decoded.
+//!
+//! The decoders of `tokenizers` turn a list of tokens into text, and lose what is not yet a character. The ones that
+//! language models use do so token by token, so that the bytes of each can be computed once. Those that cannot be taken
+//! apart like this are refused.
+
+use tokenizers::pre_tokenizers::metaspace::PrependScheme;
+use tokenizers::{Decoder as _, DecoderWrapper as Decoder};
+use types::TokenId;
+
+/// The most tokens of a vocabulary: larger numbers are a broken file.
+pub(super) const TOKENS_MAX: usize = 1 << 22;
+
+/// The bytes of each token, one after the other.
+#[derive(Debug)]
+pub struct TokenBytes {
+    bytes: Vec<u8>,
+    /// Where each token's bytes end; they begin where the previous one's end.
+    ends: Vec<u32>,
+    prefix: Prefix,
+}
+
+/// What the tokenizer puts in front of every text, and takes away again when it decodes a whole one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Prefix {
+    /// `None`: nothing.
+    content: Option<char>,
+    n_max: usize,
+}
+
+/// A decoder that does not work token by token.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`decoder`: {0}, which gives tokens no bytes of their own")]
+pub struct UnknownDecoder(pub String);
+
+impl TokenBytes {
+    /// Of the tokens 0, 1, 2, …: their texts in the vocabulary, `None` for those that add nothing to a text.
+    pub fn new(
+        tokens: impl ExactSizeIterator<Item = Option<String>>,
+        decoder: Option<&Decoder>,
+    ) -> Result<Self, UnknownDecoder> {
+        assert!(tokens.len() <= TOKENS_MAX, "the caller has checked the vocabulary's size");
+        let (stages, prefix) = stages(decoder)?;
+        let mut table = Self { bytes: Vec::new(), ends: Vec::with_capacity(tokens.len()), prefix };
+        for token in tokens {
+            if let Some(token) = token {
+                write(&stages, token, &mut table.bytes)?;
+            }
+            table.ends.push(table.bytes.len() as u32);
+        }
+        Ok(table)
+    }
+
+    pub fn n_tokens(&self) -> u32 {
+        self.ends.len() as u32
+    }
+
+    pub fn of(&self, token: TokenId) -> &[u8] {
+        let idx = token.0 as usize;
+        let end = self.ends.get(idx).copied().unwrap_or(0);
+        let start = idx.checked_sub(1).and_then(|before| self.ends.get(before)).copied().unwrap_or(0);
+        self.bytes.get(start as usize..end as usize).unwrap_or_default()
+    }
+
+    pub fn without_prefix<'a>(&self, mut text: &'a str) -> &'a str {
+        let Prefix { content: Some(content), n_max } = self.prefix else { return text };
+        for _ in 0..n_max {
+            text = text.strip_prefix(content).unwrap_or(text);
+        }
+        text
+    }
+}
+
+// === from a decoder to stages ===
+
+/// One thing that is done to a token's text.
+enum Stage<'a> {
+    /// Each character stands for a byte, as in GPT-2. The last stage.
+    ByteLevel,
+    /// `<0x0A>` is that byte.
+    ByteFallback,
+    /// Another text in place of a pattern.
+    Replace(&'a Decoder),
+    /// This character is a space.
+    Space(char),
+}
+
+/// What each token goes through, and what is taken from the whole.
+///
+/// Once the tokens' texts are joined, there are no tokens any more: all that may follow is to strip the beginning.
+fn stages(decoder: Option<&Decoder>) -> Result<(Vec<Stage<'_>>, Prefix), UnknownDecoder> {
+    let chain = match decoder {
+        Some(Decoder::Sequence(sequence)) => sequence.get_decoders(),
+        Some(decoder) => std::slice::from_ref(decoder),
+        None => return Err(UnknownDecoder("none".to_owned())),
+    };
+    let (mut stages, mut prefix, mut joined) = (Vec::new(), Prefix::default(), false);
+    for decoder in chain {
+        match decoder {
+            Decoder::Strip(strip) if joined && strip.stop == 0 => {
+                prefix = Prefix { content: Some(strip.content), n_max: strip.start };
+            }
+            Decoder::Fuse(_) => joined = true,
+            Decoder::ByteLevel(_) if !joined => {
+                stages.push(Stage::ByteLevel);
+                joined = true;
+            }
+            Decoder::ByteFallback(_) if !joined => stages.push(Stage::ByteFallback),
+            Decoder::Replace(_) if !joined => stages.push(Stage::Replace(decoder)),
+            Decoder::Metaspace(spaces) if !joined => {
+                stages.push(Stage::Space(spaces.get_replacement()));
+                prefix = metaspace_prefix(spaces.get_prepend_scheme());
+            }
+            other => return Err(UnknownDecoder(kind(other))),
+        }
+    }
+    Ok((stages, prefix))
+}
+
+fn metaspace_prefix(scheme: PrependScheme) -> Prefix {
+    match scheme {
+        PrependScheme::Never => Prefix::default(),
+        PrependScheme::First | PrependScheme::Always => Prefix { content: Some(' '), n_max: 1 },
+    }
+}
+
+/// Its name, as in `tokenizer.json`.
+fn kind(decoder: &Decoder) -> String {
+    let json = serde_json::to_value(decoder).unwrap_or_default();
+    json["type"].as_str().unwrap_or("of no known type").to_owned()
+}
+
+// === from a token's text to its bytes ===
+
+fn write(stages: &[Stage<'_>], mut text: String, bytes: &mut Vec<u8>) -> Result<(), UnknownDecoder> {
+    for stage in stages {
+        match stage {
+            Stage::ByteLevel => {
+                write_byte_level(&text, bytes);
+                return Ok(());
+            }
+            Stage::ByteFallback => {
+                if let Some(byte) = fallback_byte(&text) {
+                    bytes.push(byte);
+                    return Ok(());
+                }
+            }
+            Stage::Replace(decoder) => text = replaced(decoder, text)?,
+            Stage::Space(character) => text = text.replace(*character, " "),
+        }
+    }
+    bytes.extend_from_slice(text.as_bytes());
+    Ok(())
+}
+
+fn replaced(decoder: &Decoder, text: String) -> Result<String, UnknownDecoder> {
+    let replaced = decoder.decode_chain(vec![text]).map_err(|error| UnknownDecoder(error.to_string()))?;
+    Ok(replaced.concat())
+}
+
+/// A text with a character that stands for no byte is meant literally: such are the tokens that were added by hand.
+fn write_byte_level(text: &str, bytes: &mut Vec<u8>) {
+    let n_before = bytes.len();
+    for character in text.chars() {
+        let Some(byte) = byte_level(character) else {
+            bytes.truncate(n_before);
+            bytes.extend_from_slice(text.as_bytes());
+            return;
+        };
+        bytes.push(byte);
+    }
+}
+
+/// GPT-2's way to write bytes as characters that can be seen: those that can be seen stand for themselves, and the others,
+/// in their order, for U+0100 and up.
+fn byte_level(character: char) -> Option<u8> {
+    match u32::from(character) {
+        code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => Some(code as u8),
+        code @ 0x100..=0x120 => Some((code - 0x100) as u8),
+        code @ 0x121..=0x142 => Some((code - 0x121) as u8 + 0x7f),
+        0x143 => Some(0xad),
+        _ => None,
+    }
+}
+
+/// The byte that a token such as `<0x0A>` stands for.
+fn fallback_byte(text: &str) -> Option<u8> {
+    let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
+    (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
+}
