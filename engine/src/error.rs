@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use types::Verdict;
 
+use crate::model::config::ConfigProblem;
+
 /// A whole step failed. No row of it has a token, and the KV that it should have written is not to be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BackendError {
@@ -45,6 +47,9 @@ pub enum RowError {
     /// The row continues a token in flight, and there is none.
     #[error("no token in flight for this slot")]
     NoTokenInFlight,
+    /// A token that the model has no embedding of.
+    #[error("token {token} is not in a vocabulary of {vocab}")]
+    UnknownToken { token: u32, vocab: usize },
     /// Nothing may be drawn: every token is forbidden, or no number is finite.
     #[error("sample token: {0}")]
     Sample(String),
@@ -56,6 +61,7 @@ impl RowError {
         match self {
             Self::KvMismatch { .. } | Self::Sample(_) => Verdict::RetryElsewhere,
             Self::Page { .. } | Self::NoTokenInFlight => Verdict::Bug,
+            Self::UnknownToken { .. } => Verdict::Reject,
         }
     }
 }
@@ -83,10 +89,49 @@ pub enum OpenError {
     NoKvMemory { bytes: usize, block_bytes: usize },
     #[error("take KV memory: {0}")]
     KvMemory(String),
+    #[error(transparent)]
+    Load(#[from] LoadError),
 }
 
 impl OpenError {
     pub fn verdict(&self) -> Verdict {
         Verdict::Reject
     }
+}
+
+/// A model's weights could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error("read {path}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("understand {path}")]
+    Config {
+        path: PathBuf,
+        #[source]
+        source: Box<ConfigProblem>,
+    },
+    #[error("{path} is of architecture {name:?}: known are {known}")]
+    Architecture { path: PathBuf, name: String, known: String },
+    #[error("no model.safetensors and no model.safetensors.index.json in {folder}")]
+    NoWeights { folder: PathBuf },
+    #[error("read header of {path}: {reason}")]
+    Header { path: PathBuf, reason: String },
+    #[error("no tensor {tensor} in {path}")]
+    MissingTensor { tensor: String, path: PathBuf },
+    #[error("tensor {tensor} in {path} has shape {found:?}, not {expected:?}")]
+    Shape { tensor: String, path: PathBuf, expected: Vec<usize>, found: Vec<usize> },
+    #[error("tensor {tensor} in {path} is of {found}, which is not implemented: BF16, F16 and F32 are")]
+    Dtype { tensor: String, path: PathBuf, found: String },
+    #[error("{path} is too short: tensor {tensor} ends at byte {needed} of its data, which has {found}")]
+    ShortFile { tensor: String, path: PathBuf, needed: usize, found: usize },
+    #[error("take memory for weights")]
+    Memory(#[source] std::io::Error),
+    #[error("start compute threads")]
+    Threads(#[source] std::io::Error),
+    #[error("KV in {0} is not implemented on a processor: bf16 and f32 are")]
+    KvDtype(types::KvDtype),
 }

@@ -1,7 +1,8 @@
 //! Runs the model: turns tokens into KV and KV into tokens.
 //!
 //! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), what can fail
-//! ([`error`]), and what every backend is held to ([`conformance`]).
+//! ([`error`]), and what every backend is held to ([`conformance`]). Then a real model: its weights ([`load`]), its
+//! layers ([`model`]), its choice of a token ([`sampler`]), and the processor that runs it ([`cpu`]).
 #![forbid(unsafe_code)]
 
 pub mod step;
@@ -9,7 +10,13 @@ pub mod backend;
 pub mod error;
 pub mod conformance;
 
+pub mod load;
+pub mod model;
+pub mod sampler;
+
+pub use backend::cpu;
+pub use backend::cpu::{CpuBackend, CpuSettings, LoadFormat};
 pub use backend::mock::{Mock, MockSettings, Pace};
 pub use backend::{Backend, EngineSettings, open};
-pub use error::{BackendError, OpenError, RowError};
+pub use error::{BackendError, LoadError, OpenError, RowError};
 pub use step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch, StepOutput};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use chassis::byte_size::ByteSize;
 use chassis::telemetry::LogSettings;
-use engine::{EngineSettings, Pace};
+use engine::{CpuSettings, EngineSettings, Pace};
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
@@ -209,7 +209,12 @@ impl NodeConfig {
             advertise: (!node.advertise.is_empty()).then_some(node.advertise),
             drain: Duration::from_millis(node.drain_ms),
             registry_url: registry.url,
-            engine: EngineSettings { model: model.path, kv_bytes, pace: Pace::Sleeping },
+            engine: EngineSettings {
+                model: model.path,
+                kv_bytes,
+                pace: Pace::Sleeping,
+                cpu: CpuSettings::default(),
+            },
             scheduler: scheduler.settings(),
             transfer: settings,
             connectors: transfer.connectors,

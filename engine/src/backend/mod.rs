@@ -1,6 +1,7 @@
 //! The contract of a backend, and the table of those there are.
 
 use std::fmt::Debug;
+use std::path::Path;
 
 use kv_cache::KvMemory;
 use types::ModelInfo;
@@ -8,6 +9,7 @@ use types::ModelInfo;
 use crate::error::{BackendError, OpenError};
 use crate::step::{Launched, StepBatch, StepOutput};
 
+pub mod cpu;
 pub mod flaky;
 pub mod mock;
 
@@ -60,21 +62,26 @@ pub trait Backend: Debug + Send + 'static {
 /// What a backend is opened with.
 #[derive(Clone, Debug)]
 pub struct EngineSettings {
-    /// `mock`, `mock:NAME` or `mock:FILE.toml`.
+    /// `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, or a folder's path by itself.
     pub model: String,
     /// Memory for KV. The regions' sum never exceeds it.
     pub kv_bytes: usize,
     /// How a mock spends its costs; a real model has its own.
     pub pace: mock::Pace,
+    /// How a real model is computed on a processor.
+    pub cpu: cpu::CpuSettings,
 }
 
 type Constructor = fn(&EngineSettings, Option<&str>) -> Result<Box<dyn Backend>, OpenError>;
 
 /// By the word before the colon. A new backend is one file and one line.
-const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open)];
+const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open), ("cpu", cpu::open)];
 
 /// Opens the model that the settings name.
 pub fn open(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
+    if Path::new(&settings.model).join("config.json").exists() {
+        return cpu::open(settings, Some(&settings.model));
+    }
     let (kind, name) = match settings.model.split_once(':') {
         Some((kind, name)) => (kind, Some(name)),
         None => (settings.model.as_str(), None),
@@ -93,7 +100,8 @@ mod tests {
     use mock::Pace;
 
     fn opened(model: &str, kv_bytes: usize) -> Result<Box<dyn Backend>, OpenError> {
-        open(&EngineSettings { model: model.to_owned(), kv_bytes, pace: Pace::Modelled })
+        let cpu = cpu::CpuSettings::default();
+        open(&EngineSettings { model: model.to_owned(), kv_bytes, pace: Pace::Modelled, cpu })
     }
 
     #[test]
@@ -102,7 +110,7 @@ mod tests {
         assert_eq!(backend.model().name, "mock");
         assert!(backend.memory().n_blocks() > 0);
         let error = opened("nonsense", 1 << 20).expect_err("no such backend");
-        assert_eq!(error.to_string(), "no model \"nonsense\": known are mock");
+        assert_eq!(error.to_string(), "no model \"nonsense\": known are mock, cpu");
     }
 
     #[test]

@@ -61,7 +61,7 @@ impl Format {
 }
 
 /// Where the scales of a [`Format::Q8`] matrix start: on a number's edge.
-fn scales_offset(numbers: usize) -> Option<usize> {
+pub(super) fn scales_offset(numbers: usize) -> Option<usize> {
     numbers.checked_next_multiple_of(4)
 }
 
@@ -123,26 +123,6 @@ impl Matrix {
         }
     }
 
-    /// The nearest matrix in [`Format::Q8`]: each block's largest number becomes 127 or -127.
-    pub fn quantized(&self) -> io::Result<Self> {
-        let (numbers, n_blocks) = (self.rows * self.cols, self.cols.div_ceil(Q8_BLOCK));
-        let len = Format::Q8.bytes(self.rows, self.cols).ok_or(io::ErrorKind::OutOfMemory)?;
-        let offset = scales_offset(numbers).ok_or(io::ErrorKind::OutOfMemory)?;
-        let bytes = SharedBytes::filled(len, |bytes| {
-            let (values, scales) = bytes.split_at_mut(offset);
-            let mut row = vec![0.0; self.cols];
-            for nth in 0..self.rows {
-                self.read_row(nth, &mut row);
-                quantize_row(
-                    &row,
-                    &mut values[nth * self.cols..][..self.cols],
-                    &mut scales[nth * n_blocks * 4..],
-                );
-            }
-        })?;
-        Ok(Self { bytes, rows: self.rows, cols: self.cols, format: Format::Q8 })
-    }
-
     pub(super) fn f32s(&self) -> &[f32] {
         number::f32s(&self.bytes).expect("`aligned` was called, and `new` checked the length")
     }
@@ -167,49 +147,15 @@ fn widen(narrow: &[u16], to: &mut [f32], number: impl Fn(u16) -> f32) {
     }
 }
 
-fn quantize_row(row: &[f32], values: &mut [u8], scales: &mut [u8]) {
-    for (nth, (block, values)) in row.chunks(Q8_BLOCK).zip(values.chunks_mut(Q8_BLOCK)).enumerate() {
-        let greatest = block.iter().fold(0f32, |greatest, value| greatest.max(value.abs()));
-        let scale = greatest / 127.0;
-        scales[nth * 4..nth * 4 + 4].copy_from_slice(&scale.to_le_bytes());
-        for (value, to) in block.iter().zip(values) {
-            let whole =
-                if scale == 0.0 { 0.0 } else { (value / scale).round_ties_even().clamp(-127.0, 127.0) };
-            *to = (whole as i8).cast_unsigned();
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn matrix(rows: usize, cols: usize, values: &[f32]) -> Matrix {
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let bytes = SharedBytes::filled(bytes.len(), |to| to.copy_from_slice(&bytes)).unwrap();
-        Matrix::new(bytes, rows, cols, Format::F32).unwrap()
-    }
 
     #[test]
     fn a_short_file_is_refused() {
         let bytes = SharedBytes::filled(10, |_| {}).unwrap();
         let error = Matrix::new(bytes, 2, 3, Format::Bf16).expect_err("12 bytes are needed");
         assert_eq!(error.to_string(), "2 x 3 numbers of Bf16 take 12 bytes, not 10");
-    }
-
-    #[test]
-    fn quantized_numbers_are_near() {
-        let values: Vec<f32> = (0..3 * 70).map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0).collect();
-        let (exact, near) = (matrix(3, 70, &values), matrix(3, 70, &values).quantized().unwrap());
-        let (mut row, mut row_q8) = (vec![0.0; 70], vec![0.0; 70]);
-        for nth in 0..3 {
-            exact.read_row(nth, &mut row);
-            near.read_row(nth, &mut row_q8);
-            assert!(
-                row.iter().zip(&row_q8).all(|(a, b)| (a - b).abs() <= 2.0 / 127.0 * 0.51),
-                "{row:?} {row_q8:?}"
-            );
-        }
     }
 
     #[test]

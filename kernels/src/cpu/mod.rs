@@ -13,6 +13,7 @@ mod simd;
 pub mod number;
 pub mod bytes;
 pub mod matrix;
+mod quantize;
 mod tile;
 mod strips;
 pub mod product;

@@ -38,6 +38,11 @@ impl Processor {
         });
     }
 
+    /// `x = e^((x - greatest) * scale)`: what softmax divides by its sum.
+    pub fn exponentials(&self, x: &mut [f32], greatest: f32, scale: f32) {
+        self.by_rows(x, LANES, |_, x| self.isa().run(Exponentials { x, greatest, scale }));
+    }
+
     /// Turns the two halves of every head of every row by that row's angles, given as cosines and sines for half a
     /// head each. `x` is rows of `n_heads` heads.
     pub fn rotate(&self, x: &mut [f32], n_heads: usize, angles: &Angles) {
@@ -72,13 +77,13 @@ pub struct Angles {
 
 impl Angles {
     /// `frequencies` has half a head's length. Computed as `transformers` does it: the angle is one f32 product.
-    pub fn new(frequencies: &[f32], scale: f32, positions: impl Iterator<Item = usize>) -> Self {
+    pub fn new(frequencies: &[f32], positions: impl Iterator<Item = usize>) -> Self {
         let mut angles = Self { half: frequencies.len(), ..Self::default() };
         for position in positions {
             for frequency in frequencies {
                 let (sin, cos) = (position as f32 * frequency).sin_cos();
-                angles.cos.push(cos * scale);
-                angles.sin.push(sin * scale);
+                angles.cos.push(cos);
+                angles.sin.push(sin);
             }
         }
         angles
@@ -200,6 +205,34 @@ fn silu_mul<S: Simd>(simd: S, gate: &mut [f32; LANES], up: &[f32; LANES]) {
     simd.store(simd.mul(silu, simd.load(up)), gate);
 }
 
+struct Exponentials<'a> {
+    x: &'a mut [f32],
+    greatest: f32,
+    scale: f32,
+}
+
+impl Kernel for Exponentials<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let (steps, tail) = self.x.as_chunks_mut::<LANES>();
+        for step in steps {
+            exponentials(simd, step, self.greatest, self.scale);
+        }
+        let mut last = [0.0; LANES];
+        last[..tail.len()].copy_from_slice(tail);
+        exponentials(simd, &mut last, self.greatest, self.scale);
+        tail.copy_from_slice(&last[..tail.len()]);
+    }
+}
+
+#[inline(always)]
+fn exponentials<S: Simd>(simd: S, x: &mut [f32; LANES], greatest: f32, scale: f32) {
+    let relative = simd.sub(simd.load(x), simd.splat(greatest));
+    simd.store(exp(simd, simd.mul(relative, simd.splat(scale))), x);
+}
+
 struct Rotate<'a> {
     row: &'a mut [f32],
     head_dim: usize,
@@ -290,8 +323,17 @@ mod tests {
     }
 
     #[test]
+    fn exponentials_are_relative_to_the_greatest() {
+        let out = all_agree(1003, |processor, x| processor.exponentials(x, 3.0, 0.5));
+        for (x, out) in numbers(1003, 0.3).iter().zip(out) {
+            let truth = ((f64::from(*x) - 3.0) * 0.5).exp();
+            assert!((f64::from(out) - truth).abs() < 1e-6);
+        }
+    }
+
+    #[test]
     fn rotation_keeps_lengths_and_turns_by_position() {
-        let angles = Angles::new(&[1.0, 0.1], 1.0, [0, 3].into_iter());
+        let angles = Angles::new(&[1.0, 0.1], [0, 3].into_iter());
         let x = numbers(2 * 2 * 4, 0.3);
         let out = all_agree(2 * 2 * 4, |cpu, x| cpu.rotate(x, 2, &angles));
         assert_eq!(x[..8], out[..8], "position 0 turns by nothing");

@@ -26,7 +26,11 @@ fn matrix(rows: usize, cols: usize, format: Format) -> Matrix {
     let bytes = SharedBytes::filled(bytes.len(), |to| to.copy_from_slice(&bytes)).unwrap();
     let plain = if format == Format::Q8 { Format::F32 } else { format };
     let matrix = Matrix::new(bytes, rows, cols, plain).unwrap();
-    if format == Format::Q8 { matrix.quantized().unwrap() } else { matrix }
+    if format == Format::Q8 {
+        cpu(Isa::best(), 1, Arithmetic::F32).quantize(&matrix).unwrap()
+    } else {
+        matrix
+    }
 }
 
 fn multiplied(cpu: &Processor, x: &[f32], n_rows: usize, matrix: &Matrix, bias: Option<&[f32]>) -> Vec<f32> {

@@ -1,0 +1,236 @@
+//! The processor as a backend: exact, with no other device, and the truth that others are compared with.
+//!
+//! A step is computed by a thread of its own, so `launch` returns at once. All of a batch goes through each layer
+//! together; what a row gets is the same bits in any company (see `kernels::cpu`).
+
+mod compute;
+mod settings;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+
+use kernels::cpu::{Arithmetic, Processor};
+use kv_cache::{FenceSignal, KvMemory};
+use types::layout::{Attention, LayerGroup, LayerShape, Shard};
+use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
+
+pub use settings::{CpuSettings, LoadFormat};
+
+use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
+use crate::error::{BackendError, LoadError, OpenError};
+use crate::load::weights::Seen;
+use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint};
+use crate::model::{self, Architecture, Model, ModelConfig};
+use crate::step::{Launched, StepBatch, StepOutput};
+use compute::{Compute, Job, JobRow};
+
+/// A model in memory, and the thread that computes with it.
+#[derive(Debug)]
+pub struct CpuBackend {
+    model: ModelInfo,
+    memory: KvMemory,
+    /// `None` once the thread was told to end.
+    jobs: Option<SyncSender<Job>>,
+    results: Receiver<StepOutput>,
+    in_flight: VecDeque<u64>,
+    n_launched: u64,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+/// The line in the table of backends: `name` is a model's folder.
+pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
+    let folder = name.unwrap_or_default();
+    Ok(Box::new(CpuBackend::open(Path::new(folder), engine.kv_bytes, &engine.cpu)?))
+}
+
+impl CpuBackend {
+    /// Loads the model of a folder. Resident memory is its weights, `kv_bytes` of KV, and what a step computes in.
+    pub fn open(folder: &Path, kv_bytes: usize, settings: &CpuSettings) -> Result<Self, OpenError> {
+        let processor =
+            Processor::new(settings.arithmetic, settings.threads()).map_err(LoadError::Threads)?;
+        let folder = ModelFolder::open(folder)?;
+        let loaded = Loaded::load(&folder, settings, &processor)?;
+        let layout = layout(&folder.config, loaded.architecture, settings)?;
+        let memory = memory(&layout, kv_bytes)?;
+        let model = ModelInfo {
+            name: folder.name(),
+            context_tokens: folder.config.context_tokens as u32,
+            vocab: folder.config.vocab as u32,
+            eos_tokens: folder.config.eos_tokens.clone(),
+            fingerprint: loaded.fingerprint(&folder, &layout, &processor, settings)?,
+            layout,
+        };
+        let compute = Compute::new(processor, loaded.model, memory.clone(), &folder.config);
+        Self::start(model, memory, compute)
+    }
+
+    fn start(model: ModelInfo, memory: KvMemory, compute: Compute) -> Result<Self, OpenError> {
+        let (jobs, jobs_in) = sync_channel(STEPS_IN_FLIGHT_MAX);
+        let (results_out, results) = sync_channel(STEPS_IN_FLIGHT_MAX);
+        let thread = thread::Builder::new().name("compute-0".to_owned());
+        let thread = thread.spawn(move || compute.run(&jobs_in, &results_out)).map_err(LoadError::Threads)?;
+        Ok(Self {
+            model,
+            memory,
+            jobs: Some(jobs),
+            results,
+            in_flight: VecDeque::with_capacity(STEPS_IN_FLIGHT_MAX),
+            n_launched: 0,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Backend for CpuBackend {
+    fn model(&self) -> &ModelInfo {
+        &self.model
+    }
+
+    fn memory(&self) -> &KvMemory {
+        &self.memory
+    }
+
+    fn launch(&mut self, batch: StepBatch<'_>) -> Result<Launched, BackendError> {
+        if self.in_flight.len() == STEPS_IN_FLIGHT_MAX {
+            return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
+        }
+        let (signal, fence) = FenceSignal::new();
+        let job = Job { rows: batch.rows.iter().map(JobRow::of).collect(), signal };
+        // The channel has room for all steps that may be in flight, so this does not wait.
+        let sent = self.jobs.as_ref().map(|jobs| jobs.send(job).is_ok());
+        if sent != Some(true) {
+            return Err(BackendError::DeviceLost("the compute thread is gone".to_owned()));
+        }
+        let number = self.n_launched;
+        self.n_launched += 1;
+        self.in_flight.push_back(number);
+        Ok(Launched::new(number, fence, None))
+    }
+
+    fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
+        match self.in_flight.front() {
+            None => return Err(BackendError::Order(format!("step {} is not in flight", step.step()))),
+            Some(oldest) if *oldest != step.step() => {
+                let order = format!("step {} was collected before step {oldest}", step.step());
+                return Err(BackendError::Order(order));
+            }
+            Some(_) => self.in_flight.pop_front(),
+        };
+        let lost = |_| BackendError::DeviceLost("the compute thread ended within a step".to_owned());
+        self.results.recv().map_err(lost)
+    }
+}
+
+impl Drop for CpuBackend {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // If it panicked, its panic was printed, and whoever collected learned that the device is lost.
+            let _ = thread.join();
+        }
+    }
+}
+
+// === loading ===
+
+/// Weights in memory, and what they are.
+struct Loaded {
+    architecture: &'static Architecture,
+    model: Box<dyn Model>,
+    weights: String,
+    weight_format: &'static str,
+}
+
+impl Loaded {
+    fn load(folder: &ModelFolder, settings: &CpuSettings, processor: &Processor) -> Result<Self, LoadError> {
+        let config = &folder.config;
+        let architecture =
+            model::architecture(&config.architecture).map_err(|known| LoadError::Architecture {
+                path: folder.path().join("config.json"),
+                name: config.architecture.clone(),
+                known,
+            })?;
+        let seen = Seen::default();
+        let load = |source: &dyn crate::load::TensorSource| {
+            (architecture.load)(config, &Weights::new(source, processor, settings.quantize, &seen))
+        };
+        let (model, weights) = match settings.load_format {
+            LoadFormat::Safetensors => {
+                let checkpoint = Checkpoint::open(folder.path())?;
+                (load(&checkpoint)?, fingerprint::of_weights(&checkpoint))
+            }
+            LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, format!("dummy, seed {seed}")),
+        };
+        let weight_format = seen.main_format().map_or("none", |format| format.as_str());
+        Ok(Self { architecture, model, weights, weight_format })
+    }
+
+    fn fingerprint(
+        &self,
+        folder: &ModelFolder,
+        layout: &KvLayout,
+        processor: &Processor,
+        settings: &CpuSettings,
+    ) -> Result<Fingerprint, LoadError> {
+        let arithmetic = match processor.arithmetic() {
+            Arithmetic::F32 => "f32",
+            Arithmetic::Bf16 => "bf16",
+        };
+        let dtype = match settings.quantize {
+            Quantize::No => self.weight_format.to_owned(),
+            Quantize::Q8 => "q8".to_owned(),
+        };
+        let parts = [
+            ("weights", self.weights.clone()),
+            ("dtype", dtype),
+            ("arithmetic", arithmetic.to_owned()),
+            ("rope", folder.config.rope.fingerprint()),
+            ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
+        ];
+        Ok(fingerprint::fingerprint(layout, parts))
+    }
+}
+
+fn layout(
+    config: &ModelConfig,
+    architecture: &Architecture,
+    settings: &CpuSettings,
+) -> Result<KvLayout, LoadError> {
+    if !matches!(settings.kv_dtype, KvDtype::F32 | KvDtype::Bf16) {
+        return Err(LoadError::KvDtype(settings.kv_dtype));
+    }
+    Ok(KvLayout {
+        block_tokens: settings.block_tokens,
+        dtype: settings.kv_dtype,
+        groups: groups(config, &(architecture.windows)(config)),
+        shard: Shard::WHOLE,
+    })
+}
+
+/// One group for each way of looking back, in the order of their first layers.
+fn groups(config: &ModelConfig, windows: &[Option<u32>]) -> Vec<LayerGroup> {
+    let mut groups: Vec<LayerGroup> = Vec::new();
+    for (layer, window) in (0..).zip(windows) {
+        let attention = window.map_or(Attention::Full, |tokens| Attention::SlidingWindow { tokens });
+        let shape =
+            LayerShape { layer, n_kv_heads: config.n_kv_heads as u16, head_dim: config.head_dim as u16 };
+        match groups.iter_mut().find(|group| group.attention == attention) {
+            Some(group) => group.layers.push(shape),
+            None => groups.push(LayerGroup { attention, layers: vec![shape] }),
+        }
+    }
+    groups
+}
+
+fn memory(layout: &KvLayout, kv_bytes: usize) -> Result<KvMemory, OpenError> {
+    let n_blocks = KvMemory::blocks_within(layout, kv_bytes);
+    if n_blocks == 0 {
+        let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
+        return Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes });
+    }
+    KvMemory::host(layout.clone(), n_blocks).map_err(|error| OpenError::KvMemory(error.to_string()))
+}

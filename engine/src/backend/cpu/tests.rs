@@ -1,0 +1,79 @@
+use std::num::NonZero;
+use std::path::PathBuf;
+
+use super::*;
+use crate::conformance;
+
+fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+fn check(name: &str, settings: &CpuSettings) {
+    conformance::suite(&|| Box::new(CpuBackend::open(&folder(name), 8 << 20, settings).expect("it opens")));
+}
+
+fn settings(threads: usize) -> CpuSettings {
+    CpuSettings { threads: NonZero::new(threads), ..CpuSettings::default() }
+}
+
+#[test]
+fn every_architecture_keeps_the_contract() {
+    for name in ["llama", "llama3", "mistral", "qwen2", "qwen3"] {
+        check(&format!("tests/models/{name}"), &settings(1));
+    }
+}
+
+#[test]
+fn the_demo_model_keeps_the_contract_on_two_threads() {
+    check("../models/demo", &settings(2));
+}
+
+#[test]
+fn every_setting_keeps_the_contract() {
+    for (kv_dtype, arithmetic, quantize, block_tokens) in [
+        (KvDtype::F32, Arithmetic::F32, Quantize::No, 16),
+        (KvDtype::Bf16, Arithmetic::Bf16, Quantize::No, 16),
+        (KvDtype::Bf16, Arithmetic::F32, Quantize::Q8, 16),
+        (KvDtype::Bf16, Arithmetic::F32, Quantize::No, 8),
+        (KvDtype::Bf16, Arithmetic::F32, Quantize::No, 32),
+    ] {
+        let settings = CpuSettings { kv_dtype, arithmetic, quantize, block_tokens, ..settings(2) };
+        check("tests/models/qwen3", &settings);
+        check("tests/models/mistral", &settings);
+    }
+}
+
+#[test]
+fn a_config_alone_is_a_model() {
+    let dummy = CpuSettings { load_format: LoadFormat::Dummy { seed: 5 }, ..settings(2) };
+    check("tests/models/qwen3", &dummy);
+    let backend = CpuBackend::open(&folder("tests/models/qwen3"), 1 << 20, &dummy).expect("it opens");
+    let weights = backend.model().fingerprint.parts().find(|part| part.0 == "weights").map(|part| part.1);
+    assert_eq!(weights, Some("dummy, seed 5"));
+}
+
+#[test]
+fn what_makes_kv_differ_is_in_the_fingerprint() {
+    let fingerprint = |name: &str, settings: &CpuSettings| {
+        let backend = CpuBackend::open(&folder(name), 1 << 20, settings).expect("it opens");
+        backend.model().fingerprint.clone()
+    };
+    let plain = fingerprint("../models/demo", &settings(1));
+    assert_eq!(plain.agree(&fingerprint("../models/demo", &settings(2))), Ok(()));
+    let q8 = CpuSettings { quantize: Quantize::Q8, ..settings(1) };
+    let error = plain.agree(&fingerprint("../models/demo", &q8)).expect_err("8 bits are not 16");
+    assert_eq!(error.to_string(), "models differ: dtype: bf16 here, q8 there");
+    let error = plain.agree(&fingerprint("tests/models/llama", &settings(1))).expect_err("another model");
+    assert!(error.to_string().contains("weights: "), "{error}");
+}
+
+#[test]
+fn layers_that_see_alike_share_tables() {
+    let windows = [None, Some(8), None, Some(8), Some(4)];
+    let config = ModelFolder::open(&folder("tests/models/qwen2")).expect("it opens").config;
+    let groups = groups(&config, &windows);
+    let layers: Vec<Vec<u16>> =
+        groups.iter().map(|group| group.layers.iter().map(|shape| shape.layer).collect()).collect();
+    assert_eq!(layers, [vec![0, 2], vec![1, 3], vec![4]]);
+    assert_eq!(groups[1].attention, Attention::SlidingWindow { tokens: 8 });
+}

@@ -1,0 +1,84 @@
+//! Weights that are made up: a config alone is enough to measure speed.
+
+use kernels::cpu::number::{f32_to_bf16, u16s_mut};
+use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
+
+use super::weights::TensorSource;
+use crate::error::LoadError;
+
+/// Numbers that one part of the filling makes.
+const PART_NUMBERS: usize = 1 << 18;
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Random bf16 weights, the same for the same seed and name on every machine.
+///
+/// They are spread so that activations keep their size through the layers; norms are ones.
+#[derive(Debug)]
+pub struct Dummy<'a> {
+    pub seed: u64,
+    pub processor: &'a Processor,
+}
+
+impl TensorSource for Dummy<'_> {
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
+        let key = mix(self.seed ^ name.bytes().fold(0, |key, byte| mix(key ^ u64::from(byte))));
+        // Uniform between plus and minus the root of 3 / cols has a variance of 1 / cols.
+        let scale = (3.0 / cols as f32).sqrt() / 32768.0;
+        let bytes = SharedBytes::filled(rows * cols * 2, |bytes| {
+            let numbers = u16s_mut(bytes).expect("memory of our own, of whole numbers");
+            self.processor.pool().run_on(numbers, PART_NUMBERS, |nth, numbers| {
+                fill(numbers, key.wrapping_add((nth * PART_NUMBERS) as u64), scale);
+            });
+        });
+        let bytes = bytes.map_err(LoadError::Memory)?;
+        Ok(Matrix::new(bytes, rows, cols, Format::Bf16).expect("as many bytes as were filled"))
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
+        let value = if name.ends_with("bias") { 0.0 } else { 1.0 };
+        Ok(vec![value; len])
+    }
+}
+
+/// Four numbers from each draw.
+fn fill(numbers: &mut [u16], key: u64, scale: f32) {
+    for (nth, four) in numbers.chunks_mut(4).enumerate() {
+        let mut draw = mix(key.wrapping_add(4 * nth as u64));
+        for number in four {
+            *number = f32_to_bf16(f32::from(draw as i16) * scale);
+            draw >>= 16;
+        }
+    }
+}
+
+/// The finalizer of SplitMix64: every bit of the input changes half of the output.
+fn mix(key: u64) -> u64 {
+    let mut x = key.wrapping_add(1).wrapping_mul(GOLDEN);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZero;
+
+    use kernels::cpu::Arithmetic;
+
+    use super::*;
+
+    fn made(seed: u64, name: &str, threads: usize) -> Vec<u8> {
+        let processor =
+            Processor::new(Arithmetic::F32, NonZero::new(threads).expect("some")).expect("threads");
+        let dummy = Dummy { seed, processor: &processor };
+        dummy.matrix(name, 700, 900).expect("memory").bytes().to_vec()
+    }
+
+    #[test]
+    fn seed_and_name_make_the_weights() {
+        let one = made(1, "a", 1);
+        assert_eq!(one, made(1, "a", 3), "whatever the threads");
+        assert_ne!(one, made(2, "a", 1));
+        assert_ne!(one, made(1, "b", 1));
+    }
+}

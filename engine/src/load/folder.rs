@@ -1,0 +1,48 @@
+//! A model's folder, as the Hugging Face hub lays it out.
+
+use std::path::{Path, PathBuf};
+
+use crate::error::LoadError;
+use crate::model::ModelConfig;
+
+/// A folder with a `config.json`, and what else is found there.
+#[derive(Clone, Debug)]
+pub struct ModelFolder {
+    path: PathBuf,
+    pub config: ModelConfig,
+}
+
+impl ModelFolder {
+    /// Reads the configs; the weights are opened by [`Checkpoint`](super::Checkpoint).
+    pub fn open(path: &Path) -> Result<Self, LoadError> {
+        let file = path.join("config.json");
+        let config = std::fs::read(&file).map_err(|source| LoadError::Read { path: file.clone(), source })?;
+        let generation = read_if_there(&path.join("generation_config.json"))?;
+        let config = ModelConfig::parse(&config, generation.as_deref())
+            .map_err(|problem| LoadError::Config { path: file, source: Box::new(problem) })?;
+        Ok(Self { path: path.to_owned(), config })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The folder's own name, which is the model's.
+    pub fn name(&self) -> String {
+        let whole = self.path.canonicalize().unwrap_or_else(|_| self.path.clone());
+        whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
+    }
+
+    /// `None` if the model has no tokenizer, as one that is a config alone.
+    pub fn tokenizer(&self) -> Result<Option<Vec<u8>>, LoadError> {
+        read_if_there(&self.path.join("tokenizer.json"))
+    }
+}
+
+fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, LoadError> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(LoadError::Read { path: path.to_owned(), source }),
+    }
+}

@@ -1,0 +1,16 @@
+//! Weights: from a folder as it is published, or made up.
+//!
+//! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files' ([`checkpoint`]),
+//! none at all ([`dummy`]), what architectures see of it ([`weights`]), and what two nodes compare ([`fingerprint`]).
+
+pub mod folder;
+pub mod safetensors;
+pub mod checkpoint;
+pub mod dummy;
+pub mod weights;
+pub mod fingerprint;
+
+pub use checkpoint::Checkpoint;
+pub use dummy::Dummy;
+pub use folder::ModelFolder;
+pub use weights::{Quantize, TensorSource, Weights};

@@ -1,0 +1,116 @@
+//! One safetensors file: a header in JSON that says where each tensor's bytes are, then the bytes.
+//!
+//! ```text
+//! 8 bytes    length of the header, little-endian
+//! header     {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {…}}
+//! data       offsets count from here
+//! ```
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use kernels::cpu::{Format, SharedBytes};
+use serde::Deserialize;
+
+use crate::error::LoadError;
+
+/// A longer header is no header: the largest models need a few megabytes.
+const HEADER_BYTES_MAX: usize = 100 << 20;
+const LENGTH_BYTES: usize = 8;
+
+/// A mapped file whose tensors are known by name.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    header: SharedBytes,
+    data: SharedBytes,
+    entries: HashMap<String, Entry>,
+}
+
+/// What the header says of one tensor.
+#[derive(Clone, Debug, Deserialize)]
+struct Entry {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (usize, usize),
+}
+
+/// One tensor's bytes.
+#[derive(Clone, Debug)]
+pub struct TensorBytes {
+    pub bytes: SharedBytes,
+    pub shape: Vec<usize>,
+    pub format: Format,
+}
+
+impl TensorFile {
+    pub fn open(path: &Path) -> Result<Self, LoadError> {
+        let bytes =
+            SharedBytes::map(path).map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
+        let bad = |reason: String| LoadError::Header { path: path.to_owned(), reason };
+        let header_end = header_end(&bytes).map_err(bad)?;
+        let header = bytes.slice(LENGTH_BYTES..header_end);
+        let entries = parse(&header).map_err(|error| bad(error.to_string()))?;
+        Ok(Self { path: path.to_owned(), header, data: bytes.slice(header_end..bytes.len()), entries })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Names, types, shapes and places of all tensors, as they stand in the file.
+    pub fn header(&self) -> &[u8] {
+        &self.header
+    }
+
+    pub fn data(&self) -> &[u8] {
+        &self.data
+    }
+
+    /// In no particular order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    /// `None` if there is no tensor of that name.
+    pub fn tensor(&self, name: &str) -> Option<Result<TensorBytes, LoadError>> {
+        self.entries.get(name).map(|entry| self.cut_out(name, entry))
+    }
+
+    fn cut_out(&self, name: &str, entry: &Entry) -> Result<TensorBytes, LoadError> {
+        let (tensor, path) = (name.to_owned(), self.path.clone());
+        let Some(format) = format(&entry.dtype) else {
+            return Err(LoadError::Dtype { tensor, path, found: entry.dtype.clone() });
+        };
+        let (start, end) = entry.data_offsets;
+        if start > end || end > self.data.len() {
+            return Err(LoadError::ShortFile { tensor, path, needed: end, found: self.data.len() });
+        }
+        Ok(TensorBytes { bytes: self.data.slice(start..end), shape: entry.shape.clone(), format })
+    }
+}
+
+fn header_end(bytes: &[u8]) -> Result<usize, String> {
+    let (length, rest) =
+        bytes.split_first_chunk().ok_or_else(|| format!("{} bytes are no file", bytes.len()))?;
+    let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
+    if length > HEADER_BYTES_MAX || length > rest.len() {
+        return Err(format!("a header of {length} bytes in a file of {}", bytes.len()));
+    }
+    Ok(LENGTH_BYTES + length)
+}
+
+fn parse(header: &[u8]) -> Result<HashMap<String, Entry>, serde_json::Error> {
+    let mut raw: HashMap<String, serde_json::Value> = serde_json::from_slice(header)?;
+    raw.remove("__metadata__");
+    raw.into_iter().map(|(name, entry)| Ok((name, serde_json::from_value(entry)?))).collect()
+}
+
+fn format(dtype: &str) -> Option<Format> {
+    match dtype {
+        "F32" => Some(Format::F32),
+        "BF16" => Some(Format::Bf16),
+        "F16" => Some(Format::F16),
+        _ => None,
+    }
+}

@@ -1,0 +1,90 @@
+//! What an architecture sees of a checkpoint: tensors by their names, one name's end after the other.
+
+use std::cell::RefCell;
+use std::fmt::Debug;
+
+use kernels::cpu::{Format, Matrix, Processor};
+
+use crate::error::LoadError;
+
+/// Where tensors come from.
+pub trait TensorSource: Debug {
+    /// A matrix as it lies there, in any of the number types that there are.
+    fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError>;
+
+    /// A vector, widened: norms and biases, which are small.
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError>;
+}
+
+/// What becomes of matrices as they are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Quantize {
+    /// They stay where they are: the file's own pages.
+    #[default]
+    No,
+    /// 8 bits a weight, for half the memory traffic of bf16 and a loss of exactness.
+    Q8,
+}
+
+/// The tensors whose names begin with a prefix.
+#[derive(Clone, Debug)]
+pub struct Weights<'a> {
+    source: &'a dyn TensorSource,
+    processor: &'a Processor,
+    quantize: Quantize,
+    prefix: String,
+    seen: &'a Seen,
+}
+
+/// What was loaded so far.
+#[derive(Debug, Default)]
+pub struct Seen(RefCell<Vec<(Format, usize)>>);
+
+impl<'a> Weights<'a> {
+    pub fn new(
+        source: &'a dyn TensorSource,
+        processor: &'a Processor,
+        quantize: Quantize,
+        seen: &'a Seen,
+    ) -> Self {
+        Self { source, processor, quantize, prefix: String::new(), seen }
+    }
+
+    /// Those below `name`, as in `model.layers.0`.
+    pub fn under(&self, name: &str) -> Self {
+        Self { prefix: self.name(name), ..self.clone() }
+    }
+
+    pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
+        let matrix = self.source.matrix(&self.name(name), rows, cols)?;
+        let matrix = match self.quantize {
+            Quantize::No => matrix,
+            Quantize::Q8 => self.processor.quantize(&matrix).map_err(LoadError::Memory)?,
+        };
+        self.seen.0.borrow_mut().push((matrix.format(), matrix.bytes().len()));
+        Ok(matrix)
+    }
+
+    pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
+        self.source.vector(&self.name(name), len)
+    }
+
+    fn name(&self, end: &str) -> String {
+        if self.prefix.is_empty() { end.to_owned() } else { format!("{}.{end}", self.prefix) }
+    }
+}
+
+impl Seen {
+    /// Bytes of all matrices.
+    pub fn bytes(&self) -> usize {
+        self.0.borrow().iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// The number type that most of the bytes are of.
+    pub fn main_format(&self) -> Option<Format> {
+        let seen = self.0.borrow();
+        let bytes_of =
+            |format: Format| seen.iter().filter(|one| one.0 == format).map(|one| one.1).sum::<usize>();
+        seen.iter().map(|one| one.0).max_by_key(|format| bytes_of(*format))
+    }
+}

@@ -1,0 +1,53 @@
+//! Models as the processor computes them: one file per architecture, read top to bottom.
+//!
+//! Suggested reading order: what a model is said to be ([`config`], [`rope`]), what goes through it ([`tensor`],
+//! [`pass`]), what it is made of ([`nn`]), and then [`llama`]; the others say how they differ from it.
+
+pub mod config;
+pub mod rope;
+pub mod tensor;
+pub mod pass;
+pub mod nn;
+
+pub mod llama;
+pub mod mistral;
+pub mod qwen2;
+pub mod qwen3;
+
+use std::fmt::Debug;
+
+pub use config::ModelConfig;
+pub use pass::{Pass, PassRow};
+pub use tensor::{Scratch, Tensor};
+
+use crate::error::LoadError;
+use crate::load::Weights;
+
+/// A decoder. It reads and writes the KV of each layer on the way, and holds nothing else of a sequence.
+pub trait Model: Debug + Send {
+    /// From the pass's tokens to the logits of the rows that are wanted: (wanted, vocab).
+    fn forward(&self, pass: &mut Pass<'_>) -> Tensor;
+}
+
+/// A line of the table below.
+#[derive(Debug)]
+pub struct Architecture {
+    /// As `architectures` in a `config.json` names it.
+    pub name: &'static str,
+    /// How many tokens each layer looks back, by layer; `None` looks at all.
+    pub windows: fn(&ModelConfig) -> Vec<Option<u32>>,
+    pub load: Load,
+}
+
+/// Takes a model's weights by their names.
+pub type Load = fn(&ModelConfig, &Weights<'_>) -> Result<Box<dyn Model>, LoadError>;
+
+/// The architectures that there are. A new one is one file and one line.
+pub const ARCHITECTURES: &[Architecture] =
+    &[llama::ARCHITECTURE, mistral::ARCHITECTURE, qwen2::ARCHITECTURE, qwen3::ARCHITECTURE];
+
+/// The architecture of that name, or the names of those there are.
+pub fn architecture(name: &str) -> Result<&'static Architecture, String> {
+    let found = ARCHITECTURES.iter().find(|architecture| architecture.name == name);
+    found.ok_or_else(|| ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", "))
+}

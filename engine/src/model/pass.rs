@@ -1,0 +1,305 @@
+//! Hot path.
+//! One step on its way through a model: what each layer does to all rows at once.
+
+use std::ops::Range;
+
+use kernels::PageBusy;
+use kernels::cpu::{Angles, Attention, Format, KvShape, Processor, Product, Stretch};
+use kv_cache::{FenceSignal, KvMemory, PageRef};
+use types::layout::{Attention as Sight, LayerShape};
+use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
+
+use super::nn::{Embedding, Linear, RmsNorm};
+use super::tensor::{Scratch, Tensor};
+use crate::error::RowError;
+
+/// Neighbouring tokens of one sequence.
+#[derive(Debug)]
+pub struct PassRow<'a> {
+    pub tokens: &'a [TokenId],
+    /// The position of the first of them.
+    pub start: usize,
+    /// The sequence's blocks, one table per layer group.
+    pub tables: &'a [Vec<BlockIdx>],
+    /// Whether the logits after the last token are wanted.
+    pub is_wanted: bool,
+    /// A row that failed takes no further part; what it would have computed is garbage that nobody reads.
+    pub outcome: Result<(), RowError>,
+}
+
+/// All rows of a step. Their tokens are rows of every tensor, one row's after the other's.
+#[derive(Debug)]
+pub struct Pass<'a> {
+    processor: &'a Processor,
+    scratch: &'a Scratch,
+    memory: &'a KvMemory,
+    signal: &'a FenceSignal,
+    rows: Vec<PassRow<'a>>,
+    n_tokens: usize,
+    angles: Angles,
+}
+
+/// What a pass computes with.
+#[derive(Clone, Copy, Debug)]
+pub struct PassParts<'a> {
+    pub processor: &'a Processor,
+    pub scratch: &'a Scratch,
+    pub memory: &'a KvMemory,
+    pub signal: &'a FenceSignal,
+    /// Radians per position, for each pair of a head.
+    pub frequencies: &'a [f32],
+}
+
+impl<'a> Pass<'a> {
+    pub fn new(parts: PassParts<'a>, rows: Vec<PassRow<'a>>) -> Self {
+        let PassParts { processor, scratch, memory, signal, frequencies } = parts;
+        let positions = rows.iter().flat_map(|row| row.start..row.start + row.tokens.len());
+        let angles = Angles::new(frequencies, positions);
+        let n_tokens = rows.iter().map(|row| row.tokens.len()).sum();
+        Self { processor, scratch, memory, signal, rows, n_tokens, angles }
+    }
+
+    /// How each row fared, in their order.
+    pub fn into_outcomes(self) -> impl Iterator<Item = Result<(), RowError>> + use<'a> {
+        self.rows.into_iter().map(|row| row.outcome)
+    }
+
+    /// (tokens, hidden)
+    pub fn embed(&self, table: &Embedding) -> Tensor {
+        let mut out = self.scratch.tensor(self.n_tokens, table.0.cols());
+        let tokens = self.rows.iter().flat_map(|row| row.tokens);
+        for (nth, token) in tokens.enumerate() {
+            table.0.read_row(token.0 as usize, out.row_mut(nth));
+        }
+        out
+    }
+
+    pub fn norm(&self, x: &Tensor, norm: &RmsNorm) -> Tensor {
+        let mut out = self.scratch.tensor(x.n_rows(), x.width());
+        self.processor.rms_norm(x, &norm.weight, norm.epsilon, &mut out);
+        out
+    }
+
+    /// Norms every head by itself.
+    pub fn norm_heads(&self, x: &mut Tensor, norm: &RmsNorm) {
+        self.processor.rms_norm_in_place(x, &norm.weight, norm.epsilon);
+    }
+
+    pub fn linear(&self, x: &Tensor, linear: &Linear) -> Tensor {
+        let [out] = self.linears(x, [linear]);
+        out
+    }
+
+    /// Several layers of the same input, with one share-out of the work.
+    pub fn linears<const N: usize>(&self, x: &Tensor, linears: [&Linear; N]) -> [Tensor; N] {
+        let mut outs = linears.map(|linear| self.scratch.tensor(x.n_rows(), linear.weight.rows()));
+        let mut products: Vec<Product<'_>> = outs
+            .iter_mut()
+            .zip(linears)
+            .map(|(out, linear)| Product { matrix: &linear.weight, bias: linear.bias.as_deref(), out })
+            .collect();
+        self.processor.multiply(x, x.n_rows(), &mut products);
+        outs
+    }
+
+    /// `x += y`
+    pub fn add(&self, x: &mut Tensor, y: &Tensor) {
+        self.processor.add(x, y);
+    }
+
+    /// `silu(gate) * up`
+    pub fn gated(&self, mut gate: Tensor, up: &Tensor) -> Tensor {
+        self.processor.silu_mul(&mut gate, up);
+        gate
+    }
+
+    /// Turns every head by its token's position.
+    pub fn rotate(&self, x: &mut Tensor, head_dim: usize) {
+        let n_heads = x.width() / head_dim;
+        self.processor.rotate(x, n_heads, &self.angles);
+    }
+
+    /// Writes a layer's keys and values, opens the fence for it, and attends: (tokens, heads * head_dim).
+    pub fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+        let place = Place::of(self.memory.layout(), layer);
+        let kv = place.shape(self.memory.layout());
+        self.write_kv(&place, &kv, k, v);
+        self.signal.layers_done(layer as u16 + 1);
+        let attention = Attention {
+            kv,
+            n_heads: q.width() / kv.head_dim,
+            scale: (kv.head_dim as f32).sqrt().recip(),
+            window: place.window,
+        };
+        let mut out = self.scratch.tensor(q.n_rows(), q.width());
+        let runs = self.seen_pages(&place, &attention);
+        self.processor.attend(&attention, q, &stretches(&runs, kv.page_bytes()), &mut out);
+        out
+    }
+
+    /// The last row of each sequence whose logits are wanted: (wanted, width). One that failed is among them.
+    pub fn wanted(&self, x: &Tensor) -> Tensor {
+        let n_wanted = self.rows.iter().filter(|row| row.is_wanted).count();
+        let mut out = self.scratch.tensor(n_wanted, x.width());
+        let mut end = 0;
+        let mut nth = 0;
+        for row in &self.rows {
+            end += row.tokens.len();
+            if row.is_wanted {
+                out.row_mut(nth).copy_from_slice(x.row(end - 1));
+                nth += 1;
+            }
+        }
+        out
+    }
+
+    fn write_kv(&mut self, place: &Place, kv: &KvShape, k: &Tensor, v: &Tensor) {
+        let mut first = 0;
+        for row in &mut self.rows {
+            let n_tokens = row.tokens.len();
+            if row.outcome.is_ok() {
+                let writer = KvWriter { processor: self.processor, memory: self.memory, place, kv };
+                row.outcome = writer.write(row, &k[first * k.width()..], &v[first * v.width()..]);
+            }
+            first += n_tokens;
+        }
+    }
+
+    /// What each row that is well sees of a layer. The pages are borrowed until the runs are dropped.
+    fn seen_pages(&mut self, place: &Place, attention: &Attention) -> Vec<SeenPages<'a>> {
+        let mut runs = Vec::with_capacity(self.rows.len());
+        let mut first = 0;
+        for row in &mut self.rows {
+            let rows = first..first + row.tokens.len();
+            first = rows.end;
+            if row.outcome.is_err() {
+                continue;
+            }
+            match SeenPages::read(self.memory, place, attention, row, rows) {
+                Ok(pages) => runs.push(pages),
+                Err(error) => row.outcome = Err(error),
+            }
+        }
+        runs
+    }
+}
+
+// === where a layer's KV is ===
+
+/// Where a layer's KV is.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    group: GroupIdx,
+    layer_pos: u16,
+    shape: LayerShape,
+    window: Option<usize>,
+}
+
+impl Place {
+    fn of(layout: &KvLayout, layer: usize) -> Self {
+        let places = layout.group_indices().flat_map(|group| {
+            let window = window(layout.group(group).attention);
+            let layers = layout.group(group).layers.iter().zip(0..);
+            layers.map(move |(shape, layer_pos)| Self { group, layer_pos, shape: *shape, window })
+        });
+        let mut at_layer = places.filter(|place| usize::from(place.shape.layer) == layer);
+        at_layer.next().expect("the layout is made from the model")
+    }
+
+    fn shape(&self, layout: &KvLayout) -> KvShape {
+        KvShape {
+            block_tokens: usize::from(layout.block_tokens),
+            n_kv_heads: usize::from(self.shape.n_kv_heads),
+            head_dim: usize::from(self.shape.head_dim),
+            format: match layout.dtype {
+                KvDtype::F32 => Format::F32,
+                KvDtype::Bf16 => Format::Bf16,
+                KvDtype::F16 | KvDtype::Fp8E4m3 => unreachable!("refused when the backend is opened"),
+            },
+        }
+    }
+
+    fn busy(&self, position: usize, busy: &PageBusy) -> RowError {
+        RowError::Page { layer: self.shape.layer, position, reason: busy.to_string() }
+    }
+}
+
+fn window(sight: Sight) -> Option<usize> {
+    match sight {
+        Sight::SlidingWindow { tokens } => Some(tokens as usize),
+        Sight::Full | Sight::Latent => None,
+    }
+}
+
+// === writing and reading pages ===
+
+#[derive(Clone, Copy)]
+struct KvWriter<'a> {
+    processor: &'a Processor,
+    memory: &'a KvMemory,
+    place: &'a Place,
+    kv: &'a KvShape,
+}
+
+impl KvWriter<'_> {
+    /// Writes the KV of a row's tokens, which `keys` and `values` begin with, block by block.
+    fn write(&self, row: &PassRow<'_>, keys: &[f32], values: &[f32]) -> Result<(), RowError> {
+        let (block_tokens, width) = (self.kv.block_tokens, self.kv.n_kv_heads * self.kv.head_dim);
+        let mut position = row.start;
+        let end = row.start + row.tokens.len();
+        while position < end {
+            let slot = position % block_tokens;
+            let n_tokens = (block_tokens - slot).min(end - position);
+            let numbers = (position - row.start) * width..(position - row.start + n_tokens) * width;
+            let block = row.tables[usize::from(self.place.group.0)][position / block_tokens].0;
+            let page = self.memory.write(self.place.group, self.place.layer_pos, block..block + 1);
+            let mut page = page.map_err(|busy| self.place.busy(position, &busy))?;
+            self.processor.write_kv(self.kv, &mut page, slot, &keys[numbers.clone()], &values[numbers]);
+            position += n_tokens;
+        }
+        Ok(())
+    }
+}
+
+/// The pages that one row sees of a layer, in runs of neighbours.
+struct SeenPages<'a> {
+    rows: Range<usize>,
+    start: usize,
+    first_block: usize,
+    runs: Vec<PageRef<'a>>,
+}
+
+impl<'a> SeenPages<'a> {
+    fn read(
+        memory: &'a KvMemory,
+        place: &Place,
+        attention: &Attention,
+        row: &PassRow<'_>,
+        rows: Range<usize>,
+    ) -> Result<Self, RowError> {
+        let block_tokens = attention.kv.block_tokens;
+        let first_block = attention.first_seen(row.start) / block_tokens;
+        let end_block = (row.start + row.tokens.len()).div_ceil(block_tokens);
+        let blocks = &row.tables[usize::from(place.group.0)][first_block..end_block];
+        let mut pages = Self { rows, start: row.start, first_block, runs: Vec::new() };
+        let mut n_read = 0;
+        for run in blocks.chunk_by(|one, next| one.0 + 1 == next.0) {
+            let range = run[0].0..run[0].0 + run.len() as u32;
+            let read = memory.read(place.group, place.layer_pos, range);
+            let position = (first_block + n_read) * block_tokens;
+            pages.runs.push(read.map_err(|busy| place.busy(position, &busy))?);
+            n_read += run.len();
+        }
+        Ok(pages)
+    }
+}
+
+fn stretches<'a>(rows: &'a [SeenPages<'_>], page_bytes: usize) -> Vec<Stretch<'a>> {
+    let stretch = |row: &'a SeenPages<'_>| Stretch {
+        rows: row.rows.clone(),
+        start: row.start,
+        first_block: row.first_block,
+        pages: row.runs.iter().flat_map(|run| run.chunks_exact(page_bytes)).collect(),
+    };
+    rows.iter().map(stretch).collect()
+}

@@ -1,0 +1,107 @@
+//! Qwen2 and Qwen2.5: Llama with biases of q, k and v, and in some sizes a window in the upper layers.
+
+use super::config::ModelConfig;
+use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
+use super::pass::Pass;
+use super::tensor::Tensor;
+use super::{Architecture, Model};
+use crate::error::LoadError;
+use crate::load::Weights;
+
+pub const ARCHITECTURE: Architecture = Architecture {
+    name: "Qwen2ForCausalLM",
+    windows: |config| {
+        let window = &config.window;
+        window.by_layer(config.n_layers, |layer| window.is_used && layer >= window.full_layers)
+    },
+    load: |config, weights| Ok(Box::new(Qwen2::load(config, weights)?)),
+};
+
+#[derive(Debug)]
+struct Qwen2 {
+    vocabulary: Vocabulary,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+}
+
+#[derive(Debug)]
+struct Layer {
+    attention_norm: RmsNorm,
+    attention: Attention,
+    mlp_norm: RmsNorm,
+    mlp: Mlp,
+}
+
+#[derive(Debug)]
+struct Attention {
+    layer: usize,
+    head_dim: usize,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    o: Linear,
+}
+
+impl Qwen2 {
+    fn load(config: &ModelConfig, weights: &Weights<'_>) -> Result<Self, LoadError> {
+        let layer = |nth: usize| Layer::load(config, &weights.under(&format!("model.layers.{nth}")), nth);
+        Ok(Self {
+            vocabulary: Vocabulary::load(weights, config)?,
+            layers: (0..config.n_layers).map(layer).collect::<Result<_, _>>()?,
+            norm: RmsNorm::load(&weights.under("model.norm"), config.hidden, config.norm_epsilon)?,
+        })
+    }
+}
+
+impl Model for Qwen2 {
+    fn forward(&self, pass: &mut Pass<'_>) -> Tensor {
+        let mut x = pass.embed(&self.vocabulary.embed); // (tokens, hidden)
+        for layer in &self.layers {
+            layer.forward(&mut x, pass);
+        }
+        let x = pass.norm(&pass.wanted(&x), &self.norm); // (wanted, hidden)
+        pass.linear(&x, &self.vocabulary.head) // (wanted, vocab)
+    }
+}
+
+impl Layer {
+    fn load(config: &ModelConfig, weights: &Weights<'_>, layer: usize) -> Result<Self, LoadError> {
+        let norm = |name: &str| RmsNorm::load(&weights.under(name), config.hidden, config.norm_epsilon);
+        Ok(Self {
+            attention_norm: norm("input_layernorm")?,
+            attention: Attention::load(config, &weights.under("self_attn"), layer)?,
+            mlp_norm: norm("post_attention_layernorm")?,
+            mlp: Mlp::load(&weights.under("mlp"), config, Biased(false))?,
+        })
+    }
+
+    fn forward(&self, x: &mut Tensor, pass: &mut Pass<'_>) {
+        let attended = self.attention.forward(&pass.norm(x, &self.attention_norm), pass);
+        pass.add(x, &attended);
+        let fed = self.mlp.forward(&pass.norm(x, &self.mlp_norm), pass);
+        pass.add(x, &fed);
+    }
+}
+
+impl Attention {
+    fn load(config: &ModelConfig, weights: &Weights<'_>, layer: usize) -> Result<Self, LoadError> {
+        let (hidden, head_dim) = (config.hidden, config.head_dim);
+        let (q_width, kv_width) = (config.n_heads * head_dim, config.n_kv_heads * head_dim);
+        Ok(Self {
+            layer,
+            head_dim,
+            q: Linear::load_biased(&weights.under("q_proj"), q_width, hidden)?,
+            k: Linear::load_biased(&weights.under("k_proj"), kv_width, hidden)?,
+            v: Linear::load_biased(&weights.under("v_proj"), kv_width, hidden)?,
+            o: Linear::load(&weights.under("o_proj"), hidden, q_width)?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
+        let [mut q, mut k, v] = pass.linears(x, [&self.q, &self.k, &self.v]); // (tokens, heads * head_dim)
+        pass.rotate(&mut q, self.head_dim);
+        pass.rotate(&mut k, self.head_dim);
+        let attended = pass.attend(self.layer, &q, &k, &v); // (tokens, heads * head_dim)
+        pass.linear(&attended, &self.o)
+    }
+}

@@ -1,0 +1,162 @@
+//! From logits to a token.
+//!
+//! In this order: bias, tokens that may not be drawn yet, penalties, then either the best token (temperature zero) or
+//! temperature, min-p, top-k, top-p and a draw. Log-probabilities are those of the model's own logits, before any
+//! of this: what it thought, not what it was allowed to say.
+//!
+//! The draw is a function of the seed and the position alone (see [`draw`]), and all sums are taken in a fixed order,
+//! so a sequence that is continued elsewhere goes on with the same tokens.
+
+pub mod draw;
+mod logprobs;
+mod rules;
+#[cfg(test)]
+mod tests;
+
+use std::cmp::Ordering;
+
+use kernels::cpu::Processor;
+use types::{Sampling, StopRules, TokenId};
+
+use crate::error::RowError;
+use crate::step::{SampleSpec, Sampled};
+
+/// How to draw one token: what a [`SampleSpec`] says, kept until the step has run.
+#[derive(Clone, Debug)]
+pub struct Drawing {
+    sampling: Sampling,
+    stop: StopRules,
+    /// Empty unless something penalizes what was said already.
+    history: Vec<TokenId>,
+    n_prompt: usize,
+    index: u32,
+}
+
+/// A token that may be drawn, and its weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Candidate {
+    token: u32,
+    weight: f32,
+}
+
+impl Drawing {
+    pub fn of(spec: &SampleSpec<'_>) -> Self {
+        let history = if rules::looks_back(spec.sampling) { spec.history.to_vec() } else { Vec::new() };
+        Self {
+            sampling: spec.sampling.clone(),
+            stop: spec.stop.clone(),
+            history,
+            n_prompt: spec.n_prompt,
+            index: spec.index,
+        }
+    }
+
+    /// Adds the token that was in flight when the step was launched.
+    pub fn remember(&mut self, token: TokenId) {
+        if rules::looks_back(&self.sampling) {
+            self.history.push(token);
+        }
+    }
+
+    /// The token at `position`, from the logits after the token before it. `logits` is used up.
+    pub fn draw(
+        &self,
+        processor: &Processor,
+        logits: &mut [f32],
+        position: usize,
+        eos_tokens: &[TokenId],
+    ) -> Result<Sampled, RowError> {
+        let thought = self.sampling.logprobs.map(|n_top| logprobs::Thought::of(processor, logits, n_top));
+        rules::apply(self, logits, eos_tokens);
+        let best = best(logits)?;
+        let token = match self.sampling.temperature {
+            0.0 => best.token,
+            _ => self.random(processor, logits, best, position),
+        };
+        let logprobs = thought.map(|thought| thought.logprobs(token));
+        Ok(Sampled { token: TokenId(token), logprobs })
+    }
+
+    fn random(&self, processor: &Processor, logits: &mut [f32], best: Candidate, position: usize) -> u32 {
+        processor.exponentials(logits, best.weight, self.sampling.temperature.recip());
+        let uniform = draw::uniform(self.sampling.seed, position as u64);
+        if self.keeps_all() {
+            let weights = logits.iter().zip(0..).map(|(weight, token)| Candidate { token, weight: *weight });
+            return pick(weights, uniform);
+        }
+        pick(self.kept(logits).into_iter(), uniform)
+    }
+
+    fn keeps_all(&self) -> bool {
+        let Sampling { top_k, top_p, min_p, .. } = self.sampling;
+        (top_k == 0) && top_p >= 1.0 && min_p <= 0.0
+    }
+
+    /// What min-p, top-k and top-p leave, best first. The best weight is one.
+    fn kept(&self, weights: &[f32]) -> Vec<Candidate> {
+        let Sampling { top_k, top_p, min_p, .. } = self.sampling;
+        let candidates = weights.iter().zip(0..).map(|(weight, token)| Candidate { token, weight: *weight });
+        let mut kept: Vec<Candidate> =
+            candidates.filter(|one| one.weight >= min_p && one.weight > 0.0).collect();
+        if top_k > 0 && (top_k as usize) < kept.len() {
+            kept.select_nth_unstable_by(top_k as usize - 1, better_first);
+            kept.truncate(top_k as usize);
+        }
+        if top_p < 1.0 {
+            keep_top_p(&mut kept, top_p);
+        } else {
+            kept.sort_unstable_by(better_first);
+        }
+        kept
+    }
+}
+
+/// The fewest of the best that together have a share of `top_p`; at least one.
+fn keep_top_p(kept: &mut Vec<Candidate>, top_p: f32) {
+    let total: f64 = kept.iter().map(|one| f64::from(one.weight)).sum();
+    let wanted = total * f64::from(top_p);
+    // All that are lighter than this weigh less than the rest may, together: they need not be sorted.
+    let least = (total - wanted) / kept.len() as f64;
+    kept.retain(|one| f64::from(one.weight) >= least);
+    kept.sort_unstable_by(better_first);
+    let mut sum = 0.0;
+    let enough = kept.iter().position(|one| {
+        sum += f64::from(one.weight);
+        sum >= wanted
+    });
+    kept.truncate(enough.map_or(kept.len(), |nth| nth + 1));
+}
+
+/// The heavier one; of two alike, the lower token.
+fn better_first(a: &Candidate, b: &Candidate) -> Ordering {
+    b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
+}
+
+/// The token with the highest logit; of several, the lowest.
+fn best(logits: &[f32]) -> Result<Candidate, RowError> {
+    let mut best = Candidate { token: 0, weight: f32::NEG_INFINITY };
+    for (weight, token) in logits.iter().zip(0..) {
+        if *weight > best.weight {
+            best = Candidate { token, weight: *weight };
+        }
+    }
+    if best.weight.is_finite() { Ok(best) } else { Err(RowError::Sample("no logit is finite".to_owned())) }
+}
+
+/// The candidate in whose share of the whole `uniform` falls.
+fn pick(candidates: impl Iterator<Item = Candidate> + Clone, uniform: f64) -> u32 {
+    let total: f64 = candidates.clone().map(|one| f64::from(one.weight)).sum();
+    let wanted = uniform * total;
+    let mut sum = 0.0;
+    let mut last = 0;
+    for one in candidates {
+        if one.weight > 0.0 {
+            sum += f64::from(one.weight);
+            last = one.token;
+            if sum > wanted {
+                break;
+            }
+        }
+    }
+    last
+}

@@ -1,0 +1,58 @@
+//! What changes logits before a token is chosen: bias, tokens that may not be drawn yet, penalties.
+
+use std::collections::HashMap;
+
+use types::{Sampling, TokenId};
+
+use super::Drawing;
+
+/// How often a token was seen.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    /// By the model's own hand.
+    generated: u32,
+}
+
+/// Whether earlier tokens matter.
+pub(super) fn looks_back(sampling: &Sampling) -> bool {
+    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
+    *repetition_penalty != 1.0 || *presence_penalty != 0.0 || *frequency_penalty != 0.0
+}
+
+pub(super) fn apply(drawing: &Drawing, logits: &mut [f32], eos_tokens: &[TokenId]) {
+    for (token, bias) in &drawing.sampling.logit_bias {
+        if let Some(logit) = logits.get_mut(token.0 as usize) {
+            *logit += bias;
+        }
+    }
+    if drawing.index < drawing.stop.min_tokens {
+        for token in eos_tokens.iter().chain(&drawing.stop.stop_tokens) {
+            if let Some(logit) = logits.get_mut(token.0 as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
+    if looks_back(&drawing.sampling) {
+        penalize(drawing, logits);
+    }
+}
+
+/// Repetition counts the prompt in, presence and frequency do not: as the field has it.
+fn penalize(drawing: &Drawing, logits: &mut [f32]) {
+    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = drawing.sampling;
+    for (token, counts) in counted(&drawing.history, drawing.n_prompt) {
+        let Some(logit) = logits.get_mut(token.0 as usize) else { continue };
+        *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
+        if counts.generated > 0 {
+            *logit -= frequency_penalty * counts.generated as f32 + presence_penalty;
+        }
+    }
+}
+
+fn counted(history: &[TokenId], n_prompt: usize) -> HashMap<TokenId, Counts> {
+    let mut seen: HashMap<TokenId, Counts> = HashMap::new();
+    for (nth, token) in history.iter().enumerate() {
+        seen.entry(*token).or_default().generated += u32::from(nth >= n_prompt);
+    }
+    seen
+}

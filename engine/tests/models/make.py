@@ -1,0 +1,94 @@
+"""Makes the tiny random models beside this file, and writes down what `transformers` computes with them in float32.
+
+    pip install torch==2.11.0 transformers
+    python3 make.py
+
+Each folder is a model as it is published: config.json, safetensors, generation_config.json. `golden.json` holds a
+prompt, its greedy continuation, the logits of the prompt's last token and of the continuation's last step, and the
+smallest lead that the best logit ever had over the second best.
+"""
+
+import json
+import pathlib
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+HERE = pathlib.Path(__file__).parent
+SHAPE = dict(vocab_size=96, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+             max_position_embeddings=512, initializer_range=0.25, bos_token_id=0, eos_token_id=1, pad_token_id=None)
+N_PROMPT, N_STEPS = 37, 20
+
+MODELS = {
+    # As many KV heads as heads, an output layer of its own, widths that are no whole vectors, biases everywhere.
+    "llama": (transformers.LlamaConfig(**SHAPE | dict(hidden_size=40, num_key_value_heads=4, attention_bias=True,
+                                                      mlp_bias=True, rms_norm_eps=1e-5)), torch.float16, "1GB"),
+    # Scaled positions, two files with an index, a config as older versions wrote it.
+    "llama3": (transformers.LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True, head_dim=16,
+                                        rope_parameters=dict(rope_type="llama3", rope_theta=500000.0, factor=8.0,
+                                                             low_freq_factor=1.0, high_freq_factor=4.0,
+                                                             original_max_position_embeddings=64)),
+               torch.bfloat16, "20KB"),
+    # A window that is shorter than the prompt and no whole number of blocks.
+    "mistral": (transformers.MistralConfig(**SHAPE, num_key_value_heads=2, head_dim=12, sliding_window=21),
+                torch.bfloat16, "1GB"),
+    # Biases of q, k and v; tied.
+    "qwen2": (transformers.Qwen2Config(**SHAPE, num_key_value_heads=2, tie_word_embeddings=True), torch.bfloat16, "1GB"),
+    # Norms of q and k; heads wider than hidden size over heads; float32.
+    "qwen3": (transformers.Qwen3Config(**SHAPE | dict(hidden_size=16), num_key_value_heads=2, head_dim=16,
+                                       tie_word_embeddings=True), torch.float32, "1GB"),
+}
+
+
+def randomize(model, generator):
+    """Norms and biases start as ones and zeroes, which would hide a mistake in them."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+def greedy(model, prompt):
+    tokens, rows, lead = list(prompt), [], float("inf")
+    for _ in range(N_STEPS):
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
+        best = logits.topk(2).values
+        lead = min(lead, float(best[0] - best[1]))
+        rows.append(logits)
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt):], rows, lead
+
+
+def as_older_versions_wrote(path):
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def main():
+    for seed, (name, (config, dtype, shard)) in enumerate(MODELS.items()):
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        config._attn_implementation = "eager"
+        model = AutoModelForCausalLM.from_config(config)
+        randomize(model, generator)
+        model.to(dtype).save_pretrained(HERE / name, max_shard_size=shard)
+        if name == "llama3":
+            as_older_versions_wrote(HERE / name / "config.json")
+        prompt = torch.randint(2, SHAPE["vocab_size"], (N_PROMPT,), generator=generator).tolist()
+        # Read again: a model that was cast to 16 bits and back has lost bits of its rotary frequencies too.
+        saved = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32, attn_implementation="eager")
+        tokens, rows, lead = greedy(saved.eval(), prompt)
+        golden = {"transformers": transformers.__version__, "torch": torch.__version__, "prompt": prompt,
+                  "continuation": tokens, "smallest_lead": lead,
+                  "first_logits": [round(float(v), 6) for v in rows[0]],
+                  "last_logits": [round(float(v), 6) for v in rows[-1]]}
+        (HERE / name / "golden.json").write_text(json.dumps(golden) + "\n")
+        print(name, tokens, f"lead {lead:.4f}")
+
+
+main()

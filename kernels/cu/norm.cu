@@ -1,0 +1,72 @@
+// RMS norm of rows, after adding to the residual what the last block of the layer gave.
+//
+// A row is one block of threads; each keeps its part of the row in registers, so that memory is read once.
+// What is normed is the sum as it is stored, in bf16: a reader of the residual later sees the same numbers.
+constexpr u32 ROW_THREADS = 256;
+constexpr u32 ROW_PARTS = 8;  // parts of 8 numbers a thread can hold: rows of up to 16,384
+
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float of_warp[ROW_THREADS / 32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (u32 warp = 0; warp < ROW_THREADS / 32; warp++) sum += of_warp[warp];
+    return sum;
+}
+
+template <bool ADD, u32 PARTS>
+__device__ __forceinline__ void norm_row(bf16* out, bf16* residual, const bf16* x, const bf16* weight, u32 width, float epsilon) {
+    u64 row = (u64)blockIdx.x * width;
+    Eight part[PARTS];
+    float squares = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        u32 at = (i * ROW_THREADS + threadIdx.x) * 8;
+        if (at >= width) break;
+        part[i] = load8(x + row + at);
+        if (ADD) {
+            Eight before = load8(residual + row + at);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                part[i].pair[j] = narrow(low(part[i].pair[j]) + low(before.pair[j]), high(part[i].pair[j]) + high(before.pair[j]));
+            store8(residual + row + at, part[i]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float a = low(part[i].pair[j]), b = high(part[i].pair[j]);
+            squares += a * a + b * b;
+        }
+    }
+    float scale = rsqrtf(block_sum(squares) / width + epsilon);
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        u32 at = (i * ROW_THREADS + threadIdx.x) * 8;
+        if (at >= width) break;
+        Eight by = load8(weight + at), normed;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            normed.pair[j] = narrow(low(part[i].pair[j]) * scale * low(by.pair[j]), high(part[i].pair[j]) * scale * high(by.pair[j]));
+        store8(out + row + at, normed);
+    }
+}
+
+template <bool ADD>
+__device__ __forceinline__ void norm_row_of(bf16* out, bf16* residual, const bf16* x, const bf16* weight, u32 width, float epsilon) {
+    if (width <= 2 * ROW_THREADS * 8) norm_row<ADD, 2>(out, residual, x, weight, width, epsilon);
+    else norm_row<ADD, ROW_PARTS>(out, residual, x, weight, width, epsilon);
+}
+
+// out = norm(x)
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+rms_norm(bf16* __restrict__ out, const bf16* __restrict__ x, const bf16* __restrict__ weight, u32 width, float epsilon) {
+    norm_row_of<false>(out, nullptr, x, weight, width, epsilon);
+}
+
+// residual += x; out = norm(residual)
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+add_rms_norm(bf16* __restrict__ out, bf16* __restrict__ residual, const bf16* __restrict__ x, const bf16* __restrict__ weight,
+             u32 width, float epsilon) {
+    norm_row_of<true>(out, residual, x, weight, width, epsilon);
+}

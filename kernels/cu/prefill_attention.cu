@@ -1,0 +1,182 @@
+// Attention of many new tokens per sequence over KV in pages: whole prompts, chunks of them, tails after a cached prefix.
+//
+// The products decide the time, so they are done in tiles on tensor cores: a block of threads takes QUERIES rows of one
+// head of one sequence and goes along the sequence by TOKENS. Scores stay in registers (softmax is kept up as it goes),
+// K and V come through shared memory; while one is multiplied the other is on its way. A warp does 32 rows, so that what
+// it reads from shared memory is used twice.
+// Query i of a sequence's `n` has position length - n + i, and sees what lies up to itself, `window` tokens at most.
+constexpr u32 WARPS = 4, QUERIES = 128, TOKENS = 64;
+
+struct PrefillShape {
+    u32 n_q_heads, n_kv_heads;
+    u32 q_stride;      // numbers between two rows of q
+    u32 table_stride;  // blocks between two sequences' tables
+    u32 n_blocks;      // blocks there are
+    u32 window;        // the last tokens a query sees
+    float scale;
+};
+
+// Where chunk `chunk` (8 numbers) of a row lies: rows next to each other keep theirs in different banks.
+template <u32 HEAD>
+__device__ __forceinline__ u32 place(u32 row, u32 chunk) { return row * HEAD * 2 + ((chunk ^ (row & 7)) * 16); }
+
+template <u32 HEAD>
+__device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pages, const u32* tables, const uint3* sequences,
+                                        PrefillShape shape) {
+    constexpr u32 CHUNKS = HEAD / 8, DIM_STEPS = HEAD / 16, THREADS = WARPS * 32;
+    extern __shared__ Eight shared[];
+    u32 q_at = shared_address(shared), k_at = q_at + QUERIES * HEAD * 2, v_at = k_at + TOKENS * HEAD * 2;
+
+    uint3 sequence = sequences[blockIdx.z];  // its first row in q, its queries, its tokens
+    u32 first_row = sequence.x, n_queries = sequence.y, length = sequence.z;
+    u32 n_tiles = (n_queries + QUERIES - 1) / QUERIES;
+    if (blockIdx.x >= n_tiles) return;
+    u32 first_query = (n_tiles - 1 - blockIdx.x) * QUERIES;  // the longest first
+    u32 head = blockIdx.y, kv_head = head / (shape.n_q_heads / shape.n_kv_heads);
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+
+    u32 before = length - n_queries;  // tokens before the first query
+    u32 end = min(before + first_query + QUERIES, length);
+    u32 oldest = before + first_query + 1 > shape.window ? before + first_query + 1 - shape.window : 0;
+    u32 first_tile = oldest / TOKENS, end_tile = (end + TOKENS - 1) / TOKENS;
+
+    const u32* table = tables + (u64)blockIdx.z * shape.table_stride;
+    u64 part_of_page = (u64)BLOCK_TOKENS * HEAD, page_numbers = 2 * shape.n_kv_heads * part_of_page;
+    bool is_bad = false;
+    auto load = [&](u32 to, u32 tile, u64 after_k) {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS * CHUNKS / THREADS; i++) {
+            u32 row = (threadIdx.x + i * THREADS) / CHUNKS, chunk = threadIdx.x % CHUNKS, token = tile * TOKENS + row;
+            u32 block = token < length ? table[token / BLOCK_TOKENS] : 0;
+            is_bad |= block >= shape.n_blocks;
+            const bf16* from = pages + block * page_numbers + after_k + (kv_head * BLOCK_TOKENS + token % BLOCK_TOKENS) * HEAD + chunk * 8;
+            copy16(to + place<HEAD>(row, chunk), from, token < length && block < shape.n_blocks);
+        }
+        copies_committed();
+    };
+#pragma unroll
+    for (u32 i = 0; i < QUERIES * CHUNKS / THREADS; i++) {
+        u32 row = (threadIdx.x + i * THREADS) / CHUNKS, chunk = threadIdx.x % CHUNKS, query = min(first_query + row, n_queries - 1);
+        copy16(q_at + place<HEAD>(row, chunk), q + (u64)(first_row + query) * shape.q_stride + head * HEAD + chunk * 8, true);
+    }
+    load(k_at, first_tile, 0);
+
+    // A lane keeps rows g, g + 8, g + 16 and g + 24 of its warp's 32.
+    float output[2][HEAD / 8][4] = {};
+    float greatest[2][2] = {{-INF, -INF}, {-INF, -INF}}, sum[2][2] = {};
+    float scale = shape.scale * LOG2E;
+
+    for (u32 tile = first_tile; tile < end_tile; tile++) {
+        copies_landed_but<0>();
+        __syncthreads();
+        load(v_at, tile, shape.n_kv_heads * part_of_page);
+
+        float score[2][TOKENS / 8][4] = {};
+#pragma unroll
+        for (u32 step = 0; step < DIM_STEPS; step++) {
+            u32 a[2][4];
+#pragma unroll
+            for (u32 m = 0; m < 2; m++) matrices(a[m], q_at + place<HEAD>(warp * 32 + m * 16 + lane % 16, step * 2 + lane / 16));
+#pragma unroll
+            for (u32 n = 0; n < TOKENS / 16; n++) {
+                u32 b[4];
+                matrices(b, k_at + place<HEAD>(n * 16 + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
+#pragma unroll
+                for (u32 m = 0; m < 2; m++) {
+                    mma(score[m][2 * n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+                    mma(score[m][2 * n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+                }
+            }
+        }
+        copies_landed_but<0>();
+        __syncthreads();
+        if (tile + 1 < end_tile) load(k_at, tile + 1, 0);
+
+        u32 first_position = before + first_query + warp * 32;  // of this warp's rows
+        bool is_edge = (tile + 1) * TOKENS > first_position + 1 || (u64)tile * TOKENS + shape.window < first_position + 32;
+        if (is_edge) {
+#pragma unroll
+            for (u32 m = 0; m < 2; m++)
+#pragma unroll
+                for (u32 n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+                    for (u32 i = 0; i < 4; i++) {
+                        u32 token = tile * TOKENS + n * 8 + 2 * t + i % 2, position = first_position + m * 16 + g + i / 2 * 8;
+                        if (token > position || (u64)token + shape.window <= position) score[m][n][i] = -INF;
+                    }
+        }
+#pragma unroll
+        for (u32 m = 0; m < 2; m++)
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                float most = greatest[m][half];
+#pragma unroll
+                for (u32 n = 0; n < TOKENS / 8; n++) most = fmaxf(most, fmaxf(score[m][n][2 * half], score[m][n][2 * half + 1]));
+                most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, 2));
+                float base = most == -INF ? 0.f : most * scale;  // a row may see nothing of this tile
+                float by = power2(greatest[m][half] * scale - base);
+                greatest[m][half] = most;
+                sum[m][half] *= by;
+#pragma unroll
+                for (u32 n = 0; n < TOKENS / 8; n++)
+#pragma unroll
+                    for (u32 i = 0; i < 2; i++) {
+                        float& number = score[m][n][2 * half + i];
+                        number = power2(number * scale - base);
+                        sum[m][half] += number;
+                    }
+#pragma unroll
+                for (u32 n = 0; n < HEAD / 8; n++) {
+                    output[m][n][2 * half] *= by;
+                    output[m][n][2 * half + 1] *= by;
+                }
+            }
+#pragma unroll
+        for (u32 step = 0; step < TOKENS / 16; step++) {
+            u32 a[2][4];
+#pragma unroll
+            for (u32 m = 0; m < 2; m++)
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    float(&c)[4] = score[m][2 * step + i / 2];
+                    a[m][i] = narrow(c[i % 2 * 2], c[i % 2 * 2 + 1]);
+                }
+#pragma unroll
+            for (u32 n = 0; n < HEAD / 16; n++) {
+                u32 b[4];
+                matrices_transposed(b, v_at + place<HEAD>(step * 16 + lane % 16, n * 2 + lane / 16));
+#pragma unroll
+                for (u32 m = 0; m < 2; m++) {
+                    mma(output[m][2 * n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
+                    mma(output[m][2 * n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+                }
+            }
+        }
+    }
+    bool is_spoilt = __syncthreads_or(is_bad);  // a block that is not there: nobody overlooks NaN
+#pragma unroll
+    for (u32 m = 0; m < 2; m++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            float total = sum[m][half];
+            total += __shfl_xor_sync(FULL_WARP, total, 1);
+            total += __shfl_xor_sync(FULL_WARP, total, 2);
+            float by = is_spoilt ? __int_as_float(0x7fc00000) : 1.f / total;
+            u32 query = first_query + warp * 32 + m * 16 + half * 8 + g;
+            if (query >= n_queries) continue;
+            bf16* row = out + ((u64)(first_row + query) * shape.n_q_heads + head) * HEAD;
+#pragma unroll
+            for (u32 n = 0; n < HEAD / 8; n++)
+                *reinterpret_cast<u32*>(row + n * 8 + 2 * t) = narrow(output[m][n][2 * half] * by, output[m][n][2 * half + 1] * by);
+        }
+}
+
+#define PREFILL(HEAD, BLOCKS)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
+    prefill_attention_##HEAD(bf16* out, const bf16* __restrict__ q, const bf16* __restrict__ pages,                       \
+                             const u32* __restrict__ tables, const uint3* __restrict__ sequences, PrefillShape shape) {   \
+        prefill<HEAD>(out, q, pages, tables, sequences, shape);                                                           \
+    }
+PREFILL(64, 2)
+PREFILL(128, 2)

@@ -1,0 +1,44 @@
+// What every kernel here begins with: bf16 without a header, vectors of 16 bytes, reductions over a warp.
+//
+// bf16 is the upper half of an f32, so widening is a shift; narrowing is one PTX instruction, to nearest even.
+// Nothing is included: NVRTC needs no headers then, and a user needs nothing but the driver and libnvrtc.
+typedef unsigned short bf16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr u32 FULL_WARP = 0xffffffffu;
+#define INF __int_as_float(0x7f800000)
+
+// 8 numbers of bf16, as one load or store moves them.
+struct alignas(16) Eight { u32 pair[4]; };
+struct alignas(8) Four { u32 pair[2]; };
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float widen(bf16 narrow) { return __uint_as_float((u32)narrow << 16); }
+
+__device__ __forceinline__ u32 narrow(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ bf16 narrow(float wide) { return (bf16)narrow(wide, 0.f); }
+
+__device__ __forceinline__ Eight load8(const bf16* from) { return *reinterpret_cast<const Eight*>(from); }
+__device__ __forceinline__ void store8(bf16* to, Eight eight) { *reinterpret_cast<Eight*>(to) = eight; }
+
+// For what is read once: it shall not push out of the cache what is read again.
+__device__ __forceinline__ Eight stream8(const bf16* from) {
+    Eight eight;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(eight.pair[0]), "=r"(eight.pair[1]), "=r"(eight.pair[2]), "=r"(eight.pair[3])
+                 : "l"(from));
+    return eight;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(FULL_WARP, x, lane);
+    return x;
+}

@@ -1,0 +1,108 @@
+//! Weights as whole numbers of 8 bits: half the memory traffic of bf16.
+
+use std::io;
+
+use super::bytes::SharedBytes;
+use super::matrix::{Format, Matrix, Q8_BLOCK, scales_offset};
+use super::number::f32s_mut;
+use super::processor::Processor;
+use super::simd::{Kernel, Simd};
+
+/// Weights that one part of the work quantizes, about.
+const PART_NUMBERS: usize = 1 << 18;
+
+impl Processor {
+    /// The nearest matrix in [`Format::Q8`]: each block's largest number becomes 127 or -127.
+    pub fn quantize(&self, matrix: &Matrix) -> io::Result<Matrix> {
+        let (rows, cols) = (matrix.rows(), matrix.cols());
+        let len = Format::Q8.bytes(rows, cols).ok_or(io::ErrorKind::OutOfMemory)?;
+        let offset = scales_offset(rows * cols).ok_or(io::ErrorKind::OutOfMemory)?;
+        let bytes = SharedBytes::filled(len, |bytes| {
+            let (values, scales) = bytes.split_at_mut(offset);
+            let scales = f32s_mut(scales).expect("a whole number of bytes after the edge of a page");
+            self.quantize_into(matrix, &mut values[..rows * cols], scales);
+        })?;
+        Ok(Matrix::new(bytes, rows, cols, Format::Q8).expect("as many bytes as the format takes"))
+    }
+
+    fn quantize_into(&self, matrix: &Matrix, values: &mut [u8], scales: &mut [f32]) {
+        let cols = matrix.cols().max(1);
+        let rows_at_once = (PART_NUMBERS / cols).max(1);
+        let values = values.chunks_mut(rows_at_once * cols);
+        let scales = scales.chunks_mut(rows_at_once * cols.div_ceil(Q8_BLOCK));
+        let mut parts: Vec<(&mut [u8], &mut [f32])> = values.zip(scales).collect();
+        self.pool().run_on(&mut parts, 1, |nth, part| {
+            let (values, scales) = &mut part[0];
+            self.quantize_rows(matrix, nth * rows_at_once, values, scales);
+        });
+    }
+
+    fn quantize_rows(&self, matrix: &Matrix, first: usize, values: &mut [u8], scales: &mut [f32]) {
+        let mut row = vec![0.0; matrix.cols()];
+        let scales = scales.chunks_mut(row.len().div_ceil(Q8_BLOCK));
+        for (nth, (values, scales)) in values.chunks_mut(row.len()).zip(scales).enumerate() {
+            matrix.read_row(first + nth, &mut row);
+            self.isa().run(QuantizeRow { row: &row, values, scales });
+        }
+    }
+}
+
+struct QuantizeRow<'a> {
+    row: &'a [f32],
+    values: &'a mut [u8],
+    scales: &'a mut [f32],
+}
+
+impl Kernel for QuantizeRow<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _simd: S) {
+        let blocks = self.row.chunks(Q8_BLOCK).zip(self.values.chunks_mut(Q8_BLOCK));
+        for ((block, values), scale) in blocks.zip(self.scales) {
+            let mut greatest = 0f32;
+            for number in block {
+                greatest = greatest.max(number.abs());
+            }
+            *scale = greatest / 127.0;
+            let per_number = if greatest > 0.0 { 127.0 / greatest } else { 0.0 };
+            for (number, value) in block.iter().zip(values) {
+                *value = ((number * per_number).round_ties_even() as i8).cast_unsigned();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZero;
+
+    use super::*;
+    use crate::cpu::Arithmetic;
+
+    #[test]
+    fn quantized_numbers_are_near() {
+        let values: Vec<f32> = (0..300 * 1070).map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0).collect();
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let bytes = SharedBytes::filled(bytes.len(), |to| to.copy_from_slice(&bytes)).unwrap();
+        let exact = Matrix::new(bytes, 300, 1070, Format::F32).unwrap();
+        let near =
+            Processor::new(Arithmetic::F32, NonZero::new(2).unwrap()).unwrap().quantize(&exact).unwrap();
+        let (mut row, mut row_q8) = (vec![0.0; 1070], vec![0.0; 1070]);
+        for nth in 0..300 {
+            exact.read_row(nth, &mut row);
+            near.read_row(nth, &mut row_q8);
+            assert!(row.iter().zip(&row_q8).all(|(a, b)| (a - b).abs() <= 2.0 / 127.0 * 0.51));
+        }
+    }
+
+    #[test]
+    fn zeroes_stay_zeroes() {
+        let zeroes = Matrix::new(SharedBytes::filled(40 * 4, |_| {}).unwrap(), 1, 40, Format::F32).unwrap();
+        let near =
+            Processor::new(Arithmetic::F32, NonZero::new(1).unwrap()).unwrap().quantize(&zeroes).unwrap();
+        let mut row = vec![9.0; 40];
+        near.read_row(0, &mut row);
+        assert_eq!(row, [0.0; 40]);
+    }
+}

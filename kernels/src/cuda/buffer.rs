@@ -1,0 +1,192 @@
+//! Memory on a card, typed and bounded: what a kernel is given always lies within one allocation.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, result};
+
+use crate::cpu::number::{bf16_to_f32, f32_to_bf16};
+
+use super::CudaError;
+
+/// A number of 16 bits: the upper half of an f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Bf16(pub u16);
+
+/// What can lie on a card: plain numbers, for which every pattern of bits is valid.
+///
+/// # Safety
+/// The type has no padding, no pointers and no patterns of bits that are not a value.
+pub unsafe trait Element: Copy + Send + Sync + 'static {}
+
+macro_rules! elements {
+    ($($number:ty),*) => {$(
+        // JUSTIFICATION: memory is moved as bytes.
+        // SAFETY: a number, or an array of numbers, without padding.
+        unsafe impl Element for $number {}
+    )*};
+}
+elements!(u8, u32, u64, f32, Bf16, [f32; 2], [u32; 3]);
+
+/// Memory of one card, given back when dropped.
+pub struct Buffer<T: Element> {
+    context: Arc<CudaContext>,
+    address: u64,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+/// Part of a buffer that is read.
+#[derive(Clone, Copy)]
+pub struct View<'a, T: Element> {
+    pub(super) address: u64,
+    len: usize,
+    ordinal: usize,
+    buffer: PhantomData<&'a [T]>,
+}
+
+/// Part of a buffer that is written, and nobody else's meanwhile.
+pub struct ViewMut<'a, T: Element> {
+    pub(super) address: u64,
+    len: usize,
+    ordinal: usize,
+    buffer: PhantomData<&'a mut [T]>,
+}
+
+// === impl Bf16 ===
+
+impl From<f32> for Bf16 {
+    fn from(wide: f32) -> Self {
+        Self(f32_to_bf16(wide))
+    }
+}
+
+impl From<Bf16> for f32 {
+    fn from(narrow: Bf16) -> Self {
+        bf16_to_f32(narrow.0)
+    }
+}
+
+// === impl Buffer ===
+
+impl<T: Element> Buffer<T> {
+    /// Takes memory of the card. What is in it is nobody's promise.
+    pub(super) fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
+        let bytes = len.checked_mul(size_of::<T>()).unwrap_or(usize::MAX).max(1);
+        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        // JUSTIFICATION: cudarc's own slices free on a stream and track events, which graphs cannot record.
+        // SAFETY: the address is kept by this value alone, and freed once.
+        let address = unsafe { result::malloc_sync(bytes) }.map_err(|source| no_room(bytes, source))?;
+        Ok(Self { context: Arc::clone(context), address, len, element: PhantomData })
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn view(&self) -> View<'_, T> {
+        View { address: self.address, len: self.len, ordinal: self.context.ordinal(), buffer: PhantomData }
+    }
+
+    pub fn view_mut(&mut self) -> ViewMut<'_, T> {
+        ViewMut { address: self.address, len: self.len, ordinal: self.context.ordinal(), buffer: PhantomData }
+    }
+
+    /// # Panics
+    /// If the range does not lie within the buffer.
+    pub fn slice(&self, range: Range<usize>) -> View<'_, T> {
+        self.view().slice(range)
+    }
+}
+
+/// The card's memory is counted again, so that the message says how much is missing.
+fn no_room(bytes: usize, source: cudarc::driver::DriverError) -> CudaError {
+    match result::mem_get_info() {
+        Ok((free_bytes, total_bytes)) if bytes > free_bytes => {
+            CudaError::OutOfMemory { bytes, free_bytes, total_bytes }
+        }
+        _ => CudaError::during("take memory of the GPU")(source),
+    }
+}
+
+impl<T: Element> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        // Freeing waits for the card to be done with it. Where even that fails the context is lost, memory and all.
+        let _ = self.context.bind_to_thread();
+        // JUSTIFICATION: the counterpart of `new`.
+        // SAFETY: the address came from `malloc_sync` and no view outlives this value.
+        let _ = unsafe { result::free_sync(self.address) };
+    }
+}
+
+impl<T: Element> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("len", &self.len).field("ordinal", &self.context.ordinal()).finish()
+    }
+}
+
+// === impl View, ViewMut ===
+
+macro_rules! views {
+    ($($view:ident),*) => {$(
+        impl<T: Element> $view<'_, T> {
+            pub fn len(&self) -> usize {
+                self.len
+            }
+
+            pub fn is_empty(&self) -> bool {
+                self.len == 0
+            }
+
+            /// Which card it lies on.
+            pub fn ordinal(&self) -> usize {
+                self.ordinal
+            }
+
+            /// Whether loads of 16 bytes may begin here.
+            pub fn is_aligned(&self) -> bool {
+                self.address.is_multiple_of(16)
+            }
+
+            fn place(&self, range: &Range<usize>) -> u64 {
+                assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} numbers", self.len);
+                self.address + (range.start * size_of::<T>()) as u64
+            }
+        }
+
+        impl<T: Element> fmt::Debug for $view<'_, T> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($view)).field("len", &self.len).field("ordinal", &self.ordinal).finish()
+            }
+        }
+    )*};
+}
+views!(View, ViewMut);
+
+impl<'a, T: Element> View<'a, T> {
+    /// # Panics
+    /// If the range does not lie within the view.
+    pub fn slice(self, range: Range<usize>) -> View<'a, T> {
+        View { address: self.place(&range), len: range.len(), ..self }
+    }
+}
+
+impl<'a, T: Element> ViewMut<'a, T> {
+    /// # Panics
+    /// If the range does not lie within the view.
+    pub fn slice(self, range: Range<usize>) -> ViewMut<'a, T> {
+        ViewMut { address: self.place(&range), len: range.len(), ..self }
+    }
+
+    /// The same, for a while.
+    pub fn reborrow(&mut self) -> ViewMut<'_, T> {
+        ViewMut { address: self.address, len: self.len, ordinal: self.ordinal, buffer: PhantomData }
+    }
+}

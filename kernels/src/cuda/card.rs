@@ -1,0 +1,265 @@
+//! One GPU, opened: its context, the one stream that everything runs on, and every kernel, loaded.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUevent_flags};
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, LaunchConfig, result};
+use cudarc::nvrtc::Ptx;
+
+use super::buffer::{Buffer, Element, View, ViewMut};
+use super::source::{SOURCES, Source};
+use super::{Cache, CudaError, Nvrtc, library};
+
+/// A GPU that is ready to compute.
+///
+/// All work goes into one stream, in the order of the calls: a kernel sees what the calls before it wrote, and memory
+/// that a view borrowed may be used again by the next call.
+pub struct Card {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    functions: HashMap<&'static str, CudaFunction>,
+    name: String,
+    arch: String,
+    n_multiprocessors: u32,
+    n_compiled: usize,
+}
+
+/// A place in the stream, to measure the time between two.
+#[derive(Debug)]
+pub struct Marker(CudaEvent);
+
+// === impl Card ===
+
+impl Card {
+    /// Opens a card: loads the libraries, compiles what the cache does not have, loads all kernels.
+    ///
+    /// `nvrtc_folder` is for where NVRTC is not on the loader's path, as with CUDA from Python packages.
+    pub fn open(ordinal: usize, nvrtc_folder: Option<&Path>, cache: &Cache) -> Result<Self, CudaError> {
+        let n_cards = library::driver()?;
+        if ordinal >= n_cards {
+            return Err(CudaError::NoSuchDevice { ordinal, n_cards });
+        }
+        let context = CudaContext::new(ordinal).map_err(CudaError::during("open the GPU"))?;
+        let name = context.name().map_err(CudaError::during("ask for the GPU's name"))?;
+        let capability =
+            context.compute_capability().map_err(CudaError::during("ask for the compute capability"))?;
+        let arch = arch(capability)
+            .ok_or_else(|| CudaError::CardTooOld { name: name.clone(), capability })?;
+        let nvrtc = nvrtc(nvrtc_folder)?;
+        let n_multiprocessors = context
+            .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+            .map_err(CudaError::during("count the multiprocessors"))? as u32;
+        let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
+        let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch)?;
+        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, n_compiled })
+    }
+
+    /// As the driver names it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What its kernels are compiled for.
+    pub fn arch(&self) -> &str {
+        &self.arch
+    }
+
+    pub fn n_multiprocessors(&self) -> u32 {
+        self.n_multiprocessors
+    }
+
+    /// How many sources had to be compiled, because the cache did not have them.
+    pub fn n_compiled(&self) -> usize {
+        self.n_compiled
+    }
+
+    /// Free and total bytes of its memory.
+    pub fn memory(&self) -> Result<(usize, usize), CudaError> {
+        self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))
+    }
+
+    /// Takes memory whose content is anything.
+    pub fn buffer<T: Element>(&self, len: usize) -> Result<Buffer<T>, CudaError> {
+        Buffer::new(&self.context, len)
+    }
+
+    /// Takes memory and fills it.
+    pub fn upload<T: Element>(&self, numbers: &[T]) -> Result<Buffer<T>, CudaError> {
+        let mut buffer = self.buffer(numbers.len())?;
+        self.write(buffer.view_mut(), numbers)?;
+        Ok(buffer)
+    }
+
+    /// Overwrites memory of the card. Comes back when `from` may be changed again.
+    ///
+    /// # Panics
+    /// If the lengths differ, or the memory lies on another card.
+    pub fn write<T: Element>(&self, to: ViewMut<'_, T>, from: &[T]) -> Result<(), CudaError> {
+        assert_eq!((to.len(), to.ordinal()), (from.len(), self.context.ordinal()), "as long, and on this card");
+        self.bind()?;
+        // JUSTIFICATION: memory of the card is reached by address.
+        // SAFETY: the view is of this card and as long as the slice, which lives until the copy is done.
+        unsafe { result::memcpy_htod_async(to.address, from, self.stream.cu_stream()) }
+            .map_err(CudaError::during("copy to the GPU"))?;
+        self.synchronize()
+    }
+
+    /// Waits for all work so far and copies memory back.
+    ///
+    /// # Panics
+    /// If the memory lies on another card.
+    pub fn download<T: Element + Default>(&self, from: View<'_, T>) -> Result<Vec<T>, CudaError> {
+        assert_eq!(from.ordinal(), self.context.ordinal(), "on this card");
+        let mut numbers = vec![T::default(); from.len()];
+        self.bind()?;
+        // JUSTIFICATION: memory of the card is reached by address.
+        // SAFETY: the view is of this card, the vector is as long, and it lives until the copy is done.
+        unsafe { result::memcpy_dtoh_async(&mut numbers, from.address, self.stream.cu_stream()) }
+            .map_err(CudaError::during("copy from the GPU"))?;
+        self.synchronize()?;
+        Ok(numbers)
+    }
+
+    /// Sets every byte, in the order of the stream.
+    ///
+    /// # Panics
+    /// If the memory lies on another card.
+    pub fn fill<T: Element>(&self, to: ViewMut<'_, T>, byte: u8) -> Result<(), CudaError> {
+        assert_eq!(to.ordinal(), self.context.ordinal(), "on this card");
+        self.bind()?;
+        let bytes = to.len() * size_of::<T>();
+        // JUSTIFICATION: memory of the card is reached by address.
+        // SAFETY: the view is of this card and that long; any byte makes a valid element.
+        unsafe { result::memset_d8_async(to.address, byte, bytes, self.stream.cu_stream()) }
+            .map_err(CudaError::during("fill memory of the GPU"))
+    }
+
+    /// Waits for all work so far; says what failed since it was last asked.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.stream.synchronize().map_err(CudaError::during("wait for the GPU"))
+    }
+
+    /// Marks this place in the stream.
+    pub fn mark(&self) -> Result<Marker, CudaError> {
+        let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+        self.stream.record_event(flags).map(Marker).map_err(CudaError::during("record an event"))
+    }
+
+    pub(super) fn ordinal(&self) -> usize {
+        self.context.ordinal()
+    }
+
+    pub(super) fn stream(&self) -> &CudaStream {
+        &self.stream
+    }
+
+    pub(super) fn function(&self, kernel: &'static str) -> &CudaFunction {
+        self.functions.get(kernel).expect("every kernel of SOURCES is loaded, and no other is asked for")
+    }
+
+    fn bind(&self) -> Result<(), CudaError> {
+        self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))
+    }
+}
+
+impl fmt::Debug for Card {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Card").field("name", &self.name).field("arch", &self.arch).finish_non_exhaustive()
+    }
+}
+
+// === impl Marker ===
+
+impl Marker {
+    /// Milliseconds of the card's time from here to there. Waits until both are reached.
+    pub fn ms_until(&self, later: &Marker) -> Result<f32, CudaError> {
+        self.0.elapsed_ms(&later.0).map_err(CudaError::during("measure between two events"))
+    }
+}
+
+/// Many small blocks of threads over a row of work.
+pub(super) fn grid(x: usize, y: usize, threads: u32) -> LaunchConfig {
+    grid3((x, y, 1), threads, 0)
+}
+
+pub(super) fn grid3(
+    (x, y, z): (usize, usize, usize),
+    threads: u32,
+    shared_mem_bytes: u32,
+) -> LaunchConfig {
+    LaunchConfig { grid_dim: (x as u32, y as u32, z as u32), block_dim: (threads, 1, 1), shared_mem_bytes }
+}
+
+/// What to compile for. Hopper's own instructions need the `a`; the code then runs on no other card.
+fn arch((major, minor): (i32, i32)) -> Option<String> {
+    match (major, minor) {
+        (9, 0) => Some("sm_90a".to_owned()),
+        (8.., _) => Some(format!("sm_{major}{minor}")),
+        _ => None,
+    }
+}
+
+/// A compiler whose code the driver can load.
+fn nvrtc(folder: Option<&Path>) -> Result<Nvrtc, CudaError> {
+    let nvrtc = Nvrtc::load(folder)?;
+    let driver = library::driver_version()?;
+    if driver.0 < nvrtc.version().0 {
+        return Err(CudaError::DriverTooOld { driver, nvrtc: nvrtc.version() });
+    }
+    Ok(nvrtc)
+}
+
+/// All kernels by name, and how many sources had to be compiled: at once, a thread each.
+fn load_all(
+    context: &Arc<CudaContext>,
+    nvrtc: &Nvrtc,
+    cache: &Cache,
+    arch: &str,
+) -> Result<(HashMap<&'static str, CudaFunction>, usize), CudaError> {
+    let fetched: Vec<_> = std::thread::scope(|scope| {
+        let fetch = |source: &'static Source| scope.spawn(move || cache.fetch(nvrtc, source, arch));
+        let threads: Vec<_> = SOURCES.iter().map(fetch).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a compilation does not panic")).collect()
+    });
+    let mut functions = HashMap::new();
+    let mut n_compiled = 0;
+    for (source, fetched) in SOURCES.iter().zip(fetched) {
+        let fetched = fetched?;
+        n_compiled += usize::from(fetched.was_compiled);
+        let module = context
+            .load_module(Ptx::from_binary(fetched.cubin))
+            .map_err(CudaError::during("load machine code onto the GPU"))?;
+        for kernel in source.kernels {
+            let function = module.load_function(kernel).map_err(CudaError::during("find a kernel"))?;
+            functions.insert(*kernel, function);
+        }
+    }
+    Ok((functions, n_compiled))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_card_has_its_code() {
+        assert_eq!(arch((9, 0)).as_deref(), Some("sm_90a"));
+        assert_eq!(arch((8, 6)).as_deref(), Some("sm_86"));
+        assert_eq!(arch((12, 0)).as_deref(), Some("sm_120"));
+        assert_eq!(arch((7, 5)), None);
+    }
+
+    #[test]
+    fn a_machine_without_a_gpu_is_told_so_in_one_sentence() {
+        match Card::open(0, None, &Cache::none()) {
+            Ok(card) => assert!(!card.name().is_empty()),
+            Err(error) => {
+                let sentence = error.to_string();
+                assert!(sentence.len() > 20 && !sentence.contains('\n'), "{sentence}");
+            }
+        }
+    }
+}

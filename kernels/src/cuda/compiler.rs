@@ -1,0 +1,112 @@
+//! NVRTC: CUDA's compiler as a library. It needs no GPU, so every kernel is compiled for every card in tests.
+
+use std::ffi::{CString, c_char};
+use std::path::Path;
+
+use cudarc::nvrtc::result::{self, NvrtcError};
+use cudarc::nvrtc::sys;
+
+use super::{CudaError, library, source::Source};
+
+/// What is asked of every compilation. The log then tells each kernel's registers and spills.
+const OPTIONS: &[&str] = &["--std=c++17", "--generate-line-info", "--ptxas-options=-v"];
+
+/// The compiler, loaded.
+#[derive(Debug)]
+pub struct Nvrtc {
+    version: (i32, i32),
+}
+
+/// Machine code for one kind of card.
+#[derive(Debug)]
+pub struct Compiled {
+    pub cubin: Vec<u8>,
+    /// What the compiler said; empty where the code came from the cache.
+    pub log: String,
+}
+
+/// One program within the compiler, destroyed when dropped.
+struct Program(sys::nvrtcProgram);
+
+// === impl Nvrtc ===
+
+impl Nvrtc {
+    /// Finds the library, in `folder` if one is named.
+    pub fn load(folder: Option<&Path>) -> Result<Self, CudaError> {
+        library::load_nvrtc(folder)?;
+        let (mut major, mut minor) = (0, 0);
+        // JUSTIFICATION: cudarc has no safe call for this.
+        // SAFETY: both pointers are to numbers that outlive the call.
+        unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(failed("nvrtcVersion"))?;
+        Ok(Self { version: (major, minor) })
+    }
+
+    /// The CUDA that it compiles for.
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// Everything that decides what comes out: the same words give the same code.
+    pub fn recipe(&self, source: &Source, arch: &str) -> String {
+        let (major, minor) = self.version;
+        format!("nvrtc {major}.{minor}\n{arch}\n{}\n{}\n{}", OPTIONS.join(" "), source.name, source.text)
+    }
+
+    /// Compiles for a card (`sm_90a`), all the way to machine code.
+    pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled, CudaError> {
+        let program = Program::new(source)?;
+        let mut options = vec![format!("--gpu-architecture={arch}")];
+        options.extend(OPTIONS.iter().map(|option| (*option).to_owned()));
+        // JUSTIFICATION: the compiler is a C library.
+        // SAFETY: the program lives until the end of this function, and no option holds a zero byte.
+        let outcome = unsafe { result::compile_program(program.0, &options) };
+        let log = program.log()?;
+        match outcome {
+            Ok(()) => Ok(Compiled { cubin: program.cubin()?, log }),
+            Err(_) => Err(CudaError::Compile { source_name: source.name, arch: arch.to_owned(), log }),
+        }
+    }
+}
+
+// === impl Program ===
+
+impl Program {
+    fn new(source: &Source) -> Result<Self, CudaError> {
+        let text = CString::new(source.text).expect("the kernels' text has no zero byte");
+        let name = CString::new(source.name).expect("a file name has no zero byte");
+        result::create_program(&text, Some(&name)).map(Self).map_err(failed("nvrtcCreateProgram"))
+    }
+
+    fn log(&self) -> Result<String, CudaError> {
+        // JUSTIFICATION: the compiler is a C library.
+        // SAFETY: the program is alive; the call sizes its buffer by what the library says.
+        let log = unsafe { result::get_program_log(self.0) }.map_err(failed("nvrtcGetProgramLog"))?;
+        let bytes: Vec<u8> = log.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn cubin(&self) -> Result<Vec<u8>, CudaError> {
+        let mut len = 0;
+        // JUSTIFICATION: cudarc's safe calls give PTX only, which the driver would have to compile again.
+        // SAFETY: the program is alive, and the pointer is to a number that outlives the call.
+        unsafe { sys::nvrtcGetCUBINSize(self.0, &mut len) }.result().map_err(failed("nvrtcGetCUBINSize"))?;
+        let mut cubin = vec![0_u8; len];
+        // JUSTIFICATION: as above.
+        // SAFETY: the buffer has the size that the library asked for.
+        let outcome = unsafe { sys::nvrtcGetCUBIN(self.0, cubin.as_mut_ptr().cast::<c_char>()) };
+        outcome.result().map_err(failed("nvrtcGetCUBIN"))?;
+        Ok(cubin)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // JUSTIFICATION: the compiler is a C library.
+        // SAFETY: the program was created and is destroyed once. A failure to destroy it leaks some memory, no more.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+fn failed(call: &'static str) -> impl FnOnce(NvrtcError) -> CudaError {
+    move |error| CudaError::Nvrtc { call, code: format!("{:?}", error.0) }
+}

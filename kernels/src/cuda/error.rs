@@ -1,0 +1,49 @@
+//! What can go wrong between this process and a GPU: each a sentence that says what to do.
+
+use cudarc::driver::DriverError;
+
+/// No GPU to be had, or a call to it that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaError {
+    #[error("no CUDA driver: libcuda.so.1 is not on this machine (install NVIDIA's driver, or run on the CPU)")]
+    NoDriver,
+    #[error("a CUDA driver is here, but it finds no GPU (is one visible to this process?)")]
+    NoDevice,
+    #[error("there is no GPU number {ordinal}: the driver finds {n_cards}")]
+    NoSuchDevice { ordinal: usize, n_cards: usize },
+    #[error("no NVRTC: libnvrtc.so is not on the loader's path{place} (install CUDA's runtime compiler)")]
+    NoNvrtc { place: String },
+    #[error(
+        "the driver speaks CUDA {}.{} but libnvrtc compiles for CUDA {}.{}: update the driver, or install an older libnvrtc",
+        driver.0, driver.1, nvrtc.0, nvrtc.1
+    )]
+    DriverTooOld { driver: (i32, i32), nvrtc: (i32, i32) },
+    #[error("{name} has compute capability {}.{}, and these kernels need 8.0 or later", capability.0, capability.1)]
+    CardTooOld { name: String, capability: (i32, i32) },
+    #[error("compile {source_name} for {arch}: {log}")]
+    Compile { source_name: &'static str, arch: String, log: String },
+    #[error("{call} of NVRTC failed with {code}")]
+    Nvrtc { call: &'static str, code: String },
+    #[error("no {bytes} bytes left on the GPU: {free_bytes} of {total_bytes} are free")]
+    OutOfMemory { bytes: usize, free_bytes: usize, total_bytes: usize },
+    #[error("{what}")]
+    Driver {
+        what: &'static str,
+        #[source]
+        source: DriverError,
+    },
+    #[error("launch {kernel}: {wrong}")]
+    Argument { kernel: &'static str, wrong: &'static str },
+}
+
+impl CudaError {
+    /// Names what was being done when the driver refused.
+    pub(super) fn during(what: &'static str) -> impl FnOnce(DriverError) -> Self {
+        move |source| Self::Driver { what, source }
+    }
+}
+
+/// Refuses a launch whose arguments do not fit together.
+pub(super) fn ensure(kernel: &'static str, holds: bool, wrong: &'static str) -> Result<(), CudaError> {
+    if holds { Ok(()) } else { Err(CudaError::Argument { kernel, wrong }) }
+}

@@ -1,0 +1,77 @@
+//! The two shared libraries that a GPU needs: the driver, and NVRTC. Both are looked for, never linked.
+
+use std::path::{Path, PathBuf};
+
+use cudarc::driver::{result, sys};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+use super::CudaError;
+
+/// Where CUDA's toolkit puts NVRTC when nobody said otherwise.
+const USUAL_FOLDERS: &[&str] = &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/wsl/lib"];
+
+/// Starts the driver and counts its cards.
+pub(super) fn driver() -> Result<usize, CudaError> {
+    // JUSTIFICATION: cudarc panics when the library is missing, so it is asked first.
+    // SAFETY: loading libcuda runs its initializers, which are NVIDIA's and take no arguments of ours.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoDriver);
+    }
+    result::init().map_err(|error| match error.0 {
+        sys::CUresult::CUDA_ERROR_NO_DEVICE => CudaError::NoDevice,
+        _ => CudaError::during("start the CUDA driver")(error),
+    })?;
+    let n_cards = result::device::get_count().map_err(CudaError::during("count the GPUs"))?;
+    if n_cards == 0 { Err(CudaError::NoDevice) } else { Ok(n_cards as usize) }
+}
+
+/// The newest CUDA that the driver can run code of.
+pub(super) fn driver_version() -> Result<(i32, i32), CudaError> {
+    let mut version = 0;
+    // JUSTIFICATION: cudarc has no safe call for this.
+    // SAFETY: the pointer is to a number that outlives the call.
+    unsafe { sys::cuDriverGetVersion(&mut version) }
+        .result()
+        .map_err(CudaError::during("ask for the driver's version"))?;
+    Ok((version / 1000, version % 1000 / 10))
+}
+
+/// Makes NVRTC findable: in `folder` if one is named, else on the loader's path, else where toolkits usually are.
+pub(super) fn load_nvrtc(folder: Option<&Path>) -> Result<(), CudaError> {
+    match folder {
+        Some(folder) => preload_nvrtc(folder),
+        None if nvrtc_is_present() => return Ok(()),
+        None => USUAL_FOLDERS.iter().for_each(|folder| preload_nvrtc(Path::new(folder))),
+    }
+    let place = folder.map(|folder| format!(", nor in {}", folder.display())).unwrap_or_default();
+    if nvrtc_is_present() { Ok(()) } else { Err(CudaError::NoNvrtc { place }) }
+}
+
+fn nvrtc_is_present() -> bool {
+    // JUSTIFICATION: as for the driver: asked first, because the first call would panic.
+    // SAFETY: loading libnvrtc runs its initializers, which take no arguments of ours.
+    unsafe { cudarc::nvrtc::sys::is_culib_present() }
+}
+
+/// Loads the files by their paths, for good. A later look for their names finds what is loaded already.
+///
+/// The builtins come first: libnvrtc looks for them by name alone, and only when it compiles.
+fn preload_nvrtc(folder: &Path) {
+    for stem in ["libnvrtc-builtins.so.", "libnvrtc.so."] {
+        for path in versions_of(stem, folder) {
+            // JUSTIFICATION: Python packages of CUDA put libraries where no loader looks.
+            // SAFETY: the folder is the user's word for where NVIDIA's library is; its initializers take no arguments.
+            let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) };
+            library.map(std::mem::forget).unwrap_or_default();
+        }
+    }
+}
+
+fn versions_of(stem: &str, folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    let is_wanted = |path: &PathBuf| {
+        path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(stem))
+    };
+    paths.filter(is_wanted).collect()
+}

@@ -1,0 +1,24 @@
+//! Kernels for NVIDIA GPUs: found, compiled for the card at hand, and launched with every argument checked.
+//!
+//! Nothing of CUDA is needed to build or to start: the driver and the compiler (NVRTC) are loaded when a card is
+//! opened, and what is missing is said in one sentence ([`CudaError`]).
+//!
+//! Suggested reading order: what is found ([`library`]), what is compiled ([`source`], [`compiler`], [`cache`]), the
+//! card that it runs on ([`card`], [`buffer`]), and what it computes (`ops`, over the kernels in `kernels/cu`).
+
+pub mod error;
+pub mod library;
+pub mod source;
+pub mod compiler;
+pub mod report;
+pub mod cache;
+pub mod buffer;
+pub mod card;
+pub mod ops;
+
+pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
+pub use cache::Cache;
+pub use card::{Card, Marker};
+pub use compiler::{Compiled, Nvrtc};
+pub use error::CudaError;
+pub use ops::{DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv, SkinnyForm};

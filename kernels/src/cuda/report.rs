@@ -1,0 +1,48 @@
+//! What the compiler's log tells of each kernel: registers, and what did not fit into them.
+
+/// One kernel's needs, as ptxas printed them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Usage {
+    pub kernel: String,
+    pub registers: u32,
+    /// Bytes written to memory because registers ran out.
+    pub spill_bytes: u32,
+}
+
+/// Reads a log of `--ptxas-options=-v`, in the order of names.
+pub fn usages(log: &str) -> Vec<Usage> {
+    let mut found = Vec::new();
+    let mut kernel = None;
+    let mut spill_bytes = 0;
+    for line in log.lines() {
+        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
+            kernel = rest.split('\'').next().map(str::to_owned);
+        } else if let Some(number) = number_before(line, " bytes spill stores") {
+            spill_bytes = number;
+        } else if let (Some(registers), Some(name)) = (number_before(line, " registers"), kernel.take()) {
+            found.push(Usage { kernel: name, registers, spill_bytes });
+            spill_bytes = 0;
+        }
+    }
+    found.sort_by(|a, b| a.kernel.cmp(&b.kernel));
+    found
+}
+
+fn number_before(line: &str, words: &str) -> Option<u32> {
+    line.split(words).next().filter(|before| before.len() < line.len())?.rsplit(' ').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_is_read() {
+        let log = "ptxas info    : Compiling entry function 'one' for 'sm_90a'\n\
+                   ptxas info    : Function properties for one\n\
+                   \u{20}   8 bytes stack frame, 16 bytes spill stores, 12 bytes spill loads\n\
+                   ptxas info    : Used 255 registers, used 1 barriers\n";
+        let expected = Usage { kernel: "one".to_owned(), registers: 255, spill_bytes: 16 };
+        assert_eq!(usages(log), [expected]);
+    }
+}
