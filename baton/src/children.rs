@@ -29,9 +29,9 @@ impl Node {
         command.arg(role.as_str()).arg("--stop-with-stdin").env("BATON_NODE__ID", &id);
         // What is meant for a router is an unknown setting to a node.
         let for_router = |key: &str| key.starts_with("BATON_ROUTER__") || key == "BATON_CONFIG";
-        std::env::vars()
-            .filter(|(key, _)| for_router(key))
-            .for_each(|(key, _)| drop(command.env_remove(key)));
+        std::env::vars().filter(|(key, _)| for_router(key)).for_each(|(key, _)| {
+            command.env_remove(key);
+        });
         command.envs(settings.iter().map(|(key, value)| (*key, value)));
         // A group of its own: Ctrl-C reaches the parent alone, which drains the router before it stops the nodes.
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null());

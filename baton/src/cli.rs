@@ -8,9 +8,13 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 /// Large language models served with prefill and decode on different nodes.
 #[derive(Debug, Parser)]
 #[command(name = "baton", version, arg_required_else_help = true, max_term_width = 100)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Cli {
+    /// Check configuration files of any process, say what is wrong with them, and leave.
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    pub(crate) check_config: Vec<PathBuf>,
     #[command(subcommand)]
-    pub(crate) command: Command,
+    pub(crate) command: Option<Command>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -27,6 +31,10 @@ pub(crate) enum Command {
     Both(ProcessArgs),
     /// Talk to a cluster in the terminal.
     Chat(ChatArgs),
+    /// Look at this machine and what a process's file asks of it, and say what to do.
+    Doctor(DoctorArgs),
+    /// Ask a process whether it is ready: 0 if it is. For health checks in images that have no shell.
+    Health(HealthArgs),
     /// Measure an OpenAI-compatible endpoint, this one or another: TTFT, TBT, goodput.
     Bench(Box<bench::BenchArgs>),
 }
@@ -121,4 +129,21 @@ pub(crate) struct ChatArgs {
     /// Ask this one thing, print the answer, and leave.
     #[arg(value_name = "MESSAGE")]
     pub(crate) message: Option<String>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DoctorArgs {
+    /// The configuration file of the process that is to run here. Without it: the router of `baton up`.
+    #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
+    pub(crate) config: Option<PathBuf>,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct HealthArgs {
+    /// The page to ask for: a router's HTTP port, a node's admin port.
+    #[arg(default_value = "http://127.0.0.1:8000/ready", value_name = "URL")]
+    pub(crate) url: String,
 }

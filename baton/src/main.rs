@@ -4,8 +4,11 @@
 mod chat;
 mod children;
 mod cli;
+mod doctor;
 mod exit;
+mod health;
 mod node;
+mod process_file;
 mod router;
 mod up;
 
@@ -17,13 +20,15 @@ use crate::cli::{Cli, Command};
 use crate::exit::Failed;
 
 fn main() -> ExitCode {
-    match run(Cli::parse().command) {
+    match run(Cli::parse()) {
         Ok(code) => code,
         Err(failed) => failed.report(),
     }
 }
 
-fn run(command: Command) -> Result<ExitCode, Failed> {
+fn run(cli: Cli) -> Result<ExitCode, Failed> {
+    // clap shows the help where there is neither a command nor a file.
+    let Some(command) = cli.command else { return process_file::check(&cli.check_config) };
     match command {
         Command::Up(args) => up::run(args),
         Command::Router(args) => router::run(&args),
@@ -31,6 +36,8 @@ fn run(command: Command) -> Result<ExitCode, Failed> {
         Command::Decode(args) => node::run(types::Role::Decode, &args),
         Command::Both(args) => node::run(types::Role::Both, &args),
         Command::Chat(args) => chat::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Health(args) => health::run(&args),
         Command::Bench(args) => Ok(bench::run(*args)),
     }
 }

@@ -1,0 +1,103 @@
+//! GPUs, their driver and the libraries that a GPU backend loads at run time.
+//!
+//! This version has no GPU backend. What is there is said all the same, so that a machine can be made ready.
+
+use std::path::{Path, PathBuf};
+
+use super::finding::Finding;
+
+const GROUP: &str = "gpu";
+const NO_BACKEND: &str =
+    "this version has no GPU backend and does not use it; nodes compute with the model that model.path names";
+/// What each library is for.
+const LIBRARIES: &[(&str, &str)] = &[
+    ("libcuda.so.1", "the driver's half of CUDA"),
+    ("libnvrtc.so", "compiles kernels for the card at hand"),
+    ("libcublasLt.so", "matrix products"),
+    ("libnccl.so.2", "KV between GPUs of several hosts"),
+];
+/// Where the loader looks, besides LD_LIBRARY_PATH.
+const FOLDERS: &[&str] = &[
+    "/lib64",
+    "/usr/lib64",
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/lib/aarch64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/local/cuda/lib64",
+    "/usr/local/nvidia/lib64",
+];
+
+pub(super) fn look() -> Vec<Finding> {
+    let Some(driver) = driver(Path::new("/proc/driver/nvidia/version")) else {
+        return vec![Finding::note(GROUP, "no NVIDIA driver", NO_BACKEND)];
+    };
+    let mut findings = vec![Finding::note(GROUP, format!("{driver}; {} GPUs", n_gpus()), NO_BACKEND)];
+    findings.extend(LIBRARIES.iter().map(|(library, what_for)| found_or_not(library, what_for)));
+    findings
+}
+
+/// The driver's own line about itself.
+fn driver(version: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(version).ok()?;
+    text.lines().next().map(|line| line.trim_start_matches("NVRM version:").trim().to_owned())
+}
+
+fn n_gpus() -> usize {
+    let entries = std::fs::read_dir("/proc/driver/nvidia/gpus");
+    entries.map_or(0, |entries| entries.flatten().count())
+}
+
+/// Files are looked for and not loaded: a library that does harm when it is loaded must not harm a doctor.
+fn found_or_not(library: &str, what_for: &str) -> Finding {
+    match find(library, &folders()) {
+        Some(path) => Finding::note(GROUP, format!("{} ({what_for})", path.display()), NO_BACKEND),
+        None => Finding::note(
+            GROUP,
+            format!("{library} ({what_for}) is not where the loader looks"),
+            format!(
+                "a GPU backend will need it: install it, or put its folder into LD_LIBRARY_PATH; {NO_BACKEND}"
+            ),
+        ),
+    }
+}
+
+fn folders() -> Vec<PathBuf> {
+    let own = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    std::env::split_paths(&own).chain(FOLDERS.iter().map(PathBuf::from)).collect()
+}
+
+/// The first file whose name is `library`, or begins with it and a version.
+fn find(library: &str, folders: &[PathBuf]) -> Option<PathBuf> {
+    let entries = folders.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten().flatten();
+    let names_it = |path: &PathBuf| {
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        name.strip_prefix(library).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    entries.map(|entry| entry.path()).find(names_it)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_are_found_with_and_without_a_version() {
+        let folder = tempfile::tempdir().expect("a folder");
+        std::fs::write(folder.path().join("libnvrtc.so.12.4"), "").expect("written");
+        std::fs::write(folder.path().join("libnvrtc.sorry"), "").expect("written");
+        let folders = [folder.path().to_owned()];
+        assert_eq!(find("libnvrtc.so", &folders), Some(folder.path().join("libnvrtc.so.12.4")));
+        assert_eq!(find("libnccl.so.2", &folders), None);
+    }
+
+    #[test]
+    fn the_driver_says_its_version() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("version");
+        std::fs::write(&file, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1\nGCC version\n")
+            .expect("written");
+        assert_eq!(driver(&file).as_deref(), Some("NVIDIA UNIX x86_64 Kernel Module  570.1"));
+        assert_eq!(driver(&folder.path().join("none")), None);
+    }
+}

@@ -1,0 +1,52 @@
+//! `baton doctor`: looks at this machine, and at what a process's file asks of it, and says what to do.
+//!
+//! Suggested reading order: what is found ([`finding`]), then one file per group of findings.
+
+mod finding;
+mod report;
+mod address;
+mod clock;
+mod gpu;
+mod host;
+mod model;
+mod ports;
+mod rdma;
+mod registry;
+
+use std::process::ExitCode;
+
+use crate::cli::DoctorArgs;
+use crate::exit::Failed;
+use crate::process_file::ProcessFile;
+
+use finding::{Finding, Level};
+
+/// Ends with 0 if nothing stands in the way of serving, with 1 otherwise; warnings alone are 0.
+pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
+    let process = match &args.config {
+        Some(file) => ProcessFile::read(file, std::env::vars())?,
+        None => ProcessFile::default_router()?,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    let findings = runtime.block_on(look(&process));
+    if args.json {
+        report::json(&findings)
+    } else {
+        report::table(&findings)
+    }
+    let broken = findings.iter().any(|finding| finding.level == Level::Bad);
+    Ok(if broken { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// All groups, what a process needs first, before what only some connectors need.
+async fn look(process: &ProcessFile) -> Vec<Finding> {
+    let mut findings = ports::look(process);
+    findings.extend(address::look(process));
+    findings.extend(registry::look(process).await);
+    findings.extend(model::look(process));
+    findings.extend(host::look());
+    findings.extend(clock::look());
+    findings.extend(gpu::look());
+    findings.extend(rdma::look());
+    findings
+}

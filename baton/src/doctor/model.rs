@@ -1,0 +1,119 @@
+//! Whether the model is where it is said to be, and its KV fits.
+
+use std::path::Path;
+
+use node::NodeConfig;
+
+use crate::process_file::ProcessFile;
+
+use super::finding::Finding;
+
+const GROUP: &str = "model";
+/// What a model's folder must hold, besides its weights.
+const FILES: &[&str] = &["config.json", "tokenizer.json"];
+
+pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
+    match process {
+        ProcessFile::Router(_) => Vec::new(),
+        ProcessFile::Node(config) => vec![model(&config.engine.model), kv_memory(config)],
+    }
+}
+
+fn model(name: &str) -> Finding {
+    match name.split_once(':') {
+        Some(("mock", file)) if file.ends_with(".toml") => mock_file(file),
+        _ if name == "mock" || name.starts_with("mock:") => Finding::ok(GROUP, format!("{name}: built in")),
+        _ => folder(Path::new(name)),
+    }
+}
+
+fn mock_file(file: &str) -> Finding {
+    match std::fs::read_to_string(file) {
+        Ok(_) => Finding::ok(GROUP, format!("mock with the costs in {file}")),
+        Err(error) => {
+            Finding::bad(GROUP, format!("{file}: {error}"), "put the file there, or set model.path to `mock`")
+        }
+    }
+}
+
+/// A folder as Hugging Face has them.
+fn folder(folder: &Path) -> Finding {
+    let shown = folder.display();
+    if !folder.is_dir() {
+        let found = format!("{shown}: no such folder");
+        return Finding::bad(
+            GROUP,
+            found,
+            "set model.path to the model's folder, or mount the volume it lies on",
+        );
+    }
+    let missing: Vec<&str> = FILES.iter().copied().filter(|file| !folder.join(file).is_file()).collect();
+    if !missing.is_empty() {
+        let found = format!("{shown}: {} missing", missing.join(", "));
+        return Finding::bad(GROUP, found, "fetch the whole model again; a download may have been cut short");
+    }
+    if !has_weights(folder) {
+        let found = format!("{shown}: no .safetensors file");
+        return Finding::bad(GROUP, found, "fetch the weights in safetensors form");
+    }
+    Finding::ok(GROUP, format!("{shown}: configuration, tokenizer and weights are there"))
+}
+
+fn has_weights(folder: &Path) -> bool {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.path())
+        .any(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+}
+
+fn kv_memory(config: &NodeConfig) -> Finding {
+    let wanted = config.engine.kv_bytes as u64;
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    match available(&meminfo) {
+        Some(available) if available < wanted => Finding::bad(
+            GROUP,
+            format!("model.kv_memory is {} MiB, {} MiB are available", wanted >> 20, available >> 20),
+            "set model.kv_memory lower, or give the machine or container more memory",
+        ),
+        Some(available) => Finding::ok(
+            GROUP,
+            format!("model.kv_memory is {} MiB of {} MiB available", wanted >> 20, available >> 20),
+        ),
+        None => {
+            Finding::note(GROUP, "/proc/meminfo does not say how much memory is available", "look yourself")
+        }
+    }
+}
+
+fn available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kib << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::Level;
+
+    #[test]
+    fn memory_is_read() {
+        assert_eq!(available("MemTotal: 9 kB\nMemAvailable:   2048 kB\n"), Some(2 << 20));
+        assert_eq!(available(""), None);
+    }
+
+    #[test]
+    fn a_folder_must_hold_a_whole_model() {
+        assert_eq!(model("mock:slow").level, Level::Ok);
+        assert!(model("/nowhere/at/all").found.contains("no such folder"));
+        let here = tempfile::tempdir().expect("a folder");
+        let name = here.path().display().to_string();
+        let put = |file: &str| std::fs::write(here.path().join(file), "{}").expect("written");
+        assert!(model(&name).found.contains("config.json, tokenizer.json missing"));
+        put("config.json");
+        put("tokenizer.json");
+        assert!(model(&name).found.contains("safetensors"));
+        put("model.safetensors");
+        assert_eq!(model(&name).level, Level::Ok);
+    }
+}

@@ -1,0 +1,99 @@
+//! Any process's TOML file, without being told whose it is: `[router]` makes it a router's, anything else a node's.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use chassis::{Gate, World};
+use node::{NodeConfig, RawNodeConfig};
+use registry::RegistryParts;
+use router::{RawRouterConfig, RouterConfig};
+
+use crate::exit::Failed;
+
+/// What the file means, once everything in it has been found to mean something.
+#[derive(Debug)]
+pub(crate) enum ProcessFile {
+    Router(Box<RouterConfig>),
+    Node(Box<NodeConfig>),
+}
+
+/// `baton --check-config FILE…`: every file is looked at, so that one run names all the wrong ones.
+pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
+    let mut wrong = None;
+    for file in files {
+        match ProcessFile::read(file, std::iter::empty()) {
+            Ok(process) => eprintln!("{}: a valid {} configuration", file.display(), process.kind()),
+            Err(failed) => wrong = Some(failed.report()),
+        }
+    }
+    Ok(wrong.unwrap_or(ExitCode::SUCCESS))
+}
+
+impl ProcessFile {
+    /// Reads `file`, overridden by `env` as the process itself would have it.
+    pub(crate) fn read(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
+        let read = if is_router(file) { Self::router(file, env) } else { Self::node(file, env) }?;
+        read.names_a_registry()?;
+        Ok(read)
+    }
+
+    /// What a process without a file is: the router of `baton up`.
+    pub(crate) fn default_router() -> Result<Self, Failed> {
+        let config = RouterConfig::resolve(RawRouterConfig::default()).map_err(Failed::usage)?;
+        Ok(Self::Router(Box::new(config)))
+    }
+
+    fn router(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
+        let raw: RawRouterConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
+        let config = RouterConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
+        Ok(Self::Router(Box::new(config)))
+    }
+
+    fn node(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
+        let raw: RawNodeConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
+        let config = NodeConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
+        let known: Vec<&str> = kv_transfer::connectors().iter().map(|(name, _)| *name).collect();
+        let unknown = |name: &&String| *name != "auto" && !known.contains(&name.as_str());
+        if let Some(name) = config.connectors.iter().find(unknown) {
+            let known = known.join(", ");
+            let error = format!("`transfer.connectors`: {name:?} is not one of auto, {known}");
+            return Err(in_file(file, &error));
+        }
+        Ok(Self::Node(Box::new(config)))
+    }
+
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Router(_) => "router",
+            Self::Node(_) => "node",
+        }
+    }
+
+    /// `None`: the process is the registry.
+    pub(crate) fn registry_url(&self) -> Option<&str> {
+        match self {
+            Self::Router(config) => config.registry_url.as_deref(),
+            Self::Node(config) => Some(&config.registry_url),
+        }
+    }
+
+    /// Opening a registry sends nothing, but wants a runtime; it refuses an address that means none.
+    fn names_a_registry(&self) -> Result<(), Failed> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(Failed::start)?;
+        let _inside = runtime.enter();
+        let parts = RegistryParts { world: World::real(), gate: Gate::new("check") };
+        let opened = self.registry_url().map_or(Ok(()), |url| registry::open(url, parts).map(drop));
+        opened.map_err(Failed::usage)
+    }
+}
+
+/// A file that cannot be read as TOML is nobody's; the process that is asked then says why.
+fn is_router(file: &Path) -> bool {
+    let text = std::fs::read_to_string(file).unwrap_or_default();
+    text.parse::<toml::Table>().is_ok_and(|table| table.contains_key("router"))
+}
+
+fn in_file(file: &Path, error: &dyn std::fmt::Display) -> Failed {
+    Failed::usage(format!("{}: {error}", file.display()))
+}

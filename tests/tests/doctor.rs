@@ -1,0 +1,105 @@
+//! `baton doctor` and `baton --check-config`: what stands in the way is found, with what to do, before anything is started.
+
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use baton_tests::executable;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Runs `baton` with nothing of ours in its environment.
+fn baton(args: &[&str]) -> Output {
+    let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
+    let mut command = Command::new(executable::baton());
+    ours.for_each(|name| {
+        command.env_remove(name);
+    });
+    command.args(args).output().expect("baton runs")
+}
+
+fn doctor(file: &str) -> (Option<i32>, Value) {
+    let output = baton(&["doctor", "--config", file, "--json"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let report = serde_json::from_str(&text)
+        .unwrap_or_else(|error| panic!("{error}: {text}{}", String::from_utf8_lossy(&output.stderr)));
+    (output.status.code(), report)
+}
+
+fn file(folder: &TempDir, name: &str, text: &str) -> String {
+    let path: PathBuf = folder.path().join(name);
+    std::fs::write(&path, text).expect("written");
+    path.display().to_string()
+}
+
+/// The findings of one group.
+fn group<'a>(report: &'a Value, name: &str) -> Vec<&'a Value> {
+    let findings = report["findings"].as_array().expect("findings");
+    findings.iter().filter(|finding| finding["group"] == name).collect()
+}
+
+#[test]
+fn a_healthy_router_is_told_so() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = file(&folder, "router.toml", "[router]\nhttp = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"\n");
+    let (code, report) = doctor(&file);
+    assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "{report}");
+    for finding in report["findings"].as_array().expect("findings") {
+        assert!(finding["advice"].as_str().is_some_and(|advice| !advice.is_empty()), "{finding}");
+    }
+    for name in ["ports", "registry", "host", "clock", "gpu", "rdma"] {
+        assert!(!group(&report, name).is_empty(), "{name} in {report}");
+    }
+}
+
+#[test]
+fn what_stands_in_the_way_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let admin = taken.local_addr().expect("bound");
+    let text = format!(
+        "[node]\nlisten = \"0.0.0.0:0\"\nadmin = \"{admin}\"\n[model]\npath = \"/no/such/model\"\n\
+         kv_memory = \"900TiB\"\n[registry]\nurl = \"embedded://{admin}\"\n"
+    );
+    let (code, report) = doctor(&file(&folder, "node.toml", &text));
+    assert_eq!((code, &report["ok"]), (Some(1), &Value::Bool(false)), "{report}");
+    let bad: Vec<&str> = report["findings"]
+        .as_array()
+        .expect("findings")
+        .iter()
+        .filter(|finding| finding["level"] == "bad")
+        .map(|finding| finding["group"].as_str().expect("a group"))
+        .collect();
+    assert_eq!(bad, ["ports", "address", "registry", "model", "model"], "{report}");
+}
+
+#[test]
+fn the_table_says_what_to_do() {
+    let output = baton(&["doctor"]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("router.http 127.0.0.1:8000"), "{text}");
+    assert!(text.contains("this version has no rdma connector") || text.contains("/sys/class"), "{text}");
+}
+
+#[test]
+fn every_file_is_checked_and_every_wrong_one_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let router = file(&folder, "router.toml", "[router]\npolicy = \"random\"\n");
+    let node = file(&folder, "node.toml", "[registry]\nurl = \"etcd://etcd:2379/blue\"\n");
+    let good = baton(&["--check-config", &router, &node]);
+    assert_eq!(good.status.code(), Some(0), "{good:?}");
+    for (name, text, wrong) in [
+        ("policy.toml", "[router]\npolicy = \"best\"\n", "\"best\" is not one of"),
+        ("typo.toml", "[node]\nlisen = \"0.0.0.0:1\"\n", "did you mean `node.listen`"),
+        ("section.toml", "[router]\nhttp = \"0.0.0.0:1\"\n[model]\npath = \"mock\"\n", "no such setting"),
+        ("wire.toml", "[transfer]\nconnectors = [\"pigeon\"]\n", "\"pigeon\" is not one of auto"),
+        ("registry.toml", "[registry]\nurl = \"zk://a\"\n", "is not a registry"),
+        ("syntax.toml", "[node\n", "is not TOML"),
+    ] {
+        let file = file(&folder, name, text);
+        let output = baton(&["--check-config", &router, &file, &node]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(wrong) && said.contains("a valid node configuration"), "{name}: {said}");
+    }
+}
