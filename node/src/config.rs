@@ -1,14 +1,16 @@
 //! What a node is told: [`RawNodeConfig`] as written, [`NodeConfig`] as meant.
 
+use std::num::NonZero;
 use std::time::Duration;
 
 use chassis::byte_size::ByteSize;
 use chassis::telemetry::LogSettings;
-use engine::{CpuSettings, EngineSettings, Pace};
+use engine::load::Quantize;
+use engine::{CpuSettings, EngineSettings, LoadFormat, Pace};
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
-use types::NodeId;
+use types::{KvDtype, NodeId};
 
 use crate::error::NodeError;
 
@@ -127,16 +129,72 @@ impl Default for RegistrySection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelSection {
-    /// `mock`, or `mock:NAME` for one that takes its time.
+    /// A model's folder, as Hugging Face lays it out; or `mock`, or `mock:NAME` for one that takes its time.
     pub path: String,
-    /// Memory for KV.
+    /// Memory for KV. The same KV type and block size must be set on all nodes of a model.
     pub kv_memory: ByteSize,
+    /// `bf16` or `f32`. A mock has its own.
+    pub kv_dtype: String,
+    /// Threads that compute; 0: as many as there are cores.
+    pub threads: usize,
+    /// `no`, or `q8`: weights as blocks of 8-bit numbers, quicker and less exact.
+    pub quantize: String,
+    /// `safetensors`, or `dummy`: random weights from the config alone, for measuring speed.
+    pub load_format: String,
 }
 
 impl Default for ModelSection {
     fn default() -> Self {
-        Self { path: "mock".to_owned(), kv_memory: ByteSize(64 << 20) }
+        Self {
+            path: "mock".to_owned(),
+            kv_memory: ByteSize(64 << 20),
+            kv_dtype: "bf16".to_owned(),
+            threads: 0,
+            quantize: "no".to_owned(),
+            load_format: "safetensors".to_owned(),
+        }
     }
+}
+
+impl ModelSection {
+    fn engine(&self) -> Result<EngineSettings, NodeError> {
+        let kv_bytes = usize::try_from(self.kv_memory.0).map_err(|_| {
+            NodeError::Config("model.kv_memory is more than this machine can address".to_owned())
+        })?;
+        let cpu = CpuSettings {
+            threads: NonZero::new(self.threads),
+            kv_dtype: choice(
+                "model.kv_dtype",
+                &self.kv_dtype,
+                &[("bf16", KvDtype::Bf16), ("f32", KvDtype::F32)],
+            )?,
+            quantize: choice(
+                "model.quantize",
+                &self.quantize,
+                &[("no", Quantize::No), ("q8", Quantize::Q8)],
+            )?,
+            load_format: choice(
+                "model.load_format",
+                &self.load_format,
+                &[
+                    ("safetensors", LoadFormat::Safetensors),
+                    ("dummy", LoadFormat::Dummy { seed: DUMMY_SEED }),
+                ],
+            )?,
+            ..CpuSettings::default()
+        };
+        Ok(EngineSettings { model: self.path.clone(), kv_bytes, pace: Pace::Sleeping, cpu })
+    }
+}
+
+/// Dummy weights are the same on every node, or their KV would not mean the same.
+const DUMMY_SEED: u64 = 1;
+
+/// The value that a word stands for.
+fn choice<T: Copy>(key: &str, word: &str, known: &[(&str, T)]) -> Result<T, NodeError> {
+    let found = known.iter().find(|(name, _)| *name == word).map(|(_, value)| *value);
+    let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
+    found.ok_or_else(|| NodeError::Config(format!("`{key}`: {word:?} is not one of {}", names.join(", "))))
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -198,9 +256,6 @@ impl NodeConfig {
         if transfer.connectors.is_empty() {
             return Err(NodeError::Config("transfer.connectors names no connector".to_owned()));
         }
-        let kv_bytes = usize::try_from(model.kv_memory.0).map_err(|_| {
-            NodeError::Config("model.kv_memory is more than this machine can address".to_owned())
-        })?;
         let settings = transfer.settings(&node);
         Ok(Self {
             id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),
@@ -209,12 +264,7 @@ impl NodeConfig {
             advertise: (!node.advertise.is_empty()).then_some(node.advertise),
             drain: Duration::from_millis(node.drain_ms),
             registry_url: registry.url,
-            engine: EngineSettings {
-                model: model.path,
-                kv_bytes,
-                pace: Pace::Sleeping,
-                cpu: CpuSettings::default(),
-            },
+            engine: model.engine()?,
             scheduler: scheduler.settings(),
             transfer: settings,
             connectors: transfer.connectors,
