@@ -1,0 +1,201 @@
+//! The whole way: ask what a revision means, fetch what is needed of it, and link it into a snapshot.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use futures::stream::{self, StreamExt as _, TryStreamExt as _};
+use http::header::{CONTENT_LENGTH, ETAG};
+use http::{HeaderMap, StatusCode};
+use serde::Deserialize;
+use tracing::{info, warn};
+
+use crate::cache::ModelCache;
+use crate::client::Client;
+use crate::download::{Content, download};
+use crate::error::HubError;
+use crate::id::{ModelId, is_commit};
+use crate::needed;
+use crate::progress::Progress;
+use crate::settings::HubSettings;
+
+/// Files that are fetched at one time.
+const FILES_AT_ONCE: usize = 4;
+
+/// A hub, and the cache of what was fetched from it.
+#[derive(Debug)]
+pub struct Hub {
+    settings: HubSettings,
+    client: Client,
+}
+
+/// What the hub says of a revision.
+#[derive(Debug, Deserialize)]
+struct Revision {
+    /// The commit that it means now.
+    sha: String,
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Sibling {
+    rfilename: String,
+}
+
+impl Hub {
+    pub fn new(settings: HubSettings) -> Result<Self, HubError> {
+        Ok(Self { client: Client::new(&settings)?, settings })
+    }
+
+    /// The folder of a model: `config.json`, tokenizer, chat template, safetensors. Fetches what is missing of it.
+    ///
+    /// A commit that is here whole is not asked for again. A branch or tag is asked for what it means now; if the hub
+    /// cannot be reached, what it meant last time is used, with a warning. Cancelled, a fetch goes on the next time
+    /// where it was.
+    pub async fn fetch(&self, id: &ModelId) -> Result<PathBuf, HubError> {
+        let cache = ModelCache::new(&self.settings.cache, id);
+        let cached = cache.complete(id.revision());
+        match cached {
+            Some(snapshot) if self.settings.offline || is_commit(id.revision()) => return Ok(snapshot),
+            None if self.settings.offline => {
+                return Err(HubError::Offline { id: id.to_string(), cache: self.settings.cache.clone() });
+            }
+            _ => {}
+        }
+        match (self.update(id, &cache).await, cached) {
+            (Err(error), Some(snapshot)) if error.may_pass() => {
+                warn!(model = %id, %error, "hub not reached, using what was fetched before");
+                Ok(snapshot)
+            }
+            (updated, _) => updated,
+        }
+    }
+
+    async fn update(&self, id: &ModelId, cache: &ModelCache) -> Result<PathBuf, HubError> {
+        let revision = self.revision(id).await?;
+        let there: BTreeSet<String> =
+            revision.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
+        let job = Job { hub: self, id, cache, commit: &revision.sha, progress: Progress::new() };
+        let snapshot = cache.snapshot(&revision.sha);
+        job.files(needed::small(&there)).await?;
+        let weights = needed::weights(&snapshot, &there);
+        let weights = weights.ok_or_else(|| HubError::NoWeights { id: id.to_string() })?;
+        job.files(weights.iter().map(String::as_str)).await?;
+        cache.refer(id.revision(), &revision.sha)?;
+        info!(model = %id, commit = revision.sha, folder = %snapshot.display(), "model is here");
+        Ok(snapshot)
+    }
+
+    async fn revision(&self, id: &ModelId) -> Result<Revision, HubError> {
+        let path = format!("/api/models/{}/revision/{}", id.repository(), encoded(id.revision()));
+        let url = self.client.url(&path)?;
+        let (status, headers, body) = self.client.text(&url).await?;
+        if status != StatusCode::OK {
+            return Err(self.refusal(id, &url, status, &headers));
+        }
+        let answer = |reason: String| HubError::Answer { url: url.to_string(), reason };
+        let revision: Revision = serde_json::from_slice(&body).map_err(|error| answer(error.to_string()))?;
+        if is_commit(&revision.sha) { Ok(revision) } else { Err(answer("its commit is none".to_owned())) }
+    }
+
+    /// What a status means, with the word that the hub puts beside it.
+    fn refusal(&self, id: &ModelId, url: &http::Uri, status: StatusCode, headers: &HeaderMap) -> HubError {
+        let said = |name: &str| text_of(headers, name).unwrap_or_default();
+        let (model, endpoint) = (id.repository(), self.settings.endpoint.clone());
+        match (status, said("x-error-code").as_str()) {
+            (_, "GatedRepo") | (StatusCode::FORBIDDEN, _) => HubError::Gated { id: model, endpoint },
+            (_, "RevisionNotFound") => {
+                HubError::UnknownRevision { id: model, revision: id.revision().to_owned() }
+            }
+            (StatusCode::UNAUTHORIZED, _) => HubError::Unauthorized { id: model, endpoint },
+            (StatusCode::NOT_FOUND, _) => HubError::UnknownModel { id: model, endpoint },
+            _ => HubError::Status { url: url.to_string(), status, message: said("x-error-message") },
+        }
+    }
+}
+
+/// The files of one commit.
+struct Job<'a> {
+    hub: &'a Hub,
+    id: &'a ModelId,
+    cache: &'a ModelCache,
+    commit: &'a str,
+    progress: Progress,
+}
+
+impl Job<'_> {
+    async fn files<'n>(&self, names: impl Iterator<Item = &'n str>) -> Result<(), HubError> {
+        let snapshot = self.cache.snapshot(self.commit);
+        let missing: Vec<&str> = names.filter(|name| !is_there(&snapshot, name)).collect();
+        let files = stream::iter(missing.into_iter().map(|name| self.file(name)));
+        files.buffer_unordered(FILES_AT_ONCE).try_collect().await
+    }
+
+    async fn file(&self, name: &str) -> Result<(), HubError> {
+        let content = self.content(name).await?;
+        download(&self.hub.client, self.cache, &content, &self.progress).await?;
+        self.cache.link(self.commit, name, &content.etag)
+    }
+
+    /// What the hub says of a file, without sending it.
+    async fn content(&self, name: &str) -> Result<Content, HubError> {
+        let path = format!("/{}/resolve/{}/{}", self.id.repository(), self.commit, encoded(name));
+        let url = self.hub.client.url(&path)?;
+        let (status, headers) = self.hub.client.head(&url).await?;
+        if !(status.is_success() || status.is_redirection()) {
+            return Err(self.hub.refusal(self.id, &url, status, &headers));
+        }
+        let answer = |reason: &str| HubError::Answer { url: url.to_string(), reason: reason.to_owned() };
+        let etag = text_of(&headers, "x-linked-etag").or_else(|| text_of(&headers, ETAG.as_str()));
+        let etag = etag.as_deref().and_then(plain_etag).ok_or_else(|| answer("it has no etag"))?;
+        let size = text_of(&headers, "x-linked-size").or_else(|| text_of(&headers, CONTENT_LENGTH.as_str()));
+        let n_bytes = size.and_then(|size| size.parse().ok()).ok_or_else(|| answer("it has no length"))?;
+        Ok(Content { name: name.to_owned(), url, etag, n_bytes })
+    }
+}
+
+fn is_there(snapshot: &Path, name: &str) -> bool {
+    snapshot.join(name).exists()
+}
+
+fn text_of(headers: &HeaderMap, name: &str) -> Option<String> {
+    headers.get(name)?.to_str().ok().map(str::to_owned)
+}
+
+/// An etag without its quotes, if it can be a file's name.
+fn plain_etag(etag: &str) -> Option<String> {
+    let etag = etag.trim_start_matches("W/").trim_matches('"');
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+    ((1..=128).contains(&etag.len()) && etag.bytes().all(plain)).then(|| etag.to_owned())
+}
+
+/// Percent-encoded as one step of a path.
+fn encoded(text: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
+    text.bytes()
+        .map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn etags_become_names() {
+        for (etag, expected) in [
+            ("\"abc-1\"", Some("abc-1")),
+            ("W/\"abc\"", Some("abc")),
+            ("abc", Some("abc")),
+            ("\"../x\"", None),
+            ("\"\"", None),
+        ] {
+            assert_eq!(plain_etag(etag).as_deref(), expected, "{etag}");
+        }
+    }
+
+    #[test]
+    fn a_revision_is_one_step_of_a_path() {
+        assert_eq!(encoded("refs/pr/3"), "refs%2Fpr%2F3");
+        assert_eq!(encoded("v1.0-a_b~c"), "v1.0-a_b~c");
+    }
+}

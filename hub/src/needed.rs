@@ -1,0 +1,110 @@
+//! Which of a repository's files are needed: what a router and a node read, and nothing else.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use serde::Deserialize;
+
+/// Small files: those of them that there are.
+const SMALL: [&str; 7] = [
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    INDEX,
+];
+const CONFIG: &str = "config.json";
+/// Names the shards of weights that do not fit into one file.
+pub const INDEX: &str = "model.safetensors.index.json";
+const WEIGHTS: &str = "model.safetensors";
+
+#[derive(Debug, Deserialize)]
+struct Index {
+    /// Tensor to file.
+    weight_map: std::collections::BTreeMap<String, String>,
+}
+
+/// The small files among `there`.
+pub(crate) fn small(there: &BTreeSet<String>) -> impl Iterator<Item = &str> {
+    SMALL.into_iter().filter_map(|name| there.get(name)).map(String::as_str)
+}
+
+/// The files with weights: those that the index names, or else the one. `None`: the repository has none of this kind.
+pub(crate) fn weights(snapshot: &Path, there: &BTreeSet<String>) -> Option<BTreeSet<String>> {
+    if there.contains(INDEX) {
+        return shards(snapshot).filter(|shards| shards.is_subset(there));
+    }
+    there.get(WEIGHTS).map(|weights| BTreeSet::from([weights.clone()]))
+}
+
+/// The files that the index in a snapshot names.
+fn shards(snapshot: &Path) -> Option<BTreeSet<String>> {
+    let index: Index = serde_json::from_slice(&fs::read(snapshot.join(INDEX)).ok()?).ok()?;
+    let shards: BTreeSet<String> = index.weight_map.into_values().collect();
+    let plain = |name: &String| !name.contains(['/', '\\']) && !name.starts_with('.');
+    (!shards.is_empty() && shards.iter().all(plain)).then_some(shards)
+}
+
+/// Whether a snapshot has all that a node needs, as far as can be told without asking the hub.
+pub(crate) fn is_complete(snapshot: &Path) -> bool {
+    let there = |name: &str| snapshot.join(name).exists();
+    let weights = if there(INDEX) { shards(snapshot) } else { Some(BTreeSet::from([WEIGHTS.to_owned()])) };
+    there(CONFIG) && weights.is_some_and(|weights| weights.iter().all(|name| there(name)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn there(names: &[&str]) -> BTreeSet<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    fn with_index(index: &str) -> tempfile::TempDir {
+        let snapshot = tempfile::tempdir().expect("a folder");
+        fs::write(snapshot.path().join(INDEX), index).expect("written");
+        snapshot
+    }
+
+    #[test]
+    fn other_formats_are_left_alone() {
+        let there = there(&[
+            "README.md",
+            "config.json",
+            "model.safetensors",
+            "model.gguf",
+            "pytorch_model.bin",
+            "tokenizer.json",
+        ]);
+        assert_eq!(small(&there).collect::<Vec<_>>(), ["config.json", "tokenizer.json"]);
+        let nowhere = Path::new("/nowhere");
+        assert_eq!(weights(nowhere, &there), Some(BTreeSet::from(["model.safetensors".to_owned()])));
+        assert_eq!(weights(nowhere, &BTreeSet::from(["pytorch_model.bin".to_owned()])), None);
+    }
+
+    #[test]
+    fn shards_are_those_of_the_index() {
+        let snapshot = with_index(
+            r#"{"weight_map": {"a": "s-1.safetensors", "b": "s-2.safetensors", "c": "s-1.safetensors"}}"#,
+        );
+        let all = there(&[INDEX, "s-1.safetensors", "s-2.safetensors", "consolidated.safetensors"]);
+        assert_eq!(weights(snapshot.path(), &all), Some(there(&["s-1.safetensors", "s-2.safetensors"])));
+        assert_eq!(weights(snapshot.path(), &there(&[INDEX, "s-1.safetensors"])), None, "a shard is missing");
+        for bad in [r#"{"weight_map": {"a": "../../x"}}"#, r#"{"weight_map": {}}"#, "{"] {
+            assert_eq!(weights(with_index(bad).path(), &all), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_snapshot_is_complete_when_a_node_can_start_from_it() {
+        let snapshot = with_index(r#"{"weight_map": {"a": "s-1.safetensors"}}"#);
+        assert!(!is_complete(snapshot.path()));
+        for name in ["config.json", "s-1.safetensors"] {
+            fs::write(snapshot.path().join(name), "x").expect("written");
+        }
+        assert!(is_complete(snapshot.path()));
+    }
+}

@@ -1,0 +1,50 @@
+//! What the one who waits gets to see: a bar for each file, or a line where there is no terminal.
+
+use std::io::IsTerminal as _;
+
+use indicatif::{HumanBytes, MultiProgress, ProgressBar, ProgressStyle};
+
+const BAR: &str = "{msg:30!} {bar:30} {bytes:>11} of {total_bytes:>11}  {bytes_per_sec:>12}  {eta:>4}";
+
+/// The bars of one fetch, on standard error.
+#[derive(Clone, Debug)]
+pub(crate) struct Progress {
+    bars: MultiProgress,
+    terminal: bool,
+}
+
+/// One file's bar. It goes away with the value.
+#[derive(Debug)]
+pub(crate) struct Meter(ProgressBar);
+
+impl Progress {
+    pub(crate) fn new() -> Self {
+        Self { bars: MultiProgress::new(), terminal: std::io::stderr().is_terminal() }
+    }
+
+    /// `n_there` of `n_bytes` were fetched by an earlier try.
+    pub(crate) fn file(&self, name: &str, n_bytes: u64, n_there: u64) -> Meter {
+        if !self.terminal {
+            let rest = HumanBytes(n_bytes - n_there.min(n_bytes));
+            let more = if n_there > 0 { "the rest of " } else { "" };
+            eprintln!("fetching {more}{name}, {rest}");
+        }
+        let bar = self.bars.add(ProgressBar::new(n_bytes).with_position(n_there));
+        bar.reset_eta();
+        bar.set_style(ProgressStyle::with_template(BAR).expect("it is a constant").progress_chars("=> "));
+        bar.set_message(name.to_owned());
+        Meter(bar)
+    }
+}
+
+impl Meter {
+    pub(crate) fn at(&self, n_bytes: u64) {
+        self.0.set_position(n_bytes);
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

@@ -1,0 +1,106 @@
+//! Which hub, who asks, and where models are kept: the variables that the hub's own tools read.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::PathBuf;
+
+const ENDPOINT: &str = "https://huggingface.co";
+
+/// How to fetch.
+#[derive(Clone, PartialEq, Eq)]
+pub struct HubSettings {
+    /// `https://host`, without a slash at its end.
+    pub endpoint: String,
+    /// Shown to the hub, and to nobody that it sends us on to.
+    pub token: Option<String>,
+    /// The folder that holds `models--org--name`.
+    pub cache: PathBuf,
+    /// Only what the cache holds already.
+    pub offline: bool,
+}
+
+impl std::fmt::Debug for HubSettings {
+    /// Without the token.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HubSettings")
+            .field("endpoint", &self.endpoint)
+            .field("cache", &self.cache)
+            .field("offline", &self.offline)
+            .finish_non_exhaustive()
+    }
+}
+
+impl HubSettings {
+    /// From `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and `HF_HUB_OFFLINE`.
+    pub fn from_env(env: impl Fn(&str) -> Option<OsString>) -> Self {
+        let env = |name: &str| env(name).filter(|value| !value.is_empty());
+        let text = |name: &str| env(name).and_then(|value| value.into_string().ok());
+        let home = hub_home(&env);
+        let token_file = env("HF_TOKEN_PATH").map_or_else(|| home.join("token"), PathBuf::from);
+        let token_in_file = || fs::read_to_string(token_file).ok();
+        let token = text("HF_TOKEN").or_else(|| text("HUGGING_FACE_HUB_TOKEN")).or_else(token_in_file);
+        let cache = env("HF_HUB_CACHE").or_else(|| env("HUGGINGFACE_HUB_CACHE"));
+        let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned());
+        Self {
+            endpoint: endpoint.trim_end_matches('/').to_owned(),
+            token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
+            cache: cache.map_or_else(|| home.join("hub"), PathBuf::from),
+            offline: text("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
+        }
+    }
+}
+
+/// Where the hub's tools keep everything.
+fn hub_home(env: &impl Fn(&str) -> Option<OsString>) -> PathBuf {
+    let user_cache = || match env("XDG_CACHE_HOME") {
+        Some(cache) => PathBuf::from(cache),
+        None => PathBuf::from(env("HOME").unwrap_or_else(|| ".".into())).join(".cache"),
+    };
+    env("HF_HOME").map_or_else(|| user_cache().join("huggingface"), PathBuf::from)
+}
+
+fn is_true(value: &str) -> bool {
+    ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(env: &[(&str, &str)]) -> HubSettings {
+        let find = |name: &str| env.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into());
+        HubSettings::from_env(find)
+    }
+
+    #[test]
+    fn the_cache_is_where_the_hubs_tools_have_it() {
+        for (env, expected) in [
+            (&[("HOME", "/h")][..], "/h/.cache/huggingface/hub"),
+            (&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")], "/x/huggingface/hub"),
+            (&[("HOME", "/h"), ("HF_HOME", "/f")], "/f/hub"),
+            (&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")], "/c"),
+            (&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "")], "/f/hub"),
+        ] {
+            assert_eq!(settings(env).cache, PathBuf::from(expected), "{env:?}");
+        }
+    }
+
+    #[test]
+    fn the_variable_comes_before_the_token_file() {
+        let home = tempfile::tempdir().expect("a folder");
+        let path = home.path().to_str().expect("UTF-8");
+        assert_eq!(settings(&[("HF_HOME", path)]).token, None);
+        fs::write(home.path().join("token"), "from the file\n").expect("written");
+        assert_eq!(settings(&[("HF_HOME", path)]).token.as_deref(), Some("from the file"));
+        assert_eq!(settings(&[("HF_HOME", path), ("HF_TOKEN", "typed")]).token.as_deref(), Some("typed"));
+        assert!(!format!("{:?}", settings(&[("HF_TOKEN", "secret")])).contains("secret"));
+    }
+
+    #[test]
+    fn endpoint_and_offline() {
+        assert_eq!(settings(&[]).endpoint, ENDPOINT);
+        assert_eq!(settings(&[("HF_ENDPOINT", "http://mirror:1/")]).endpoint, "http://mirror:1");
+        assert!(!settings(&[]).offline && !settings(&[("HF_HUB_OFFLINE", "0")]).offline);
+        assert!(settings(&[("HF_HUB_OFFLINE", "True")]).offline);
+    }
+}
