@@ -9,6 +9,8 @@ pub mod checkpoint;
 pub mod dummy;
 pub mod weights;
 pub mod fingerprint;
+#[cfg(test)]
+mod tests;
 
 pub use checkpoint::Checkpoint;
 pub use dummy::Dummy;

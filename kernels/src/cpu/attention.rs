@@ -14,7 +14,7 @@ use super::matrix::Format;
 use super::number;
 use super::processor::Processor;
 use super::scratch;
-use super::simd::{Kernel, LANES, Simd};
+use super::simd::{Kernel, LANES, Simd, Tiles};
 use super::tile::{self, F32Row, Start, Sums};
 
 /// Queries that one part of the work takes on, all of one KV head.
@@ -127,7 +127,7 @@ impl Processor {
         self.pool().run(parts.len(), &|nth| {
             let work = Work::new(attention, &parts[nth]);
             scratch::with_wide(work.scratch_numbers(), |numbers| {
-                scratch::with_sums(LANES, |sums| {
+                scratch::with_sums(2 * LANES, |sums| {
                     self.isa().run(Attend { work, q, out: &out, scratch: Scratch::new(work, numbers, sums) });
                 });
             });
@@ -177,7 +177,7 @@ impl<'a> Work<'a> {
     }
 
     fn scratch_numbers(&self) -> usize {
-        (2 * self.n_queries() + 2 * LANES) * self.padded + 2 * self.n_queries()
+        (2 * self.n_queries() + 2 * LANES) * self.padded + (LANES + 3) * self.n_queries()
     }
 
     /// The row in the activations, and the first of the head's columns.
@@ -209,7 +209,11 @@ struct Scratch<'a> {
     /// The greatest score so far, by query.
     greatest: &'a mut [f32],
     /// The sum of all weights so far, relative to the greatest score.
-    weight: &'a mut [f32],
+    total: &'a mut [f32],
+    /// What the sixteen at hand make of what was summed up before them.
+    shrink: &'a mut [f32],
+    /// The scores of the sixteen at hand, and then their weights.
+    weights: &'a mut [[f32; LANES]],
     sums: &'a mut [Sums],
 }
 
@@ -221,9 +225,12 @@ impl<'a> Scratch<'a> {
         let (outputs, rest) = rest.split_at_mut(n_queries * work.padded);
         let (keys, rest) = rest.split_at_mut(LANES * work.padded);
         let (values, rest) = rest.split_at_mut(LANES * work.padded);
-        let (greatest, weight) = rest.split_at_mut(n_queries);
+        let (weights, rest) = rest.split_at_mut(n_queries * LANES);
+        let (greatest, rest) = rest.split_at_mut(n_queries);
+        let (total, shrink) = rest.split_at_mut(n_queries);
         greatest.fill(f32::NEG_INFINITY);
-        Self { queries, outputs, keys, values, greatest, weight, sums }
+        let weights = weights.as_chunks_mut().0;
+        Self { queries, outputs, keys, values, greatest, total, shrink, weights, sums }
     }
 }
 
@@ -280,9 +287,9 @@ impl Attend<'_> {
     fn give_outputs(&mut self) {
         let head_dim = self.work.attention.kv.head_dim;
         for (nth, output) in self.scratch.outputs.chunks_exact_mut(self.work.padded).enumerate() {
-            let weight = self.scratch.weight[nth];
+            let total = self.scratch.total[nth];
             for number in output.iter_mut() {
-                *number /= weight;
+                *number /= total;
             }
             let (row, column) = self.work.place(nth);
             self.out.set(row, column, &output[..head_dim]);
@@ -300,14 +307,20 @@ impl Attend<'_> {
             return;
         }
         self.widen(simd, keys);
+        self.score(simd);
         for nth in 0..self.work.n_queries() {
-            let position = self.work.position(nth);
-            let first = self.work.attention.first_seen(position).saturating_sub(keys.position);
-            let end = (position + 1).saturating_sub(keys.position).min(keys.n);
-            if first < end {
-                self.look(simd, nth, first..end);
-            }
+            self.weigh(simd, nth, self.seen(nth, keys));
         }
+        self.add_values(simd, keys);
+    }
+
+    /// Which of the sixteen a query sees.
+    #[inline(always)]
+    fn seen(&self, query: usize, keys: Keys<'_>) -> Range<usize> {
+        let position = self.work.position(query);
+        let first = self.work.attention.first_seen(position).saturating_sub(keys.position);
+        let end = (position + 1).saturating_sub(keys.position).min(keys.n);
+        first.min(end)..end
     }
 
     /// Brings keys and values of this part's KV head into f32.
@@ -323,105 +336,159 @@ impl Attend<'_> {
         }
     }
 
-    /// One query, at those of the sixteen keys that it may see.
+    /// The dot products of all queries and sixteen keys.
     #[inline(always)]
-    fn look<S: Simd>(&mut self, simd: S, nth: usize, seen: Range<usize>) {
-        let mut scores = [0.0; LANES];
-        let scaled = simd.mul(self.scores(simd, nth), simd.splat(self.work.attention.scale));
-        simd.store(scaled, &mut scores);
-        hide(&mut scores, &seen, f32::NEG_INFINITY);
+    fn score<S: Simd>(&mut self, simd: S) {
+        let (mut nth, n) = (0, self.work.n_queries());
+        while nth < n {
+            match S::TILES {
+                Tiles::Small => self.score_some::<S, 1, 4>(simd, nth),
+                Tiles::Square | Tiles::Flat if nth + 2 <= n => {
+                    self.score_some::<S, 2, 8>(simd, nth);
+                    nth += 1;
+                }
+                Tiles::Square | Tiles::Flat => self.score_some::<S, 1, 8>(simd, nth),
+            }
+            nth += 1;
+        }
+    }
 
+    /// `Q` queries, at `K` keys at a time.
+    #[inline(always)]
+    fn score_some<S: Simd, const Q: usize, const K: usize>(&mut self, simd: S, nth: usize) {
+        let Scratch { queries, keys, sums, weights, .. } = &mut self.scratch;
+        let padded = self.work.padded;
+        let mut x = [F32Row::new(&queries[nth * padded..][..padded]); Q];
+        for q in 1..Q {
+            x[q] = F32Row::new(&queries[(nth + q) * padded..][..padded]);
+        }
+        for first in (0..LANES).step_by(K) {
+            let mut w = [F32Row::new(&keys[first * padded..][..padded]); K];
+            for k in 1..K {
+                w[k] = F32Row::new(&keys[(first + k) * padded..][..padded]);
+            }
+            tile::tile::<S, _, _, Q, K, LANES>(simd, x, w, Start::Fresh, 0, &mut sums[first..]);
+        }
+        for (sums, scores) in sums.as_chunks::<LANES>().0[..Q].iter().zip(&mut weights[nth..nth + Q]) {
+            simd.store(simd.sums(sums), scores);
+        }
+    }
+
+    /// Makes weights of one query's scores, relative to the greatest score so far.
+    #[inline(always)]
+    fn weigh<S: Simd>(&mut self, simd: S, nth: usize, seen: Range<usize>) {
+        self.scratch.shrink[nth] = 1.0;
+        if seen.is_empty() {
+            return;
+        }
+        let weights = &mut self.scratch.weights[nth];
+        simd.store(simd.mul(simd.load(weights), simd.splat(self.work.attention.scale)), weights);
+        hide(weights, &seen, f32::NEG_INFINITY);
         let before = self.scratch.greatest[nth];
-        let greatest = before.max(simd.greatest(simd.load(&scores)));
-        let mut weights = [0.0; LANES];
-        simd.store(exp(simd, simd.sub(simd.load(&scores), simd.splat(greatest))), &mut weights);
-        hide(&mut weights, &seen, 0.0);
-
+        let greatest = before.max(simd.greatest(simd.load(weights)));
+        simd.store(exp(simd, simd.sub(simd.load(weights), simd.splat(greatest))), weights);
+        hide(weights, &seen, 0.0);
         // What was summed up so far was relative to a smaller score. Nothing was, if there was none.
         let shrink =
             if greatest > before { first_lane(simd, exp(simd, simd.splat(before - greatest))) } else { 1.0 };
+        self.scratch.shrink[nth] = shrink;
         self.scratch.greatest[nth] = greatest;
-        self.scratch.weight[nth] = self.scratch.weight[nth] * shrink + simd.sum(simd.load(&weights));
-        self.add_values(simd, nth, shrink, &weights, seen);
+        self.scratch.total[nth] = self.scratch.total[nth] * shrink + simd.sum(simd.load(weights));
     }
 
-    /// The dot products of a query and sixteen keys.
+    /// Adds sixteen values to every query's output. Queries that see the same of them share the loads.
     #[inline(always)]
-    fn scores<S: Simd>(&mut self, simd: S, nth: usize) -> S::F {
-        const HALF: usize = LANES / 2;
-        let padded = self.work.padded;
-        let query = F32Row::new(&self.scratch.queries[nth * padded..][..padded]);
-        for first in [0, HALF] {
-            let mut keys = [F32Row::new(&self.scratch.keys[first * padded..][..padded]); HALF];
-            for i in 1..HALF {
-                keys[i] = F32Row::new(&self.scratch.keys[(first + i) * padded..][..padded]);
+    fn add_values<S: Simd>(&mut self, simd: S, keys: Keys<'_>) {
+        let (mut nth, n) = (0, self.work.n_queries());
+        while nth < n {
+            let seen = self.seen(nth, keys);
+            let pair = S::TILES != Tiles::Small && nth + 1 < n && self.seen(nth + 1, keys) == seen;
+            if !seen.is_empty() {
+                if pair {
+                    self.weighted(nth, seen).add_all::<S, 2>(simd);
+                } else {
+                    self.weighted(nth, seen).add_all::<S, 1>(simd);
+                }
             }
-            let sums = &mut self.scratch.sums[first..];
-            tile::tile::<S, _, _, 1, HALF, LANES>(simd, [query], keys, Start::Fresh, 0, sums);
+            nth += if pair { 2 } else { 1 };
         }
-        let sums: &[Sums; LANES] = self.scratch.sums.first_chunk().expect("a part has room for sixteen sums");
-        simd.sums(sums)
     }
 
     #[inline(always)]
-    fn add_values<S: Simd>(
-        &mut self,
-        simd: S,
-        nth: usize,
-        shrink: f32,
-        weights: &[f32; LANES],
-        seen: Range<usize>,
-    ) {
-        let padded = self.work.padded;
-        let output = self.scratch.outputs[nth * padded..][..padded].as_chunks_mut::<LANES>().0;
-        let values = self.scratch.values.as_chunks::<LANES>().0;
-        let weighted = Weighted { values, stride: padded / LANES, weights, seen, shrink };
-        let mut at = 0;
-        while at + 8 <= output.len() {
-            weighted.add::<S, 8>(simd, at, output);
-            at += 8;
-        }
-        while at + 2 <= output.len() {
-            weighted.add::<S, 2>(simd, at, output);
-            at += 2;
-        }
-        while at < output.len() {
-            weighted.add::<S, 1>(simd, at, output);
-            at += 1;
+    fn weighted(&mut self, nth: usize, seen: Range<usize>) -> Weighted<'_> {
+        let Scratch { outputs, values, weights, shrink, .. } = &mut self.scratch;
+        Weighted {
+            outputs: &mut outputs[nth * self.work.padded..],
+            values,
+            weights: &weights[nth..],
+            shrink: &shrink[nth..],
+            padded: self.work.padded,
+            seen,
         }
     }
 }
 
-/// Values to be added up by their weights.
+/// Values to be added to the outputs of some neighbouring queries.
 struct Weighted<'a> {
-    values: &'a [[f32; LANES]],
-    /// Vectors from one token's values to the next one's.
-    stride: usize,
-    weights: &'a [f32; LANES],
+    outputs: &'a mut [f32],
+    values: &'a [f32],
+    weights: &'a [[f32; LANES]],
+    shrink: &'a [f32],
+    padded: usize,
     seen: Range<usize>,
-    shrink: f32,
 }
 
 impl Weighted<'_> {
-    /// `N` vectors of the output, from `at` on. Tokens are added in order, each by one fused multiply-add.
+    /// `Q` queries, as many vectors at a time as there are registers for.
     #[inline(always)]
-    fn add<S: Simd, const N: usize>(&self, simd: S, at: usize, output: &mut [[f32; LANES]]) {
-        let output = &mut output[at..at + N];
-        let mut sums = [simd.zero(); N];
-        for i in 0..N {
-            sums[i] = simd.mul(simd.load(&output[i]), simd.splat(self.shrink));
-        }
-        for token in self.seen.clone() {
-            let weight = simd.splat(self.weights[token]);
-            let values = &self.values[token * self.stride + at..][..N];
-            for i in 0..N {
-                sums[i] = simd.mul_add(weight, simd.load(&values[i]), sums[i]);
+    fn add_all<S: Simd, const Q: usize>(mut self, simd: S) {
+        let mut at = 0;
+        if S::TILES != Tiles::Small {
+            while at + 8 * LANES <= self.padded {
+                self.add::<S, Q, 8>(simd, at);
+                at += 8 * LANES;
             }
         }
-        for i in 0..N {
-            simd.store(sums[i], &mut output[i]);
+        while at + 2 * LANES <= self.padded {
+            self.add::<S, Q, 2>(simd, at);
+            at += 2 * LANES;
+        }
+        if at < self.padded {
+            self.add::<S, Q, 1>(simd, at);
         }
     }
+
+    /// `N` vectors of `Q` outputs, from `at` on. Tokens are added in order, each by one fused multiply-add.
+    #[inline(always)]
+    fn add<S: Simd, const Q: usize, const N: usize>(&mut self, simd: S, at: usize) {
+        let mut sums = [[simd.zero(); N]; Q];
+        for q in 0..Q {
+            let output = vectors::<N>(&self.outputs[q * self.padded + at..]);
+            for i in 0..N {
+                sums[q][i] = simd.mul(simd.load(&output[i]), simd.splat(self.shrink[q]));
+            }
+        }
+        for token in self.seen.clone() {
+            let values = vectors::<N>(&self.values[token * self.padded + at..]);
+            for q in 0..Q {
+                let weight = simd.splat(self.weights[q][token]);
+                for i in 0..N {
+                    sums[q][i] = simd.mul_add(weight, simd.load(&values[i]), sums[q][i]);
+                }
+            }
+        }
+        for q in 0..Q {
+            let output = &mut self.outputs[q * self.padded + at..][..N * LANES].as_chunks_mut().0;
+            for i in 0..N {
+                simd.store(sums[q][i], &mut output[i]);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn vectors<const N: usize>(numbers: &[f32]) -> &[[f32; LANES]] {
+    numbers[..N * LANES].as_chunks().0
 }
 
 /// Overwrites what may not be seen.

@@ -1,0 +1,169 @@
+use std::num::NonZero;
+use std::path::Path;
+
+use kernels::cpu::{Arithmetic, Processor};
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::weights::Seen;
+use super::*;
+use crate::error::LoadError;
+
+const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/models/llama3");
+
+/// A safetensors file of these tensors, one after the other.
+fn write_tensors(path: &Path, tensors: &[(&str, &str, &[usize], &[u8])]) {
+    let mut header = serde_json::Map::new();
+    let mut data = Vec::new();
+    for (name, dtype, shape, bytes) in tensors {
+        let offsets = [data.len(), data.len() + bytes.len()];
+        header.insert((*name).to_owned(), json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
+        data.extend_from_slice(bytes);
+    }
+    write_raw(path, &serde_json::to_vec(&header).expect("JSON"), &data);
+}
+
+fn write_raw(path: &Path, header: &[u8], data: &[u8]) {
+    let length = (header.len() as u64).to_le_bytes();
+    std::fs::write(path, [&length, header, data].concat()).expect("a file");
+}
+
+fn opened(write: impl Fn(&Path)) -> (TempDir, Result<Checkpoint, LoadError>) {
+    let folder = TempDir::new().expect("a folder");
+    write(folder.path());
+    let checkpoint = Checkpoint::open(folder.path());
+    (folder, checkpoint)
+}
+
+/// What goes wrong with tensor `a`, 2 x 3, in a file that `write` makes; its folder is cut off.
+fn problem(write: impl Fn(&Path)) -> String {
+    let (folder, checkpoint) = opened(write);
+    let error = match checkpoint {
+        Ok(checkpoint) => checkpoint.matrix("a", 2, 3).expect_err("something is wrong"),
+        Err(error) => error,
+    };
+    error.to_string().replace(&folder.path().display().to_string(), "F")
+}
+
+#[test]
+fn a_tensor_is_read_whatever_its_type_and_place() {
+    let f32s: Vec<u8> =
+        [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+    let bf16s: Vec<u8> = [0x3F80u16, 0x4000, 0x4040].iter().flat_map(|value| value.to_le_bytes()).collect();
+    let (_folder, checkpoint) = opened(|folder| {
+        // The odd byte puts all that follows off the edge of a number.
+        let tensors: [(&str, &str, &[usize], &[u8]); 3] =
+            [("odd", "U8", &[1], &[0]), ("a", "F32", &[2, 3], &f32s), ("b", "BF16", &[3], &bf16s)];
+        write_tensors(&folder.join("model.safetensors"), &tensors);
+    });
+    let checkpoint = checkpoint.expect("it opens");
+    let mut row = [0.0; 3];
+    checkpoint.matrix("a", 2, 3).expect("a").read_row(1, &mut row);
+    assert_eq!(row, [4.0, 5.0, 6.0]);
+    assert_eq!(checkpoint.vector("b", 3).expect("b"), [1.0, 2.0, 3.0]);
+}
+
+#[test]
+fn what_is_wrong_with_a_file_is_said_by_name() {
+    let file = |folder: &Path| folder.join("model.safetensors");
+    let header = br#"{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}"#;
+    assert_eq!(problem(|_| {}), "no model.safetensors and no model.safetensors.index.json in F");
+    assert_eq!(
+        problem(|folder| write_raw(&file(folder), header, &[0; 23])),
+        "F/model.safetensors is too short: tensor a ends at byte 24 of its data, which has 23"
+    );
+    assert_eq!(
+        problem(|folder| write_tensors(&file(folder), &[("b", "F32", &[1], &[0; 4])])),
+        "no tensor a in F/model.safetensors"
+    );
+    assert_eq!(
+        problem(|folder| write_tensors(&file(folder), &[("a", "F32", &[3, 2], &[0; 24])])),
+        "tensor a in F/model.safetensors has shape [3, 2], not [2, 3]"
+    );
+    assert_eq!(
+        problem(|folder| write_tensors(&file(folder), &[("a", "F8_E4M3", &[2, 3], &[0; 6])])),
+        "tensor a in F/model.safetensors is of F8_E4M3, which is not implemented: BF16, F16 and F32 are"
+    );
+    assert_eq!(
+        problem(|folder| write_tensors(&file(folder), &[("a", "F32", &[2, 3], &[0; 20])])),
+        "read header of F/model.safetensors: a: 2 x 3 numbers of F32 take 24 bytes, not 20"
+    );
+}
+
+#[test]
+fn what_is_no_header_is_refused() {
+    let file = |folder: &Path| folder.join("model.safetensors");
+    assert_eq!(
+        problem(|folder| std::fs::write(file(folder), b"abc").expect("a file")),
+        "read header of F/model.safetensors: 3 bytes are no file"
+    );
+    assert_eq!(
+        problem(|folder| std::fs::write(file(folder), [0xFF; 20]).expect("a file")),
+        "read header of F/model.safetensors: a header of 18446744073709551615 bytes in a file of 20"
+    );
+    let nonsense = problem(|folder| write_raw(&file(folder), b"{]", &[]));
+    assert!(nonsense.starts_with("read header of F/model.safetensors: "), "{nonsense}");
+}
+
+#[test]
+fn an_index_may_not_promise_too_much() {
+    let index = |folder: &Path, map: serde_json::Value| {
+        let text = serde_json::to_vec(&json!({ "weight_map": map })).expect("JSON");
+        std::fs::write(folder.join("model.safetensors.index.json"), text).expect("a file");
+    };
+    let missing_file = problem(|folder| index(folder, json!({"a": "one.safetensors"})));
+    assert_eq!(missing_file, "read F/one.safetensors");
+    let in_no_file = problem(|folder| {
+        write_tensors(&folder.join("one.safetensors"), &[("b", "F32", &[1], &[0; 4])]);
+        index(folder, json!({"a": "one.safetensors"}));
+    });
+    assert_eq!(in_no_file, "no tensor a in F/one.safetensors");
+    let in_no_index = problem(|folder| {
+        write_tensors(&folder.join("one.safetensors"), &[("b", "F32", &[1], &[0; 4])]);
+        index(folder, json!({"b": "one.safetensors"}));
+    });
+    assert_eq!(in_no_index, "no tensor a in F/model.safetensors.index.json");
+}
+
+#[test]
+fn an_unknown_architecture_is_refused_with_those_that_are_known() {
+    let folder = TempDir::new().expect("a folder");
+    let config = std::fs::read_to_string(Path::new(TINY).join("config.json")).expect("a config");
+    std::fs::write(folder.path().join("config.json"), config.replace("LlamaFor", "GptFor")).expect("a file");
+    let error = crate::CpuBackend::open(folder.path(), 1 << 20, &crate::CpuSettings::default());
+    let error = error.expect_err("no such architecture").to_string();
+    assert!(
+        error.contains("\"GptForCausalLM\": known are LlamaForCausalLM, MistralForCausalLM, "),
+        "{error}"
+    );
+    std::fs::write(folder.path().join("config.json"), "{}").expect("a file");
+    assert!(matches!(ModelFolder::open(folder.path()), Err(LoadError::Config { .. })));
+    assert!(matches!(ModelFolder::open(Path::new("/nowhere")), Err(LoadError::Read { .. })));
+}
+
+#[test]
+fn names_end_where_they_began() {
+    let processor = Processor::new(Arithmetic::F32, NonZero::<usize>::MIN).expect("a thread");
+    let checkpoint = Checkpoint::open(Path::new(TINY)).expect("it opens");
+    let seen = Seen::default();
+    let weights = Weights::new(&checkpoint, &processor, Quantize::No, &seen);
+    let norm = weights.under("model").under("norm").vector("weight", 32).expect("a norm");
+    assert_eq!(norm, checkpoint.vector("model.norm.weight", 32).expect("the same"));
+    weights.under("model.embed_tokens").matrix("weight", 96, 32).expect("an embedding");
+    assert_eq!(seen.bytes(), 96 * 32 * 2);
+}
+
+#[test]
+fn a_changed_weight_is_another_fingerprint() {
+    let copy = TempDir::new().expect("a folder");
+    for entry in std::fs::read_dir(TINY).expect("a folder").flatten() {
+        std::fs::copy(entry.path(), copy.path().join(entry.file_name())).expect("a copy");
+    }
+    let of = |folder: &Path| fingerprint::of_weights(&Checkpoint::open(folder).expect("it opens"));
+    assert_eq!(of(Path::new(TINY)), of(copy.path()));
+    let file = copy.path().join("model-00002-of-00003.safetensors");
+    let mut bytes = std::fs::read(&file).expect("a file");
+    *bytes.last_mut().expect("not empty") ^= 1;
+    std::fs::write(&file, bytes).expect("a file");
+    assert_ne!(of(Path::new(TINY)), of(copy.path()));
+}
