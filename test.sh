@@ -29,13 +29,22 @@ need_rust() {
     exit 1
 }
 
-# The official client that users will point at the endpoint, in an environment of its own.
-need_openai_client() {
+# In an environment of their own: the official client that users will point at the endpoint, and the schemas of the
+# Kubernetes API.
+need_python_packages() {
     export TEST_PYTHON="$PWD/.cache/python/bin/python"
-    "$TEST_PYTHON" -c 'import openai' 2>/dev/null && return
-    say "installing the openai client"
+    "$TEST_PYTHON" -c 'import openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
+    say "installing the openai client and the schemas of the Kubernetes API"
     python3 -m venv .cache/python
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt
+}
+
+# Helm as a library, for machines without helm. Its Python wants a newer Python than many have; the library does not.
+need_helm() {
+    command -v helm >/dev/null || [ -d .cache/helm/helm_sdkpy ] && return
+    say "installing helm"
+    "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check --target .cache/helm --no-deps \
+        --only-binary=:all: --ignore-requires-python helm-sdkpy==0.1.32
 }
 
 run_fmt() {
@@ -55,7 +64,8 @@ run_doc() {
 
 run_test() {
     say test
-    need_openai_client
+    need_python_packages
+    need_helm
     cargo build --quiet --package baton
     export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/debug/baton"
     if cargo nextest --version >/dev/null 2>&1; then

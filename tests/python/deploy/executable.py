@@ -1,0 +1,57 @@
+"""What the executable itself says of its commands, flags and settings."""
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+import tomllib
+from pathlib import Path
+
+
+@functools.cache
+def help_of(*command):
+    done = subprocess.run([path(), *command, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, f"baton {' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+def path():
+    return os.environ["TEST_EXECUTABLE"]
+
+
+def knows_command(args):
+    """The subcommand exists, and so does every flag that is given to it."""
+    command, *rest = args
+    assert re.search(rf"^  {re.escape(command)}\b", help_of(), re.MULTILINE), f"baton has no command {command}"
+    for flag in (word.split("=")[0] for word in rest if word.startswith("--")):
+        assert re.search(rf"^\s.*{re.escape(flag)}\b", help_of(command), re.MULTILINE), f"baton {command} has no {flag}"
+
+
+def accepts(text, role=None, env=()):
+    """A configuration, by `--check-config`, and by the process itself with what its environment overrides."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "process.toml"
+        file.write_text(text)
+        run([path(), "--check-config", str(file)], {})
+        if role:
+            run([path(), role, "--config", str(file), "--check"], dict(env))
+
+
+def run(command, env):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    done = subprocess.run(command, capture_output=True, text=True, env=clean | env)
+    assert done.returncode == 0, f"{' '.join(command[1:])}: {done.stderr}"
+
+
+def ports(text):
+    """The ports that a process with this configuration listens on, by setting."""
+    config = tomllib.loads(text)
+    settings = [("router", "http"), ("router", "grpc"), ("node", "listen"), ("node", "admin"), ("transfer", "listen")]
+    found = {f"{section}.{key}": config.get(section, {}).get(key) for section, key in settings}
+    return {setting: int(addr.rsplit(":", 1)[1]) for setting, addr in found.items() if addr}
+
+
+def drain_s(text):
+    config = tomllib.loads(text)
+    return (config.get("router") or config.get("node"))["drain_ms"] / 1000

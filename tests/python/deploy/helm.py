@@ -1,0 +1,188 @@
+"""Renders a chart with Helm itself: the one in PATH, or else the library that the package helm-sdkpy brings.
+
+The library has no `template`, only `install`. So it installs into a puppet of the Kubernetes API that accepts
+everything, and what it would have created is what was rendered. The package's own Python wants 3.12 or newer;
+its library is called here directly, whatever the Python.
+"""
+
+import ctypes
+import http.server
+import json
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import yaml
+
+CACHE = Path(__file__).resolve().parents[3] / ".cache" / "helm"
+RELEASE, NAMESPACE = "baton", "baton"
+
+
+def render(chart, values_files=(), values=None):
+    """The objects of a release called `baton` in a namespace of the same name."""
+    merged = {}
+    for file in values_files:
+        merge(merged, yaml.safe_load(Path(file).read_text()) or {})
+    merge(merged, values or {})
+    if shutil.which("helm"):
+        return with_executable(chart, merged)
+    return with_library(chart, merged)
+
+
+def merge(into, values):
+    """As Helm merges values files: maps by key, anything else as a whole."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        else:
+            into[key] = json.loads(json.dumps(value))
+
+
+def with_executable(chart, values):
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(values, file)
+        file.flush()
+        command = ["helm", "template", RELEASE, str(chart), "--namespace", NAMESPACE, "--values", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+class Failed(Exception):
+    """Helm refused; the message is its own."""
+
+
+def with_library(chart, values):
+    with PuppetApi() as api, tempfile.TemporaryDirectory() as folder:
+        kubeconfig = Path(folder) / "kubeconfig"
+        kubeconfig.write_text(json.dumps(api.kubeconfig()))
+        release = install(library(), kubeconfig, chart, values)
+    return [document for document in yaml.safe_load_all(release["manifest"]) if document]
+
+
+def library():
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    path = CACHE / "helm_sdkpy" / "_lib" / f"linux-{machine}" / "libhelm_sdkpy.so"
+    if not path.exists():
+        raise Failed(f"neither helm nor {path} is there: ./test.sh installs it")
+    return ctypes.CDLL(str(path))
+
+
+def install(helm, kubeconfig, chart, values):
+    helm.helm_sdkpy_last_error.restype = ctypes.c_char_p
+    text = lambda value: ctypes.c_char_p(str(value).encode())
+
+    def checked(code):
+        if code != 0:
+            raise Failed(helm.helm_sdkpy_last_error().decode())
+
+    handle, result = ctypes.c_ulonglong(), ctypes.c_char_p()
+    checked(helm.helm_sdkpy_config_create(text(NAMESPACE), text(kubeconfig), None, text("{}"), ctypes.byref(handle)))
+    try:
+        options = {"wait": False, "server_side_apply": "false", "disable_openapi_validation": True, "timeout_seconds": 30}
+        checked(
+            helm.helm_sdkpy_install(
+                handle, text(RELEASE), text(chart), text(json.dumps(values)), text(""), text(json.dumps(options)),
+                ctypes.byref(result),
+            )
+        )
+        return json.loads(result.value.decode())
+    finally:
+        helm.helm_sdkpy_config_destroy(handle)
+
+
+# Kinds that the chart may make: group and version, plural, and whether it lies in a namespace.
+KINDS = {
+    "ConfigMap": ("v1", "configmaps"),
+    "Secret": ("v1", "secrets"),
+    "Service": ("v1", "services"),
+    "ServiceAccount": ("v1", "serviceaccounts"),
+    "Deployment": ("apps/v1", "deployments"),
+    "StatefulSet": ("apps/v1", "statefulsets"),
+    "HorizontalPodAutoscaler": ("autoscaling/v2", "horizontalpodautoscalers"),
+    "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+    "HTTPRoute": ("gateway.networking.k8s.io/v1", "httproutes"),
+    "ServiceMonitor": ("monitoring.coreos.com/v1", "servicemonitors"),
+}
+VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
+
+
+class PuppetApi:
+    """A Kubernetes API that has nothing and takes everything."""
+
+    def __enter__(self):
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), PuppetHandler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def kubeconfig(self):
+        return {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "puppet",
+            "contexts": [{"name": "puppet", "context": {"cluster": "puppet", "user": "puppet"}}],
+            "clusters": [{"name": "puppet", "cluster": {"server": f"http://127.0.0.1:{self.server.server_port}"}}],
+            "users": [{"name": "puppet", "user": {}}],
+        }
+
+
+class PuppetHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        path = self.path.split("?")[0].rstrip("/")
+        if path == "/version":
+            return self.say(200, {"major": "1", "minor": "34", "gitVersion": "v1.34.0"})
+        if path == "/api":
+            return self.say(200, {"kind": "APIVersions", "versions": ["v1"]})
+        if path == "/apis":
+            return self.say(200, groups())
+        if group := re.fullmatch(r"/(?:api|apis)/((?:[\w.]+/)?v\d\w*)", path):
+            return self.say(200, resources(group[1]))
+        if path.endswith("/secrets"):
+            return self.say(200, {"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": []})
+        return self.say(404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404})
+
+    def do_POST(self):
+        length = int(self.headers.get("content-length", 0))
+        body = self.rfile.read(length)
+        # Releases are stored as protobuf or JSON; nobody reads them back.
+        self.say(201, json.loads(body) if body.startswith(b"{") else {"kind": "Secret", "apiVersion": "v1"})
+
+    do_PUT = do_PATCH = do_POST
+
+    def say(self, status, body):
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def groups():
+    versions = sorted({version for version, _ in KINDS.values() if "/" in version})
+    def group(version):
+        entry = {"groupVersion": version, "version": version.split("/")[1]}
+        return {"name": version.split("/")[0], "versions": [entry], "preferredVersion": entry}
+    return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [group(version) for version in versions]}
+
+
+def resources(version):
+    listed = [
+        {"name": plural, "singularName": "", "namespaced": True, "kind": kind, "verbs": VERBS}
+        for kind, (of, plural) in KINDS.items()
+        if of == version
+    ]
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": listed}

@@ -1,0 +1,59 @@
+"""Looking things up in rendered objects."""
+
+import re
+
+
+def name(thing):
+    return f"{thing['kind']} {thing['metadata']['name']}"
+
+
+def workloads(objects):
+    return [thing for thing in objects if thing["kind"] in ("Deployment", "StatefulSet")]
+
+
+def pod(workload):
+    return workload["spec"]["template"]["spec"]
+
+
+def labels(workload):
+    return workload["spec"]["template"]["metadata"]["labels"]
+
+
+def selects(selector, pod_labels):
+    """A label selector, as the API means it."""
+    for key, value in (selector.get("matchLabels") or {}).items():
+        if pod_labels.get(key) != value:
+            return False
+    for term in selector.get("matchExpressions") or []:
+        assert term["operator"] == "In", term
+        if pod_labels.get(term["key"]) not in term["values"]:
+            return False
+    return True
+
+
+def without_hash(config_map_name):
+    """kustomize ends the names of what it generates with ten letters and digits of its own."""
+    return re.sub(r"-[0-9a-z]{10}$", "", config_map_name)
+
+
+def baton_containers(objects):
+    """(workload, container) for every container that runs the executable."""
+    return [
+        (workload, container)
+        for workload in workloads(objects)
+        for container in pod(workload)["containers"]
+        if re.match(r"baton(:|$)", container["image"])
+    ]
+
+
+def mounted_files(objects, workload, container):
+    """The files of every ConfigMap that is mounted in a container, by path."""
+    maps = {thing["metadata"]["name"]: thing["data"] for thing in objects if thing["kind"] == "ConfigMap"}
+    volumes = {volume["name"]: volume for volume in pod(workload).get("volumes") or []}
+    files = {}
+    for mount in container.get("volumeMounts") or []:
+        source = volumes[mount["name"]].get("configMap")
+        if source:
+            for file, text in maps[source["name"]].items():
+                files[f"{mount['mountPath']}/{file}"] = text
+    return files

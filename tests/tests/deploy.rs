@@ -1,0 +1,82 @@
+//! What is in `deploy/` is what the Kubernetes API and the executable take: `tests/python/deploy/check.py` looks at the
+//! files, this at the pages that they name.
+
+use std::path::Path;
+use std::process::Command;
+
+use baton_tests::{Client, Up, executable};
+
+/// Runs one of the checks, with Helm and the schemas where `./test.sh` put them.
+fn check(name: &str) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace");
+    let python = std::env::var("TEST_PYTHON")
+        .unwrap_or_else(|_| root.join(".cache/python/bin/python").display().to_string());
+    let output = Command::new(python)
+        .arg(root.join("tests/python/deploy/check.py"))
+        .arg(name)
+        .env("TEST_EXECUTABLE", executable::baton())
+        .output()
+        .expect("./test.sh installs what this needs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn every_object_is_what_the_kubernetes_api_takes() {
+    check("schemas");
+}
+
+#[test]
+fn the_schemas_refuse_what_does_not_exist() {
+    check("schemas_refuse");
+}
+
+#[test]
+fn the_chart_gives_what_the_overlays_give() {
+    check("same");
+}
+
+#[test]
+fn every_mounted_configuration_is_accepted() {
+    check("configs");
+}
+
+#[test]
+fn every_port_probe_and_selector_names_what_exists() {
+    check("names");
+}
+
+#[test]
+fn compose_names_what_exists() {
+    check("compose");
+}
+
+#[test]
+fn the_image_names_what_exists() {
+    check("dockerfile");
+}
+
+#[test]
+fn every_metric_in_deploy_is_documented() {
+    check("metrics");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_pages_that_probes_name_are_served() {
+    let up = Up::start(&[]).await;
+    let cluster = up.client().get_json("/debug/cluster").await;
+    let admins =
+        cluster["nodes"].as_array().expect("nodes").iter().map(|node| {
+            Client::new(node["admin"].as_str().expect("an address").parse().expect("an address"))
+        });
+    for client in std::iter::once(up.client()).chain(admins) {
+        for page in ["/live", "/ready", "/metrics"] {
+            let (status, body) = client.get(page).await;
+            assert_eq!(status.as_u16(), 200, "{client:?} {page}: {body}");
+        }
+    }
+    let ready = format!("http://{}/ready", up.http);
+    let health =
+        |url: &str| Command::new(executable::baton()).args(["health", url]).status().expect("it runs");
+    assert!(health(&ready).success());
+    assert!(!health("http://127.0.0.1:1/ready").success());
+}
