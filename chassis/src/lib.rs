@@ -24,4 +24,4 @@ pub use gate::{Gate, GateClosed, GateGuard, StillHeld};
 pub use net::{Listener, Net, Stream, StreamReader, StreamWriter};
 pub use shutdown::Shutdown;
 pub use task::{Task, TaskError, spawn_guarded};
-pub use world::World;
+pub use world::{Jumps, World};

@@ -1,6 +1,7 @@
 //! Everything that is not a function of its input: network, clock, randomness, ids.
 
 use std::fmt;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -31,8 +32,17 @@ impl World {
 
     /// A world that repeats itself. Its network is still TCP; see [`World::with_net`].
     pub fn seeded(seed: u64) -> Self {
-        let calendar = Calendar::Counted { start: Instant::now() };
+        let calendar = Calendar::Counted { start: Instant::now(), jumps: Jumps::default() };
         Self { draws: Draws::seeded(seed), calendar, net: Arc::new(TcpNet) }
+    }
+
+    /// The same world, whose calendar somebody puts forward and back. The system's calendar is nobody's to jump.
+    #[must_use]
+    pub fn with_jumps(mut self, by: &Jumps) -> Self {
+        if let Calendar::Counted { jumps, .. } = &mut self.calendar {
+            *jumps = by.clone();
+        }
+        self
     }
 
     #[must_use]
@@ -160,23 +170,41 @@ impl fmt::Debug for Draws {
     }
 }
 
+/// How far a calendar was put forward or back, in seconds: what an operator or a time server does to a machine.
+/// Clones are the same calendar's.
+#[derive(Clone, Debug, Default)]
+pub struct Jumps(Arc<AtomicI64>);
+
+impl Jumps {
+    pub fn jump(&self, seconds: i64) {
+        self.0.fetch_add(seconds, Ordering::Relaxed);
+    }
+
+    fn applied_to(&self, time: Duration) -> Duration {
+        let seconds = self.0.load(Ordering::Relaxed);
+        let by = Duration::from_secs(seconds.unsigned_abs());
+        if seconds < 0 { time.saturating_sub(by) } else { time + by }
+    }
+}
+
 /// Which day it is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Calendar {
     System,
     /// The pausable clock, counted from a fixed day.
     Counted {
         start: Instant,
+        jumps: Jumps,
     },
 }
 
 impl Calendar {
     const FIRST_DAY: Duration = Duration::from_secs(1_700_000_000);
 
-    fn unix_time(self) -> Duration {
+    fn unix_time(&self) -> Duration {
         match self {
             Self::System => system_time().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
-            Self::Counted { start } => Self::FIRST_DAY + start.elapsed(),
+            Self::Counted { start, jumps } => jumps.applied_to(Self::FIRST_DAY + start.elapsed()),
         }
     }
 }
@@ -237,5 +265,17 @@ mod tests {
         world.before(deadline, std::future::pending::<()>()).await.expect_err("it is pending");
         world.sleep_until(deadline).await;
         assert_eq!(world.left(deadline), Duration::ZERO);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_calendar_jumps_and_the_clock_does_not() {
+        let jumps = Jumps::default();
+        let world = World::seeded(7).with_jumps(&jumps).fork("node");
+        let (before, deadline) = (world.unix_time(), world.deadline_in(Duration::from_secs(3)));
+        jumps.jump(3600);
+        assert_eq!(world.unix_time(), before + Duration::from_secs(3600));
+        jumps.jump(-7200);
+        assert_eq!(world.unix_time(), before - Duration::from_secs(3600));
+        assert_eq!(world.left(deadline), Duration::from_secs(3));
     }
 }
