@@ -7,7 +7,7 @@ use chassis::error::StartError;
 use chassis::metrics::Metrics;
 use chassis::{Gate, Listener, Shutdown, World, telemetry};
 use decode_node::DecodeService;
-use node::{DecodeSection, Life, NodeConfig, NodeParts, RawNodeConfig, live};
+use node::{DecodeSection, Drive, Life, NodeConfig, NodeError, NodeParts, RawNodeConfig, live};
 use prefill_node::PrefillService;
 use registry::RegistryParts;
 use tonic::service::Routes;
@@ -41,7 +41,9 @@ async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<Exit
     let admin = bind(&world, &config.admin).await?;
     let bound = grpc.local_addr().map_err(Failed::start)?;
     let id = config.id.clone().unwrap_or_else(|| node::life::default_id(role, bound));
-    let parts = NodeParts::build(&id, config, world.clone(), Metrics::new(role.as_str()))
+    let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(Failed::start)?;
+    let metrics = Metrics::new(role.as_str());
+    let parts = NodeParts::build(&id, config, backend, world.clone(), metrics, Drive::Thread)
         .await
         .map_err(Failed::start)?;
     let announcing = Gate::new("registry");
@@ -57,7 +59,7 @@ async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<Exit
 
 async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, Failed> {
     let listen = world.net().listen(addr).await;
-    listen.map_err(|source| Failed::start(node::NodeError::Listen { addr: addr.to_owned(), source }))
+    listen.map_err(|source| Failed::start(NodeError::Listen { addr: addr.to_owned(), source }))
 }
 
 /// One node doing both is both services over one worker and one pool.

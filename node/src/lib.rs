@@ -18,4 +18,4 @@ pub use connectors::{Connectors, PeerWires};
 pub use counted::{Counted, Counter};
 pub use error::NodeError;
 pub use life::{Life, live};
-pub use parts::NodeParts;
+pub use parts::{Drive, NodeParts};

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use chassis::metrics::Metrics;
-use chassis::{Gate, World};
+use chassis::{Gate, World, spawn_guarded};
+use engine::Backend;
 use kv_cache::BlockPool;
 use kv_transfer::{ConnectorParts, Faults, TransferMetrics};
-use scheduler::{SchedulerMetrics, WorkerHandle, WorkerParts};
+use scheduler::{Driver, SchedulerMetrics, WorkerHandle, WorkerParts};
 use types::{Epoch, ModelInfo, NodeId};
 
 use crate::config::NodeConfig;
@@ -34,15 +35,25 @@ pub struct NodeParts {
     pub metrics: Metrics,
 }
 
+/// Who turns the worker's crank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Drive {
+    /// A thread of its own: a backend's steps block.
+    Thread,
+    /// A task among the others, on their clock: for a backend that only models what its steps cost.
+    Task,
+}
+
 impl NodeParts {
-    /// Opens the model, takes the memory, starts the worker and binds the connectors.
+    /// Takes the backend's memory, starts the worker and binds the connectors.
     pub async fn build(
         id: &NodeId,
         config: &NodeConfig,
+        backend: Box<dyn Backend>,
         world: World,
         metrics: Metrics,
+        drive: Drive,
     ) -> Result<Self, NodeError> {
-        let backend = engine::open(&config.engine).map_err(NodeError::Model)?;
         let model = Arc::new(backend.model().clone());
         let memory = backend.memory().clone();
         let pool = BlockPool::new(memory.layout(), memory.n_blocks());
@@ -55,8 +66,7 @@ impl NodeParts {
             metrics: SchedulerMetrics::new(&metrics),
         })
         .map_err(NodeError::Worker)?;
-        // The thread ends with the last handle; nobody needs to join it.
-        drop(driver.on_thread().map_err(NodeError::Worker)?);
+        start(driver, drive)?;
         let epoch = world.epoch();
         let host: Arc<str> = host_id().into();
         let parts = ConnectorParts {
@@ -84,5 +94,16 @@ impl NodeParts {
             wires,
             metrics,
         })
+    }
+}
+
+/// The worker ends with its last handle; nobody needs to join it.
+fn start(driver: Driver, drive: Drive) -> Result<(), NodeError> {
+    match drive {
+        Drive::Thread => driver.on_thread().map(drop).map_err(NodeError::Worker),
+        Drive::Task => {
+            spawn_guarded(&Gate::new("worker"), "worker", driver.drive_simulated()).detach();
+            Ok(())
+        }
     }
 }
