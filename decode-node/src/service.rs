@@ -86,10 +86,20 @@ impl Life {
         info!(bytes = arrived.bytes, connector = %arrived.scheme, waited_ms = arrived.waited.as_millis() as u64, "kv arrived");
         self.say(arrived_event(&arrived)).await;
         let ArrivedKv { lease, handoff, .. } = arrived;
+        self.check_place(handoff.first.index)?;
         match handoff.first.finish {
             Some(_) => Ok(()),
             None => self.decode(Source::Arrived { lease, first: handoff.first }).await,
         }
+    }
+
+    /// A first token for another place is one of another sequence: what follows it would be wrong, and look right.
+    fn check_place(&self, index: u32) -> Result<(), Refusal> {
+        if index as usize == self.prompt.n_generated {
+            return Ok(());
+        }
+        let reason = format!("step {index} arrived for a prompt with {} steps", self.prompt.n_generated);
+        Err(Refusal::new(RefusalKind::Failed, reason))
     }
 
     /// Runs the sequence to its end, passing its steps on.

@@ -43,6 +43,7 @@ impl PrefillService {
         let deadline = prompt.deadline;
         let (work, place) = match to {
             Destination::Landing(landing) => {
+                check_length(&prompt, &landing)?;
                 let connector = self.connector(&landing)?;
                 (
                     futures::future::Either::Left(deliver(
@@ -110,6 +111,15 @@ impl PrefillService {
         let to = request.destination.ok_or_else(|| Status::invalid_argument("destination is missing"))?;
         Ok((proto::prompt_from_wire(prompt, self.node.world.now().into_std())?, to.try_into()?))
     }
+}
+
+/// A landing for another number of tokens is one for another sequence.
+fn check_length(prompt: &Prompt, landing: &Landing) -> Result<(), Refusal> {
+    if landing.n_tokens as usize == prompt.tokens.len() {
+        return Ok(());
+    }
+    let reason = format!("a landing of {} tokens for a prompt of {}", landing.n_tokens, prompt.tokens.len());
+    Err(Refusal::new(RefusalKind::Landing, reason))
 }
 
 fn refusal_of(delivery: Result<Result<(), DeliveryError>, chassis::TaskError>) -> Refusal {

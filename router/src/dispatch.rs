@@ -28,6 +28,10 @@ use crate::serve::{Generation, Serve};
 /// How long a prompt for which no node has room waits before it asks again.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
 
+/// How long nodes that have just failed, all of them, may take until one can be asked again. Longer than it takes to
+/// open a status stream anew, and short for a client that is to hear that nobody is there.
+const USABLE_AGAIN_WITHIN: Duration = Duration::from_secs(2);
+
 /// Which of the two nodes is asked first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
@@ -85,6 +89,8 @@ pub(crate) enum Rest {
 pub(crate) struct HeldKv {
     by: Arc<NodeInfo>,
     transfer: TransferId,
+    /// What it is the KV of. A continuation's is longer than the one that the client asked with.
+    prompt: Prompt,
     _call: PrefillCall,
 }
 
@@ -135,6 +141,7 @@ impl Dispatch {
                 let to = Destination::Landing(*landing);
                 let client = self.client(prefill)?;
                 let (prefilled, _) = tokio::select! {
+                    biased;
                     prefilled = client.prefill(prompt, &to) => prefilled?,
                     failure = decode.failure() => return Err(failure),
                 };
@@ -164,16 +171,18 @@ impl Dispatch {
     async fn prefill_first(&self, prompt: &Prompt, prefill: &Arc<NodeInfo>) -> Result<Started, Failure> {
         let transfer = self.parts.world.transfer_id();
         let (prefilled, call) = self.client(prefill)?.prefill(prompt, &Destination::Held(transfer)).await?;
-        Ok(self.started(prefilled, Rest::Held(HeldKv { by: prefill.clone(), transfer, _call: call })))
+        let held = HeldKv { by: prefill.clone(), transfer, prompt: prompt.clone(), _call: call };
+        Ok(self.started(prefilled, Rest::Held(held)))
     }
 
     /// Chooses a decode node for KV that a prefill node holds, and has it sent there.
-    pub(crate) async fn deliver(&self, prompt: &Prompt, held: &HeldKv) -> Result<DecodeCall, ServeError> {
+    pub(crate) async fn deliver(&self, held: &HeldKv) -> Result<DecodeCall, ServeError> {
+        let prompt = &held.prompt;
         let mut tries = Tries::new(&self.parts);
         loop {
             let route = tries.route(prompt).await?;
             self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, prompt.tokens.len());
-            match self.deliver_to(prompt, held, &route.decode).await {
+            match self.deliver_to(held, &route.decode).await {
                 Ok(decode) => return Ok(decode),
                 // Without the KV there is nothing to deliver: the continuation computes it again.
                 Err(failure) if failure.node.id == held.by.id => return Err(failure.into()),
@@ -182,8 +191,8 @@ impl Dispatch {
         }
     }
 
-    async fn deliver_to(&self, prompt: &Prompt, held: &HeldKv, to: &NodeInfo) -> Result<DecodeCall, Failure> {
-        let mut decode = self.client(to)?.decode(prompt, PrefillOffer::HeldBy(&held.by)).await?;
+    async fn deliver_to(&self, held: &HeldKv, to: &NodeInfo) -> Result<DecodeCall, Failure> {
+        let mut decode = self.client(to)?.decode(&held.prompt, PrefillOffer::HeldBy(&held.by)).await?;
         match decode.opening().await? {
             Opening::Landing(landing) => self.client(&held.by)?.deliver(held.transfer, &landing).await?,
             Opening::Local { .. } => return Err(decode.unasked_local()),
@@ -275,11 +284,22 @@ impl<'a> Tries<'a> {
             return Err(ServeError::NoNodes { reason });
         }
         self.failed.clear();
-        self.rest().await;
-        self.parts
-            .policy
-            .route(prompt, &self.parts.cluster.view(&[]), draw)
-            .map_err(|error| ServeError::NoNodes { reason: error.to_string() })
+        self.again(prompt, draw).await
+    }
+
+    /// Waits for a node that is known to be there to be usable again. One whose connection broke is so in a moment;
+    /// without this, a broken connection to the only decode node would end every request.
+    async fn again(&mut self, prompt: &Prompt, draw: u64) -> Result<Route, ServeError> {
+        let give_up = self.parts.world.now() + USABLE_AGAIN_WITHIN;
+        loop {
+            self.rest().await;
+            let cluster = &self.parts.cluster;
+            match self.parts.policy.route(prompt, &cluster.view(&[]), draw) {
+                Ok(route) => return Ok(route),
+                Err(_) if self.parts.world.now() < give_up && !cluster.everyone().is_empty() => {}
+                Err(error) => return Err(ServeError::NoNodes { reason: error.to_string() }),
+            }
+        }
     }
 
     /// Counts a failure and decides whether there is another try.

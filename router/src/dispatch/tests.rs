@@ -200,6 +200,14 @@ async fn a_stream_that_breaks_goes_on_elsewhere() {
     }
 }
 
+/// Found by simulation: the decode node got the prompt without what was generated, and went on at the wrong place.
+#[tokio::test(start_paused = true)]
+async fn held_kv_goes_with_the_prompt_that_it_is_of() {
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::BreakAfter(0), Act::Serve]));
+    stage(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
+    assert_eq!(d.heard(), ["decode 20 tokens, BreakAfter(0)", "decode 21 tokens, Serve"]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_skipped_step_is_noticed_and_mended() {
     let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Skip, Act::Serve]));
