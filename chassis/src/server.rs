@@ -74,8 +74,9 @@ pub async fn serve(
         limits,
     };
     tokio::select! {
-        () = server.accept(&mut *listener) => {}
+        biased;
         () = shutdown.wait() => {}
+        () = server.accept(&mut *listener) => {}
     }
     drop(listener);
     server.drain().await
@@ -163,6 +164,7 @@ impl Connection {
         let service = TowerToHyperService::new(router);
         let mut connection = pin!(protocol.serve_connection(TokioIo::new(stream), service));
         let ended = tokio::select! {
+            biased;
             ended = connection.as_mut() => Some(ended),
             () = shutdown.wait() => {
                 connection.as_mut().graceful_shutdown();

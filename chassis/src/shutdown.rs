@@ -80,6 +80,7 @@ impl Shutdown {
     /// answer is `None`.
     pub async fn bound<F: Future>(&self, grace: Duration, future: F) -> Option<F::Output> {
         tokio::select! {
+            biased;
             output = future => Some(output),
             () = async { self.wait().await; tokio::time::sleep(grace).await } => None,
         }

@@ -1,8 +1,9 @@
 //! What the prefix cache tells those who mirror it: numbered events, from a snapshot on.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use tokio::sync::watch;
+use tokio::sync::Notify;
 use types::{BlockEvent, BlockHash};
 
 use crate::pool::BlockPool;
@@ -25,25 +26,28 @@ pub struct NumberedEvent {
 #[derive(Debug)]
 pub struct BlockEvents {
     pool: BlockPool,
-    news: watch::Receiver<u64>,
+    news: Arc<Notify>,
     /// The number of the last event that was read.
     read: Option<u64>,
 }
 
 impl BlockEvents {
-    pub(crate) fn new(pool: BlockPool, news: watch::Receiver<u64>) -> Self {
+    pub(crate) fn new(pool: BlockPool, news: Arc<Notify>) -> Self {
         Self { pool, news, read: None }
     }
 
     /// Waits for the next event; there may be none for as long as nothing happens. Cancel-safe.
     pub async fn next(&mut self) -> NumberedEvent {
+        let bell = Arc::clone(&self.news);
         loop {
-            // Marked as seen before looking, so that an event that comes in between is not slept through.
-            self.news.mark_unchanged();
+            let news = bell.notified();
+            tokio::pin!(news);
+            // Before the look, so that an event that comes in between is not slept through.
+            news.as_mut().enable();
             if let Some(event) = self.try_next() {
                 return event;
             }
-            self.news.changed().await.expect("this reader holds the pool, and the pool the sender");
+            news.await;
         }
     }
 

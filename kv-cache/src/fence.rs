@@ -3,19 +3,31 @@
 //! The engine raises the signal as each layer's KV is written; a sender waits for the layers that it wants to send,
 //! so that a layer is on the wire while the next one is computed.
 
-use tokio::sync::watch;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+
+use tokio::sync::Notify;
 
 /// The computing side. Dropped before a layer was done, it breaks the fence for all who wait for that layer.
 #[derive(Debug)]
 pub struct FenceSignal {
-    layers: watch::Sender<u16>,
+    progress: Arc<Progress>,
 }
 
 /// The waiting side; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LayerFence {
     /// `None` is a fence that was never closed.
-    layers: Option<watch::Receiver<u16>>,
+    progress: Option<Arc<Progress>>,
+}
+
+/// How far the step is. Not a `tokio::sync::watch`, which wakes those who wait in an order of chance: here they are
+/// woken in the order in which they began to wait, so that a simulation can be repeated.
+#[derive(Debug, Default)]
+struct Progress {
+    layers: AtomicU16,
+    is_over: AtomicBool,
+    changed: Notify,
 }
 
 /// The step ended, by an error, before these layers were computed: the KV will never be right.
@@ -28,38 +40,66 @@ pub struct FenceBroken {
 
 impl FenceSignal {
     pub fn new() -> (FenceSignal, LayerFence) {
-        let (layers, fence) = watch::channel(0);
-        (FenceSignal { layers }, LayerFence { layers: Some(fence) })
+        let progress = Arc::new(Progress::default());
+        (FenceSignal { progress: Arc::clone(&progress) }, LayerFence { progress: Some(progress) })
     }
 
     /// All layers whose number in the model is below `n` are written. Never waits; a smaller `n` than before is ignored.
     pub fn layers_done(&self, n: u16) {
-        self.layers.send_if_modified(|done| {
-            let further = n > *done;
-            *done = n.max(*done);
-            further
-        });
+        if self.progress.layers.fetch_max(n, Ordering::AcqRel) < n {
+            self.progress.changed.notify_waiters();
+        }
+    }
+}
+
+impl Drop for FenceSignal {
+    fn drop(&mut self) {
+        self.progress.is_over.store(true, Ordering::Release);
+        self.progress.changed.notify_waiters();
+    }
+}
+
+impl Progress {
+    fn done(&self) -> u16 {
+        self.layers.load(Ordering::Acquire)
+    }
+
+    /// `None`: it can still change. The end is looked at first, for nothing is computed after it.
+    fn verdict(&self, wanted: u16) -> Option<Result<(), FenceBroken>> {
+        let is_over = self.is_over.load(Ordering::Acquire);
+        match self.done() {
+            done if done >= wanted => Some(Ok(())),
+            done => is_over.then_some(Err(FenceBroken { wanted, done })),
+        }
     }
 }
 
 impl LayerFence {
     /// The fence of KV that is there already: a cached prefix.
     pub fn open() -> Self {
-        Self { layers: None }
+        Self { progress: None }
     }
 
     /// Waits until all layers below number `layers` are written. Cancel-safe.
     ///
     /// It ends when the step does, one way or the other; a caller with a deadline puts its own around it.
     pub async fn wait(&self, layers: u16) -> Result<(), FenceBroken> {
-        let Some(mut fence) = self.layers.clone() else { return Ok(()) };
-        let passed = fence.wait_for(|done| *done >= layers).await.is_ok();
-        if passed { Ok(()) } else { Err(FenceBroken { wanted: layers, done: *fence.borrow() }) }
+        let Some(progress) = &self.progress else { return Ok(()) };
+        loop {
+            let changed = progress.changed.notified();
+            tokio::pin!(changed);
+            // Before the look, so that no change falls between the two.
+            changed.as_mut().enable();
+            if let Some(verdict) = progress.verdict(layers) {
+                return verdict;
+            }
+            changed.await;
+        }
     }
 
     /// Whether [`wait`](Self::wait) would return at once with success.
     pub fn is_open(&self, layers: u16) -> bool {
-        self.layers.as_ref().is_none_or(|fence| *fence.borrow() >= layers)
+        self.progress.as_ref().is_none_or(|progress| progress.done() >= layers)
     }
 }
 

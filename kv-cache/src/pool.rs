@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use types::{BlockCounts, BlockHash, KvLayout};
 
@@ -30,7 +30,8 @@ struct Shared {
     /// Changes when blocks became available.
     freed: watch::Sender<u64>,
     /// Changes when there are new events.
-    news: watch::Sender<u64>,
+    /// Rung for every event. It wakes its readers in the order in which they wait; a watch would not.
+    news: Arc<Notify>,
 }
 
 impl BlockPool {
@@ -40,7 +41,7 @@ impl BlockPool {
 
     fn with_events_kept(layout: &KvLayout, n_blocks: u32, events_kept_max: usize) -> Self {
         let books = Mutex::new(Books::new(layout.groups.len(), n_blocks, events_kept_max, Instant::now()));
-        Self { shared: Arc::new(Shared { books, freed: watch::Sender::new(0), news: watch::Sender::new(0) }) }
+        Self { shared: Arc::new(Shared { books, freed: watch::Sender::new(0), news: Arc::default() }) }
     }
 
     /// Leases `n_blocks` fresh blocks of each group; what they hold is undefined. All of them, or none.
@@ -83,7 +84,7 @@ impl BlockPool {
 
     /// What becomes cached and what is evicted, from a snapshot on.
     pub fn events(&self) -> BlockEvents {
-        BlockEvents::new(self.clone(), self.shared.news.subscribe())
+        BlockEvents::new(self.clone(), Arc::clone(&self.shared.news))
     }
 
     pub(crate) fn join(&self, first: HoldId, later: HoldId) -> Option<Arc<Tables>> {
@@ -130,7 +131,7 @@ impl BlockPool {
             self.shared.freed.send_modify(|changes| *changes += 1);
         }
         if after.1 > before.1 {
-            self.shared.news.send_modify(|changes| *changes += 1);
+            self.shared.news.notify_waiters();
         }
         result
     }

@@ -4,7 +4,7 @@
 //! once, spans are claimed, written and verified, and the handoff ends it. However it ends, it ends once, and the
 //! lease moves: into [`ArrivedKv`], or back to the pool.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
@@ -73,7 +73,7 @@ struct Shared {
     parts: ConnectorParts,
     wire: WireAddress,
     /// An entry lives as long as its arrival. Held for a look-up, never across an await.
-    table: Mutex<HashMap<TransferId, Weak<OpenLanding>>>,
+    table: Mutex<BTreeMap<TransferId, Weak<OpenLanding>>>,
 }
 
 /// One landing. Shared by its [`Arrival`], its timer, and whoever fills it.
@@ -236,7 +236,7 @@ impl Landings {
 }
 
 impl Shared {
-    fn table(&self) -> MutexGuard<'_, HashMap<TransferId, Weak<OpenLanding>>> {
+    fn table(&self) -> MutexGuard<'_, BTreeMap<TransferId, Weak<OpenLanding>>> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

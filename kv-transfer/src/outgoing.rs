@@ -5,12 +5,12 @@
 //! nobody else: each transfer waits alone, and only frames that can leave at once compete for the wire.
 
 use std::fmt::Debug;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
 use chassis::{Gate, Task, spawn_guarded};
 use kv_cache::{BlockLease, LayerFence};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc};
 use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId};
 
 use crate::connector::{ConnectorParts, KvSender};
@@ -48,14 +48,19 @@ pub(crate) trait Wire: Debug + Send + Sync + 'static {
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) landing: Landing,
-    outcome: watch::Sender<Option<Result<(), TransferError>>>,
+    outcome: OnceLock<Result<(), TransferError>>,
+    /// Rung once, when there is an outcome. It wakes its waiters in order, so that a simulation can be repeated.
+    settled: Notify,
     refetches: mpsc::Sender<Vec<KvSpan>>,
 }
 
 impl Outgoing {
     pub(crate) fn new(landing: Landing) -> (Arc<Self>, Refetches) {
         let (refetches, asked) = mpsc::channel(REFETCHES_QUEUED_MAX);
-        (Arc::new(Self { landing, outcome: watch::Sender::new(None), refetches }), Refetches(asked))
+        (
+            Arc::new(Self { landing, outcome: OnceLock::new(), settled: Notify::new(), refetches }),
+            Refetches(asked),
+        )
     }
 
     pub(crate) fn transfer(&self) -> TransferId {
@@ -64,13 +69,9 @@ impl Outgoing {
 
     /// The first outcome counts.
     pub(crate) fn settle(&self, outcome: Result<(), TransferError>) {
-        self.outcome.send_if_modified(|settled| {
-            let first = settled.is_none();
-            if first {
-                *settled = Some(outcome);
-            }
-            first
-        });
+        if self.outcome.set(outcome).is_ok() {
+            self.settled.notify_waiters();
+        }
     }
 
     /// Pages arrived wrong.
@@ -81,17 +82,23 @@ impl Outgoing {
     }
 
     pub(crate) fn is_over(&self) -> bool {
-        self.outcome.borrow().is_some()
+        self.outcome.get().is_some()
     }
 
     fn outcome(&self) -> Option<Result<(), TransferError>> {
-        self.outcome.borrow().clone()
+        self.outcome.get().cloned()
     }
 
     pub(crate) async fn settled(&self) -> Result<(), TransferError> {
-        let mut outcome = self.outcome.subscribe();
-        let settled = outcome.wait_for(Option::is_some).await.expect("this value holds the other end");
-        settled.clone().expect("it was waited for")
+        loop {
+            let settled = self.settled.notified();
+            tokio::pin!(settled);
+            settled.as_mut().enable();
+            if let Some(outcome) = self.outcome() {
+                return outcome;
+            }
+            settled.await;
+        }
     }
 }
 

@@ -70,12 +70,14 @@ impl Reader {
             let _ = tokio::time::timeout_at(told + LOAD_HEARTBEAT, self.load.changed()).await;
         };
         tokio::select! {
+            biased;
             () = self.draining.wait(), if !self.said_draining => {
                 self.said_draining = true;
                 Event::Draining(v1::Draining {})
             }
-            event = self.blocks.next() => Event::Blocks(v1::BlockEvents::new(event.number, &event.event)),
+            // Before the blocks: it has a pace, and they have none.
             () = changed => self.tell_load(),
+            event = self.blocks.next() => Event::Blocks(v1::BlockEvents::new(event.number, &event.event)),
         }
     }
 

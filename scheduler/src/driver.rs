@@ -107,6 +107,7 @@ impl Driver {
         // What the last launch tried in vain has given blocks back too; that is no news.
         self.freed.mark_unchanged();
         tokio::select! {
+            biased;
             () = self.inbox.rings() => {}
             _ = self.freed.changed() => {}
             () = sleep_until(until) => {}

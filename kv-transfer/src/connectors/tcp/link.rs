@@ -6,8 +6,8 @@
 //!
 //! A link lives or dies as a whole: a stream that is lost, or a peer that is silent, fails every transfer on it.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -64,7 +64,7 @@ struct Shared {
     /// The end of the queue from which the streams take their frames.
     spans: async_channel::Receiver<SpanOut>,
     /// Held for a look-up, never across an await.
-    transfers: Mutex<HashMap<TransferId, Transfer>>,
+    transfers: Mutex<BTreeMap<TransferId, Transfer>>,
     lost: OnceLock<TransferError>,
     closed: CancellationToken,
 }
@@ -193,7 +193,8 @@ impl Shared {
         // A closed queue keeps what is in it. The leases in these frames must not wait for the next link to this peer.
         self.spans.close();
         while self.spans.try_recv().is_ok() {}
-        let transfers: Vec<_> = self.transfers().drain().map(|(_, transfer)| transfer.out).collect();
+        let transfers: Vec<_> =
+            std::mem::take(&mut *self.transfers()).into_values().map(|transfer| transfer.out).collect();
         if !transfers.is_empty() {
             info!(
                 endpoint = self.endpoint,
@@ -211,7 +212,7 @@ impl Shared {
         self.lost.get().cloned().unwrap_or(TransferError::Closed)
     }
 
-    fn transfers(&self) -> MutexGuard<'_, HashMap<TransferId, Transfer>> {
+    fn transfers(&self) -> MutexGuard<'_, BTreeMap<TransferId, Transfer>> {
         self.transfers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -224,6 +225,7 @@ impl Shared {
         spawn_guarded(&self.parts.gate, "kv stream out", async move {
             let is_first = control.is_some();
             let ended = tokio::select! {
+                biased;
                 () = shared.closed.cancelled() => return,
                 ended = shared.write_all(writer, control) => ended,
                 ended = shared.read_all(reader, is_first) => ended,

@@ -3,7 +3,7 @@
 //! Nothing that a peer sends makes this side allocate more than a frame's bounds, or wait longer than the stall time.
 //! A peer that breaks the protocol loses its link, costs one line in the log, and disturbs nobody else.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -47,7 +47,7 @@ struct LinkIn {
     answers: mpsc::Sender<Frame>,
     gone: CancellationToken,
     /// The landings that this link has opened, and that have not ended. Held for a look-up, never across an await.
-    landings: Mutex<HashMap<TransferId, Arc<OpenLanding>>>,
+    landings: Mutex<BTreeMap<TransferId, Arc<OpenLanding>>>,
 }
 
 impl Receiver {
@@ -135,6 +135,7 @@ impl Receiver {
         writer.write(&welcome).await?;
         info!(peer = %hello.node, "link accepted");
         tokio::select! {
+            biased;
             () = link.gone.cancelled() => Err(TransferError::lost_because("another stream of the link ended")),
             ended = link.read_all(&mut reader, Some(&self.landings)) => ended,
             ended = self.write_answers(&mut writer, to_write) => ended,
@@ -155,6 +156,7 @@ impl Receiver {
         let _gone = link.gone.clone().drop_guard();
         writer.write(&welcome).await?;
         tokio::select! {
+            biased;
             () = link.gone.cancelled() => Ok(()),
             ended = link.read_all(&mut reader, None) => ended,
         }
@@ -297,7 +299,7 @@ impl LinkIn {
     }
 
     fn fail_all(&self) {
-        let landings: Vec<_> = self.landings().drain().map(|(_, landing)| landing).collect();
+        let landings: Vec<_> = std::mem::take(&mut *self.landings()).into_values().collect();
         if !landings.is_empty() {
             info!(peer = %self.peer, landings = landings.len(), "link lost");
         }
@@ -306,7 +308,7 @@ impl LinkIn {
         }
     }
 
-    fn landings(&self) -> MutexGuard<'_, HashMap<TransferId, Arc<OpenLanding>>> {
+    fn landings(&self) -> MutexGuard<'_, BTreeMap<TransferId, Arc<OpenLanding>>> {
         self.landings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
