@@ -6,6 +6,7 @@ pub mod executable;
 pub mod up;
 pub mod client;
 pub mod check;
+pub mod sim;
 
 pub use client::{Answer, Ask, Client, Failed};
 pub use up::{Node, Up};

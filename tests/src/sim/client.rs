@@ -1,0 +1,147 @@
+//! A client: asks, reads the answer step by step, and compares it with the reference.
+
+use std::time::Duration;
+
+use futures::StreamExt as _;
+use router::dispatch::Dispatch;
+use router::serve::{Serve as _, ServeError};
+use tokio::time::{Instant, timeout_at};
+use types::{Deadline, Prompt, RefusalKind, RequestId, Sampling, Step, StopRules, TenantId, TokenId};
+
+use super::log::EventLog;
+use super::plan::{Ask, Patience};
+use super::reference::Reference;
+
+/// How much later than its deadline a request may end.
+const LATE: Duration = Duration::from_secs(1);
+/// What the way of a deadline over two wires may take off it.
+const EARLY: Duration = Duration::from_millis(5);
+
+/// One request under way.
+#[derive(Debug)]
+pub struct Client {
+    pub name: String,
+    pub ask: Ask,
+    pub reference: Reference,
+    pub log: EventLog,
+    /// Nothing is broken, so that only time and room can be short.
+    pub is_calm: bool,
+}
+
+/// How a request ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Ended {
+    Whole,
+    Refused(ServeError),
+    /// The client went away.
+    Left,
+    /// Longer than a request may take.
+    Hanging,
+}
+
+/// The prompt of a request that is made now.
+pub fn prompt(name: &str, ask: &Ask) -> Prompt {
+    Prompt {
+        id: RequestId::new(name),
+        tenant: TenantId::default(),
+        tokens: ask.tokens.iter().copied().map(TokenId).collect(),
+        n_generated: 0,
+        sampling: Sampling {
+            temperature: if ask.sampling_seed.is_some() { 1.0 } else { 0.0 },
+            seed: ask.sampling_seed.unwrap_or(0),
+            ..Sampling::default()
+        },
+        stop: StopRules { max_tokens: ask.max_tokens, ignore_eos: ask.ignore_eos, ..StopRules::default() },
+        priority: Default::default(),
+        deadline: Deadline::at((Instant::now() + ask.within).into_std()),
+    }
+}
+
+impl Client {
+    /// Asks, and says how it ended and after how many steps.
+    pub async fn run(self, dispatch: Dispatch) -> (Ended, u32) {
+        let prompt = prompt(&self.name, &self.ask);
+        let due = Instant::now() + self.ask.within;
+        self.log.say(format_args!(
+            "{} asks: {} tokens, {} at most, within {:?}",
+            self.name,
+            self.ask.tokens.len(),
+            self.ask.max_tokens,
+            self.ask.within
+        ));
+        let leaves = match self.ask.patience {
+            Patience::Until(patience) => Instant::now() + patience,
+            Patience::Endless | Patience::Steps(_) => due + LATE,
+        };
+        let mut n_steps = 0;
+        let ended = timeout_at(leaves.min(due + LATE), self.read(&dispatch, prompt, &mut n_steps)).await;
+        let ended = ended.unwrap_or(if leaves < due + LATE { Ended::Left } else { Ended::Hanging });
+        self.log.say(format_args!("{} ends after {n_steps} steps: {ended:?}", self.name));
+        self.judge(&ended, due);
+        (ended, n_steps)
+    }
+
+    async fn read(&self, dispatch: &Dispatch, prompt: Prompt, n_steps: &mut u32) -> Ended {
+        let mut steps = match dispatch.generate(prompt).await {
+            Ok(generation) => generation.steps,
+            Err(error) => return Ended::Refused(error),
+        };
+        while let Some(step) = steps.next().await {
+            let step = match step {
+                Ok(step) => step,
+                Err(error) => return Ended::Refused(error),
+            };
+            self.compare(&step, *n_steps);
+            *n_steps += 1;
+            self.log.trace_number("step", u64::from(step.token.0));
+            if step.finish.is_some() {
+                return Ended::Whole;
+            }
+            if self.ask.patience == Patience::Steps(*n_steps) {
+                return Ended::Left;
+            }
+        }
+        self.log.accuse(format_args!("{}: the steps ended without a last one", self.name));
+        Ended::Left
+    }
+
+    fn compare(&self, step: &Step, nth: u32) {
+        let Reference { tokens, finish } = &self.reference;
+        let is_last = nth as usize + 1 == tokens.len();
+        let wanted = (nth, tokens.get(nth as usize).copied(), is_last.then_some(*finish));
+        let found = (step.index, Some(step.token), step.finish);
+        if found != wanted {
+            self.log.accuse(format_args!("{}: {found:?} came instead of {wanted:?}", self.name));
+        }
+    }
+
+    fn judge(&self, ended: &Ended, due: Instant) {
+        match ended {
+            Ended::Hanging => self.log.accuse(format_args!("{} hangs", self.name)),
+            Ended::Refused(ServeError::DeadlinePassed { .. }) if Instant::now() + EARLY < due => {
+                self.log.accuse(format_args!("{}: {:?} too early", self.name, due - Instant::now()));
+            }
+            Ended::Refused(error) if !self.may_end_with(error) => {
+                self.log.accuse(format_args!("{} ends with {error:?}", self.name));
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether the weather explains an error.
+    fn may_end_with(&self, error: &ServeError) -> bool {
+        use RefusalKind as Kind;
+        match error {
+            ServeError::DeadlinePassed { .. } => true,
+            ServeError::Refused { kind: Kind::Full | Kind::Queue, .. } => true,
+            ServeError::Refused {
+                kind: Kind::Invalid | Kind::TooLong | Kind::Mismatch | Kind::Protocol,
+                ..
+            } => false,
+            ServeError::Refused { .. } | ServeError::NoNodes { .. } | ServeError::Overloaded { .. } => {
+                !self.is_calm
+            }
+            ServeError::Failed { .. } => false,
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! What must hold when a run is over.
+
+use std::time::Duration;
+
+use kv_cache::BlockPool;
+use node::NodeParts;
+use tokio::time::{Instant, sleep};
+
+use super::host::{Hosts, NodeHost, RouterHost};
+use super::log::EventLog;
+use super::plan::Plan;
+use super::run::Tally;
+
+/// How long after the last request everything may still be on its way back. A life that is over may keep what it has
+/// for its requests until their deadlines.
+const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(20);
+
+/// Every block of every life is back, and no node works on anything.
+pub async fn everything_is_given_back(hosts: &Hosts, log: &EventLog) {
+    let give_up = Instant::now() + GIVEN_BACK_WITHIN;
+    loop {
+        let missing: Vec<String> = hosts.nodes.iter().flat_map(missing).collect();
+        if missing.is_empty() {
+            break;
+        }
+        if Instant::now() > give_up {
+            missing.iter().for_each(|what| log.accuse(what));
+            break;
+        }
+        sleep(Duration::from_millis(250)).await;
+    }
+    for (life, pool) in hosts.nodes.iter().flat_map(|node| &node.pools) {
+        if let Err(error) = pool.integrity() {
+            log.accuse(format_args!("{life}: the books of its pool are wrong: {error}"));
+        }
+    }
+}
+
+fn missing(node: &NodeHost) -> Vec<String> {
+    let of_pools = node.pools.iter().filter_map(|(life, pool)| missing_blocks(life, pool));
+    of_pools.chain(node.parts().and_then(work_left)).collect()
+}
+
+fn missing_blocks(life: &str, pool: &BlockPool) -> Option<String> {
+    let counts = pool.counts();
+    if counts.leased == 0 && counts.quarantined == 0 && counts.adds_up() {
+        return None;
+    }
+    let held = pool.ledger().into_iter().filter_map(|entry| entry.holder).collect::<Vec<_>>();
+    Some(format!("{life}: blocks are not given back: {counts:?}, held by {held:?}"))
+}
+
+fn work_left(parts: &NodeParts) -> Option<String> {
+    let load = parts.worker.load().borrow().node;
+    let holders = parts.gate.holders();
+    let is_idle = load.running == 0 && load.waiting == 0 && parts.arriving.count() == 0;
+    let left = || format!("work is left: {load:?}, arriving {}, {holders:?}", parts.arriving.count());
+    (!is_idle || !holders.is_empty()).then(left)
+}
+
+/// Nobody tries more often than it may: so many attempts may fail between two steps, for the step itself and for
+/// finding a decode node for KV that is held.
+pub fn attempts(router: &RouterHost, plan: &Plan, tally: Tally, n_probes: u64, log: &EventLog) {
+    let n_requests = u64::from(tally.n_requests()) + n_probes;
+    let chances = u64::from(tally.steps) + n_requests;
+    let (failed, bound) = (router.n_failed_attempts(), 2 * u64::from(plan.cluster.attempts_max) * chances);
+    if failed > bound {
+        log.accuse(format_args!("{failed} attempts failed, {bound} may for {n_requests} requests"));
+    }
+}

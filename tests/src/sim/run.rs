@@ -1,0 +1,211 @@
+//! One run: a plan is played, and judged.
+
+use std::time::Duration;
+
+use chassis::{Gate, Task, spawn_guarded};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::chance::Chance;
+use super::client::{Client, Ended, prompt};
+use super::host::{Hosts, WHOLE_WITHIN, model};
+use super::log::EventLog;
+use super::net::SimNet;
+use super::oracle;
+use super::plan::{ANSWER_TOKENS_MAX, Ask, Break, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, tokens};
+use super::reference::Alone;
+use super::witness::Witness;
+
+/// What a run leaves.
+#[derive(Clone, Debug)]
+pub struct Report {
+    pub seed: u64,
+    /// Of everything that happened and when. The same seed must give the same.
+    pub hash: u64,
+    pub lines: Vec<String>,
+    /// What was wrong. None in a good run.
+    pub faults: Vec<String>,
+    pub tally: Tally,
+}
+
+/// How a run's requests ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    pub whole: u32,
+    pub refused: u32,
+    pub left: u32,
+    pub steps: u32,
+}
+
+/// Plays the plan of `seed`, on a clock of its own.
+pub fn run(seed: u64) -> Report {
+    play(Plan::draw(seed))
+}
+
+/// Plays a plan.
+pub fn play(plan: Plan) -> Report {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime without sockets");
+    runtime.block_on(async {
+        let log = EventLog::new();
+        let _witness = Witness::of(&log);
+        let tally = Run::begin(plan.clone(), log.clone()).await.to_its_end().await;
+        Report { seed: plan.seed, hash: log.hash(), lines: log.lines(), faults: log.faults(), tally }
+    })
+}
+
+struct Run {
+    plan: Plan,
+    log: EventLog,
+    net: SimNet,
+    hosts: Hosts,
+    alone: Alone,
+    began: Instant,
+    clients: Vec<Task<(Ended, u32)>>,
+    gate: Gate,
+}
+
+/// How many requests must be answered at once when all is mended, and how long each may take.
+const PROBES: u64 = 3;
+const PROBE_WITHIN: Duration = Duration::from_secs(30);
+/// How long a mended cluster may need until everybody knows everybody: a lease, and the pauses of those who try again.
+const MENDED_WITHIN: Duration = Duration::from_secs(20);
+
+impl Run {
+    /// A cluster of which every member knows every other.
+    async fn begin(plan: Plan, log: EventLog) -> Self {
+        let net = SimNet::new(Chance::named(plan.seed, "net"), log.clone());
+        let hosts = Hosts::start(&plan.cluster, &net, plan.seed).await;
+        let n_blocks = (PROMPT_TOKENS_MAX + ANSWER_TOKENS_MAX).div_ceil(4) as u32 + 1;
+        let alone = Alone::new(model(), n_blocks);
+        let (gate, began) = (Gate::new("clients"), Instant::now());
+        let mut run = Self { plan, log, net, hosts, alone, began, clients: Vec::new(), gate };
+        run.become_whole(WHOLE_WITHIN).await;
+        run.began = Instant::now();
+        run
+    }
+
+    async fn become_whole(&mut self, within: Duration) {
+        let give_up = Instant::now() + within;
+        while !self.hosts.is_whole() {
+            if Instant::now() > give_up {
+                let everyone = self.hosts.router.cluster().map(router::Cluster::everyone);
+                let states = everyone.unwrap_or_default();
+                let states: Vec<_> = states.iter().map(|(info, state)| (&info.id, state)).collect();
+                return self.log.accuse(format_args!("the cluster is not whole: {states:?}"));
+            }
+            sleep(Duration::from_millis(50)).await;
+        }
+        self.log.say("everybody knows everybody");
+    }
+
+    async fn to_its_end(mut self) -> Tally {
+        self.trouble().await;
+        self.net.heal();
+        self.hosts.start_all().await;
+        self.log.say("mended");
+        let mut tally = Tally::default();
+        for client in std::mem::take(&mut self.clients) {
+            tally.add(client.await.ok());
+        }
+        self.become_whole(MENDED_WITHIN).await;
+        self.probe().await;
+        oracle::attempts(&self.hosts.router, &self.plan, tally, PROBES, &self.log);
+        oracle::everything_is_given_back(&self.hosts, &self.log).await;
+        tally
+    }
+
+    /// Plays the plan's requests and faults, each at its time.
+    async fn trouble(&mut self) {
+        let (asks, faults) = (self.plan.asks.clone(), self.plan.faults.clone());
+        let mut asks = asks.into_iter().enumerate().peekable();
+        let mut faults = faults.into_iter().peekable();
+        loop {
+            let next_ask = asks.peek().map(|(_, ask)| ask.at);
+            let next_fault = faults.peek().map(|fault| fault.at);
+            let Some(at) = next_ask.into_iter().chain(next_fault).min() else { break };
+            sleep_until(self.began + at).await;
+            if next_fault == Some(at) {
+                let fault = faults.next().expect("it was peeked at");
+                self.break_it(fault.what).await;
+            } else {
+                let (nth, ask) = asks.next().expect("it was peeked at");
+                self.ask(format!("request {nth}"), ask);
+            }
+        }
+        sleep_until(self.began + TROUBLE).await;
+    }
+
+    async fn break_it(&mut self, what: Break) {
+        self.log.say(&what);
+        let net = &self.net;
+        match what {
+            Break::Hold(from, to) => net.hold(&from, &to),
+            Break::Release(from, to) => net.release(&from, &to),
+            Break::Slow(from, to, delay) => net.slow(&from, &to, delay),
+            Break::Cut(from, to, writes) => net.cut_after(&from, &to, writes),
+            Break::Reset(one, other) => net.reset(&one, &other),
+            Break::Crash(host, how) => match self.hosts.node(&host) {
+                Some(node) => node.crash(how),
+                None => self.hosts.router.crash(how),
+            },
+            Break::Drain(host) => self.hosts.node(&host).into_iter().for_each(|node| node.drain()),
+            Break::Start(host) => match self.hosts.node(&host) {
+                Some(node) => node.start().await,
+                None => self.hosts.router.start().await,
+            },
+            Break::Jump(host, by) => self.hosts.node(&host).into_iter().for_each(|node| node.jumps.jump(by)),
+        }
+    }
+
+    fn ask(&mut self, name: String, ask: Ask) {
+        let Some(dispatch) = self.hosts.router.dispatch() else {
+            return self.log.say(format_args!("{name} finds no router"));
+        };
+        let client = self.client(name, ask);
+        self.clients.push(spawn_guarded(&self.gate, "client", client.run(dispatch)));
+    }
+
+    fn client(&mut self, name: String, ask: Ask) -> Client {
+        let reference = self.alone.answer(&prompt(&name, &ask));
+        Client { name, ask, reference, log: self.log.clone(), is_calm: self.plan.is_calm() }
+    }
+
+    /// The cluster serves the next requests.
+    async fn probe(&mut self) {
+        let mut chance = Chance::named(self.plan.seed, "probes");
+        for nth in 0..PROBES {
+            let ask = Ask {
+                at: Duration::ZERO,
+                tokens: tokens(&mut chance, 30 + 50 * nth),
+                max_tokens: 8,
+                ignore_eos: true,
+                sampling_seed: None,
+                within: PROBE_WITHIN,
+                patience: Patience::Endless,
+            };
+            self.ask(format!("probe {nth}"), ask);
+        }
+        for probe in std::mem::take(&mut self.clients) {
+            match probe.await {
+                Ok((Ended::Whole, _)) => {}
+                other => self.log.accuse(format_args!("a probe ended with {other:?}")),
+            }
+        }
+    }
+}
+
+impl Tally {
+    fn add(&mut self, ended: Option<(Ended, u32)>) {
+        let Some((ended, steps)) = ended else { return };
+        self.steps += steps;
+        match ended {
+            Ended::Whole => self.whole += 1,
+            Ended::Refused(_) => self.refused += 1,
+            Ended::Left | Ended::Hanging => self.left += 1,
+        }
+    }
+
+    pub fn n_requests(&self) -> u32 {
+        self.whole + self.refused + self.left
+    }
+}

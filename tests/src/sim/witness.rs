@@ -1,0 +1,83 @@
+//! Hears what nobody says aloud: panics in tasks, and log lines that say that a human must look.
+
+use std::cell::RefCell;
+use std::fmt::Write as _;
+use std::sync::Once;
+
+use tracing::field::{Field, Visit};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt as _};
+use tracing_subscriber::registry::LookupSpan;
+
+use super::log::EventLog;
+
+thread_local! {
+    /// The log of the run on this thread.
+    static LISTENING: RefCell<Option<EventLog>> = const { RefCell::new(None) };
+}
+
+/// For whoever studies one run: everything that is logged goes to stderr.
+pub const LOUD: &str = "SIM_LOG";
+
+/// While it lives, panics and errors on this thread are held against the run.
+#[derive(Debug)]
+pub struct Witness(());
+
+impl Witness {
+    pub fn of(log: &EventLog) -> Self {
+        static ONCE: Once = Once::new();
+        ONCE.call_once(install);
+        LISTENING.set(Some(log.clone()));
+        Self(())
+    }
+}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        LISTENING.set(None);
+    }
+}
+
+fn install() {
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        accuse(format!("panic: {panic}"));
+        before(panic);
+    }));
+    let errors = Errors.with_filter(LevelFilter::ERROR);
+    let loud = std::env::var(LOUD).ok().map(|filter| {
+        let filter = tracing_subscriber::EnvFilter::new(filter);
+        tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(filter)
+    });
+    let all = tracing_subscriber::registry().with(errors).with(loud);
+    tracing::subscriber::set_global_default(all).expect("nobody else listens in this process");
+}
+
+fn accuse(what: String) {
+    LISTENING.with_borrow(|log| {
+        if let Some(log) = log {
+            log.accuse(what);
+        }
+    });
+}
+
+struct Errors;
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Errors {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        if *event.metadata().level() == Level::ERROR {
+            let mut text = Text(String::new());
+            event.record(&mut text);
+            accuse(format!("logged as an error:{}", text.0));
+        }
+    }
+}
+
+struct Text(String);
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        let _ = write!(self.0, " {field}={value:?}");
+    }
+}
