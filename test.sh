@@ -47,6 +47,19 @@ need_helm() {
         --only-binary=:all: --ignore-requires-python helm-sdkpy==0.1.32
 }
 
+# NVIDIA's runtime compiler: it needs no GPU, so every kernel is compiled here for every card.
+need_nvrtc() {
+    local found=(.cache/nvrtc/lib/python3*/site-packages/nvidia/cu13/lib/libnvrtc.so.13)
+    if [ ! -e "${found[0]}" ]; then
+        say "installing nvrtc"
+        python3 -m venv .cache/nvrtc
+        .cache/nvrtc/bin/python -m pip install --quiet --disable-pip-version-check -r tests/python/nvrtc.txt
+        found=(.cache/nvrtc/lib/python3*/site-packages/nvidia/cu13/lib/libnvrtc.so.13)
+    fi
+    TEST_NVRTC="$PWD/$(dirname "${found[0]}")"
+    export TEST_NVRTC
+}
+
 run_fmt() {
     say fmt
     cargo fmt --all --check
@@ -66,6 +79,7 @@ run_test() {
     say test
     need_python_packages
     need_helm
+    need_nvrtc
     cargo build --quiet --package baton
     export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/debug/baton"
     if cargo nextest --version >/dev/null 2>&1; then

@@ -120,6 +120,13 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
         u32 early = narrow(score[0], score[1]), late = narrow(score[2], score[3]);
         sum[0] = sum[0] * by[0] + low(early) + low(late);
         sum[1] = sum[1] * by[1] + high(early) + high(late);
+        if ((at + 1) * BLOCK_TOKENS > length) {  // what was there before this sequence may be NaN, which no share cancels
+#pragma unroll
+            for (u32 j = 0; j < 4; j++)
+                if (at * BLOCK_TOKENS + 2 * t + j % 2 + j / 2 * 8 >= length)
+#pragma unroll
+                    for (u32 i = 0; i < HEAD / 64; i++) page.v[i][j] = {0, 0, 0, 0};
+        }
         early = transposed(early);
         late = transposed(late);
 #pragma unroll

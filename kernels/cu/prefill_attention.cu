@@ -47,10 +47,11 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
 #pragma unroll
         for (u32 i = 0; i < TOKENS * CHUNKS / THREADS; i++) {
             u32 row = (threadIdx.x + i * THREADS) / CHUNKS, chunk = threadIdx.x % CHUNKS, token = tile * TOKENS + row;
-            u32 block = token < length ? table[token / BLOCK_TOKENS] : 0;
+            bool is_seen = token < length && token >= oldest;
+            u32 block = is_seen ? table[token / BLOCK_TOKENS] : 0;
             is_bad |= block >= shape.n_blocks;
             const bf16* from = pages + block * page_numbers + after_k + (kv_head * BLOCK_TOKENS + token % BLOCK_TOKENS) * HEAD + chunk * 8;
-            copy16(to + place<HEAD>(row, chunk), from, token < length && block < shape.n_blocks);
+            copy16(to + place<HEAD>(row, chunk), from, is_seen && block < shape.n_blocks);
         }
         copies_committed();
     };

@@ -47,4 +47,4 @@ __device__ __forceinline__ float power2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-constexpr float LOG2E = 1.4426950408889634f;
+#define LOG2E 1.4426950408889634f

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 pub mod cpu;
+pub mod cuda;
 pub mod memory;
 
 pub use memory::{HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};

@@ -75,7 +75,7 @@ impl From<Bf16> for f32 {
 impl<T: Element> Buffer<T> {
     /// Takes memory of the card. What is in it is nobody's promise.
     pub(super) fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
-        let bytes = len.checked_mul(size_of::<T>()).unwrap_or(usize::MAX).max(1);
+        let bytes = len.saturating_mul(size_of::<T>()).max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         // JUSTIFICATION: cudarc's own slices free on a stream and track events, which graphs cannot record.
         // SAFETY: the address is kept by this value alone, and freed once.
@@ -118,8 +118,8 @@ fn no_room(bytes: usize, source: cudarc::driver::DriverError) -> CudaError {
 
 impl<T: Element> Drop for Buffer<T> {
     fn drop(&mut self) {
-        // Freeing waits for the card to be done with it. Where even that fails the context is lost, memory and all.
-        let _ = self.context.bind_to_thread();
+        // The card may still be at work on it. Where waiting fails the context is lost, memory and all.
+        let _ = self.context.synchronize();
         // JUSTIFICATION: the counterpart of `new`.
         // SAFETY: the address came from `malloc_sync` and no view outlives this value.
         let _ = unsafe { result::free_sync(self.address) };

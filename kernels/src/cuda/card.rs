@@ -5,7 +5,9 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUevent_flags};
+use cudarc::driver::sys::{
+    CUdevice_attribute as Attribute, CUevent_flags, CUfunction_attribute as FunctionAttribute,
+};
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, LaunchConfig, result};
 use cudarc::nvrtc::Ptx;
 
@@ -46,8 +48,8 @@ impl Card {
         let name = context.name().map_err(CudaError::during("ask for the GPU's name"))?;
         let capability =
             context.compute_capability().map_err(CudaError::during("ask for the compute capability"))?;
-        let arch = arch(capability)
-            .ok_or_else(|| CudaError::CardTooOld { name: name.clone(), capability })?;
+        let arch =
+            arch(capability).ok_or_else(|| CudaError::CardTooOld { name: name.clone(), capability })?;
         let nvrtc = nvrtc(nvrtc_folder)?;
         let n_multiprocessors = context
             .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
@@ -98,7 +100,11 @@ impl Card {
     /// # Panics
     /// If the lengths differ, or the memory lies on another card.
     pub fn write<T: Element>(&self, to: ViewMut<'_, T>, from: &[T]) -> Result<(), CudaError> {
-        assert_eq!((to.len(), to.ordinal()), (from.len(), self.context.ordinal()), "as long, and on this card");
+        assert_eq!(
+            (to.len(), to.ordinal()),
+            (from.len(), self.context.ordinal()),
+            "as long, and on this card"
+        );
         self.bind()?;
         // JUSTIFICATION: memory of the card is reached by address.
         // SAFETY: the view is of this card and as long as the slice, which lives until the copy is done.
@@ -185,11 +191,7 @@ pub(super) fn grid(x: usize, y: usize, threads: u32) -> LaunchConfig {
     grid3((x, y, 1), threads, 0)
 }
 
-pub(super) fn grid3(
-    (x, y, z): (usize, usize, usize),
-    threads: u32,
-    shared_mem_bytes: u32,
-) -> LaunchConfig {
+pub(super) fn grid3((x, y, z): (usize, usize, usize), threads: u32, shared_mem_bytes: u32) -> LaunchConfig {
     LaunchConfig { grid_dim: (x as u32, y as u32, z as u32), block_dim: (threads, 1, 1), shared_mem_bytes }
 }
 
@@ -234,10 +236,25 @@ fn load_all(
             .map_err(CudaError::during("load machine code onto the GPU"))?;
         for kernel in source.kernels {
             let function = module.load_function(kernel).map_err(CudaError::during("find a kernel"))?;
+            if let Some(bytes) = shared_bytes_beyond_default(kernel) {
+                function
+                    .set_attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
+                    .map_err(CudaError::during("reserve shared memory for a kernel"))?;
+            }
             functions.insert(*kernel, function);
         }
     }
     Ok((functions, n_compiled))
+}
+
+/// Kernels that ask for more shared memory than a card gives to everyone.
+fn shared_bytes_beyond_default(kernel: &str) -> Option<i32> {
+    let head_dim = match kernel {
+        "prefill_attention_64" => 64,
+        "prefill_attention_128" => 128,
+        _ => return None,
+    };
+    Some(super::ops::prefill_shared_bytes(head_dim) as i32)
 }
 
 #[cfg(test)]

@@ -5,7 +5,9 @@ use cudarc::driver::DriverError;
 /// No GPU to be had, or a call to it that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    #[error("no CUDA driver: libcuda.so.1 is not on this machine (install NVIDIA's driver, or run on the CPU)")]
+    #[error(
+        "no CUDA driver: libcuda.so.1 is not on this machine (install NVIDIA's driver, or run on the CPU)"
+    )]
     NoDriver,
     #[error("a CUDA driver is here, but it finds no GPU (is one visible to this process?)")]
     NoDevice,

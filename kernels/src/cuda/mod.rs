@@ -21,4 +21,6 @@ pub use cache::Cache;
 pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
 pub use error::CudaError;
-pub use ops::{DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv, SkinnyForm};
+pub use ops::{
+    DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm,
+};

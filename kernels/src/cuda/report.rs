@@ -19,8 +19,8 @@ pub fn usages(log: &str) -> Vec<Usage> {
             kernel = rest.split('\'').next().map(str::to_owned);
         } else if let Some(number) = number_before(line, " bytes spill stores") {
             spill_bytes = number;
-        } else if let (Some(registers), Some(name)) = (number_before(line, " registers"), kernel.take()) {
-            found.push(Usage { kernel: name, registers, spill_bytes });
+        } else if let Some(registers) = number_before(line, " registers") {
+            found.extend(kernel.take().map(|kernel| Usage { kernel, registers, spill_bytes }));
             spill_bytes = 0;
         }
     }

@@ -1,0 +1,267 @@
+//! Attention over pages: against softmax written out in f64.
+
+use baton_kernels::cuda::ops::BLOCK_TOKENS;
+use baton_kernels::cuda::{
+    Bf16, Card, CudaError, DecodeAttention, KvPages, PrefillAttention, PrefillSequence,
+};
+
+use super::check_rows::POISON;
+use super::draw::{Draw, wide};
+use super::verdict::{BF16_ERROR, Verdicts};
+
+/// Sequences in scattered pages, with NaN wherever no token lies.
+struct Scene {
+    kv: KvPages,
+    n_q_heads: usize,
+    lengths: Vec<usize>,
+    table_stride: usize,
+    tables: Vec<u32>,
+    pages: Vec<Bf16>,
+    scale: f32,
+}
+
+impl Scene {
+    fn new(seed: u64, (head_dim, n_q_heads, n_kv_heads): (usize, usize, usize), lengths: &[usize]) -> Self {
+        let mut draw = Draw::new(seed);
+        let table_stride = lengths.iter().max().unwrap_or(&0).div_ceil(BLOCK_TOKENS) + 1;
+        let n_blocks = lengths.iter().map(|length| length.div_ceil(BLOCK_TOKENS)).sum::<usize>() + 3;
+        let kv = KvPages { n_kv_heads, head_dim, n_blocks };
+        let mut free = draw.order(n_blocks);
+        let mut tables = vec![u32::MAX; lengths.len() * table_stride];
+        let mut pages = vec![Bf16(u16::MAX); kv.numbers()];
+        for (row, length) in lengths.iter().enumerate() {
+            for block in 0..length.div_ceil(BLOCK_TOKENS) {
+                let at = free.pop().expect("there are enough blocks");
+                tables[row * table_stride + block] = at;
+                let n_tokens = (length - block * BLOCK_TOKENS).min(BLOCK_TOKENS);
+                for head in pages[at as usize * kv.page_numbers()..][..kv.page_numbers()]
+                    .chunks_mut(BLOCK_TOKENS * head_dim)
+                {
+                    head[..n_tokens * head_dim].fill_with(|| Bf16::from(draw.number()));
+                }
+            }
+        }
+        let scale = 1.0 / (head_dim as f32).sqrt() * 3.0;
+        Self { kv, n_q_heads, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
+    }
+
+    /// One head's K (part 0) or V (part 1) of a token.
+    fn numbers<'a>(&self, pages: &'a [f64], row: usize, part: usize, head: usize, token: usize) -> &'a [f64] {
+        let block = self.tables[row * self.table_stride + token / BLOCK_TOKENS] as usize;
+        let page = (block * 2 + part) * self.kv.n_kv_heads + head;
+        &pages[(page * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.kv.head_dim..][..self.kv.head_dim]
+    }
+
+    /// What one head's query at the sequence's `position` sees, of the last `window` tokens.
+    fn attend(
+        &self,
+        pages: &[f64],
+        row: usize,
+        head: usize,
+        q: &[f64],
+        position: usize,
+        window: usize,
+    ) -> Vec<f64> {
+        let kv_head = head / (self.n_q_heads / self.kv.n_kv_heads);
+        let seen = (position + 1).saturating_sub(window)..position + 1;
+        let score = |token| -> f64 {
+            let k = self.numbers(pages, row, 0, kv_head, token);
+            k.iter().zip(q).map(|(k, q)| k * q).sum::<f64>() * f64::from(self.scale)
+        };
+        let scores: Vec<f64> = seen.clone().map(score).collect();
+        let greatest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = scores.iter().map(|score| (score - greatest).exp()).sum();
+        let mut out = vec![0.0; self.kv.head_dim];
+        for (token, score) in seen.zip(scores) {
+            let share = (score - greatest).exp() / total;
+            let v = self.numbers(pages, row, 1, kv_head, token);
+            out.iter_mut().zip(v).for_each(|(out, v)| *out += share * v);
+        }
+        out
+    }
+}
+
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let lengths = [1, 16, 17, 63, 64, 65, 200, 777, 1, 1024];
+    for heads in [(64, 3, 1), (128, 8, 2), (128, 32, 8), (128, 7, 1), (64, 16, 1), (128, 4, 4)] {
+        let scene = Scene::new(6, heads, &lengths);
+        for (chunk_tokens, window) in
+            [(2048, usize::MAX), (64, usize::MAX), (256, usize::MAX), (64, 100), (1024, 33)]
+        {
+            decode(card, verdicts, &scene, chunk_tokens, window)?;
+        }
+    }
+    spoilt(card, verdicts)?;
+    for heads in [(64, 2, 1), (128, 4, 1), (128, 3, 3)] {
+        let scene = Scene::new(7, heads, &[1, 5, 64, 130, 300, 257]);
+        // Whole prompts; the tails after a cached prefix; one token each; and nothing of one of them.
+        for queries in [[1, 5, 64, 130, 300, 257], [1, 2, 33, 129, 70, 1], [1; 6], [0, 0, 1, 0, 299, 256]] {
+            prefill(card, verdicts, &scene, &queries, usize::MAX)?;
+        }
+        prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 257], 70)?;
+        prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 100], 1)?;
+    }
+    Ok(())
+}
+
+fn decode(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    scene: &Scene,
+    chunk_tokens: usize,
+    window: usize,
+) -> Result<(), CudaError> {
+    let (head_dim, n_q_heads, n_rows) = (scene.kv.head_dim, scene.n_q_heads, scene.lengths.len());
+    let width = n_q_heads * head_dim;
+    let q_stride = width + 64;
+    let q = Draw::new(8).narrow(n_rows * q_stride, 1.0);
+    let length_max = scene.lengths.iter().copied().max().unwrap_or(0);
+    let n_parts = DecodeAttention::n_parts(n_rows, n_q_heads, length_max, chunk_tokens);
+    let mut out = card.buffer::<Bf16>(n_rows * width)?;
+    let mut parts = card.buffer::<f32>(DecodeAttention::parts_numbers(n_parts, head_dim))?;
+    let mut part_sums = card.buffer::<[f32; 2]>(n_parts)?;
+    card.fill(out.view_mut(), POISON)?;
+    card.fill(parts.view_mut(), POISON)?;
+    card.fill(part_sums.view_mut(), POISON)?;
+    let lengths: Vec<u32> = scene.lengths.iter().map(|length| *length as u32).collect();
+    card.decode_attention(DecodeAttention {
+        out: out.view_mut(),
+        parts: parts.view_mut(),
+        part_sums: part_sums.view_mut(),
+        q: card.upload(&q)?.view(),
+        q_stride,
+        n_q_heads,
+        pages: card.upload(&scene.pages)?.view(),
+        kv: scene.kv,
+        tables: card.upload(&scene.tables)?.view(),
+        lengths: card.upload(&lengths)?.view(),
+        length_max,
+        chunk_tokens,
+        window,
+        scale: scene.scale,
+    })?;
+    let (q, pages) = (wide(&q), wide(&scene.pages));
+    let mut reference = Vec::with_capacity(n_rows * width);
+    for (row, length) in scene.lengths.iter().enumerate() {
+        for head in 0..n_q_heads {
+            let query = &q[row * q_stride + head * head_dim..][..head_dim];
+            reference.extend(scene.attend(&pages, row, head, query, length - 1, window));
+        }
+    }
+    let name = format!(
+        "decode_attention {head_dim} {n_q_heads}/{} chunks of {chunk_tokens}, window {}",
+        scene.kv.n_kv_heads,
+        window.min(length_max)
+    );
+    verdicts.compare(name, &wide(&card.download(out.view())?), &reference, BF16_ERROR);
+    Ok(())
+}
+
+/// A table that names a block that is not there must not pass for an answer.
+fn spoilt(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let mut scene = Scene::new(9, (128, 4, 2), &[40, 40]);
+    scene.tables[1] = 1_000_000;
+    let n_parts = DecodeAttention::n_parts(2, 4, 40, 32);
+    let (mut parts, mut part_sums) = (card.buffer::<f32>(n_parts * 128)?, card.buffer::<[f32; 2]>(n_parts)?);
+    let q = card.upload(&Draw::new(10).narrow(80 * 4 * 128, 1.0))?;
+    let (pages, tables) = (card.upload(&scene.pages)?, card.upload(&scene.tables)?);
+    for chunk_tokens in [32, 64] {
+        let mut out = card.buffer::<Bf16>(2 * 4 * 128)?;
+        card.decode_attention(DecodeAttention {
+            out: out.view_mut(),
+            parts: parts.view_mut(),
+            part_sums: part_sums.view_mut(),
+            q: q.view(),
+            q_stride: 512,
+            n_q_heads: 4,
+            pages: pages.view(),
+            kv: scene.kv,
+            tables: tables.view(),
+            lengths: card.upload(&[40, 40])?.view(),
+            length_max: 40,
+            chunk_tokens,
+            window: usize::MAX,
+            scale: 0.1,
+        })?;
+        let out = wide(&card.download(out.view())?);
+        let is_shown = out[..512].iter().all(|x| x.is_nan()) && out[512..].iter().all(|x| x.is_finite());
+        verdicts.holds(
+            format!("decode_attention, a block that is not there, chunks of {chunk_tokens}"),
+            is_shown,
+        );
+    }
+    let sequences =
+        [40, 40].map(|length| PrefillSequence { first_row: 40 - length, n_queries: length, length });
+    let sequences = [sequences[0], PrefillSequence { first_row: 40, ..sequences[1] }];
+    let mut out = card.buffer::<Bf16>(80 * 4 * 128)?;
+    card.prefill_attention(PrefillAttention {
+        out: out.view_mut(),
+        q: q.view(),
+        q_stride: 512,
+        n_q_heads: 4,
+        pages: pages.view(),
+        kv: scene.kv,
+        tables: tables.view(),
+        sequences: &sequences,
+        on_card: card.prefill_sequences(&sequences)?.view(),
+        window: usize::MAX,
+        scale: 0.1,
+    })?;
+    let out = wide(&card.download(out.view())?);
+    let is_shown =
+        out[..40 * 512].iter().all(|x| x.is_nan()) && out[40 * 512..].iter().all(|x| x.is_finite());
+    verdicts.holds("prefill_attention, a block that is not there", is_shown);
+    Ok(())
+}
+
+fn prefill(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    scene: &Scene,
+    queries: &[usize; 6],
+    window: usize,
+) -> Result<(), CudaError> {
+    let (head_dim, n_q_heads) = (scene.kv.head_dim, scene.n_q_heads);
+    let width = n_q_heads * head_dim;
+    let q_stride = width + 128;
+    let mut n_rows = 0;
+    let mut sequences = vec![];
+    for (n_queries, length) in queries.iter().zip(&scene.lengths) {
+        sequences.push(PrefillSequence { first_row: n_rows, n_queries: *n_queries, length: *length });
+        n_rows += n_queries;
+    }
+    let q = Draw::new(11).narrow(n_rows * q_stride, 1.0);
+    let mut out = card.buffer::<Bf16>(n_rows * width)?;
+    card.fill(out.view_mut(), POISON)?;
+    card.prefill_attention(PrefillAttention {
+        out: out.view_mut(),
+        q: card.upload(&q)?.view(),
+        q_stride,
+        n_q_heads,
+        pages: card.upload(&scene.pages)?.view(),
+        kv: scene.kv,
+        tables: card.upload(&scene.tables)?.view(),
+        sequences: &sequences,
+        on_card: card.prefill_sequences(&sequences)?.view(),
+        window,
+        scale: scene.scale,
+    })?;
+    let (q, pages) = (wide(&q), wide(&scene.pages));
+    let mut reference = Vec::with_capacity(n_rows * width);
+    for (nth, sequence) in sequences.iter().enumerate() {
+        for query in 0..sequence.n_queries {
+            let position = sequence.length - sequence.n_queries + query;
+            for head in 0..n_q_heads {
+                let q = &q[(sequence.first_row + query) * q_stride + head * head_dim..][..head_dim];
+                reference.extend(scene.attend(&pages, nth, head, q, position, window));
+            }
+        }
+    }
+    let name = format!(
+        "prefill_attention {head_dim} {n_q_heads}/{} queries {queries:?}, window {}",
+        scene.kv.n_kv_heads,
+        window.min(1024)
+    );
+    verdicts.compare(name, &wide(&card.download(out.view())?), &reference, BF16_ERROR);
+    Ok(())
+}

@@ -1,0 +1,192 @@
+//! Embedding, norms, the gate, rotation, argmax: against plain loops in f64.
+
+use baton_kernels::cuda::ops::BLOCK_TOKENS;
+use baton_kernels::cuda::{Bf16, Card, CudaError, KvPages, RopeWriteKv};
+
+use super::draw::{Draw, wide};
+use super::verdict::{BF16_ERROR, Verdicts};
+
+/// A byte that makes NaN of every number it fills.
+pub(crate) const POISON: u8 = 0xFF;
+const EPSILON: f32 = 1e-5;
+
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    for (n_rows, width) in [(1, 8), (3, 64), (5, 4096), (17, 5120), (2, 16384)] {
+        embedding(card, verdicts, n_rows, width)?;
+        norms(card, verdicts, n_rows, width)?;
+    }
+    for (n_rows, width) in [(1, 8), (3, 2056), (7, 14336)] {
+        silu(card, verdicts, n_rows, width)?;
+    }
+    for (head_dim, n_q_heads, n_kv_heads, has_norms) in
+        [(64, 3, 1, false), (128, 32, 8, false), (128, 5, 5, true)]
+    {
+        rope(card, verdicts, (head_dim, n_q_heads, n_kv_heads), has_norms)?;
+    }
+    for (n_rows, width) in [(1, 1), (1, 128_256), (3, 1000), (64, 32_003)] {
+        argmax(card, verdicts, n_rows, width)?;
+    }
+    Ok(())
+}
+
+fn embedding(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+    let mut draw = Draw::new(1);
+    let vocabulary = 37;
+    let table = draw.narrow(vocabulary * width, 1.0);
+    let tokens: Vec<u32> = (0..n_rows).map(|_| draw.below(vocabulary) as u32).collect();
+    let mut out = card.buffer::<Bf16>(n_rows * width)?;
+    card.fill(out.view_mut(), POISON)?;
+    card.embedding(out.view_mut(), card.upload(&table)?.view(), card.upload(&tokens)?.view())?;
+    let answer = card.download(out.view())?;
+    let is_right = tokens.iter().enumerate().all(|(row, token)| {
+        let from = *token as usize * width;
+        answer[row * width..(row + 1) * width] == table[from..from + width]
+    });
+    verdicts.holds(format!("embedding {n_rows}x{width}"), is_right);
+    card.embedding(
+        out.view_mut(),
+        card.upload(&table)?.view(),
+        card.upload(&vec![u32::MAX; n_rows])?.view(),
+    )?;
+    let are_nan = wide(&card.download(out.view())?).iter().all(|number| number.is_nan());
+    verdicts.holds(format!("embedding of unknown tokens {n_rows}x{width}"), are_nan);
+    Ok(())
+}
+
+fn normed(row: &[f64], weight: &[f64]) -> Vec<f64> {
+    let squares: f64 = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+    let scale = 1.0 / (squares + f64::from(EPSILON)).sqrt();
+    row.iter().zip(weight).map(|(x, w)| x * scale * w).collect()
+}
+
+fn norms(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+    let mut draw = Draw::new(2);
+    let (x, residual, weight) =
+        (draw.narrow(n_rows * width, 3.0), draw.narrow(n_rows * width, 2.0), draw.narrow(width, 1.5));
+    let (on_card, by) = (card.upload(&x)?, card.upload(&weight)?);
+    let mut out = card.buffer::<Bf16>(x.len())?;
+    card.fill(out.view_mut(), POISON)?;
+    card.rms_norm(out.view_mut(), on_card.view(), by.view(), EPSILON)?;
+    let by_rows =
+        |x: &[f64]| -> Vec<f64> { x.chunks(width).flat_map(|row| normed(row, &wide(&weight))).collect() };
+    let answer = wide(&card.download(out.view())?);
+    verdicts.compare(format!("rms_norm {n_rows}x{width}"), &answer, &by_rows(&wide(&x)), BF16_ERROR);
+
+    let sums: Vec<Bf16> =
+        x.iter().zip(&residual).map(|(x, r)| Bf16::from(f32::from(*x) + f32::from(*r))).collect();
+    let mut kept = card.upload(&residual)?;
+    card.fill(out.view_mut(), POISON)?;
+    card.add_rms_norm(out.view_mut(), kept.view_mut(), on_card.view(), by.view(), EPSILON)?;
+    verdicts.holds(format!("residual {n_rows}x{width}"), card.download(kept.view())? == sums);
+    let answer = wide(&card.download(out.view())?);
+    verdicts.compare(format!("add_rms_norm {n_rows}x{width}"), &answer, &by_rows(&wide(&sums)), BF16_ERROR);
+    Ok(())
+}
+
+fn silu(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+    let gate_up = Draw::new(3).narrow(2 * n_rows * width, 6.0);
+    let mut out = card.buffer::<Bf16>(n_rows * width)?;
+    card.fill(out.view_mut(), POISON)?;
+    card.silu_mul(out.view_mut(), card.upload(&gate_up)?.view(), width)?;
+    let reference: Vec<f64> = wide(&gate_up)
+        .chunks(2 * width)
+        .flat_map(|row| {
+            (0..width).map(|i| row[i] / (1.0 + (-row[i]).exp()) * row[width + i]).collect::<Vec<_>>()
+        })
+        .collect();
+    let answer = wide(&card.download(out.view())?);
+    verdicts.compare(format!("silu_mul {n_rows}x{width}"), &answer, &reference, BF16_ERROR);
+    Ok(())
+}
+
+fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
+    let half = head.len() / 2;
+    let turn = |i: usize| {
+        let [cos, sin] = turns[i % half].map(f64::from);
+        if i < half { head[i] * cos - head[i + half] * sin } else { head[i] * cos + head[i - half] * sin }
+    };
+    (0..head.len()).map(turn).collect()
+}
+
+fn rope(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    (head_dim, n_q_heads, n_kv_heads): (usize, usize, usize),
+    has_norms: bool,
+) -> Result<(), CudaError> {
+    let mut draw = Draw::new(4);
+    let (n_rows, n_positions, n_blocks) = (21, 50, 5);
+    let n_heads = n_q_heads + 2 * n_kv_heads;
+    let kv = KvPages { n_kv_heads, head_dim, n_blocks };
+    let qkv = draw.narrow(n_rows * n_heads * head_dim, 2.0);
+    let turns: Vec<[f32; 2]> =
+        (0..n_positions * head_dim / 2).map(|_| draw.number() * 3.0).map(|a| [a.cos(), a.sin()]).collect();
+    let positions: Vec<u32> = (0..n_rows).map(|_| draw.below(n_positions) as u32).collect();
+    let mut slots = draw.order(n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
+    slots[n_rows / 2] = u32::MAX;
+    let weights = [draw.narrow(head_dim, 1.5), draw.narrow(head_dim, 1.5)];
+    let (mut rows, mut pages) = (card.upload(&qkv)?, card.buffer::<Bf16>(kv.numbers())?);
+    card.fill(pages.view_mut(), POISON)?;
+    let norms = [card.upload(&weights[0])?, card.upload(&weights[1])?];
+    card.rope_write_kv(RopeWriteKv {
+        qkv: rows.view_mut(),
+        n_q_heads,
+        pages: pages.view_mut(),
+        kv,
+        positions: card.upload(&positions)?.view(),
+        slots: card.upload(&slots)?.view(),
+        turns: card.upload(&turns)?.view(),
+        norms: has_norms.then(|| [norms[0].view(), norms[1].view()]),
+        epsilon: EPSILON,
+    })?;
+    let (rows, pages) = (wide(&card.download(rows.view())?), wide(&card.download(pages.view())?));
+    let (mut answer, mut reference, mut n_written) = (vec![], vec![], 0);
+    for (row, numbers) in wide(&qkv).chunks(n_heads * head_dim).enumerate() {
+        for (nth, head) in numbers.chunks(head_dim).enumerate() {
+            let of_turns = &turns[positions[row] as usize * head_dim / 2..][..head_dim / 2];
+            let is_q = nth < n_q_heads;
+            let mut expected = head.to_vec();
+            if nth < n_q_heads + n_kv_heads {
+                if has_norms {
+                    expected = normed(&expected, &wide(&weights[usize::from(!is_q)]));
+                }
+                expected = turned(&expected, of_turns);
+            }
+            let found = if is_q {
+                &rows[(row * n_heads + nth) * head_dim..]
+            } else if slots[row] == u32::MAX {
+                continue;
+            } else {
+                let slot = slots[row] as usize;
+                let page = slot / BLOCK_TOKENS * 2 * n_kv_heads + nth - n_q_heads;
+                n_written += head_dim;
+                &pages[(page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * head_dim..]
+            };
+            answer.extend_from_slice(&found[..head_dim]);
+            reference.extend(expected);
+        }
+    }
+    let name = format!("rope_write_kv {head_dim} {n_q_heads}/{n_kv_heads} norms: {has_norms}");
+    verdicts.compare(name.clone(), &answer, &reference, BF16_ERROR);
+    let n_poisoned = pages.iter().filter(|number| number.is_nan()).count();
+    verdicts.holds(format!("{name}, nothing else written"), n_poisoned == pages.len() - n_written);
+    Ok(())
+}
+
+fn argmax(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+    let mut draw = Draw::new(5);
+    // Few different values: most rows have many greatest ones, and the first is wanted.
+    let mut logits: Vec<f32> = (0..n_rows * width).map(|_| draw.below(1000) as f32 - 500.0).collect();
+    logits[..width].iter_mut().for_each(|number| *number = -*number - 1e6);
+    let reference: Vec<u32> = logits
+        .chunks(width)
+        .map(|row| (0..width).rev().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0) as u32)
+        .collect();
+    let mut out = card.buffer::<u32>(n_rows)?;
+    let mut keys = card.buffer::<u64>(card.argmax_keys(n_rows, width))?;
+    card.fill(out.view_mut(), POISON)?;
+    card.fill(keys.view_mut(), POISON)?;
+    card.argmax(out.view_mut(), keys.view_mut(), card.upload(&logits)?.view())?;
+    verdicts.holds(format!("argmax {n_rows}x{width}"), card.download(out.view())? == reference);
+    Ok(())
+}

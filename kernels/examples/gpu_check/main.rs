@@ -1,0 +1,90 @@
+//! Runs every kernel on a GPU against plain Rust, then measures each against what the card can do.
+//!
+//! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no]`: JSON to the file, a summary to stderr; fails where a
+//! kernel is wrong. Without a GPU it says so and fails.
+#![allow(clippy::print_stdout)]
+
+mod draw;
+mod verdict;
+mod check_rows;
+mod check_products;
+mod check_attention;
+mod measure;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use baton_kernels::cuda::{Cache, Card, CudaError};
+use serde_json::json;
+use verdict::Verdicts;
+
+struct Args {
+    nvrtc: Option<PathBuf>,
+    out: Option<PathBuf>,
+    commit: Option<String>,
+    cache: Cache,
+    measures: bool,
+}
+
+fn args() -> Args {
+    let mut args = Args { nvrtc: None, out: None, commit: None, cache: Cache::none(), measures: true };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let value = words.next().unwrap_or_default();
+        match word.as_str() {
+            "--nvrtc" => args.nvrtc = Some(value.into()),
+            "--out" => args.out = Some(value.into()),
+            "--commit" => args.commit = Some(value),
+            "--cache" => args.cache = Cache::at(&PathBuf::from(value)),
+            "--measure" => args.measures = value != "no",
+            _ => eprintln!("unknown word: {word}"),
+        }
+    }
+    args
+}
+
+fn main() -> ExitCode {
+    let args = args();
+    match run(&args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(3)
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<bool, CudaError> {
+    let card = Card::open(0, args.nvrtc.as_deref(), &args.cache)?;
+    let n_compiled_again = match args.cache {
+        _ if card.n_compiled() == 0 => 0,
+        _ => Card::open(0, args.nvrtc.as_deref(), &args.cache)?.n_compiled(),
+    };
+    eprintln!(
+        "{} ({}), {} sources compiled, {n_compiled_again} when opened again",
+        card.name(),
+        card.arch(),
+        card.n_compiled()
+    );
+    let mut verdicts = Verdicts::default();
+    check_rows::all(&card, &mut verdicts)?;
+    check_products::all(&card, &mut verdicts)?;
+    check_attention::all(&card, &mut verdicts)?;
+    let measured = if args.measures { measure::all(&card)? } else { json!(null) };
+    let report = json!({
+        "command": "gpu_check",
+        "commit": args.commit,
+        "card": card.name(),
+        "arch": card.arch(),
+        "multiprocessors": card.n_multiprocessors(),
+        "checks": verdicts.to_json(),
+        "measured": measured,
+    });
+    if let Some(out) = &args.out {
+        let text = serde_json::to_string_pretty(&report).expect("a report is JSON");
+        std::fs::write(out, text + "\n").unwrap_or_else(|error| eprintln!("{}: {error}", out.display()));
+    }
+    eprintln!("{verdicts}");
+    Ok(verdicts.are_all_right())
+}

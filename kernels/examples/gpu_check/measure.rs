@@ -1,0 +1,291 @@
+//! How fast each kernel is, beside what the card can do at most, measured in the same minute.
+
+use baton_kernels::cuda::ops::BLOCK_TOKENS;
+use baton_kernels::cuda::{
+    Bf16, Buffer, Card, CudaError, DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv,
+    SKINNY_FORMS, SkinnyForm,
+};
+use serde_json::{Value, json};
+
+use super::draw::Draw;
+
+/// Timed repetitions, of which the middle one counts.
+const N_TIMES: usize = 21;
+/// Launches in one repetition: the gaps between them count, as they do in a step.
+const N_LAUNCHES: usize = 8;
+/// More than any cache holds, so that nothing is read twice from one.
+const BEYOND_CACHES: usize = 400 << 20;
+
+/// The five matrices of a layer of an 8B model, and its output: rows, and their width.
+const MATRICES: &[(&str, usize, usize)] = &[
+    ("qkv", 6144, 4096),
+    ("o", 4096, 4096),
+    ("gate_up", 28672, 4096),
+    ("down", 4096, 14336),
+    ("lm_head", 128_256, 4096),
+];
+
+/// Bytes per second that the card reads and copies, and launches nothing else.
+struct Limits {
+    read: f64,
+    copy: f64,
+}
+
+pub(crate) fn all(card: &Card) -> Result<Value, CudaError> {
+    let limits = limits(card)?;
+    eprintln!("read {:.3} TB/s, copy {:.3} TB/s (read plus written)", limits.read / 1e12, limits.copy / 1e12);
+    let value = json!({
+        "read_bytes_per_s": limits.read,
+        "copy_bytes_per_s": limits.copy,
+        "rows": rows(card, &limits)?,
+        "skinny": skinny_all(card, &limits)?,
+        "decode_attention": decode_all(card, &limits)?,
+        "prefill_attention": prefill_all(card)?,
+    });
+    let again = self::limits(card)?;
+    eprintln!("read again {:.3} TB/s", again.read / 1e12);
+    Ok(value)
+}
+
+/// Seconds of one call, the middle of many: `call` is told its number, so that it can turn to other memory.
+fn seconds(
+    card: &Card,
+    n_launches: usize,
+    mut call: impl FnMut(usize) -> Result<(), CudaError>,
+) -> Result<f64, CudaError> {
+    let mut times = Vec::with_capacity(N_TIMES);
+    for time in 0..N_TIMES + 3 {
+        let start = card.mark()?;
+        for nth in 0..n_launches {
+            call(time * n_launches + nth)?;
+        }
+        let end = card.mark()?;
+        times.push(f64::from(start.ms_until(&end)?) / 1e3 / n_launches as f64);
+    }
+    let mut warm = times.split_off(3);
+    warm.sort_by(f64::total_cmp);
+    Ok(warm[N_TIMES / 2])
+}
+
+fn limits(card: &Card) -> Result<Limits, CudaError> {
+    let n = 2 << 30;
+    let from = card.upload(&Draw::new(20).many(n, 1.0))?;
+    let mut to = card.buffer::<Bf16>(n)?;
+    let mut out = card.buffer::<u32>(1)?;
+    let bytes = (n * 2) as f64;
+    let read = seconds(card, 1, |_| card.probe_read(out.view_mut(), from.view()))?;
+    let copy = seconds(card, 1, |_| card.probe_copy(to.view_mut(), from.view()))?;
+    Ok(Limits { read: bytes / read, copy: 2.0 * bytes / copy })
+}
+
+fn line(what: &str, seconds: f64, bytes: f64, limit: f64) -> Value {
+    let share = bytes / seconds / limit;
+    eprintln!(
+        "{what}: {:.2} us, {:.3} TB/s, {:.1} % of the limit",
+        seconds * 1e6,
+        bytes / seconds / 1e12,
+        share * 100.0
+    );
+    json!({"what": what, "us": seconds * 1e6, "bytes_per_s": bytes / seconds, "share_of_limit": share})
+}
+
+fn rows(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+    let mut lines = vec![];
+    let width = 4096;
+    let weight = card.upload(&Draw::new(21).narrow(28672, 1.0))?;
+    for n_rows in [1, 64, 8192] {
+        let bytes = (n_rows * width * 2) as f64;
+        let x = card.upload(&Draw::new(22).many(n_rows * width, 1.0))?;
+        let (mut residual, mut out) =
+            (card.upload(&Draw::new(23).many(n_rows * width, 1.0))?, card.buffer(n_rows * width)?);
+        let by = weight.slice(0..width);
+        let time = seconds(card, N_LAUNCHES, |_| {
+            card.add_rms_norm(out.view_mut(), residual.view_mut(), x.view(), by, 1e-5)
+        })?;
+        lines.push(line(&format!("add_rms_norm {n_rows}x{width}"), time, 4.0 * bytes, limits.copy));
+        let time = seconds(card, N_LAUNCHES, |_| card.rms_norm(out.view_mut(), x.view(), by, 1e-5))?;
+        lines.push(line(&format!("rms_norm {n_rows}x{width}"), time, 2.0 * bytes, limits.copy));
+
+        let gate_up = card.upload(&Draw::new(24).many(n_rows * 28672, 1.0))?;
+        let mut out = card.buffer(n_rows * 14336)?;
+        let time = seconds(card, N_LAUNCHES, |_| card.silu_mul(out.view_mut(), gate_up.view(), 14336))?;
+        lines.push(line(&format!("silu_mul {n_rows}x14336"), time, (n_rows * 14336 * 6) as f64, limits.copy));
+        lines.push(rope(card, limits, n_rows)?);
+        if n_rows <= 64 {
+            lines.push(argmax(card, limits, n_rows)?);
+        }
+    }
+    Ok(lines)
+}
+
+fn argmax(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError> {
+    let width = 128_256;
+    let mut draw = Draw::new(25);
+    let logits: Vec<f32> = (0..n_rows * width).map(|_| draw.number()).collect();
+    let logits = card.upload(&logits)?;
+    let (mut out, mut keys) = (card.buffer(n_rows)?, card.buffer(card.argmax_keys(n_rows, width))?);
+    let time = seconds(card, N_LAUNCHES, |_| card.argmax(out.view_mut(), keys.view_mut(), logits.view()))?;
+    Ok(line(&format!("argmax {n_rows}x{width}"), time, (n_rows * width * 4) as f64, limits.read))
+}
+
+fn rope(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError> {
+    let (n_q_heads, kv) =
+        (32, KvPages { n_kv_heads: 8, head_dim: 128, n_blocks: n_rows.div_ceil(BLOCK_TOKENS) });
+    let width = (n_q_heads + 2 * kv.n_kv_heads) * kv.head_dim;
+    let mut qkv = card.upload(&Draw::new(26).many(n_rows * width, 1.0))?;
+    let mut pages = card.buffer::<Bf16>(kv.numbers())?;
+    let indices = card.upload(&(0..n_rows as u32).collect::<Vec<_>>())?;
+    let turns = card.upload(&vec![[0.6_f32, 0.8]; n_rows * kv.head_dim / 2])?;
+    let time = seconds(card, N_LAUNCHES, |_| {
+        card.rope_write_kv(RopeWriteKv {
+            qkv: qkv.view_mut(),
+            n_q_heads,
+            pages: pages.view_mut(),
+            kv,
+            positions: indices.view(),
+            slots: indices.view(),
+            turns: turns.view(),
+            norms: None,
+            epsilon: 1e-5,
+        })
+    })?;
+    Ok(line(
+        &format!("rope_write_kv {n_rows} rows of 32/8 heads"),
+        time,
+        (n_rows * width * 4) as f64,
+        limits.copy,
+    ))
+}
+
+fn skinny_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+    let mut lines = vec![];
+    for (name, n, k) in MATRICES {
+        // As many copies as no cache holds together, read in turn.
+        let n_copies = (BEYOND_CACHES / (n * k * 2)).max(1) + 1;
+        let weights = card.upload(&Draw::new(27).many(n_copies * n * k, 0.02))?;
+        for n_rows in [1, 8] {
+            for form in SKINNY_FORMS {
+                lines.push(skinny(card, limits, (name, *form), &weights, (*n, *k, n_rows))?);
+            }
+        }
+    }
+    Ok(lines)
+}
+
+fn skinny(
+    card: &Card,
+    limits: &Limits,
+    (name, form): (&str, SkinnyForm),
+    weights: &Buffer<Bf16>,
+    (n, k, n_rows): (usize, usize, usize),
+) -> Result<Value, CudaError> {
+    let x = card.upload(&Draw::new(28).narrow(n_rows * k, 1.0))?;
+    let mut y = card.buffer::<Bf16>(n_rows * n)?;
+    let n_copies = weights.len() / (n * k);
+    let time = seconds(card, 4 * N_LAUNCHES, |nth| {
+        let from = nth % n_copies * n * k;
+        card.skinny(form, y.view_mut(), weights.slice(from..from + n * k), x.view(), k)
+    })?;
+    let bytes = 2 * (n * k + n_rows * (n + k));
+    Ok(line(&format!("skinny {} {name} {n_rows}x{n}x{k}", form.name), time, bytes as f64, limits.read))
+}
+
+fn decode_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+    let mut lines = vec![];
+    for (n_rows, length) in [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)] {
+        for chunk_tokens in [128, 256, 512, 1024] {
+            lines.push(decode(card, limits, (n_rows, length), chunk_tokens)?);
+        }
+    }
+    Ok(lines)
+}
+
+fn decode(
+    card: &Card,
+    limits: &Limits,
+    (n_rows, length): (usize, usize),
+    chunk_tokens: usize,
+) -> Result<Value, CudaError> {
+    let n_q_heads = 32;
+    let (n_kv_heads, head_dim, of_row) = (8, 128, length / BLOCK_TOKENS);
+    let bytes = n_rows * length * n_kv_heads * head_dim * 4;
+    let n_layers = BEYOND_CACHES / bytes + 1;
+    let kv = KvPages { n_kv_heads, head_dim, n_blocks: n_rows * of_row };
+    let mut draw = Draw::new(29);
+    let pages = card.upload(&draw.many(n_layers * kv.numbers(), 1.0))?;
+    let tables = card.upload(&draw.order(kv.n_blocks))?;
+    let lengths = card.upload(&vec![length as u32; n_rows])?;
+    let q = card.upload(&draw.many(n_rows * n_q_heads * head_dim, 1.0))?;
+    let mut out = card.buffer::<Bf16>(n_rows * n_q_heads * head_dim)?;
+    let n_parts = DecodeAttention::n_parts(n_rows, n_q_heads, length, chunk_tokens);
+    let mut parts = card.buffer::<f32>(DecodeAttention::parts_numbers(n_parts, head_dim))?;
+    let mut part_sums = card.buffer::<[f32; 2]>(n_parts)?;
+    let time = seconds(card, N_LAUNCHES, |nth| {
+        let from = nth % n_layers * kv.numbers();
+        card.decode_attention(DecodeAttention {
+            out: out.view_mut(),
+            parts: parts.view_mut(),
+            part_sums: part_sums.view_mut(),
+            q: q.view(),
+            q_stride: n_q_heads * head_dim,
+            n_q_heads,
+            pages: pages.slice(from..from + kv.numbers()),
+            kv,
+            tables: tables.view(),
+            lengths: lengths.view(),
+            length_max: length,
+            chunk_tokens,
+            window: usize::MAX,
+            scale: 0.088,
+        })
+    })?;
+    Ok(line(
+        &format!("decode_attention {n_rows}x{length} chunks of {chunk_tokens}"),
+        time,
+        bytes as f64,
+        limits.read,
+    ))
+}
+
+fn prefill_all(card: &Card) -> Result<Vec<Value>, CudaError> {
+    [(1, 2048, 2048), (1, 8192, 8192), (4, 2048, 2048), (1, 2048, 16384)]
+        .into_iter()
+        .map(|shape| prefill(card, shape))
+        .collect()
+}
+
+fn prefill(card: &Card, (n_sequences, n_queries, length): (usize, usize, usize)) -> Result<Value, CudaError> {
+    let (n_q_heads, head_dim) = (32, 128);
+    let kv = KvPages { n_kv_heads: 8, head_dim, n_blocks: n_sequences * length / BLOCK_TOKENS };
+    let mut draw = Draw::new(30);
+    let pages = card.upload(&draw.many(kv.numbers(), 1.0))?;
+    let tables = card.upload(&draw.order(kv.n_blocks))?;
+    let q = card.upload(&draw.many(n_sequences * n_queries * n_q_heads * head_dim, 1.0))?;
+    let mut out = card.buffer::<Bf16>(q.len())?;
+    let sequences: Vec<_> = (0..n_sequences)
+        .map(|nth| PrefillSequence { first_row: nth * n_queries, n_queries, length })
+        .collect();
+    let on_card = card.prefill_sequences(&sequences)?;
+    let time = seconds(card, 4, |_| {
+        card.prefill_attention(PrefillAttention {
+            out: out.view_mut(),
+            q: q.view(),
+            q_stride: n_q_heads * head_dim,
+            n_q_heads,
+            pages: pages.view(),
+            kv,
+            tables: tables.view(),
+            sequences: &sequences,
+            on_card: on_card.view(),
+            window: usize::MAX,
+            scale: 0.088,
+        })
+    })?;
+    // Each query sees the tokens before the first one, and half of the queries' own.
+    let seen =
+        n_queries as f64 * (length - n_queries) as f64 + n_queries as f64 * (n_queries + 1) as f64 / 2.0;
+    let flop = 4.0 * seen * (n_sequences * n_q_heads * head_dim) as f64;
+    let what = format!("prefill_attention {n_sequences} of {n_queries} queries, {length} tokens");
+    eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
+    Ok(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}))
+}

@@ -1,0 +1,77 @@
+//! How far a kernel's answer is from the reference, and whether that is near enough.
+
+use std::fmt;
+
+use serde_json::{Value, json};
+
+/// ‖answer − reference‖ ÷ ‖reference‖ that rounding to bf16 explains.
+pub(crate) const BF16_ERROR: f64 = 6e-3;
+
+#[derive(Default)]
+pub(crate) struct Verdicts(Vec<Verdict>);
+
+struct Verdict {
+    name: String,
+    error: f64,
+    bound: f64,
+}
+
+impl Verdicts {
+    /// Compares all numbers; NaN where the reference has none is infinitely wrong.
+    pub(crate) fn compare(&mut self, name: impl Into<String>, answer: &[f64], reference: &[f64], bound: f64) {
+        let mut difference = 0.0;
+        let mut size = 0.0;
+        for (a, b) in answer.iter().zip(reference) {
+            difference += (a - b) * (a - b);
+            size += b * b;
+        }
+        let is_whole = answer.len() == reference.len() && f64::is_finite(difference);
+        let error = if is_whole { (difference / size.max(1e-30)).sqrt() } else { f64::INFINITY };
+        self.push(name.into(), error, bound);
+    }
+
+    /// Something that is either so or not.
+    pub(crate) fn holds(&mut self, name: impl Into<String>, holds: bool) {
+        self.push(name.into(), if holds { 0.0 } else { f64::INFINITY }, 0.0);
+    }
+
+    pub(crate) fn are_all_right(&self) -> bool {
+        self.0.iter().all(Verdict::is_right)
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        let checks = self.0.iter().map(|verdict| {
+            json!({"name": verdict.name, "right": verdict.is_right(),
+                   "relative_error": verdict.error.min(1e30), "bound": verdict.bound})
+        });
+        checks.collect()
+    }
+
+    fn push(&mut self, name: String, error: f64, bound: f64) {
+        let verdict = Verdict { name, error, bound };
+        if !verdict.is_right() {
+            eprintln!("{verdict}");
+        }
+        self.0.push(verdict);
+    }
+}
+
+impl Verdict {
+    fn is_right(&self) -> bool {
+        self.error <= self.bound
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = if self.is_right() { "right" } else { "WRONG" };
+        write!(f, "{word} {}: {:.2e} of at most {:.0e}", self.name, self.error, self.bound)
+    }
+}
+
+impl fmt::Display for Verdicts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let n_wrong = self.0.iter().filter(|verdict| !verdict.is_right()).count();
+        write!(f, "{} checks, {n_wrong} wrong", self.0.len())
+    }
+}

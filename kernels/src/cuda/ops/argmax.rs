@@ -1,0 +1,48 @@
+//! The likeliest token of each row of logits.
+
+use super::{Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
+use crate::cuda::card::grid;
+
+/// Threads of both kernels, as in `argmax.cu`; so many parts can be put together at the end.
+const THREADS: usize = 256;
+
+impl Card {
+    /// Keys that [`Card::argmax`] needs room for.
+    pub fn argmax_keys(&self, n_rows: usize, width: usize) -> usize {
+        n_rows * self.argmax_parts(n_rows, width)
+    }
+
+    /// `out[row]` is the index of the greatest number of the row; of equals, the lowest. NaN is greatest of all.
+    ///
+    /// `keys` is room to work in, [`Card::argmax_keys`] long at least.
+    pub fn argmax(
+        &self,
+        out: ViewMut<'_, u32>,
+        keys: ViewMut<'_, u64>,
+        logits: View<'_, f32>,
+    ) -> Result<(), CudaError> {
+        let kernel = "argmax_parts";
+        self.check_places(kernel, &[], &[&out, &keys, &logits])?;
+        let n_rows = out.len();
+        if n_rows == 0 {
+            return ensure(kernel, logits.is_empty(), "logits without an output");
+        }
+        let width = rows_of(kernel, logits.len(), n_rows)?;
+        ensure(kernel, width > 0, "rows of nothing")?;
+        ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
+        ensure(kernel, keys.len() >= self.argmax_keys(n_rows, width), "too little room for keys")?;
+        let n_parts = self.argmax_parts(n_rows, width);
+        let part_width = number(kernel, width.div_ceil(n_parts))?;
+        let (wide, parts) = (number(kernel, width)?, number(kernel, n_parts)?);
+        let config = grid(n_parts, n_rows, THREADS as u32);
+        launch!(self, kernel, config, &keys.address, &logits.address, &wide, &part_width)?;
+        let config = grid(n_rows, 1, THREADS as u32);
+        launch!(self, "argmax_rows", config, &out.address, &keys.address, &parts)
+    }
+
+    /// Enough blocks of threads for the card, none with less than a few numbers for each thread.
+    fn argmax_parts(&self, n_rows: usize, width: usize) -> usize {
+        let wanted = (4 * self.n_multiprocessors() as usize).div_ceil(n_rows.max(1));
+        wanted.min(width.div_ceil(4 * THREADS)).clamp(1, THREADS)
+    }
+}

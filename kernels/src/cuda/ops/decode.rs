@@ -1,0 +1,164 @@
+//! Attention of one new token for each of many sequences.
+
+use cudarc::driver::DeviceRepr;
+
+use super::{
+    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
+    rows_of,
+};
+use crate::cuda::card::{grid, grid3};
+
+/// Threads of a part, as in `decode_attention.cu`.
+const THREADS: u32 = 128;
+/// Query heads that one pass over a KV head serves.
+const HEADS_AT_ONCE: usize = 8;
+
+/// What [`Card::decode_attention`] needs, for one layer.
+#[derive(Debug)]
+pub struct DecodeAttention<'a> {
+    /// A row of `n_q_heads * head_dim` numbers for each sequence.
+    pub out: ViewMut<'a, Bf16>,
+    /// Room to work in: [`DecodeAttention::parts_numbers`] and [`DecodeAttention::n_parts`] long at least.
+    pub parts: ViewMut<'a, f32>,
+    pub part_sums: ViewMut<'a, [f32; 2]>,
+    /// Rows of at least `n_q_heads * head_dim`, `q_stride` apart.
+    pub q: View<'a, Bf16>,
+    pub q_stride: usize,
+    pub n_q_heads: usize,
+    pub pages: View<'a, Bf16>,
+    pub kv: KvPages,
+    /// A row of blocks for each sequence, all of one length.
+    pub tables: View<'a, u32>,
+    /// Tokens of each sequence, the new one included. Longer than its table is a bug that reads other rows.
+    pub lengths: View<'a, u32>,
+    /// The greatest of the lengths; what lies beyond is not looked at.
+    pub length_max: usize,
+    /// Tokens for one block of threads: a multiple of 16. The sums' order depends on it, and on nothing else.
+    pub chunk_tokens: usize,
+    /// The last tokens that a query sees.
+    pub window: usize,
+    pub scale: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Shape {
+    n_q_heads: u32,
+    n_kv_heads: u32,
+    q_stride: u32,
+    table_stride: u32,
+    n_blocks: u32,
+    chunk_blocks: u32,
+    window: u32,
+    scale: f32,
+}
+
+// JUSTIFICATION: arguments of a kernel are copied as bytes.
+// SAFETY: `repr(C)`, the fields of DecodeShape in decode_attention.cu in their order, and no pointer among them.
+unsafe impl DeviceRepr for Shape {}
+
+impl DecodeAttention<'_> {
+    /// Parts that the sequences are computed in: for each row and head, one for each chunk.
+    pub fn n_parts(n_rows: usize, n_q_heads: usize, length_max: usize, chunk_tokens: usize) -> usize {
+        n_rows * n_q_heads * length_max.div_ceil(chunk_tokens).max(1)
+    }
+
+    /// Numbers of all parts.
+    pub fn parts_numbers(n_parts: usize, head_dim: usize) -> usize {
+        n_parts * head_dim
+    }
+
+    fn n_chunks(&self) -> usize {
+        self.length_max.div_ceil(self.chunk_tokens).max(1)
+    }
+
+    fn check(&self, kernel: &'static str) -> Result<usize, CudaError> {
+        let (head_dim, n_kv_heads) = (self.kv.head_dim, self.kv.n_kv_heads);
+        ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
+        let divides = n_kv_heads > 0 && self.n_q_heads > 0 && self.n_q_heads.is_multiple_of(n_kv_heads);
+        ensure(kernel, divides, "query heads that KV heads do not divide")?;
+        let n_rows = rows_of(kernel, self.out.len(), self.n_q_heads * head_dim)?;
+        ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many sequences")?;
+        let is_chunk = self.chunk_tokens > 0 && self.chunk_tokens.is_multiple_of(BLOCK_TOKENS);
+        ensure(kernel, is_chunk, "chunks that are not whole blocks")?;
+        let width = self.n_q_heads * head_dim;
+        let is_wide = self.q_stride >= width && self.q_stride.is_multiple_of(8);
+        ensure(kernel, is_wide, "rows of q that overlap, or lie off 16-byte edges")?;
+        let q_needed = if n_rows == 0 { 0 } else { (n_rows - 1) * self.q_stride + width };
+        ensure(kernel, self.q.len() >= q_needed, "fewer rows of q than sequences")?;
+        ensure(kernel, self.pages.len() == self.kv.numbers(), "pages that are not of the length said")?;
+        ensure(kernel, self.lengths.len() == n_rows, "lengths that are not one for each sequence")?;
+        let table_stride = rows_of(kernel, self.tables.len(), n_rows.max(1))?;
+        let covers = n_rows == 0 || table_stride >= self.length_max.div_ceil(BLOCK_TOKENS);
+        ensure(kernel, covers, "tables shorter than the sequences")?;
+        if self.n_chunks() > 1 {
+            let n_parts = Self::n_parts(n_rows, self.n_q_heads, self.length_max, self.chunk_tokens);
+            let has_room =
+                self.part_sums.len() >= n_parts && self.parts.len() >= Self::parts_numbers(n_parts, head_dim);
+            ensure(kernel, has_room, "too little room for parts")?;
+        }
+        Ok(n_rows)
+    }
+}
+
+impl Card {
+    /// `out = softmax(q * K * scale) * V` for one query of each sequence, over its pages.
+    ///
+    /// Query heads share KV heads in order. A sequence of no tokens gives zeroes.
+    pub fn decode_attention(&self, attention: DecodeAttention<'_>) -> Result<(), CudaError> {
+        let (kernel, merge) = match attention.kv.head_dim {
+            64 => ("decode_attention_64", "merge_parts_64"),
+            _ => ("decode_attention_128", "merge_parts_128"),
+        };
+        let n_rows = attention.check(kernel)?;
+        let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, .. } = &attention;
+        self.check_places(kernel, &[out, q, pages], &[parts, part_sums, tables, lengths])?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let kv = attention.kv;
+        let shape = Shape {
+            n_q_heads: number(kernel, attention.n_q_heads)?,
+            n_kv_heads: number(kernel, kv.n_kv_heads)?,
+            q_stride: number(kernel, attention.q_stride)?,
+            table_stride: number(kernel, tables.len() / n_rows)?,
+            n_blocks: number(kernel, kv.n_blocks)?,
+            chunk_blocks: number(kernel, attention.chunk_tokens / BLOCK_TOKENS)?,
+            window: u32::try_from(attention.window).unwrap_or(u32::MAX),
+            scale: attention.scale,
+        };
+        let n_chunks = attention.n_chunks();
+        let tiles = kv.n_kv_heads * (attention.n_q_heads / kv.n_kv_heads).div_ceil(HEADS_AT_ONCE);
+        let config = grid3((n_chunks, tiles, n_rows), THREADS, 0);
+        launch!(
+            self,
+            kernel,
+            config,
+            &out.address,
+            &parts.address,
+            &part_sums.address,
+            &q.address,
+            &pages.address,
+            &tables.address,
+            &lengths.address,
+            &shape
+        )?;
+        if n_chunks == 1 {
+            return Ok(());
+        }
+        let config = grid(attention.n_q_heads, n_rows, kv.head_dim as u32);
+        let n_parts = number(kernel, n_chunks)?;
+        launch!(
+            self,
+            merge,
+            config,
+            &out.address,
+            &parts.address,
+            &part_sums.address,
+            &lengths.address,
+            &shape.n_q_heads,
+            &n_parts,
+            &shape.chunk_blocks
+        )
+    }
+}

@@ -1,0 +1,114 @@
+//! What a card computes: one method for each kernel, which checks that its arguments fit before anything is launched.
+//!
+//! Numbers that lie on the card (tokens, positions, lengths, tables of blocks) cannot be looked at here; the kernels
+//! check them, and answer what is out of bounds with NaN, or by not writing.
+
+mod rows;
+mod rope;
+mod argmax;
+mod skinny;
+mod decode;
+mod prefill;
+mod probe;
+
+pub use decode::DecodeAttention;
+pub(super) use prefill::shared_bytes as prefill_shared_bytes;
+pub use prefill::{PrefillAttention, PrefillSequence};
+pub use rope::RopeWriteKv;
+pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
+
+use super::buffer::{Bf16, Element, View, ViewMut};
+use super::error::ensure;
+use super::{Card, CudaError};
+
+/// Tokens of a page of KV, here and in `kernels/cu/pages.cuh`.
+pub const BLOCK_TOKENS: usize = 16;
+/// The most rows that a grid's second and third side can count.
+const GRID_SIDE_MAX: usize = 65_535;
+
+/// One layer's KV: pages of `[K|V][kv_head][token][dim]`, as many as there are blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct KvPages {
+    pub n_kv_heads: usize,
+    pub head_dim: usize,
+    pub n_blocks: usize,
+}
+
+impl KvPages {
+    /// Numbers of all pages.
+    pub fn numbers(&self) -> usize {
+        self.n_blocks * self.page_numbers()
+    }
+
+    /// Numbers of one page.
+    pub fn page_numbers(&self) -> usize {
+        2 * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
+    }
+}
+
+/// What of a view is checked, whatever it holds.
+trait Placed {
+    fn lies_on(&self, card: &Card) -> bool;
+    fn is_vector(&self) -> bool;
+}
+
+impl<T: Element> Placed for View<'_, T> {
+    fn lies_on(&self, card: &Card) -> bool {
+        self.ordinal() == card.ordinal()
+    }
+    fn is_vector(&self) -> bool {
+        self.is_aligned()
+    }
+}
+
+impl<T: Element> Placed for ViewMut<'_, T> {
+    fn lies_on(&self, card: &Card) -> bool {
+        self.ordinal() == card.ordinal()
+    }
+    fn is_vector(&self) -> bool {
+        self.is_aligned()
+    }
+}
+
+impl Card {
+    /// Vectors are moved 16 bytes at a time; indices are not.
+    fn check_places(
+        &self,
+        kernel: &'static str,
+        vectors: &[&dyn Placed],
+        indices: &[&dyn Placed],
+    ) -> Result<(), CudaError> {
+        let mut all = vectors.iter().chain(indices);
+        ensure(kernel, all.all(|view| view.lies_on(self)), "memory of another card")?;
+        ensure(kernel, vectors.iter().all(|view| view.is_vector()), "numbers that begin off a 16-byte edge")
+    }
+}
+
+/// A size as kernels count. Views of such lengths fit no card's memory otherwise.
+fn number(kernel: &'static str, size: usize) -> Result<u32, CudaError> {
+    u32::try_from(size).map_err(|_| CudaError::Argument { kernel, wrong: "a size of more than 32 bits" })
+}
+
+/// Rows of so many numbers, without a rest.
+fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, CudaError> {
+    let fits = width > 0 && len.is_multiple_of(width);
+    ensure(kernel, fits, "numbers that do not make whole rows")?;
+    Ok(len / width)
+}
+
+/// Launches a kernel by its name with these arguments; the checks come before.
+macro_rules! launch {
+    ($card:expr, $kernel:expr, $config:expr, $($argument:expr),+ $(,)?) => {{
+        use cudarc::driver::PushKernelArg;
+        let mut launch = $card.stream().launch_builder($card.function($kernel));
+        $(launch.arg($argument);)+
+        // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
+        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order; the views they come
+        // from bound what it reads and writes, by the checks before; what it writes is borrowed mutably, and later
+        // work runs after it in the same stream.
+        unsafe { launch.launch($config) }
+            .map(|_| ())
+            .map_err($crate::cuda::CudaError::during("launch a kernel"))
+    }};
+}
+use launch;

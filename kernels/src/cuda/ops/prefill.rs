@@ -1,0 +1,150 @@
+//! Attention of many new tokens for each of some sequences.
+
+use cudarc::driver::DeviceRepr;
+
+use super::{
+    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
+};
+use crate::cuda::Buffer;
+use crate::cuda::card::grid3;
+
+/// Threads of a tile, its queries, and its tokens, as in `prefill_attention.cu`.
+const THREADS: u32 = 128;
+const TILE_QUERIES: usize = 128;
+const TILE_TOKENS: usize = 64;
+
+/// Which rows of q belong to a sequence, and how long it is with them.
+#[derive(Clone, Copy, Debug)]
+pub struct PrefillSequence {
+    pub first_row: usize,
+    pub n_queries: usize,
+    /// Tokens of the sequence, the queries included: they are its last ones.
+    pub length: usize,
+}
+
+/// What [`Card::prefill_attention`] needs, for one layer.
+#[derive(Debug)]
+pub struct PrefillAttention<'a> {
+    /// Rows of `n_q_heads * head_dim` numbers, as many as there are rows of q.
+    pub out: ViewMut<'a, Bf16>,
+    /// Rows of at least `n_q_heads * head_dim`, `q_stride` apart.
+    pub q: View<'a, Bf16>,
+    pub q_stride: usize,
+    pub n_q_heads: usize,
+    pub pages: View<'a, Bf16>,
+    pub kv: KvPages,
+    /// A row of blocks for each sequence, all of one length.
+    pub tables: View<'a, u32>,
+    pub sequences: &'a [PrefillSequence],
+    /// The same on the card: [`Card::prefill_sequences`].
+    pub on_card: View<'a, [u32; 3]>,
+    /// The last tokens that a query sees, itself included.
+    pub window: usize,
+    pub scale: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Shape {
+    n_q_heads: u32,
+    n_kv_heads: u32,
+    q_stride: u32,
+    table_stride: u32,
+    n_blocks: u32,
+    window: u32,
+    scale: f32,
+}
+
+// JUSTIFICATION: arguments of a kernel are copied as bytes.
+// SAFETY: `repr(C)`, the fields of PrefillShape in prefill_attention.cu in their order, and no pointer among them.
+unsafe impl DeviceRepr for Shape {}
+
+impl PrefillAttention<'_> {
+    fn check(&self, kernel: &'static str) -> Result<(), CudaError> {
+        let (head_dim, n_kv_heads) = (self.kv.head_dim, self.kv.n_kv_heads);
+        ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
+        let divides = n_kv_heads > 0 && self.n_q_heads > 0 && self.n_q_heads.is_multiple_of(n_kv_heads);
+        ensure(kernel, divides, "query heads that KV heads do not divide")?;
+        ensure(kernel, self.n_q_heads <= GRID_SIDE_MAX, "too many heads")?;
+        ensure(kernel, self.sequences.len() <= GRID_SIDE_MAX, "too many sequences")?;
+        let width = self.n_q_heads * head_dim;
+        let is_wide = self.q_stride >= width && self.q_stride.is_multiple_of(8);
+        ensure(kernel, is_wide, "rows of q that overlap, or lie off 16-byte edges")?;
+        ensure(kernel, self.pages.len() == self.kv.numbers(), "pages that are not of the length said")?;
+        ensure(kernel, self.on_card.len() == self.sequences.len(), "other sequences on the card than here")?;
+        ensure(kernel, self.window > 0, "a window in which a query does not see itself")?;
+        self.sequences.iter().try_for_each(|sequence| self.check_sequence(kernel, *sequence, width))
+    }
+
+    fn check_sequence(
+        &self,
+        kernel: &'static str,
+        sequence: PrefillSequence,
+        width: usize,
+    ) -> Result<(), CudaError> {
+        let PrefillSequence { first_row, n_queries, length } = sequence;
+        ensure(kernel, n_queries <= length, "more queries than tokens")?;
+        if n_queries == 0 {
+            return Ok(());
+        }
+        let last_row = first_row + n_queries - 1;
+        ensure(kernel, self.q.len() >= last_row * self.q_stride + width, "rows of q that are not there")?;
+        ensure(kernel, self.out.len() >= (last_row + 1) * width, "rows of the output that are not there")?;
+        let covers = self.tables.len() / self.sequences.len() >= length.div_ceil(BLOCK_TOKENS);
+        ensure(kernel, covers, "tables shorter than the sequences")
+    }
+}
+
+impl Card {
+    /// Sequences as the kernel reads them.
+    pub fn prefill_sequences(&self, sequences: &[PrefillSequence]) -> Result<Buffer<[u32; 3]>, CudaError> {
+        let kernel = "prefill_attention_128";
+        let on_card = sequences.iter().map(|sequence| {
+            let PrefillSequence { first_row, n_queries, length } = *sequence;
+            Ok([number(kernel, first_row)?, number(kernel, n_queries)?, number(kernel, length)?])
+        });
+        self.upload(&on_card.collect::<Result<Vec<_>, CudaError>>()?)
+    }
+
+    /// `out = softmax(q * K * scale) * V` for the last queries of each sequence, each of which sees up to itself.
+    pub fn prefill_attention(&self, attention: PrefillAttention<'_>) -> Result<(), CudaError> {
+        let kernel = match attention.kv.head_dim {
+            64 => "prefill_attention_64",
+            _ => "prefill_attention_128",
+        };
+        attention.check(kernel)?;
+        let PrefillAttention { out, q, pages, tables, on_card, sequences, kv, .. } = &attention;
+        self.check_places(kernel, &[out, q, pages], &[tables, on_card])?;
+        let n_queries = sequences.iter().map(|sequence| sequence.n_queries).max().unwrap_or(0);
+        if n_queries == 0 {
+            return Ok(());
+        }
+        let shape = Shape {
+            n_q_heads: number(kernel, attention.n_q_heads)?,
+            n_kv_heads: number(kernel, kv.n_kv_heads)?,
+            q_stride: number(kernel, attention.q_stride)?,
+            table_stride: number(kernel, tables.len() / sequences.len())?,
+            n_blocks: number(kernel, kv.n_blocks)?,
+            window: u32::try_from(attention.window).unwrap_or(u32::MAX),
+            scale: attention.scale,
+        };
+        let sides = (n_queries.div_ceil(TILE_QUERIES), attention.n_q_heads, sequences.len());
+        let config = grid3(sides, THREADS, shared_bytes(kv.head_dim));
+        launch!(
+            self,
+            kernel,
+            config,
+            &out.address,
+            &q.address,
+            &pages.address,
+            &tables.address,
+            &on_card.address,
+            &shape
+        )
+    }
+}
+
+/// Shared memory of one block of threads: a tile of q, one of K, one of V.
+pub(in crate::cuda) fn shared_bytes(head_dim: usize) -> u32 {
+    ((TILE_QUERIES + 2 * TILE_TOKENS) * head_dim * size_of::<Bf16>()) as u32
+}

@@ -1,0 +1,34 @@
+//! What the card can do at most: the measure for everything else.
+
+use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch};
+use crate::cuda::card::grid;
+
+/// Threads of a probe's block.
+const THREADS: u32 = 512;
+
+impl Card {
+    /// Reads all of it, and does nothing else. `out` is a single number, hardly ever written.
+    pub fn probe_read(&self, out: ViewMut<'_, u32>, from: View<'_, Bf16>) -> Result<(), CudaError> {
+        let kernel = "probe_read";
+        self.check_places(kernel, &[&from], &[&out])?;
+        ensure(
+            kernel,
+            !out.is_empty() && from.len().is_multiple_of(8),
+            "numbers that are not whole vectors",
+        )?;
+        let n_eights = (from.len() / 8) as u64;
+        let config = grid(self.n_multiprocessors() as usize * 4, 1, THREADS);
+        launch!(self, kernel, config, &out.address, &from.address, &n_eights)
+    }
+
+    /// Copies all of it, as any kernel would.
+    pub fn probe_copy(&self, to: ViewMut<'_, Bf16>, from: View<'_, Bf16>) -> Result<(), CudaError> {
+        let kernel = "probe_copy";
+        self.check_places(kernel, &[&to, &from], &[])?;
+        let is_whole = to.len() == from.len() && from.len().is_multiple_of(8);
+        ensure(kernel, is_whole, "numbers that are not whole vectors, or two lengths")?;
+        let n_eights = (from.len() / 8) as u64;
+        let config = grid(self.n_multiprocessors() as usize * 4, 1, THREADS);
+        launch!(self, kernel, config, &to.address, &from.address, &n_eights)
+    }
+}

@@ -1,0 +1,98 @@
+//! Rotation of q and k by their positions, the norms of their heads, and K and V into pages.
+
+use cudarc::driver::DeviceRepr;
+
+use super::{
+    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
+    rows_of,
+};
+use crate::cuda::card::grid;
+
+/// Heads per block of threads, a warp each.
+const HEADS_AT_ONCE: usize = 4;
+
+/// What [`Card::rope_write_kv`] needs, for rows of one layer.
+#[derive(Debug)]
+pub struct RopeWriteKv<'a> {
+    /// Rows of all heads of q, then of k, then of v. q is rotated in place; k and v are read.
+    pub qkv: ViewMut<'a, Bf16>,
+    pub n_q_heads: usize,
+    pub pages: ViewMut<'a, Bf16>,
+    pub kv: KvPages,
+    pub positions: View<'a, u32>,
+    /// Where each row's K and V go: block * 16 + token. A slot beyond the pages is written nowhere.
+    pub slots: View<'a, u32>,
+    /// Cosine and sine by position and by the first half of the dims.
+    pub turns: View<'a, [f32; 2]>,
+    /// The weights of q's and of k's norm, where the model has them.
+    pub norms: Option<[View<'a, Bf16>; 2]>,
+    pub epsilon: f32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Shape {
+    n_q_heads: u32,
+    n_kv_heads: u32,
+    n_slots: u32,
+    n_positions: u32,
+    epsilon: f32,
+}
+
+// JUSTIFICATION: arguments of a kernel are copied as bytes.
+// SAFETY: `repr(C)`, the fields of RopeShape in rope.cu in their order, and no pointer among them.
+unsafe impl DeviceRepr for Shape {}
+
+impl Card {
+    /// Rotates q in place and writes k, rotated, and v into their pages.
+    pub fn rope_write_kv(&self, rope: RopeWriteKv<'_>) -> Result<(), CudaError> {
+        let kernel = match rope.kv.head_dim {
+            64 => "rope_write_kv_64",
+            _ => "rope_write_kv_128",
+        };
+        let RopeWriteKv { qkv, pages, kv, positions, slots, turns, .. } = &rope;
+        let head_dim = kv.head_dim;
+        ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
+        self.check_places(kernel, &[qkv, pages], &[positions, slots, turns])?;
+        let n_heads = rope.n_q_heads + 2 * kv.n_kv_heads;
+        let n_rows = rows_of(kernel, qkv.len(), n_heads * head_dim)?;
+        ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
+        let are_alike = positions.len() == n_rows && slots.len() == n_rows;
+        ensure(kernel, are_alike, "positions or slots that are not one for each row")?;
+        ensure(kernel, pages.len() == kv.numbers(), "pages that are not of the length said")?;
+        let norms = self.norm_addresses(kernel, &rope)?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let shape = Shape {
+            n_q_heads: number(kernel, rope.n_q_heads)?,
+            n_kv_heads: number(kernel, kv.n_kv_heads)?,
+            n_slots: number(kernel, kv.n_blocks * BLOCK_TOKENS)?,
+            n_positions: number(kernel, rows_of(kernel, turns.len(), head_dim / 2)?)?,
+            epsilon: rope.epsilon,
+        };
+        let config = grid(n_heads.div_ceil(HEADS_AT_ONCE), n_rows, HEADS_AT_ONCE as u32 * 32);
+        launch!(
+            self,
+            kernel,
+            config,
+            &qkv.address,
+            &pages.address,
+            &positions.address,
+            &slots.address,
+            &turns.address,
+            &norms[0],
+            &norms[1],
+            &shape
+        )
+    }
+
+    /// No address where there is no norm, which the kernel knows.
+    fn norm_addresses(&self, kernel: &'static str, rope: &RopeWriteKv<'_>) -> Result<[u64; 2], CudaError> {
+        let Some([q, k]) = &rope.norms else { return Ok([0, 0]) };
+        self.check_places(kernel, &[], &[q, k])?;
+        let are_wide = q.len() == rope.kv.head_dim && k.len() == rope.kv.head_dim;
+        ensure(kernel, are_wide, "norms that are not as wide as a head")?;
+        Ok([q.address, k.address])
+    }
+}

@@ -1,0 +1,91 @@
+//! Every kernel compiles for every kind of card, with no GPU: registers and spills are as `cu/registers.txt` says.
+//!
+//! `TEST_NVRTC` names the folder of libnvrtc; `./test.sh` sets it. Without it there is nothing to compile with.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use baton_kernels::cuda::source::{SOURCES, Source};
+use baton_kernels::cuda::{Cache, Nvrtc, report};
+
+/// The oldest cards that we serve, Hopper as everyone knows it, and Hopper with its own instructions.
+const ARCHS: &[&str] = &["sm_80", "sm_90", "sm_90a"];
+/// The compiler whose counts are in the table. Another one allocates otherwise.
+const TABLE_OF: (i32, i32) = (13, 0);
+
+/// The compiler; or nothing, said aloud, where nobody promised one.
+fn nvrtc() -> Option<Nvrtc> {
+    match std::env::var_os("TEST_NVRTC").map(PathBuf::from) {
+        Some(folder) => Some(Nvrtc::load(Some(&folder)).expect("TEST_NVRTC names the folder of libnvrtc")),
+        None => {
+            eprintln!("skipped: TEST_NVRTC is not set, so there is no compiler (./test.sh sets it)");
+            None
+        }
+    }
+}
+
+/// One line for each kernel: card, kernel, registers, bytes spilled.
+fn table(nvrtc: &Nvrtc, source: &Source) -> String {
+    let mut table = String::new();
+    for arch in ARCHS {
+        let compiled = nvrtc.compile(source, arch).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(&compiled.cubin[..4], b"\x7fELF", "{}", source.name);
+        assert!(!compiled.log.contains(": warning"), "{}", compiled.log);
+        let usages = report::usages(&compiled.log);
+        let names: Vec<_> = usages.iter().map(|usage| usage.kernel.as_str()).collect();
+        let mut declared = source.kernels.to_vec();
+        declared.sort_unstable();
+        assert_eq!(names, declared, "{}: SOURCES names what can be launched", source.name);
+        for usage in usages {
+            writeln!(table, "{arch} {} {} {}", usage.kernel, usage.registers, usage.spill_bytes)
+                .expect("a string has room");
+        }
+    }
+    table
+}
+
+#[test]
+fn every_kernel_compiles_for_every_card_within_its_registers() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let tables = std::thread::scope(|scope| {
+        let threads: Vec<_> = SOURCES.iter().map(|source| scope.spawn(|| table(&nvrtc, source))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("it compiles")).collect::<String>()
+    });
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("cu/registers.txt");
+    if std::env::var_os("UPDATE_REGISTERS").is_some() {
+        std::fs::write(&file, &tables).expect("the table can be written");
+    }
+    if nvrtc.version() == TABLE_OF {
+        let expected = std::fs::read_to_string(&file).unwrap();
+        assert_eq!(tables, expected, "look at what changed, then run once with UPDATE_REGISTERS=1");
+    }
+}
+
+#[test]
+fn a_second_start_compiles_nothing() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let cache = Cache::at(folder.path());
+    let fetch = |arch| cache.fetch(&nvrtc, &SOURCES[0], arch).unwrap();
+    let first = fetch("sm_80");
+    let second = fetch("sm_80");
+    assert!(first.was_compiled && !second.was_compiled);
+    assert_eq!(first.cubin, second.cubin);
+    assert!(fetch("sm_90a").was_compiled, "another card's code is other code");
+}
+
+#[test]
+fn a_mistake_in_a_kernel_is_shown_with_its_line() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let source = Source { name: "wrong.cu", text: "#line 7 \"wrong.cu\"\nint x = ;", kernels: &[] };
+    let error = nvrtc.compile(&source, "sm_80").expect_err("it is wrong").to_string();
+    assert!(error.contains("wrong.cu(7)"), "{error}");
+}
+
+#[test]
+fn a_folder_without_nvrtc_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    if let Err(error) = Nvrtc::load(Some(folder.path())) {
+        assert!(error.to_string().contains(&folder.path().display().to_string()), "{error}");
+    }
+}
