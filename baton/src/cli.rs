@@ -64,7 +64,8 @@ pub(crate) struct UpArgs {
     /// One node that does both instead, for comparison.
     #[arg(long, conflicts_with_all = ["prefill", "decode"])]
     pub(crate) colocated: bool,
-    /// The model: `mock`, or `mock:NAME` for one that takes its time.
+    /// The model: `demo` (bundled), a folder, `org/name[@revision]` on a hub, `mock`, or `mock:NAME` for one that takes
+    /// its time.
     #[arg(long, default_value = "mock")]
     pub(crate) model: String,
     /// What computes.

@@ -7,6 +7,7 @@ mod cli;
 mod doctor;
 mod exit;
 mod health;
+mod model;
 mod node;
 mod process_file;
 mod router;

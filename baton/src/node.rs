@@ -16,6 +16,7 @@ use types::Role;
 
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
+use crate::model;
 
 /// How long the registry may take to hear that the node has left.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
@@ -23,14 +24,21 @@ const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
 pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let raw: RawNodeConfig =
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
-    let config = NodeConfig::resolve(raw).map_err(Failed::usage)?;
+    let config = NodeConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     if args.check {
         eprintln!("the configuration is valid");
         return Ok(ExitCode::SUCCESS);
     }
     let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
-    runtime.block_on(serve(role, &config, args.stop_with_stdin))
+    runtime.block_on(async { serve(role, &with_model(raw).await?, args.stop_with_stdin).await })
+}
+
+/// The settings with a folder in place of what names the model: one on a hub is fetched here.
+async fn with_model(mut raw: RawNodeConfig) -> Result<NodeConfig, Failed> {
+    let located = model::locate(&raw.model.path, &raw.model.name).await?;
+    (raw.model.path, raw.model.name) = (located.path, located.name);
+    NodeConfig::resolve(raw).map_err(Failed::usage)
 }
 
 async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<ExitCode, Failed> {

@@ -7,11 +7,12 @@ use router::{RawRouterConfig, Router, RouterConfig};
 
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
+use crate::model;
 
 pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let raw: RawRouterConfig =
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
-    let config = RouterConfig::resolve(raw).map_err(Failed::usage)?;
+    let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     if args.check {
         eprintln!("the configuration is valid");
         return Ok(ExitCode::SUCCESS);
@@ -19,6 +20,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(async {
+        let config = with_model(raw).await?;
         let shutdown =
             if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
         let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
@@ -28,4 +30,11 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
             .map_err(Failed::drain)?;
         Ok(ExitCode::SUCCESS)
     })
+}
+
+/// The settings with a folder in place of what names the model: one on a hub is fetched here.
+async fn with_model(mut raw: RawRouterConfig) -> Result<RouterConfig, Failed> {
+    let located = model::locate(&raw.model.path, &raw.model.name).await?;
+    (raw.model.path, raw.model.name) = (located.path, located.name);
+    RouterConfig::resolve(raw).map_err(Failed::usage)
 }

@@ -15,6 +15,7 @@ use types::Role;
 use crate::children::Node;
 use crate::cli::{Device, UpArgs};
 use crate::exit::Failed;
+use crate::model::{self, Located};
 
 /// How long the nodes may take to come up. Loading a large model takes minutes.
 const READY_WITHIN: Duration = Duration::from_secs(600);
@@ -27,16 +28,23 @@ pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
     if args.device == Device::Cuda {
         return Err(Failed::usage("--device cuda: this version has no GPU backend; use --device cpu"));
     }
-    let config = RouterConfig::resolve(router_config(&args)?).map_err(Failed::usage)?;
+    let raw = router_config(&args)?;
+    let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
-    runtime.block_on(up(&args, config))
+    runtime.block_on(async {
+        let name = std::env::var("BATON_MODEL__NAME").unwrap_or_default();
+        let model = model::locate(&args.model, &name).await?;
+        up(&args, raw, &model).await
+    })
 }
 
-async fn up(args: &UpArgs, config: RouterConfig) -> Result<ExitCode, Failed> {
+async fn up(args: &UpArgs, mut raw: RawRouterConfig, model: &Located) -> Result<ExitCode, Failed> {
     let shutdown = Shutdown::from_signals().map_err(Failed::start)?;
+    (raw.model.path, raw.model.name) = (model.path.clone(), model.name.clone());
+    let config = RouterConfig::resolve(raw).map_err(Failed::usage)?;
     let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
-    let mut nodes = start_nodes(args, &router)?;
+    let mut nodes = start_nodes(args, model, &router)?;
     let (http, grpc) = (router.http_addr(), router.grpc_addr());
     let cluster = router.cluster();
     let (leave, leaving) = oneshot::channel::<Vec<Node>>();
@@ -87,7 +95,7 @@ fn router_config(args: &UpArgs) -> Result<RawRouterConfig, Failed> {
     Ok(raw)
 }
 
-fn start_nodes(args: &UpArgs, router: &Router) -> Result<Vec<Node>, Failed> {
+fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<Node>, Failed> {
     let registry = match args.registry.as_str() {
         "embedded" => format!("embedded://{}", router.grpc_addr()),
         url => url.to_owned(),
@@ -95,7 +103,8 @@ fn start_nodes(args: &UpArgs, router: &Router) -> Result<Vec<Node>, Failed> {
     let level = std::env::var("BATON_LOG__LEVEL").unwrap_or_else(|_| QUIET.to_owned());
     let settings = [
         ("BATON_REGISTRY__URL", registry),
-        ("BATON_MODEL__PATH", args.model.clone()),
+        ("BATON_MODEL__PATH", model.path.clone()),
+        ("BATON_MODEL__NAME", model.name.clone()),
         ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
         ("BATON_LOG__LEVEL", level),
     ];

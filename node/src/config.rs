@@ -129,8 +129,11 @@ impl Default for RegistrySection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelSection {
-    /// A model's folder, as Hugging Face lays it out; or `mock`, or `mock:NAME` for one that takes its time.
+    /// A model's folder, as Hugging Face lays it out; `demo`, the bundled one; `org/name[@revision]` on a hub; `mock`, or
+    /// `mock:NAME` for one that takes its time.
     pub path: String,
+    /// What requests call the model. Empty: the folder's name. The same on all nodes of a model, and on the router.
+    pub name: String,
     /// Memory for KV. The same KV type and block size must be set on all nodes of a model.
     pub kv_memory: ByteSize,
     /// `bf16` or `f32`. A mock has its own.
@@ -147,6 +150,7 @@ impl Default for ModelSection {
     fn default() -> Self {
         Self {
             path: "mock".to_owned(),
+            name: String::new(),
             kv_memory: ByteSize(64 << 20),
             kv_dtype: "bf16".to_owned(),
             threads: 0,
@@ -242,6 +246,8 @@ pub struct NodeConfig {
     pub advertise: Option<String>,
     pub drain: Duration,
     pub registry_url: String,
+    /// `None`: the model's own name.
+    pub model_name: Option<String>,
     pub engine: EngineSettings,
     pub scheduler: SchedulerSettings,
     pub connectors: Vec<String>,
@@ -265,6 +271,7 @@ impl NodeConfig {
             drain: Duration::from_millis(node.drain_ms),
             registry_url: registry.url,
             engine: model.engine()?,
+            model_name: (!model.name.is_empty()).then_some(model.name),
             scheduler: scheduler.settings(),
             transfer: settings,
             connectors: transfer.connectors,

@@ -44,6 +44,12 @@ pub enum Drive {
     Task,
 }
 
+/// The model under the name that it was given here.
+fn named(model: &ModelInfo, config: &NodeConfig) -> ModelInfo {
+    let name = config.model_name.clone().unwrap_or_else(|| model.name.clone());
+    ModelInfo { name, ..model.clone() }
+}
+
 impl NodeParts {
     /// Takes the backend's memory, starts the worker and binds the connectors.
     pub async fn build(
@@ -54,7 +60,7 @@ impl NodeParts {
         metrics: Metrics,
         drive: Drive,
     ) -> Result<Self, NodeError> {
-        let model = Arc::new(backend.model().clone());
+        let model = Arc::new(named(backend.model(), config));
         let memory = backend.memory().clone();
         let pool = BlockPool::new(memory.layout(), memory.n_blocks());
         let (gate, wires) = (Gate::new("prompts"), Gate::new("wires"));

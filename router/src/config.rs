@@ -77,8 +77,8 @@ const EMBEDDED: &str = "embedded";
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelSection {
-    /// A model's folder, of which the router reads the tokenizer and the chat template. Empty, or `mock`: only models
-    /// that need neither, such as the mock.
+    /// The model whose tokenizer and chat template the router reads: a folder, `demo`, or `org/name[@revision]` on a hub.
+    /// Empty, or `mock`: only models that need neither.
     pub path: String,
     /// What requests call the model. Empty: the folder's name.
     pub name: String,

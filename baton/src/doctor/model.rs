@@ -4,6 +4,7 @@ use std::path::Path;
 
 use node::NodeConfig;
 
+use crate::model::Place;
 use crate::process_file::ProcessFile;
 
 use super::finding::Finding;
@@ -23,7 +24,17 @@ fn model(name: &str) -> Finding {
     match name.split_once(':') {
         Some(("mock", file)) if file.ends_with(".toml") => mock_file(file),
         _ if name == "mock" || name.starts_with("mock:") => Finding::ok(GROUP, format!("{name}: built in")),
-        _ => folder(Path::new(name)),
+        _ => placed(name),
+    }
+}
+
+fn placed(name: &str) -> Finding {
+    match Place::of(name) {
+        Ok(Place::Bundled) => Finding::ok(GROUP, format!("{name}: a part of this executable")),
+        Ok(Place::Hub(id)) => {
+            Finding::ok(GROUP, format!("{id}: fetched from the hub before the process serves"))
+        }
+        Ok(Place::Here) | Err(_) => folder(Path::new(name)),
     }
 }
 
@@ -104,7 +115,10 @@ mod tests {
 
     #[test]
     fn a_folder_must_hold_a_whole_model() {
-        assert_eq!(model("mock:slow").level, Level::Ok);
+        for elsewhere in ["mock:slow", "demo", "org/name"] {
+            assert_eq!(model(elsewhere).level, Level::Ok, "{elsewhere}");
+        }
+        assert!(model("no-such-model").found.contains("no such folder"));
         assert!(model("/nowhere/at/all").found.contains("no such folder"));
         let here = tempfile::tempdir().expect("a folder");
         let name = here.path().display().to_string();

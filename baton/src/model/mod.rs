@@ -1,0 +1,115 @@
+//! What `--model` and `model.path` may name: a mock, the bundled demonstration model, a folder, or a model on a hub.
+
+mod bundled;
+
+use std::path::{Path, PathBuf};
+
+use hub::{Hub, HubError, HubSettings, ModelId};
+
+use crate::exit::Failed;
+
+const DEMO: &str = "demo";
+
+/// A model as a router and a node are told of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Located {
+    /// A folder, or a mock.
+    pub(crate) path: String,
+    /// What requests call it. Empty: its own name.
+    pub(crate) name: String,
+}
+
+/// Finds what `path` names, and fetches it if it lies on a hub. A name that was chosen is kept.
+pub(crate) async fn locate(path: &str, name: &str) -> Result<Located, Failed> {
+    let (path, own_name) = match Place::of(path)? {
+        Place::Here => (path.to_owned(), String::new()),
+        Place::Bundled => {
+            let folder = bundled::unpacked(&bundled::cache_folders()).map_err(Failed::start)?;
+            (text(&folder)?, DEMO.to_owned())
+        }
+        Place::Hub(id) => {
+            let refused = |source| NotFetched { path: path.to_owned(), source: Box::new(source) };
+            let folder = fetch(&id).await.map_err(|source| Failed::start(refused(source)))?;
+            (text(&folder)?, id.repository())
+        }
+    };
+    Ok(Located { path, name: if name.is_empty() { own_name } else { name.to_owned() } })
+}
+
+/// Whoever meant a folder shall see that it was not found.
+#[derive(Debug, thiserror::Error)]
+#[error("{path:?} is no folder here, and was not fetched from the hub")]
+struct NotFetched {
+    path: String,
+    source: Box<HubError>,
+}
+
+async fn fetch(id: &ModelId) -> Result<PathBuf, HubError> {
+    Hub::new(HubSettings::from_env(|name| std::env::var_os(name)))?.fetch(id).await
+}
+
+/// Where a model lies.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A folder, a mock, or nothing at all: for the router and the node to make sense of.
+    Here,
+    Bundled,
+    Hub(ModelId),
+}
+
+impl Place {
+    /// A folder comes before a hub, and `demo` before a folder: a folder of this name is `./demo`.
+    pub(crate) fn of(path: &str) -> Result<Self, Failed> {
+        let is_mock = path == "mock" || path.starts_with("mock:");
+        if path.is_empty() || is_mock || looks_like_a_path(path) || Path::new(path).is_dir() && path != DEMO {
+            return Ok(Self::Here);
+        }
+        if path == DEMO {
+            return Ok(Self::Bundled);
+        }
+        ModelId::parse(path).map(Self::Hub).ok_or_else(|| {
+            Failed::usage(format!(
+                "no model {path:?}: a model is `demo`, `mock`, a folder, or one on a hub, `org/name` or `org/name@revision`"
+            ))
+        })
+    }
+}
+
+/// `cpu:FOLDER` is one too.
+fn looks_like_a_path(path: &str) -> bool {
+    ["/", "./", "../", "~"].iter().any(|start| path.starts_with(start))
+        || path.contains(':')
+        || [".", ".."].contains(&path)
+}
+
+fn text(folder: &Path) -> Result<String, Failed> {
+    let text = folder.to_str().map(str::to_owned);
+    text.ok_or_else(|| Failed::start(format!("{}: a folder's name must be UTF-8", folder.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_where_its_name_says() {
+        let hub = |text: &str| Place::Hub(ModelId::parse(text).expect("an id"));
+        for (path, expected) in [
+            ("", Place::Here),
+            ("mock", Place::Here),
+            ("mock:paced", Place::Here),
+            ("demo", Place::Bundled),
+            ("./demo", Place::Here),
+            ("/models/x", Place::Here),
+            ("../x", Place::Here),
+            ("cpu:x/y", Place::Here),
+            ("src", Place::Here),
+            ("src/model", Place::Here),
+            ("org/name", hub("org/name")),
+            ("org/name@v1", hub("org/name@v1")),
+        ] {
+            assert_eq!(Place::of(path).expect("a place"), expected, "{path}");
+        }
+        Place::of("no-such-model").expect_err("neither");
+    }
+}
