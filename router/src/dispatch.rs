@@ -81,7 +81,7 @@ pub(crate) enum Rest {
     /// A decode node has, or is about to have, the KV.
     Decode(Box<DecodeCall>),
     /// A prefill node holds the KV; no decode node is chosen yet.
-    Held(HeldKv),
+    Held(Box<HeldKv>),
 }
 
 /// KV that waits in a prefill node's outbox for a landing. Dropping it releases it there.
@@ -172,7 +172,7 @@ impl Dispatch {
         let transfer = self.parts.world.transfer_id();
         let (prefilled, call) = self.client(prefill)?.prefill(prompt, &Destination::Held(transfer)).await?;
         let held = HeldKv { by: prefill.clone(), transfer, prompt: prompt.clone(), _call: call };
-        Ok(self.started(prefilled, Rest::Held(held)))
+        Ok(self.started(prefilled, Rest::Held(Box::new(held))))
     }
 
     /// Chooses a decode node for KV that a prefill node holds, and has it sent there.
