@@ -4,11 +4,15 @@
 
 pub mod executable;
 pub mod up;
+pub mod process;
+pub mod etcd;
 pub mod client;
 pub mod check;
 pub mod sim;
 
 pub use client::{Answer, Ask, Client, Failed};
+pub use etcd::Etcd;
+pub use process::Process;
 pub use up::{Node, Up};
 
 use std::time::Duration;
