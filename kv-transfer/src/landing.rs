@@ -1,10 +1,8 @@
-//! Landings on the node that granted them: from the grant to the arrival, or to the failure.
+//! A landing on the node that granted it: from the grant to the arrival, or to the failure.
 //!
-//! Every wire of a node has one table of [`Landings`] and fills each [`OpenLanding`] in it the same way: it is opened
-//! once, spans are claimed, written and verified, and the handoff ends it. However it ends, it ends once, and the
+//! Every wire fills an [`OpenLanding`] the same way: it is opened once, spans are claimed, written and verified, and the handoff ends it. However it ends, it ends once, and the
 //! lease moves: into [`ArrivedKv`], or back to the pool.
 
-use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
@@ -14,21 +12,16 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tracing::warn;
-use types::{
-    BlockIdx, Epoch, Fingerprint, Grant, GroupIdx, Handoff, KvLayout, KvSpan, Landing, TransferId,
-    WireAddress,
-};
+use types::{Epoch, Fingerprint, Grant, GroupIdx, Handoff, KvLayout, KvSpan, Landing, TransferId};
 
-use crate::arrival::{Arrival, ArrivedKv};
-use crate::connector::{ConnectorParts, LandRequest, Source};
+use crate::arrival::ArrivedKv;
+use crate::connector::ConnectorParts;
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
+use crate::landings::Table;
 use crate::metrics::TransferMetrics;
 use crate::pages::Pages;
 use crate::quiet::Quiet;
-
-/// Landings that one connector has at once. A decode node runs hundreds of sequences; this is far beyond.
-const LANDINGS_MAX: usize = 16 << 10;
 
 /// Who filled, or wanted to fill, a landing: told once how it ended.
 pub trait Opener: Debug + Send + Sync {
@@ -62,21 +55,7 @@ impl Credentials {
     }
 }
 
-/// One connector's landings.
-#[derive(Clone, Debug)]
-pub struct Landings {
-    shared: Arc<Shared>,
-}
-
-#[derive(Debug)]
-struct Shared {
-    parts: ConnectorParts,
-    wire: WireAddress,
-    /// An entry lives as long as its arrival. Held for a look-up, never across an await.
-    table: Mutex<BTreeMap<TransferId, Weak<OpenLanding>>>,
-}
-
-/// One landing. Shared by its [`Arrival`], its timer, and whoever fills it.
+/// One landing. Shared by its [`Arrival`](crate::Arrival), its timer, and whoever fills it.
 #[derive(Debug)]
 pub struct OpenLanding {
     landing: Landing,
@@ -94,7 +73,7 @@ pub struct OpenLanding {
     gate: Gate,
     runtime: Handle,
     metrics: TransferMetrics,
-    table: Weak<Shared>,
+    table: Weak<Table>,
 }
 
 #[derive(Debug)]
@@ -125,59 +104,30 @@ pub enum Claim {
     Skip,
 }
 
-// === impl Landings ===
+fn shapes(landing: &Landing) -> Vec<Vec<PageShape>> {
+    let shape = |group: GroupIdx| {
+        let n_layers = landing.layout.group(group).layers.len() as u16;
+        (0..n_layers).map(|layer_pos| PageShape::new(&landing.layout, group, layer_pos)).collect()
+    };
+    landing.layout.group_indices().map(shape).collect()
+}
 
-impl Landings {
-    pub(crate) fn new(parts: ConnectorParts, wire: WireAddress) -> Self {
-        Self { shared: Arc::new(Shared { parts, wire, table: Mutex::default() }) }
-    }
+pub(crate) fn bad_request(why: &str) -> TransferError {
+    TransferError::BadRequest(why.to_owned())
+}
 
-    /// Grants a landing. See [`KvConnector::land`](crate::KvConnector::land).
-    pub(crate) fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
-        let landing = self.landing(&request)?;
-        let deadline = request.deadline;
-        let open = Arc::new(self.open_landing(landing.clone(), request.lease));
-        self.enter(&open)?;
-        let timer = spawn_guarded(&self.shared.parts.gate, "landing deadline", {
-            let (open, world) = (Arc::downgrade(&open), self.shared.parts.world.clone());
-            async move {
-                world.sleep_until(deadline).await;
-                if let Some(open) = open.upgrade() {
-                    open.fail(TransferError::Expired);
-                }
-            }
-        });
-        Ok((landing, Arrival::new(open, timer)))
-    }
+// === impl OpenLanding ===
 
-    fn landing(&self, request: &LandRequest) -> Result<Landing, TransferError> {
-        let parts = &self.shared.parts;
-        let layout = parts.memory.layout();
-        if parts.gate.is_closed() {
-            return Err(TransferError::Closed);
-        }
-        check_request(request, u32::from(layout.block_tokens))?;
-        let n_blocks = layout.blocks_for(request.n_tokens as usize);
-        let table = |group: GroupIdx| request.lease.table(group).get(..n_blocks).map(<[BlockIdx]>::to_vec);
-        let tables: Option<Vec<_>> = layout.group_indices().map(table).collect();
-        Ok(Landing {
-            transfer: request.transfer,
-            node: parts.node.clone(),
-            epoch: parts.epoch,
-            grant: parts.world.grant(),
-            wire: self.shared.wire.clone(),
-            n_tokens: request.n_tokens,
-            held_tokens: request.held_tokens,
-            tables: tables.ok_or_else(|| bad_request("the lease is shorter than the sequence"))?,
-            layout: layout.clone(),
-            fingerprint: parts.fingerprint.clone(),
-        })
-    }
-
-    fn open_landing(&self, landing: Landing, lease: BlockLease) -> OpenLanding {
-        let parts = &self.shared.parts;
+impl OpenLanding {
+    /// `table` forgets the landing when its arrival is gone. Must be called within a runtime.
+    pub(crate) fn new(
+        landing: Landing,
+        lease: BlockLease,
+        parts: &ConnectorParts,
+        table: Weak<Table>,
+    ) -> Self {
         let pages = Pages::of(&landing);
-        OpenLanding {
+        Self {
             summaries: (summary::layout(&landing.layout), summary::fingerprint(&landing.fingerprint)),
             shapes: shapes(&landing),
             landing,
@@ -197,75 +147,10 @@ impl Landings {
             gate: parts.gate.clone(),
             runtime: Handle::current(),
             metrics: parts.metrics.clone(),
-            table: Arc::downgrade(&self.shared),
+            table,
         }
     }
 
-    fn enter(&self, open: &Arc<OpenLanding>) -> Result<(), TransferError> {
-        let mut table = self.shared.table();
-        if table.len() >= LANDINGS_MAX {
-            return Err(TransferError::TooMany);
-        }
-        if table.contains_key(&open.landing.transfer) {
-            return Err(bad_request("this transfer has a landing already"));
-        }
-        table.insert(open.landing.transfer, Arc::downgrade(open));
-        Ok(())
-    }
-
-    /// Lets one sender in. Everything is checked before a byte moves; nothing is said about landings it has no right to.
-    pub(crate) fn open(
-        &self,
-        transfer: TransferId,
-        shown: &Credentials,
-        opener: Arc<dyn Opener>,
-    ) -> Result<Arc<OpenLanding>, TransferError> {
-        let open = self.shared.table().get(&transfer).and_then(Weak::upgrade);
-        let open = open.ok_or(TransferError::UnknownLanding)?;
-        open.admit(shown, opener)?;
-        Ok(open)
-    }
-
-    /// Fails all landings: the connector is going away.
-    pub(crate) fn close(&self) {
-        let open: Vec<_> = self.shared.table().values().filter_map(Weak::upgrade).collect();
-        for landing in open {
-            landing.fail(TransferError::Closed);
-        }
-    }
-}
-
-impl Shared {
-    fn table(&self) -> MutexGuard<'_, BTreeMap<TransferId, Weak<OpenLanding>>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn check_request(request: &LandRequest, block_tokens: u32) -> Result<(), TransferError> {
-    if request.source != Source::Peer {
-        return Err(TransferError::WrongDestination("a store".to_owned()));
-    }
-    if request.held_tokens > request.n_tokens || !request.held_tokens.is_multiple_of(block_tokens) {
-        return Err(bad_request("held tokens are not whole blocks of the sequence"));
-    }
-    Ok(())
-}
-
-fn shapes(landing: &Landing) -> Vec<Vec<PageShape>> {
-    let shape = |group: GroupIdx| {
-        let n_layers = landing.layout.group(group).layers.len() as u16;
-        (0..n_layers).map(|layer_pos| PageShape::new(&landing.layout, group, layer_pos)).collect()
-    };
-    landing.layout.group_indices().map(shape).collect()
-}
-
-pub(crate) fn bad_request(why: &str) -> TransferError {
-    TransferError::BadRequest(why.to_owned())
-}
-
-// === impl OpenLanding ===
-
-impl OpenLanding {
     pub(crate) fn landing(&self) -> &Landing {
         &self.landing
     }
@@ -274,7 +159,8 @@ impl OpenLanding {
         self.shapes[usize::from(group.0)][usize::from(layer_pos)]
     }
 
-    fn admit(&self, shown: &Credentials, opener: Arc<dyn Opener>) -> Result<(), TransferError> {
+    /// Lets one sender in, once, if it shows what it must.
+    pub(crate) fn admit(&self, shown: &Credentials, opener: Arc<dyn Opener>) -> Result<(), TransferError> {
         if shown.grant != self.landing.grant {
             return Err(TransferError::WrongGrant);
         }
@@ -477,7 +363,7 @@ impl OpenLanding {
         // KV that arrived and was never asked for goes back now, and not when the last wire forgets the landing.
         drop(self.take_outcome());
         if let Some(table) = self.table.upgrade() {
-            table.table().remove(&self.landing.transfer);
+            table.forget(self.landing.transfer);
         }
     }
 

@@ -13,6 +13,7 @@ pub mod connector;
 pub mod settings;
 pub mod arrival;
 pub mod landing;
+mod landings;
 pub mod quiet;
 mod pages;
 pub mod digest;

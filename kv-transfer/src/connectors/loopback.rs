@@ -15,7 +15,8 @@ use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
-use crate::landing::{Claim, Credentials, Landings, OpenLanding, PageAt};
+use crate::landing::{Claim, Credentials, OpenLanding, PageAt};
+use crate::landings::Landings;
 use crate::outgoing::{Outgoing, Sender, Wire, landing_of};
 
 pub const SCHEME: &str = "loopback";

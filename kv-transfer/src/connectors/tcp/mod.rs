@@ -29,7 +29,8 @@ use self::receiver::Receiver;
 use crate::arrival::Arrival;
 use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
 use crate::error::TransferError;
-use crate::landing::{Landings, bad_request};
+use crate::landing::bad_request;
+use crate::landings::Landings;
 use crate::outgoing::{Outgoing, Sender, landing_of};
 
 pub const SCHEME: &str = "tcp";

@@ -22,7 +22,8 @@ use super::stream::{FrameReader, FrameWriter};
 use crate::connector::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::{TransferError, full_text};
-use crate::landing::{Credentials, Landings, OpenLanding, Opener};
+use crate::landing::{Credentials, OpenLanding, Opener};
+use crate::landings::Landings;
 
 /// Streams of all peers at once.
 const STREAMS_OF_ALL_MAX: usize = 4096;

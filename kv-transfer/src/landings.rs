@@ -1,0 +1,136 @@
+//! The landings that one connector has granted, by transfer.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use chassis::spawn_guarded;
+use types::{BlockIdx, GroupIdx, Landing, TransferId, WireAddress};
+
+use crate::arrival::Arrival;
+use crate::connector::{ConnectorParts, LandRequest, Source};
+use crate::error::TransferError;
+use crate::landing::{Credentials, OpenLanding, Opener, bad_request};
+
+/// Landings that one connector has at once. A decode node runs hundreds of sequences; this is far beyond.
+const LANDINGS_MAX: usize = 16 << 10;
+
+/// One connector's landings.
+#[derive(Clone, Debug)]
+pub struct Landings {
+    table: Arc<Table>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Table {
+    parts: ConnectorParts,
+    wire: WireAddress,
+    /// An entry lives as long as its arrival. Held for a look-up, never across an await.
+    open: Mutex<BTreeMap<TransferId, Weak<OpenLanding>>>,
+}
+
+impl Landings {
+    pub(crate) fn new(parts: ConnectorParts, wire: WireAddress) -> Self {
+        Self { table: Arc::new(Table { parts, wire, open: Mutex::default() }) }
+    }
+
+    /// Grants a landing. See [`KvConnector::land`](crate::KvConnector::land).
+    pub(crate) fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
+        let landing = self.landing(&request)?;
+        let deadline = request.deadline;
+        let open = Arc::new(OpenLanding::new(
+            landing.clone(),
+            request.lease,
+            &self.table.parts,
+            Arc::downgrade(&self.table),
+        ));
+        self.enter(&open)?;
+        let timer = spawn_guarded(&self.table.parts.gate, "landing deadline", {
+            let (open, world) = (Arc::downgrade(&open), self.table.parts.world.clone());
+            async move {
+                world.sleep_until(deadline).await;
+                if let Some(open) = open.upgrade() {
+                    open.fail(TransferError::Expired);
+                }
+            }
+        });
+        Ok((landing, Arrival::new(open, timer)))
+    }
+
+    fn landing(&self, request: &LandRequest) -> Result<Landing, TransferError> {
+        let parts = &self.table.parts;
+        let layout = parts.memory.layout();
+        if parts.gate.is_closed() {
+            return Err(TransferError::Closed);
+        }
+        check_request(request, u32::from(layout.block_tokens))?;
+        let n_blocks = layout.blocks_for(request.n_tokens as usize);
+        let table = |group: GroupIdx| request.lease.table(group).get(..n_blocks).map(<[BlockIdx]>::to_vec);
+        let tables: Option<Vec<_>> = layout.group_indices().map(table).collect();
+        Ok(Landing {
+            transfer: request.transfer,
+            node: parts.node.clone(),
+            epoch: parts.epoch,
+            grant: parts.world.grant(),
+            wire: self.table.wire.clone(),
+            n_tokens: request.n_tokens,
+            held_tokens: request.held_tokens,
+            tables: tables.ok_or_else(|| bad_request("the lease is shorter than the sequence"))?,
+            layout: layout.clone(),
+            fingerprint: parts.fingerprint.clone(),
+        })
+    }
+
+    fn enter(&self, open: &Arc<OpenLanding>) -> Result<(), TransferError> {
+        let mut table = self.table.open();
+        if table.len() >= LANDINGS_MAX {
+            return Err(TransferError::TooMany);
+        }
+        if table.contains_key(&open.landing().transfer) {
+            return Err(bad_request("this transfer has a landing already"));
+        }
+        table.insert(open.landing().transfer, Arc::downgrade(open));
+        Ok(())
+    }
+
+    /// Lets one sender in. Everything is checked before a byte moves; nothing is said about landings it has no right to.
+    pub(crate) fn open(
+        &self,
+        transfer: TransferId,
+        shown: &Credentials,
+        opener: Arc<dyn Opener>,
+    ) -> Result<Arc<OpenLanding>, TransferError> {
+        let open = self.table.open().get(&transfer).and_then(Weak::upgrade);
+        let open = open.ok_or(TransferError::UnknownLanding)?;
+        open.admit(shown, opener)?;
+        Ok(open)
+    }
+
+    /// Fails all landings: the connector is going away.
+    pub(crate) fn close(&self) {
+        let open: Vec<_> = self.table.open().values().filter_map(Weak::upgrade).collect();
+        for landing in open {
+            landing.fail(TransferError::Closed);
+        }
+    }
+}
+
+impl Table {
+    /// Nobody waits for this landing any more.
+    pub(crate) fn forget(&self, transfer: TransferId) {
+        self.open().remove(&transfer);
+    }
+
+    fn open(&self) -> MutexGuard<'_, BTreeMap<TransferId, Weak<OpenLanding>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn check_request(request: &LandRequest, block_tokens: u32) -> Result<(), TransferError> {
+    if request.source != Source::Peer {
+        return Err(TransferError::WrongDestination("a store".to_owned()));
+    }
+    if request.held_tokens > request.n_tokens || !request.held_tokens.is_multiple_of(block_tokens) {
+        return Err(bad_request("held tokens are not whole blocks of the sequence"));
+    }
+    Ok(())
+}
