@@ -1,7 +1,7 @@
 //! The bar: drawn by a thread of its own, so that a slow terminal costs the load nothing.
 
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ const REFRESH: Duration = Duration::from_millis(250);
 /// A bar for one run; gone when dropped.
 #[derive(Debug)]
 pub struct Progress {
-    stop: Option<Sender<()>>,
+    stop: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -23,7 +23,7 @@ impl Progress {
     /// `n_total` requests are planned, if that is known.
     pub fn start(label: &str, n_total: Option<u64>, live: Arc<Live>) -> Self {
         let bar = bar(label, n_total);
-        let (stop, stopped) = channel();
+        let (stop, stopped) = sync_channel::<()>(1);
         let draw = move || {
             let mut tokens = 0;
             while stopped.recv_timeout(REFRESH) == Err(RecvTimeoutError::Timeout) {
@@ -50,8 +50,8 @@ impl Drop for Progress {
 
 fn bar(label: &str, n_total: Option<u64>) -> ProgressBar {
     let (bar, template) = match n_total {
-        Some(n) => (ProgressBar::new(n), "{prefix} {elapsed_precise} {bar:24} {pos}/{len} {wide_msg}"),
-        None => (ProgressBar::new_spinner(), "{prefix} {elapsed_precise} {spinner} {pos} done {wide_msg}"),
+        Some(n) => (ProgressBar::new(n), "{prefix} {elapsed_precise} {bar:24} {pos}/{len}\n  {wide_msg}"),
+        None => (ProgressBar::new_spinner(), "{prefix} {elapsed_precise} {spinner} {pos} done\n  {wide_msg}"),
     };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     bar.with_style(style).with_prefix(label.to_owned())

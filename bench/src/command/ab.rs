@@ -8,12 +8,12 @@ use serde_json::{Map, Value};
 use tokio::time::Instant;
 
 use crate::bootstrap::{Contrast, Drawing, Statistic, Units, contrasts};
-use crate::command::compare::{STATISTICS, table};
+use crate::command::compare::{STATISTICS, distinct, table};
 use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec, parse_fields, parse_header};
 use crate::command::{Ended, say, tell};
 use crate::error::{BenchError, Result, write_text};
 use crate::load::LoadArgs;
-use crate::metrics::{LagReport, Metric, Objectives};
+use crate::metrics::{LagSamples, Metric, Objectives};
 use crate::record::RequestRecord;
 use crate::report::{RunReport, html, markdown};
 use crate::span::parse_span;
@@ -48,6 +48,9 @@ pub struct AbArgs {
     /// Fields for B's requests only
     #[arg(long, value_parser = parse_fields, value_name = "JSON")]
     pub b_fields: Option<Map<String, Value>>,
+    /// A's rate where it differs from --rate: one of two replicas behind a random choice sees half of it
+    #[arg(long, value_name = "PER_SECOND", requires = "rate")]
+    pub a_rate: Option<f64>,
     /// Pairs of slices: A B, B A, A B, …
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub pairs: usize,
@@ -71,28 +74,31 @@ pub struct AbArgs {
 struct Side {
     bench: Bench,
     label: String,
+    load: LoadArgs,
     /// Slices laid end to end, as if the other side's had not been between them.
     records: Vec<RequestRecord>,
     elapsed: Duration,
-    lag: LagReport,
+    lag: LagSamples,
     /// Output tokens a second of each slice.
     rates: Units,
 }
 
 pub async fn run(args: AbArgs) -> Result<Ended> {
     let load = slice_load(&args)?;
-    let mut sides = [side(&args, true).await?, side(&args, false).await?];
+    let load_a = LoadArgs { rate: args.a_rate.or(load.rate), ..load.clone() };
+    load_a.check(false)?;
+    let mut sides = [side(&args, load_a, true).await?, side(&args, load, false).await?];
     'pairs: for pair in 0..args.pairs {
         // A B, then B A: what drifts in one direction favours nobody.
         for nth in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
             tell(&format!("pair {} of {}: {}", pair + 1, args.pairs, sides[nth].label));
-            sides[nth].play(&args, &load, pair, nth).await?;
+            sides[nth].play(&args, pair, nth).await?;
             if sides[nth].lag.interrupted {
                 break 'pairs;
             }
         }
     }
-    present(&args, &load, &sides)
+    present(&args, &sides)
 }
 
 /// Each slice is a run of its own; warm-up is cut off each of them.
@@ -113,7 +119,7 @@ fn slice_load(args: &AbArgs) -> Result<LoadArgs> {
     Ok(load)
 }
 
-async fn side(args: &AbArgs, is_a: bool) -> Result<Side> {
+async fn side(args: &AbArgs, load: LoadArgs, is_a: bool) -> Result<Side> {
     let (label, headers, fields) = match is_a {
         true => (&args.a_label, &args.a_header, &args.a_fields),
         false => (&args.b_label, &args.b_header, &args.b_fields),
@@ -124,29 +130,29 @@ async fn side(args: &AbArgs, is_a: bool) -> Result<Side> {
     requests.fields.get_or_insert_default().extend(fields.clone().unwrap_or_default());
     let workload = WorkloadArgs { seed: Some(args.workload.seed.unwrap_or(1)), ..args.workload.clone() };
     let bench = Bench::prepare(url, &requests, &workload).await?;
-    let (label, lag) = (label.clone(), LagReport::default());
-    Ok(Side { bench, label, records: Vec::new(), elapsed: Duration::ZERO, lag, rates: Vec::new() })
+    let (label, lag) = (label.clone(), LagSamples::default());
+    Ok(Side { bench, label, load, records: Vec::new(), elapsed: Duration::ZERO, lag, rates: Vec::new() })
 }
 
 impl Side {
     /// Both sides of a pair have the same arrivals and lengths, and prompts that nobody has seen.
-    async fn play(&mut self, args: &AbArgs, load: &LoadArgs, pair: usize, nth: usize) -> Result<()> {
+    async fn play(&mut self, args: &AbArgs, pair: usize, nth: usize) -> Result<()> {
         let begun = Instant::now();
         let spec = RunSpec {
             seed_step: 1 + pair as u64,
             salt_step: 1 + 2 * pair as u64 + nth as u64,
             slice: pair as u32,
             epoch: begun.checked_sub(self.elapsed),
-            ..RunSpec::new(load.clone(), &self.label, args.output.quiet)
+            ..RunSpec::new(self.load.clone(), &self.label, args.output.quiet)
         };
         let seen = self.bench.run(&spec).await?;
         let starts_us = self.elapsed.as_micros() as u64;
         self.elapsed += begun.elapsed();
-        let skip_us = starts_us + load.skip().as_micros() as u64;
+        let skip_us = starts_us + self.load.skip().as_micros() as u64;
         let kept: Vec<_> = seen.records.into_iter().filter(|record| record.intended_us >= skip_us).collect();
         self.rates.push(vec![rate(&kept)]);
         self.records.extend(kept);
-        self.lag = worse(std::mem::take(&mut self.lag), seen.lag);
+        self.lag.merge(seen.lag);
         Ok(())
     }
 
@@ -171,19 +177,10 @@ fn rate(records: &[RequestRecord]) -> f64 {
     tokens as f64 * 1e6 / (end - start).max(1) as f64
 }
 
-/// A side is as late as its worst slice.
-fn worse(one: LagReport, other: LagReport) -> LagReport {
-    let tail = |lag: &LagReport| lag.send_ms.p99.max(lag.event_loop_ms.p99);
-    let failures = one.harness_failures + other.harness_failures;
-    let interrupted = one.interrupted || other.interrupted;
-    let worst = if tail(&one) > tail(&other) { one } else { other };
-    LagReport { harness_failures: failures, interrupted, ..worst }
-}
-
-fn present(args: &AbArgs, load: &LoadArgs, sides: &[Side; 2]) -> Result<Ended> {
+fn present(args: &AbArgs, sides: &[Side; 2]) -> Result<Ended> {
     let n_pairs = sides[0].rates.len().min(sides[1].rates.len());
     let found = compare(args, sides, n_pairs);
-    let reports: Vec<RunReport> = sides.iter().map(|side| side_report(args, load, side, &found)).collect();
+    let reports: Vec<RunReport> = sides.iter().map(|side| side_report(args, side, &found)).collect();
     for (report, suffix) in reports.iter().zip(["a", "b"]) {
         args.output.write(report, suffix)?;
     }
@@ -199,7 +196,8 @@ fn present(args: &AbArgs, load: &LoadArgs, sides: &[Side; 2]) -> Result<Ended> {
 fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {
     let [a, b] = sides;
     let mut found = Vec::new();
-    for metric in Metric::ALL {
+    let (all_a, all_b): (Vec<_>, Vec<_>) = (a.records.iter().collect(), b.records.iter().collect());
+    for metric in distinct(&all_a, &all_b) {
         let (a, b) = (a.units(metric, n_pairs), b.units(metric, n_pairs));
         found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Drawing::Paired));
     }
@@ -218,9 +216,9 @@ fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {
 }
 
 /// Each side's report carries the comparison too.
-fn side_report(args: &AbArgs, load: &LoadArgs, side: &Side, found: &[Contrast]) -> RunReport {
+fn side_report(args: &AbArgs, side: &Side, found: &[Contrast]) -> RunReport {
     let spec = RunSpec::new(
-        LoadArgs { ramp: Duration::ZERO, warmup: Duration::ZERO, ..load.clone() },
+        LoadArgs { ramp: Duration::ZERO, warmup: Duration::ZERO, ..side.load.clone() },
         &side.label,
         true,
     );

@@ -32,13 +32,28 @@ pub fn run(args: &CompareArgs) -> Result<Ended> {
     let (records_a, records_b) = (a.records()?, b.records()?);
     let (chosen_a, chosen_b) = (a.window.of(&records_a), b.window.of(&records_b));
     let mut found = Vec::new();
-    for metric in Metric::ALL {
+    for metric in distinct(&chosen_a, &chosen_b) {
         let (a, b) = (by_request(&chosen_a, metric), by_request(&chosen_b, metric));
         found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Drawing::Independent));
     }
     found.extend(attainment(&chosen_a, &chosen_b, &a.objectives()));
     say(&table(&found));
     Ok(if a.valid && b.valid { Ended::Well } else { Ended::Invalid })
+}
+
+/// The metrics without those that say nothing new: where every token comes with its text, and every chunk with one
+/// token, two pairs of them are the same numbers.
+pub fn distinct(a: &[&RequestRecord], b: &[&RequestRecord]) -> Vec<Metric> {
+    let same = |records: &[&RequestRecord], one: Metric, other: Metric| {
+        one.samples(records.iter().copied()) == other.samples(records.iter().copied())
+    };
+    let repeats = |one, other| same(a, one, other) && same(b, one, other);
+    let is_new = |metric: &Metric| match metric {
+        Metric::FirstText => !repeats(Metric::FirstText, Metric::Ttft),
+        Metric::Itl => !repeats(Metric::Itl, Metric::Tbt),
+        _ => true,
+    };
+    Metric::ALL.into_iter().filter(is_new).collect()
 }
 
 /// One unit for each request: the gaps of one request share its fate.

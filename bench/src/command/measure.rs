@@ -17,7 +17,7 @@ use crate::load::compose::Composer;
 use crate::load::drive::{Drive, Seen, drive};
 use crate::load::{Live, LoadArgs};
 use crate::machine::{Machine, commit};
-use crate::metrics::{LagReport, Objectives, Window};
+use crate::metrics::{LagSamples, Objectives, Window};
 use crate::progress::Progress;
 use crate::random::{fresh_seed, mix};
 use crate::record::RequestRecord;
@@ -130,7 +130,8 @@ impl Bench {
     pub async fn run(&self, spec: &RunSpec) -> Result<Seen> {
         let seed = if spec.seed_step == 0 { self.seed } else { mix(self.seed, spec.seed_step) };
         let supply = sessions(&self.workload, seed)?;
-        let n_sessions = spec.load.requests.unwrap_or(usize::MAX);
+        let supply = supply.take(spec.load.requests.unwrap_or(usize::MAX));
+        let n_total = self.n_planned(supply.size_hint().1);
         let composer = Composer {
             shape: self.survey.shape.clone(),
             salt: if spec.salt_step == 0 { self.salt } else { mix(self.salt, spec.salt_step) },
@@ -139,7 +140,7 @@ impl Bench {
         let job = Drive {
             target: Arc::clone(&self.target),
             composer: Arc::new(composer),
-            sessions: Box::new(supply.take(n_sessions)),
+            sessions: Box::new(supply),
             pacing: spec.load.pacing(seed)?,
             duration: spec.load.duration,
             client: spec.load.client(),
@@ -147,9 +148,14 @@ impl Bench {
             slice: spec.slice,
         };
         let live = Arc::new(Live::default());
-        let n_total = spec.load.requests.map(|n| n as u64);
         let _bar = (!spec.is_quiet).then(|| Progress::start(&spec.label, n_total, Arc::clone(&live)));
         drive(job, live).await.map_err(BenchError::Prepare)
+    }
+
+    /// Requests in so many sessions, for the progress bar; `None` where there is no end.
+    fn n_planned(&self, n_sessions: Option<usize>) -> Option<u64> {
+        let n_sessions = n_sessions.filter(|n| *n < usize::MAX)?;
+        Some(n_sessions as u64 * u64::from(self.workload.n_turns()))
     }
 
     pub fn report(
@@ -157,7 +163,7 @@ impl Bench {
         spec: &RunSpec,
         objectives: &Objectives,
         records: &[RequestRecord],
-        lag: LagReport,
+        lag: LagSamples,
     ) -> RunReport {
         let us = |span: Duration| span.as_micros() as u64;
         let parts = ReportParts {

@@ -17,7 +17,7 @@ use crate::load::compose::{Composer, Prepared};
 use crate::load::live::Live;
 use crate::load::probe::Probe;
 use crate::load::talk::Talker;
-use crate::metrics::LagReport;
+use crate::metrics::LagSamples;
 use crate::record::RequestRecord;
 use crate::workload::Arrivals;
 use crate::workload::session::Sessions;
@@ -57,7 +57,7 @@ pub struct Drive {
 pub struct Seen {
     /// In the order in which they were intended.
     pub records: Vec<RequestRecord>,
-    pub lag: LagReport,
+    pub lag: LagSamples,
     /// Time zero of the records.
     pub epoch: Instant,
 }

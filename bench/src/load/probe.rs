@@ -7,7 +7,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::clock::PreciseTimer;
-use crate::metrics::{Distribution, LagReport};
+use crate::metrics::LagSamples;
 use crate::record::{FailureKind, RequestRecord};
 
 const TICK: Duration = Duration::from_millis(5);
@@ -39,22 +39,19 @@ impl Probe {
         Ok(Self { ticker, late_ms, started: Instant::now(), cpu: CpuTimes::of_this_thread() })
     }
 
-    /// Ends the watch. The verdict is still to be passed: [`LagReport::judge`].
-    pub fn read(mut self, records: &[RequestRecord], interrupted: bool) -> LagReport {
+    /// Ends the watch.
+    pub fn read(mut self, records: &[RequestRecord], interrupted: bool) -> LagSamples {
         self.ticker.abort_all();
-        let late_ms = std::mem::take(&mut *self.late_ms.lock().unwrap_or_else(PoisonError::into_inner));
-        let sent_late = records.iter().map(|record| f64::from(record.lag_us) / 1e3).collect();
-        let elapsed = self.started.elapsed().as_nanos().max(1) as f64;
         let now = CpuTimes::of_this_thread();
         let ours = |record: &&RequestRecord| record.failure().is_some_and(|f| f.kind == FailureKind::Harness);
-        LagReport {
-            send_ms: Distribution::of(sent_late),
-            event_loop_ms: Distribution::of(late_ms),
-            cpu_share: now.running.saturating_sub(self.cpu.running) as f64 / elapsed,
-            starved_share: now.waiting.saturating_sub(self.cpu.waiting) as f64 / elapsed,
+        LagSamples {
+            send_ms: records.iter().map(|record| f64::from(record.lag_us) / 1e3).collect(),
+            event_loop_ms: std::mem::take(&mut *self.late_ms.lock().unwrap_or_else(PoisonError::into_inner)),
+            running: Duration::from_nanos(now.running.saturating_sub(self.cpu.running)),
+            waiting: Duration::from_nanos(now.waiting.saturating_sub(self.cpu.waiting)),
+            elapsed: self.started.elapsed(),
             harness_failures: records.iter().filter(ours).count(),
             interrupted,
-            invalid_because: Vec::new(),
         }
     }
 }

@@ -25,14 +25,26 @@ pub struct LagReport {
     pub invalid_because: Vec<String>,
 }
 
+/// The same before it is judged, sample by sample, so that the slices of a run can be laid together.
+#[derive(Clone, Debug, Default)]
+pub struct LagSamples {
+    pub send_ms: Vec<f64>,
+    pub event_loop_ms: Vec<f64>,
+    /// Of the load thread: on a processor, waiting for one, and how long it was watched.
+    pub running: Duration,
+    pub waiting: Duration,
+    pub elapsed: Duration,
+    pub harness_failures: usize,
+    pub interrupted: bool,
+}
+
 impl LagReport {
     pub fn is_valid(&self) -> bool {
         self.invalid_because.is_empty()
     }
 
-    /// Fills in the verdict: `limit` bounds the 99th percentile of both lags.
-    pub fn judge(mut self, limit: Duration) -> Self {
-        let limit_ms = limit.as_secs_f64() * 1e3;
+    /// Why it must not be quoted: `limit_ms` bounds the 99th percentile of both lags.
+    fn reasons(&self, limit_ms: f64) -> Vec<String> {
         let mut reasons = Vec::new();
         for (name, lag) in [("sending", &self.send_ms), ("event loop", &self.event_loop_ms)] {
             if lag.p99 > limit_ms {
@@ -48,7 +60,33 @@ impl LagReport {
         if self.interrupted {
             reasons.push("interrupted".to_owned());
         }
-        self.invalid_because = reasons;
-        self
+        reasons
+    }
+}
+
+impl LagSamples {
+    pub fn merge(&mut self, other: LagSamples) {
+        self.send_ms.extend(other.send_ms);
+        self.event_loop_ms.extend(other.event_loop_ms);
+        self.running += other.running;
+        self.waiting += other.waiting;
+        self.elapsed += other.elapsed;
+        self.harness_failures += other.harness_failures;
+        self.interrupted |= other.interrupted;
+    }
+
+    pub fn judge(self, limit: Duration) -> LagReport {
+        let share = |part: Duration| part.as_secs_f64() / self.elapsed.as_secs_f64().max(1e-9);
+        let mut report = LagReport {
+            cpu_share: share(self.running),
+            starved_share: share(self.waiting),
+            send_ms: Distribution::of(self.send_ms),
+            event_loop_ms: Distribution::of(self.event_loop_ms),
+            harness_failures: self.harness_failures,
+            interrupted: self.interrupted,
+            invalid_because: Vec::new(),
+        };
+        report.invalid_because = report.reasons(limit.as_secs_f64() * 1e3);
+        report
     }
 }

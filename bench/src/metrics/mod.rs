@@ -12,7 +12,7 @@ pub mod vllm;
 pub mod window;
 
 pub use distribution::Distribution;
-pub use lag::LagReport;
+pub use lag::{LagReport, LagSamples};
 pub use metric::Metric;
 pub use objective::Objectives;
 pub use summary::Summary;

@@ -11,6 +11,8 @@ use crate::report::{RunReport, markdown};
 /// Points of a distribution's curve.
 const N_POINTS: usize = 300;
 const N_BUCKETS: u64 = 200;
+/// Fewer runs show no trade-off.
+const N_TRADE_OFF_MIN: usize = 3;
 const STYLE: &str = include_str!("style.css");
 
 /// The metrics whose distributions are drawn, and how.
@@ -127,9 +129,9 @@ fn tail_ranks(n: usize) -> Vec<usize> {
     ranks
 }
 
-/// One point for each run, in the order of its throughput: the knee is where a curve turns up.
+/// One curve for each sweep, a point for each of its runs in the order of throughput: the knee is where it turns up.
 fn trade_offs(runs: &[RunReport]) -> Vec<Plot> {
-    if runs.len() < 2 {
+    if runs.len() < N_TRADE_OFF_MIN {
         return Vec::new();
     }
     [Metric::Ttft, Metric::SecondToken, Metric::Tbt, Metric::WorstGap]
@@ -138,21 +140,45 @@ fn trade_offs(runs: &[RunReport]) -> Vec<Plot> {
 }
 
 fn trade_off(metric: Metric, runs: &[RunReport]) -> Plot {
-    let curve = |(colour, (name, percent)): (usize, (&str, f64))| {
-        let of =
-            |run: &RunReport| if percent == 50.0 { run.latency(metric).p50 } else { run.latency(metric).p99 };
-        let mut points: Vec<_> = runs.iter().map(|run| (run.rates.output_tokens_per_s, of(run))).collect();
-        points.sort_by(|one, other| one.0.total_cmp(&other.0));
-        Curve { name: name.to_owned(), colour, points, style: Style::Dots }
-    };
+    let mut sweeps: Vec<&str> = runs.iter().map(|run| sweep_of(&run.label)).collect();
+    sweeps.dedup();
+    let mut curves = Vec::new();
+    for sweep in sweeps {
+        let members: Vec<_> = runs.iter().filter(|run| sweep_of(&run.label) == sweep).collect();
+        for (name, percent) in [("p50", 50), ("p99", 99)] {
+            let name = format!("{sweep} {name}").trim().to_owned();
+            curves.push(Curve {
+                name,
+                colour: curves.len(),
+                points: knee(&members, metric, percent),
+                style: Style::Dots,
+            });
+        }
+    }
     Plot {
         title: metric.title().to_owned(),
         x: Axis::new("output tokens/s", Scale::Linear).including(&[0.0]),
         y: Axis::new("milliseconds", Scale::Log),
-        curves: [("p50", 50.0), ("p99", 99.0)].into_iter().enumerate().map(curve).collect(),
+        curves,
         marks: Vec::new(),
         shaded: None,
     }
+}
+
+/// `remote rate=4` is a point of the sweep `remote`.
+fn sweep_of(label: &str) -> &str {
+    match label.rsplit_once(' ') {
+        Some((sweep, point)) if point.contains('=') => sweep,
+        None if label.contains('=') => "",
+        _ => label,
+    }
+}
+
+fn knee(runs: &[&RunReport], metric: Metric, percent: u32) -> Vec<(f64, f64)> {
+    let of = |run: &RunReport| if percent == 50 { run.latency(metric).p50 } else { run.latency(metric).p99 };
+    let mut points: Vec<_> = runs.iter().map(|run| (run.rates.output_tokens_per_s, of(run))).collect();
+    points.sort_by(|one, other| one.0.total_cmp(&other.0));
+    points
 }
 
 fn timelines(runs: &[RunReport], records: &[Vec<RequestRecord>]) -> Vec<Plot> {

@@ -158,6 +158,11 @@ impl WorkloadArgs {
         self.workload == Kind::Mooncake
     }
 
+    /// Turns of a session, at most.
+    pub fn n_turns(&self) -> u32 {
+        if matches!(self.workload, Kind::MultiTurn | Kind::Sharegpt) { self.turns } else { 1 }
+    }
+
     /// Whether prompts are words and not token ids.
     pub fn is_text(&self) -> bool {
         self.workload == Kind::Sharegpt

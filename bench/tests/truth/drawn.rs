@@ -1,6 +1,6 @@
 //! The recorded trace's form, packed reports and pages: what is drawn and written.
 
-use bench::metrics::{Distribution, LagReport, Metric, Objectives, Window};
+use bench::metrics::{LagSamples, Metric, Objectives, Window};
 use bench::puppet::{Ending, Script};
 use bench::record::{CountedBy, RequestRecord};
 use bench::report::{FaultMark, Provenance, ReportParts, RunReport, Subject, html, markdown};
@@ -34,7 +34,7 @@ fn report(label: &str, records: &[RequestRecord]) -> RunReport {
         label: label.to_owned(),
         provenance: Provenance::default(),
         subject,
-        lag: LagReport { send_ms: Distribution::of(vec![0.2; 40]), ..LagReport::default() }.judge(millis(5)),
+        lag: LagSamples { send_ms: vec![0.2; 40], ..LagSamples::default() }.judge(millis(5)),
         window: Window::whole(records),
         objectives: "ttft=150ms".parse::<Objectives>().expect("sound"),
     };
@@ -73,8 +73,8 @@ fn a_page_needs_nothing_from_elsewhere() {
     for foreign in ["<script", "http-equiv", "src=", "href=", "@import", "url("] {
         assert!(!page.contains(foreign), "{foreign}");
     }
-    // Six distributions, four trade-offs, two timelines of each run.
-    assert_eq!(page.matches("<svg").count(), 6 + 4 + 4);
+    // Six distributions, and two timelines of each run.
+    assert_eq!(page.matches("<svg").count(), 6 + 4);
     assert!(page.contains("first &lt;run&gt;") && !page.contains("NaN"));
 }
 
@@ -89,6 +89,16 @@ fn a_table_has_a_column_for_each_run_and_shows_failures_as_never() {
 }
 
 #[test]
+fn sweeps_are_drawn_as_curves_of_throughput_against_latency() {
+    let labels = ["remote rate=1", "remote rate=2", "colocated rate=1", "colocated rate=2"];
+    let runs = labels.map(|label| report(label, &records(100)));
+    let page = html::page("Sweeps", &runs).expect("drawn");
+    // Six distributions, four trade-offs with a p50 and a p99 of each sweep, two timelines of each run.
+    assert_eq!(page.matches("<svg").count(), 6 + 4 + 8);
+    assert_eq!((page.matches(">remote p99<").count(), page.matches(">colocated p50<").count()), (4, 4));
+}
+
+#[test]
 fn many_runs_are_rows() {
     let runs = [100, 120, 140, 160].map(|ttft_ms| report(&format!("at {ttft_ms}"), &records(ttft_ms)));
     let table = markdown::table(&runs);
@@ -99,9 +109,9 @@ fn many_runs_are_rows() {
 #[test]
 fn a_late_harness_makes_a_run_invalid() {
     let late = |send: f64, seen: f64| {
-        let (send_ms, event_loop_ms) = (Distribution::of(vec![send; 9]), Distribution::of(vec![seen; 9]));
-        LagReport { send_ms, event_loop_ms, ..LagReport::default() }.judge(millis(5)).is_valid()
+        let (send_ms, event_loop_ms) = (vec![send; 9], vec![seen; 9]);
+        LagSamples { send_ms, event_loop_ms, ..LagSamples::default() }.judge(millis(5)).is_valid()
     };
     assert_eq!([late(1.0, 1.0), late(9.0, 1.0), late(1.0, 9.0)], [true, false, false]);
-    assert!(!LagReport { harness_failures: 1, ..LagReport::default() }.judge(millis(5)).is_valid());
+    assert!(!LagSamples { harness_failures: 1, ..LagSamples::default() }.judge(millis(5)).is_valid());
 }
