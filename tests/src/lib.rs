@@ -6,6 +6,7 @@ pub mod executable;
 pub mod up;
 pub mod process;
 pub mod etcd;
+pub mod hosts;
 pub mod client;
 pub mod check;
 pub mod sim;

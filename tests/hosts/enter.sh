@@ -1,0 +1,16 @@
+#!/bin/sh
+# Runs a command as a container would: on a host of its own (a network namespace), as nobody in particular, in the root
+# file system of an image that nothing can write to, with no way to become more.
+# Usage: enter.sh NAMESPACE ROOT COMMAND…
+set -eu
+namespace=$1 root=$2
+shift 2
+exec ip netns exec "$namespace" unshare --mount --ipc --propagation private sh -eu -c '
+    root=$1
+    shift
+    mount --bind "$root" "$root"
+    mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
+    mount -t tmpfs -o size=64m tmpfs "$root/dev/shm"
+    mount -o remount,bind,ro "$root"
+    exec setpriv --no-new-privs chroot --userspec=65532:65532 "$root" "$@"
+' sh "$root" "$@"

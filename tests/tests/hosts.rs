@@ -1,0 +1,224 @@
+//! The processes of `deploy/compose.yaml`, each on a host of its own with a real etcd, as nobody in particular, in a
+//! root file system that nothing can write to. Hosts are cut off and come back; nothing is restarted.
+//!
+//! Delay, loss and a slow network need a kernel with netem, which is not to be had everywhere; they are not played here.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use baton_tests::check::prompts;
+use baton_tests::hosts::{self, Hosts};
+use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time};
+use futures::future::join_all;
+use serde_json::Value;
+use tempfile::TempDir;
+
+const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"];
+/// As long as a stream must be to have its host cut off in the middle.
+const TOKENS: u32 = 300;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace").to_owned()
+}
+
+/// `deploy/compose.yaml`, read by somebody who knows YAML.
+fn compose() -> Value {
+    let python = std::env::var("TEST_PYTHON")
+        .unwrap_or_else(|_| root().join(".cache/python/bin/python").display().to_string());
+    let read = "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))";
+    let file = root().join("deploy/compose.yaml");
+    let output = Command::new(python).args(["-c", read]).arg(file).output().expect("./test.sh installs it");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// What the image holds: the executable and what it is linked to. Configuration is mounted by name, so it lies here.
+fn image(hosts: &Hosts) -> TempDir {
+    let image = tempfile::tempdir().expect("a folder");
+    let put = |from: &Path, to: &str| {
+        let to = image.path().join(to.trim_start_matches('/'));
+        std::fs::create_dir_all(to.parent().expect("a folder")).expect("made");
+        std::fs::copy(from, &to).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
+    };
+    put(&executable::baton(), "/usr/local/bin/baton");
+    for library in libraries(&executable::baton()) {
+        put(Path::new(&library), &library);
+    }
+    for file in ["router.toml", "node.toml"] {
+        put(&root().join("deploy/compose").join(file), &format!("/etc/baton/{file}"));
+    }
+    put(&root().join("tests/mocks/paced.toml"), "/etc/baton/paced.toml");
+    std::fs::write(image.path().join("etc/hosts"), hosts.file()).expect("written");
+    for folder in ["proc", "dev/shm", "tmp"] {
+        std::fs::create_dir_all(image.path().join(folder)).expect("made");
+    }
+    // A temporary folder is its owner's alone; an image is everybody's to read.
+    let everybody = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(image.path(), everybody).expect("it is ours");
+    image
+}
+
+/// What the loader would load.
+fn libraries(executable: &Path) -> Vec<String> {
+    let output = Command::new("ldd").arg(executable).output().expect("ldd runs");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    text.split_whitespace().filter(|word| word.starts_with('/')).map(str::to_owned).collect()
+}
+
+/// Everything that runs; dropped before the hosts are.
+struct Cluster {
+    processes: Vec<(String, Child)>,
+    logs: TempDir,
+    client: Client,
+    _image: TempDir,
+    hosts: Hosts,
+}
+
+impl Cluster {
+    async fn start() -> Self {
+        let hosts = Hosts::new(NAMES);
+        let image = image(&hosts);
+        let client = Client::new((hosts.addr_of("router"), 8000).into());
+        let logs = tempfile::tempdir().expect("a folder");
+        let mut cluster = Self { processes: Vec::new(), logs, client, _image: image, hosts };
+        let compose = compose();
+        cluster.start_etcd(&compose["services"]["etcd"]);
+        for name in &NAMES[1..] {
+            cluster.start_baton(name, &compose["services"][*name]);
+        }
+        let router = (cluster.hosts.addr_of("router"), 8000);
+        eventually("the router to listen", async || tokio::net::TcpStream::connect(router).await.ok()).await;
+        cluster.all_ready().await;
+        cluster
+    }
+
+    /// Another image's, of which there is only the executable: with its flags, in its namespace.
+    fn start_etcd(&mut self, service: &Value) {
+        let flags = texts(&service["command"]);
+        let data = self.logs.path().join("etcd");
+        let flags = flags[1..].iter().map(|flag| match flag.strip_prefix("--data-dir=") {
+            Some(_) => format!("--data-dir={}", data.display()),
+            None => flag.replace("//etcd:", &format!("//{}:", self.hosts.addr_of("etcd"))),
+        });
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.hosts.namespace_of("etcd")]);
+        command.arg(etcd_bin_vendored::etcd_bin_path().expect("etcd for this platform")).args(flags);
+        self.run("etcd", command);
+    }
+
+    fn start_baton(&mut self, name: &str, service: &Value) {
+        let mut command = Command::new(root().join("tests/hosts/enter.sh"));
+        command.arg(self.hosts.namespace_of(name)).arg(self._image.path()).arg("/usr/local/bin/baton");
+        command.args(texts(&service["command"])).env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+        for (variable, value) in service["environment"].as_object().into_iter().flatten() {
+            command.env(variable, value.as_str().expect("a text"));
+        }
+        if name != "router" {
+            command.env("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml");
+        }
+        self.run(name, command);
+    }
+
+    fn run(&mut self, name: &str, mut command: Command) {
+        let log = File::create(self.logs.path().join(format!("{name}.log"))).expect("a log file");
+        let child = command.stdout(Stdio::null()).stderr(log).spawn().expect("it starts");
+        self.processes.push((name.to_owned(), child));
+    }
+
+    async fn all_ready(&self) {
+        eventually("every node to be ready", async || {
+            let cluster = self.client.get_json("/debug/cluster").await;
+            let nodes = cluster["nodes"].as_array().expect("a list of nodes").clone();
+            let n_ready = nodes.iter().filter(|node| node["state"] == "ready").count();
+            (n_ready == 4 && nodes.len() == 4).then_some(())
+        })
+        .await;
+    }
+
+    fn pid(&self, name: &str) -> u32 {
+        self.processes.iter().find(|(known, _)| known == name).expect("it was started").1.id()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for (name, child) in &mut self.processes {
+            let _ = child.kill();
+            let _ = child.wait();
+            if std::thread::panicking() {
+                let log = std::fs::read_to_string(self.logs.path().join(format!("{name}.log")));
+                eprintln!("--- log of {name} ---\n{}", log.unwrap_or_default());
+            }
+        }
+    }
+}
+
+fn texts(list: &Value) -> Vec<String> {
+    list.as_array().expect("a list").iter().map(|text| text.as_str().expect("a text").to_owned()).collect()
+}
+
+fn asks() -> Vec<Ask> {
+    let ask = |prompt| Ask::new(prompt, TOKENS).with("ignore_eos", true.into());
+    prompts(23, 16, 200).into_iter().map(ask).collect()
+}
+
+async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
+    let up = Up::start(&["--colocated"]).await;
+    let client = up.client();
+    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
+    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
+}
+
+/// Asks everything at once, `disturb`s in the middle, and compares.
+async fn disturbed(cluster: &Cluster, asks: &[Ask], expected: &[Answer], disturb: impl FnOnce()) {
+    let run = join_all(asks.iter().map(|ask| cluster.client.ask(ask)));
+    let disturb = async {
+        tokio::time::sleep(Duration::from_millis(600)).await;
+        disturb();
+    };
+    let (answers, ()) = in_time("the disturbed run", async { tokio::join!(run, disturb) }).await;
+    for (idx, (answer, expected)) in answers.into_iter().zip(expected).enumerate() {
+        let answer = answer.unwrap_or_else(|failed| panic!("request {idx}: {failed:?}"));
+        assert_eq!(answer.tokens, expected.tokens, "request {idx}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hosts_are_cut_off_and_come_back() {
+    if !hosts::possible() {
+        eprintln!("hosts need root and iproute2; nothing was tested");
+        return;
+    }
+    let asks = asks();
+    let expected = undisturbed(&asks).await;
+    let cluster = Cluster::start().await;
+    for name in &NAMES[1..] {
+        confined(cluster.pid(name));
+    }
+    disturbed(&cluster, &asks, &expected, || {}).await;
+    for host in ["decode-0", "prefill-0", "etcd"] {
+        disturbed(&cluster, &asks, &expected, || cluster.hosts.cut(host)).await;
+        // While it is away, others do its work.
+        disturbed(&cluster, &asks, &expected, || {}).await;
+        cluster.hosts.mend(host);
+        cluster.all_ready().await;
+    }
+    disturbed(&cluster, &asks, &expected, || {}).await;
+}
+
+/// Not root, with no capabilities and no way to any, in a root that is read-only.
+fn confined(pid: u32) {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+    let line = |name: &str| {
+        status.lines().find_map(|line| line.strip_prefix(name)).expect("the kernel says so").trim().to_owned()
+    };
+    assert_eq!(line("Uid:"), "65532\t65532\t65532\t65532");
+    assert_eq!((line("CapEff:"), line("NoNewPrivs:")), ("0000000000000000".to_owned(), "1".to_owned()));
+    let mounts = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).expect("it runs");
+    let root =
+        mounts.lines().map(|mount| mount.split(' ').collect::<Vec<_>>()).rfind(|mount| mount[4] == "/");
+    let options = root.expect("there is a root")[5];
+    assert!(options.split(',').any(|option| option == "ro"), "{options}");
+}
