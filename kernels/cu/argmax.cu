@@ -27,7 +27,8 @@ __device__ __forceinline__ u64 block_max(u64 key) {
 }
 
 extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
-argmax_parts(u64* __restrict__ keys, const float* __restrict__ logits, u32 width, u32 part_width) {
+argmax_parts(u64* keys, const float* logits, u32 width, u32 part_width) {
+    in_turn();
     u32 start = blockIdx.x * part_width, end = min(start + part_width, width);
     const float* row = logits + (u64)blockIdx.y * width;
     u64 key = 0;
@@ -40,7 +41,8 @@ argmax_parts(u64* __restrict__ keys, const float* __restrict__ logits, u32 width
 }
 
 extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS)
-argmax_rows(u32* __restrict__ out, const u64* __restrict__ keys, u32 n_parts) {
+argmax_rows(u32* out, const u64* keys, u32 n_parts) {
+    in_turn();
     u64 key = threadIdx.x < n_parts ? keys[(u64)blockIdx.x * n_parts + threadIdx.x] : 0;
     key = block_max(key);
     if (threadIdx.x == 0) out[blockIdx.x] = ~(u32)key;

@@ -29,20 +29,21 @@ __device__ __forceinline__ void load_k(Page<HEAD>& page, const bf16* k, u32 g, u
 #pragma unroll
     for (u32 i = 0; i < HEAD / 32; i++)
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) page.k[i][half] = stream8(k + (g + half * 8) * HEAD + i * 32 + t * 8);
+        for (u32 half = 0; half < 2; half++) page.k[i][half] = once8(k + (g + half * 8) * HEAD + i * 32 + t * 8);
 }
 template <u32 HEAD>
 __device__ __forceinline__ void load_v(Page<HEAD>& page, const bf16* v, u32 g, u32 t) {
 #pragma unroll
     for (u32 i = 0; i < HEAD / 64; i++)
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) page.v[i][j] = stream8(v + (2 * t + j % 2 + j / 2 * 8) * HEAD + i * 64 + g * 8);
+        for (u32 j = 0; j < 4; j++) page.v[i][j] = once8(v + (2 * t + j % 2 + j / 2 * 8) * HEAD + i * 64 + g * 8);
 }
 
 template <u32 HEAD>
 __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sums, const bf16* q, const bf16* pages,
                                        const u32* tables, const u32* lengths, DecodeShape shape) {
     constexpr u32 TILES = HEAD / 16;
+    in_turn();
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 chunk = blockIdx.x, row = blockIdx.z;
     u32 group = shape.n_q_heads / shape.n_kv_heads, tiles_of_group = (group + 7) / 8;
@@ -195,6 +196,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
 template <u32 HEAD>
 __device__ __forceinline__ void merge(bf16* out, const float* parts, const float2* part_sums, const u32* lengths,
                                       u32 n_q_heads, u32 n_parts, u32 chunk_blocks) {
+    in_turn();
     u32 row = blockIdx.y, head = blockIdx.x, dim = threadIdx.x;
     u64 q_head = (u64)row * n_q_heads + head;
     u32 chunk_tokens = chunk_blocks * BLOCK_TOKENS;
@@ -213,14 +215,14 @@ __device__ __forceinline__ void merge(bf16* out, const float* parts, const float
 
 #define DECODE(HEAD)                                                                                                      \
     extern "C" __global__ void __launch_bounds__(DECODE_WARPS * 32, 3)                                                    \
-    decode_attention_##HEAD(bf16* out, float* parts, float2* part_sums, const bf16* __restrict__ q,                       \
-                            const bf16* __restrict__ pages, const u32* __restrict__ tables,                               \
-                            const u32* __restrict__ lengths, DecodeShape shape) {                                         \
+    decode_attention_##HEAD(bf16* out, float* parts, float2* part_sums, const bf16* q,                       \
+                            const bf16* pages, const u32* tables,                               \
+                            const u32* lengths, DecodeShape shape) {                                         \
         decode<HEAD>(out, parts, part_sums, q, pages, tables, lengths, shape);                                            \
     }                                                                                                                     \
     extern "C" __global__ void __launch_bounds__(HEAD)                                                                    \
-    merge_parts_##HEAD(bf16* out, const float* __restrict__ parts, const float2* __restrict__ part_sums,                  \
-                       const u32* __restrict__ lengths, u32 n_q_heads, u32 n_parts, u32 chunk_blocks) {                   \
+    merge_parts_##HEAD(bf16* out, const float* parts, const float2* part_sums,                  \
+                       const u32* lengths, u32 n_q_heads, u32 n_parts, u32 chunk_blocks) {                   \
         merge<HEAD>(out, parts, part_sums, lengths, n_q_heads, n_parts, chunk_blocks);                                    \
     }
 DECODE(64)

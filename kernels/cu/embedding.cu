@@ -1,6 +1,7 @@
 // One row of the table for each token. A token that is not in the table makes a row of NaN, which no one overlooks.
 extern "C" __global__ void __launch_bounds__(128)
-embedding(bf16* __restrict__ out, const bf16* __restrict__ table, const u32* __restrict__ tokens, u32 width, u32 n_tokens) {
+embedding(bf16* out, const bf16* table, const u32* tokens, u32 width, u32 n_tokens) {
+    in_turn();
     u32 token = tokens[blockIdx.x];
     bf16* row = out + (u64)blockIdx.x * width;
     const bf16* from = table + (u64)token * width;

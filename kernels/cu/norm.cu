@@ -18,6 +18,7 @@ __device__ __forceinline__ float block_sum(float x) {
 
 template <bool ADD, u32 PARTS>
 __device__ __forceinline__ void norm_row(bf16* out, bf16* residual, const bf16* x, const bf16* weight, u32 width, float epsilon) {
+    in_turn();
     u64 row = (u64)blockIdx.x * width;
     Eight part[PARTS];
     float squares = 0.f;
@@ -60,13 +61,13 @@ __device__ __forceinline__ void norm_row_of(bf16* out, bf16* residual, const bf1
 
 // out = norm(x)
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-rms_norm(bf16* __restrict__ out, const bf16* __restrict__ x, const bf16* __restrict__ weight, u32 width, float epsilon) {
+rms_norm(bf16* out, const bf16* x, const bf16* weight, u32 width, float epsilon) {
     norm_row_of<false>(out, nullptr, x, weight, width, epsilon);
 }
 
 // residual += x; out = norm(residual)
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-add_rms_norm(bf16* __restrict__ out, bf16* __restrict__ residual, const bf16* __restrict__ x, const bf16* __restrict__ weight,
+add_rms_norm(bf16* out, bf16* residual, const bf16* x, const bf16* weight,
              u32 width, float epsilon) {
     norm_row_of<true>(out, residual, x, weight, width, epsilon);
 }

@@ -27,12 +27,13 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
     extern __shared__ Eight shared[];
     u32 q_at = shared_address(shared), k_at = q_at + QUERIES * HEAD * 2, v_at = k_at + TOKENS * HEAD * 2;
 
+    in_turn();
     uint3 sequence = sequences[blockIdx.z];  // its first row in q, its queries, its tokens
     u32 first_row = sequence.x, n_queries = sequence.y, length = sequence.z;
     u32 n_tiles = (n_queries + QUERIES - 1) / QUERIES;
-    if (blockIdx.x >= n_tiles) return;
-    u32 first_query = (n_tiles - 1 - blockIdx.x) * QUERIES;  // the longest first
-    u32 head = blockIdx.y, kv_head = head / (shape.n_q_heads / shape.n_kv_heads);
+    if (blockIdx.y >= n_tiles) return;
+    u32 first_query = (n_tiles - 1 - blockIdx.y) * QUERIES;  // of all heads the longest first
+    u32 head = blockIdx.x, kv_head = head / (shape.n_q_heads / shape.n_kv_heads);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
     u32 before = length - n_queries;  // tokens before the first query
@@ -175,8 +176,8 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
 
 #define PREFILL(HEAD, BLOCKS)                                                                                             \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
-    prefill_attention_##HEAD(bf16* out, const bf16* __restrict__ q, const bf16* __restrict__ pages,                       \
-                             const u32* __restrict__ tables, const uint3* __restrict__ sequences, PrefillShape shape) {   \
+    prefill_attention_##HEAD(bf16* out, const bf16* q, const bf16* pages,                       \
+                             const u32* tables, const uint3* sequences, PrefillShape shape) {   \
         prefill<HEAD>(out, q, pages, tables, sequences, shape);                                                           \
     }
 PREFILL(64, 2)

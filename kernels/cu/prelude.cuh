@@ -28,13 +28,42 @@ __device__ __forceinline__ bf16 narrow(float wide) { return (bf16)narrow(wide, 0
 __device__ __forceinline__ Eight load8(const bf16* from) { return *reinterpret_cast<const Eight*>(from); }
 __device__ __forceinline__ void store8(bf16* to, Eight eight) { *reinterpret_cast<Eight*>(to) = eight; }
 
-// For what is read once: it shall not push out of the cache what is read again.
-__device__ __forceinline__ Eight stream8(const bf16* from) {
+// For what is read once: it shall not push out of the cache what is read again. The first is for what no kernel writes:
+// it may be read before the kernel before has ended. Whatever was computed is read by plain loads, from pointers
+// without __restrict__, which would let the compiler do the same to them.
+__device__ __forceinline__ Eight constant8(const bf16* from) {
     Eight eight;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(eight.pair[0]), "=r"(eight.pair[1]), "=r"(eight.pair[2]), "=r"(eight.pair[3])
                  : "l"(from));
     return eight;
+}
+
+__device__ __forceinline__ Eight once8(const bf16* from) {
+    Eight eight;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(eight.pair[0]), "=r"(eight.pair[1]), "=r"(eight.pair[2]), "=r"(eight.pair[3])
+                 : "l"(from)
+                 : "memory");
+    return eight;
+}
+
+// On cards from sm_90 on a kernel is launched while the one before it still runs, so that no time passes between them.
+// Each says when the next may come, and waits for the one before to be done before it looks at anything that was computed,
+// or writes. Elsewhere the launch itself waits.
+__device__ __forceinline__ void next_may_come() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void in_turn() {
+    next_may_come();
+    wait_for_last();
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -8,12 +8,14 @@ struct RopeShape { u32 n_q_heads, n_kv_heads, n_slots, n_positions; float epsilo
 template <u32 HEAD>
 __device__ __forceinline__ void rope_head(bf16* qkv, bf16* pages, const u32* positions, const u32* slots, const float2* turns,
                                           const bf16* q_weight, const bf16* k_weight, RopeShape shape) {
+    in_turn();
     constexpr u32 PER_LANE = HEAD / 64;  // of each half
     u32 lane = threadIdx.x % 32;
     u32 head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     u32 n_heads = shape.n_q_heads + 2 * shape.n_kv_heads;
     if (head >= n_heads) return;
     bf16* from = qkv + ((u64)blockIdx.y * n_heads + head) * HEAD;
+    u32 position = positions[blockIdx.y], slot = slots[blockIdx.y];
     bool is_q = head < shape.n_q_heads, is_v = head >= shape.n_q_heads + shape.n_kv_heads;
 
     float first[PER_LANE], second[PER_LANE];
@@ -34,7 +36,6 @@ __device__ __forceinline__ void rope_head(bf16* qkv, bf16* pages, const u32* pos
             second[i] *= scale * widen(weight[lane + 32 * i + HEAD / 2]);
         }
     }
-    u32 position = positions[blockIdx.y];
     if (!is_v) {
 #pragma unroll
         for (u32 i = 0; i < PER_LANE; i++) {
@@ -47,7 +48,6 @@ __device__ __forceinline__ void rope_head(bf16* qkv, bf16* pages, const u32* pos
     }
     bf16* to = from;
     if (!is_q) {
-        u32 slot = slots[blockIdx.y];
         if (slot >= shape.n_slots) return;
         u64 part = head - shape.n_q_heads;  // heads of K, then of V
         u64 page = (u64)(slot / BLOCK_TOKENS) * 2 * shape.n_kv_heads + part;

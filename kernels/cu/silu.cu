@@ -1,6 +1,7 @@
 // out = silu(gate) * up, where each row of the input is gate and then up.
 extern "C" __global__ void __launch_bounds__(256)
-silu_mul(bf16* __restrict__ out, const bf16* __restrict__ gate_up, u32 width) {
+silu_mul(bf16* out, const bf16* gate_up, u32 width) {
+    in_turn();
     u32 at = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
     if (at >= width) return;
     const bf16* row = gate_up + (u64)blockIdx.y * 2 * width;

@@ -19,9 +19,8 @@ __device__ __forceinline__ void skinny(void* y, const bf16* w, const bf16* x, u3
     const bf16* of_x = x + (u64)min(g, n_rows - 1) * k + t * 8;
 
     float sum[TILES][4] = {};
-    // Warps take turns of UNROLL * 32 numbers along k, so that together they read rows in long runs.
-    for (u32 turn = warp * UNROLL * 32; turn < k; turn += WARPS * UNROLL * 32) {
-        Eight weights[UNROLL][TILES][2], numbers[UNROLL];
+    Eight weights[UNROLL][TILES][2];
+    auto load = [&](u32 turn) {
 #pragma unroll
         for (u32 i = 0; i < UNROLL; i++) {
             u32 at = turn + i * 32;
@@ -30,8 +29,16 @@ __device__ __forceinline__ void skinny(void* y, const bf16* w, const bf16* x, u3
             for (u32 tile = 0; tile < TILES; tile++)
 #pragma unroll
                 for (u32 half = 0; half < 2; half++)
-                    weights[i][tile][half] = here ? stream8(rows[tile][half] + at) : Eight{0, 0, 0, 0};
+                    weights[i][tile][half] = here ? constant8(rows[tile][half] + at) : Eight{0, 0, 0, 0};
         }
+    };
+    // Weights do not come from the kernel before, so the first ones are on their way while it ends.
+    next_may_come();
+    load(warp * UNROLL * 32);
+    wait_for_last();
+    // Warps take turns of UNROLL * 32 numbers along k, so that together they read rows in long runs.
+    for (u32 turn = warp * UNROLL * 32; turn < k; turn += WARPS * UNROLL * 32) {
+        Eight numbers[UNROLL];
 #pragma unroll
         for (u32 i = 0; i < UNROLL; i++) {
             u32 at = turn + i * 32;
@@ -39,13 +46,23 @@ __device__ __forceinline__ void skinny(void* y, const bf16* w, const bf16* x, u3
             numbers[i] = here ? load8(of_x + at) : Eight{0, 0, 0, 0};
         }
 #pragma unroll
-        for (u32 i = 0; i < UNROLL; i++)
+        for (u32 i = 0; i < UNROLL; i++) {
+            u32 next = turn + WARPS * UNROLL * 32 + i * 32;
+            bool here = next + t * 8 < k;
 #pragma unroll
             for (u32 tile = 0; tile < TILES; tile++) {
-                const Eight &a = weights[i][tile][0], &b = weights[i][tile][1], &v = numbers[i];
+                Eight &a = weights[i][tile][0], &b = weights[i][tile][1], &v = numbers[i];
                 mma(sum[tile], a.pair[0], b.pair[0], a.pair[1], b.pair[1], v.pair[0], v.pair[1]);
                 mma(sum[tile], a.pair[2], b.pair[2], a.pair[3], b.pair[3], v.pair[2], v.pair[3]);
+                // As soon as these are used, the ones of the next turn take their place.
+                if (here) {
+                    a = constant8(rows[tile][0] + next);
+                    b = constant8(rows[tile][1] + next);
+                } else {
+                    a = b = Eight{0, 0, 0, 0};
+                }
             }
+        }
     }
     // part[warp][row of x][row of w]
 #pragma unroll
@@ -67,15 +84,15 @@ __device__ __forceinline__ void skinny(void* y, const bf16* w, const bf16* x, u3
 
 #define SKINNY(NAME, WARPS, TILES, UNROLL, BLOCKS)                                                                        \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
-    skinny_##NAME(bf16* y, const bf16* __restrict__ w, const bf16* __restrict__ x, u32 n, u32 k, u32 n_rows) {            \
+    skinny_##NAME(bf16* y, const bf16* __restrict__ w, const bf16* x, u32 n, u32 k, u32 n_rows) {            \
         skinny<WARPS, TILES, UNROLL, false>(y, w, x, n, k, n_rows);                                                       \
     }                                                                                                                     \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
-    skinny_wide_##NAME(float* y, const bf16* __restrict__ w, const bf16* __restrict__ x, u32 n, u32 k, u32 n_rows) {      \
+    skinny_wide_##NAME(float* y, const bf16* __restrict__ w, const bf16* x, u32 n, u32 k, u32 n_rows) {      \
         skinny<WARPS, TILES, UNROLL, true>(y, w, x, n, k, n_rows);                                                        \
     }
 // Names: warps, groups of 16 rows, loads of 32 numbers in flight.
 SKINNY(8x1x4, 8, 1, 4, 3)
-SKINNY(8x1x8, 8, 1, 8, 2)
-SKINNY(4x1x8, 4, 1, 8, 4)
-SKINNY(8x2x4, 8, 2, 4, 2)
+SKINNY(4x1x4, 4, 1, 4, 6)
+SKINNY(16x1x2, 16, 1, 2, 2)
+SKINNY(8x1x2, 8, 1, 2, 4)

@@ -193,7 +193,8 @@ fn skinny(
 fn decode_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (n_rows, length) in [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)] {
-        for chunk_tokens in [128, 256, 512, 1024] {
+        let chosen = DecodeAttention::chunk_tokens_for(card, n_rows, 8, length);
+        for chunk_tokens in [64, 256, 1024, chosen] {
             lines.push(decode(card, limits, (n_rows, length), chunk_tokens)?);
         }
     }

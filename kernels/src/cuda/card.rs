@@ -1,6 +1,7 @@
 //! One GPU, opened: its context, the one stream that everything runs on, and every kernel, loaded.
 
 use std::collections::HashMap;
+use std::ffi::c_void;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{
     CUdevice_attribute as Attribute, CUevent_flags, CUfunction_attribute as FunctionAttribute,
 };
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, LaunchConfig, result};
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result, sys};
 use cudarc::nvrtc::Ptx;
 
 use super::buffer::{Buffer, Element, View, ViewMut};
@@ -26,7 +27,19 @@ pub struct Card {
     name: String,
     arch: String,
     n_multiprocessors: u32,
+    /// Whether a kernel may be launched while the one before it runs: from Hopper on.
+    overlaps: bool,
     n_compiled: usize,
+}
+
+/// How a kernel is spread over the card.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Grid {
+    pub(super) blocks: (usize, usize, usize),
+    /// Of each block.
+    pub(super) threads: u32,
+    /// Of each block, beyond what the kernel has by itself.
+    pub(super) shared_bytes: u32,
 }
 
 /// A place in the stream, to measure the time between two.
@@ -56,7 +69,8 @@ impl Card {
             .map_err(CudaError::during("count the multiprocessors"))? as u32;
         let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
         let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch)?;
-        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, n_compiled })
+        let overlaps = capability.0 >= 9;
+        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled })
     }
 
     /// As the driver names it.
@@ -158,12 +172,51 @@ impl Card {
         self.context.ordinal()
     }
 
-    pub(super) fn stream(&self) -> &CudaStream {
-        &self.stream
-    }
-
-    pub(super) fn function(&self, kernel: &'static str) -> &CudaFunction {
-        self.functions.get(kernel).expect("every kernel of SOURCES is loaded, and no other is asked for")
+    /// Puts a kernel at the end of the stream. It may come onto the card while the one before it ends: each waits by
+    /// itself before it looks at what was computed (`wait_for_last` in `prelude.cuh`).
+    ///
+    /// # Safety
+    /// The arguments point to values of the types of the kernel's signature, in its order, and the memory that these
+    /// name is as large as the kernel takes it to be, borrowed by the caller as the kernel uses it.
+    pub(super) unsafe fn launch(
+        &self,
+        kernel: &'static str,
+        grid: Grid,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        let function =
+            self.functions.get(kernel).expect("every kernel of SOURCES is loaded, and no other is asked for");
+        self.bind()?;
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let (x, y, z) = grid.blocks;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x as u32,
+            gridDimY: y as u32,
+            gridDimZ: z as u32,
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: &mut overlap,
+            numAttrs: u32::from(self.overlaps),
+        };
+        // JUSTIFICATION: cudarc's own launch knows no attributes.
+        // SAFETY: configuration and arguments outlive the call, which copies them; the rest is the caller's promise.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &config,
+                function.cu_function(),
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+        .result()
+        .map_err(CudaError::during("launch a kernel"))
     }
 
     fn bind(&self) -> Result<(), CudaError> {
@@ -187,12 +240,8 @@ impl Marker {
 }
 
 /// Many small blocks of threads over a row of work.
-pub(super) fn grid(x: usize, y: usize, threads: u32) -> LaunchConfig {
-    grid3((x, y, 1), threads, 0)
-}
-
-pub(super) fn grid3((x, y, z): (usize, usize, usize), threads: u32, shared_mem_bytes: u32) -> LaunchConfig {
-    LaunchConfig { grid_dim: (x as u32, y as u32, z as u32), block_dim: (threads, 1, 1), shared_mem_bytes }
+pub(super) fn grid(x: usize, y: usize, threads: u32) -> Grid {
+    Grid { blocks: (x, y, 1), threads, shared_bytes: 0 }
 }
 
 /// What to compile for. Hopper's own instructions need the `a`; the code then runs on no other card.

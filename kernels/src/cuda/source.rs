@@ -39,12 +39,12 @@ pub const SOURCES: &[Source] = &[
         [
             "skinny_8x1x4",
             "skinny_wide_8x1x4",
-            "skinny_8x1x8",
-            "skinny_wide_8x1x8",
-            "skinny_4x1x8",
-            "skinny_wide_4x1x8",
-            "skinny_8x2x4",
-            "skinny_wide_8x2x4",
+            "skinny_4x1x4",
+            "skinny_wide_4x1x4",
+            "skinny_16x1x2",
+            "skinny_wide_16x1x2",
+            "skinny_8x1x2",
+            "skinny_wide_8x1x2",
         ],
         "tensor.cuh"
     ),

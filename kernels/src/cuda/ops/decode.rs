@@ -1,17 +1,23 @@
 //! Attention of one new token for each of many sequences.
 
-use cudarc::driver::DeviceRepr;
-
 use super::{
     BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
     rows_of,
 };
-use crate::cuda::card::{grid, grid3};
+use crate::cuda::card::{Grid, grid};
 
 /// Threads of a part, as in `decode_attention.cu`.
 const THREADS: u32 = 128;
 /// Query heads that one pass over a KV head serves.
 const HEADS_AT_ONCE: usize = 8;
+
+/// Blocks of threads that a multiprocessor runs at once: what `decode_attention.cu` leaves registers for.
+const BLOCKS_AT_ONCE: usize = 3;
+/// The most chunks of a sequence: more take longer to merge than they save.
+const CHUNKS_MAX: usize = 64;
+/// What starting a chunk, and what merging one, costs: in the time that a block of threads takes for so many tokens.
+const START_TOKENS: usize = 128;
+const MERGE_TOKENS: usize = 16;
 
 /// What [`Card::decode_attention`] needs, for one layer.
 #[derive(Debug)]
@@ -40,6 +46,7 @@ pub struct DecodeAttention<'a> {
     pub scale: f32,
 }
 
+/// The fields of DecodeShape in decode_attention.cu, in their order: it is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -53,14 +60,26 @@ struct Shape {
     scale: f32,
 }
 
-// JUSTIFICATION: arguments of a kernel are copied as bytes.
-// SAFETY: `repr(C)`, the fields of DecodeShape in decode_attention.cu in their order, and no pointer among them.
-unsafe impl DeviceRepr for Shape {}
-
 impl DecodeAttention<'_> {
     /// Parts that the sequences are computed in: for each row and head, one for each chunk.
     pub fn n_parts(n_rows: usize, n_q_heads: usize, length_max: usize, chunk_tokens: usize) -> usize {
         n_rows * n_q_heads * length_max.div_ceil(chunk_tokens).max(1)
+    }
+
+    /// A good number of tokens for one block of threads: chunks that come out even over the card's multiprocessors.
+    ///
+    /// It depends on the batch, and so does the order of sums then; what must not depend on it names a number of its own.
+    pub fn chunk_tokens_for(card: &Card, n_rows: usize, n_kv_heads: usize, length_max: usize) -> usize {
+        let places = card.n_multiprocessors() as usize * BLOCKS_AT_ONCE;
+        let blocks = length_max.div_ceil(BLOCK_TOKENS).max(1);
+        let chunk = |n_chunks: usize| blocks.div_ceil(n_chunks) * BLOCK_TOKENS;
+        let tokens_of_time = |n_chunks: &usize| {
+            let n_turns = (n_rows * n_kv_heads * n_chunks).div_ceil(places).max(1);
+            let of_merge = if *n_chunks > 1 { n_chunks * MERGE_TOKENS } else { 0 };
+            n_turns * (chunk(*n_chunks) + START_TOKENS) + of_merge
+        };
+        let n_chunks = (1..=blocks.min(CHUNKS_MAX)).min_by_key(tokens_of_time).unwrap_or(1);
+        chunk(n_chunks)
     }
 
     /// Numbers of all parts.
@@ -129,7 +148,7 @@ impl Card {
         };
         let n_chunks = attention.n_chunks();
         let tiles = kv.n_kv_heads * (attention.n_q_heads / kv.n_kv_heads).div_ceil(HEADS_AT_ONCE);
-        let config = grid3((n_chunks, tiles, n_rows), THREADS, 0);
+        let config = Grid { blocks: (n_chunks, tiles, n_rows), threads: THREADS, shared_bytes: 0 };
         launch!(
             self,
             kernel,

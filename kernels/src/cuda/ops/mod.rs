@@ -98,17 +98,13 @@ fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, Cuda
 
 /// Launches a kernel by its name with these arguments; the checks come before.
 macro_rules! launch {
-    ($card:expr, $kernel:expr, $config:expr, $($argument:expr),+ $(,)?) => {{
-        use cudarc::driver::PushKernelArg;
-        let mut launch = $card.stream().launch_builder($card.function($kernel));
-        $(launch.arg($argument);)+
+    ($card:expr, $kernel:expr, $grid:expr, $($argument:expr),+ $(,)?) => {{
+        let mut arguments = [$(std::ptr::from_ref($argument).cast_mut().cast::<std::ffi::c_void>()),+];
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
         // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order; the views they come
         // from bound what it reads and writes, by the checks before; what it writes is borrowed mutably, and later
-        // work runs after it in the same stream.
-        unsafe { launch.launch($config) }
-            .map(|_| ())
-            .map_err($crate::cuda::CudaError::during("launch a kernel"))
+        // work of the same stream waits for it.
+        unsafe { $card.launch($kernel, $grid, &mut arguments) }
     }};
 }
 use launch;

@@ -1,12 +1,10 @@
 //! Attention of many new tokens for each of some sequences.
 
-use cudarc::driver::DeviceRepr;
-
 use super::{
     BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
 };
 use crate::cuda::Buffer;
-use crate::cuda::card::grid3;
+use crate::cuda::card::Grid;
 
 /// Threads of a tile, its queries, and its tokens, as in `prefill_attention.cu`.
 const THREADS: u32 = 128;
@@ -43,6 +41,7 @@ pub struct PrefillAttention<'a> {
     pub scale: f32,
 }
 
+/// The fields of PrefillShape in prefill_attention.cu, in their order: it is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -55,17 +54,12 @@ struct Shape {
     scale: f32,
 }
 
-// JUSTIFICATION: arguments of a kernel are copied as bytes.
-// SAFETY: `repr(C)`, the fields of PrefillShape in prefill_attention.cu in their order, and no pointer among them.
-unsafe impl DeviceRepr for Shape {}
-
 impl PrefillAttention<'_> {
     fn check(&self, kernel: &'static str) -> Result<(), CudaError> {
         let (head_dim, n_kv_heads) = (self.kv.head_dim, self.kv.n_kv_heads);
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
         let divides = n_kv_heads > 0 && self.n_q_heads > 0 && self.n_q_heads.is_multiple_of(n_kv_heads);
         ensure(kernel, divides, "query heads that KV heads do not divide")?;
-        ensure(kernel, self.n_q_heads <= GRID_SIDE_MAX, "too many heads")?;
         ensure(kernel, self.sequences.len() <= GRID_SIDE_MAX, "too many sequences")?;
         let width = self.n_q_heads * head_dim;
         let is_wide = self.q_stride >= width && self.q_stride.is_multiple_of(8);
@@ -84,6 +78,7 @@ impl PrefillAttention<'_> {
     ) -> Result<(), CudaError> {
         let PrefillSequence { first_row, n_queries, length } = sequence;
         ensure(kernel, n_queries <= length, "more queries than tokens")?;
+        ensure(kernel, n_queries <= GRID_SIDE_MAX * TILE_QUERIES, "too many queries")?;
         if n_queries == 0 {
             return Ok(());
         }
@@ -128,8 +123,8 @@ impl Card {
             window: u32::try_from(attention.window).unwrap_or(u32::MAX),
             scale: attention.scale,
         };
-        let sides = (n_queries.div_ceil(TILE_QUERIES), attention.n_q_heads, sequences.len());
-        let config = grid3(sides, THREADS, shared_bytes(kv.head_dim));
+        let blocks = (attention.n_q_heads, n_queries.div_ceil(TILE_QUERIES), sequences.len());
+        let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(kv.head_dim) };
         launch!(
             self,
             kernel,

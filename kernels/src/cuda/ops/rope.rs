@@ -1,7 +1,5 @@
 //! Rotation of q and k by their positions, the norms of their heads, and K and V into pages.
 
-use cudarc::driver::DeviceRepr;
-
 use super::{
     BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
     rows_of,
@@ -29,6 +27,7 @@ pub struct RopeWriteKv<'a> {
     pub epsilon: f32,
 }
 
+/// The fields of RopeShape in rope.cu, in their order: it is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -38,10 +37,6 @@ struct Shape {
     n_positions: u32,
     epsilon: f32,
 }
-
-// JUSTIFICATION: arguments of a kernel are copied as bytes.
-// SAFETY: `repr(C)`, the fields of RopeShape in rope.cu in their order, and no pointer among them.
-unsafe impl DeviceRepr for Shape {}
 
 impl Card {
     /// Rotates q in place and writes k, rotated, and v into their pages.

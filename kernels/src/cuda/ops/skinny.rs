@@ -29,9 +29,9 @@ macro_rules! form {
     };
 }
 
-/// Every form that there is.
+/// Every form that there is; the first does well for most matrices (`docs/measurements`).
 pub const SKINNY_FORMS: &[SkinnyForm] =
-    &[form!("8x1x4", 8, 1), form!("8x1x8", 8, 1), form!("4x1x8", 4, 1), form!("8x2x4", 8, 2)];
+    &[form!("16x1x2", 16, 1), form!("8x1x4", 8, 1), form!("4x1x4", 4, 1), form!("8x1x2", 8, 1)];
 
 impl Card {
     /// `y = x * transpose(w)`: `x` is up to 8 rows of `k`, `w` is rows of `k`, `y` has a number for each pair of rows.
