@@ -1,6 +1,7 @@
 """What there is to check: every overlay, every component, every way to install the chart."""
 
 import functools
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ EVERYTHING_ON = {"gateway": {"enabled": True}, "monitoring": {"enabled": True}}
 @functools.cache
 def kustomize(folder):
     """The objects of a kustomization."""
+    assert shutil.which("kubectl"), "kubectl is missing: https://kubernetes.io/docs/tasks/tools/"
     command = ["kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{folder}: {done.stderr}"
