@@ -17,6 +17,7 @@ pub mod metrics;
 pub mod admin;
 pub mod server;
 pub mod rpc;
+pub mod guards;
 pub mod error;
 
 pub use error::{ConfigError, ConfigProblem, Origin, StartError};

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use chassis::guards::{Guard, stands};
 use tokio::time::Instant;
 use types::{NodeId, NodeInfo};
 
@@ -100,8 +101,12 @@ impl Table {
             self.renew_all(now);
             return Vec::new();
         }
-        let lapsed: Vec<LeaseId> =
-            self.places.values().filter(|place| place.lapses <= now).map(|place| place.lease).collect();
+        let lapsed: Vec<LeaseId> = self
+            .places
+            .values()
+            .filter(|place| place.lapses <= now && stands(Guard::LeaseExpiry))
+            .map(|place| place.lease)
+            .collect();
         lapsed.into_iter().filter_map(|lease| self.withdraw(lease)).collect()
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use chassis::World;
+use chassis::guards::{Guard, stands};
 use futures::stream::{self, BoxStream, StreamExt as _};
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
@@ -106,6 +107,10 @@ impl<F: Feed> Follower<F> {
     }
 
     fn take_all(&mut self, nodes: Vec<NodeInfo>, forgot: bool) {
+        if self.away_since.is_some() && !stands(Guard::Resync) {
+            self.away_since = None;
+            return;
+        }
         let (now, ttl) = (self.world.now(), self.feed.ttl());
         let outage = self.away_since.take().map_or(Duration::ZERO, |since| now - since);
         let snapshot = self.known.snapshot(nodes, forgot || outage > ttl / OUTAGES_PER_TTL, now + ttl);

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use chassis::World;
+use chassis::guards::{Guard, stands};
 use futures::StreamExt as _;
 use tokio::time::Instant;
 use tracing::{debug, info};
@@ -314,7 +315,7 @@ impl<'a> Tries<'a> {
             return self.wait_for_room(failure);
         }
         self.attempts_left = self.attempts_left.saturating_sub(1);
-        if self.attempts_left == 0 {
+        if self.attempts_left == 0 && stands(Guard::AttemptBudget) {
             return Err(failure.into());
         }
         self.failed.push(failure.node.id.clone());

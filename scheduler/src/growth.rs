@@ -8,6 +8,8 @@
 //! Blocks in other hands (landings, wires that still read) cannot be taken away. So that they do not stop the first in
 //! line either, those who lease blocks for them leave it all that it can ever need.
 
+use chassis::guards::{Guard, stands};
+
 use crate::rank::{Rank, SequenceId};
 
 /// A sequence that holds blocks, as far as growth is concerned.
@@ -23,13 +25,16 @@ pub struct Grower {
 
 /// Blocks per group that admission leaves free: a little for each.
 pub fn reserve(growers: &[Grower], each: usize) -> usize {
+    if !stands(Guard::GrowthReserve) {
+        return 0;
+    }
     growers.iter().map(|grower| grower.blocks_left.min(each)).sum()
 }
 
 /// Blocks per group to be left free by leases that cannot be taken away: all that the first in line can still need,
 /// and a little for each other one.
 pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
-    let first = growers.iter().min_by_key(|grower| grower.rank);
+    let first = growers.iter().min_by_key(|grower| grower.rank).filter(|_| stands(Guard::GrowthReserve));
     reserve(growers, each) + first.map_or(0, |first| first.blocks_left.saturating_sub(each))
 }
 

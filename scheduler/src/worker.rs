@@ -15,6 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use chassis::World;
+use chassis::guards::{Guard, stands};
 use engine::Backend;
 use kv_cache::BlockPool;
 use tokio::time::Instant;
@@ -186,7 +187,7 @@ impl Worker {
 
     /// Ends what is overdue, whether or not there is anything new.
     fn reap(&mut self, now: Instant) {
-        let is_late = |sequence: &&Sequence| sequence.deadline() <= now;
+        let is_late = |sequence: &&Sequence| sequence.deadline() <= now && stands(Guard::DeadlineReaper);
         let late: Vec<SequenceId> =
             self.sequences.values().filter(is_late).map(|sequence| sequence.id).collect();
         for id in late {

@@ -20,14 +20,14 @@ use router::metrics::RouterMetrics;
 use router::text::RouterModels;
 use router::{Cluster, NodeState};
 use tonic::service::Routes;
-use types::NodeId;
+use types::{NodeId, NodeInfo};
 
 use super::net::{Crash, SimNet};
 use super::plan::{NodeShape, Shape};
 
 pub const ROUTER: &str = "router";
 const ROUTER_ADDR: &str = "router:50051";
-const REGISTRY_URL: &str = "embedded://router:50051";
+pub const REGISTRY_URL: &str = "embedded://router:50051";
 /// How long a node that is asked to stop may take.
 const DRAIN_MS: u64 = 3_000;
 
@@ -192,6 +192,7 @@ struct RouterLife {
     dispatch: Dispatch,
     cluster: Cluster,
     metrics: RouterMetrics,
+    registry: MemoryRegistry,
     _following: Task<()>,
     _serving: Task<()>,
 }
@@ -215,6 +216,11 @@ impl RouterHost {
         self.n_failed_before + self.running.as_ref().map_or(0, |life| failed_attempts(&life.metrics))
     }
 
+    /// Who is in the cluster, by the one who knows.
+    pub fn members(&self) -> Vec<NodeInfo> {
+        self.running.as_ref().map(|life| life.registry.members()).unwrap_or_default()
+    }
+
     pub async fn start(&mut self) {
         if self.running.is_some() {
             return;
@@ -227,7 +233,7 @@ impl RouterHost {
         let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default());
         let following = cluster.follow(&registry).await.expect("a table in memory can be watched");
         let listener = world.net().listen(ROUTER_ADDR).await.expect("the port is free");
-        let routes = Routes::new(bootstrap_server(registry, Shutdown::new()));
+        let routes = Routes::new(bootstrap_server(registry.clone(), Shutdown::new()));
         let serving = chassis::rpc::serve(listener, routes, Shutdown::new(), ServerLimits::default());
         let serving = async move { drop(serving.await) };
         let metrics = RouterMetrics::new(&Metrics::new("router"));
@@ -236,6 +242,7 @@ impl RouterHost {
             dispatch,
             cluster,
             metrics,
+            registry,
             _following: following,
             _serving: spawn_guarded(&gate, "serve", serving),
         });

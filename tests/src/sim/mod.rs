@@ -12,6 +12,8 @@ pub mod reference;
 pub mod oracle;
 pub mod witness;
 pub mod host;
+pub mod watcher;
+pub mod rogue;
 pub mod net;
 pub mod pipe;
 pub mod chance;

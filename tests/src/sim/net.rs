@@ -20,8 +20,12 @@ use tokio::time::Instant;
 
 use super::chance::Chance;
 use super::log::EventLog;
-use super::pipe::{Connection, SimStream};
+use super::pipe::{Connection, SimStream, Wires};
 
+/// Where every node's KV travels. Nothing but KV has checksums of its own.
+pub const KV_PORT: &str = ":7002";
+/// What a tap keeps that nobody has read.
+const HEARD_MAX: usize = 4096;
 /// Connections that wait to be accepted.
 const BACKLOG: usize = 128;
 /// What a path takes when nothing is wrong with it: at least, and at most so much more.
@@ -49,6 +53,8 @@ struct State {
     doors: BTreeMap<String, Door>,
     connections: BTreeMap<u64, Weak<Connection>>,
     n_connections: u64,
+    /// Who reads along, and does not hear himself.
+    tap: Option<(String, Tap)>,
 }
 
 struct Host {
@@ -83,17 +89,30 @@ pub struct Path {
 struct PathState {
     is_held: bool,
     delay: Duration,
+    /// One write in so many has a bit turned on its way, where KV travels.
+    corrupts_one_in: Option<u64>,
     /// Every connection made now is reset after so many writes.
     cut_after: Option<u32>,
 }
 
 impl Path {
     fn new() -> Self {
-        Self { state: Mutex::new(PathState { is_held: false, delay: DELAY, cut_after: None }) }
+        Self {
+            state: Mutex::new(PathState {
+                is_held: false,
+                delay: DELAY,
+                corrupts_one_in: None,
+                cut_after: None,
+            }),
+        }
     }
 
     pub fn is_held(&self) -> bool {
         self.state().is_held
+    }
+
+    pub fn corrupts(&self, chance: &mut Chance) -> bool {
+        self.state().corrupts_one_in.is_some_and(|n| chance.one_in(n))
     }
 
     /// When a byte that leaves now is there.
@@ -106,6 +125,16 @@ impl Path {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// What was overheard: the connection, who is called, and the caller's bytes.
+#[derive(Clone, Debug)]
+pub struct Heard {
+    pub connection: u64,
+    pub to: String,
+    pub bytes: Vec<u8>,
+}
+
+pub type Tap = mpsc::Sender<Heard>;
 
 /// How a process ends that is not asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +156,7 @@ impl SimNet {
             doors: BTreeMap::new(),
             connections: BTreeMap::new(),
             n_connections: 0,
+            tap: None,
         };
         Self { shared: Arc::new(Shared { log, state: Mutex::new(state), changed: Notify::new() }) }
     }
@@ -180,6 +210,11 @@ impl SimNet {
         self.path(from, to).state().delay = delay;
     }
 
+    /// Of what is written where KV travels, one write in so many arrives with a bit turned.
+    pub fn corrupt(&self, from: &str, to: &str, one_in: u64) {
+        self.path(from, to).state().corrupts_one_in = Some(one_in);
+    }
+
     /// Every connection that is made between the two from now on breaks after so many writes in this direction.
     pub fn cut_after(&self, from: &str, to: &str, writes: u32) {
         self.path(from, to).state().cut_after = Some(writes);
@@ -190,6 +225,13 @@ impl SimNet {
         let both = |connection: &Connection| connection.has_host(one) && connection.has_host(other);
         let broken = self.state().connections_of(both);
         broken.iter().for_each(|connection| connection.reset());
+    }
+
+    /// Lets a host read along where KV travels, on connections that others make from now on.
+    pub fn tap(&self, by: &str) -> mpsc::Receiver<Heard> {
+        let (tap, heard) = mpsc::channel(HEARD_MAX);
+        self.state().tap = Some((by.to_owned(), tap));
+        heard
     }
 
     /// Everything is as if it had never been broken. Lives that are over stay over.
@@ -303,7 +345,10 @@ impl HostNet {
         let cuts = [paths[0].state().cut_after, paths[1].state().cut_after];
         let chance = Chance::new(state.chance.draw());
         let log = self.net.shared.log.clone();
-        let connection = Connection::new(id, hosts, paths, cuts, chance, log);
+        let is_kv = addr.ends_with(KV_PORT);
+        let overheard = state.tap.as_ref().filter(|(by, _)| is_kv && *by != self.host);
+        let wires = Wires { is_kv, tap: overheard.map(|(_, tap)| tap.clone()) };
+        let connection = Connection::new(id, hosts, paths, cuts, chance, log, wires);
         state.connections.insert(id, Arc::downgrade(&connection));
         let from = state.address(&self.host, 30_000 + (id % 30_000) as u16);
         let near = SimStream::new(Arc::clone(&connection), 0, Arc::clone(&self.life));

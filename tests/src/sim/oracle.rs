@@ -1,5 +1,6 @@
 //! What must hold when a run is over.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use kv_cache::BlockPool;
@@ -10,6 +11,7 @@ use super::host::{Hosts, NodeHost, RouterHost};
 use super::log::EventLog;
 use super::plan::Plan;
 use super::run::Tally;
+use super::watcher::Watcher;
 
 /// How long after the last request everything may still be on its way back. A life that is over may keep what it has
 /// for its requests until their deadlines.
@@ -62,9 +64,59 @@ fn work_left(parts: &NodeParts) -> Option<String> {
 /// finding a decode node for KV that is held.
 pub fn attempts(router: &RouterHost, plan: &Plan, tally: Tally, n_probes: u64, log: &EventLog) {
     let n_requests = u64::from(tally.n_requests()) + n_probes;
-    let chances = u64::from(tally.steps) + n_requests;
+    // A step that came gives its request a new budget; but only failures use it up, and most steps come without any.
+    let chances = u64::from(tally.steps).min(n_requests) + n_requests;
     let (failed, bound) = (router.n_failed_attempts(), 2 * u64::from(plan.cluster.attempts_max) * chances);
     if failed > bound {
         log.accuse(format_args!("{failed} attempts failed, {bound} may for {n_requests} requests"));
+    }
+}
+
+/// How much later than a request's deadline its blocks are back, whatever is broken.
+const OUTLIVES_BY: Duration = Duration::from_secs(1);
+
+/// No node keeps blocks for a request that must be over, and none waits for new work to notice it.
+pub fn nothing_outlives_its_request(hosts: &Hosts, deadlines: &BTreeMap<String, Instant>, log: &EventLog) {
+    let over = |name: &str| deadlines.get(name).is_some_and(|due| *due + OUTLIVES_BY < Instant::now());
+    for (life, pool) in hosts.nodes.iter().flat_map(|node| &node.pools) {
+        if pool.counts().leased == 0 {
+            continue;
+        }
+        let holders: BTreeSet<String> = pool.ledger().into_iter().filter_map(|entry| entry.holder).collect();
+        for holder in holders {
+            let request = holder.find("request ").or_else(|| holder.find("probe ")).map(|at| &holder[at..]);
+            if request.is_some_and(over) {
+                log.accuse(format_args!("{life}: blocks outlive their request: {holder}"));
+            }
+        }
+    }
+}
+
+/// How long a watcher may believe what is not so: a lease, for those whom a new registry does not know yet.
+const WATCHED_WITHIN: Duration = Duration::from_secs(15);
+
+/// Who watches from afar knows what the registry knows.
+pub async fn watched(router: &RouterHost, watcher: &Watcher, log: &EventLog) {
+    let give_up = Instant::now() + WATCHED_WITHIN;
+    loop {
+        let lives = |node: &types::NodeInfo| (node.id.clone(), node.epoch);
+        let known: BTreeSet<_> = watcher.members().iter().map(lives).collect();
+        let members: BTreeSet<_> = router.members().iter().map(lives).collect();
+        if known == members {
+            return;
+        }
+        if Instant::now() > give_up {
+            return log.accuse(format_args!("a watcher knows {known:?} instead of {members:?}"));
+        }
+        sleep(Duration::from_millis(250)).await;
+    }
+}
+
+/// A node that was silent for a whole lease is nobody's member.
+pub fn is_gone(router: &RouterHost, name: &str, log: &EventLog) {
+    let is_it = |node: &types::NodeInfo| node.id.as_str() == name;
+    let followed = router.cluster().map(router::Cluster::everyone).unwrap_or_default();
+    if router.members().iter().any(is_it) || followed.iter().any(|(node, _)| is_it(node)) {
+        log.accuse(format_args!("{name} is gone for a whole lease, and still a member"));
     }
 }

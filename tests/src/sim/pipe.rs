@@ -11,7 +11,7 @@ use tokio::time::{Instant, Sleep};
 
 use super::chance::Chance;
 use super::log::EventLog;
-use super::net::{Life, Path};
+use super::net::{Heard, Life, Path, Tap};
 
 /// What a pipe holds before a write waits.
 const PIPE_BYTES_MAX: usize = 64 << 10;
@@ -23,6 +23,15 @@ pub struct Connection {
     hosts: [String; 2],
     pipes: [Pipe; 2],
     log: EventLog,
+    wires: Wires,
+}
+
+/// What is done to a connection's bytes besides carrying them.
+#[derive(Debug)]
+pub struct Wires {
+    /// A bit may be turned.
+    pub is_kv: bool,
+    pub tap: Option<Tap>,
 }
 
 #[derive(Debug)]
@@ -64,13 +73,22 @@ impl Connection {
         cuts: [Option<u32>; 2],
         mut chance: Chance,
         log: EventLog,
+        wires: Wires,
     ) -> Arc<Self> {
         let mut numbers = cuts.into_iter();
         let pipes = paths.map(|path| {
             let cut_after = numbers.next().flatten();
             Pipe { path, state: Mutex::new(PipeState::new(Chance::new(chance.draw()), cut_after)) }
         });
-        Arc::new(Self { id, hosts, pipes, log })
+        Arc::new(Self { id, hosts, pipes, log, wires })
+    }
+
+    /// A tap that is full, or that nobody reads any more, hears nothing.
+    fn overhear(&self, end: usize, bytes: &[u8]) {
+        if let (0, Some(tap)) = (end, &self.wires.tap) {
+            let heard = Heard { connection: self.id, to: self.hosts[1].clone(), bytes: bytes.to_vec() };
+            let _ = tap.try_send(heard);
+        }
     }
 
     pub fn has_host(&self, host: &str) -> bool {
@@ -227,10 +245,21 @@ impl SimStream {
             state.writer = Some(cx.waker().clone());
             return Poll::Pending;
         }
-        let bytes = joined(bufs, room);
+        // Where KV travels, a kernel that is short of room takes a part: frames arrive in pieces.
+        let room = if self.connection.wires.is_kv {
+            room.min(state.chance.within(64..=2_048) as usize)
+        } else {
+            room
+        };
+        let mut bytes = joined(bufs, room);
         let n = bytes.len();
         let (is_abandoned, is_cut) = (state.is_abandoned, state.is_cut());
         if n > 0 && !is_abandoned {
+            self.connection.overhear(self.end, &bytes);
+            if self.connection.wires.is_kv && pipe.path.corrupts(&mut state.chance) {
+                let bit = state.chance.below(n as u64 * 8) as usize;
+                bytes[bit / 8] ^= 1 << (bit % 8);
+            }
             state.push(&pipe.path, Some(bytes));
         }
         drop(state);

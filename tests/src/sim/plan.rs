@@ -8,6 +8,7 @@ use types::Role;
 
 use super::chance::Chance;
 use super::net::Crash;
+use super::watcher::WATCHER;
 
 /// Faults begin in this time, and everything is mended at its end.
 pub const TROUBLE: Duration = Duration::from_secs(8);
@@ -91,6 +92,8 @@ pub enum Break {
     Slow(String, String, Duration),
     /// Connections made from now on break after so many writes.
     Cut(String, String, u32),
+    /// One write in so many arrives with a bit turned, where KV travels.
+    Corrupt(String, String, u64),
     /// Connections break now.
     Reset(String, String),
     Crash(String, Crash),
@@ -109,6 +112,7 @@ impl fmt::Display for Break {
             Self::Release(from, to) => write!(f, "release {from} to {to}"),
             Self::Slow(from, to, delay) => write!(f, "slow {from} to {to}: {delay:?}"),
             Self::Cut(from, to, writes) => write!(f, "cut {from} to {to} after {writes} writes"),
+            Self::Corrupt(from, to, n) => write!(f, "corrupt {from} to {to}: one write in {n}"),
             Self::Reset(one, other) => write!(f, "reset {one} and {other}"),
             Self::Crash(host, how) => write!(f, "crash {host}: {how:?}"),
             Self::Drain(host) => write!(f, "drain {host}"),
@@ -125,7 +129,50 @@ impl Plan {
         let cluster = shape(&mut Chance::named(seed, "cluster"));
         let asks = asks(&mut Chance::named(seed, "asks"));
         let faults = faults(&mut Chance::named(seed, "faults"), &cluster);
-        Self { seed, cluster, asks, faults }
+        let plan = Self { seed, cluster, asks, faults };
+        let mut chance = Chance::named(seed, "siege");
+        match chance.below(12) {
+            0 => plan.with_wires_that_break(&mut chance),
+            1 => plan.with_deaf_nodes(&mut chance),
+            _ => plan,
+        }
+    }
+
+    /// No transfer succeeds for as long as there is trouble, and each fails at once.
+    fn with_wires_that_break(mut self, chance: &mut Chance) -> Self {
+        let names: Vec<String> = self.cluster.nodes.iter().map(|node| node.name.clone()).collect();
+        let pairs = names.iter().flat_map(|one| names.iter().map(move |other| (one, other)));
+        let cut = |(one, other): (&String, &String)| Fault {
+            at: Duration::ZERO,
+            what: Break::Cut(one.clone(), other.clone(), chance.within(1..=3) as u32),
+        };
+        self.faults = pairs.filter(|(one, other)| one != other).map(cut).collect();
+        self.asks.truncate(2);
+        self.cluster.nodes.iter_mut().for_each(|node| node.local_tokens_max = 0);
+        self
+    }
+
+    /// Slow nodes, impatient clients, and a router whose word does not arrive: nobody tells the nodes that it is over.
+    fn with_deaf_nodes(mut self, chance: &mut Chance) -> Self {
+        for node in &mut self.cluster.nodes {
+            node.step_ms = 150.0;
+            node.failing_steps.clear();
+        }
+        for ask in &mut self.asks {
+            ask.at = chance.millis(1_000..=1_100);
+            ask.within = chance.millis(1_500..=2_500);
+            (ask.max_tokens, ask.ignore_eos) = (ANSWER_TOKENS_MAX as u32, true);
+        }
+        let names = self.cluster.nodes.iter().map(|node| node.name.clone());
+        let held = |name: String| {
+            let (at, until) = (Duration::from_millis(1_900), Duration::from_millis(6_800));
+            let router = "router".to_owned();
+            let hold = Fault { at, what: Break::Hold(router.clone(), name.clone()) };
+            [hold, Fault { at: until, what: Break::Release(router, name) }]
+        };
+        self.faults = names.flat_map(held).collect();
+        self.faults.sort_by_key(|fault| fault.at);
+        self
     }
 
     /// Nothing breaks: then every request must be answered.
@@ -245,7 +292,7 @@ fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration
     let node = |chance: &mut Chance| chance.pick(&cluster.nodes).name.clone();
     let mut push = |at, what| faults.push(Fault { at, what });
     let (one, other) = pair(chance, cluster);
-    match chance.below(12) {
+    match chance.below(13) {
         0 | 1 => {
             push(at, Break::Hold(one.clone(), other.clone()));
             push(at, Break::Hold(other.clone(), one.clone()));
@@ -272,7 +319,8 @@ fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration
             push(at, Break::Drain(host.clone()));
             push(until, Break::Start(host));
         }
-        10 => push(at, Break::Jump(node(chance), *chance.pick(&[-3600, 3600, -5, 86_400]))),
+        10 => push(at, Break::Corrupt(one, other, chance.within(1..=20))),
+        11 => push(at, Break::Jump(node(chance), *chance.pick(&[-3600, 3600, -5, 86_400]))),
         _ => {
             push(at, Break::Crash("router".to_owned(), *chance.pick(&[Crash::Process, Crash::Machine])));
             push(until, Break::Start("router".to_owned()));
@@ -282,6 +330,9 @@ fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration
 
 /// Two hosts that speak to each other.
 fn pair(chance: &mut Chance, cluster: &Shape) -> (String, String) {
+    if chance.one_in(10) {
+        return ("router".to_owned(), WATCHER.to_owned());
+    }
     let one = chance.pick(&cluster.nodes).name.clone();
     let others: Vec<&String> =
         cluster.nodes.iter().map(|node| &node.name).filter(|name| **name != one).collect();

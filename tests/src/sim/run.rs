@@ -1,5 +1,6 @@
 //! One run: a plan is played, and judged.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use chassis::{Gate, Task, spawn_guarded};
@@ -9,10 +10,12 @@ use super::chance::Chance;
 use super::client::{Client, Ended, prompt};
 use super::host::{Hosts, WHOLE_WITHIN, model};
 use super::log::EventLog;
-use super::net::SimNet;
+use super::net::{Crash, SimNet};
 use super::oracle;
 use super::plan::{ANSWER_TOKENS_MAX, Ask, Break, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, tokens};
 use super::reference::Alone;
+use super::rogue;
+use super::watcher::Watcher;
 use super::witness::Witness;
 
 /// What a run leaves.
@@ -61,12 +64,20 @@ struct Run {
     alone: Alone,
     began: Instant,
     clients: Vec<Task<(Ended, u32)>>,
+    /// When each request must be over, everywhere.
+    deadlines: BTreeMap<String, Instant>,
+    watcher: Watcher,
+    _rogue: Task<()>,
     gate: Gate,
 }
 
 /// How many requests must be answered at once when all is mended, and how long each may take.
 const PROBES: u64 = 3;
 const PROBE_WITHIN: Duration = Duration::from_secs(30);
+/// A lease, and the tenth of one by which its end may be noticed late.
+const LAPSED_WITHIN: Duration = Duration::from_millis(12_500);
+/// How often it is looked whether anything lives too long.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// How long a mended cluster may need until everybody knows everybody: a lease, and the pauses of those who try again.
 const MENDED_WITHIN: Duration = Duration::from_secs(20);
 
@@ -78,7 +89,12 @@ impl Run {
         let n_blocks = (PROMPT_TOKENS_MAX + ANSWER_TOKENS_MAX).div_ceil(4) as u32 + 1;
         let alone = Alone::new(model(), n_blocks);
         let (gate, began) = (Gate::new("clients"), Instant::now());
-        let mut run = Self { plan, log, net, hosts, alone, began, clients: Vec::new(), gate };
+        let watcher = Watcher::start(&net, plan.seed, &gate).await;
+        let rogue = rogue::intrude(net.clone(), log.clone());
+        let rogue = spawn_guarded(&gate, "rogue", rogue);
+        let (clients, deadlines) = (Vec::new(), BTreeMap::new());
+        let mut run =
+            Self { plan, log, net, hosts, alone, began, clients, deadlines, watcher, _rogue: rogue, gate };
         run.become_whole(WHOLE_WITHIN).await;
         run.began = Instant::now();
         run
@@ -105,12 +121,19 @@ impl Run {
         self.log.say("mended");
         let mut tally = Tally::default();
         for client in std::mem::take(&mut self.clients) {
+            while !client.is_finished() {
+                self.look_until(Instant::now() + LOOK_EVERY).await;
+            }
             tally.add(client.await.ok());
         }
         self.become_whole(MENDED_WITHIN).await;
         self.probe().await;
         oracle::attempts(&self.hosts.router, &self.plan, tally, PROBES, &self.log);
         oracle::everything_is_given_back(&self.hosts, &self.log).await;
+        oracle::watched(&self.hosts.router, &self.watcher, &self.log).await;
+        if Chance::named(self.plan.seed, "end").one_in(4) {
+            self.one_dies_for_good().await;
+        }
         tally
     }
 
@@ -123,7 +146,7 @@ impl Run {
             let next_ask = asks.peek().map(|(_, ask)| ask.at);
             let next_fault = faults.peek().map(|fault| fault.at);
             let Some(at) = next_ask.into_iter().chain(next_fault).min() else { break };
-            sleep_until(self.began + at).await;
+            self.look_until(self.began + at).await;
             if next_fault == Some(at) {
                 let fault = faults.next().expect("it was peeked at");
                 self.break_it(fault.what).await;
@@ -132,7 +155,24 @@ impl Run {
                 self.ask(format!("request {nth}"), ask);
             }
         }
-        sleep_until(self.began + TROUBLE).await;
+        self.look_until(self.began + TROUBLE).await;
+    }
+
+    /// Waits, and looks meanwhile whether anything lives longer than it may.
+    async fn look_until(&self, until: Instant) {
+        while Instant::now() < until {
+            sleep_until(until.min(Instant::now() + LOOK_EVERY)).await;
+            oracle::nothing_outlives_its_request(&self.hosts, &self.deadlines, &self.log);
+        }
+    }
+
+    /// A node that is gone for a whole lease is gone for everybody.
+    async fn one_dies_for_good(&mut self) {
+        let name = self.plan.cluster.nodes[0].name.clone();
+        self.break_it(Break::Crash(name.clone(), Crash::Machine)).await;
+        sleep(LAPSED_WITHIN).await;
+        oracle::is_gone(&self.hosts.router, &name, &self.log);
+        oracle::watched(&self.hosts.router, &self.watcher, &self.log).await;
     }
 
     async fn break_it(&mut self, what: Break) {
@@ -142,6 +182,7 @@ impl Run {
             Break::Hold(from, to) => net.hold(&from, &to),
             Break::Release(from, to) => net.release(&from, &to),
             Break::Slow(from, to, delay) => net.slow(&from, &to, delay),
+            Break::Corrupt(from, to, one_in) => net.corrupt(&from, &to, one_in),
             Break::Cut(from, to, writes) => net.cut_after(&from, &to, writes),
             Break::Reset(one, other) => net.reset(&one, &other),
             Break::Crash(host, how) => match self.hosts.node(&host) {
@@ -161,6 +202,7 @@ impl Run {
         let Some(dispatch) = self.hosts.router.dispatch() else {
             return self.log.say(format_args!("{name} finds no router"));
         };
+        self.deadlines.insert(name.clone(), Instant::now() + ask.within);
         let client = self.client(name, ask);
         self.clients.push(spawn_guarded(&self.gate, "client", client.run(dispatch)));
     }
