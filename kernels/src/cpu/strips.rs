@@ -17,7 +17,7 @@ pub(super) const BLOCK: usize = 32;
 /// Up to so many rows, weights are read once and best in the order in which they lie.
 pub(super) const FEW_ROWS: usize = 16;
 /// How far weights are asked for ahead at most: what the first cache can hold beside the tile that is at work.
-const AHEAD_BYTES_MAX: usize = 32 << 10;
+const AHEAD_BYTES_MAX: usize = 64 << 10;
 
 /// What is multiplied, and where the results go.
 pub(super) struct Strips<'a, A, S, X, W> {
@@ -92,16 +92,14 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
         }
     }
 
-    /// Tiles as large as there are registers for; few rows get wider ones, to have enough sums under way. What is left
-    /// at a strip's end is done column by column.
+    /// Tiles as large as there are registers for. What is left at a strip's end is done column by column.
     #[inline(always)]
     fn strip(&self, work: &Work, sums: &mut [Sums]) {
         let mut next = 0;
         match A::TILES {
             Tiles::Small => self.tiles::<2, 3>(work, &mut next, sums),
-            Tiles::Square | Tiles::Flat if work.rows.len() <= 2 => self.tiles::<2, 8>(work, &mut next, sums),
-            Tiles::Square => self.tiles::<4, 6>(work, &mut next, sums),
-            Tiles::Flat => self.tiles::<2, 12>(work, &mut next, sums),
+            Tiles::Flat if work.rows.len() > FEW_ROWS => self.tiles::<2, 12>(work, &mut next, sums),
+            Tiles::Square | Tiles::Flat => self.tiles::<4, 6>(work, &mut next, sums),
         }
         self.tiles::<2, 1>(work, &mut next, sums);
     }

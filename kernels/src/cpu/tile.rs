@@ -18,11 +18,17 @@ use super::number::{bf16_to_f32, f16_to_f32};
 use super::simd::Avx512Bf16;
 use super::simd::{Accumulate, LANES, Simd};
 
+/// What memory is fetched in.
+const LINE_BYTES: usize = 64;
+
 /// Sixteen running sums of one dot product.
 pub(super) type Sums = [f32; LANES];
 
 /// Numbers in a row, read one vector at a time.
 pub(super) trait Row<S: Accumulate>: Copy {
+    /// Bytes that a vector's numbers take where they lie.
+    const STEP_BYTES: usize;
+
     /// Whole vectors in it.
     fn n_steps(self) -> usize;
     /// Some whole vectors of it.
@@ -114,7 +120,7 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
             now[r] = x[r].step(simd, nth);
         }
         for c in 0..C {
-            if PREFETCH && nth % 2 == 0 {
+            if PREFETCH && (nth * W::STEP_BYTES) % LINE_BYTES == 0 {
                 w[c].prefetch(simd, nth, ahead);
             }
             let w = w[c].step(simd, nth);
@@ -186,6 +192,8 @@ macro_rules! plain_rows {
         }
 
         impl<S: Simd> Row<S> for $row<'_> {
+            const STEP_BYTES: usize = LANES * size_of::<$number>();
+
             #[inline(always)]
             fn n_steps(self) -> usize {
                 self.steps.len()
@@ -265,6 +273,8 @@ impl<'a, S: Simd> Rows<S> for Q8Rows<'a> {
 }
 
 impl<S: Simd> Row<S> for Q8Row<'_> {
+    const STEP_BYTES: usize = LANES;
+
     #[inline(always)]
     fn n_steps(self) -> usize {
         self.steps.len()
@@ -343,6 +353,8 @@ impl<'a> Rows<Avx512Bf16> for Bf16PairRows<'a> {
 
 #[cfg(target_arch = "x86_64")]
 impl Row<Avx512Bf16> for Bf16PairRow<'_> {
+    const STEP_BYTES: usize = 4 * LANES;
+
     #[inline(always)]
     fn n_steps(self) -> usize {
         self.steps.len()
@@ -368,5 +380,78 @@ impl Row<Avx512Bf16> for Bf16PairRow<'_> {
         let mut pairs = [0; 2 * LANES];
         pairs[..self.tail.len()].copy_from_slice(self.tail);
         (!self.tail.is_empty()).then(|| simd.load_pairs(&pairs))
+    }
+}
+
+/// Rows of [`Q8Rows`], rounded to bf16 as they are read.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Q8PairRows<'a>(Q8Rows<'a>);
+
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+pub(super) struct Q8PairRow<'a> {
+    steps: &'a [[i8; 2 * LANES]],
+    tail: &'a [i8],
+    scales: &'a [f32],
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> Q8PairRows<'a> {
+    /// The rows from `row` on.
+    pub(super) fn starting_at(numbers: (&'a [i8], &'a [f32]), cols: usize, row: usize) -> Self {
+        Self(Q8Rows::starting_at(numbers, cols, row))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> Rows<Avx512Bf16> for Q8PairRows<'a> {
+    type Row = Q8PairRow<'a>;
+
+    #[inline(always)]
+    fn row(self, nth: usize) -> Q8PairRow<'a> {
+        let Q8Rows { values, scales, cols } = self.0;
+        let n_blocks = cols.div_ceil(Q8_BLOCK);
+        let (steps, tail) = values[nth * cols..][..cols].as_chunks();
+        Q8PairRow { steps, tail, scales: &scales[nth * n_blocks..][..n_blocks] }
+    }
+
+    #[inline(always)]
+    fn row_bytes(self) -> usize {
+        self.0.cols
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Row<Avx512Bf16> for Q8PairRow<'_> {
+    const STEP_BYTES: usize = 2 * LANES;
+
+    #[inline(always)]
+    fn n_steps(self) -> usize {
+        self.steps.len()
+    }
+
+    /// A step is a block, so there is a scale for each, and one more for a tail.
+    #[inline(always)]
+    fn part(self, steps: Range<usize>) -> Self {
+        Self { scales: &self.scales[steps.clone()], steps: &self.steps[steps], tail: self.tail }
+    }
+
+    #[inline(always)]
+    fn step(self, simd: Avx512Bf16, nth: usize) -> <Avx512Bf16 as Accumulate>::F {
+        simd.scaled_pairs(&self.steps[nth], self.scales[nth])
+    }
+
+    #[inline(always)]
+    fn prefetch(self, simd: Avx512Bf16, nth: usize, bytes: usize) {
+        simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+    }
+
+    #[inline(always)]
+    fn tail(self, simd: Avx512Bf16) -> Option<<Avx512Bf16 as Accumulate>::F> {
+        let mut values = [0; 2 * LANES];
+        values[..self.tail.len()].copy_from_slice(self.tail);
+        let scale = self.scales.last().copied().unwrap_or(0.0);
+        (!self.tail.is_empty()).then(|| simd.scaled_pairs(&values, scale))
     }
 }

@@ -81,8 +81,11 @@ proptest! {
 
     /// bf16 by bf16 too, a row's result does not depend on its neighbours, and it is near the exact one.
     #[test]
-    fn bf16_rows_stand_alone(n_rows in 2usize..70, rows in 1usize..120, cols in 1usize..1200) {
-        let (x, weights) = (numbers(n_rows * cols, 5), matrix(rows, cols, Format::Bf16));
+    fn bf16_rows_stand_alone(
+        n_rows in 2usize..70, rows in 1usize..120, cols in 1usize..1200,
+        format in proptest::sample::select(&[Format::Bf16, Format::Q8]),
+    ) {
+        let (x, weights) = (numbers(n_rows * cols, 5), matrix(rows, cols, format));
         let fast = cpu(Isa::best(), 2, Arithmetic::Bf16);
         let many = multiplied(&fast, &x, n_rows, &weights, None);
         let exact = multiplied(&cpu(Isa::best(), 2, Arithmetic::F32), &x, n_rows, &weights, None);

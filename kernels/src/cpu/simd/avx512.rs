@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Accumulate, Kernel, LANES, Simd, Tiles, avx2};
+use super::{Accumulate, Isa, Kernel, Kind, LANES, Simd, Tiles, avx2};
 
 /// Proof that the processor has the AVX-512 of every server since 2017 (F, BW, DQ, VL).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -261,11 +261,35 @@ impl Avx512Bf16 {
         unsafe { compiled(self, kernel) }
     }
 
+    /// The instruction set that this one adds to.
+    pub(in crate::cpu) fn isa(self) -> Isa {
+        Isa(Kind::Avx512(self.0))
+    }
+
     /// Thirty-two bf16, as they are, to be multiplied by others.
     #[inline(always)]
     pub(in crate::cpu) fn load_pairs(self, from: &[u16; 2 * LANES]) -> __m512 {
         // SAFETY: `self` is the proof that the processor has AVX-512; the load covers the array.
         unsafe { _mm512_castsi512_ps(_mm512_loadu_si512(from.as_ptr().cast())) }
+    }
+}
+
+impl Avx512Bf16 {
+    #[inline(always)]
+    pub(in crate::cpu) fn store_pairs(self, pairs: __m512, to: &mut [u16; 2 * LANES]) {
+        // SAFETY: `self` is the proof that the processor has AVX-512; the store covers the array.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), _mm512_castps_si512(pairs)) }
+    }
+
+    /// Thirty-two whole numbers, scaled and rounded to bf16.
+    #[inline(always)]
+    pub(in crate::cpu) fn scaled_pairs(self, values: &[i8; 2 * LANES], scale: f32) -> __m512 {
+        let (low, high) = values.split_at(LANES);
+        let scale = self.0.splat(scale);
+        let low = self.0.mul(self.0.load_i8(low.first_chunk().expect("half of it")), scale);
+        let high = self.0.mul(self.0.load_i8(high.first_chunk().expect("half of it")), scale);
+        // SAFETY: `self` is the proof that the processor has AVX512-BF16; both types are 64 bytes of anything.
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
     }
 }
 
