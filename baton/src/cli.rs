@@ -66,7 +66,7 @@ pub(crate) struct UpArgs {
     pub(crate) colocated: bool,
     /// The model: `demo` (bundled), a folder, `org/name[@revision]` on a hub, `mock`, or `mock:NAME` for one that takes
     /// its time.
-    #[arg(long, default_value = "mock")]
+    #[arg(long, default_value = "demo")]
     pub(crate) model: String,
     /// What computes.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
