@@ -25,10 +25,11 @@ macro_rules! guards {
     };
 }
 
-// AttemptBudget, GrowthReserve and Quiet are not noticed yet: `docs/simulation.md` says why, and what holds them.
+// GrowthReserve and Quiet are not noticed yet: `docs/simulation.md` says why, and what holds them.
 guards! {
     a_missing_grant_check_is_noticed => Grant,
     a_missing_epoch_check_is_noticed => Epoch,
+    endless_attempts_are_noticed => AttemptBudget,
     a_missing_deadline_reaper_is_noticed => DeadlineReaper,
     leases_that_never_expire_are_noticed => LeaseExpiry,
     a_missing_resync_is_noticed => Resync,

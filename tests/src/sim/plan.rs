@@ -15,6 +15,8 @@ pub const TROUBLE: Duration = Duration::from_secs(8);
 /// The largest prompt and answer, which fit into the smallest pool.
 pub const PROMPT_TOKENS_MAX: u64 = 200;
 pub const ANSWER_TOKENS_MAX: u64 = 40;
+/// More steps than a node runs before it is mended.
+const STEPS_OF_A_RUN: u64 = 4_000;
 /// Blocks of the smallest pool: one of the largest sequences, and a little.
 const BLOCKS_MIN: u32 = 64;
 
@@ -101,6 +103,8 @@ pub enum Break {
     Drain(String),
     /// A new life at the same address.
     Start(String),
+    /// A new life, with an engine that does not fail.
+    Replace(String),
     /// The machine's calendar, in seconds.
     Jump(String, i64),
 }
@@ -116,6 +120,7 @@ impl fmt::Display for Break {
             Self::Reset(one, other) => write!(f, "reset {one} and {other}"),
             Self::Crash(host, how) => write!(f, "crash {host}: {how:?}"),
             Self::Drain(host) => write!(f, "drain {host}"),
+            Self::Replace(host) => write!(f, "replace the engine of {host}"),
             Self::Start(host) => write!(f, "start {host}"),
             Self::Jump(host, seconds) => write!(f, "jump {host} by {seconds} s"),
         }
@@ -134,6 +139,7 @@ impl Plan {
         match chance.below(12) {
             0 => plan.with_wires_that_break(&mut chance),
             1 => plan.with_deaf_nodes(&mut chance),
+            2 => plan.with_engines_that_fail(),
             _ => plan,
         }
     }
@@ -149,6 +155,17 @@ impl Plan {
         self.faults = pairs.filter(|(one, other)| one != other).map(cut).collect();
         self.asks.truncate(2);
         self.cluster.nodes.iter_mut().for_each(|node| node.local_tokens_max = 0);
+        self
+    }
+
+    /// No engine computes a step, and each says so at once, until it is replaced.
+    fn with_engines_that_fail(mut self) -> Self {
+        for node in &mut self.cluster.nodes {
+            node.failing_steps = (0..STEPS_OF_A_RUN).collect();
+        }
+        self.asks.truncate(2);
+        let replaced = |node: &NodeShape| Fault { at: TROUBLE, what: Break::Replace(node.name.clone()) };
+        self.faults = self.cluster.nodes.iter().map(replaced).collect();
         self
     }
 
@@ -196,7 +213,7 @@ fn shape(chance: &mut Chance) -> Shape {
     let nodes = names.into_iter().map(|(name, role)| node(chance, name, role)).collect();
     Shape {
         order,
-        policy: *chance.pick::<&'static str>(&["random", "round-robin", "least-loaded"]),
+        policy: chance.pick::<&'static str>(&["random", "round-robin", "least-loaded"]),
         attempts_max: chance.within(2..=4) as u32,
         wait_max: chance.millis(2_000..=30_000),
         nodes,

@@ -51,7 +51,7 @@ pub fn play(plan: Plan) -> Report {
     runtime.block_on(async {
         let log = EventLog::new();
         let _witness = Witness::of(&log);
-        let tally = Run::begin(plan.clone(), log.clone()).await.to_its_end().await;
+        let tally = Run::begin(plan.clone(), log.clone()).await.play().await;
         Report { seed: plan.seed, hash: log.hash(), lines: log.lines(), faults: log.faults(), tally }
     })
 }
@@ -114,7 +114,7 @@ impl Run {
         self.log.say("everybody knows everybody");
     }
 
-    async fn to_its_end(mut self) -> Tally {
+    async fn play(mut self) -> Tally {
         self.trouble().await;
         self.net.heal();
         self.hosts.start_all().await;
@@ -194,6 +194,13 @@ impl Run {
                 Some(node) => node.start().await,
                 None => self.hosts.router.start().await,
             },
+            Break::Replace(host) => {
+                if let Some(node) = self.hosts.node(&host) {
+                    node.shape.failing_steps.clear();
+                    node.crash(Crash::Process);
+                    node.start().await;
+                }
+            }
             Break::Jump(host, by) => self.hosts.node(&host).into_iter().for_each(|node| node.jumps.jump(by)),
         }
     }
