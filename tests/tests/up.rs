@@ -85,7 +85,7 @@ fn wrong_input_is_refused_with_what_would_be_right() {
     assert!(stderr.contains("decode.landings_max"), "{stderr}");
 
     let (code, _, stderr) = run(&["up", "--model", "nonsense"], &[]);
-    assert_eq!(code, 3, "{stderr}");
+    assert_eq!(code, 2, "{stderr}");
     assert!(stderr.contains("nonsense"), "{stderr}");
 
     let (code, _, stderr) = run(&["up", "--http", "127.0.0.1:99999"], &[]);
