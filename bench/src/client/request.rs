@@ -26,7 +26,7 @@ pub enum Prompt {
     Messages(Vec<(&'static str, String)>),
 }
 
-/// Which optional fields the server accepts; found out by [`super::survey`].
+/// Which optional fields the server accepts; found out by [`mod@super::survey`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extras {
     pub return_token_ids: bool,

@@ -1,7 +1,7 @@
 //! The load loop: sends what the workload says when the pacing says, on one thread.
 //!
 //! Reading order: [`plan`] (what was typed), [`compose`] (bodies, made on another thread before they are due),
-//! [`drive`] (the loop), [`talk`] (one session), [`live`] and [`probe`] (what is watched meanwhile).
+//! [`mod@drive`] (the loop), [`talk`] (one session), [`live`] and [`probe`] (what is watched meanwhile).
 
 pub mod compose;
 pub mod drive;

@@ -42,20 +42,14 @@ fn check(script: &Script, record: &RequestRecord) {
     let pooled = of(Metric::Tbt);
     assert_eq!(pooled.len(), times.len() - 1);
     pooled.iter().zip(gaps(&times)).for_each(|(got, truth)| near("tbt", *got, truth));
-    times.dedup_by_key_and_check(&of(Metric::Itl));
+    check_chunk_gaps(times, &of(Metric::Itl));
 }
 
-trait Deliveries {
-    fn dedup_by_key_and_check(self, chunk_gaps: &[f64]);
-}
-
-impl Deliveries for Vec<f64> {
-    /// Tokens of one chunk have one time: without repeats these are the chunks.
-    fn dedup_by_key_and_check(mut self, chunk_gaps: &[f64]) {
-        self.dedup();
-        assert_eq!(chunk_gaps.len(), self.len() - 1);
-        chunk_gaps.iter().zip(gaps(&self)).for_each(|(got, truth)| near("itl", *got, truth));
-    }
+/// Tokens of one chunk have one time: without repeats these are the chunks.
+fn check_chunk_gaps(mut times: Vec<f64>, got: &[f64]) {
+    times.dedup();
+    assert_eq!(got.len(), times.len() - 1);
+    got.iter().zip(gaps(&times)).for_each(|(got, truth)| near("itl", *got, truth));
 }
 
 fn step(ms: u64, act: Act) -> Step {
