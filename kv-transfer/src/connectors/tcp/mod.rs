@@ -1,7 +1,7 @@
 //! KV over TCP: works everywhere, and straight out of and into block memory.
 //!
-//! Suggested reading order: what travels ([`frame`]), how it is read and written ([`stream`]), the sender's end
-//! ([`link`], [`span_out`]) and the receiver's ([`receiver`], [`span_in`]).
+//! Suggested reading order: what travels ([`frame`]), how it is read and written (`stream`), the sender's end
+//! (`link`, `span_out`) and the receiver's (`receiver`, `span_in`).
 //!
 //! The receiver does the writing, so proof of quiet is in its own hands: see
 //! [`OpenLanding::while_open`](crate::landing::OpenLanding).
