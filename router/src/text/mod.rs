@@ -2,6 +2,7 @@
 
 pub mod aside;
 pub mod detokenizer;
+mod dialect;
 pub mod folder;
 pub mod stop;
 pub mod template;
