@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use kernels::PageBusy;
 use kernels::cpu::{Angles, Attention, Format, KvShape, Processor, Product, Stretch};
-use kv_cache::{FenceSignal, KvMemory, PageRef};
+use kv_cache::{FenceSignal, KvMemory, PageMut, PageRef};
 use types::layout::{Attention as Sight, LayerShape};
 use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
 
@@ -154,15 +154,23 @@ impl<'a> Pass<'a> {
     }
 
     fn write_kv(&mut self, place: &Place, kv: &KvShape, k: &Tensor, v: &Tensor) {
+        let mut slices = Vec::with_capacity(self.rows.len());
         let mut first = 0;
         for row in &mut self.rows {
-            let n_tokens = row.tokens.len();
+            let (keys, values) = (&k[first * k.width()..], &v[first * v.width()..]);
+            first += row.tokens.len();
             if row.outcome.is_ok() {
-                let writer = KvWriter { processor: self.processor, memory: self.memory, place, kv };
-                row.outcome = writer.write(row, &k[first * k.width()..], &v[first * v.width()..]);
+                match KvSlice::all_of(row, self.memory, place, kv, (keys, values)) {
+                    Ok(of_row) => slices.extend(of_row),
+                    Err(error) => row.outcome = Err(error),
+                }
             }
-            first += n_tokens;
         }
+        let processor = self.processor;
+        processor.pool().run_on(&mut slices, 1, |_, slice| {
+            let KvSlice { page, slot, keys, values } = &mut slice[0];
+            processor.write_kv(kv, page, *slot, keys, values);
+        });
     }
 
     /// What each row that is well sees of a layer. The pages are borrowed until the runs are dropped.
@@ -233,31 +241,40 @@ fn window(sight: Sight) -> Option<usize> {
 
 // === writing and reading pages ===
 
-#[derive(Clone, Copy)]
-struct KvWriter<'a> {
-    processor: &'a Processor,
-    memory: &'a KvMemory,
-    place: &'a Place,
-    kv: &'a KvShape,
+/// A row's keys and values within one block, and the page they go to.
+struct KvSlice<'a> {
+    page: PageMut<'a>,
+    slot: usize,
+    keys: &'a [f32],
+    values: &'a [f32],
 }
 
-impl KvWriter<'_> {
-    /// Writes the KV of a row's tokens, which `keys` and `values` begin with, block by block.
-    fn write(&self, row: &PassRow<'_>, keys: &[f32], values: &[f32]) -> Result<(), RowError> {
-        let (block_tokens, width) = (self.kv.block_tokens, self.kv.n_kv_heads * self.kv.head_dim);
-        let mut position = row.start;
+impl<'a> KvSlice<'a> {
+    /// Block by block. `kv_rows`, keys and values, begin with those of the row's tokens.
+    fn all_of(
+        row: &PassRow<'_>,
+        memory: &'a KvMemory,
+        place: &Place,
+        kv: &KvShape,
+        kv_rows: (&'a [f32], &'a [f32]),
+    ) -> Result<Vec<Self>, RowError> {
+        let (block_tokens, width) = (kv.block_tokens, kv.n_kv_heads * kv.head_dim);
+        let table = &row.tables[usize::from(place.group.0)];
         let end = row.start + row.tokens.len();
+        let mut slices = Vec::new();
+        let mut position = row.start;
         while position < end {
             let slot = position % block_tokens;
-            let n_tokens = (block_tokens - slot).min(end - position);
-            let numbers = (position - row.start) * width..(position - row.start + n_tokens) * width;
-            let block = row.tables[usize::from(self.place.group.0)][position / block_tokens].0;
-            let page = self.memory.write(self.place.group, self.place.layer_pos, block..block + 1);
-            let mut page = page.map_err(|busy| self.place.busy(position, &busy))?;
-            self.processor.write_kv(self.kv, &mut page, slot, &keys[numbers.clone()], &values[numbers]);
-            position += n_tokens;
+            let next = (position - slot + block_tokens).min(end);
+            let numbers = (position - row.start) * width..(next - row.start) * width;
+            let block = table[position / block_tokens].0;
+            let page = memory.write(place.group, place.layer_pos, block..block + 1);
+            let page = page.map_err(|busy| place.busy(position, &busy))?;
+            let (keys, values) = (&kv_rows.0[numbers.clone()], &kv_rows.1[numbers]);
+            slices.push(Self { page, slot, keys, values });
+            position = next;
         }
-        Ok(())
+        Ok(slices)
     }
 }
 

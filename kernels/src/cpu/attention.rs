@@ -343,11 +343,11 @@ impl Attend<'_> {
         while nth < n {
             match S::TILES {
                 Tiles::Small => self.score_some::<S, 1, 4>(simd, nth),
-                Tiles::Square | Tiles::Flat if nth + 2 <= n => {
+                Tiles::Large if nth + 2 <= n => {
                     self.score_some::<S, 2, 8>(simd, nth);
                     nth += 1;
                 }
-                Tiles::Square | Tiles::Flat => self.score_some::<S, 1, 8>(simd, nth),
+                Tiles::Large => self.score_some::<S, 1, 8>(simd, nth),
             }
             nth += 1;
         }

@@ -22,6 +22,9 @@ mod paired;
 /// Weight bytes that one part of a decode step's product reads: worth a claim, and little enough to share evenly.
 const PART_BYTES: usize = 128 << 10;
 
+/// Numbers that one part of rounding activations takes on.
+const NARROW_NUMBERS: usize = 32 << 10;
+
 /// `out = x × matrixᵀ + bias`, for as many rows as `out` has room for.
 #[derive(Debug)]
 pub struct Product<'a> {
@@ -44,12 +47,22 @@ impl Processor {
         let narrow = self.multiplies_bf16() && products.iter().any(has_pairs);
         let cols = x.len() / n_rows;
         scratch::with_narrow(if narrow { n_rows * spacing(cols) } else { 0 }, |x_bf16| {
-            for (wide, narrow) in x.chunks_exact(cols.max(1)).zip(x_bf16.chunks_exact_mut(spacing(cols))) {
-                self.narrow(wide, &mut narrow[..cols]);
-            }
+            self.narrow_rows(x, cols, x_bf16);
             let x = Activations { wide: x, bf16: narrow.then_some(&*x_bf16), n_rows };
             let jobs: Vec<Job<'_>> = products.iter_mut().map(|product| Job::new(&x, product)).collect();
             self.run_all(&jobs);
+        });
+    }
+
+    /// Rounds rows to bf16, [`spacing`] apart.
+    fn narrow_rows(&self, wide: &[f32], cols: usize, narrow: &mut [u16]) {
+        let spacing = spacing(cols);
+        let rows_at_once = (NARROW_NUMBERS / spacing).max(1);
+        self.pool().run_on(narrow, rows_at_once * spacing, |nth, narrow| {
+            let wide = wide[nth * rows_at_once * cols..].chunks(cols);
+            for (wide, narrow) in wide.zip(narrow.chunks_mut(spacing)) {
+                self.narrow(wide, &mut narrow[..cols]);
+            }
         });
     }
 

@@ -16,6 +16,9 @@ pub(super) const STRIP: usize = 48;
 pub(super) const BLOCK: usize = 32;
 /// Up to so many rows, weights are read once and best in the order in which they lie.
 pub(super) const FEW_ROWS: usize = 16;
+/// Vectors of each row that are multiplied before the next rows are: a tile's weights, up to 24 KiB, stay in the
+/// core's first cache for all rows, and a block's activations, 128 KiB, in its second for all columns.
+const STEPS: usize = 64;
 /// How far weights are asked for ahead at most: what the first cache can hold beside the tile that is at work.
 const AHEAD_BYTES_MAX: usize = 64 << 10;
 
@@ -63,7 +66,7 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
     #[inline(always)]
     fn add_up(&self, rows: Range<usize>, columns: Range<usize>, sums: &mut [Sums]) {
         let mut left = 0..self.x.row(0).n_steps();
-        let most = if rows.len() > FEW_ROWS { A::STEPS } else { left.len() };
+        let most = if rows.len() > FEW_ROWS { STEPS } else { left.len() };
         let mut start = Start::Fresh;
         loop {
             let steps = take(&mut left, most);
@@ -98,8 +101,7 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
         let mut next = 0;
         match A::TILES {
             Tiles::Small => self.tiles::<2, 3>(work, &mut next, sums),
-            Tiles::Flat if work.rows.len() > FEW_ROWS => self.tiles::<2, 12>(work, &mut next, sums),
-            Tiles::Square | Tiles::Flat => self.tiles::<4, 6>(work, &mut next, sums),
+            Tiles::Large => self.tiles::<4, 6>(work, &mut next, sums),
         }
         self.tiles::<2, 1>(work, &mut next, sums);
     }

@@ -60,7 +60,6 @@ macro_rules! halves {
 impl Accumulate for Avx2 {
     type F = Halves;
     const TILES: Tiles = Tiles::Small;
-    const STEPS: usize = 64;
 
     #[inline(always)]
     fn zero(self) -> Self::F {

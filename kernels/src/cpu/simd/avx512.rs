@@ -38,8 +38,7 @@ impl Avx512 {
 
 impl Accumulate for Avx512 {
     type F = __m512;
-    const TILES: Tiles = Tiles::Square;
-    const STEPS: usize = 64;
+    const TILES: Tiles = Tiles::Large;
 
     #[inline(always)]
     fn zero(self) -> Self::F {
@@ -295,8 +294,7 @@ impl Avx512Bf16 {
 
 impl Accumulate for Avx512Bf16 {
     type F = __m512;
-    const TILES: Tiles = Tiles::Flat;
-    const STEPS: usize = 32;
+    const TILES: Tiles = Tiles::Large;
 
     #[inline(always)]
     fn zero(self) -> __m512 {

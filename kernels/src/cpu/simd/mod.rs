@@ -25,9 +25,6 @@ pub(super) trait Accumulate: Copy + Send + Sync {
     type F: Copy;
     /// Which tiles suit the registers and the loads.
     const TILES: Tiles;
-    /// Vectors of each row that are multiplied before the next rows are: a tile's weights, 12 to 24 KiB, stay in the
-    /// core's first cache for all rows, and a block's activations, 64 or 128 KiB, in its second for all columns.
-    const STEPS: usize;
 
     fn zero(self) -> Self::F;
     fn load_sums(self, from: &[f32; LANES]) -> Self::F;
@@ -47,11 +44,8 @@ pub(super) trait Accumulate: Copy + Send + Sync {
 pub(super) enum Tiles {
     /// Sixteen registers of eight lanes: 2 by 3.
     Small,
-    /// Thirty-two registers: 4 by 6.
-    Square,
-    /// As many registers, but twice as many products per load: 2 by 12, because the first cache holds more weights
-    /// than the second can deliver activations.
-    Flat,
+    /// Thirty-two registers of sixteen: 4 by 6.
+    Large,
 }
 
 /// An instruction set that this processor has been seen to have: holding a value is the proof.

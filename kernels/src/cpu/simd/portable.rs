@@ -15,7 +15,6 @@ fn each(f: impl Fn(usize) -> f32) -> [f32; LANES] {
 impl Accumulate for Portable {
     type F = [f32; LANES];
     const TILES: Tiles = Tiles::Small;
-    const STEPS: usize = 64;
 
     #[inline(always)]
     fn zero(self) -> Self::F {
