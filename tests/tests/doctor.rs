@@ -91,7 +91,7 @@ fn every_file_is_checked_and_every_wrong_one_named() {
     for (name, text, wrong) in [
         ("policy.toml", "[router]\npolicy = \"best\"\n", "\"best\" is not one of"),
         ("typo.toml", "[node]\nlisen = \"0.0.0.0:1\"\n", "did you mean `node.listen`"),
-        ("section.toml", "[router]\nhttp = \"0.0.0.0:1\"\n[model]\npath = \"mock\"\n", "no such setting"),
+        ("section.toml", "[router]\nhttp = \"0.0.0.0:1\"\n[decode]\nlandings_max = 1\n", "no such setting"),
         ("wire.toml", "[transfer]\nconnectors = [\"pigeon\"]\n", "\"pigeon\" is not one of auto"),
         ("registry.toml", "[registry]\nurl = \"zk://a\"\n", "is not a registry"),
         ("syntax.toml", "[node\n", "is not TOML"),

@@ -62,7 +62,7 @@ fn puppet(id: &str, min: u16, max: u16) -> NodeInfo {
             vocab: 300,
             eos_tokens: vec![],
             layout: KvLayout::uniform(16, KvDtype::F32, 1, 1, 4),
-            fingerprint: Fingerprint::default(),
+            fingerprint: Fingerprint::new([("tokenizer".to_owned(), "bytes".to_owned())]),
         },
         protocol: ProtocolRange { min, max },
     }
