@@ -3,11 +3,13 @@
 use std::fmt;
 use std::sync::Arc;
 
+use engine::backend::mock::Costs;
 use kv_transfer::{ConnectorParts, KvConnector};
 use proto::v1;
-use types::{NodeId, Scheme, WireAddress};
+use types::{KvLayout, NodeId, Scheme, WireAddress};
 
 use crate::error::NodeError;
+use crate::paced::Paced;
 
 /// What `auto` stands for: all connectors that work on any machine, fastest first.
 const AUTO: &[&str] = &["tcp"];
@@ -38,6 +40,16 @@ impl Connectors {
             best_first.push(connector.map_err(NodeError::Connector)?);
         }
         Ok(Self { host: host.into(), best_first: best_first.into() })
+    }
+
+    /// The same connectors, each as slow as `costs` say.
+    #[must_use]
+    pub fn paced(self, costs: Costs, layout: &KvLayout) -> Self {
+        let layout = Arc::new(layout.clone());
+        let pace = |inner: &Arc<dyn KvConnector>| -> Arc<dyn KvConnector> {
+            Arc::new(Paced { inner: inner.clone(), costs, layout: layout.clone() })
+        };
+        Self { host: self.host, best_first: self.best_first.iter().map(pace).collect() }
     }
 
     /// Where this node can be reached, best first.

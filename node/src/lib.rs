@@ -7,6 +7,7 @@
 pub mod config;
 pub mod parts;
 pub mod connectors;
+mod paced;
 pub mod counted;
 pub mod status;
 pub mod life;

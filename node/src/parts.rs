@@ -86,7 +86,12 @@ impl NodeParts {
             metrics: TransferMetrics::new(&metrics),
             faults: Faults::none(),
         };
-        let connectors = Connectors::build(&config.connectors, &host, &parts).await?;
+        let mut connectors = Connectors::build(&config.connectors, &host, &parts).await?;
+        if let Some(costs) =
+            engine::backend::mock::wire_costs(&config.engine.model).map_err(NodeError::Model)?
+        {
+            connectors = connectors.paced(costs, &model.layout);
+        }
         Ok(Self {
             world,
             epoch,

@@ -11,7 +11,7 @@
 //! step_ms = 0.0              # every step, whatever is in it
 //! decode_row_ms = 0.0        # every row of one token
 //! prefill_token_ms = 0.0     # every token of a longer row
-//! sent_byte_ns = 0.0         # every byte of KV sent; not spent here, connectors and rehearsals read it
+//! sent_byte_ns = 0.0         # every byte of KV sent; spent by the sender's connectors
 //!
 //! [layout]
 //! block_tokens = 16
@@ -168,6 +168,17 @@ impl Costs {
     }
 }
 
+/// What sending costs on the wire that the model called `model` plays: `None` for a wire that takes its own time.
+pub fn wire_costs(model: &str) -> Result<Option<Costs>, OpenError> {
+    let name = match model.split_once(':') {
+        None if model == "mock" => None,
+        Some(("mock", name)) => Some(name),
+        _ => return Ok(None),
+    };
+    let costs = MockSettings::named(name)?.cost;
+    Ok((costs.sent_byte_ns > 0.0).then_some(costs))
+}
+
 impl LayoutSettings {
     fn check(&self) -> Result<(), OpenError> {
         let cell_bytes = usize::from(self.head_dim) * KvDtype::from(self.dtype).bytes();
@@ -250,5 +261,15 @@ mod tests {
             assert_eq!(costs.of_step(rows.iter().copied()), Duration::from_micros(expected_us), "{rows:?}");
         }
         assert_eq!(costs.of_sending(1_000_000), Duration::from_millis(2));
+    }
+
+    #[test]
+    fn only_a_mock_with_a_cost_paces_its_wire() {
+        for (model, paced) in
+            [("mock", false), ("mock:slow", false), ("mock:llama-8b", true), ("/a/folder", false)]
+        {
+            assert_eq!(wire_costs(model).expect("known").is_some(), paced, "{model}");
+        }
+        wire_costs("mock:nonsense").expect_err("no such costs");
     }
 }

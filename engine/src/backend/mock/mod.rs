@@ -18,7 +18,7 @@ use kv_cache::{FenceSignal, KvMemory};
 use tokio::time::Instant;
 use types::{Fingerprint, ModelInfo, TokenId};
 
-pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify};
+pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify, wire_costs};
 
 use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, OpenError};
