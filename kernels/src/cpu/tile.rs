@@ -120,8 +120,8 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
             now[r] = x[r].step(simd, nth);
         }
         for c in 0..C {
-            if PREFETCH && (nth * W::STEP_BYTES) % LINE_BYTES == 0 {
-                w[c].prefetch(simd, nth, ahead);
+            if PREFETCH && c < C * W::STEP_BYTES / LINE_BYTES {
+                w[0].prefetch(simd, 0, ahead + nth * C * W::STEP_BYTES + c * LINE_BYTES);
             }
             let w = w[c].step(simd, nth);
             for r in 0..R {

@@ -39,6 +39,7 @@ pub struct CpuBackend {
     in_flight: VecDeque<u64>,
     n_launched: u64,
     thread: Option<thread::JoinHandle<()>>,
+    weight_bytes: usize,
 }
 
 /// The line in the table of backends: `name` is a model's folder.
@@ -65,10 +66,20 @@ impl CpuBackend {
             layout,
         };
         let compute = Compute::new(processor, loaded.model, memory.clone(), &folder.config);
-        Self::start(model, memory, compute)
+        Self::start(model, memory, compute, loaded.weight_bytes)
     }
 
-    fn start(model: ModelInfo, memory: KvMemory, compute: Compute) -> Result<Self, OpenError> {
+    /// Bytes of all weight matrices: what a decode step reads.
+    pub fn weight_bytes(&self) -> usize {
+        self.weight_bytes
+    }
+
+    fn start(
+        model: ModelInfo,
+        memory: KvMemory,
+        compute: Compute,
+        weight_bytes: usize,
+    ) -> Result<Self, OpenError> {
         let (jobs, jobs_in) = sync_channel(STEPS_IN_FLIGHT_MAX);
         let (results_out, results) = sync_channel(STEPS_IN_FLIGHT_MAX);
         let thread = thread::Builder::new().name("compute-0".to_owned());
@@ -81,6 +92,7 @@ impl CpuBackend {
             in_flight: VecDeque::with_capacity(STEPS_IN_FLIGHT_MAX),
             n_launched: 0,
             thread: Some(thread),
+            weight_bytes,
         })
     }
 }
@@ -143,6 +155,7 @@ struct Loaded {
     model: Box<dyn Model>,
     weights: String,
     weight_format: &'static str,
+    weight_bytes: usize,
 }
 
 impl Loaded {
@@ -166,7 +179,7 @@ impl Loaded {
             LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, format!("dummy, seed {seed}")),
         };
         let weight_format = seen.main_format().map_or("none", |format| format.as_str());
-        Ok(Self { architecture, model, weights, weight_format })
+        Ok(Self { architecture, model, weights, weight_format, weight_bytes: seen.bytes() })
     }
 
     fn fingerprint(
