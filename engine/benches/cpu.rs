@@ -17,8 +17,9 @@ use baton_engine::load::Quantize;
 use baton_engine::{
     Backend, CpuBackend, CpuSettings, LoadFormat, Row, RowInput, SampleSpec, SlotId, StepBatch,
 };
-use criterion::{BenchmarkGroup, Criterion, Throughput, measurement::WallTime};
+use criterion::{Criterion, Throughput};
 use kernels::cpu::{Arithmetic, Format, Matrix, Processor, Product, SharedBytes};
+use tokio::time::Instant;
 use types::{BlockIdx, Sampling, StopRules, TokenId};
 
 const N_PROMPT: usize = 512;
@@ -96,27 +97,51 @@ fn steps(criterion: &mut Criterion, name: &str, arithmetic: Arithmetic, quantize
     group.bench_function("prefill 512", |bencher| bencher.iter(|| step(&mut backend, &prompt, 0)));
     group.throughput(Throughput::Bytes(weight_bytes as u64));
     group.bench_function("decode 1", |bencher| bencher.iter(|| step(&mut backend, &prompt[..1], N_PROMPT)));
-    drop(backend);
-    plain_read(&mut group, weight_bytes);
+    let memory = PlainMemory::new(weight_bytes);
+    group.bench_function("plain read", |bencher| bencher.iter(|| memory.read()));
     group.finish();
+    share(name, &memory, || step(&mut backend, &prompt[..1], 0));
 }
 
-/// Reads as many bytes with as many threads, and does nothing with them: what memory gives at most.
-fn plain_read(group: &mut BenchmarkGroup<'_, WallTime>, bytes: usize) {
+/// As many bytes as the weights, read with as many threads and to no purpose: what memory gives at most.
+struct PlainMemory {
+    processor: Processor,
+    bytes: SharedBytes,
+}
+
+impl PlainMemory {
     const PART: usize = 1 << 20;
-    let processor = Processor::new(Arithmetic::F32, threads()).expect("threads");
-    let memory = SharedBytes::filled(bytes, |bytes| bytes.fill(1)).expect("memory");
-    group.bench_function("plain read", |bencher| {
-        bencher.iter(|| {
-            processor.pool().run(bytes.div_ceil(PART), &|nth| {
-                let part = &memory[nth * PART..((nth + 1) * PART).min(bytes)];
-                black_box(part.as_chunks::<64>().0.iter().fold([0u8; 64], |mut sum, line| {
-                    sum.iter_mut().zip(line).for_each(|(sum, byte)| *sum ^= byte);
-                    sum
-                }));
-            });
+
+    fn new(bytes: usize) -> Self {
+        let processor = Processor::new(Arithmetic::F32, threads()).expect("threads");
+        Self { processor, bytes: SharedBytes::filled(bytes, |bytes| bytes.fill(1)).expect("memory") }
+    }
+
+    fn read(&self) {
+        self.processor.pool().run(self.bytes.len().div_ceil(Self::PART), &|nth| {
+            let end = ((nth + 1) * Self::PART).min(self.bytes.len());
+            let lines = self.bytes[nth * Self::PART..end].as_chunks::<64>().0;
+            black_box(lines.iter().fold([0u8; 64], |mut sum, line| {
+                sum.iter_mut().zip(line).for_each(|(sum, byte)| *sum ^= byte);
+                sum
+            }));
         });
-    });
+    }
+}
+
+/// Reads and decode steps in turn, so that whatever else the machine does befalls both: the share of one in the other.
+fn share(name: &str, memory: &PlainMemory, mut decode: impl FnMut()) {
+    const ROUNDS: usize = 30;
+    let seconds = |work: &mut dyn FnMut()| {
+        let started = Instant::now();
+        work();
+        started.elapsed().as_secs_f64()
+    };
+    let mut shares: Vec<f64> =
+        (0..ROUNDS).map(|_| seconds(&mut || memory.read()) / seconds(&mut decode)).collect();
+    shares.sort_by(f64::total_cmp);
+    let [low, median, high] = [ROUNDS / 10, ROUNDS / 2, ROUNDS * 9 / 10].map(|nth| 100.0 * shares[nth]);
+    eprintln!("{name}: decode reads at {median:.0} % of a plain read's rate ({low:.0} % to {high:.0} %)");
 }
 
 /// A multiply and an add for each weight and token, the output layer left out, as only the last token passes it.

@@ -36,8 +36,8 @@ pub(super) trait Row<S: Accumulate>: Copy {
     fn step(self, simd: S, nth: usize) -> S::F;
     /// What is left after the last whole vector, filled up with zeroes.
     fn tail(self, simd: S) -> Option<S::F>;
-    /// Asks for the memory that is read `bytes` after the given step.
-    fn prefetch(self, simd: S, nth: usize, bytes: usize);
+    /// Asks for the memory that lies so many bytes after the row's first number.
+    fn prefetch(self, simd: S, bytes: usize);
 }
 
 /// Rows of equal length, one after the other.
@@ -55,8 +55,10 @@ pub(super) enum Start {
     Continue,
 }
 
-/// Adds up `R` rows by `C` columns. The sums of row r and column c are at `r * STRIDE + c` of `sums`. Memory that lies
-/// `ahead` bytes after what is read of `w` is asked for on the way; 0 asks for none.
+/// Adds up `R` rows by `C` columns. The sums of row r and column c are at `r * STRIDE + c` of `sums`.
+///
+/// On the way, as much memory as the columns take is asked for, from `ahead` bytes after their start on: what the next
+/// tile will read, line by line, as the memory likes it best. 0 asks for none.
 //
 // Everything that is indexed in here is indexed by constants once the loops are unrolled, so the running sums stay in
 // registers. One look at them through a variable, and the compiler would keep them in memory: that is why they are
@@ -121,7 +123,7 @@ fn steps<S: Accumulate, X: Row<S>, W: Row<S>, const R: usize, const C: usize, co
         }
         for c in 0..C {
             if PREFETCH && c < C * W::STEP_BYTES / LINE_BYTES {
-                w[0].prefetch(simd, 0, ahead + nth * C * W::STEP_BYTES + c * LINE_BYTES);
+                w[0].prefetch(simd, ahead + nth * C * W::STEP_BYTES + c * LINE_BYTES);
             }
             let w = w[c].step(simd, nth);
             for r in 0..R {
@@ -210,8 +212,8 @@ macro_rules! plain_rows {
             }
 
             #[inline(always)]
-            fn prefetch(self, simd: S, nth: usize, bytes: usize) {
-                simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+            fn prefetch(self, simd: S, bytes: usize) {
+                simd.prefetch(self.steps.as_ptr().wrapping_byte_add(bytes));
             }
 
             #[inline(always)]
@@ -294,8 +296,8 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
     }
 
     #[inline(always)]
-    fn prefetch(self, simd: S, nth: usize, bytes: usize) {
-        simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+    fn prefetch(self, simd: S, bytes: usize) {
+        simd.prefetch(self.steps.as_ptr().wrapping_byte_add(bytes));
     }
 
     #[inline(always)]
@@ -371,8 +373,8 @@ impl Row<Avx512Bf16> for Bf16PairRow<'_> {
     }
 
     #[inline(always)]
-    fn prefetch(self, simd: Avx512Bf16, nth: usize, bytes: usize) {
-        simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+    fn prefetch(self, simd: Avx512Bf16, bytes: usize) {
+        simd.prefetch(self.steps.as_ptr().wrapping_byte_add(bytes));
     }
 
     #[inline(always)]
@@ -443,8 +445,8 @@ impl Row<Avx512Bf16> for Q8PairRow<'_> {
     }
 
     #[inline(always)]
-    fn prefetch(self, simd: Avx512Bf16, nth: usize, bytes: usize) {
-        simd.prefetch(self.steps[nth..].as_ptr().wrapping_byte_add(bytes));
+    fn prefetch(self, simd: Avx512Bf16, bytes: usize) {
+        simd.prefetch(self.steps.as_ptr().wrapping_byte_add(bytes));
     }
 
     #[inline(always)]
