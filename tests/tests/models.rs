@@ -77,6 +77,7 @@ async fn start_hub() -> SocketAddr {
         .route("/org/small/resolve/{commit}/{file}", get(file));
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let addr = listener.local_addr().expect("it is bound");
+    #[allow(clippy::disallowed_methods, reason = "a hub's server ends with its runtime")]
     tokio::spawn(async move { axum::serve(listener, routes).await });
     addr
 }
