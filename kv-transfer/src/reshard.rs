@@ -1,0 +1,249 @@
+//! From how the sender's ranks hold a sequence's KV, and how the receiver's ranks want it, to a list of copies.
+//!
+//! Pure: no memory, no wire. A page of one layer is `[K|V][kv_head][token][dim]`, so what one rank has for another is,
+//! in each block, one run for K and one for V; where blocks are neighbours on both sides and all heads go the same way,
+//! runs grow together into few long ones.
+//!
+//! | sender → receiver, 8 heads | copies for one layer of a run of blocks |
+//! |---|---|
+//! | tp 1 → tp 1, tp 4 → tp 4 | one per pair of ranks |
+//! | tp 2 → tp 1 | K and V of each block, from each of the two ranks |
+//! | tp 1 → tp 2 | K and V of each block, to each of the two ranks |
+//! | tp 16 → tp 1 | as tp 8 → tp 1: of two ranks that hold the same head, one sends it |
+
+use std::ops::Range;
+
+use types::BlockIdx;
+
+/// How one side spreads a model over its ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sharding {
+    /// KV heads of the whole model.
+    pub n_heads: u16,
+    /// Ranks of each stage. Divides the heads, or is a multiple of them: then several ranks hold the same head.
+    pub tp_size: u16,
+    /// Which layers of the model each pipeline stage holds.
+    pub stages: Vec<Range<u16>>,
+}
+
+/// One rank of one side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RankIdx {
+    pub stage: u16,
+    pub tp_rank: u16,
+}
+
+/// The heads' share of a page: what [`PageShape`](crate::digest::PageShape) says, without the number of heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadShape {
+    /// K and V, or the latent vector alone.
+    pub n_parts: usize,
+    /// Bytes of one head's K, or V, in one block.
+    pub head_bytes: usize,
+}
+
+/// One side of a transfer: its sharding, and where the sequence's blocks lie. A block has the same place on all ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Side<'a> {
+    pub sharding: &'a Sharding,
+    pub table: &'a [BlockIdx],
+}
+
+/// Bytes of one layer that go from one rank's region to another's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Copy {
+    /// The layer's number in the model.
+    pub layer: u16,
+    pub from: RankIdx,
+    pub to: RankIdx,
+    /// Where the bytes start in the sender's region of this layer.
+    pub from_offset: usize,
+    /// Where they start in the receiver's.
+    pub to_offset: usize,
+    pub bytes: usize,
+}
+
+/// Two sides that cannot exchange KV, however one copies.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReshardError {
+    #[error("{n_heads} KV heads do not spread over {tp_size} ranks")]
+    Uneven { n_heads: u16, tp_size: u16 },
+    #[error("the sender has {from} KV heads, the receiver {to}")]
+    OtherHeads { from: u16, to: u16 },
+    #[error("layer {0} is in no stage of one side")]
+    NoSuchLayer(u16),
+    #[error("blocks {blocks:?} are not in both tables")]
+    NoSuchBlocks { blocks: Range<u32> },
+}
+
+/// The copies that bring `layers` of `blocks` from one side to the other, each byte once: in the receiver's order, the
+/// neighbouring ones merged.
+///
+/// Every rank of the receiver gets all of its heads, also those that other ranks get too. Where several ranks of the
+/// sender hold a head, receivers take turns among them.
+pub fn reshard(
+    shape: HeadShape,
+    from: Side<'_>,
+    to: Side<'_>,
+    blocks: Range<u32>,
+    layers: Range<u16>,
+) -> Result<Vec<Copy>, ReshardError> {
+    check(from, to, &blocks)?;
+    let mut copies = Vec::new();
+    for layer in layers {
+        let (from_stage, to_stage) = (from.sharding.stage_of(layer)?, to.sharding.stage_of(layer)?);
+        for tp_rank in 0..to.sharding.tp_size {
+            let to_rank = RankIdx { stage: to_stage, tp_rank };
+            for lane in lanes(from.sharding, from_stage, to.sharding, to_rank) {
+                lane.copy(shape, layer, &blocks, (from.table, to.table), &mut copies);
+            }
+        }
+    }
+    Ok(copies)
+}
+
+fn check(from: Side<'_>, to: Side<'_>, blocks: &Range<u32>) -> Result<(), ReshardError> {
+    from.sharding.check()?;
+    to.sharding.check()?;
+    if from.sharding.n_heads != to.sharding.n_heads {
+        return Err(ReshardError::OtherHeads { from: from.sharding.n_heads, to: to.sharding.n_heads });
+    }
+    if blocks.end as usize > from.table.len().min(to.table.len()) {
+        return Err(ReshardError::NoSuchBlocks { blocks: blocks.clone() });
+    }
+    Ok(())
+}
+
+// === impl Sharding ===
+
+impl Sharding {
+    /// One rank that holds everything.
+    pub fn whole(n_heads: u16, n_layers: u16) -> Self {
+        Self::tensor_parallel(n_heads, 1, n_layers)
+    }
+
+    /// One stage of `tp_size` ranks.
+    pub fn tensor_parallel(n_heads: u16, tp_size: u16, n_layers: u16) -> Self {
+        Self { n_heads, tp_size, stages: std::iter::once(0..n_layers).collect() }
+    }
+
+    fn check(&self) -> Result<(), ReshardError> {
+        let Self { n_heads, tp_size, .. } = *self;
+        let is_even = n_heads > 0
+            && tp_size > 0
+            && (n_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(n_heads));
+        if is_even { Ok(()) } else { Err(ReshardError::Uneven { n_heads, tp_size }) }
+    }
+
+    /// The heads that one rank holds.
+    pub fn heads_of(&self, tp_rank: u16) -> Range<u16> {
+        let per_rank = (self.n_heads / self.tp_size).max(1);
+        let first = tp_rank / self.n_holders() * per_rank;
+        first..first + per_rank
+    }
+
+    /// The ranks that hold a head.
+    fn holders_of(&self, head: u16) -> Range<u16> {
+        let per_rank = (self.n_heads / self.tp_size).max(1);
+        let first = head / per_rank * self.n_holders();
+        first..first + self.n_holders()
+    }
+
+    /// How many ranks hold the same head.
+    fn n_holders(&self) -> u16 {
+        (self.tp_size / self.n_heads).max(1)
+    }
+
+    fn stage_of(&self, layer: u16) -> Result<u16, ReshardError> {
+        let stage = self.stages.iter().position(|layers| layers.contains(&layer));
+        stage.map(|stage| stage as u16).ok_or(ReshardError::NoSuchLayer(layer))
+    }
+}
+
+// === impl Lane ===
+
+/// Heads that one rank has for another: neighbours on both sides.
+struct Lane {
+    from: RankIdx,
+    to: RankIdx,
+    /// Positions among the heads of the sender's rank, and of the receiver's.
+    from_head: u16,
+    to_head: u16,
+    n_heads: u16,
+    /// Heads in a page of each side.
+    from_width: u16,
+    to_width: u16,
+}
+
+/// Who sends what to one rank of the receiver: its heads, in order, each from one rank.
+fn lanes(from: &Sharding, from_stage: u16, to: &Sharding, to_rank: RankIdx) -> Vec<Lane> {
+    let wanted = to.heads_of(to_rank.tp_rank);
+    let mut lanes = Vec::new();
+    let mut head = wanted.start;
+    while head < wanted.end {
+        let holders = from.holders_of(head);
+        let tp_rank = holders.start + to_rank.tp_rank % holders.len() as u16;
+        let held = from.heads_of(tp_rank);
+        let end = held.end.min(wanted.end);
+        lanes.push(Lane {
+            from: RankIdx { stage: from_stage, tp_rank },
+            to: to_rank,
+            from_head: head - held.start,
+            to_head: head - wanted.start,
+            n_heads: end - head,
+            from_width: held.len() as u16,
+            to_width: wanted.len() as u16,
+        });
+        head = end;
+    }
+    lanes
+}
+
+impl Lane {
+    fn copy(
+        &self,
+        shape: HeadShape,
+        layer: u16,
+        blocks: &Range<u32>,
+        (from_table, to_table): (&[BlockIdx], &[BlockIdx]),
+        copies: &mut Vec<Copy>,
+    ) {
+        for block in blocks.start as usize..blocks.end as usize {
+            for part in 0..shape.n_parts {
+                let offset = |place: BlockIdx, width: u16, head: u16| {
+                    let heads_before = (place.0 as usize * shape.n_parts + part) * usize::from(width);
+                    (heads_before + usize::from(head)) * shape.head_bytes
+                };
+                let next = Copy {
+                    layer,
+                    from: self.from,
+                    to: self.to,
+                    from_offset: offset(from_table[block], self.from_width, self.from_head),
+                    to_offset: offset(to_table[block], self.to_width, self.to_head),
+                    bytes: usize::from(self.n_heads) * shape.head_bytes,
+                };
+                append(copies, next);
+            }
+        }
+    }
+}
+
+/// Adds a copy, or lengthens the last one by it.
+fn append(copies: &mut Vec<Copy>, next: Copy) {
+    match copies.last_mut() {
+        Some(last) if last.goes_on_with(&next) => last.bytes += next.bytes,
+        _ => copies.push(next),
+    }
+}
+
+impl Copy {
+    fn goes_on_with(&self, next: &Self) -> bool {
+        (self.layer, self.from, self.to) == (next.layer, next.from, next.to)
+            && self.from_offset + self.bytes == next.from_offset
+            && self.to_offset + self.bytes == next.to_offset
+    }
+}
+
+#[cfg(test)]
+#[path = "reshard_tests.rs"]
+mod tests;
