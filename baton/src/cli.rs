@@ -137,6 +137,9 @@ pub(crate) struct DoctorArgs {
     /// The configuration file of the process that is to run here. Without it: the router of `baton up`.
     #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
     pub(crate) config: Option<PathBuf>,
+    /// Send KV to the decode node at this gRPC address too, over every wire that both ends have, and say how fast it went.
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) peer: Option<String>,
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub(crate) json: bool,

@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-use baton_tests::executable;
+use baton_tests::{Up, executable};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -102,4 +102,35 @@ fn every_file_is_checked_and_every_wrong_one_named() {
         assert_eq!(output.status.code(), Some(2), "{said}");
         assert!(said.contains(wrong) && said.contains("a valid node configuration"), "{name}: {said}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kv_is_sent_to_a_peer_for_real() {
+    let up = Up::start(&[]).await;
+    let cluster = up.client().get_json("/debug/cluster").await;
+    let node = |role: &str| {
+        let nodes = cluster["nodes"].as_array().expect("nodes");
+        let node = nodes.iter().find(|node| node["role"] == role).expect("one of each role");
+        node["address"].as_str().expect("an address").to_owned()
+    };
+    let (decode, prefill) = (node("decode"), node("prefill"));
+    let folder = tempfile::tempdir().expect("a folder");
+    let router = file(&folder, "router.toml", "[router]\nhttp = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"\n");
+    let doctor = |peer: String| baton(&["doctor", "--config", &router, "--json", "--peer", &peer]);
+
+    let output = doctor(decode);
+    let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
+    let found = |text: &str| {
+        group(&report, "peer").into_iter().any(|finding| {
+            finding["level"] == "ok" && finding["found"].as_str().is_some_and(|found| found.contains(text))
+        })
+    };
+    assert!(found("over tcp") && found("GB/s"), "{report}");
+    assert_eq!(output.status.code(), Some(0), "{report}");
+
+    let output = doctor(prefill);
+    let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
+    assert_eq!(output.status.code(), Some(1), "{report}");
+    assert_eq!(group(&report, "peer")[0]["level"], "bad", "{report}");
+    up.baseline().await;
 }

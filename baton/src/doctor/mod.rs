@@ -9,6 +9,7 @@ mod clock;
 mod gpu;
 mod host;
 mod model;
+mod peer;
 mod ports;
 mod rdma;
 mod registry;
@@ -28,7 +29,10 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
         None => ProcessFile::default_router()?,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
-    let findings = runtime.block_on(look(&process));
+    let mut findings = runtime.block_on(look(&process));
+    if let Some(addr) = &args.peer {
+        findings.extend(runtime.block_on(peer::look(addr)));
+    }
     if args.json {
         report::json(&findings)
     } else {
