@@ -3,8 +3,15 @@
 //! Nothing above this crate sees a raw pointer.
 #![allow(unsafe_code)]
 
+pub mod borrow;
 pub mod cpu;
 pub mod cuda;
 pub mod memory;
+mod page;
+mod regions;
 
-pub use memory::{HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
+pub use borrow::PageBusy;
+pub use cuda::memory::DeviceMemory;
+pub use memory::{HostMemory, MemoryError};
+pub use page::{PageMut, PageRef};
+pub use regions::RegionShape;

@@ -5,7 +5,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kernels::{HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
+use kernels::cuda::{Card, Element, View, ViewMut};
+use kernels::{DeviceMemory, HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
 use types::layout::LayerGroup;
 use types::{GroupIdx, KvLayout};
 
@@ -22,15 +23,44 @@ struct Inner {
     layout: KvLayout,
     regions: Regions,
     n_blocks: u32,
-    pages: HostMemory,
+    pages: Pages,
+}
+
+/// Where the pages are.
+enum Pages {
+    Host(HostMemory),
+    Device(DeviceMemory),
+}
+
+/// KV that lies on a card, as kernels see it.
+#[derive(Clone, Copy)]
+pub struct OnCard<'a> {
+    memory: &'a DeviceMemory,
+    regions: &'a Regions,
 }
 
 impl KvMemory {
     /// Host memory for `n_blocks` blocks.
     pub fn host(layout: KvLayout, n_blocks: u32) -> Result<Self, MemoryError> {
         let regions = Regions::of(&layout);
-        let pages = HostMemory::new(&regions.shapes(n_blocks))?;
+        let pages = Pages::Host(HostMemory::new(&regions.shapes(n_blocks))?);
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, pages }) })
+    }
+
+    /// Memory of a card for `n_blocks` blocks. [`read`](Self::read) and [`write`](Self::write) go by copies in host
+    /// memory; kernels reach it by [`on_card`](Self::on_card).
+    pub fn device(layout: KvLayout, n_blocks: u32, card: &Card) -> Result<Self, MemoryError> {
+        let regions = Regions::of(&layout);
+        let pages = Pages::Device(DeviceMemory::new(&regions.shapes(n_blocks), card)?);
+        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, pages }) })
+    }
+
+    /// What kernels see of it, if it lies on a card.
+    pub fn on_card(&self) -> Option<OnCard<'_>> {
+        match &self.inner.pages {
+            Pages::Host(_) => None,
+            Pages::Device(memory) => Some(OnCard { memory, regions: &self.inner.regions }),
+        }
     }
 
     /// How many blocks fit into `bytes`: never more, so that the regions' sum stays within what was given.
@@ -52,7 +82,10 @@ impl KvMemory {
     }
 
     pub fn bytes(&self) -> usize {
-        self.inner.pages.bytes()
+        match &self.inner.pages {
+            Pages::Host(pages) => pages.bytes(),
+            Pages::Device(pages) => pages.bytes(),
+        }
     }
 
     /// Reads one layer of neighbouring blocks: their pages, one after the other.
@@ -63,7 +96,11 @@ impl KvMemory {
     /// # Panics
     /// If the group, the layer or one of the blocks does not exist.
     pub fn read(&self, group: GroupIdx, layer_pos: u16, blocks: Range<u32>) -> Result<PageRef<'_>, PageBusy> {
-        self.inner.pages.read(self.inner.regions.of_layer(group, layer_pos), blocks)
+        let region = self.inner.regions.of_layer(group, layer_pos);
+        match &self.inner.pages {
+            Pages::Host(pages) => pages.read(region, blocks),
+            Pages::Device(pages) => pages.read(region, blocks),
+        }
     }
 
     /// Writes one layer of neighbouring blocks. As [`read`](Self::read), but nobody else may hold any of the pages.
@@ -73,7 +110,44 @@ impl KvMemory {
         layer_pos: u16,
         blocks: Range<u32>,
     ) -> Result<PageMut<'_>, PageBusy> {
-        self.inner.pages.write(self.inner.regions.of_layer(group, layer_pos), blocks)
+        let region = self.inner.regions.of_layer(group, layer_pos);
+        match &self.inner.pages {
+            Pages::Host(pages) => pages.write(region, blocks),
+            Pages::Device(pages) => pages.write(region, blocks),
+        }
+    }
+}
+
+impl<'a> OnCard<'a> {
+    /// One layer's pages, of all blocks: block `n` is the n-th page.
+    ///
+    /// # Panics
+    /// If the group or the layer does not exist, or its pages are not whole numbers of this type.
+    pub fn layer<T: Element>(&self, group: GroupIdx, layer_pos: u16) -> View<'a, T> {
+        self.memory.region(self.region(group, layer_pos))
+    }
+
+    /// As [`layer`](Self::layer), for kernels that write.
+    ///
+    /// Nothing here checks which pages they write: the tables that they are given must name blocks that the caller has
+    /// leased, and that nobody borrows by [`KvMemory::read`] or [`KvMemory::write`] meanwhile.
+    pub fn layer_mut<T: Element>(&self, group: GroupIdx, layer_pos: u16) -> ViewMut<'a, T> {
+        self.memory.region_mut(self.region(group, layer_pos))
+    }
+
+    /// Which of the memory's regions a layer lies in.
+    pub fn region(&self, group: GroupIdx, layer_pos: u16) -> u32 {
+        self.regions.of_layer(group, layer_pos)
+    }
+
+    pub fn memory(&self) -> &'a DeviceMemory {
+        self.memory
+    }
+}
+
+impl fmt::Debug for OnCard<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.memory.fmt(f)
     }
 }
 

@@ -155,6 +155,11 @@ macro_rules! views {
                 self.address.is_multiple_of(16)
             }
 
+            /// So many numbers from `address` on, which is the caller's promise.
+            pub(super) fn over(address: u64, len: usize, ordinal: usize) -> Self {
+                Self { address, len, ordinal, buffer: PhantomData }
+            }
+
             fn place(&self, range: &Range<usize>) -> u64 {
                 assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} numbers", self.len);
                 self.address + (range.start * size_of::<T>()) as u64

@@ -172,6 +172,10 @@ impl Card {
         self.context.ordinal()
     }
 
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
     /// Puts a kernel at the end of the stream. It may come onto the card while the one before it ends: each waits by
     /// itself before it looks at what was computed (`wait_for_last` in `prelude.cuh`).
     ///

@@ -14,6 +14,10 @@ pub mod report;
 pub mod cache;
 pub mod buffer;
 pub mod card;
+mod mapped;
+pub(crate) mod staging;
+pub mod memory;
+pub mod remote;
 pub mod ops;
 
 pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
@@ -21,6 +25,8 @@ pub use cache::Cache;
 pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
 pub use error::CudaError;
+pub use memory::DeviceMemory;
+pub use remote::RemoteMemory;
 pub use ops::{
     DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm,
 };

@@ -1,4 +1,7 @@
+use std::fmt;
+
 use super::*;
+use crate::borrow::{Access, Held};
 
 const SHAPE: RegionShape = RegionShape { page_bytes: 64, n_pages: 8 };
 

@@ -1,0 +1,139 @@
+//! Hot path.
+//! Who may read and write a page now: a borrow state per page, as a `RefCell` has one, made of one atomic.
+//!
+//! It never blocks: a borrow is had at once or refused, and a refusal is a bug in the caller, who must have asked for
+//! a block that it does not hold.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Nobody holds the page.
+const IDLE: u32 = 0;
+/// Somebody writes the page. Every other value is a number of readers.
+const WRITTEN: u32 = u32::MAX;
+
+/// A page of the run is held in a way that excludes this borrow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{wanted} page {page} of region {region}, which {held}")]
+pub struct PageBusy {
+    pub region: u32,
+    pub page: u32,
+    pub wanted: Access,
+    pub held: Held,
+}
+
+/// What a borrow is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    Read,
+    Write,
+}
+
+/// Who stands in the way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    ByWriter,
+    ByReaders(u32),
+    /// Nobody does: the card that the page is on does not give it any more.
+    OnLostCard,
+}
+
+impl fmt::Display for Access {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        })
+    }
+}
+
+impl fmt::Display for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ByWriter => f.write_str("somebody writes"),
+            Self::ByReaders(n) => write!(f, "{n} others read"),
+            Self::OnLostCard => f.write_str("lies on a GPU that does not answer"),
+        }
+    }
+}
+
+/// The borrow states of so many pages, all idle.
+pub(crate) fn idle(n_pages: u32) -> Box<[AtomicU32]> {
+    (0..n_pages).map(|_| AtomicU32::new(IDLE)).collect()
+}
+
+/// The n-th page of a run could not be borrowed.
+pub(crate) struct Refused {
+    nth: usize,
+    wanted: Access,
+    held: Held,
+}
+
+impl Refused {
+    pub(crate) fn at(self, region: u32, first: u32) -> PageBusy {
+        PageBusy { region, page: first + self.nth as u32, wanted: self.wanted, held: self.held }
+    }
+}
+
+/// One reader's share of the pages' borrow states. Dropping it gives the pages back.
+pub(crate) struct ReadBorrow<'a>(&'a [AtomicU32]);
+
+impl<'a> ReadBorrow<'a> {
+    pub(crate) fn take(pages: &'a [AtomicU32]) -> Result<Self, Refused> {
+        for (nth, page) in pages.iter().enumerate() {
+            if let Err(held) = add_reader(page) {
+                drop(Self(&pages[..nth]));
+                return Err(Refused { nth, wanted: Access::Read, held });
+            }
+        }
+        Ok(Self(pages))
+    }
+}
+
+impl Drop for ReadBorrow<'_> {
+    fn drop(&mut self) {
+        for page in self.0 {
+            page.fetch_sub(1, Ordering::Release);
+        }
+    }
+}
+
+fn add_reader(page: &AtomicU32) -> Result<(), Held> {
+    let one_more = |readers: u32| (readers < WRITTEN - 1).then(|| readers + 1);
+    match page.fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more) {
+        Ok(_) => Ok(()),
+        Err(WRITTEN) => Err(Held::ByWriter),
+        Err(readers) => Err(Held::ByReaders(readers)),
+    }
+}
+
+/// The only writer's hold on the pages' borrow states. Dropping it gives the pages back.
+pub(crate) struct WriteBorrow<'a>(&'a [AtomicU32]);
+
+impl<'a> WriteBorrow<'a> {
+    pub(crate) fn take(pages: &'a [AtomicU32]) -> Result<Self, Refused> {
+        for (nth, page) in pages.iter().enumerate() {
+            if let Err(held) = set_writer(page) {
+                drop(Self(&pages[..nth]));
+                return Err(Refused { nth, wanted: Access::Write, held });
+            }
+        }
+        Ok(Self(pages))
+    }
+}
+
+impl Drop for WriteBorrow<'_> {
+    fn drop(&mut self) {
+        for page in self.0 {
+            page.store(IDLE, Ordering::Release);
+        }
+    }
+}
+
+fn set_writer(page: &AtomicU32) -> Result<(), Held> {
+    match page.compare_exchange(IDLE, WRITTEN, Ordering::Acquire, Ordering::Relaxed) {
+        Ok(_) => Ok(()),
+        Err(WRITTEN) => Err(Held::ByWriter),
+        Err(readers) => Err(Held::ByReaders(readers)),
+    }
+}

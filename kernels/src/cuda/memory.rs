@@ -1,0 +1,155 @@
+//! A card's memory for KV: regions of equal pages, as [`HostMemory`](crate::HostMemory) has them, on the GPU.
+//!
+//! It is taken at once, by the virtual-memory API, so that a peer on this host can be given it and write into it.
+//!
+//! Two kinds of users reach it. The processor borrows pages as it does host memory, and gets copies: that is how tcp,
+//! checks and tests work on a GPU's node unchanged. Kernels get a whole region ([`DeviceMemory::region`]): which of
+//! its pages they may touch is the leases' matter, since a step has too many pages to borrow one by one.
+
+use std::fmt;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use cudarc::driver::CudaContext;
+
+use super::buffer::{Element, View, ViewMut};
+use super::mapped::Mapped;
+use super::staging::Staging;
+use super::{Card, CudaError};
+use crate::borrow::{Access, Held, PageBusy, ReadBorrow, WriteBorrow};
+use crate::memory::MemoryError;
+use crate::page::{PageMut, PageRef};
+use crate::regions::{RegionShape, Regions, Run};
+
+/// Memory of one card, zero at first, mapped once and never moved.
+pub struct DeviceMemory {
+    context: Arc<CudaContext>,
+    staging: Staging,
+    regions: Regions,
+    mapped: Mapped,
+}
+
+impl DeviceMemory {
+    /// Takes all regions at once.
+    pub fn new(shapes: &[RegionShape], card: &Card) -> Result<Self, MemoryError> {
+        let regions = Regions::new(shapes)?;
+        let bytes = regions.places().end();
+        Self::taken(card.context(), regions).map_err(|source| MemoryError::Device { bytes, source })
+    }
+
+    fn taken(context: &Arc<CudaContext>, regions: Regions) -> Result<Self, CudaError> {
+        let mapped = Mapped::take(context, regions.places().end())?;
+        let staging = Staging::new(context)?;
+        // JUSTIFICATION: nobody shall find in fresh KV what another process has left there.
+        // SAFETY: the whole range is mapped and nobody else knows it yet.
+        unsafe { staging.clear(mapped.address(), mapped.bytes())? };
+        Ok(Self { context: Arc::clone(context), staging, regions, mapped })
+    }
+
+    /// Borrows a run of pages and copies them from the card: all of them, or none.
+    ///
+    /// # Panics
+    /// If there is no such region, or no such page in it.
+    pub fn read(&self, region: u32, pages: Range<u32>) -> Result<PageRef<'_>, PageBusy> {
+        let run = self.run(region, &pages, Access::Read)?;
+        let borrow = ReadBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
+        // JUSTIFICATION: memory of the card is reached by address.
+        // SAFETY: the run lies in the mapping, which this value holds; no page of it has a writer.
+        let copy = unsafe { self.staging.read(self.address(&run), run.len) };
+        let copy = copy.map_err(|_| lost(region, pages.start, Access::Read))?;
+        // SAFETY: the copy is initialised, as long as the run, and nobody else's.
+        Ok(unsafe { PageRef::new(copy.start(), run.len, borrow, Some(copy)) })
+    }
+
+    /// Borrows a run of pages, copies them from the card, and back again when the borrow ends: all of them, or none.
+    ///
+    /// # Panics
+    /// If there is no such region, or no such page in it.
+    pub fn write(&self, region: u32, pages: Range<u32>) -> Result<PageMut<'_>, PageBusy> {
+        let run = self.run(region, &pages, Access::Write)?;
+        let borrow = WriteBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
+        // JUSTIFICATION: memory of the card is reached by address.
+        // SAFETY: the run lies in the mapping, which this value holds; nobody else has borrowed a page of it, and the copy
+        // is dropped before the borrow is.
+        let copy = unsafe { self.staging.write(self.address(&run), run.len) };
+        let copy = copy.map_err(|_| lost(region, pages.start, Access::Write))?;
+        // SAFETY: the copy is initialised, as long as the run, and nobody else's.
+        Ok(unsafe { PageMut::new(copy.start(), run.len, borrow, Some(copy)) })
+    }
+
+    /// All pages of a region, for kernels that read them.
+    ///
+    /// # Panics
+    /// If there is no such region, or its bytes are not whole numbers of this type.
+    pub fn region<T: Element>(&self, region: u32) -> View<'_, T> {
+        let (address, len) = self.numbers::<T>(region);
+        View::over(address, len, self.ordinal())
+    }
+
+    /// All pages of a region, for kernels that write some of them: those that the caller has leased, which nobody else
+    /// writes or reads meanwhile.
+    ///
+    /// # Panics
+    /// If there is no such region, or its bytes are not whole numbers of this type.
+    pub fn region_mut<T: Element>(&self, region: u32) -> ViewMut<'_, T> {
+        let (address, len) = self.numbers::<T>(region);
+        ViewMut::over(address, len, self.ordinal())
+    }
+
+    fn numbers<T: Element>(&self, region: u32) -> (u64, usize) {
+        let (offset, bytes) = self.regions.places().run(region, &(0..self.shape(region).n_pages));
+        assert!(bytes.is_multiple_of(size_of::<T>()), "pages of {bytes} bytes are not whole numbers");
+        (self.mapped.address() + offset as u64, bytes / size_of::<T>())
+    }
+
+    /// Something that a process of this host can map the memory by, and how many bytes it then maps.
+    pub fn export(&self) -> Result<(OwnedFd, usize), CudaError> {
+        Ok((self.mapped.export()?, self.mapped.bytes()))
+    }
+
+    pub fn shape(&self, region: u32) -> RegionShape {
+        self.regions.places().shape(region)
+    }
+
+    pub fn n_regions(&self) -> u32 {
+        self.regions.places().len() as u32
+    }
+
+    /// The bytes of all pages.
+    pub fn bytes(&self) -> usize {
+        self.regions.places().bytes()
+    }
+
+    /// Which card it lies on.
+    pub fn ordinal(&self) -> usize {
+        self.context.ordinal()
+    }
+
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    fn run(&self, region: u32, pages: &Range<u32>, wanted: Access) -> Result<Run<'_>, PageBusy> {
+        let run = self.regions.run(region, pages);
+        if self.staging.is_lost() { Err(lost(region, pages.start, wanted)) } else { Ok(run) }
+    }
+
+    fn address(&self, run: &Run<'_>) -> u64 {
+        self.mapped.address() + run.offset as u64
+    }
+}
+
+fn lost(region: u32, page: u32, wanted: Access) -> PageBusy {
+    PageBusy { region, page, wanted, held: Held::OnLostCard }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceMemory")
+            .field("ordinal", &self.ordinal())
+            .field("regions", &self.n_regions())
+            .field("bytes", &self.bytes())
+            .finish()
+    }
+}

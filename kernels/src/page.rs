@@ -1,0 +1,122 @@
+//! Hot path.
+//! Borrowed pages: what a reader and a writer of KV hold, wherever the memory is.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use crate::borrow::{ReadBorrow, WriteBorrow};
+use crate::cuda::staging::{Staged, WriteBack};
+
+/// A run of pages that nobody can write while this value lives. The bytes of all pages, one page after the other.
+///
+/// On a card it is a copy in host memory, made when the borrow was.
+//
+// A pointer and not a slice, for the reason that `std::cell::Ref` has one: a reference in the guard would claim to be
+// valid until the end of the function that drops the guard, that is, for a moment after the pages were given back.
+pub struct PageRef<'a> {
+    start: NonNull<u8>,
+    len: usize,
+    #[expect(dead_code, reason = "held for its Drop")]
+    copy: Option<Staged<'a>>,
+    #[expect(dead_code, reason = "held for its Drop")]
+    borrow: ReadBorrow<'a>,
+    memory: PhantomData<&'a [u8]>,
+}
+
+/// A run of pages that nobody else can read or write while this value lives.
+///
+/// On a card it is a copy in host memory, which goes to the card when this is dropped.
+pub struct PageMut<'a> {
+    start: NonNull<u8>,
+    len: usize,
+    // Fields are dropped in their order: the bytes are on the card before anyone else may have the pages.
+    #[expect(dead_code, reason = "held for its Drop")]
+    copy: Option<WriteBack<'a>>,
+    #[expect(dead_code, reason = "held for its Drop")]
+    borrow: WriteBorrow<'a>,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> PageRef<'a> {
+    /// # Safety
+    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and nobody writes them while the
+    /// borrow lives.
+    pub(crate) unsafe fn new(
+        start: NonNull<u8>,
+        len: usize,
+        borrow: ReadBorrow<'a>,
+        copy: Option<Staged<'a>>,
+    ) -> Self {
+        Self { start, len, copy, borrow, memory: PhantomData }
+    }
+}
+
+impl<'a> PageMut<'a> {
+    /// # Safety
+    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and nobody else reaches them
+    /// while the borrow lives.
+    pub(crate) unsafe fn new(
+        start: NonNull<u8>,
+        len: usize,
+        borrow: WriteBorrow<'a>,
+        copy: Option<WriteBack<'a>>,
+    ) -> Self {
+        Self { start, len, copy, borrow, memory: PhantomData }
+    }
+}
+
+// JUSTIFICATION: the pointer makes the guards neither Send nor Sync by itself, but connectors hold them across awaits.
+// SAFETY: a `PageRef` is a `&[u8]` with a counter, and a `PageMut` is a `&mut [u8]` with a flag; the counter and the
+// flag are atomics. Both slices are Send and Sync, and so is a copy that is held with them; nothing else is reached
+// through the pointer.
+unsafe impl Send for PageRef<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for PageRef<'_> {}
+// SAFETY: as above.
+unsafe impl Send for PageMut<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for PageMut<'_> {}
+
+impl Deref for PageRef<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // JUSTIFICATION: the borrow was checked at run time, which the compiler cannot see.
+        // SAFETY: the run is initialised and outlives this value, by the promise of `new`, and has no writer: `borrow`
+        // counts this reader in every page's state, and a writer needs that state to be idle.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl Deref for PageMut<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // JUSTIFICATION: the borrow was checked at run time, which the compiler cannot see.
+        // SAFETY: the run is initialised and outlives this value, by the promise of `new`; `borrow` marks every page as
+        // written, which excludes all other borrows, and `&self` excludes a mutable slice from this one.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for PageMut<'_> {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // JUSTIFICATION: the borrow was checked at run time, which the compiler cannot see.
+        // SAFETY: as in `deref`, and `&mut self` makes this the only slice made from this borrow.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl fmt::Debug for PageRef<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PageRef({} bytes)", self.len)
+    }
+}
+
+impl fmt::Debug for PageMut<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PageMut({} bytes)", self.len)
+    }
+}
