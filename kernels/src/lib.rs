@@ -12,6 +12,7 @@ mod regions;
 
 pub use borrow::PageBusy;
 pub use cuda::memory::DeviceMemory;
+pub use memory::peer::{OutsidePeer, PeerMemory, PeerMemoryError};
 pub use memory::{HostMemory, MemoryError};
 pub use page::{PageMut, PageRef};
 pub use regions::RegionShape;

@@ -7,20 +7,26 @@
 //! Cost: one compare-and-swap per page to borrow and one to give back. Pages are 4 KiB to 64 KiB, so this stays
 //! under a thousandth of the time to copy them.
 
+mod mapping;
+pub mod peer;
+
 use std::fmt;
 use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
-use memmap2::{MmapMut, MmapRaw};
+use memmap2::MmapRaw;
 
 use crate::borrow::{PageBusy, ReadBorrow, WriteBorrow};
 use crate::cuda::CudaError;
 use crate::page::{PageMut, PageRef};
 use crate::regions::{RegionShape, Regions};
 
-/// Anonymous memory of this process, zero at first, mapped once and never moved.
+/// Memory of this process, zero at first, mapped once and never moved.
 pub struct HostMemory {
     mapping: MmapRaw,
+    /// What other processes map to see it. Anonymous memory has none.
+    file: Option<OwnedFd>,
     regions: Regions,
 }
 
@@ -31,6 +37,12 @@ pub enum MemoryError {
     TooLarge,
     #[error("map {bytes} bytes of memory")]
     Map {
+        bytes: usize,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("make {bytes} bytes of memory that other processes can read")]
+    Share {
         bytes: usize,
         #[source]
         source: std::io::Error,
@@ -47,7 +59,31 @@ impl HostMemory {
     /// Maps all regions at once. Memory is taken from the system as it is first touched.
     pub fn new(shapes: &[RegionShape]) -> Result<Self, MemoryError> {
         let regions = Regions::new(shapes)?;
-        Ok(Self { mapping: map(regions.places().end())?, regions })
+        let bytes = regions.places().end();
+        let mapping = mapping::private(bytes).map_err(|source| MemoryError::Map { bytes, source })?;
+        Ok(Self { mapping, file: None, regions })
+    }
+
+    /// The same, for other processes to [read](peer::PeerMemory) if they are given its [`file`](Self::file).
+    pub fn shared(shapes: &[RegionShape]) -> Result<Self, MemoryError> {
+        let regions = Regions::new(shapes)?;
+        let bytes = regions.places().end();
+        let (mapping, file) =
+            mapping::shared(bytes).map_err(|source| MemoryError::Share { bytes, source })?;
+        Ok(Self { mapping, file: Some(file), regions })
+    }
+
+    /// What another process maps to read this memory, if it is [`shared`](Self::shared).
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Where a page starts in [`file`](Self::file).
+    ///
+    /// # Panics
+    /// If there is no such region, or no such page in it.
+    pub fn file_offset(&self, region: u32, page: u32) -> usize {
+        self.regions.places().run(region, &(page..page + 1)).0
     }
 
     /// Borrows a run of pages for reading: all of them, or none.
@@ -103,14 +139,6 @@ impl fmt::Debug for HostMemory {
             .field("bytes", &self.bytes())
             .finish()
     }
-}
-
-fn map(bytes: usize) -> Result<MmapRaw, MemoryError> {
-    let mapping = MmapMut::map_anon(bytes.max(1)).map_err(|source| MemoryError::Map { bytes, source })?;
-    // Huge pages save page faults and TLB misses; a system that has none serves as well, only slower.
-    #[cfg(target_os = "linux")]
-    let _ = mapping.advise(memmap2::Advice::HugePage);
-    Ok(mapping.into())
 }
 
 #[cfg(test)]

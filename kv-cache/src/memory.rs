@@ -40,10 +40,11 @@ pub struct OnCard<'a> {
 }
 
 impl KvMemory {
-    /// Host memory for `n_blocks` blocks.
+    /// Host memory for `n_blocks` blocks, which other processes of this machine can be shown if the system allows it.
     pub fn host(layout: KvLayout, n_blocks: u32) -> Result<Self, MemoryError> {
         let regions = Regions::of(&layout);
-        let pages = Pages::Host(HostMemory::new(&regions.shapes(n_blocks))?);
+        let shapes = regions.shapes(n_blocks);
+        let pages = Pages::Host(HostMemory::shared(&shapes).or_else(|_| HostMemory::new(&shapes))?);
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, pages }) })
     }
 
@@ -215,5 +216,6 @@ impl Regions {
     }
 }
 
+mod shared;
 #[cfg(test)]
 mod tests;

@@ -30,6 +30,11 @@ pub trait KvConnector: Debug + Send + Sync + 'static {
     /// Where peers reach this side; what a node announces.
     fn address(&self) -> WireAddress;
 
+    /// Whether this side could reach a peer at that address: a look, not contact. Never waits.
+    ///
+    /// False for another wire's address. For a wire within one host it tells those apart that only seem to share it.
+    fn reaches(&self, wire: &WireAddress) -> bool;
+
     /// Called when a peer appears, so that first contact (seconds, for some wires) is not paid by the first request.
     ///
     /// A peer that this wire cannot reach is an error; a peer that does not speak it at all is not.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use types::node::{FingerprintMismatch, ProtocolMismatch};
 use types::{Refusal, RefusalKind, Verdict};
 
-use crate::connectors::tcp::frame::FrameError;
+use crate::connectors::link::frame::FrameError;
 
 /// Why KV did not travel. Cheap to clone: both the sender and the arrival of one transfer hold it.
 #[derive(Clone, Debug, thiserror::Error)]

@@ -63,6 +63,8 @@ pub struct OpenLanding {
     summaries: (u64, u64),
     shapes: Vec<Vec<PageShape>>,
     memory: KvMemory,
+    /// Whether spans must bring digests.
+    verifies: bool,
     since: Instant,
     /// The proof of quiet: whoever writes holds it shared and finds the lease in it; whoever ends the landing takes
     /// the lease out. Held for one attempt to copy, never across an await.
@@ -133,6 +135,7 @@ impl OpenLanding {
             shapes: shapes(&landing),
             landing,
             memory: parts.memory.clone(),
+            verifies: parts.settings.digests,
             since: parts.world.now(),
             lease: RwLock::new(Some(lease)),
             progress: Mutex::new(Progress {
@@ -196,7 +199,8 @@ impl OpenLanding {
     /// Marks a span's pages as being written by the caller, who must then say [`arrived`](Self::arrived).
     pub(crate) fn claim(&self, span: &KvSpan, n_digests: usize) -> Result<Claim, TransferError> {
         let mut progress = self.progress();
-        if !progress.pages.contains(span) || n_digests != self.n_digests(span) {
+        let may_be_bare = n_digests == 0 && !self.verifies;
+        if !progress.pages.contains(span) || !(may_be_bare || n_digests == self.n_digests(span)) {
             return Err(TransferError::Mismatch(format!("{span:?} is not part of the transfer")));
         }
         if progress.outcome.is_some() || !progress.pages.claim(span) {

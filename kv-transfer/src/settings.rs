@@ -18,6 +18,13 @@ pub struct TransferSettings {
     pub stall_ms: u64,
     /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
     pub frame_bytes: usize,
+    /// Whether digests are made and compared. Off only to measure what they cost: a node has no such setting.
+    #[serde(skip, default = "on")]
+    pub digests: bool,
+}
+
+fn on() -> bool {
+    true
 }
 
 impl Default for TransferSettings {
@@ -28,6 +35,7 @@ impl Default for TransferSettings {
             streams: 2,
             stall_ms: 5_000,
             frame_bytes: 512 << 10,
+            digests: true,
         }
     }
 }

@@ -232,6 +232,7 @@ impl TransferSection {
             streams: self.streams,
             stall_ms: self.stall_ms,
             frame_bytes: self.frame_bytes,
+            ..TransferSettings::default()
         }
     }
 }

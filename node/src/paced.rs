@@ -33,6 +33,10 @@ impl KvConnector for Paced {
         self.inner.address()
     }
 
+    fn reaches(&self, wire: &WireAddress) -> bool {
+        self.inner.reaches(wire)
+    }
+
     async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
         self.inner.meet(peer).await
     }

@@ -26,7 +26,7 @@ pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
 pub use error::CudaError;
 pub use memory::DeviceMemory;
-pub use remote::RemoteMemory;
 pub use ops::{
     DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm,
 };
+pub use remote::RemoteMemory;

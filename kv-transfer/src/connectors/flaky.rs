@@ -65,6 +65,10 @@ impl<T: KvConnector + ?Sized> KvConnector for Flaky<T> {
         self.inner.address()
     }
 
+    fn reaches(&self, wire: &WireAddress) -> bool {
+        self.inner.reaches(wire)
+    }
+
     async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
         self.inner.meet(peer).await
     }

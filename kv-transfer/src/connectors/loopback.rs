@@ -66,6 +66,10 @@ impl KvConnector for Loopback {
         self.address.clone()
     }
 
+    fn reaches(&self, wire: &WireAddress) -> bool {
+        wire.scheme == self.address.scheme && Self::at(&wire.endpoint).is_ok()
+    }
+
     async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
         match peer.wires.iter().find(|wire| wire.scheme == self.address.scheme) {
             Some(wire) => Self::at(&wire.endpoint).map(|_| ()),

@@ -1,6 +1,7 @@
 //! The wires, by name. A new one is one file and one line in [`connectors`].
 
 pub mod flaky;
+pub mod link;
 pub mod loopback;
 pub mod tcp;
 

@@ -5,7 +5,7 @@ use types::prompt::TokenId;
 use types::step::{FinishReason, Logprobs, Step};
 use types::{GroupIdx, KvSpan, NodeId};
 
-use super::frame::FrameError;
+use super::frame::{FrameError, PIECES_MAX, Piece};
 use crate::digest::Digest;
 
 /// The longest text in a frame; longer ones are cut.
@@ -101,6 +101,27 @@ impl<'a> Reader<'a> {
             return Err(FrameError::Body("too many spans"));
         }
         (0..n_spans).map(|_| self.span()).collect()
+    }
+
+    /// A slot's number plus one; zero is none.
+    pub(super) fn slot(&mut self) -> Result<Option<u16>, FrameError> {
+        Ok(self.u16()?.checked_sub(1))
+    }
+
+    pub(super) fn pieces(&mut self) -> Result<Vec<Piece>, FrameError> {
+        let n_pieces = usize::from(self.u16()?);
+        if n_pieces > PIECES_MAX {
+            return Err(FrameError::Body("too many pieces"));
+        }
+        (0..n_pieces).map(|_| self.piece()).collect()
+    }
+
+    fn piece(&mut self) -> Result<Piece, FrameError> {
+        let piece = Piece { offset: self.u64()?, bytes: self.u32()? };
+        match piece.bytes == 0 || piece.offset.checked_add(piece.bytes.into()).is_none() {
+            true => Err(FrameError::Body("a piece is nowhere")),
+            false => Ok(piece),
+        }
     }
 
     /// All that is left, as digests.
@@ -222,6 +243,18 @@ impl<'a> Writer<'a> {
             Some(FinishReason::Length) => 2,
         };
         self.u32(step.token.0).u32(step.index).u8(finish).logprobs(step.logprobs.as_ref())
+    }
+
+    pub(super) fn slot(&mut self, slot: Option<u16>) -> &mut Self {
+        self.u16(slot.map_or(0, |slot| slot + 1))
+    }
+
+    pub(super) fn pieces(&mut self, pieces: &[Piece]) -> &mut Self {
+        self.u16(pieces.len() as u16);
+        for piece in pieces {
+            self.u64(piece.offset).u32(piece.bytes);
+        }
+        self
     }
 
     fn logprobs(&mut self, logprobs: Option<&Logprobs>) -> &mut Self {

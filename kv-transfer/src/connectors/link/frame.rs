@@ -31,6 +31,10 @@ const MAGIC: [u8; 4] = *b"BTKV";
 
 /// The longest body of a span: its coordinates and 8 bytes per digest.
 pub const SPAN_BODY_BYTES_MAX: usize = 64 << 10;
+/// The longest body of a span that lies elsewhere: the pieces that it lies in come on top.
+pub const SPAN_AT_BODY_BYTES_MAX: usize = SPAN_BODY_BYTES_MAX + (16 << 10);
+/// Pieces that one span can lie in.
+pub const PIECES_MAX: usize = 1024;
 /// The longest body of any other frame.
 pub const SMALL_BODY_BYTES_MAX: usize = 16 << 10;
 /// The longest payload. A page must fit.
@@ -70,8 +74,20 @@ pub enum Body {
     Done,
     /// both ways: the transfer has ended without success.
     Failed { code: u8, detail: String },
+    /// sender → receiver: some pages, where one mapping is shared: their KV lies in these pieces of it, layer by layer
+    /// and block by block. `slot`: they lie in the sender's stage, and it waits for a `Taken`.
+    SpanAt { span: KvSpan, slot: Option<u16>, pieces: Vec<Piece>, digests: Vec<Digest> },
+    /// receiver → sender: what lay in this slot of the stage is not needed any more.
+    Taken { slot: u16 },
     /// both ways, unasked: this side lives. Neither waits for the other's, which may be stuck behind much KV.
     Alive,
+}
+
+/// Bytes of a mapping that both sides see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    pub offset: u64,
+    pub bytes: u32,
 }
 
 /// Who speaks, and which stream of which link this is.
@@ -121,6 +137,8 @@ mod kind {
     pub(super) const DONE: u8 = 9;
     pub(super) const FAILED: u8 = 10;
     pub(super) const ALIVE: u8 = 11;
+    pub(super) const SPAN_AT: u8 = 12;
+    pub(super) const TAKEN: u8 = 13;
 }
 
 /// Parses one whole frame, header and body, from the front of `bytes`. What follows it is not looked at.
@@ -179,7 +197,8 @@ impl Header {
 fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {
     let max = match kind {
         kind::SPAN => SPAN_BODY_BYTES_MAX,
-        kind::HELLO..=kind::ALIVE => SMALL_BODY_BYTES_MAX,
+        kind::SPAN_AT => SPAN_AT_BODY_BYTES_MAX,
+        kind::HELLO..=kind::TAKEN => SMALL_BODY_BYTES_MAX,
         unknown => return Err(FrameError::Kind(unknown)),
     };
     if len > max { Err(FrameError::BodyTooLong { len, max }) } else { Ok(len) }
@@ -209,6 +228,13 @@ fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result
         kind::DONE => Body::Done,
         kind::FAILED => Body::Failed { code: fields.u8()?, detail: fields.text()? },
         kind::ALIVE => Body::Alive,
+        kind::SPAN_AT => Body::SpanAt {
+            span: fields.span()?,
+            slot: fields.slot()?,
+            pieces: fields.pieces()?,
+            digests: fields.digests()?,
+        },
+        kind::TAKEN => Body::Taken { slot: fields.u16()? },
         unknown => return Err(FrameError::Kind(unknown)),
     })
 }
@@ -295,6 +321,14 @@ fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
             kind::FAILED
         }
         Body::Alive => kind::ALIVE,
+        Body::SpanAt { span, slot, pieces, digests } => {
+            fields.span(span).slot(*slot).pieces(pieces).digests(digests);
+            kind::SPAN_AT
+        }
+        Body::Taken { slot } => {
+            fields.u16(*slot);
+            kind::TAKEN
+        }
     }
 }
 

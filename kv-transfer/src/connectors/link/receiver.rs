@@ -4,10 +4,13 @@
 //! A peer that breaks the protocol loses its link, costs one line in the log, and disturbs nobody else.
 
 use std::collections::{BTreeMap, HashMap};
-use std::net::SocketAddr;
+use std::fmt::{Debug, Display};
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use chassis::{Listener, Stream, spawn_guarded};
+use async_trait::async_trait;
+use chassis::{Stream, spawn_guarded};
+use futures::future::BoxFuture;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -15,10 +18,12 @@ use types::node::PROTOCOL;
 use types::{KvSpan, NodeId, TransferId};
 
 use super::code;
-use super::frame::{Body, Frame, FrameError, Hello, REFETCH_SPANS_MAX};
-use super::link::alive_interval;
+use super::frame::{Body, Frame, FrameError, Hello, Piece, REFETCH_SPANS_MAX};
+use super::link_out::{STREAMS_MAX, alive_interval};
+use super::medium::Elsewhere;
+use super::span_at::{At, copy_span};
 use super::span_in::read_span;
-use super::stream::{FrameReader, FrameWriter};
+use super::stream::{FrameReader, FrameWriter, within};
 use crate::connector::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::{TransferError, full_text};
@@ -30,12 +35,29 @@ const STREAMS_OF_ALL_MAX: usize = 4096;
 /// Answers that wait to be written, per link. A peer that does not read them loses its link.
 const ANSWERS_QUEUED_MAX: usize = 4096;
 
-/// Accepts streams until it is dropped or `closed` is cancelled.
+/// A stream that has come in, and what its KV lies in if that is not the stream itself.
 #[derive(Debug)]
-pub(super) struct Receiver {
-    pub(super) parts: ConnectorParts,
-    pub(super) landings: Landings,
-    pub(super) closed: CancellationToken,
+pub(in crate::connectors) struct Incoming {
+    pub(in crate::connectors) stream: Stream,
+    pub(in crate::connectors) elsewhere: Option<Box<dyn Elsewhere>>,
+}
+
+/// A stream that is about to come in: greetings of the wire's own may be due.
+pub(in crate::connectors) type Arriving = BoxFuture<'static, Result<Incoming, TransferError>>;
+
+/// Where streams come in.
+#[async_trait]
+pub(in crate::connectors) trait Door: Debug + Send {
+    /// Who comes, for the log, and the stream. Cancel-safe: nobody is lost.
+    async fn accept(&mut self) -> io::Result<(String, Arriving)>;
+}
+
+/// Serves streams until it is dropped or `closed` is cancelled.
+#[derive(Debug)]
+pub(in crate::connectors) struct Receiver {
+    parts: ConnectorParts,
+    landings: Landings,
+    closed: CancellationToken,
     /// Held for a look-up, never across an await.
     links: Mutex<HashMap<u64, Arc<LinkIn>>>,
     room: Arc<Semaphore>,
@@ -45,6 +67,7 @@ pub(super) struct Receiver {
 #[derive(Debug)]
 struct LinkIn {
     peer: NodeId,
+    elsewhere: Option<Box<dyn Elsewhere>>,
     answers: mpsc::Sender<Frame>,
     gone: CancellationToken,
     /// The landings that this link has opened, and that have not ended. Held for a look-up, never across an await.
@@ -52,7 +75,7 @@ struct LinkIn {
 }
 
 impl Receiver {
-    pub(super) fn new(parts: ConnectorParts, landings: Landings) -> Arc<Self> {
+    pub(in crate::connectors) fn new(parts: ConnectorParts, landings: Landings) -> Arc<Self> {
         Arc::new(Self {
             parts,
             landings,
@@ -62,12 +85,24 @@ impl Receiver {
         })
     }
 
-    pub(super) async fn accept_all(self: Arc<Self>, mut listener: Box<dyn Listener>) {
+    pub(in crate::connectors) fn landings(&self) -> &Landings {
+        &self.landings
+    }
+
+    /// Fails all landings and ends all streams.
+    pub(in crate::connectors) fn close(&self) {
+        // In this order: a stream that ends must not be the first to say why its landings fail.
+        self.landings.close();
+        self.closed.cancel();
+    }
+
+    /// Accepts streams until it is [closed](Self::close).
+    pub(in crate::connectors) async fn accept_all(self: Arc<Self>, mut door: Box<dyn Door>) {
         let closed = self.closed.clone();
-        let accept = async {
+        let all = async {
             loop {
-                match listener.accept().await {
-                    Ok((stream, from)) => self.start(stream, from),
+                match door.accept().await {
+                    Ok((from, arriving)) => self.start(from, arriving),
                     Err(error) => {
                         // Out of file descriptors, most likely: others will be closed in time.
                         warn!(%error, "accept kv stream");
@@ -76,24 +111,26 @@ impl Receiver {
                 }
             }
         };
-        closed.run_until_cancelled(accept).await;
+        closed.run_until_cancelled(all).await;
     }
 
-    fn start(self: &Arc<Self>, stream: Stream, from: SocketAddr) {
+    fn start(self: &Arc<Self>, from: String, arriving: Arriving) {
         let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() else {
-            warn!(%from, "refused kv stream: too many");
+            warn!(from, "refused kv stream: too many");
             return;
         };
         let this = Arc::clone(self);
         let serve = async move {
             let _permit = permit;
-            let served = this.closed.run_until_cancelled(this.serve(stream)).await;
+            let served =
+                async { this.serve(within(this.parts.settings.stall(), "a stream", arriving).await?).await };
+            let served = this.closed.run_until_cancelled(served).await;
             log_end(from, served.unwrap_or(Ok(())));
         };
         spawn_guarded(&self.parts.gate, "kv stream in", serve).detach();
     }
 
-    async fn serve(&self, stream: Stream) -> Result<(), TransferError> {
+    async fn serve(&self, Incoming { stream, elsewhere }: Incoming) -> Result<(), TransferError> {
         let stall = self.parts.settings.stall();
         let (reader, writer) = stream.into_split();
         let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
@@ -112,7 +149,7 @@ impl Receiver {
         let (node, epoch) = (self.parts.node.clone(), self.parts.epoch);
         let welcome = Frame::of_link(Body::Welcome { version, node, epoch });
         match hello.stream {
-            0 => self.serve_first(&hello, welcome, reader, writer).await,
+            0 => self.serve_first(&hello, welcome, (reader, writer), elsewhere).await,
             _ => self.serve_other(&hello, welcome, reader, writer).await,
         }
     }
@@ -122,12 +159,13 @@ impl Receiver {
         &self,
         hello: &Hello,
         welcome: Frame,
-        mut reader: FrameReader,
-        mut writer: FrameWriter,
+        (mut reader, mut writer): (FrameReader, FrameWriter),
+        elsewhere: Option<Box<dyn Elsewhere>>,
     ) -> Result<(), TransferError> {
         let (answers, to_write) = mpsc::channel(ANSWERS_QUEUED_MAX);
         let link = Arc::new(LinkIn {
             peer: hello.node.clone(),
+            elsewhere,
             answers,
             gone: CancellationToken::new(),
             landings: Mutex::default(),
@@ -151,7 +189,7 @@ impl Receiver {
         mut writer: FrameWriter,
     ) -> Result<(), TransferError> {
         let link = self.links().get(&hello.link).cloned();
-        let link = link.filter(|link| link.peer == hello.node && hello.stream < super::STREAMS_MAX);
+        let link = link.filter(|link| link.peer == hello.node && hello.stream < STREAMS_MAX);
         let link = link.ok_or(FrameError::Unexpected("a stream of an unknown link"))?;
         // However this stream ends, its link ends with it.
         let _gone = link.gone.clone().drop_guard();
@@ -209,7 +247,7 @@ impl Drop for Entered<'_> {
     }
 }
 
-fn log_end(from: SocketAddr, ended: Result<(), TransferError>) {
+fn log_end(from: impl Display, ended: Result<(), TransferError>) {
     match ended {
         Ok(()) => debug!(%from, "kv stream ended"),
         Err(error @ (TransferError::Frame(_) | TransferError::Protocol(_))) => {
@@ -234,6 +272,9 @@ impl LinkIn {
             match (frame.body, landings) {
                 (Body::Span { span, digests }, _) => {
                     self.take_span(reader, frame.transfer, &span, &digests, frame.payload_bytes).await?;
+                }
+                (Body::SpanAt { span, slot, pieces, digests }, _) => {
+                    self.take_span_at(frame.transfer, &span, &digests, (slot, &pieces))?;
                 }
                 (Body::Open(shown), Some(landings)) => self.open(landings, frame.transfer, &shown),
                 (Body::Handoff(handoff), _) => self.with(frame.transfer, |landing| {
@@ -275,11 +316,40 @@ impl LinkIn {
             return reader.skip(payload_bytes).await;
         };
         let wrong = read_span(reader, &landing, span, digests, payload_bytes).await?;
+        self.refetch(transfer, &wrong);
+        Ok(())
+    }
+
+    /// As [`take_span`](Self::take_span), for KV that is not on the stream.
+    fn take_span_at(
+        &self,
+        transfer: TransferId,
+        span: &KvSpan,
+        digests: &[Digest],
+        (slot, pieces): (Option<u16>, &[Piece]),
+    ) -> Result<(), TransferError> {
+        let elsewhere = self
+            .elsewhere
+            .as_deref()
+            .ok_or(FrameError::Unexpected("KV elsewhere on a link that shares nothing"))?;
+        match self.landing(transfer) {
+            None => debug!(%transfer, "late span"),
+            Some(landing) => {
+                let wrong = copy_span(&landing, span, digests, At { elsewhere, slot, pieces })?;
+                self.refetch(transfer, &wrong);
+            }
+        }
+        if let Some(slot) = slot {
+            self.answer(transfer, Body::Taken { slot });
+        }
+        Ok(())
+    }
+
+    fn refetch(&self, transfer: TransferId, wrong: &[KvSpan]) {
         for spans in wrong.chunks(REFETCH_SPANS_MAX) {
             info!(%transfer, pages = spans.len(), "refetching corrupted pages");
             self.answer(transfer, Body::Refetch { spans: spans.to_vec() });
         }
-        Ok(())
     }
 
     fn landing(&self, transfer: TransferId) -> Option<Arc<OpenLanding>> {

@@ -17,14 +17,14 @@ use crate::runs::Runs;
 
 /// Pages that wait for a stream. Holds their lease until they have left.
 #[derive(Debug)]
-pub(super) struct SpanOut {
-    pub(super) out: Arc<Outgoing>,
-    pub(super) piece: KvSpan,
-    pub(super) from: Arc<BlockLease>,
+pub(in crate::connectors) struct SpanOut {
+    pub(in crate::connectors) out: Arc<Outgoing>,
+    pub(in crate::connectors) piece: KvSpan,
+    pub(in crate::connectors) from: Arc<BlockLease>,
 }
 
-/// Writes one frame of KV, unless its transfer is over by now.
-pub(super) async fn write_span(
+/// Writes one frame of KV on the stream itself, unless its transfer is over by now.
+pub(in crate::connectors) async fn write_span(
     writer: &mut FrameWriter,
     parts: &ConnectorParts,
     span: SpanOut,
@@ -34,7 +34,7 @@ pub(super) async fn write_span(
     }
     let layout = parts.memory.layout();
     let runs = Runs::new(layout, span.from.table(span.piece.group), &span.piece);
-    let digests = span.digests(&parts.memory)?;
+    let digests = span.digests(parts)?;
     let body = Body::Span { span: span.piece.clone(), digests };
     let frame = Frame { transfer: span.out.transfer(), body, payload_bytes: runs.bytes() };
     match parts.faults.next(runs.bytes()) {
@@ -44,10 +44,18 @@ pub(super) async fn write_span(
 }
 
 impl SpanOut {
-    fn digests(&self, memory: &KvMemory) -> Result<Vec<Digest>, TransferError> {
+    /// None at all where digests are turned off.
+    pub(in crate::connectors) fn digests(
+        &self,
+        parts: &ConnectorParts,
+    ) -> Result<Vec<Digest>, TransferError> {
+        let mut digests = Vec::new();
+        if !parts.settings.digests {
+            return Ok(digests);
+        }
+        let memory = &parts.memory;
         let layout: &KvLayout = memory.layout();
         let table = self.from.table(self.piece.group);
-        let mut digests = Vec::new();
         for at in PageAt::all(&self.piece) {
             let place = table[at.block as usize].0;
             let page = memory
@@ -81,15 +89,22 @@ async fn write_with(
         }
         FaultKind::WrongDigest => {
             if let Body::Span { digests, .. } = &mut frame.body {
-                digests[0].0 ^= 1;
+                spoil(digests);
             }
         }
     }
     writer.write_span(&frame, memory, runs).await
 }
 
-/// A copy of the KV, to be spoilt.
-fn copied(memory: &KvMemory, runs: &Runs) -> Result<Vec<u8>, TransferError> {
+/// Makes the first digest wrong, if there is one.
+pub(in crate::connectors) fn spoil(digests: &mut [Digest]) {
+    if let Some(first) = digests.first_mut() {
+        first.0 ^= 1;
+    }
+}
+
+/// A copy of the KV.
+pub(in crate::connectors) fn copied(memory: &KvMemory, runs: &Runs) -> Result<Vec<u8>, TransferError> {
     let mut copy = Vec::with_capacity(runs.bytes());
     while copy.len() < runs.bytes() {
         let pages = runs.read(memory, copy.len()).map_err(|busy| TransferError::Memory(busy.to_string()))?;

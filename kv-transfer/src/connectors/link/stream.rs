@@ -18,7 +18,7 @@ use crate::runs::Runs;
 const SCRATCH_BYTES: usize = 64 << 10;
 
 /// Bounds one step of I/O: `stall` without progress, and the wire is dead.
-pub(super) async fn within<T>(
+pub(in crate::connectors) async fn within<T>(
     stall: Duration,
     what: &'static str,
     step: impl Future<Output = Result<T, TransferError>>,
@@ -87,7 +87,7 @@ impl FrameReader {
 
 /// The writing half of a stream.
 #[derive(Debug)]
-pub(super) struct FrameWriter {
+pub(in crate::connectors) struct FrameWriter {
     half: StreamWriter,
     stall: Duration,
     head: Vec<u8>,
@@ -99,7 +99,7 @@ impl FrameWriter {
     }
 
     /// Writes a frame without KV. Not cancel-safe.
-    pub(super) async fn write(&mut self, frame: &Frame) -> Result<(), TransferError> {
+    pub(in crate::connectors) async fn write(&mut self, frame: &Frame) -> Result<(), TransferError> {
         frame.encode(&mut self.head);
         let step = async { self.half.write_all(&self.head).await.map_err(TransferError::lost) };
         within(self.stall, "writing a frame", step).await

@@ -22,7 +22,8 @@ use types::{Epoch, Handoff, KvSpan, NodeId, TransferId};
 
 use super::code;
 use super::frame::{Body, Frame, FrameError, Hello};
-use super::span_out::{SpanOut, write_span};
+use super::medium::Medium;
+use super::span_out::SpanOut;
 use super::stream::{FrameReader, FrameWriter, within};
 use crate::connector::ConnectorParts;
 use crate::error::{TransferError, full_text};
@@ -31,6 +32,8 @@ use crate::outgoing::{Outgoing, Wire};
 
 /// KV frames that wait for a stream, per stream: enough that none runs dry while a pump wakes up.
 const FRAMES_QUEUED_PER_STREAM: usize = 2;
+/// Streams of one link.
+pub(super) const STREAMS_MAX: u16 = 64;
 /// Control frames that wait. Each transfer has at most a few.
 const CONTROL_QUEUED_MAX: usize = 1024;
 /// A side says that it lives this many times within the time after which it is taken for dead.
@@ -60,6 +63,7 @@ type Halves = (FrameReader, FrameWriter);
 #[derive(Debug)]
 struct Shared {
     parts: ConnectorParts,
+    medium: Arc<dyn Medium>,
     endpoint: String,
     /// The end of the queue from which the streams take their frames.
     spans: async_channel::Receiver<SpanOut>,
@@ -80,27 +84,38 @@ struct Transfer {
 
 impl Link {
     /// Makes all streams. Takes at most the stall time for each.
-    pub(super) async fn connect(endpoint: &str, parts: &ConnectorParts) -> Result<Self, TransferError> {
-        let link = parts.world.draw();
-        let n_streams = parts.settings.streams.clamp(1, super::STREAMS_MAX);
-        let (peer, first) = connect_stream(endpoint, parts, link, 0).await?;
+    pub(super) async fn connect(
+        endpoint: &str,
+        parts: &ConnectorParts,
+        medium: Arc<dyn Medium>,
+    ) -> Result<Self, TransferError> {
+        let maker = Maker { endpoint, parts, medium: &*medium, link: parts.world.draw() };
+        let n_streams = parts.settings.streams.clamp(1, STREAMS_MAX);
+        let (peer, first) = maker.stream(0).await?;
         let mut made = vec![first];
         for stream in 1..n_streams {
-            let (again, next) = connect_stream(endpoint, parts, link, stream).await?;
+            let (again, next) = maker.stream(stream).await?;
             if again != peer {
                 return Err(TransferError::WrongEpoch);
             }
             made.push(next);
         }
         info!(peer = %peer.node, endpoint, streams = n_streams, "linked");
-        Ok(Self::over(made, peer, endpoint, parts))
+        Ok(Self::over(made, peer, endpoint, parts, medium))
     }
 
-    fn over(made: Vec<Halves>, peer: Peer, endpoint: &str, parts: &ConnectorParts) -> Self {
+    fn over(
+        made: Vec<Halves>,
+        peer: Peer,
+        endpoint: &str,
+        parts: &ConnectorParts,
+        medium: Arc<dyn Medium>,
+    ) -> Self {
         let (kv, spans) = async_channel::bounded(FRAMES_QUEUED_PER_STREAM * made.len());
         let (control, frames) = mpsc::channel(CONTROL_QUEUED_MAX);
         let shared = Arc::new(Shared {
             parts: parts.clone(),
+            medium,
             endpoint: endpoint.to_owned(),
             spans,
             transfers: Mutex::default(),
@@ -243,7 +258,7 @@ impl Shared {
             Some(control) => self.write_first(&mut writer, control).await,
             None => loop {
                 let Ok(span) = self.spans.recv().await else { return Ok(()) };
-                write_span(&mut writer, &self.parts, span).await?;
+                self.medium.write_span(&mut writer, &self.parts, span).await?;
             },
         }
     }
@@ -260,7 +275,7 @@ impl Shared {
                 biased;
                 Some(frame) = control.recv() => writer.write(&frame).await?,
                 _ = alive.tick() => writer.write(&Frame::of_link(Body::Alive)).await?,
-                Ok(span) = self.spans.recv() => write_span(writer, &self.parts, span).await?,
+                Ok(span) = self.spans.recv() => self.medium.write_span(writer, &self.parts, span).await?,
                 else => return Ok(()),
             }
         }
@@ -282,6 +297,7 @@ impl Shared {
             Body::Done => self.with(frame.transfer, |transfer| transfer.out.settle(Ok(()))),
             Body::Failed { code, detail } => self.answer(frame.transfer, Err(code::decode(code, detail))),
             Body::Refetch { spans } => self.with(frame.transfer, |transfer| transfer.out.refetch(spans)),
+            Body::Taken { slot } => self.medium.taken(slot)?,
             _ => return Err(FrameError::Unexpected("a frame that only senders send").into()),
         }
         Ok(())
@@ -316,21 +332,28 @@ pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
 
 // === making a stream ===
 
-async fn connect_stream(
-    endpoint: &str,
-    parts: &ConnectorParts,
+/// What all streams of one link are made from.
+struct Maker<'a> {
+    endpoint: &'a str,
+    parts: &'a ConnectorParts,
+    medium: &'a dyn Medium,
     link: u64,
-    stream: u16,
-) -> Result<(Peer, Halves), TransferError> {
-    let stall = parts.settings.stall();
-    let refused = |source| TransferError::Connect { addr: endpoint.to_owned(), source: Arc::new(source) };
-    let connect = async { parts.world.net().connect(endpoint).await.map_err(refused) };
-    let (reader, writer) = within(stall, "connecting", connect).await?.into_split();
-    let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
-    let hello = Hello { protocol: PROTOCOL, node: parts.node.clone(), epoch: parts.epoch, link, stream };
-    writer.write(&Frame::of_link(Body::Hello(hello))).await?;
-    let peer = welcomed(reader.next_in_time().await?)?;
-    Ok((peer, (reader, writer)))
+}
+
+impl Maker<'_> {
+    async fn stream(&self, stream: u16) -> Result<(Peer, Halves), TransferError> {
+        let (parts, stall) = (self.parts, self.parts.settings.stall());
+        let refused =
+            |source| TransferError::Connect { addr: self.endpoint.to_owned(), source: Arc::new(source) };
+        let connect = async { self.medium.connect(self.endpoint, stream).await.map_err(refused) };
+        let (reader, writer) = within(stall, "connecting", connect).await?.into_split();
+        let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
+        let (node, epoch, link) = (parts.node.clone(), parts.epoch, self.link);
+        let hello = Hello { protocol: PROTOCOL, node, epoch, link, stream };
+        writer.write(&Frame::of_link(Body::Hello(hello))).await?;
+        let peer = welcomed(reader.next_in_time().await?)?;
+        Ok((peer, (reader, writer)))
+    }
 }
 
 fn welcomed(answer: Option<Frame>) -> Result<Peer, TransferError> {

@@ -1,0 +1,148 @@
+//! Hot path.
+//! Another process's memory, to read from.
+//!
+//! Its owner goes on writing while it is read here, so no slice of it ever exists: bytes are copied out, and whoever
+//! copied them checks afterwards that they are what was meant.
+
+use std::fmt;
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::SealFlags;
+
+/// A file of memory that its owner cannot shrink, mapped for reading.
+pub struct PeerMemory {
+    mapping: MmapRaw,
+}
+
+/// Memory that was offered, and cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum PeerMemoryError {
+    #[error("look at the memory that was offered")]
+    Look(#[source] rustix::io::Errno),
+    #[error("its owner could shrink it while it is read")]
+    NotSealed,
+    #[error("map {bytes} bytes of another process")]
+    Map {
+        bytes: usize,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// Bytes that are not in the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{len} bytes at {offset} do not lie in {bytes}")]
+pub struct OutsidePeer {
+    pub offset: u64,
+    pub len: usize,
+    pub bytes: usize,
+}
+
+impl PeerMemory {
+    /// Maps all of it. A file that could shrink is refused: reading what is gone would kill this process.
+    pub fn map(file: OwnedFd) -> Result<Self, PeerMemoryError> {
+        let seals = rustix::fs::fcntl_get_seals(file.as_fd()).map_err(PeerMemoryError::Look)?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(PeerMemoryError::NotSealed);
+        }
+        let bytes = rustix::fs::fstat(file.as_fd()).map_err(PeerMemoryError::Look)?.st_size;
+        let bytes = usize::try_from(bytes).unwrap_or(0);
+        let mapping = MmapOptions::new().len(bytes).map_raw_read_only(&file);
+        mapping.map(|mapping| Self { mapping }).map_err(|source| PeerMemoryError::Map { bytes, source })
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.mapping.len()
+    }
+
+    /// Copies what lies at `offset` now.
+    ///
+    /// Where the owner writes at the same time, the copy is a mixture of old and new bytes.
+    pub fn copy(&self, offset: u64, into: &mut [u8]) -> Result<(), OutsidePeer> {
+        let outside = OutsidePeer { offset, len: into.len(), bytes: self.bytes() };
+        let start = usize::try_from(offset).map_err(|_| outside)?;
+        if start.checked_add(into.len()).is_none_or(|end| end > self.bytes()) {
+            return Err(outside);
+        }
+        // JUSTIFICATION: a slice of this memory must not exist, because another process may write it.
+        // SAFETY: the source range lies within the mapping, which is sealed against shrinking and lives as long as
+        // `self`; the target is a slice of this process's own memory, which nobody else can reach, so the two do not
+        // overlap. Bytes that change during the copy come out as some mixture, and any mixture of bytes is a byte.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.mapping.as_ptr().add(start), into.as_mut_ptr(), into.len());
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for PeerMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PeerMemory({} bytes)", self.bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{HostMemory, RegionShape};
+
+    const SHAPES: [RegionShape; 2] =
+        [RegionShape { page_bytes: 64, n_pages: 8 }, RegionShape { page_bytes: 100, n_pages: 3 }];
+
+    fn seen(memory: &HostMemory) -> PeerMemory {
+        let file = memory.file().expect("it is shared").try_clone_to_owned().expect("a descriptor");
+        PeerMemory::map(file).expect("it is sealed")
+    }
+
+    #[test]
+    fn a_peer_sees_what_is_written_now() {
+        let memory = HostMemory::shared(&SHAPES).expect("a few KiB can be shared");
+        let peer = seen(&memory);
+        let mut copy = [0; 100];
+        for fill in [7, 9] {
+            memory.write(1, 2..3).expect("idle").fill(fill);
+            peer.copy(memory.file_offset(1, 2) as u64, &mut copy).expect("it lies inside");
+            assert_eq!(copy, [fill; 100]);
+        }
+        peer.copy(memory.file_offset(0, 0) as u64, &mut copy).expect("it lies inside");
+        assert_eq!(copy, [0; 100]);
+    }
+
+    #[test]
+    fn nothing_outside_is_read() {
+        let memory = HostMemory::shared(&SHAPES).expect("a few KiB can be shared");
+        let peer = seen(&memory);
+        let end = peer.bytes() as u64;
+        peer.copy(end, &mut []).expect("nothing is everywhere");
+        for offset in [end, end - 9, u64::MAX, u64::MAX - 5] {
+            assert!(peer.copy(offset, &mut [0; 10]).is_err(), "{offset}");
+        }
+    }
+
+    #[test]
+    fn a_peer_can_neither_write_nor_shrink_it() {
+        let memory = HostMemory::shared(&SHAPES).expect("a few KiB can be shared");
+        let file =
+            std::fs::File::from(memory.file().expect("shared").try_clone_to_owned().expect("a descriptor"));
+        file.set_len(1).expect_err("it is sealed");
+        MmapOptions::new().map_raw(&file).expect_err("it is sealed");
+    }
+
+    #[test]
+    fn memory_that_could_shrink_is_refused() {
+        let file = tempfile::tempfile().expect("a file");
+        assert!(PeerMemory::map(file.into()).is_err());
+    }
+
+    #[test]
+    fn memory_lives_on_for_its_peer() {
+        let memory = HostMemory::shared(&SHAPES).expect("a few KiB can be shared");
+        memory.write(0, 0..1).expect("idle").fill(3);
+        let (peer, offset) = (seen(&memory), memory.file_offset(0, 0) as u64);
+        drop(memory);
+        let mut copy = [0; 64];
+        peer.copy(offset, &mut copy).expect("it lies inside");
+        assert_eq!(copy, [3; 64]);
+    }
+}

@@ -1,0 +1,116 @@
+//! A connector's links, one to each peer.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use types::{Destination, Landing, Scheme};
+
+use super::link_out::{Link, Peer};
+use super::medium::Medium;
+use crate::connector::{ConnectorParts, KvSender};
+use crate::error::TransferError;
+use crate::outgoing::{Outgoing, Sender, landing_of};
+
+/// Peers that this side sends to.
+const PEERS_MAX: usize = 4096;
+
+/// What a new link goes over.
+type MakeMedium = fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError>;
+
+/// A peer's link, if there is one. The lock is async: whoever makes the link holds it, and the others wait for it
+/// instead of making their own.
+type LinkSlot = Arc<tokio::sync::Mutex<Option<Arc<Link>>>>;
+
+/// See the module.
+#[derive(Debug)]
+pub(in crate::connectors) struct Links {
+    parts: ConnectorParts,
+    medium: MakeMedium,
+    /// By endpoint. Held for a look-up, never across an await; what is in an entry is.
+    links: Mutex<HashMap<String, LinkSlot>>,
+}
+
+impl Links {
+    pub(in crate::connectors) fn new(parts: ConnectorParts, medium: MakeMedium) -> Self {
+        Self { parts, medium, links: Mutex::default() }
+    }
+
+    /// Makes a link to whoever listens at `endpoint`, if there is none.
+    pub(in crate::connectors) async fn meet(&self, endpoint: &str) -> Result<(), TransferError> {
+        self.link(endpoint).await.map(|_| ())
+    }
+
+    /// Asks for a landing to be filled over a link to its node.
+    pub(in crate::connectors) async fn open(
+        &self,
+        to: &Destination,
+        scheme: &Scheme,
+    ) -> Result<Box<dyn KvSender>, TransferError> {
+        let landing = landing_of(to, scheme, &self.parts)?;
+        let link = self.link_to(&landing).await?;
+        let (out, refetches) = Outgoing::new(landing);
+        // Made before the answer is there: if this future is dropped, the sender's drop tells the receiver.
+        let sender = Sender::start(Arc::clone(&out), refetches, Arc::clone(&link) as _, &self.parts);
+        match link.open(&out).await {
+            Ok(()) => Ok(sender),
+            Err(error) => {
+                out.settle(Err(error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// A living link to whoever listens at `endpoint` now.
+    async fn link(&self, endpoint: &str) -> Result<Arc<Link>, TransferError> {
+        let slot = self.slot(endpoint)?;
+        let mut slot = slot.lock().await;
+        if let Some(link) = slot.as_ref().filter(|link| !link.is_lost()) {
+            return Ok(Arc::clone(link));
+        }
+        *slot = None;
+        let medium = (self.medium)(&self.parts)?;
+        let link = Arc::new(Link::connect(endpoint, &self.parts, medium).await?);
+        Ok(Arc::clone(slot.insert(link)))
+    }
+
+    /// A living link to this very life of the node. One to an earlier life is not waited for: it is made anew.
+    async fn link_to(&self, landing: &Landing) -> Result<Arc<Link>, TransferError> {
+        let wanted = Peer { node: landing.node.clone(), epoch: landing.epoch };
+        let endpoint = &landing.wire.endpoint;
+        let link = self.link(endpoint).await?;
+        if link.peer == wanted {
+            return Ok(link);
+        }
+        self.forget(endpoint, &link).await?;
+        let link = self.link(endpoint).await?;
+        if link.peer == wanted { Ok(link) } else { Err(TransferError::WrongEpoch) }
+    }
+
+    async fn forget(&self, endpoint: &str, link: &Arc<Link>) -> Result<(), TransferError> {
+        let slot = self.slot(endpoint)?;
+        let mut slot = slot.lock().await;
+        if slot.as_ref().is_some_and(|known| Arc::ptr_eq(known, link)) {
+            *slot = None;
+        }
+        Ok(())
+    }
+
+    fn slot(&self, endpoint: &str) -> Result<LinkSlot, TransferError> {
+        let mut links = self.links();
+        if links.len() >= PEERS_MAX && !links.contains_key(endpoint) {
+            links.retain(|_, slot| in_use(slot));
+            if links.len() >= PEERS_MAX {
+                return Err(TransferError::TooMany);
+            }
+        }
+        Ok(Arc::clone(links.entry(endpoint.to_owned()).or_default()))
+    }
+
+    fn links(&self) -> MutexGuard<'_, HashMap<String, LinkSlot>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn in_use(slot: &LinkSlot) -> bool {
+    slot.try_lock().map_or(true, |link| link.as_ref().is_some_and(|link| !link.is_lost()))
+}
