@@ -1,4 +1,4 @@
-//! Where the executable is that the tests start.
+//! Where the programs are that the tests start.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -21,4 +21,10 @@ fn build() -> PathBuf {
     // This test is target/<profile>/deps/<test>.
     let test = std::env::current_exe().expect("this test has a path");
     test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
+}
+
+/// The Python that `./test.sh` sets up: `TEST_PYTHON`, or else the one in the cache.
+pub fn python() -> PathBuf {
+    let cached = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/python/bin/python");
+    std::env::var_os("TEST_PYTHON").map_or_else(cached, PathBuf::from)
 }

@@ -2,8 +2,12 @@
 //!
 //! It takes root. Everything is gone with the value, also when a test fails.
 
+use std::io::{BufRead as _, BufReader};
 use std::net::Ipv4Addr;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use crate::python;
 
 /// A switch and the hosts on it. The test's own process is a host, too.
 #[derive(Debug)]
@@ -75,6 +79,48 @@ impl Hosts {
         ip(&format!("-n {} link set port{} up", self.switch(), self.index(name)));
     }
 
+    /// Puts a bad cable between a host and the switch, for as long as the value lives.
+    pub fn bad_cable(&self, name: &str, flaw: Flaw) -> BadCable<'_> {
+        let idx = self.index(name);
+        self.leave_nothing_to_the_network_card();
+        let switch = self.switch();
+        ip(&format!("-n {switch} link set port{idx} nomaster"));
+        ip(&format!("-n {switch} link add far{idx} type veth peer name plug{idx}"));
+        ip(&format!("-n {switch} link set far{idx} up"));
+        ip(&format!("-n {switch} link set plug{idx} master switch up"));
+        BadCable { carrier: self.carry(idx, flaw), idx, hosts: self }
+    }
+
+    /// Frames must be whole before a program can carry them.
+    fn leave_nothing_to_the_network_card(&self) {
+        for idx in 0..self.names.len() {
+            run(Command::new("ip")
+                .args(["netns", "exec", &self.namespace(idx)])
+                .arg(python())
+                .arg(cable())
+                .args(["plain", "net"]));
+        }
+        run(Command::new(python()).arg(cable()).args(["plain", &self.prefix]));
+    }
+
+    fn carry(&self, idx: usize, flaw: Flaw) -> Child {
+        let mut carrier = Command::new("ip")
+            .args(["netns", "exec", &self.switch()])
+            .arg(python())
+            .arg(cable())
+            .args(["carry", &format!("port{idx}"), &format!("far{idx}")])
+            .args([flaw.delay_ms.to_string(), flaw.loss.to_string(), flaw.bytes_per_second.to_string()])
+            .args(["1", if flaw.deaf { "out" } else { "both" }])
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ip runs");
+        let mut line = String::new();
+        let output = carrier.stdout.take().expect("it was piped");
+        BufReader::new(output).read_line(&mut line).expect("it says when it carries");
+        assert_eq!(line.trim(), "carrying");
+        carrier
+    }
+
     fn index(&self, name: &str) -> usize {
         self.names
             .iter()
@@ -89,6 +135,53 @@ impl Hosts {
     fn switch(&self) -> String {
         format!("{}-switch", self.prefix)
     }
+}
+
+/// What is wrong with a cable, in both directions.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Flaw {
+    pub delay_ms: u32,
+    /// Of all frames, from 0 to 1.
+    pub loss: f64,
+    /// Zero is no limit.
+    pub bytes_per_second: u32,
+    /// The host is heard, and hears nothing: its connections are half open.
+    pub deaf: bool,
+}
+
+/// Dropped, the host is on the switch again as it was.
+#[derive(Debug)]
+pub struct BadCable<'a> {
+    hosts: &'a Hosts,
+    idx: usize,
+    carrier: Child,
+}
+
+impl BadCable<'_> {
+    /// Frames that have got from the host to the switch.
+    pub fn n_carried(&self) -> u64 {
+        let output = Command::new("ip")
+            .args(["-json", "-statistics", "-n", &self.hosts.switch(), "link", "show"])
+            .arg(format!("far{}", self.idx))
+            .output()
+            .expect("ip runs");
+        let links: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        links[0]["stats64"]["tx"]["packets"].as_u64().expect("a number")
+    }
+}
+
+impl Drop for BadCable<'_> {
+    fn drop(&mut self) {
+        let _ = self.carrier.kill();
+        let _ = self.carrier.wait();
+        let (switch, idx) = (self.hosts.switch(), self.idx);
+        let _ = Command::new("ip").args(["-n", &switch, "link", "del", &format!("far{idx}")]).output();
+        self.hosts.plug(idx);
+    }
+}
+
+fn cable() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("hosts/cable.py")
 }
 
 impl Drop for Hosts {
@@ -107,6 +200,10 @@ fn addr(idx: usize) -> Ipv4Addr {
 }
 
 fn ip(args: &str) {
-    let output = Command::new("ip").args(args.split(' ')).output().expect("ip runs");
-    assert!(output.status.success(), "ip {args}: {}", String::from_utf8_lossy(&output.stderr));
+    run(Command::new("ip").args(args.split(' ')));
+}
+
+fn run(command: &mut Command) {
+    let output = command.output().expect("it can be started");
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }

@@ -13,6 +13,7 @@ pub mod sim;
 
 pub use client::{Answer, Ask, Client, Failed};
 pub use etcd::Etcd;
+pub use executable::python;
 pub use process::Process;
 pub use up::{Node, Up};
 

@@ -1,7 +1,8 @@
 //! The processes of `deploy/compose.yaml`, each on a host of its own with a real etcd, as nobody in particular, in a
 //! root file system that nothing can write to. Hosts are cut off and come back; nothing is restarted.
 //!
-//! Delay, loss and a slow network need a kernel with netem, which is not to be had everywhere; they are not played here.
+//! Delay, loss, a slow network and half-open connections are played by a program that carries the frames
+//! (`tests/hosts/cable.py`): netem is not in every kernel.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,8 +10,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use baton_tests::check::prompts;
-use baton_tests::hosts::{self, Hosts};
-use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time};
+use baton_tests::hosts::{self, Flaw, Hosts};
+use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time, python};
 use futures::future::join_all;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -18,6 +19,8 @@ use tempfile::TempDir;
 const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"];
 /// As long as a stream must be to have its host cut off in the middle.
 const TOKENS: u32 = 300;
+/// A tenth of what a host with half of the load receives and sends on a good cable.
+const SLOW: u32 = 60_000;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace").to_owned()
@@ -25,11 +28,9 @@ fn root() -> PathBuf {
 
 /// `deploy/compose.yaml`, read by somebody who knows YAML.
 fn compose() -> Value {
-    let python = std::env::var("TEST_PYTHON")
-        .unwrap_or_else(|_| root().join(".cache/python/bin/python").display().to_string());
     let read = "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))";
     let file = root().join("deploy/compose.yaml");
-    let output = Command::new(python).args(["-c", read]).arg(file).output().expect("./test.sh installs it");
+    let output = Command::new(python()).args(["-c", read]).arg(file).output().expect("./test.sh installs it");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
@@ -203,6 +204,35 @@ async fn hosts_are_cut_off_and_come_back() {
         // While it is away, others do its work.
         disturbed(&cluster, &asks, &expected, || {}).await;
         cluster.hosts.mend(host);
+        cluster.all_ready().await;
+    }
+    disturbed(&cluster, &asks, &expected, || {}).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bad_cables_change_no_token() {
+    if !hosts::possible() {
+        eprintln!("hosts need root and iproute2; nothing was tested");
+        return;
+    }
+    let asks = asks();
+    let expected = undisturbed(&asks).await;
+    let cluster = Cluster::start().await;
+    for (host, flaw) in [
+        ("decode-0", Flaw { loss: 0.05, ..Flaw::default() }),
+        ("prefill-0", Flaw { delay_ms: 50, ..Flaw::default() }),
+        ("decode-1", Flaw { bytes_per_second: SLOW, ..Flaw::default() }),
+        ("etcd", Flaw { loss: 0.05, delay_ms: 50, ..Flaw::default() }),
+    ] {
+        let cable = cluster.hosts.bad_cable(host, flaw);
+        disturbed(&cluster, &asks, &expected, || {}).await;
+        assert!(cable.n_carried() > 0, "nothing of {host}'s went over the bad cable");
+    }
+    for host in ["decode-0", "prefill-1"] {
+        let mut cable = None;
+        let deaf = Flaw { deaf: true, ..Flaw::default() };
+        disturbed(&cluster, &asks, &expected, || cable = Some(cluster.hosts.bad_cable(host, deaf))).await;
+        drop(cable);
         cluster.all_ready().await;
     }
     disturbed(&cluster, &asks, &expected, || {}).await;
