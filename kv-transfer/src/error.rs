@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kernels::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
 use types::{Refusal, RefusalKind, Verdict};
 
@@ -18,6 +19,10 @@ pub enum TransferError {
     Listen { addr: String, source: Arc<io::Error> },
     #[error("connect to {addr}")]
     Connect { addr: String, source: Arc<io::Error> },
+    #[error("share memory with another process")]
+    Share { source: Arc<MemoryError> },
+    #[error("map the peer's memory")]
+    Map { source: Arc<PeerMemoryError> },
     #[error("the connection is lost")]
     ConnectionLost { source: Arc<io::Error> },
     #[error("{what} made no progress for {after:?}")]
@@ -90,6 +95,7 @@ impl TransferError {
                 Some(RefusalKind::Wire)
             }
             E::Corrupted { .. } | E::Closed | E::Listen { .. } | E::Cancelled => Some(RefusalKind::Wire),
+            E::Share { .. } | E::Map { .. } => Some(RefusalKind::Wire),
             E::Protocol(_) => Some(RefusalKind::Protocol),
             E::Fingerprint(_) | E::Layout(_) | E::Mismatch(_) => Some(RefusalKind::Mismatch),
             E::WrongDestination(_) | E::UnknownConnector { .. } => Some(RefusalKind::Mismatch),

@@ -12,6 +12,8 @@ use std::ops::Range;
 use kv_cache::{KvMemory, PageBusy, PageMut, PageRef};
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan};
 
+use crate::connectors::link::frame::Piece;
+
 /// Slices handed to the kernel in one call. Linux takes at most 1024.
 const SLICES_MAX: usize = 64;
 /// Bytes moved in one attempt: bounds the time for which a landing's lock is held.
@@ -59,6 +61,15 @@ impl Runs {
 
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Where the runs lie in the file of `memory`, which must have one.
+    pub(crate) fn pieces(&self, memory: &KvMemory) -> Vec<Piece> {
+        let piece = |run: &Run| Piece {
+            offset: memory.file_offset(self.group, run.layer_pos, run.blocks.start) as u64,
+            bytes: run.bytes as u32,
+        };
+        self.runs.iter().map(piece).collect()
     }
 
     /// Borrows what lies at `offset` and behind it, as far as one attempt may go.

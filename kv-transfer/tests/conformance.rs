@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use baton_kv_transfer::conformance::conformance;
 use baton_kv_transfer::connectors::flaky::Flaky;
+use baton_kv_transfer::connectors::shm::Shm;
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 
 async fn built(name: &'static str, parts: ConnectorParts) -> Arc<dyn KvConnector> {
@@ -23,6 +24,23 @@ async fn tcp() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_on_many_threads() {
     conformance(|parts| built("tcp", parts)).await;
+}
+
+#[tokio::test]
+async fn shm() {
+    conformance(|parts| built("shm", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shm_on_many_threads() {
+    conformance(|parts| built("shm", parts)).await;
+}
+
+/// As where pages cannot be seen by others.
+#[tokio::test]
+async fn shm_through_a_stage() {
+    let staged = |parts| async { Shm::listen_staged(parts).await.expect("a folder for sockets") };
+    conformance(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
 }
 
 /// Without faults of its own: the suite's are played by the connector inside.

@@ -1,26 +1,34 @@
 //! The connectors that one node has, best first.
 
+use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::backend::mock::Costs;
 use kv_transfer::{ConnectorParts, KvConnector};
 use proto::v1;
+use tracing::warn;
 use types::{KvLayout, NodeId, Scheme, WireAddress};
 
 use crate::error::NodeError;
 use crate::paced::Paced;
 
 /// What `auto` stands for: all connectors that work on any machine, fastest first.
-const AUTO: &[&str] = &["tcp"];
+const AUTO: &[&str] = &["shm", "tcp"];
+/// The one of them that must work.
+const LAST_RESORT: &str = "tcp";
 /// Connectors that only reach a node on the same machine.
 const SAME_HOST_ONLY: &[&str] = &["loopback", "shm", "cuda-ipc"];
+/// Peers of which it is remembered that a faster connector does not reach them. Beyond it they are warned of again.
+const FALLBACKS_MAX: usize = 1024;
 
 /// The connectors of one node. Cheap to clone.
 #[derive(Clone)]
 pub struct Connectors {
     host: Arc<str>,
     best_first: Arc<[Arc<dyn KvConnector>]>,
+    /// Peers and connectors of which a warning has said that they do not go together. Held for a look-up.
+    fallbacks: Arc<Mutex<BTreeSet<(NodeId, Scheme)>>>,
 }
 
 /// As much of a peer as the choice of a wire needs.
@@ -33,13 +41,28 @@ pub struct PeerWires {
 
 impl Connectors {
     /// Builds the connectors called `names`, in this order of preference.
+    ///
+    /// What was asked for by name must work. Of those that `auto` stands for, one may be missing, with a warning.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
-        let mut best_first = Vec::new();
-        for name in names.iter().flat_map(|name| expand(name)) {
-            let connector = kv_transfer::build(name, parts.clone()).await;
-            best_first.push(connector.map_err(NodeError::Connector)?);
+        let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
+        for (name, is_needed) in names.iter().flat_map(|name| expand(name)) {
+            match kv_transfer::build(name, parts.clone()).await {
+                Ok(connector) => best_first.push(connector),
+                Err(error) if is_needed => return Err(NodeError::Connector(error)),
+                Err(error) => {
+                    warn!(
+                        connector = name,
+                        error = chain(&error),
+                        "connector does not work here, going on without"
+                    );
+                }
+            }
         }
-        Ok(Self { host: host.into(), best_first: best_first.into() })
+        Ok(Self::of(host.into(), best_first.into()))
+    }
+
+    fn of(host: Arc<str>, best_first: Arc<[Arc<dyn KvConnector>]>) -> Self {
+        Self { host, best_first, fallbacks: Arc::default() }
     }
 
     /// The same connectors, each as slow as `costs` say.
@@ -49,7 +72,7 @@ impl Connectors {
         let pace = |inner: &Arc<dyn KvConnector>| -> Arc<dyn KvConnector> {
             Arc::new(Paced { inner: inner.clone(), costs, layout: layout.clone() })
         };
-        Self { host: self.host, best_first: self.best_first.iter().map(pace).collect() }
+        Self::of(self.host, self.best_first.iter().map(pace).collect())
     }
 
     /// Where this node can be reached, best first.
@@ -61,20 +84,55 @@ impl Connectors {
         self.best_first.iter().find(|connector| connector.scheme() == *scheme).cloned()
     }
 
-    /// The best connector that this node and `peer` both have.
+    /// The best connector that this node and `peer` both have, and that reaches it.
+    ///
+    /// Where a better one should reach it and does not, that is a warning, once for each peer.
     pub fn shared_with(&self, peer: &PeerWires) -> Option<Arc<dyn KvConnector>> {
-        let theirs = |scheme: &Scheme| peer.wires.iter().any(|wire| wire.scheme == *scheme);
-        let reaches =
-            |scheme: &Scheme| *self.host == *peer.host || !SAME_HOST_ONLY.contains(&scheme.as_str());
-        let usable =
-            |connector: &&Arc<dyn KvConnector>| theirs(&connector.scheme()) && reaches(&connector.scheme());
-        self.best_first.iter().find(usable).cloned()
+        for connector in self.best_first.iter().filter(|connector| self.is_for(connector, peer)) {
+            let scheme = connector.scheme();
+            match peer.wires.iter().find(|wire| wire.scheme == scheme) {
+                Some(wire) if connector.reaches(wire) => return Some(Arc::clone(connector)),
+                Some(_) => self.fall_back(peer, scheme, "it does not reach the peer"),
+                None => self.fall_back(peer, scheme, "the peer has none"),
+            }
+        }
+        None
+    }
+
+    /// Whether the two hosts, as they call themselves, may use it.
+    fn is_for(&self, connector: &Arc<dyn KvConnector>, peer: &PeerWires) -> bool {
+        *self.host == *peer.host || !SAME_HOST_ONLY.contains(&connector.scheme().as_str())
+    }
+
+    fn fall_back(&self, peer: &PeerWires, scheme: Scheme, why: &'static str) {
+        let mut told = self.fallbacks.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.len() >= FALLBACKS_MAX {
+            told.clear();
+        }
+        if told.insert((peer.node.clone(), scheme.clone())) {
+            warn!(peer = %peer.node, connector = %scheme, why, "connector cannot be used, falling back");
+        }
     }
 }
 
-/// The connectors that a configured name stands for.
-fn expand(name: &str) -> Vec<&str> {
-    if name == "auto" { AUTO.to_vec() } else { vec![name] }
+/// The connectors that a configured name stands for, and whether the node cannot do without.
+fn expand(name: &str) -> Vec<(&str, bool)> {
+    if name == "auto" {
+        AUTO.iter().map(|name| (*name, *name == LAST_RESORT)).collect()
+    } else {
+        vec![(name, true)]
+    }
+}
+
+/// The error and its sources.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
 }
 
 impl fmt::Debug for Connectors {
@@ -89,3 +147,6 @@ impl From<v1::Peer> for PeerWires {
         Self { node: NodeId::new(peer.node), host: peer.host, wires }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt as _;
 use std::time::Duration;
 
 use chassis::admin::Readiness;
@@ -114,12 +115,12 @@ fn advertised(host: Option<&str>, bound: SocketAddr) -> String {
     host.map_or_else(|| bound.to_string(), |host| format!("{host}:{}", bound.port()))
 }
 
-/// Tells whether two nodes share a machine: the kernel's boot id, and the IPC namespace within which memory is shared.
+/// Tells whether two nodes share a machine and what it takes to share memory: the kernel's boot id, and which
+/// `/dev/shm` the node sees. Containers of one machine have one each, unless they were given one in common.
 pub fn host_id() -> String {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let namespace =
-        fs::read_link("/proc/self/ns/ipc").map(|link| link.display().to_string()).unwrap_or_default();
-    format!("{} {namespace}", boot.trim())
+    let folder = fs::metadata("/dev/shm").map(|folder| folder.dev().to_string()).unwrap_or_default();
+    format!("{} shm:{folder}", boot.trim())
 }
 
 /// A name for a node that was given none: the machine's, and the port that is its own.

@@ -40,6 +40,12 @@ impl Up {
         Self::start_with(args, &[]).await
     }
 
+    /// The same, with this connector and no other.
+    pub async fn start_over(connector: &str, args: &[&str]) -> Self {
+        let only = format!("[{connector:?}]");
+        Self::start_with(args, &[("BATON_TRANSFER__CONNECTORS", &only)]).await
+    }
+
     /// The same, with variables in its environment. Without `--model` it serves the mock, whose KV cannot lie.
     pub async fn start_with(args: &[&str], env: &[(&str, &str)]) -> Self {
         let model: &[&str] = if args.contains(&"--model") { &[] } else { &["--model", "mock"] };

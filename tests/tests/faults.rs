@@ -66,8 +66,9 @@ async fn streams_outlive_a_decode_node() {
 async fn nobody_notices_a_dead_prefill_node() {
     let asks = asks(50);
     let expected = undisturbed(&asks).await;
-    for order in ["decode-first", "prefill-first"] {
-        let up = Up::start(&args(&["--prefill", "2", "--decode", "1", "--order", order])).await;
+    for (order, connector) in [("decode-first", "tcp"), ("decode-first", "shm"), ("prefill-first", "shm")] {
+        let args = args(&["--prefill", "2", "--decode", "1", "--order", order]);
+        let up = Up::start_over(connector, &args).await;
         let victim = up.of_role("prefill").await.swap_remove(0);
         // At once: prompts are being computed and their KV is on its way.
         let client = up.client();
@@ -97,8 +98,8 @@ async fn streams_outlive_a_stopped_decode_node() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stopped_pair_ends_requests_by_their_deadline() {
-    for role in ["prefill", "decode"] {
-        let up = Up::start(&args(&["--prefill", "1", "--decode", "1"])).await;
+    for (role, connector) in [("prefill", "tcp"), ("decode", "tcp"), ("prefill", "shm"), ("decode", "shm")] {
+        let up = Up::start_over(connector, &args(&["--prefill", "1", "--decode", "1"])).await;
         let victim = up.of_role(role).await.swap_remove(0);
         let deadline = Duration::from_secs(3);
         let asks: Vec<Ask> =
@@ -126,10 +127,16 @@ async fn a_stopped_pair_ends_requests_by_their_deadline() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_cancel_storm_leaves_nothing_behind() {
-    let up = Up::start(&args(&["--prefill", "1", "--decode", "1"])).await;
+    for connector in ["tcp", "shm"] {
+        let up = Up::start_over(connector, &args(&["--prefill", "1", "--decode", "1"])).await;
+        cancel_storm(&up).await;
+    }
+}
+
+async fn cancel_storm(up: &Up) {
     let client = up.client();
     let asks = asks(600);
-    for round in 0..4u64 {
+    for round in 0..2u64 {
         let storm = join_all(asks.iter().enumerate().map(|(idx, ask)| {
             let client = client.clone();
             // Spread over every stage, from before the answer's head to mid-stream.

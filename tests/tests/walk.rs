@@ -20,7 +20,8 @@ async fn answers(up: &Up, asks: &[Ask]) -> Vec<Answer> {
     in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-async fn equals_colocated(args: &[&str]) {
+/// Each of these connectors, and nobody else, brings the KV.
+async fn equals_colocated(args: &[&str], connectors: &[&str]) {
     let asks = asks();
     let colocated = Up::start(&["--colocated"]).await;
     let expected = answers(&colocated, &asks).await;
@@ -30,27 +31,45 @@ async fn equals_colocated(args: &[&str]) {
         assert!(answer.finish == "stop" || answer.tokens.len() == ask.max_tokens as usize, "{answer:?}");
     }
 
-    let up = Up::start(args).await;
-    let seen = answers(&up, &asks).await;
-    for (idx, (seen, expected)) in seen.iter().zip(&expected).enumerate() {
+    for connector in connectors {
+        equals(&expected, &asks, args, connector).await;
+    }
+}
+
+async fn equals(expected: &[Answer], asks: &[Ask], args: &[&str], connector: &str) {
+    let up = Up::start_over(connector, args).await;
+    let seen = answers(&up, asks).await;
+    for (idx, (seen, expected)) in seen.iter().zip(expected).enumerate() {
         assert_eq!((&seen.tokens, &seen.finish), (&expected.tokens, &expected.finish), "request {idx}");
     }
     up.baseline().await;
     let metrics = up.client().get("/metrics").await.1;
-    let arrived = metrics
-        .lines()
-        .find(|line| line.starts_with("baton_router_kv_arrived_bytes_total{connector=\"tcp\"}"));
-    assert!(arrived.is_some(), "no KV travelled:\n{metrics}");
+    let arrived = metrics.lines().find(|line| {
+        line.starts_with(&format!("baton_router_kv_arrived_bytes_total{{connector={connector:?}}}"))
+    });
+    assert!(arrived.is_some(), "no KV travelled by {connector}:\n{metrics}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_and_two_equal_one_node() {
-    equals_colocated(&["--prefill", "2", "--decode", "2"]).await;
+    equals_colocated(&["--prefill", "2", "--decode", "2"], &["tcp", "shm"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefill_first_equals_one_node() {
-    equals_colocated(&["--prefill", "2", "--decode", "2", "--order", "prefill-first"]).await;
+    let args = ["--prefill", "2", "--decode", "2", "--order", "prefill-first"];
+    equals_colocated(&args, &["tcp", "shm"]).await;
+}
+
+/// Nobody named a connector: on one host it is shared memory.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn auto_is_the_fastest_that_both_ends_have() {
+    let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;
+    answers(&up, &asks()[..20]).await;
+    up.baseline().await;
+    let metrics = up.client().get("/metrics").await.1;
+    assert!(metrics.contains("baton_router_kv_arrived_bytes_total{connector=\"shm\"}"), "{metrics}");
+    assert!(!metrics.contains("baton_router_kv_arrived_bytes_total{connector=\"tcp\"}"), "{metrics}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

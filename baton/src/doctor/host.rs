@@ -5,8 +5,7 @@ use rustix::process::{Resource, getrlimit};
 use super::finding::Finding;
 
 const GROUP: &str = "host";
-/// Containers get 64 MiB by default; connectors through shared memory will want more than that.
-const SHM_BYTES_MIN: u64 = 1 << 30;
+const SHM: &str = "/dev/shm";
 /// Every client and every peer is a socket: the default of many shells, 1024, is soon spent.
 const FILES_MIN: u64 = 4096;
 
@@ -15,19 +14,26 @@ pub(super) fn look() -> Vec<Finding> {
 }
 
 fn shared_memory() -> Finding {
-    match rustix::fs::statvfs("/dev/shm") {
-        Ok(stat) => shm_of(stat.f_blocks * stat.f_frsize),
-        Err(error) => Finding::warn(GROUP, format!("/dev/shm: {error}"), "mount a tmpfs on /dev/shm"),
-    }
+    let may_write = rustix::fs::access(SHM, rustix::fs::Access::WRITE_OK);
+    let file = rustix::fs::memfd_create("baton-doctor", rustix::fs::MemfdFlags::ALLOW_SEALING);
+    shm_of(may_write.err(), file.err())
 }
 
-fn shm_of(bytes: u64) -> Finding {
-    let found = format!("/dev/shm holds {} MiB", bytes >> 20);
-    if bytes >= SHM_BYTES_MIN {
-        return Finding::ok(GROUP, found);
+/// The connector `shm` puts a socket there and no KV: its size does not matter. Memory of a node is shown by a file
+/// without a name.
+fn shm_of(folder: Option<rustix::io::Errno>, file: Option<rustix::io::Errno>) -> Finding {
+    if let Some(error) = folder {
+        let advice = "the connector shm needs it, for sockets; without, nodes of one host use tcp. Mount a tmpfs there; containers that shall share memory mount the same one";
+        return Finding::warn(GROUP, format!("no file can be made in {SHM}: {error}"), advice);
     }
-    let advice = "tcp does not need it; for connectors through shared memory give it 1 GiB or more (docker: --shm-size, Kubernetes: an emptyDir with medium Memory)";
-    Finding::warn(GROUP, found, advice)
+    match file {
+        Some(error) => Finding::warn(
+            GROUP,
+            format!("memory cannot be shown to other processes: {error}"),
+            "allow memfd_create (seccomp); without, the connector shm copies twice",
+        ),
+        None => Finding::ok(GROUP, format!("nodes that see this {SHM} can share memory, whatever its size")),
+    }
 }
 
 fn locked_memory() -> Finding {
@@ -59,8 +65,10 @@ mod tests {
     use crate::doctor::finding::Level;
 
     #[test]
-    fn a_containers_default_is_small() {
-        assert_eq!(shm_of(64 << 20).level, Level::Warn);
-        assert_eq!(shm_of(2 << 30).level, Level::Ok);
+    fn shared_memory_takes_a_folder_and_a_file_without_a_name() {
+        use rustix::io::Errno;
+        assert_eq!(shm_of(None, None).level, Level::Ok);
+        assert_eq!(shm_of(Some(Errno::ROFS), None).level, Level::Warn);
+        assert_eq!(shm_of(None, Some(Errno::PERM)).level, Level::Warn);
     }
 }

@@ -3,6 +3,7 @@
 pub mod flaky;
 pub mod link;
 pub mod loopback;
+pub mod shm;
 pub mod tcp;
 
 use std::sync::Arc;
@@ -19,6 +20,7 @@ pub type Build = fn(ConnectorParts) -> BoxFuture<'static, Result<Arc<dyn KvConne
 pub fn connectors() -> &'static [(&'static str, Build)] {
     &[
         (loopback::SCHEME, |parts| Box::pin(async { Ok(loopback::Loopback::shared(parts)) })),
+        (shm::SCHEME, |parts| Box::pin(async { Ok(shm::Shm::listen(parts).await? as Arc<dyn KvConnector>) })),
         (tcp::SCHEME, |parts| Box::pin(async { Ok(tcp::Tcp::listen(parts).await? as Arc<dyn KvConnector>) })),
     ]
 }

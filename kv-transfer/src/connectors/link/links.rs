@@ -15,7 +15,7 @@ use crate::outgoing::{Outgoing, Sender, landing_of};
 const PEERS_MAX: usize = 4096;
 
 /// What a new link goes over.
-type MakeMedium = fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError>;
+pub(in crate::connectors) type MakeMedium = fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError>;
 
 /// A peer's link, if there is one. The lock is async: whoever makes the link holds it, and the others wait for it
 /// instead of making their own.

@@ -103,16 +103,28 @@ pub(in crate::connectors) fn spoil(digests: &mut [Digest]) {
     }
 }
 
-/// A copy of the KV.
-pub(in crate::connectors) fn copied(memory: &KvMemory, runs: &Runs) -> Result<Vec<u8>, TransferError> {
-    let mut copy = Vec::with_capacity(runs.bytes());
-    while copy.len() < runs.bytes() {
-        let pages = runs.read(memory, copy.len()).map_err(|busy| TransferError::Memory(busy.to_string()))?;
+/// A copy of the KV, to be spoilt.
+fn copied(memory: &KvMemory, runs: &Runs) -> Result<Vec<u8>, TransferError> {
+    let mut copy = vec![0; runs.bytes()];
+    copy_out(memory, runs, &mut copy)?;
+    Ok(copy)
+}
+
+/// Copies the KV out of its pages.
+pub(in crate::connectors) fn copy_out(
+    memory: &KvMemory,
+    runs: &Runs,
+    into: &mut [u8],
+) -> Result<(), TransferError> {
+    let mut done = 0;
+    while done < runs.bytes() {
+        let pages = runs.read(memory, done).map_err(|busy| TransferError::Memory(busy.to_string()))?;
         let mut slices = Vec::new();
         pages.append_to(&mut slices);
         for slice in &slices {
-            copy.extend_from_slice(slice);
+            into[done..done + slice.len()].copy_from_slice(slice);
+            done += slice.len();
         }
     }
-    Ok(copy)
+    Ok(())
 }

@@ -1,0 +1,180 @@
+//! How two processes of one machine find each other, and how one gives the other its files.
+//!
+//! A socket in a folder that both see. Its name is drawn anew in each life of a node, so an address of an earlier life
+//! leads nowhere. The first byte of a stream comes with the files that the sender shows: none, its stage, or its stage
+//! and its pages.
+
+use std::fs;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use async_trait::async_trait;
+use chassis::Stream;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use tokio::io::Interest;
+use tokio::net::{UnixListener, UnixStream};
+
+use super::seen::Seen;
+use crate::connectors::link::medium::Elsewhere;
+use crate::connectors::link::receiver::{Arriving, Door, Incoming};
+use crate::error::TransferError;
+
+/// The first byte of each stream.
+const GREETING: u8 = b'B';
+/// Files that come with a greeting.
+const FILES_MAX: usize = 2;
+/// Sockets of earlier lives that one start takes away.
+const SWEPT_MAX: usize = 1024;
+
+/// A name in the folder, taken away when it is dropped.
+#[derive(Debug)]
+pub(super) struct Socket {
+    path: PathBuf,
+}
+
+impl Socket {
+    pub(super) fn endpoint(&self) -> String {
+        self.path.display().to_string()
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        // Somebody may have cleared the folder; then there is nothing to take away.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Listens under a name made of `draw`, for processes of the same user.
+///
+/// Whatever has such a name is listening, or is what a killed process left behind: it gets its name only once it listens.
+pub(super) fn bind(folder: &Path, draw: u64) -> io::Result<(UnixListener, Socket)> {
+    sweep(folder)?;
+    let early = Socket { path: folder.join(format!(".baton-{draw:016x}")) };
+    let listener = UnixListener::bind(&early.path)?;
+    fs::set_permissions(&early.path, fs::Permissions::from_mode(0o600))?;
+    let socket = Socket { path: folder.join(format!("baton-{draw:016x}.sock")) };
+    fs::rename(&early.path, &socket.path)?;
+    Ok((listener, socket))
+}
+
+/// Takes away sockets at which nobody listens any more.
+fn sweep(folder: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(folder)?.flatten().take(SWEPT_MAX) {
+        let name = entry.file_name();
+        let is_ours = name.to_str().is_some_and(|name| name.starts_with("baton-") && name.ends_with(".sock"));
+        if is_ours && is_dead(&entry.path()) {
+            // Another start may have been faster.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+    Ok(())
+}
+
+fn is_dead(path: &Path) -> bool {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+    let Ok(address) = SocketAddrUnix::new(path) else { return false };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let Ok(socket) = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None) else { return false };
+    connect(&socket, &address) == Err(rustix::io::Errno::CONNREFUSED)
+}
+
+// === the sender's side ===
+
+/// Connects, and shows `files`.
+pub(super) async fn connect(path: &str, files: &[BorrowedFd<'_>]) -> io::Result<Stream> {
+    let stream = UnixStream::connect(path).await?;
+    stream.async_io(Interest::WRITABLE, || greet(&stream, files)).await?;
+    Ok(Stream::other(stream))
+}
+
+fn greet(stream: &UnixStream, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+    let mut attached = SendAncillaryBuffer::new(&mut space);
+    if !files.is_empty() {
+        assert!(attached.push(SendAncillaryMessage::ScmRights(files)), "there is space for all files");
+    }
+    rustix::net::sendmsg(stream, &[IoSlice::new(&[GREETING])], &mut attached, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+// === the receiver's side ===
+
+#[async_trait]
+impl Door for UnixListener {
+    async fn accept(&mut self) -> io::Result<(String, Arriving)> {
+        let (stream, _) = UnixListener::accept(self).await?;
+        let from = stream.peer_cred().ok().and_then(|peer| peer.pid());
+        let from = from.map_or_else(|| "a process".to_owned(), |pid| format!("process {pid}"));
+        Ok((from, Box::pin(greeted(stream))))
+    }
+}
+
+async fn greeted(stream: UnixStream) -> Result<Incoming, TransferError> {
+    let received = stream.async_io(Interest::READABLE, || receive(&stream)).await;
+    let files = received.map_err(TransferError::lost)?;
+    let seen = Seen::of(files)?;
+    let elsewhere = seen.map(|seen| Box::new(seen) as Box<dyn Elsewhere>);
+    Ok(Incoming { stream: Stream::other(stream), elsewhere })
+}
+
+fn receive(stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+    let mut attached = RecvAncillaryBuffer::new(&mut space);
+    let mut greeting = [0];
+    let into = &mut [IoSliceMut::new(&mut greeting)];
+    let received = rustix::net::recvmsg(stream, into, &mut attached, RecvFlags::CMSG_CLOEXEC)?;
+    if received.bytes == 0 {
+        return Err(io::Error::other("the peer only looked whether somebody listens"));
+    }
+    if greeting != [GREETING] {
+        return Err(io::Error::other("the peer does not speak this protocol"));
+    }
+    let files = attached.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    Ok(files.flatten().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).expect("a folder").flatten();
+        let mut names: Vec<_> = entries.map(|entry| entry.file_name().into_string().expect("text")).collect();
+        names.sort();
+        names
+    }
+
+    #[tokio::test]
+    async fn a_start_sweeps_what_killed_processes_left() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let folder = folder.path();
+        let (_alive, living) = bind(folder, 1).expect("it listens");
+        let (dead, left) = bind(folder, 2).expect("it listens");
+        drop(dead);
+        std::mem::forget(left);
+        fs::write(folder.join("baton-notes.txt"), "somebody else's").expect("a file");
+        let (_new, socket) = bind(folder, 3).expect("it listens");
+        let expected = ["baton-0000000000000001.sock", "baton-0000000000000003.sock", "baton-notes.txt"];
+        assert_eq!(names(folder), expected);
+        drop((living, socket));
+        assert_eq!(names(folder), ["baton-notes.txt"]);
+    }
+
+    #[tokio::test]
+    async fn only_the_same_user_may_connect() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (_listener, socket) = bind(folder.path(), 1).expect("it listens");
+        let mode = fs::metadata(&socket.path).expect("it is there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+}

@@ -1,0 +1,60 @@
+use chassis::telemetry::Capture;
+use kv_transfer::conformance::node::{Node, layout};
+
+use super::*;
+
+const HERE: &str = "this machine";
+
+async fn node(name: &str, names: &[&str]) -> Connectors {
+    let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    Connectors::build(&names, HERE, &Node::parts(name, layout())).await.expect("they work here")
+}
+
+fn peer(node: &Connectors, host: &str) -> PeerWires {
+    PeerWires { node: NodeId::new("peer"), host: host.to_owned(), wires: node.addresses() }
+}
+
+fn chosen(node: &Connectors, peer: &PeerWires) -> Option<String> {
+    node.shared_with(peer).map(|connector| connector.scheme().to_string())
+}
+
+#[tokio::test]
+async fn auto_prefers_shared_memory_on_one_host_and_tcp_between_two() {
+    let (near, far) = (node("near", &["auto"]).await, node("far", &["auto"]).await);
+    assert_eq!(chosen(&near, &peer(&far, HERE)).as_deref(), Some("shm"));
+    assert_eq!(chosen(&near, &peer(&far, "another machine")).as_deref(), Some("tcp"));
+}
+
+#[tokio::test]
+async fn what_was_named_is_all_there_is() {
+    let (near, far) = (node("near", &["shm"]).await, node("far", &["tcp"]).await);
+    assert_eq!(chosen(&near, &peer(&far, HERE)), None);
+    assert_eq!(
+        chosen(&node("tcp", &["tcp"]).await, &peer(&node("auto", &["auto"]).await, HERE)).as_deref(),
+        Some("tcp")
+    );
+}
+
+/// The peer's socket is not in the folder that this node sees, though both say that they are on one host.
+#[tokio::test]
+async fn a_fall_back_is_a_warning_once() {
+    let (near, far) = (node("near", &["auto"]).await, node("far", &["auto"]).await);
+    let mut peer = peer(&far, HERE);
+    peer.wires[0].endpoint = "/dev/shm/baton-of-another-container.sock".to_owned();
+    let capture = Capture::spans("decode");
+    let _listening = capture.listen();
+    for _ in 0..3 {
+        assert_eq!(chosen(&near, &peer).as_deref(), Some("tcp"));
+    }
+    let lines = capture.lines();
+    let warnings = lines.iter().filter(|line| line.to_string().contains("falling back")).count();
+    assert_eq!(warnings, 1, "{lines:?}");
+}
+
+#[tokio::test]
+async fn a_connector_that_was_named_and_does_not_work_stops_the_start() {
+    let names = ["pigeon".to_owned()];
+    let error =
+        Connectors::build(&names, HERE, &Node::parts("near", layout())).await.expect_err("no such wire");
+    assert!(matches!(error, NodeError::Connector(_)), "{error}");
+}
