@@ -11,6 +11,7 @@ exec ip netns exec "$namespace" unshare --mount --ipc --propagation private sh -
     mount --bind "$root" "$root"
     mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
     mount -t tmpfs -o size=64m tmpfs "$root/dev/shm"
+    mount -t tmpfs -o size=64m,mode=1777 tmpfs "$root/tmp"
     mount -o remount,bind,ro "$root"
     exec setpriv --no-new-privs chroot --userspec=65532:65532 "$root" "$@"
 ' sh "$root" "$@"

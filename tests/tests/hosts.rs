@@ -78,7 +78,13 @@ struct Cluster {
 }
 
 impl Cluster {
-    async fn start() -> Self {
+    /// With a model whose KV is checked and whose pace is known.
+    async fn start_paced() -> Self {
+        Self::start(&[("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml")]).await
+    }
+
+    /// As compose starts it, but for what `env` says.
+    async fn start(env: &[(&str, &str)]) -> Self {
         let hosts = Hosts::new(NAMES);
         let image = image(&hosts);
         let client = Client::new((hosts.addr_of("router"), 8000).into());
@@ -87,7 +93,7 @@ impl Cluster {
         let compose = compose();
         cluster.start_etcd(&compose["services"]["etcd"]);
         for name in &NAMES[1..] {
-            cluster.start_baton(name, &compose["services"][*name]);
+            cluster.start_baton(name, &compose["services"][*name], env);
         }
         let router = (cluster.hosts.addr_of("router"), 8000);
         eventually("the router to listen", async || tokio::net::TcpStream::connect(router).await.ok()).await;
@@ -109,16 +115,14 @@ impl Cluster {
         self.run("etcd", command);
     }
 
-    fn start_baton(&mut self, name: &str, service: &Value) {
+    fn start_baton(&mut self, name: &str, service: &Value, env: &[(&str, &str)]) {
         let mut command = Command::new(root().join("tests/hosts/enter.sh"));
         command.arg(self.hosts.namespace_of(name)).arg(self._image.path()).arg("/usr/local/bin/baton");
         command.args(texts(&service["command"])).env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
         for (variable, value) in service["environment"].as_object().into_iter().flatten() {
             command.env(variable, value.as_str().expect("a text"));
         }
-        if name != "router" {
-            command.env("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml");
-        }
+        command.envs(env.iter().copied());
         self.run(name, command);
     }
 
@@ -194,7 +198,7 @@ async fn hosts_are_cut_off_and_come_back() {
     }
     let asks = asks();
     let expected = undisturbed(&asks).await;
-    let cluster = Cluster::start().await;
+    let cluster = Cluster::start_paced().await;
     for name in &NAMES[1..] {
         confined(cluster.pid(name));
     }
@@ -217,7 +221,7 @@ async fn bad_cables_change_no_token() {
     }
     let asks = asks();
     let expected = undisturbed(&asks).await;
-    let cluster = Cluster::start().await;
+    let cluster = Cluster::start_paced().await;
     for (host, flaw) in [
         ("decode-0", Flaw { loss: 0.05, ..Flaw::default() }),
         ("prefill-0", Flaw { delay_ms: 50, ..Flaw::default() }),
@@ -236,6 +240,26 @@ async fn bad_cables_change_no_token() {
         cluster.all_ready().await;
     }
     disturbed(&cluster, &asks, &expected, || {}).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn compose_serves_the_demo_model() {
+    if !hosts::possible() {
+        eprintln!("hosts need root and iproute2; nothing was tested");
+        return;
+    }
+    let cluster = Cluster::start(&[]).await;
+    let ask = serde_json::json!({
+        "model": "demo",
+        "max_tokens": 40,
+        "messages": [{"role": "user", "content": "What is prefill?"}],
+    });
+    let (status, _, body) =
+        in_time("an answer", cluster.client.post("/v1/chat/completions", ask.to_string())).await;
+    let answer: Value = serde_json::from_str(&body).expect("JSON");
+    assert_eq!(status, 200, "{answer}");
+    let said = answer["choices"][0]["message"]["content"].as_str().expect("a text");
+    assert!(said.contains("prompt"), "{said}");
 }
 
 /// Not root, with no capabilities and no way to any, in a root that is read-only.
