@@ -105,6 +105,7 @@ KINDS = {
     "HorizontalPodAutoscaler": ("autoscaling/v2", "horizontalpodautoscalers"),
     "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
     "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+    "ResourceClaimTemplate": ("resource.k8s.io/v1", "resourceclaimtemplates"),
     "HTTPRoute": ("gateway.networking.k8s.io/v1", "httproutes"),
     "ServiceMonitor": ("monitoring.coreos.com/v1", "servicemonitors"),
 }

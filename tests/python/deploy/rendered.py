@@ -21,6 +21,7 @@ CHARTS = {
     "cpu-demo": ["cpu-demo.yaml"],
     "gpu": ["gpu.yaml"],
     "gpu-rdma": ["gpu.yaml", "gpu-rdma.yaml"],
+    "gpu-box": ["gpu-box.yaml"],
 }
 EVERYTHING_ON = {"gateway": {"enabled": True}, "monitoring": {"enabled": True}}
 
@@ -55,10 +56,18 @@ def whole_chart():
     return helm.render(CHART, [], EVERYTHING_ON)
 
 
+@functools.cache
+def monitored_box():
+    """A box that is scraped."""
+    values = [DEPLOY / "helm" / file for file in CHARTS["gpu-box"]]
+    return helm.render(CHART, values, {"monitoring": {"enabled": True}})
+
+
 def all_of_them():
     """Every result, by name."""
     results = {f"overlay {name}": kustomize(K8S / "overlays" / name) for name in OVERLAYS}
     results |= {f"component {name}": with_component(name) for name in COMPONENTS}
     results |= {f"chart {name}": chart(name) for name in CHARTS}
     results["chart with everything on"] = whole_chart()
+    results["chart with a monitored box"] = monitored_box()
     return results
