@@ -183,6 +183,17 @@ impl<'a, T: Element> View<'a, T> {
     }
 }
 
+impl<'a> View<'a, u32> {
+    /// The same numbers, three by three.
+    ///
+    /// # Panics
+    /// If some are left over.
+    pub fn triples(self) -> View<'a, [u32; 3]> {
+        assert!(self.len.is_multiple_of(3), "{} numbers, three by three", self.len);
+        View { address: self.address, len: self.len / 3, ordinal: self.ordinal, buffer: PhantomData }
+    }
+}
+
 impl<'a, T: Element> ViewMut<'a, T> {
     /// # Panics
     /// If the range does not lie within the view.

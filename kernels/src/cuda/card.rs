@@ -53,6 +53,17 @@ impl Card {
     ///
     /// `nvrtc_folder` is for where NVRTC is not on the loader's path, as with CUDA from Python packages.
     pub fn open(ordinal: usize, nvrtc_folder: Option<&Path>, cache: &Cache) -> Result<Self, CudaError> {
+        Self::open_as(ordinal, nvrtc_folder, cache, None)
+    }
+
+    /// The same, with kernels for another kind of card that this one can stand in for: `sm_90` on Hopper leaves out
+    /// what only Hopper has, and runs what other cards run.
+    pub fn open_as(
+        ordinal: usize,
+        nvrtc_folder: Option<&Path>,
+        cache: &Cache,
+        arch_instead: Option<&str>,
+    ) -> Result<Self, CudaError> {
         let n_cards = library::driver()?;
         if ordinal >= n_cards {
             return Err(CudaError::NoSuchDevice { ordinal, n_cards });
@@ -63,6 +74,7 @@ impl Card {
             context.compute_capability().map_err(CudaError::during("ask for the compute capability"))?;
         let arch =
             arch(capability).ok_or_else(|| CudaError::CardTooOld { name: name.clone(), capability })?;
+        let arch = arch_instead.map_or(arch, str::to_owned);
         let nvrtc = nvrtc(nvrtc_folder)?;
         let n_multiprocessors = context
             .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
@@ -176,6 +188,10 @@ impl Card {
         &self.context
     }
 
+    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
     /// Puts a kernel at the end of the stream. It may come onto the card while the one before it ends: each waits by
     /// itself before it looks at what was computed (`wait_for_last` in `prelude.cuh`).
     ///
@@ -223,7 +239,7 @@ impl Card {
         .map_err(CudaError::during("launch a kernel"))
     }
 
-    fn bind(&self) -> Result<(), CudaError> {
+    pub(super) fn bind(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))
     }
 }

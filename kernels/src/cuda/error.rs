@@ -26,6 +26,12 @@ pub enum CudaError {
     Compile { source_name: &'static str, arch: String, log: String },
     #[error("{call} of NVRTC failed with {code}")]
     Nvrtc { call: &'static str, code: String },
+    #[error("no cuBLASLt: libcublasLt.so is not on the loader's path{place} (install CUDA's cuBLAS)")]
+    NoCublas { place: String },
+    #[error("{call} of cuBLASLt failed with {code}")]
+    Cublas { call: &'static str, code: String },
+    #[error("cuBLASLt has no way to multiply {n_rows} rows of {k} with a matrix of {n} rows")]
+    NoProduct { n: usize, k: usize, n_rows: usize },
     #[error("no {bytes} bytes left on the GPU: {free_bytes} of {total_bytes} are free")]
     OutOfMemory { bytes: usize, free_bytes: usize, total_bytes: usize },
     #[error("{what}")]

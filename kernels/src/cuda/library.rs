@@ -1,4 +1,4 @@
-//! The two shared libraries that a GPU needs: the driver, and NVRTC. Both are looked for, never linked.
+//! The shared libraries that a GPU needs: the driver, NVRTC and cuBLASLt. They are looked for, never linked.
 
 use std::path::{Path, PathBuf};
 
@@ -7,8 +7,12 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::CudaError;
 
-/// Where CUDA's toolkit puts NVRTC when nobody said otherwise.
+/// Where CUDA's toolkit puts its libraries when nobody said otherwise.
 const USUAL_FOLDERS: &[&str] = &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/wsl/lib"];
+
+/// The builtins come first: libnvrtc looks for them by name alone, and only when it compiles.
+const NVRTC: &[&str] = &["libnvrtc-builtins.so.", "libnvrtc.so."];
+const CUBLASLT: &[&str] = &["libcublasLt.so."];
 
 /// Starts the driver and counts its cards.
 pub(super) fn driver() -> Result<usize, CudaError> {
@@ -39,12 +43,29 @@ pub(super) fn driver_version() -> Result<(i32, i32), CudaError> {
 /// Makes NVRTC findable: in `folder` if one is named, else on the loader's path, else where toolkits usually are.
 pub(super) fn load_nvrtc(folder: Option<&Path>) -> Result<(), CudaError> {
     match folder {
-        Some(folder) => preload_nvrtc(folder),
+        Some(folder) => preload(NVRTC, folder),
         None if nvrtc_is_present() => return Ok(()),
-        None => USUAL_FOLDERS.iter().for_each(|folder| preload_nvrtc(Path::new(folder))),
+        None => USUAL_FOLDERS.iter().for_each(|folder| preload(NVRTC, Path::new(folder))),
     }
     let place = folder.map(|folder| format!(", nor in {}", folder.display())).unwrap_or_default();
     if nvrtc_is_present() { Ok(()) } else { Err(CudaError::NoNvrtc { place }) }
+}
+
+/// Makes cuBLASLt findable, in the same way.
+pub(super) fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
+    match folder {
+        Some(folder) => preload(CUBLASLT, folder),
+        None if cublaslt_is_present() => return Ok(()),
+        None => USUAL_FOLDERS.iter().for_each(|folder| preload(CUBLASLT, Path::new(folder))),
+    }
+    let place = folder.map(|folder| format!(", nor in {}", folder.display())).unwrap_or_default();
+    if cublaslt_is_present() { Ok(()) } else { Err(CudaError::NoCublas { place }) }
+}
+
+fn cublaslt_is_present() -> bool {
+    // JUSTIFICATION: as for the driver: asked first, because the first call would panic.
+    // SAFETY: loading libcublasLt runs its initializers, which take no arguments of ours.
+    unsafe { cudarc::cublaslt::sys::is_culib_present() }
 }
 
 fn nvrtc_is_present() -> bool {
@@ -54,10 +75,8 @@ fn nvrtc_is_present() -> bool {
 }
 
 /// Loads the files by their paths, for good. A later look for their names finds what is loaded already.
-///
-/// The builtins come first: libnvrtc looks for them by name alone, and only when it compiles.
-fn preload_nvrtc(folder: &Path) {
-    for stem in ["libnvrtc-builtins.so.", "libnvrtc.so."] {
+fn preload(stems: &[&str], folder: &Path) {
+    for stem in stems {
         for path in versions_of(stem, folder) {
             // JUSTIFICATION: Python packages of CUDA put libraries where no loader looks.
             // SAFETY: the folder is the user's word for where NVIDIA's library is; its initializers take no arguments.

@@ -4,7 +4,8 @@
 //! opened, and what is missing is said in one sentence ([`CudaError`]).
 //!
 //! Suggested reading order: what is found ([`library`]), what is compiled ([`source`], [`compiler`], [`cache`]), the
-//! card that it runs on ([`card`], [`buffer`]), and what it computes (`ops`, over the kernels in `kernels/cu`).
+//! card that it runs on ([`card`], [`buffer`], [`pinned`], [`event`], [`graph`]), and what it computes (`ops`, over the
+//! kernels in `kernels/cu`, and [`matmul`]).
 
 pub mod error;
 pub mod library;
@@ -14,19 +15,28 @@ pub mod report;
 pub mod cache;
 pub mod buffer;
 pub mod card;
+pub mod pinned;
+pub mod event;
+pub mod graph;
 mod mapped;
 pub(crate) mod staging;
 pub mod memory;
 pub mod remote;
 pub mod ops;
+pub mod matmul;
 
 pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
 pub use cache::Cache;
 pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
 pub use error::CudaError;
+pub use event::Event;
+pub use graph::Graph;
+pub use matmul::{Answer, ProductShape, Products};
 pub use memory::DeviceMemory;
 pub use ops::{
-    DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm,
+    DecodeAttention, FeedTokens, KvPages, NOWHERE, PrefillAttention, PrefillSequence, RopeWriteKv,
+    SKINNY_FORMS, SkinnyForm,
 };
+pub use pinned::Pinned;
 pub use remote::RemoteMemory;

@@ -33,6 +33,9 @@ pub const SOURCES: &[Source] = &[
     source!("silu.cu", ["silu_mul"]),
     source!("rope.cu", ["rope_write_kv_64", "rope_write_kv_128"], "pages.cuh"),
     source!("argmax.cu", ["argmax_parts", "argmax_rows"]),
+    source!("feed.cu", ["feed_tokens", "keep_tokens"]),
+    source!("bias.cu", ["add_bias"]),
+    source!("dummy.cu", ["dummy_weights"]),
     source!("probe.cu", ["probe_read", "probe_copy"]),
     source!(
         "skinny.cu",

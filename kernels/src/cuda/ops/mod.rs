@@ -10,8 +10,12 @@ mod skinny;
 mod decode;
 mod prefill;
 mod probe;
+mod feed;
+mod bias;
+mod dummy;
 
 pub use decode::DecodeAttention;
+pub use feed::{FeedTokens, NOWHERE};
 pub(super) use prefill::shared_bytes as prefill_shared_bytes;
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use rope::RopeWriteKv;

@@ -1,0 +1,24 @@
+// What goes into a step and what comes out of it, where the host knows neither: tokens that the step before drew.
+//
+// from[i] is where token i stands among those drawn; NOWHERE: the host knows it, and it stands in `known`.
+constexpr u32 NOWHERE = 0xffffffffu;
+
+extern "C" __global__ void __launch_bounds__(256)
+feed_tokens(u32* tokens, const u32* known, const u32* from, const u32* drawn, u32 n, u32 n_from, u32 n_drawn) {
+    in_turn();
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    u32 place = i < n_from ? from[i] : NOWHERE;
+    tokens[i] = place == NOWHERE ? known[i] : place < n_drawn ? drawn[place] : NOWHERE;
+}
+
+// The likeliest token of each row, unless its logit is no finite number: then there is no token.
+extern "C" __global__ void __launch_bounds__(256)
+keep_tokens(u32* drawn, const u32* best, const float* logits, u32 width, u32 n) {
+    in_turn();
+    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    u32 token = best[i];
+    float logit = token < width ? logits[(u64)i * width + token] : INF;
+    drawn[i] = fabsf(logit) < INF ? token : NOWHERE;
+}

@@ -1,0 +1,210 @@
+//! Products of rows with large matrices, each done in the way that was fastest for its shape on this card.
+//!
+//! Few rows take the time to read the matrix, and our own kernels read faster; many take arithmetic, and cuBLASLt does
+//! that best, by one of its many algorithms. Which one is measured once for each shape ([`tuning`]).
+
+pub mod cublaslt;
+pub mod tuning;
+
+use std::collections::HashMap;
+
+use super::error::ensure;
+use super::ops::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
+use super::{Bf16, Card, CudaError, View, ViewMut};
+use cublaslt::{Algorithm, Lt, Plan};
+pub use tuning::{Choices, RUNGS, rung};
+
+/// One product: rows of `k` numbers with a matrix of `n` rows of `k`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ProductShape {
+    pub n: usize,
+    pub k: usize,
+    pub n_rows: usize,
+    /// The answer is in f32.
+    pub is_wide: bool,
+}
+
+/// How a product is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// By [`Card::skinny`]: up to 8 rows.
+    Skinny(SkinnyForm),
+    Lt(Algorithm),
+}
+
+/// Where the answer goes.
+#[derive(Debug)]
+pub enum Answer<'a> {
+    Narrow(ViewMut<'a, Bf16>),
+    Wide(ViewMut<'a, f32>),
+}
+
+/// Everything that products need, and what was found out about them.
+#[derive(Debug)]
+pub struct Products {
+    lt: Lt,
+    choices: Choices,
+    /// How each exact shape is done; made when a shape is first met.
+    ways: HashMap<ProductShape, Way>,
+}
+
+/// A choice, made ready for one exact shape.
+#[derive(Debug)]
+enum Way {
+    Skinny(SkinnyForm),
+    Lt(Plan),
+}
+
+/// Shapes that a model never tires of asking for would fill memory; beyond this many, all are made again.
+const WAYS_MAX: usize = 4096;
+
+impl Answer<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Narrow(view) => view.len(),
+            Self::Wide(view) => view.len(),
+        }
+    }
+
+    fn is_wide(&self) -> bool {
+        matches!(self, Self::Wide(_))
+    }
+
+    fn reborrow(&mut self) -> Answer<'_> {
+        match self {
+            Self::Narrow(view) => Answer::Narrow(view.reborrow()),
+            Self::Wide(view) => Answer::Wide(view.reborrow()),
+        }
+    }
+
+    fn address(&self) -> u64 {
+        match self {
+            Self::Narrow(view) => view.address,
+            Self::Wide(view) => view.address,
+        }
+    }
+}
+
+impl Products {
+    /// Loads cuBLASLt, from `folder` if one is named. Nothing is known of any shape yet.
+    pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
+        Ok(Self { lt: Lt::open(card, folder)?, choices: Choices::default(), ways: HashMap::new() })
+    }
+
+    /// The library's version, as it counts.
+    pub fn library_version(&self) -> usize {
+        self.lt.version()
+    }
+
+    /// Uses what was measured before.
+    pub fn adopt(&mut self, choices: Choices) {
+        self.choices = choices;
+        self.ways.clear();
+    }
+
+    pub fn choices(&self) -> &Choices {
+        &self.choices
+    }
+
+    /// `y = x * transpose(w)`: rows of `k` in `x` and in `w`; `y` has a number for each pair of rows.
+    pub fn multiply(
+        &mut self,
+        card: &Card,
+        y: Answer<'_>,
+        w: View<'_, Bf16>,
+        x: View<'_, Bf16>,
+        k: usize,
+    ) -> Result<(), CudaError> {
+        let shape = checked(&y, w, x, k)?;
+        if shape.n_rows == 0 || shape.n == 0 {
+            return Ok(());
+        }
+        if !self.ways.contains_key(&shape) {
+            let way = self.way(shape)?;
+            if self.ways.len() >= WAYS_MAX {
+                self.ways.clear();
+            }
+            self.ways.insert(shape, way);
+        }
+        self.lt.run_way(card, &self.ways[&shape], y, w, x, k)
+    }
+
+    /// What was measured for shapes like this one; else a guess.
+    fn way(&self, shape: ProductShape) -> Result<Way, CudaError> {
+        match self.choices.get(shape) {
+            Some(Choice::Skinny(form)) if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(form)),
+            Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
+            _ if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(SKINNY_FORMS[0])),
+            _ => Ok(Way::Lt(self.lt.plan(shape)?)),
+        }
+    }
+
+    /// Measures every way that there is for this shape, over matrices that no cache holds together, and keeps the best.
+    pub fn tune(
+        &mut self,
+        card: &Card,
+        shape: ProductShape,
+        mut y: Answer<'_>,
+        matrices: &[View<'_, Bf16>],
+        x: View<'_, Bf16>,
+    ) -> Result<(), CudaError> {
+        let mut best: Option<(f32, Choice)> = None;
+        for choice in self.candidates(shape)? {
+            let way = match choice {
+                Choice::Skinny(form) => Way::Skinny(form),
+                Choice::Lt(algorithm) => Way::Lt(self.lt.plan_with(shape, algorithm)?),
+            };
+            let time = tuning::time(card, matrices.len(), |nth| {
+                self.lt.run_way(card, &way, y.reborrow(), matrices[nth], x, shape.k)
+            })?;
+            if best.is_none_or(|(least, _)| time < least) {
+                best = Some((time, choice));
+            }
+        }
+        if let Some((_, choice)) = best {
+            self.choices.keep(shape, choice);
+        }
+        Ok(())
+    }
+
+    fn candidates(&self, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
+        let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
+        let forms = SKINNY_FORMS.iter().filter(|_| shape.n_rows <= SKINNY_ROWS_MAX).copied();
+        Ok(forms.map(Choice::Skinny).chain(algorithms).collect())
+    }
+}
+
+impl Lt {
+    fn run_way(
+        &self,
+        card: &Card,
+        way: &Way,
+        y: Answer<'_>,
+        w: View<'_, Bf16>,
+        x: View<'_, Bf16>,
+        k: usize,
+    ) -> Result<(), CudaError> {
+        match (way, y) {
+            (Way::Skinny(form), Answer::Narrow(y)) => card.skinny(*form, y, w, x, k),
+            (Way::Skinny(form), Answer::Wide(y)) => card.skinny_wide(*form, y, w, x, k),
+            (Way::Lt(plan), y) => self.run(card, plan, y, w, x),
+        }
+    }
+}
+
+fn checked(
+    y: &Answer<'_>,
+    w: View<'_, Bf16>,
+    x: View<'_, Bf16>,
+    k: usize,
+) -> Result<ProductShape, CudaError> {
+    let kernel = "product";
+    let is_whole = k > 0 && k.is_multiple_of(8) && w.len().is_multiple_of(k) && x.len().is_multiple_of(k);
+    ensure(kernel, is_whole, "rows that are not whole, or not a multiple of 8 wide")?;
+    let (n, n_rows) = (w.len() / k, x.len() / k);
+    ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")?;
+    ensure(kernel, n.is_multiple_of(8), "a matrix whose rows are not a multiple of 8")?;
+    let are_vectors = w.is_aligned() && x.is_aligned() && y.address().is_multiple_of(16);
+    ensure(kernel, are_vectors, "numbers that begin off a 16-byte edge")?;
+    Ok(ProductShape { n, k, n_rows, is_wide: y.is_wide() })
+}

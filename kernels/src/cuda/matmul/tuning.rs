@@ -1,0 +1,179 @@
+//! What was measured about products, and the file that remembers it.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io;
+use std::path::Path;
+
+use super::super::ops::SKINNY_FORMS;
+use super::super::{Card, CudaError};
+use super::cublaslt::Algorithm;
+use super::{Choice, ProductShape};
+
+/// Numbers of rows that are measured. Others take what was best for the next one above.
+pub const RUNGS: &[usize] = &[
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
+    6144, 8192,
+];
+/// Timed runs over the matrices, of which the fastest counts: whatever else the card does can only slow one down.
+const N_TIMES: usize = 3;
+/// Products in one timed run.
+const N_LAUNCHES: usize = 4;
+
+/// The rung that stands for so many rows.
+pub fn rung(n_rows: usize) -> usize {
+    RUNGS.iter().copied().find(|rung| *rung >= n_rows).unwrap_or(RUNGS[RUNGS.len() - 1])
+}
+
+/// The best way for each shape that was measured.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Choices(BTreeMap<ProductShape, Choice>);
+
+impl Choices {
+    pub fn get(&self, shape: ProductShape) -> Option<Choice> {
+        self.0.get(&ProductShape { n_rows: rung(shape.n_rows), ..shape }).copied()
+    }
+
+    pub fn keep(&mut self, shape: ProductShape, choice: Choice) {
+        self.0.insert(shape, choice);
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What a file says, if there is one and it is about this card and these libraries. Lines that make no sense are
+    /// measured again.
+    pub fn read(file: &Path, about: &str) -> Self {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        let mut lines = text.lines();
+        if lines.next() != Some(about) {
+            return Self::default();
+        }
+        Self(lines.filter_map(parsed).collect())
+    }
+
+    /// Another process sees the whole file or none: it is written beside its place, then moved there.
+    pub fn write(&self, file: &Path, about: &str) -> io::Result<()> {
+        let mut text = format!("{about}\n");
+        for (shape, choice) in &self.0 {
+            text.push_str(&line(*shape, *choice));
+        }
+        if let Some(folder) = file.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        let beside = file.with_extension(format!("{}.part", std::process::id()));
+        std::fs::write(&beside, text)?;
+        std::fs::rename(&beside, file)
+    }
+}
+
+/// The fastest of some runs, in milliseconds of the card.
+pub(super) fn time(
+    card: &Card,
+    n_matrices: usize,
+    mut product: impl FnMut(usize) -> Result<(), CudaError>,
+) -> Result<f32, CudaError> {
+    let mut nth = 0;
+    let mut next = || {
+        nth += 1;
+        product(nth % n_matrices.max(1))
+    };
+    // The first one loads code.
+    next()?;
+    let mut least = f32::INFINITY;
+    for _ in 0..N_TIMES {
+        let start = card.mark()?;
+        (0..N_LAUNCHES).try_for_each(|_| next())?;
+        let end = card.mark()?;
+        least = least.min(start.ms_until(&end)?);
+    }
+    Ok(least)
+}
+
+/// `n k rows narrow|wide skinny NAME`, or `… lt` and the algorithm's words.
+fn line(shape: ProductShape, choice: Choice) -> String {
+    let ProductShape { n, k, n_rows, is_wide } = shape;
+    let mut line = format!("{n} {k} {n_rows} {}", if is_wide { "wide" } else { "narrow" });
+    let written = match choice {
+        Choice::Skinny(form) => write!(line, " skinny {}", form.name),
+        Choice::Lt(algorithm) => {
+            line.push_str(" lt");
+            algorithm.words().iter().try_for_each(|word| write!(line, " {word:x}"))
+        }
+    };
+    written.expect("a string has room");
+    line.push('\n');
+    line
+}
+
+fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
+    let words: Vec<&str> = line.split(' ').collect();
+    let [n, k, n_rows, answer, kind, rest @ ..] = words.as_slice() else { return None };
+    let is_wide = match *answer {
+        "wide" => true,
+        "narrow" => false,
+        _ => return None,
+    };
+    let shape =
+        ProductShape { n: n.parse().ok()?, k: k.parse().ok()?, n_rows: n_rows.parse().ok()?, is_wide };
+    let choice = match (*kind, rest) {
+        ("skinny", [name]) => Choice::Skinny(SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?),
+        ("lt", words) => {
+            let words: Option<Vec<u64>> =
+                words.iter().map(|word| u64::from_str_radix(word, 16).ok()).collect();
+            Choice::Lt(Algorithm::of(words?.try_into().ok()?))
+        }
+        _ => return None,
+    };
+    Some((shape, choice))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(n_rows: usize) -> ProductShape {
+        ProductShape { n: 6144, k: 4096, n_rows, is_wide: false }
+    }
+
+    #[test]
+    fn rows_between_rungs_go_up() {
+        for (n_rows, expected) in [(1, 1), (3, 4), (9, 16), (257, 384), (8192, 8192), (20_000, 8192)] {
+            assert_eq!(rung(n_rows), expected, "{n_rows}");
+        }
+    }
+
+    #[test]
+    fn what_was_measured_is_remembered_for_the_same_card_and_libraries() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("below/choices.txt");
+        let mut choices = Choices::default();
+        choices.keep(shape(8), Choice::Skinny(SKINNY_FORMS[1]));
+        let lt = Choice::Lt(Algorithm::of([1, 2, 0xffff_ffff_ffff_ffff, 0, 5, 6, 7, 8]));
+        choices.keep(shape(64), lt);
+        choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
+        choices.write(&file, "a card, 13.1").unwrap();
+        let read = Choices::read(&file, "a card, 13.1");
+        assert_eq!(read, choices);
+        assert_eq!(read.get(shape(50)), Some(lt), "rows below the rung");
+        assert_eq!(read.get(shape(5)), Some(Choice::Skinny(SKINNY_FORMS[1])));
+        assert_eq!(read.get(shape(65)), None);
+        assert!(Choices::read(&file, "another card").is_empty());
+        assert!(Choices::read(&folder.path().join("none"), "a card, 13.1").is_empty());
+    }
+
+    #[test]
+    fn lines_that_make_no_sense_are_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("choices.txt");
+        let text =
+            "about\n6144 4096 8 narrow skinny none\n1 2\n6144 4096 8 narrow lt 1 2\n6144 4096 8 broad lt 1\n";
+        std::fs::write(&file, text).unwrap();
+        assert!(Choices::read(&file, "about").is_empty());
+    }
+}

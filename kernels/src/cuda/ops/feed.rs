@@ -1,0 +1,70 @@
+//! Tokens on their way from one step to the next, without the host.
+
+use super::{Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
+use crate::cuda::card::grid;
+
+/// In place of a token, or of a place among tokens: there is none.
+pub const NOWHERE: u32 = u32::MAX;
+
+/// Threads of both kernels, as in `feed.cu`.
+const THREADS: usize = 256;
+
+/// What [`Card::feed_tokens`] needs.
+#[derive(Debug)]
+pub struct FeedTokens<'a> {
+    pub tokens: ViewMut<'a, u32>,
+    /// One for each of `tokens`: those that the host knows.
+    pub known: View<'a, u32>,
+    /// For the first of `tokens`: where each stands in `drawn`, or [`NOWHERE`].
+    pub from: View<'a, u32>,
+    /// What the step before drew.
+    pub drawn: View<'a, u32>,
+}
+
+impl Card {
+    /// Puts each token where it is read: from the host's hand, or from the step before.
+    pub fn feed_tokens(&self, feed: FeedTokens<'_>) -> Result<(), CudaError> {
+        let kernel = "feed_tokens";
+        let FeedTokens { tokens, known, from, drawn } = &feed;
+        self.check_places(kernel, &[], &[tokens, known, from, drawn])?;
+        ensure(kernel, known.len() == tokens.len(), "known tokens that are not one for each")?;
+        ensure(kernel, from.len() <= tokens.len(), "more places than tokens")?;
+        if tokens.is_empty() {
+            return Ok(());
+        }
+        let (n, n_from) = (number(kernel, tokens.len())?, number(kernel, from.len())?);
+        let n_drawn = number(kernel, drawn.len())?;
+        let config = grid(tokens.len().div_ceil(THREADS), 1, THREADS as u32);
+        launch!(
+            self,
+            kernel,
+            config,
+            &tokens.address,
+            &known.address,
+            &from.address,
+            &drawn.address,
+            &n,
+            &n_from,
+            &n_drawn
+        )
+    }
+
+    /// `drawn[row] = best[row]`, or [`NOWHERE`] where that token's logit is infinite or NaN.
+    pub fn keep_tokens(
+        &self,
+        drawn: ViewMut<'_, u32>,
+        best: View<'_, u32>,
+        logits: View<'_, f32>,
+    ) -> Result<(), CudaError> {
+        let kernel = "keep_tokens";
+        self.check_places(kernel, &[], &[&drawn, &best, &logits])?;
+        ensure(kernel, drawn.len() == best.len(), "tokens that are not one for each row")?;
+        if drawn.is_empty() {
+            return ensure(kernel, logits.is_empty(), "logits without an output");
+        }
+        let width = number(kernel, rows_of(kernel, logits.len(), drawn.len())?)?;
+        let n = number(kernel, drawn.len())?;
+        let config = grid(drawn.len().div_ceil(THREADS), 1, THREADS as u32);
+        launch!(self, kernel, config, &drawn.address, &best.address, &logits.address, &width, &n)
+    }
+}

@@ -1,0 +1,128 @@
+//! Memory of this machine that a card copies from and to by itself, while the host does something else.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaEvent, result};
+
+use super::buffer::{Element, View, ViewMut};
+use super::{Card, CudaError};
+
+/// Numbers that the system keeps in their place. Who looks at them waits until the card is done with them, so a copy
+/// under way is never seen half done.
+pub struct Pinned<T: Element> {
+    context: Arc<CudaContext>,
+    start: NonNull<T>,
+    len: usize,
+    /// Reached when the last copy is done.
+    busy: Option<CudaEvent>,
+}
+
+// JUSTIFICATION: the pointer makes the type neither Send nor Sync by itself.
+// SAFETY: it owns its memory, as a Vec does; only `&mut self` reaches it.
+unsafe impl<T: Element> Send for Pinned<T> {}
+
+impl<T: Element + Default> Pinned<T> {
+    fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
+        let bytes = len.saturating_mul(size_of::<T>()).max(1);
+        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        // JUSTIFICATION: only the driver can pin memory.
+        // SAFETY: the pointer is kept by this value alone, and freed once.
+        let start = unsafe { result::malloc_host(bytes, 0) }
+            .map_err(CudaError::during("take memory that the GPU can copy from"))?;
+        let start = NonNull::new(start.cast::<T>()).expect("the driver gives memory or an error");
+        for nth in 0..len {
+            // JUSTIFICATION: memory must hold values before a slice of it exists.
+            // SAFETY: `nth` is within the allocation, which is aligned to a memory page.
+            unsafe { start.add(nth).write(T::default()) };
+        }
+        Ok(Self { context: Arc::clone(context), start, len, busy: None })
+    }
+}
+
+impl<T: Element> Pinned<T> {
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Waits until no copy is under way.
+    pub fn numbers(&mut self) -> Result<&mut [T], CudaError> {
+        self.wait()?;
+        // JUSTIFICATION: the memory is the driver's, not an allocator's.
+        // SAFETY: it is initialised, as long as this, and no copy is under way; `&mut self` excludes others.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) })
+    }
+
+    fn wait(&mut self) -> Result<(), CudaError> {
+        match self.busy.take() {
+            Some(busy) => busy.synchronize().map_err(CudaError::during("wait for a copy")),
+            None => Ok(()),
+        }
+    }
+}
+
+impl<T: Element> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        // Where waiting fails, the context is lost and copies nothing any more.
+        let _ = self.wait();
+        let _ = self.context.bind_to_thread();
+        // JUSTIFICATION: the counterpart of `new`.
+        // SAFETY: the pointer came from `malloc_host`, and no slice outlives this value.
+        let _ = unsafe { result::free_host(self.start.as_ptr().cast::<c_void>()) };
+    }
+}
+
+impl<T: Element> fmt::Debug for Pinned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pinned({} numbers)", self.len)
+    }
+}
+
+impl Card {
+    /// Takes memory of this machine, all zero.
+    pub fn pinned<T: Element + Default>(&self, len: usize) -> Result<Pinned<T>, CudaError> {
+        Pinned::new(self.context(), len)
+    }
+
+    /// Copies the first numbers to the card, in the order of the stream, and does not wait.
+    ///
+    /// # Panics
+    /// If there are fewer than `to` wants, or the memory lies on another card.
+    pub fn send<T: Element>(&self, from: &mut Pinned<T>, to: ViewMut<'_, T>) -> Result<(), CudaError> {
+        assert!(to.len() <= from.len && to.ordinal() == self.ordinal(), "as many, and on this card");
+        self.bind()?;
+        // JUSTIFICATION: a copy that outlives the call is beyond the borrow checker.
+        // SAFETY: the memory stays until `busy` is reached: whoever looks at it, or drops it, waits for that.
+        let outcome = unsafe {
+            let from = std::slice::from_raw_parts(from.start.as_ptr().cast_const(), to.len());
+            result::memcpy_htod_async(to.address, from, self.stream().cu_stream())
+        };
+        outcome.map_err(CudaError::during("copy to the GPU"))?;
+        from.busy = Some(self.event()?.0);
+        Ok(())
+    }
+
+    /// Copies from the card into the first numbers, in the order of the stream, and does not wait.
+    ///
+    /// # Panics
+    /// If there are fewer than `from` has, or the memory lies on another card.
+    pub fn receive<T: Element>(&self, from: View<'_, T>, to: &mut Pinned<T>) -> Result<(), CudaError> {
+        assert!(from.len() <= to.len && from.ordinal() == self.ordinal(), "as many, and on this card");
+        self.bind()?;
+        // JUSTIFICATION: as in `send`.
+        // SAFETY: as in `send`; no slice of the memory exists, because making one needs the `&mut` that is held here.
+        let outcome = unsafe {
+            let to = std::slice::from_raw_parts_mut(to.start.as_ptr(), from.len());
+            result::memcpy_dtoh_async(to, from.address, self.stream().cu_stream())
+        };
+        outcome.map_err(CudaError::during("copy from the GPU"))?;
+        to.busy = Some(self.event()?.0);
+        Ok(())
+    }
+}
