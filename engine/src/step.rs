@@ -26,7 +26,8 @@ pub struct Row<'a> {
     /// The position of the first input token. The KV of all positions before it is in place, or is computed by the
     /// step in flight.
     pub start: usize,
-    /// The sequence's blocks, one table per layer group, covering the input's last position.
+    /// The sequence's blocks, one table per layer group, covering the input's last position. What a sliding window
+    /// has left behind may be [`BlockIdx::GONE`].
     pub tables: &'a [&'a [BlockIdx]],
     /// `None`: this chunk is not the prompt's last, and no token is wanted from it.
     pub sample: Option<SampleSpec<'a>>,

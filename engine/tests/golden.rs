@@ -132,6 +132,11 @@ fn a_window_is_as_in_transformers() {
 }
 
 #[test]
+fn layers_with_and_without_a_window_are_as_in_transformers() {
+    check_architecture("qwen2-window");
+}
+
+#[test]
 fn qwen2_is_as_in_transformers() {
     check_architecture("qwen2");
 }

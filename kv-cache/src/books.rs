@@ -116,10 +116,25 @@ impl Books {
         // A model without attention has no KV that could be found again.
         let has_kv = self.n_groups > 0;
         let hold = self.held_mut(id);
-        if has_kv && ordinal == hold.hashes.len() {
+        if has_kv && hold.may_publish(ordinal) {
             hold.hashes.push(hash);
             self.claim(id, now);
         }
+    }
+
+    /// Gives back the blocks of a group before block `before`. See [`BlockLease::give_back`](crate::BlockLease).
+    pub(crate) fn give_back(&mut self, id: HoldId, group: usize, before: usize, now: Instant) -> Arc<Tables> {
+        let hold = self.held_mut(id);
+        let mut gone = hold.take_gone(group, before);
+        let (head, read) = hold.take_head().unwrap_or_default();
+        let tables = Arc::clone(&hold.tables);
+        gone.extend(head);
+        self.give_up(gone.into_iter(), Record::end_lease, now);
+        // All of what it reads at once, so that no entry is left with a reader that its parent has not.
+        for hash in read.into_iter().rev() {
+            self.index.unpin(hash);
+        }
+        tables
     }
 
     pub(crate) fn rename(&mut self, id: HoldId, holder: Holder) {
@@ -150,7 +165,8 @@ impl Books {
                 self.index.unpin(*hash);
             }
         }
-        self.give_back(&hold, now);
+        let count = if hold.is_quarantined() { Record::end_quarantine } else { Record::end_lease };
+        self.give_up(hold.tables.blocks(), count, now);
     }
 }
 
@@ -245,11 +261,10 @@ impl Books {
 // === impl Books: records ===
 
 impl Books {
-    /// Ends a hold's claim on its blocks. Those that the index refers to stay cached.
-    fn give_back(&mut self, hold: &Hold, now: Instant) {
+    /// Ends a hold's claim on blocks. Those that the index refers to stay cached.
+    fn give_up(&mut self, blocks: impl Iterator<Item = BlockIdx>, count: fn(&mut Record), now: Instant) {
         let mut freed = Vec::new();
-        for block in hold.tables.blocks() {
-            let count = if hold.is_quarantined() { Record::end_quarantine } else { Record::end_lease };
+        for block in blocks {
             if self.alter(block, now, count) == BlockState::Free {
                 freed.push(block);
             }

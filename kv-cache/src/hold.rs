@@ -1,6 +1,8 @@
 //! One entry of the pool's books: some blocks, who holds them, and what of them is published.
 
 use std::fmt;
+use std::mem;
+use std::ops::Range;
 use std::sync::Arc;
 
 use types::{BlockHash, BlockIdx, GroupIdx};
@@ -28,6 +30,8 @@ pub(crate) struct Hold {
     /// How many blocks, from the first one on, the index refers to. The blocks after them that have a hash are
     /// duplicates of what another hold published before, or follow such a duplicate.
     pub(crate) n_claimed: usize,
+    /// Per group, the first block that was not given back yet, if any was.
+    pub(crate) n_gone: Vec<usize>,
     /// Why it is in quarantine, if it is.
     pub(crate) quarantined: Option<&'static str>,
 }
@@ -58,9 +62,16 @@ impl Tables {
         self.n_blocks
     }
 
-    /// The blocks of all groups, group by group.
+    /// The blocks of all groups, group by group, but for those that were given back.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = BlockIdx> {
-        self.by_group.iter().flatten().copied()
+        self.by_group.iter().flatten().copied().filter(|block| *block != BlockIdx::GONE)
+    }
+
+    /// Takes some of a group's blocks out, those excepted that are gone already.
+    fn take(&mut self, group: usize, ordinals: Range<usize>) -> Vec<BlockIdx> {
+        let taken = self.by_group[group][ordinals].iter_mut();
+        let taken = taken.map(|block| mem::replace(block, BlockIdx::GONE));
+        taken.filter(|block| *block != BlockIdx::GONE).collect()
     }
 
     fn append(&mut self, later: &Self) {
@@ -75,11 +86,45 @@ impl Tables {
 
 impl Hold {
     pub(crate) fn fresh(holder: Holder, tables: Tables) -> Self {
-        Self { holder, tables: Arc::new(tables), hashes: Vec::new(), n_claimed: 0, quarantined: None }
+        let n_gone = vec![0; tables.by_group.len()];
+        let tables = Arc::new(tables);
+        Self { holder, tables, hashes: Vec::new(), n_claimed: 0, n_gone, quarantined: None }
+    }
+
+    /// Takes out the blocks of a group before block `before`, which nothing looks back at any more.
+    ///
+    /// Blocks that have a hash stay: the prefix index has those of all groups at one place in the sequence, or none.
+    pub(crate) fn take_gone(&mut self, group: usize, before: usize) -> Vec<BlockIdx> {
+        let first = self.n_gone[group].max(self.hashes.len());
+        if first >= before {
+            return Vec::new();
+        }
+        self.n_gone[group] = before;
+        Arc::make_mut(&mut self.tables).take(group, first..before)
+    }
+
+    /// Takes out the blocks that have a hash, once every group has left all of them behind, with those hashes of them
+    /// that the index knows this hold for.
+    pub(crate) fn take_head(&mut self) -> Option<(Vec<BlockIdx>, Vec<BlockHash>)> {
+        let n_head = self.hashes.len();
+        if n_head == 0 || self.n_gone.iter().any(|n_gone| *n_gone < n_head) {
+            return None;
+        }
+        let tables = Arc::make_mut(&mut self.tables);
+        let blocks = (0..self.n_gone.len()).flat_map(|group| tables.take(group, 0..n_head)).collect();
+        self.hashes.truncate(self.n_claimed);
+        self.n_claimed = 0;
+        Some((blocks, mem::take(&mut self.hashes)))
+    }
+
+    /// Whether the block at this place could be offered to others: all before it were, and none is gone.
+    pub(crate) fn may_publish(&self, ordinal: usize) -> bool {
+        ordinal == self.hashes.len() && self.n_gone.iter().all(|n_gone| *n_gone == 0)
     }
 
     /// Takes over the blocks of a hold that comes later in the sequence. Its hashes follow on ours, or it has none.
     pub(crate) fn append(&mut self, later: Self) {
+        debug_assert!(later.n_gone.iter().all(|n_gone| *n_gone == 0), "what comes later is seen for longer");
         Arc::make_mut(&mut self.tables).append(&later.tables);
         self.hashes.extend(later.hashes);
         self.n_claimed += later.n_claimed;

@@ -101,6 +101,16 @@ impl BlockLease {
         self.pool.publish(self.id, ordinal, hash);
     }
 
+    /// Gives back the blocks of one group before block `before`: a sliding window has left them behind, and no step
+    /// that is under way looks at them.
+    ///
+    /// The tables keep their length; what is gone stands in them as [`BlockIdx::GONE`]. Published blocks stay until
+    /// all groups have left all of them behind, because the prefix index offers a place in the sequence with the
+    /// blocks of all groups or not at all. Once anything is gone, nothing more is published.
+    pub fn give_back(&mut self, group: GroupIdx, before: usize) {
+        self.tables = self.pool.give_back(self.id, usize::from(group.0), before);
+    }
+
     /// The same blocks, held for something else from now on.
     pub fn rename(&mut self, holder: Holder) {
         self.pool.rename(self.id, holder);

@@ -95,6 +95,10 @@ impl BlockPool {
         self.change(|books, now| books.publish(id, ordinal, hash, now));
     }
 
+    pub(crate) fn give_back(&self, id: HoldId, group: usize, before: usize) -> Arc<Tables> {
+        self.change(|books, now| books.give_back(id, group, before, now))
+    }
+
     pub(crate) fn rename(&self, id: HoldId, holder: Holder) {
         self.books().rename(id, holder);
     }

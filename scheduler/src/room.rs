@@ -59,6 +59,18 @@ impl Room {
         }
     }
 
+    /// Gives back what a sliding window has left behind, of which `first_seen` says the first block that is seen still.
+    ///
+    /// A wire may be reading the blocks that a sink shares, so those of a shared room stay until it is not.
+    pub(crate) fn give_back(&mut self, first_seen: impl Fn(GroupIdx) -> usize) {
+        let Some(lease) = Arc::get_mut(&mut self.lease) else { return };
+        for (group, table) in (0..).map(GroupIdx).zip(&mut self.tables) {
+            let before = first_seen(group).min(lease.n_blocks());
+            lease.give_back(group, before);
+            table[..before].copy_from_slice(&lease.table(group)[..before]);
+        }
+    }
+
     /// The first `hashes.len()` blocks are full and right: others may find them.
     ///
     /// Blocks that were added while a sink held the others wait for the room to grow again without one.

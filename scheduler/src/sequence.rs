@@ -37,6 +37,8 @@ pub(crate) struct Sequence {
     outlet: Outlet,
     tokens: Vec<TokenId>,
     hashes: Hashes,
+    /// Blocks that others may find: those within the narrowest window, or all.
+    publish_max: usize,
     room: Option<Room>,
     n_computed: usize,
     n_confirmed: usize,
@@ -81,6 +83,7 @@ impl Sequence {
             outlet,
             tokens: prompt.tokens.to_vec(),
             hashes: Hashes::new(&prompt, usize::from(layout.block_tokens)),
+            publish_max: layout.blocks_seen_by_all().unwrap_or(usize::MAX),
             room: None,
             n_computed: 0,
             n_confirmed: 0,
@@ -191,10 +194,14 @@ impl Sequence {
 
     /// As a holder of blocks.
     pub(crate) fn grower(&self, rank: Rank, layout: &KvLayout) -> Option<Grower> {
+        let at_most = layout.blocks_held_at_most().unwrap_or(usize::MAX);
         self.room.as_ref().map(|room| Grower {
             id: self.id,
             rank,
-            blocks_left: layout.blocks_for(self.extent.tokens_max).saturating_sub(room.n_blocks()),
+            blocks_left: layout
+                .blocks_for(self.extent.tokens_max)
+                .saturating_sub(room.n_blocks())
+                .min(at_most),
             is_shared: room.is_shared(),
         })
     }
@@ -296,10 +303,11 @@ impl Sequence {
     }
 
     /// The KV of its next `n_tokens` is in place, unless the blocks were taken away meanwhile.
-    pub(crate) fn confirm(&mut self, n_tokens: usize) {
+    pub(crate) fn confirm(&mut self, n_tokens: usize, layout: &KvLayout) {
         if self.is_placed() {
             self.n_confirmed += n_tokens;
             self.publish();
+            self.give_back(layout);
         }
     }
 
@@ -373,12 +381,21 @@ impl Sequence {
         self.n_blocks_sent = n_blocks;
     }
 
-    /// Lets others find the blocks that are full and in place.
+    /// Lets others find the blocks that are full and in place, and that every group of layers still sees whole.
+    ///
+    /// Past the narrowest window nothing is published: what is found there would lack what the window left behind.
     fn publish(&mut self) {
-        let n_full = self.n_confirmed / self.hashes.block_tokens;
+        let n_full = (self.n_confirmed / self.hashes.block_tokens).min(self.publish_max);
         if let Some(room) = &mut self.room {
             room.publish(&self.hashes.of(&self.tokens)[..n_full]);
         }
+    }
+
+    /// Gives back the blocks that no step looks at any more, nor one that is in flight: those start past what is
+    /// confirmed.
+    fn give_back(&mut self, layout: &KvLayout) {
+        let (Some(room), true) = (&mut self.room, self.publish_max < usize::MAX) else { return };
+        room.give_back(|group| layout.first_block_seen(group, self.n_confirmed));
     }
 }
 

@@ -10,7 +10,7 @@ use engine::{Backend, Mock, MockSettings, Pace};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
 use tokio::time::Instant;
 use types::{
-    Deadline, GroupIdx, KvSpan, ModelInfo, Prompt, Refusal, RefusalKind, RequestId, Sampling, Step,
+    BlockIdx, Deadline, GroupIdx, KvSpan, ModelInfo, Prompt, Refusal, RefusalKind, RequestId, Sampling, Step,
     StopRules, TenantId, TokenId,
 };
 
@@ -263,7 +263,7 @@ impl Rig {
     /// A turn during which somebody else takes all blocks that are free, writes into them, and finds them untouched.
     pub(crate) fn turn_with_intruder(&mut self) {
         let has_launched = self.launch();
-        let n_free = self.pool.counts().free as usize;
+        let n_free = self.pool.counts().free as usize / self.model.layout.groups.len();
         let taken = self.pool.reserve(n_free, holder("intruder")).expect("they are free");
         self.fill(&taken, 0xa5);
         if has_launched {
@@ -273,16 +273,21 @@ impl Rig {
     }
 
     fn fill(&self, lease: &BlockLease, byte: u8) {
-        for block in lease.table(GroupIdx(0)) {
-            self.memory.write(GroupIdx(0), 0, block.0..block.0 + 1).expect("they are ours").fill(byte);
+        for (group, block) in self.blocks_of(lease) {
+            self.memory.write(group, 0, block.0..block.0 + 1).expect("they are ours").fill(byte);
         }
     }
 
     fn assert_filled(&self, lease: &BlockLease, byte: u8) {
-        for block in lease.table(GroupIdx(0)) {
-            let page = self.memory.read(GroupIdx(0), 0, block.0..block.0 + 1).expect("they are ours");
+        for (group, block) in self.blocks_of(lease) {
+            let page = self.memory.read(group, 0, block.0..block.0 + 1).expect("they are ours");
             assert!(page.iter().all(|found| *found == byte), "{block:?} was written after it was given back");
         }
+    }
+
+    fn blocks_of(&self, lease: &BlockLease) -> Vec<(GroupIdx, BlockIdx)> {
+        let groups = self.model.layout.group_indices();
+        groups.flat_map(|group| lease.table(group).iter().map(move |block| (group, *block))).collect()
     }
 
     /// Until there is nothing to run.

@@ -9,6 +9,11 @@ use crate::prompt::TokenId;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockIdx(pub u32);
 
+impl BlockIdx {
+    /// Stands in a table for a block that a sliding window has left behind and that was given back. No memory has it.
+    pub const GONE: Self = Self(u32::MAX);
+}
+
 impl fmt::Debug for BlockIdx {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "b{}", self.0)

@@ -54,6 +54,16 @@ pub enum Attention {
     Latent,
 }
 
+impl Attention {
+    /// How many tokens back a token looks, itself included; `None`: to the first one.
+    pub fn window(self) -> Option<usize> {
+        match self {
+            Self::SlidingWindow { tokens } => Some(tokens as usize),
+            Self::Full | Self::Latent => None,
+        }
+    }
+}
+
 /// One layer's share of a block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct LayerShape {
@@ -102,6 +112,28 @@ impl KvLayout {
 
     pub fn group(&self, group: GroupIdx) -> &LayerGroup {
         &self.groups[usize::from(group.0)]
+    }
+
+    /// The first of a group's blocks that is looked at from this position, and so from any later one.
+    pub fn first_block_seen(&self, group: GroupIdx, position: usize) -> usize {
+        match self.group(group).attention.window() {
+            Some(window) => (position + 1).saturating_sub(window) / usize::from(self.block_tokens),
+            None => 0,
+        }
+    }
+
+    /// Whole blocks of the narrowest window, in which every group sees every token. `None`: nothing bounds the sight.
+    pub fn blocks_seen_by_all(&self) -> Option<usize> {
+        let windows = self.groups.iter().filter_map(|group| group.attention.window());
+        windows.min().map(|window| window / usize::from(self.block_tokens))
+    }
+
+    /// Blocks per group that a running sequence holds at most, however long it gets: what others may find of it, a
+    /// window, and what is being written. `None`: some group looks at everything.
+    pub fn blocks_held_at_most(&self) -> Option<usize> {
+        let windows = self.groups.iter().map(|group| group.attention.window());
+        let widest = windows.collect::<Option<Vec<usize>>>()?.into_iter().max()?;
+        Some(self.blocks_seen_by_all()? + self.blocks_for(widest) + 2)
     }
 
     pub fn group_indices(&self) -> impl Iterator<Item = GroupIdx> + use<> {
@@ -170,5 +202,21 @@ mod tests {
         assert_eq!(layout.blocks_for(8192), 512);
         assert_eq!(layout.blocks_for(0), 0);
         assert_eq!(layout.blocks_for(17), 2);
+    }
+
+    #[test]
+    fn a_window_has_a_first_block_that_it_sees() {
+        let mut layout = KvLayout::uniform(16, KvDtype::Bf16, 1, 1, 4);
+        assert_eq!((layout.first_block_seen(GroupIdx(0), 1000), layout.blocks_seen_by_all()), (0, None));
+        layout.groups[0].attention = Attention::SlidingWindow { tokens: 21 };
+        assert_eq!((layout.blocks_seen_by_all(), layout.blocks_held_at_most()), (Some(1), Some(1 + 2 + 2)));
+        // From position 36 on, tokens 16 and later are seen: 16 ..= 36 are 21.
+        for (position, expected) in [(0, 0), (20, 0), (35, 0), (36, 1), (51, 1), (52, 2), (1000, 61)] {
+            assert_eq!(layout.first_block_seen(GroupIdx(0), position), expected, "{position}");
+        }
+        let full = LayerGroup { attention: Attention::Full, layers: Vec::new() };
+        layout.groups.push(full);
+        assert_eq!((layout.blocks_seen_by_all(), layout.blocks_held_at_most()), (Some(1), None));
+        assert_eq!(layout.first_block_seen(GroupIdx(1), 1000), 0);
     }
 }

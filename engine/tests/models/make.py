@@ -19,6 +19,8 @@ HERE = pathlib.Path(__file__).parent
 SHAPE = dict(vocab_size=96, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
              max_position_embeddings=512, initializer_range=0.25, bos_token_id=0, eos_token_id=1, pad_token_id=None)
 N_PROMPT, N_STEPS = 37, 20
+# Long enough for a window to leave whole blocks behind many times over.
+N_STEPS_WINDOWED = 160
 
 MODELS = {
     # As many KV heads as heads, an output layer of its own, widths that are no whole vectors, biases everywhere.
@@ -38,6 +40,10 @@ MODELS = {
     # Norms of q and k; heads wider than hidden size over heads; float32.
     "qwen3": (transformers.Qwen3Config(**SHAPE | dict(hidden_size=16), num_key_value_heads=2, head_dim=16,
                                        tie_word_embeddings=True), torch.float32, "1GB"),
+    # Two groups of layers: one sees everything, the others a window.
+    "qwen2-window": (transformers.Qwen2Config(**SHAPE | dict(num_hidden_layers=3), num_key_value_heads=2,
+                                              use_sliding_window=True, sliding_window=21, max_window_layers=1),
+                     torch.bfloat16, "1GB"),
 }
 
 
@@ -48,15 +54,19 @@ def randomize(model, generator):
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
-def greedy(model, prompt):
+def greedy(model, prompt, n_steps):
     tokens, rows, lead = list(prompt), [], float("inf")
-    for _ in range(N_STEPS):
+    for _ in range(n_steps):
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
         best = logits.topk(2).values
         lead = min(lead, float(best[0] - best[1]))
         rows.append(logits)
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt):], rows, lead
+
+
+def is_windowed(config):
+    return "sliding_attention" in (getattr(config, "layer_types", None) or []) or config.model_type == "mistral"
 
 
 def as_older_versions_wrote(path):
@@ -82,7 +92,7 @@ def main():
         prompt = torch.randint(2, SHAPE["vocab_size"], (N_PROMPT,), generator=generator).tolist()
         # Read again: a model that was cast to 16 bits and back has lost bits of its rotary frequencies too.
         saved = AutoModelForCausalLM.from_pretrained(HERE / name, dtype=torch.float32, attn_implementation="eager")
-        tokens, rows, lead = greedy(saved.eval(), prompt)
+        tokens, rows, lead = greedy(saved.eval(), prompt, N_STEPS_WINDOWED if is_windowed(config) else N_STEPS)
         golden = {"transformers": transformers.__version__, "torch": torch.__version__, "prompt": prompt,
                   "continuation": tokens, "smallest_lead": lead,
                   "first_logits": [round(float(v), 6) for v in rows[0]],

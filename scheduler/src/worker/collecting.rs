@@ -53,9 +53,9 @@ impl Worker {
         sequence.row_collected();
         match outcome {
             Err(error) => self.fail_row(row, &error),
-            Ok(None) => sequence.confirm(row.n_tokens),
+            Ok(None) => sequence.confirm(row.n_tokens, &self.model.layout),
             Ok(Some(sampled)) => {
-                sequence.confirm(row.n_tokens);
+                sequence.confirm(row.n_tokens, &self.model.layout);
                 self.metrics.sampled_tokens.inc();
                 if let After::End(finish) = sequence.accept(sampled, &self.model, now) {
                     let end = sequence.finished(finish);

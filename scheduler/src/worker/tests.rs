@@ -1,6 +1,7 @@
 //! The worker, turned by hand: no runtime, no thread, no sleep.
 
 mod mixes;
+mod windows;
 
 use std::time::Duration;
 

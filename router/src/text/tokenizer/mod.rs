@@ -74,12 +74,13 @@ impl Tokenizer {
         }
     }
 
-    /// How a token is shown by itself, where one is listed: special tokens by their names.
+    /// How a token is shown by itself, where one is listed: special tokens by their names, and by its number where
+    /// there is no tokenizer.
     pub fn shown(&self, token: TokenId) -> Cow<'_, str> {
         let special = match self {
             Self::Bytes => byte::special(token).map(Cow::Borrowed),
             Self::HuggingFace(tokenizer) => tokenizer.special(token).map(Cow::Owned),
-            Self::Absent => None,
+            Self::Absent => Some(Cow::Owned(format!("token_id:{}", token.0))),
         };
         special.unwrap_or_else(|| String::from_utf8_lossy(self.bytes_of(token)))
     }
