@@ -61,6 +61,8 @@ pub enum StartError {
     /// Telemetry is set up once in a process.
     #[error("install telemetry")]
     Telemetry(#[source] tracing_subscriber::util::TryInitError),
+    #[error("send spans to {endpoint}: {reason}")]
+    Otlp { endpoint: String, reason: String },
     #[error("describe services")]
     Reflection(#[source] tonic_reflection::server::Error),
 }

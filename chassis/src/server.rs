@@ -134,6 +134,9 @@ impl Server {
             .http2()
             .timer(TokioTimer::new())
             .max_concurrent_streams(self.limits.streams_max)
+            // All requests of a router come over one connection. By default 20 that are cancelled before they are looked
+            // at end it, and every other request with them: a storm of cancels is no attack on a peer of ours.
+            .max_pending_accept_reset_streams(self.limits.streams_max as usize)
             .keep_alive_interval(self.limits.keepalive_interval)
             .keep_alive_timeout(self.limits.keepalive_timeout);
         builder

@@ -99,6 +99,9 @@ pub struct NodeSection {
     pub advertise: String,
     /// How long requests under way may go on after the node was asked to stop.
     pub drain_ms: u64,
+    /// With work to do, and nothing that moved for so long, the node is not ready, and routers leave it out. Longer than
+    /// the longest step of the engine.
+    pub stuck_ms: u64,
 }
 
 impl Default for NodeSection {
@@ -109,6 +112,7 @@ impl Default for NodeSection {
             admin: "127.0.0.1:0".to_owned(),
             advertise: String::new(),
             drain_ms: 30_000,
+            stuck_ms: 4_000,
         }
     }
 }
@@ -246,6 +250,7 @@ pub struct NodeConfig {
     pub admin: String,
     pub advertise: Option<String>,
     pub drain: Duration,
+    pub stuck_after: Duration,
     pub registry_url: String,
     /// `None`: the model's own name.
     pub model_name: Option<String>,
@@ -270,6 +275,7 @@ impl NodeConfig {
             admin: node.admin,
             advertise: (!node.advertise.is_empty()).then_some(node.advertise),
             drain: Duration::from_millis(node.drain_ms),
+            stuck_after: Duration::from_millis(node.stuck_ms),
             registry_url: registry.url,
             engine: model.engine()?,
             model_name: (!model.name.is_empty()).then_some(model.name),

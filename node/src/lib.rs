@@ -1,7 +1,7 @@
 //! One node's life, shared by prefill and decode nodes: what it is made of, announcing, its status stream, its drain.
 //!
 //! Suggested reading order: [`config`], what a node is made of ([`parts`], [`connectors`], [`counted`]), what it tells of
-//! itself ([`status`]), and its life from bind to drain ([`life`]).
+//! itself ([`status`]), how it notices that nothing moves ([`watchdog`]), and its life from bind to drain ([`life`]).
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -11,6 +11,7 @@ mod paced;
 pub mod counted;
 pub mod status;
 pub mod life;
+pub mod watchdog;
 pub mod metrics;
 pub mod error;
 
@@ -20,3 +21,4 @@ pub use counted::{Counted, Counter};
 pub use error::NodeError;
 pub use life::{Life, live};
 pub use parts::{Drive, NodeParts};
+pub use watchdog::Stuck;

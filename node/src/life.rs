@@ -9,7 +9,6 @@ use chassis::admin::Readiness;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Listener, Shutdown, spawn_guarded};
 use registry::Registry;
-use scheduler::WorkerState;
 use tonic::service::Routes;
 use tracing::{info, warn};
 use types::node::PROTOCOL;
@@ -20,6 +19,7 @@ use crate::error::NodeError;
 use crate::metrics::NodeMetrics;
 use crate::parts::NodeParts;
 use crate::status::StatusService;
+use crate::watchdog::Watchdog;
 
 /// How long the ports may take to close once nothing is under way.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
@@ -44,7 +44,8 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
     let ports = Gate::new("ports");
 
     let info = node_info(&parts, &life)?;
-    let status = StatusService::new(parts.clone(), draining.clone()).server();
+    let watchdog = Watchdog::new(parts.clone(), readiness.clone(), draining.clone(), life.config.stuck_after);
+    let status = StatusService::new(parts.clone(), draining.clone(), watchdog.stuck()).server();
     let grpc =
         chassis::rpc::serve(life.grpc, services.add_service(status), close.clone(), ServerLimits::default());
     let grpc = spawn_guarded(&ports, "grpc", grpc);
@@ -52,7 +53,7 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
     let admin = spawn_guarded(&ports, "admin", chassis::admin::serve(life.admin, admin, close.clone()));
     let gauges = NodeMetrics::new(&parts.metrics).follow(parts.clone());
     let _gauges = spawn_guarded(&ports, "gauges", gauges);
-    let _watch = spawn_guarded(&ports, "readiness", watch_worker(parts.clone(), readiness.clone()));
+    let _watch = spawn_guarded(&ports, "watchdog", watchdog.run());
 
     let announcement = life.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;
     info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
@@ -72,21 +73,6 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
         }
     }
     drained
-}
-
-/// Says whether the worker lives.
-async fn watch_worker(parts: NodeParts, readiness: Readiness) {
-    let mut state = parts.worker.state();
-    loop {
-        match &*state.borrow_and_update() {
-            WorkerState::Running => readiness.set_ready(),
-            WorkerState::Draining | WorkerState::Stopped => readiness.set_unready("draining"),
-            WorkerState::Dead(reason) => readiness.set_unready(format!("the worker is dead: {reason}")),
-        }
-        if state.changed().await.is_err() {
-            return;
-        }
-    }
 }
 
 /// What the node says of itself.

@@ -16,6 +16,7 @@ use tonic::{Request, Response, Status};
 use types::NodeLoad;
 
 use crate::parts::NodeParts;
+use crate::watchdog::Stuck;
 
 /// At most so often a changed load is told.
 const LOAD_PACE: Duration = Duration::from_millis(20);
@@ -27,12 +28,14 @@ const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
 pub struct StatusService {
     node: NodeParts,
     draining: Shutdown,
+    stuck: watch::Receiver<Option<Stuck>>,
 }
 
 impl StatusService {
-    /// `draining` is said once the node takes no new work.
-    pub fn new(node: NodeParts, draining: Shutdown) -> Self {
-        Self { node, draining }
+    /// `draining` is said once the node takes no new work. While it is `stuck`, it tells nobody its load: a router takes
+    /// it for unreachable, and asks again.
+    pub fn new(node: NodeParts, draining: Shutdown, stuck: watch::Receiver<Option<Stuck>>) -> Self {
+        Self { node, draining, stuck }
     }
 
     pub fn server(self) -> NodeStatusServer<Self> {
@@ -48,6 +51,7 @@ struct Reader {
     load: watch::Receiver<WorkerLoad>,
     load_told: Option<tokio::time::Instant>,
     blocks: BlockEvents,
+    stuck: watch::Receiver<Option<Stuck>>,
 }
 
 impl Reader {
@@ -59,11 +63,22 @@ impl Reader {
             load: service.node.worker.load(),
             load_told: None,
             blocks: service.node.pool.events(),
+            stuck: service.stuck.clone(),
         }
     }
 
-    /// The next thing worth telling. The first is the load.
-    async fn next(&mut self) -> Event {
+    /// The next thing worth telling; an error once the node is stuck.
+    async fn next(&mut self) -> Result<Event, Status> {
+        let mut stuck = self.stuck.clone();
+        tokio::select! {
+            biased;
+            Ok(found) = stuck.wait_for(Option::is_some) => Err(refused(*found)),
+            event = self.next_event() => Ok(event),
+        }
+    }
+
+    /// The first is the load.
+    async fn next_event(&mut self) -> Event {
         let Some(told) = self.load_told else { return self.tell_load() };
         let changed = async {
             tokio::time::sleep_until(told + LOAD_PACE).await;
@@ -98,9 +113,15 @@ impl NodeStatus for StatusService {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<v1::StatusEvent, Status>> + Send>>;
 
     async fn watch(&self, _: Request<v1::StatusRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let events = unfold(Reader::new(self), |mut reader| async move {
-            let event = reader.next().await;
-            Some((Ok(v1::StatusEvent { event: Some(event) }), reader))
+        if let Some(stuck) = *self.stuck.borrow() {
+            return Err(refused(Some(stuck)));
+        }
+        let events = unfold(Some(Reader::new(self)), |reader| async move {
+            let mut reader = reader?;
+            match reader.next().await {
+                Ok(event) => Some((Ok(v1::StatusEvent { event: Some(event) }), Some(reader))),
+                Err(stuck) => Some((Err(stuck), None)),
+            }
         });
         Ok(Response::new(Box::pin(events)))
     }
@@ -116,6 +137,11 @@ impl NodeStatus for StatusService {
         };
         Ok(Response::new(v1::LedgerAnswer { counts: Some(self.node.pool.counts().into()), blocks }))
     }
+}
+
+fn refused(stuck: Option<Stuck>) -> Status {
+    let stage = stuck.map(|stuck| stuck.to_string()).unwrap_or_default();
+    Status::unavailable(format!("nothing moves here, {stage}"))
 }
 
 fn ledger_block(entry: LedgerEntry) -> v1::LedgerBlock {

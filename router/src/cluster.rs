@@ -90,6 +90,11 @@ impl Cluster {
         self.members().ready()
     }
 
+    /// Steps that the members have run, by what they said last. It changes when one of them computes, comes or goes.
+    pub fn n_steps(&self) -> u64 {
+        self.members().by_id.values().fold(0, |sum, member| sum.wrapping_add(member.load.steps_total))
+    }
+
     /// Everyone who is known, usable or not.
     pub fn everyone(&self) -> Vec<(Arc<NodeInfo>, NodeState)> {
         self.members().by_id.values().map(|member| (member.info.clone(), member.state.clone())).collect()

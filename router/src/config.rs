@@ -40,6 +40,9 @@ pub struct RouterSection {
     pub wait_ms: u64,
     /// How long requests under way may go on after the router was asked to stop.
     pub drain_ms: u64,
+    /// With requests under way, and no token that moved for so long, `/ready` says no, and where they wait. Longer than
+    /// the longest step of an engine.
+    pub stuck_ms: u64,
 }
 
 impl Default for RouterSection {
@@ -54,6 +57,7 @@ impl Default for RouterSection {
             attempts_max: 4,
             wait_ms: 60_000,
             drain_ms: 30_000,
+            stuck_ms: 4_000,
         }
     }
 }
@@ -103,6 +107,7 @@ pub struct RouterConfig {
     pub requests_max: usize,
     pub budget: Budget,
     pub drain: Duration,
+    pub stuck_after: Duration,
     /// `None`: this router is the registry.
     pub registry_url: Option<String>,
     /// `None`: only models that need no text half.
@@ -137,6 +142,7 @@ impl RouterConfig {
                 wait_max: Duration::from_millis(router.wait_ms),
             },
             drain: Duration::from_millis(router.drain_ms),
+            stuck_after: Duration::from_millis(router.stuck_ms),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
             model: model_folder(model),
             log,

@@ -14,6 +14,7 @@ use crate::dispatch::{Dispatch, Rest, Started};
 use crate::error::ServeError;
 use crate::metrics::{Outcome, Stage};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
+use crate::watchdog::Place;
 
 /// A started request. Dropping it cancels the request on every node.
 #[derive(Debug)]
@@ -98,6 +99,7 @@ impl Continuation {
     }
 
     async fn step_of(&mut self, mut decode: Box<DecodeCall>) -> Result<Step, Failure> {
+        let _waiting = self.dispatch.whereabouts().enter(Place::Decode);
         loop {
             match decode.progress().await? {
                 DecodeProgress::Arrived { scheme, bytes, waited } => {
@@ -132,6 +134,7 @@ impl Continuation {
 
     /// Books a step that is about to be given out.
     fn give(&mut self, step: Step) -> Step {
+        self.dispatch.whereabouts().moved();
         let metrics = &self.dispatch.parts().metrics;
         let now = self.dispatch.parts().world.now();
         match self.sent.len() {

@@ -25,6 +25,7 @@ use crate::metrics::{Outcome, RouterMetrics, Stage};
 use crate::policy::{Route, RoutingPolicy};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillCall, PrefillOffer};
 use crate::serve::{Generation, Serve};
+use crate::watchdog::{Place, Waiting, Whereabouts, watch};
 
 /// How long a prompt for which no node has room waits before it asks again.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
@@ -55,6 +56,7 @@ pub struct Budget {
 #[derive(Clone, Debug)]
 pub struct Dispatch {
     parts: Arc<Parts>,
+    whereabouts: Whereabouts,
 }
 
 #[derive(Debug)]
@@ -97,31 +99,46 @@ pub(crate) struct HeldKv {
 
 impl Dispatch {
     pub fn new(parts: Parts) -> Self {
-        Self { parts: Arc::new(parts) }
+        Self { parts: Arc::new(parts), whereabouts: Whereabouts::default() }
     }
 
     pub(crate) fn parts(&self) -> &Parts {
         &self.parts
     }
 
+    pub(crate) fn whereabouts(&self) -> &Whereabouts {
+        &self.whereabouts
+    }
+
+    /// Watches, until it is dropped, whether tokens move.
+    pub fn watchdog(&self, bound: Duration) -> impl Future<Output = ()> + Send + 'static {
+        let cluster = self.parts.cluster.clone();
+        watch(self.whereabouts.clone(), bound, move || cluster.n_steps())
+    }
+
     /// Tries routes until one has given its first step.
     pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Started, ServeError> {
         let mut tries = Tries::new(&self.parts);
+        let waiting = self.whereabouts.enter(Place::Route);
         loop {
+            waiting.goes_to(Place::Route);
             let route = tries.route(prompt).await?;
             self.parts.cluster.assign(&route, prompt.tokens.len());
-            match self.attempt(prompt, &route).await {
+            match self.attempt(prompt, &route, &waiting).await {
                 Ok(started) => return Ok(started),
                 Err(failure) => tries.failed(failure).await?,
             }
         }
     }
 
-    async fn attempt(&self, prompt: &Prompt, route: &Route) -> Result<Started, Failure> {
+    async fn attempt(&self, prompt: &Prompt, route: &Route, waiting: &Waiting) -> Result<Started, Failure> {
         self.parts.metrics.attempts.inc();
         match (&route.prefill, self.parts.order) {
-            (Some(prefill), Order::PrefillFirst) => self.prefill_first(prompt, prefill).await,
-            (prefill, _) => self.decode_first(prompt, prefill.as_deref(), &route.decode).await,
+            (Some(prefill), Order::PrefillFirst) => {
+                waiting.goes_to(Place::Prefill);
+                self.prefill_first(prompt, prefill).await
+            }
+            (prefill, _) => self.decode_first(prompt, prefill.as_deref(), &route.decode, waiting).await,
         }
     }
 
@@ -131,7 +148,9 @@ impl Dispatch {
         prompt: &Prompt,
         prefill: Option<&NodeInfo>,
         decode: &NodeInfo,
+        waiting: &Waiting,
     ) -> Result<Started, Failure> {
+        waiting.goes_to(Place::Reserve);
         let asked = self.parts.world.now();
         let offer = prefill.map_or(PrefillOffer::None, PrefillOffer::Offered);
         let mut decode = self.client(decode)?.decode(prompt, offer).await?;
@@ -141,6 +160,7 @@ impl Dispatch {
             (Opening::Landing(landing), Some(prefill)) => {
                 let to = Destination::Landing(*landing);
                 let client = self.client(prefill)?;
+                waiting.goes_to(Place::Prefill);
                 let (prefilled, _) = tokio::select! {
                     biased;
                     prefilled = client.prefill(prompt, &to) => prefilled?,
@@ -149,7 +169,10 @@ impl Dispatch {
                 Ok(self.started(prefilled, Rest::Decode(Box::new(decode))))
             }
             (Opening::Landing(_), None) => Err(decode.unasked_landing()),
-            (Opening::Local { held_tokens }, _) => self.local(prompt, decode, held_tokens).await,
+            (Opening::Local { held_tokens }, _) => {
+                waiting.goes_to(Place::Decode);
+                self.local(prompt, decode, held_tokens).await
+            }
         }
     }
 
@@ -179,6 +202,7 @@ impl Dispatch {
     /// Chooses a decode node for KV that a prefill node holds, and has it sent there.
     pub(crate) async fn deliver(&self, held: &HeldKv) -> Result<DecodeCall, ServeError> {
         let prompt = &held.prompt;
+        let _waiting = self.whereabouts.enter(Place::Deliver);
         let mut tries = Tries::new(&self.parts);
         loop {
             let route = tries.route(prompt).await?;
@@ -225,6 +249,7 @@ impl Serve for Dispatch {
         let started = outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt)).await)?;
         self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
         info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token");
+        self.whereabouts.moved();
         let usage = started.usage;
         let booking = Booking { accepted, permit, outcome };
         let steps = Continuation::new(self.clone(), prompt, started, booking).into_steps().boxed();
@@ -232,7 +257,7 @@ impl Serve for Dispatch {
     }
 
     fn ready(&self) -> Result<(), String> {
-        self.parts.cluster.ready()
+        self.parts.cluster.ready().and_then(|()| self.whereabouts.check())
     }
 }
 

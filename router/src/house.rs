@@ -106,6 +106,7 @@ impl Router {
     ) -> Result<(), StillHeld> {
         let metrics = Metrics::new("router");
         let serve = Arc::new(self.dispatch(&metrics));
+        let watchdog = spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after));
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadline);
         let limits = ServerLimits { drain: self.config.drain, ..ServerLimits::default() };
         let pages = self.pages(serve.clone(), acceptor.clone(), metrics);
@@ -124,7 +125,7 @@ impl Router {
         farewell.await;
         grpc_close.trigger();
         let grpc = grpc.await;
-        drop((self.following, self.embedded));
+        drop((self.following, self.embedded, watchdog));
         self.cluster.forget();
         if let Err(late) = self.gate.close(TASKS_CLOSE_WITHIN).await {
             warn!(%late, "router tasks still run");

@@ -3,7 +3,7 @@
 //! Suggested reading order, which is a request's own: it comes in through a door ([`http`] or [`grpc`]), becomes tokens
 //! ([`text`]) and a prompt ([`accept`]), is let in ([`admission`]), gets a route ([`policy`] over a view of the
 //! [`cluster`]), is sent to the nodes ([`dispatch`] through [`rpc`]), and is kept alive until its last token
-//! ([`continuation`]). [`serve`] is the border between the doors and the house; [`house`] is the router's own life.
+//! ([`continuation`]); that all of them move is watched ([`watchdog`]). [`serve`] is the border between the doors and the house; [`house`] is the router's own life.
 #![forbid(unsafe_code)]
 
 pub mod http;
@@ -17,6 +17,7 @@ pub mod policy;
 pub mod cluster;
 pub mod dispatch;
 pub mod continuation;
+pub mod watchdog;
 pub mod rpc;
 pub mod house;
 pub mod config;

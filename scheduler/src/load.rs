@@ -19,9 +19,11 @@ pub struct WorkerLoad {
     /// Blocks, over all groups, that are to be left free for sequences that grow. Whoever reserves blocks in this pool
     /// on his own account (for landings) leaves them.
     pub growth_reserve_blocks: u32,
-    /// When a step last ended, or the worker last had nothing to do. If sequences run and this stands still, the
-    /// worker does.
+    /// When a step last ended, or the worker last had nothing to do.
     pub last_progress: Instant,
+    /// When this was told. A worker tells its load on every turn, and once a second when it has nothing to do; one
+    /// that does not is inside a step of its engine.
+    pub last_turn: Instant,
 }
 
 /// What one step held.

@@ -251,7 +251,12 @@ impl Worker {
         self.metrics.report(&node);
         let reserve = growth::lasting_reserve(&self.growers(self.world.now()), self.settings.growth_blocks);
         let growth_reserve_blocks = (reserve * self.layout().groups.len()) as u32;
-        WorkerLoad { node, growth_reserve_blocks, last_progress: self.last_progress }
+        WorkerLoad {
+            node,
+            growth_reserve_blocks,
+            last_progress: self.last_progress,
+            last_turn: self.world.now(),
+        }
     }
 
     pub(crate) fn costs(&self) -> StepCosts {

@@ -6,6 +6,7 @@
 
 mod capture;
 mod json;
+mod otlp;
 mod propagate;
 mod spans;
 #[cfg(test)]
@@ -27,6 +28,7 @@ use tracing_subscriber::{Layer, Registry, fmt};
 
 use crate::error::StartError;
 pub use capture::Capture;
+pub use otlp::ENDPOINT_VARIABLE;
 pub use propagate::{inject, request_span};
 
 /// Overrides [`LogSettings::level`], before any configuration is read.
@@ -42,11 +44,14 @@ pub struct LogSettings {
     pub level: String,
     /// Writes one JSON line for every span that ends, with its ids, parent and duration. Off: that is a line per request.
     pub spans: bool,
+    /// `http://host:4318`: the collector that every span is sent to, by OTLP over HTTP. Empty: the one that
+    /// `OTEL_EXPORTER_OTLP_ENDPOINT` names, and otherwise none.
+    pub otlp: String,
 }
 
 impl Default for LogSettings {
     fn default() -> Self {
-        Self { format: LogFormat::Text, level: "info".to_owned(), spans: false }
+        Self { format: LogFormat::Text, level: "info".to_owned(), spans: false, otlp: String::new() }
     }
 }
 
@@ -92,7 +97,7 @@ fn dispatch<W>(
 where
     W: for<'w> MakeWriter<'w> + Clone + Send + Sync + 'static,
 {
-    let provider = provider(process, settings, writer.clone());
+    let provider = provider(process, settings, writer.clone())?;
     let tracer = provider.tracer("baton");
     let traces = tracing_opentelemetry::layer()
         .with_tracer(tracer)
@@ -108,16 +113,23 @@ where
     Ok((dispatch, Telemetry { provider }))
 }
 
-/// Where ended spans go. An OTLP exporter will be one more line here.
-fn provider<W>(process: &'static str, settings: &LogSettings, writer: W) -> SdkTracerProvider
+/// Where ended spans go: lines, a collector, both, or nowhere.
+fn provider<W>(
+    process: &'static str,
+    settings: &LogSettings,
+    writer: W,
+) -> Result<SdkTracerProvider, StartError>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
-    let provider = SdkTracerProvider::builder();
-    match settings.spans {
-        true => provider.with_simple_exporter(spans::SpanLines::new(process, writer)).build(),
-        false => provider.build(),
+    let mut provider = SdkTracerProvider::builder().with_resource(otlp::resource(process));
+    if settings.spans {
+        provider = provider.with_simple_exporter(spans::SpanLines::new(process, writer));
     }
+    if let Some(endpoint) = otlp::endpoint(&settings.otlp) {
+        provider = provider.with_batch_exporter(otlp::exporter(&endpoint)?);
+    }
+    Ok(provider.build())
 }
 
 type BoxedLayer<S> = Box<dyn Layer<S> + Send + Sync>;

@@ -15,7 +15,7 @@ fn process<T>(name: &'static str, settings: &LogSettings, work: impl FnOnce() ->
 }
 
 fn json(level: &str, spans: bool) -> LogSettings {
-    LogSettings { format: LogFormat::Json, level: level.to_owned(), spans }
+    LogSettings { format: LogFormat::Json, level: level.to_owned(), spans, ..LogSettings::default() }
 }
 
 #[test]
@@ -95,6 +95,18 @@ fn text_lines_name_their_process() {
     let ((), written) = process("prefill", &LogSettings::default(), || info!(n_blocks = 3, "landed"));
     let text = written.text();
     assert!(text.starts_with("prefill ") && text.ends_with(": landed n_blocks=3\n"), "{text}");
+}
+
+#[test]
+fn a_collector_that_cannot_be_spoken_to_is_refused() {
+    for (endpoint, reason) in [
+        ("https://collector:4318", "it is not http://host:port"),
+        ("collector", "it is not http://host:port"),
+    ] {
+        let settings = LogSettings { otlp: endpoint.to_owned(), ..LogSettings::default() };
+        let error = Capture::new("router", &settings).unwrap_err().to_string();
+        assert!(error.contains(endpoint) && error.contains(reason), "{error}");
+    }
 }
 
 #[test]

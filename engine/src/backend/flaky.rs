@@ -1,6 +1,7 @@
 //! A backend that fails when it is told to.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use kv_cache::KvMemory;
 use types::ModelInfo;
@@ -29,6 +30,8 @@ pub struct Failures {
     pub lost_from: Option<u64>,
     /// This collect panics.
     pub panic_at: Option<u64>,
+    /// These collects come back so much later, and nothing brings them back sooner.
+    pub hang: BTreeMap<u64, Duration>,
 }
 
 impl<B: Backend> Flaky<B> {
@@ -59,6 +62,9 @@ impl<B: Backend> Backend for Flaky<B> {
         let nth = self.n_collected;
         self.n_collected += 1;
         let output = self.inner.collect(step)?;
+        if let Some(late) = self.failures.hang.get(&nth) {
+            std::thread::sleep(*late);
+        }
         assert!(self.failures.panic_at != Some(nth), "step {nth} was told to panic");
         if self.failures.lost_from.is_some_and(|from| nth >= from) {
             return Err(BackendError::DeviceLost(format!("at step {nth}, as told")));
