@@ -1,60 +1,117 @@
-//! A real etcd, of a test's own.
+//! A real etcd, of a test's own: one process, or three that are one.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 
 use tempfile::TempDir;
 
-/// An etcd with a folder that goes with it.
+/// An etcd with a folder for each member that goes with it.
 #[derive(Debug)]
 pub struct Etcd {
-    child: Child,
+    members: Vec<Member>,
+}
+
+#[derive(Debug)]
+struct Member {
+    name: String,
     client: u16,
     peer: u16,
     data: TempDir,
+    /// `None` while it is stopped.
+    child: Option<Child>,
 }
 
 impl Etcd {
+    /// One process.
     pub fn start() -> Self {
-        let free =
-            || TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr()).expect("a port").port();
-        let (client, peer) = (free(), free());
-        let data = tempfile::tempdir().expect("a folder");
-        Self { child: Self::spawn(client, peer, &data), client, peer, data }
+        Self::of(1)
+    }
+
+    /// So many processes that agree.
+    pub fn of(n_members: usize) -> Self {
+        let members = (0..n_members).map(|nth| Member::new(format!("etcd-{nth}"))).collect();
+        let mut etcd = Self { members };
+        (0..n_members).for_each(|nth| etcd.spawn(nth));
+        etcd
     }
 
     /// What a process of this cluster has as `registry.url`.
     pub fn url(&self, cluster: &str) -> String {
-        format!("etcd://127.0.0.1:{}/{cluster}", self.client)
+        format!("etcd://{}/{cluster}", self.endpoints().join(","))
     }
 
-    fn spawn(client: u16, peer: u16, data: &TempDir) -> Child {
-        let url = |port: u16| format!("http://127.0.0.1:{port}");
-        Command::new(etcd_bin_vendored::etcd_bin_path().expect("etcd for this platform"))
-            .args(["--listen-client-urls", &url(client), "--advertise-client-urls", &url(client)])
-            .args(["--listen-peer-urls", &url(peer), "--initial-advertise-peer-urls", &url(peer)])
-            .args(["--initial-cluster", &format!("default={}", url(peer)), "--unsafe-no-fsync"])
-            .arg("--data-dir")
-            .arg(data.path())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("etcd starts")
+    /// `host:port` of every member, for clients.
+    pub fn endpoints(&self) -> Vec<String> {
+        self.members.iter().map(|member| format!("127.0.0.1:{}", member.client)).collect()
     }
 
+    /// Kills all of it. Its data stay.
     pub fn kill(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        (0..self.members.len()).for_each(|nth| self.kill_one(nth));
+    }
+
+    pub fn kill_one(&mut self, nth: usize) {
+        self.members[nth].kill();
     }
 
     /// With the data that it had.
     pub fn restart(&mut self) {
         self.kill();
-        self.child = Self::spawn(self.client, self.peer, &self.data);
+        (0..self.members.len()).for_each(|nth| self.spawn(nth));
+    }
+
+    /// With none.
+    pub fn restart_empty(&mut self) {
+        self.kill();
+        for member in &mut self.members {
+            member.data = tempfile::tempdir().expect("a folder");
+        }
+        self.restart();
+    }
+
+    fn spawn(&mut self, nth: usize) {
+        let all: Vec<String> =
+            self.members.iter().map(|member| format!("{}={}", member.name, url(member.peer))).collect();
+        self.members[nth].spawn(&all.join(","));
     }
 }
 
-impl Drop for Etcd {
+fn url(port: u16) -> String {
+    format!("http://127.0.0.1:{port}")
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr()).expect("a port").port()
+}
+
+impl Member {
+    fn new(name: String) -> Self {
+        let data = tempfile::tempdir().expect("a folder");
+        Self { name, client: free_port(), peer: free_port(), data, child: None }
+    }
+
+    fn spawn(&mut self, all: &str) {
+        let child = Command::new(etcd_bin_vendored::etcd_bin_path().expect("etcd for this platform"))
+            .args(["--name", &self.name, "--initial-cluster", all, "--unsafe-no-fsync"])
+            .args(["--listen-client-urls", &url(self.client), "--advertise-client-urls", &url(self.client)])
+            .args(["--listen-peer-urls", &url(self.peer), "--initial-advertise-peer-urls", &url(self.peer)])
+            .arg("--data-dir")
+            .arg(self.data.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        self.child = Some(child.expect("etcd starts"));
+    }
+
+    fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Drop for Member {
     fn drop(&mut self) {
         self.kill();
     }

@@ -4,8 +4,11 @@
 
 pub mod executable;
 pub mod up;
+pub mod logs;
 pub mod process;
+pub mod fleet;
 pub mod etcd;
+pub mod wire;
 pub mod hosts;
 pub mod client;
 pub mod check;
@@ -14,8 +17,10 @@ pub mod sim;
 pub use client::{Answer, Ask, Client, Failed};
 pub use etcd::Etcd;
 pub use executable::python;
+pub use fleet::Fleet;
 pub use process::Process;
 pub use up::{Node, Up};
+pub use wire::Wire;
 
 use std::time::Duration;
 

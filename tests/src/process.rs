@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::logs::Expected;
 use crate::{eventually, executable};
 
 /// Dropped, it is killed; a test that fails prints what it logged.
@@ -15,6 +16,9 @@ pub struct Process {
     settings: Vec<(&'static str, String)>,
     child: Child,
     log: PathBuf,
+    expected: Expected,
+    /// What is judged: the log up to here, if something else ends before this does.
+    judged: Option<String>,
 }
 
 impl Process {
@@ -27,17 +31,53 @@ impl Process {
     ) -> Self {
         let log = folder.join(format!("{name}.log"));
         File::create(&log).expect("a log file");
-        Self { role, child: spawn(role, &settings, &log), settings, log }
+        let child = spawn(role, &settings, &log);
+        Self { role, settings, child, log, expected: Expected::default(), judged: None }
     }
 
     /// Asks it to stop, waits until it has, and starts it again at the same ports.
     pub async fn restart(&mut self) {
-        let pid = Pid::from_raw(self.child.id() as i32).expect("a pid is not zero");
-        kill_process(pid, Signal::TERM).expect("it is there");
+        self.signal(Signal::TERM);
         let status =
             eventually("the process to stop", async || self.child.try_wait().expect("our child")).await;
         assert!(status.success(), "{} ended with {status}:\n{}", self.role, self.log());
         self.child = spawn(self.role, &self.settings, &self.log);
+    }
+
+    /// Kills it without a word.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// A new life at the same ports, for one that was killed.
+    pub fn revive(&mut self) {
+        self.kill();
+        self.child = spawn(self.role, &self.settings, &self.log);
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id() as i32).expect("a pid is not zero");
+        kill_process(pid, signal).expect("it is there");
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it has not ended by itself.
+    pub fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// The test is about to cause these warnings: parts of lines. Any other fails it.
+    pub fn expect_log(&self, parts: &[&'static str]) {
+        self.expected.add(parts);
+    }
+
+    /// What it logs from now on is not judged: those that it speaks to are about to be ended.
+    pub fn judge_until_now(&mut self) {
+        self.judged = Some(self.log());
     }
 
     /// Everything that it logged in all its lives.
@@ -48,12 +88,25 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let judged = self.judged.take().unwrap_or_else(|| self.log());
+        self.kill();
         if std::thread::panicking() {
             eprintln!("--- log of a {} ---\n{}", self.role, self.log());
         }
+        self.expected.check(&judged);
     }
+}
+
+/// Memory that a process has in use, in KiB; `None` once it has ended.
+pub fn resident_kib(pid: u32) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// Files and sockets that a process has open.
+pub fn open_files(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 
 fn spawn(role: &str, settings: &[(&'static str, String)], log: &Path) -> Child {

@@ -11,6 +11,7 @@ use serde_json::Value;
 use tempfile::NamedTempFile;
 
 use crate::client::Client;
+use crate::logs::Expected;
 use crate::{eventually, executable};
 
 /// A running cluster. Dropping it stops every process; a test that fails prints what they logged.
@@ -21,6 +22,7 @@ pub struct Up {
     pub http: SocketAddr,
     pub grpc: SocketAddr,
     pids: Vec<u32>,
+    expected: Expected,
 }
 
 /// A line of `/debug/cluster`.
@@ -71,7 +73,7 @@ impl Up {
             let _ = child.kill();
             panic!("baton up {args:?} said {line:?} and logged:\n{}", text_of(log.as_file()));
         };
-        let mut up = Self { child, log, http, grpc, pids: Vec::new() };
+        let mut up = Self { child, log, http, grpc, pids: Vec::new(), expected: Expected::default() };
         up.pids = up.nodes().await.iter().map(|node| node.pid).collect();
         up
     }
@@ -120,6 +122,11 @@ impl Up {
 
     pub fn signal(&self, pid: u32, signal: Signal) {
         kill_process(pid_of(pid), signal).expect("the process is there");
+    }
+
+    /// The test is about to cause these warnings: parts of lines. Any other fails it.
+    pub fn expect_log(&self, parts: &[&'static str]) {
+        self.expected.add(parts);
     }
 
     /// Everything that its processes logged so far.
@@ -199,5 +206,6 @@ impl Drop for Up {
         if std::thread::panicking() {
             eprintln!("--- log of baton up ---\n{}", text_of(self.log.as_file()));
         }
+        self.expected.check(&self.log());
     }
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use baton_tests::check::prompts;
+use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL};
 use baton_tests::{Answer, Ask, Failed, Up, eventually, in_time};
 use futures::future::join_all;
 use rustix::process::Signal;
@@ -54,6 +55,7 @@ async fn streams_outlive_a_decode_node() {
     let expected = undisturbed(&asks).await;
     let up = Up::start(&args(&["--prefill", "1", "--decode", "2"])).await;
     let victim = up.of_role("decode").await.swap_remove(0);
+    up.expect_log(A_NODE_DIES);
     let seen = disturbed(&up, &asks, async || up.signal(victim.pid, Signal::KILL)).await;
     all_equal(&seen, &expected);
     up.baseline().await;
@@ -70,6 +72,7 @@ async fn nobody_notices_a_dead_prefill_node() {
         let args = args(&["--prefill", "2", "--decode", "1", "--order", order]);
         let up = Up::start_over(connector, &args).await;
         let victim = up.of_role("prefill").await.swap_remove(0);
+        up.expect_log(A_NODE_DIES);
         // At once: prompts are being computed and their KV is on its way.
         let client = up.client();
         let run = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -89,6 +92,7 @@ async fn streams_outlive_a_stopped_decode_node() {
     let expected = undisturbed(&asks).await;
     let up = Up::start(&args(&["--prefill", "1", "--decode", "2"])).await;
     let victim = up.of_role("decode").await.swap_remove(0);
+    up.expect_log(A_NODE_STANDS_STILL);
     let seen = disturbed(&up, &asks, async || up.signal(victim.pid, Signal::STOP)).await;
     all_equal(&seen, &expected);
     up.signal(victim.pid, Signal::CONT);
@@ -104,6 +108,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline() {
         let deadline = Duration::from_secs(3);
         let asks: Vec<Ask> =
             asks(10).into_iter().map(|ask| ask.header("x-baton-timeout-ms", deadline.as_millis())).collect();
+        up.expect_log(A_NODE_STANDS_STILL);
         up.signal(victim.pid, Signal::STOP);
         let began = Instant::now();
         let client = up.client();

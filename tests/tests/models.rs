@@ -108,7 +108,8 @@ async fn a_node_with_another_tokenizer_is_refused() {
         ("BATON_ROUTER__GRPC", grpc.to_string()),
         ("BATON_MODEL__PATH", demo().display().to_string()),
     ];
-    let _router = Process::start(folder.path(), "router", "router", router);
+    let router = Process::start(folder.path(), "router", "router", router);
+    router.expect_log(&["node refused"]);
     let node = vec![
         ("BATON_NODE__ID", "other".to_owned()),
         ("BATON_REGISTRY__URL", format!("embedded://{grpc}")),

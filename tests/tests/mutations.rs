@@ -25,7 +25,6 @@ macro_rules! guards {
     };
 }
 
-// GrowthReserve and Quiet are not noticed yet: `docs/simulation.md` says why, and what holds them.
 guards! {
     a_missing_grant_check_is_noticed => Grant,
     a_missing_epoch_check_is_noticed => Epoch,
@@ -33,4 +32,6 @@ guards! {
     a_missing_deadline_reaper_is_noticed => DeadlineReaper,
     leases_that_never_expire_are_noticed => LeaseExpiry,
     a_missing_resync_is_noticed => Resync,
+    writing_after_the_end_is_noticed => Quiet,
+    a_missing_growth_reserve_is_noticed => GrowthReserve,
 }

@@ -4,6 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use baton_tests::check::prompts;
+use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
 use baton_tests::{Answer, Ask, Client, Etcd, PATIENCE, Process, Up, eventually, in_time};
 use futures::future::join_all;
 use tempfile::TempDir;
@@ -53,6 +54,10 @@ impl Cluster {
         let nodes = vec![node("prefill", 0), node("prefill", 1), node("decode", 0), node("decode", 1)];
         let routers = http.iter().enumerate().map(router).collect();
         let cluster = Self { nodes, routers, http, etcd, _folder: folder };
+        for process in cluster.nodes.iter().chain(&cluster.routers) {
+            process.expect_log(A_NODE_DIES);
+            process.expect_log(THE_REGISTRY_IS_AWAY);
+        }
         cluster.all_ready().await;
         cluster
     }

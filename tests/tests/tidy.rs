@@ -151,7 +151,17 @@ fn protobuf_json_and_etcd_each_have_one_home() {
     let homes: &[(&str, &[&str])] = &[
         ("etcd_client", &["registry/src/etcd", "registry/tests", "tests/tests", "vendor/"]),
         ("StatusCode", &["router/src/http", "chassis/src", "bench/", "hub/", "baton/src/chat.rs", "tests/"]),
-        ("prost::", &["proto/", "registry/src/etcd", "registry/tests"]),
+        (
+            "prost::",
+            &[
+                "proto/",
+                "registry/src/etcd",
+                "registry/tests",
+                "fuzz/",
+                "tests/tests/otlp.rs",
+                "tests/tests/corpus.rs",
+            ],
+        ),
     ];
     for file in files(&[".rs"]) {
         let path = file.strip_prefix(root()).expect("in the tree").to_string_lossy().into_owned();
@@ -233,22 +243,35 @@ fn documents_link_to_pages_that_exist() {
     }
 }
 
+/// Functions, and what a test's macro makes into functions: `name => What,`.
+fn named_in(text: &str) -> Vec<String> {
+    let functions = text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next());
+    let made = text.lines().filter_map(|line| line.trim().strip_suffix(',')?.split_once(" => "));
+    functions.chain(made.map(|(name, _)| name)).map(str::to_owned).collect()
+}
+
 #[test]
 fn every_test_named_as_a_proof_exists() {
-    let tests: BTreeSet<String> = files(&[".rs"])
-        .iter()
-        .flat_map(|file| {
-            let text = read(file);
-            let names =
-                text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next().map(str::to_owned));
-            names.collect::<Vec<_>>()
-        })
-        .collect();
-    let page = read("docs/specification.md");
-    let proofs: Vec<&str> = page.split("test `").skip(1).filter_map(|rest| rest.split('`').next()).collect();
-    assert!(proofs.len() > 5, "{proofs:?}");
-    for proof in proofs {
-        let name = proof.rsplit("::").next().unwrap_or(proof);
-        assert!(tests.contains(name), "docs/specification.md names {proof}");
+    let tests: BTreeSet<String> = files(&[".rs"]).iter().flat_map(|file| named_in(&read(file))).collect();
+    for page in ["docs/specification.md", "docs/failures.md"] {
+        let text = read(page);
+        let proofs: Vec<&str> =
+            text.split("test `").skip(1).filter_map(|rest| rest.split('`').next()).collect();
+        assert!(proofs.len() > 5, "{proofs:?}");
+        for proof in proofs {
+            let name = proof.rsplit("::").next().unwrap_or(proof);
+            assert!(tests.contains(name), "{page} names {proof}");
+        }
     }
+}
+
+#[test]
+fn every_failure_has_a_line() {
+    let page = read("docs/failures.md");
+    let lines: Vec<&str> = page.lines().filter(|line| line.starts_with("| F")).collect();
+    for (nth, line) in lines.iter().enumerate() {
+        assert!(line.starts_with(&format!("| F{} |", nth + 1)), "{line}");
+        assert!(line.contains("test `") || line.contains("waits for"), "{line}");
+    }
+    assert_eq!(lines.len(), 45);
 }

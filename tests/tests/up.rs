@@ -3,6 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
+use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
 use baton_tests::up::is_alive;
 use baton_tests::{Ask, Up, eventually, executable};
 use rustix::process::Signal;
@@ -21,6 +22,7 @@ async fn it_stops_when_asked_and_leaves_nobody() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn its_nodes_do_not_outlive_it() {
     let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;
+    up.expect_log(THE_REGISTRY_IS_AWAY);
     up.signal(up.pid(), Signal::KILL);
     eventually("the nodes to notice", async || up.alive().is_empty().then_some(())).await;
 }
@@ -52,6 +54,7 @@ async fn health_tells_the_truth() {
         assert_eq!(client.get(path).await.0, 200, "{path}");
     }
     let victim = up.of_role("decode").await.swap_remove(0);
+    up.expect_log(A_NODE_DIES);
     up.signal(victim.pid, Signal::KILL);
     eventually("unreadiness", async || (client.get("/ready").await.0 == 503).then_some(())).await;
     assert_eq!(client.get("/live").await.0, 200);

@@ -118,6 +118,9 @@ impl Client {
     fn judge(&self, ended: &Ended, due: Instant) {
         match ended {
             Ended::Hanging => self.log.accuse(format_args!("{} hangs", self.name)),
+            Ended::Refused(error) if self.ask.must_be_answered => {
+                self.log.accuse(format_args!("{} must be answered, and ends with {error:?}", self.name));
+            }
             Ended::Refused(ServeError::DeadlinePassed { .. }) if Instant::now() + EARLY < due => {
                 self.log.accuse(format_args!("{}: {:?} too early", self.name, due - Instant::now()));
             }

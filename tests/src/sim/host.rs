@@ -163,7 +163,7 @@ fn config(shape: &NodeShape) -> NodeConfig {
     raw.transfer.connectors = vec!["tcp".to_owned()];
     raw.transfer.streams = shape.streams;
     raw.transfer.stall_ms = shape.stall_ms;
-    raw.transfer.frame_bytes = 2 << 10;
+    raw.transfer.frame_bytes = shape.frame_bytes;
     raw.scheduler.step_tokens_max = 64;
     raw.scheduler.sequences_max = 16;
     raw.scheduler.growth_blocks = shape.growth_blocks;

@@ -89,6 +89,8 @@ pub struct Path {
 struct PathState {
     is_held: bool,
     delay: Duration,
+    /// So far apart do writes arrive.
+    gap: Duration,
     /// One write in so many has a bit turned on its way, where KV travels.
     corrupts_one_in: Option<u64>,
     /// Every connection made now is reset after so many writes.
@@ -101,6 +103,7 @@ impl Path {
             state: Mutex::new(PathState {
                 is_held: false,
                 delay: DELAY,
+                gap: Duration::ZERO,
                 corrupts_one_in: None,
                 cut_after: None,
             }),
@@ -119,6 +122,11 @@ impl Path {
     pub fn due(&self, chance: &mut Chance) -> Instant {
         let jitter = Duration::from_micros(chance.below(JITTER.as_micros() as u64));
         Instant::now() + self.state().delay + jitter
+    }
+
+    /// At least so much later than the write before it does a write arrive.
+    pub fn gap(&self) -> Duration {
+        self.state().gap
     }
 
     fn state(&self) -> MutexGuard<'_, PathState> {
@@ -208,6 +216,11 @@ impl SimNet {
     /// From now on a byte takes so long.
     pub fn slow(&self, from: &str, to: &str, delay: Duration) {
         self.path(from, to).state().delay = delay;
+    }
+
+    /// From now on there is room for one write in this time.
+    pub fn trickle(&self, from: &str, to: &str, gap: Duration) {
+        self.path(from, to).state().gap = gap;
     }
 
     /// Of what is written where KV travels, one write in so many arrives with a bit turned.

@@ -145,7 +145,8 @@ impl PipeState {
 
     /// In order: nothing overtakes what was sent before it.
     fn push(&mut self, path: &Path, bytes: Option<Vec<u8>>) {
-        let due = path.due(&mut self.chance).max(self.last_due.unwrap_or_else(Instant::now));
+        let last_due = self.last_due.map_or_else(Instant::now, |last| last + path.gap());
+        let due = path.due(&mut self.chance).max(last_due);
         self.last_due = Some(due);
         self.bytes += bytes.as_ref().map_or(0, Vec::len);
         self.chunks.push_back(Chunk { due, bytes, n_read: 0 });

@@ -15,10 +15,8 @@ pub const TROUBLE: Duration = Duration::from_secs(8);
 /// The largest prompt and answer, which fit into the smallest pool.
 pub const PROMPT_TOKENS_MAX: u64 = 200;
 pub const ANSWER_TOKENS_MAX: u64 = 40;
-/// More steps than a node runs before it is mended.
-const STEPS_OF_A_RUN: u64 = 4_000;
 /// Blocks of the smallest pool: one of the largest sequences, and a little.
-const BLOCKS_MIN: u32 = 64;
+pub(super) const BLOCKS_MIN: u32 = 64;
 
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -53,6 +51,8 @@ pub struct NodeShape {
     pub queue_ms_max: f64,
     pub streams: u16,
     pub stall_ms: u64,
+    /// The most KV in one frame.
+    pub frame_bytes: usize,
     /// Steps that fail, counted from the node's first one.
     pub failing_steps: Vec<u64>,
 }
@@ -68,6 +68,8 @@ pub struct Ask {
     pub sampling_seed: Option<u64>,
     pub within: Duration,
     pub patience: Patience,
+    /// Nothing that the plan breaks stands in its way: it must be answered.
+    pub must_be_answered: bool,
 }
 
 /// When a client goes away.
@@ -92,6 +94,8 @@ pub enum Break {
     Hold(String, String),
     Release(String, String),
     Slow(String, String, Duration),
+    /// From now on writes arrive one after the other, so far apart: little bandwidth.
+    Trickle(String, String, Duration),
     /// Connections made from now on break after so many writes.
     Cut(String, String, u32),
     /// One write in so many arrives with a bit turned, where KV travels.
@@ -115,6 +119,7 @@ impl fmt::Display for Break {
             Self::Hold(from, to) => write!(f, "hold {from} to {to}"),
             Self::Release(from, to) => write!(f, "release {from} to {to}"),
             Self::Slow(from, to, delay) => write!(f, "slow {from} to {to}: {delay:?}"),
+            Self::Trickle(from, to, gap) => write!(f, "trickle {from} to {to}: a write in {gap:?}"),
             Self::Cut(from, to, writes) => write!(f, "cut {from} to {to} after {writes} writes"),
             Self::Corrupt(from, to, n) => write!(f, "corrupt {from} to {to}: one write in {n}"),
             Self::Reset(one, other) => write!(f, "reset {one} and {other}"),
@@ -134,62 +139,7 @@ impl Plan {
         let cluster = shape(&mut Chance::named(seed, "cluster"));
         let asks = asks(&mut Chance::named(seed, "asks"));
         let faults = faults(&mut Chance::named(seed, "faults"), &cluster);
-        let plan = Self { seed, cluster, asks, faults };
-        let mut chance = Chance::named(seed, "siege");
-        match chance.below(12) {
-            0 => plan.with_wires_that_break(&mut chance),
-            1 => plan.with_deaf_nodes(&mut chance),
-            2 => plan.with_engines_that_fail(),
-            _ => plan,
-        }
-    }
-
-    /// No transfer succeeds for as long as there is trouble, and each fails at once.
-    fn with_wires_that_break(mut self, chance: &mut Chance) -> Self {
-        let names: Vec<String> = self.cluster.nodes.iter().map(|node| node.name.clone()).collect();
-        let pairs = names.iter().flat_map(|one| names.iter().map(move |other| (one, other)));
-        let cut = |(one, other): (&String, &String)| Fault {
-            at: Duration::ZERO,
-            what: Break::Cut(one.clone(), other.clone(), chance.within(1..=3) as u32),
-        };
-        self.faults = pairs.filter(|(one, other)| one != other).map(cut).collect();
-        self.asks.truncate(2);
-        self.cluster.nodes.iter_mut().for_each(|node| node.local_tokens_max = 0);
-        self
-    }
-
-    /// No engine computes a step, and each says so at once, until it is replaced.
-    fn with_engines_that_fail(mut self) -> Self {
-        for node in &mut self.cluster.nodes {
-            node.failing_steps = (0..STEPS_OF_A_RUN).collect();
-        }
-        self.asks.truncate(2);
-        let replaced = |node: &NodeShape| Fault { at: TROUBLE, what: Break::Replace(node.name.clone()) };
-        self.faults = self.cluster.nodes.iter().map(replaced).collect();
-        self
-    }
-
-    /// Slow nodes, impatient clients, and a router whose word does not arrive: nobody tells the nodes that it is over.
-    fn with_deaf_nodes(mut self, chance: &mut Chance) -> Self {
-        for node in &mut self.cluster.nodes {
-            node.step_ms = 150.0;
-            node.failing_steps.clear();
-        }
-        for ask in &mut self.asks {
-            ask.at = chance.millis(1_000..=1_100);
-            ask.within = chance.millis(1_500..=2_500);
-            (ask.max_tokens, ask.ignore_eos) = (ANSWER_TOKENS_MAX as u32, true);
-        }
-        let names = self.cluster.nodes.iter().map(|node| node.name.clone());
-        let held = |name: String| {
-            let (at, until) = (Duration::from_millis(1_900), Duration::from_millis(6_800));
-            let router = "router".to_owned();
-            let hold = Fault { at, what: Break::Hold(router.clone(), name.clone()) };
-            [hold, Fault { at: until, what: Break::Release(router, name) }]
-        };
-        self.faults = names.flat_map(held).collect();
-        self.faults.sort_by_key(|fault| fault.at);
-        self
+        Self { seed, cluster, asks, faults }.besieged()
     }
 
     /// Nothing breaks: then every request must be answered.
@@ -239,6 +189,7 @@ fn node(chance: &mut Chance, name: String, role: Role) -> NodeShape {
         queue_ms_max: *chance.pick(&[200.0, 2000.0]),
         streams: chance.within(1..=3) as u16,
         stall_ms: *chance.pick(&[800, 2000, 5000]),
+        frame_bytes: 2 << 10,
         failing_steps,
     }
 }
@@ -283,6 +234,7 @@ fn ask(chance: &mut Chance, at: Duration, shared: &[Vec<u32>]) -> Ask {
         sampling_seed: chance.one_in(3).then(|| chance.draw()),
         within,
         patience,
+        must_be_answered: false,
     }
 }
 

@@ -74,6 +74,8 @@ struct Run {
 /// How many requests must be answered at once when all is mended, and how long each may take.
 const PROBES: u64 = 3;
 const PROBE_WITHIN: Duration = Duration::from_secs(30);
+/// Steps that an engine may still be about to fail when all else is mended.
+const ENGINE_FAILURES_MAX: u32 = 3;
 /// A lease, and the tenth of one by which its end may be noticed late.
 const LAPSED_WITHIN: Duration = Duration::from_millis(12_500);
 /// How often it is looked whether anything lives too long.
@@ -182,6 +184,7 @@ impl Run {
             Break::Hold(from, to) => net.hold(&from, &to),
             Break::Release(from, to) => net.release(&from, &to),
             Break::Slow(from, to, delay) => net.slow(&from, &to, delay),
+            Break::Trickle(from, to, gap) => net.trickle(&from, &to, gap),
             Break::Corrupt(from, to, one_in) => net.corrupt(&from, &to, one_in),
             Break::Cut(from, to, writes) => net.cut_after(&from, &to, writes),
             Break::Reset(one, other) => net.reset(&one, &other),
@@ -222,25 +225,44 @@ impl Run {
     /// The cluster serves the next requests.
     async fn probe(&mut self) {
         let mut chance = Chance::named(self.plan.seed, "probes");
-        for nth in 0..PROBES {
-            let ask = Ask {
-                at: Duration::ZERO,
-                tokens: tokens(&mut chance, 30 + 50 * nth),
-                max_tokens: 8,
-                ignore_eos: true,
-                sampling_seed: None,
-                within: PROBE_WITHIN,
-                patience: Patience::Endless,
-            };
-            self.ask(format!("probe {nth}"), ask);
-        }
-        for probe in std::mem::take(&mut self.clients) {
-            match probe.await {
-                Ok((Ended::Whole, _)) => {}
-                other => self.log.accuse(format_args!("a probe ended with {other:?}")),
+        let mut asks: Vec<(u64, Ask)> = (0..PROBES).map(|nth| (nth, probe(&mut chance, nth))).collect();
+        for round in 0..=ENGINE_FAILURES_MAX {
+            let asked = std::mem::take(&mut asks);
+            for (nth, ask) in &asked {
+                let name =
+                    if round == 0 { format!("probe {nth}") } else { format!("probe {nth} again {round}") };
+                self.ask(name, ask.clone());
+            }
+            for (probe, ask) in std::mem::take(&mut self.clients).into_iter().zip(asked) {
+                match probe.await {
+                    Ok((Ended::Whole, _)) => {}
+                    // An engine is mended when it has failed all the steps that it was told to fail, and no sooner.
+                    Ok((Ended::Refused(error), _)) if is_told(&error) && round < ENGINE_FAILURES_MAX => {
+                        asks.push(ask);
+                    }
+                    other => self.log.accuse(format_args!("a probe ended with {other:?}")),
+                }
             }
         }
     }
+}
+
+fn probe(chance: &mut Chance, nth: u64) -> Ask {
+    Ask {
+        at: Duration::ZERO,
+        tokens: tokens(chance, 30 + 50 * nth),
+        max_tokens: 8,
+        ignore_eos: true,
+        sampling_seed: None,
+        within: PROBE_WITHIN,
+        patience: Patience::Endless,
+        must_be_answered: false,
+    }
+}
+
+/// Whether an engine failed because the plan says so.
+fn is_told(error: &router::serve::ServeError) -> bool {
+    error.to_string().contains("told to fail")
 }
 
 impl Tally {

@@ -1,0 +1,173 @@
+//! A router with its registry, and nodes, each a process of its own whose every port is known: to be broken one by one.
+
+use std::net::{SocketAddr, TcpListener};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::client::Client;
+use crate::process::Process;
+use crate::{eventually, in_time};
+
+/// A mock whose steps take time, so that there is always a stream in the middle.
+pub const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
+
+/// All processes of a cluster. They end with the value.
+#[derive(Debug)]
+pub struct Fleet {
+    pub router: Process,
+    pub http: SocketAddr,
+    /// The router's gRPC port, with the registry.
+    pub grpc: SocketAddr,
+    pub nodes: Vec<FleetNode>,
+    _folder: TempDir,
+}
+
+/// One node, and where it listens.
+#[derive(Debug)]
+pub struct FleetNode {
+    pub name: String,
+    pub role: &'static str,
+    pub process: Process,
+    pub grpc: SocketAddr,
+    pub admin: SocketAddr,
+    pub kv: SocketAddr,
+}
+
+fn free_addr() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr()).expect("a free port")
+}
+
+impl Fleet {
+    /// So many nodes of each kind that serve `model`; returns once all of them are usable.
+    pub async fn start(model: &str, n_prefill: usize, n_decode: usize) -> Self {
+        Self::start_with(model, n_prefill, n_decode, Vec::new()).await
+    }
+
+    /// The same, with settings of the nodes.
+    pub async fn start_narrow(
+        model: &str,
+        n_prefill: usize,
+        n_decode: usize,
+        of_nodes: Vec<(&'static str, String)>,
+    ) -> Self {
+        Self::start_all(model, n_prefill, n_decode, Vec::new(), of_nodes).await
+    }
+
+    /// The same, with settings of the router.
+    pub async fn start_with(
+        model: &str,
+        n_prefill: usize,
+        n_decode: usize,
+        of_router: Vec<(&'static str, String)>,
+    ) -> Self {
+        Self::start_all(model, n_prefill, n_decode, of_router, Vec::new()).await
+    }
+
+    async fn start_all(
+        model: &str,
+        n_prefill: usize,
+        n_decode: usize,
+        of_router: Vec<(&'static str, String)>,
+        of_nodes: Vec<(&'static str, String)>,
+    ) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (http, grpc) = (free_addr(), free_addr());
+        let settings =
+            vec![("BATON_ROUTER__HTTP", http.to_string()), ("BATON_ROUTER__GRPC", grpc.to_string())];
+        let settings = settings.into_iter().chain(of_router).collect();
+        let router = Process::start(folder.path(), "router", "router", settings);
+        let roles = [("prefill", n_prefill), ("decode", n_decode)];
+        let names = roles.into_iter().flat_map(|(role, n)| (0..n).map(move |nth| (role, nth)));
+        let more = |(role, nth)| FleetNode::start(&folder, role, nth, model, grpc, &of_nodes);
+        let nodes = names.map(more).collect();
+        let fleet = Self { router, http, grpc, nodes, _folder: folder };
+        fleet.all_ready().await;
+        fleet
+    }
+
+    pub fn client(&self) -> Client {
+        Client::new(self.http)
+    }
+
+    /// Waits until every node is usable, in the life that it is in.
+    pub async fn all_ready(&self) {
+        let connect = async || tokio::net::TcpStream::connect(self.http).await.ok();
+        eventually("the router to listen", connect).await;
+        eventually("every node to be usable", async || {
+            let cluster = self.client().get_json("/debug/cluster").await;
+            let nodes = cluster["nodes"].as_array().expect("a list of nodes");
+            let is_usable = |node: &FleetNode| {
+                let known = nodes.iter().find(|known| known["id"] == node.name.as_str());
+                known.is_some_and(|known| {
+                    known["state"] == "ready" && known["pid"].as_u64() == Some(u64::from(node.process.pid()))
+                })
+            };
+            self.nodes.iter().all(is_usable).then_some(())
+        })
+        .await;
+    }
+
+    /// Waits until no node holds a block for anybody.
+    pub async fn baseline(&self) {
+        eventually("the pools' baseline", async || {
+            let kv = self.client().get_json("/debug/kv").await;
+            let nodes = kv["nodes"].as_array().expect("a list of nodes").clone();
+            let count = |node: &Value, name: &str| node[name].as_u64();
+            let is_quiet =
+                |node: &Value| count(node, "leased") == Some(0) && count(node, "quarantined") == Some(0);
+            nodes.iter().all(is_quiet).then_some(())
+        })
+        .await;
+    }
+
+    /// The test is about to cause these warnings, in any process: parts of lines. Any other fails it.
+    pub fn expect_log(&self, parts: &[&'static str]) {
+        self.processes().into_iter().for_each(|(_, process)| process.expect_log(parts));
+    }
+
+    /// Every process, the router first, by name.
+    pub fn processes(&self) -> Vec<(&str, &Process)> {
+        let nodes = self.nodes.iter().map(|node| (node.name.as_str(), &node.process));
+        std::iter::once(("router", &self.router)).chain(nodes).collect()
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        let nodes = self.nodes.iter_mut().map(|node| &mut node.process);
+        std::iter::once(&mut self.router).chain(nodes).for_each(Process::judge_until_now);
+    }
+}
+
+impl FleetNode {
+    fn start(
+        folder: &TempDir,
+        role: &'static str,
+        nth: usize,
+        model: &str,
+        registry: SocketAddr,
+        more: &[(&'static str, String)],
+    ) -> Self {
+        let name = format!("{role}-{nth}");
+        let (grpc, admin, kv) = (free_addr(), free_addr(), free_addr());
+        let settings = vec![
+            ("BATON_NODE__ID", name.clone()),
+            ("BATON_NODE__LISTEN", grpc.to_string()),
+            ("BATON_NODE__ADMIN", admin.to_string()),
+            ("BATON_TRANSFER__LISTEN", kv.to_string()),
+            ("BATON_TRANSFER__CONNECTORS", "[\"tcp\"]".to_owned()),
+            ("BATON_REGISTRY__URL", format!("embedded://{registry}")),
+            ("BATON_MODEL__PATH", model.to_owned()),
+        ];
+        let settings = settings.into_iter().chain(more.iter().cloned()).collect();
+        let process = Process::start(folder.path(), &name, role, settings);
+        Self { name, role, process, grpc, admin, kv }
+    }
+
+    /// What its admin port says of its readiness: the status, and the reason if there is one.
+    pub async fn readiness(&self) -> (u16, String) {
+        let (status, body) = in_time("an admin page", Client::new(self.admin).get("/ready")).await;
+        (status.as_u16(), body)
+    }
+}

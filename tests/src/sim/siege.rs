@@ -1,0 +1,157 @@
+//! Sieges: plans in which one thing goes wrong for everybody and all the time, because chance alone would seldom play it.
+
+use std::time::Duration;
+
+use router::dispatch::Order;
+use types::Role;
+
+use super::chance::Chance;
+use super::plan::{
+    ANSWER_TOKENS_MAX, Ask, BLOCKS_MIN, Break, Fault, NodeShape, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE,
+    tokens,
+};
+
+/// More steps than a node runs before it is mended.
+const STEPS_OF_A_RUN: u64 = 4_000;
+
+impl Plan {
+    /// The plan, or in five of twelve cases one of the sieges in its place.
+    pub(super) fn besieged(self) -> Self {
+        let mut chance = Chance::named(self.seed, "siege");
+        match chance.below(12) {
+            0 => self.with_wires_that_break(&mut chance),
+            1 => self.with_deaf_nodes(&mut chance),
+            2 => self.with_engines_that_fail(),
+            3 => self.with_a_crowd(&mut chance),
+            4 => self.with_kv_that_trickles(&mut chance),
+            _ => self,
+        }
+    }
+
+    /// No transfer succeeds for as long as there is trouble, and each fails at once.
+    fn with_wires_that_break(mut self, chance: &mut Chance) -> Self {
+        let names: Vec<String> = self.cluster.nodes.iter().map(|node| node.name.clone()).collect();
+        let pairs = names.iter().flat_map(|one| names.iter().map(move |other| (one, other)));
+        let cut = |(one, other): (&String, &String)| Fault {
+            at: Duration::ZERO,
+            what: Break::Cut(one.clone(), other.clone(), chance.within(1..=3) as u32),
+        };
+        self.faults = pairs.filter(|(one, other)| one != other).map(cut).collect();
+        self.asks.truncate(2);
+        self.cluster.nodes.iter_mut().for_each(|node| node.local_tokens_max = 0);
+        self
+    }
+
+    /// No engine computes a step, and each says so at once, until it is replaced.
+    fn with_engines_that_fail(mut self) -> Self {
+        for node in &mut self.cluster.nodes {
+            node.failing_steps = (0..STEPS_OF_A_RUN).collect();
+        }
+        self.asks.truncate(2);
+        let replaced = |node: &NodeShape| Fault { at: TROUBLE, what: Break::Replace(node.name.clone()) };
+        self.faults = self.cluster.nodes.iter().map(replaced).collect();
+        self
+    }
+
+    /// Slow nodes, impatient clients, and a router whose word does not arrive: nobody tells the nodes that it is over.
+    fn with_deaf_nodes(mut self, chance: &mut Chance) -> Self {
+        for node in &mut self.cluster.nodes {
+            node.step_ms = 150.0;
+            node.failing_steps.clear();
+        }
+        for ask in &mut self.asks {
+            ask.at = chance.millis(1_000..=1_100);
+            ask.within = chance.millis(1_500..=2_500);
+            (ask.max_tokens, ask.ignore_eos) = (ANSWER_TOKENS_MAX as u32, true);
+        }
+        let names = self.cluster.nodes.iter().map(|node| node.name.clone());
+        let held = |name: String| {
+            let (at, until) = (Duration::from_millis(1_900), Duration::from_millis(6_800));
+            let router = "router".to_owned();
+            let hold = Fault { at, what: Break::Hold(router.clone(), name.clone()) };
+            [hold, Fault { at: until, what: Break::Release(router, name) }]
+        };
+        self.faults = names.flat_map(held).collect();
+        self.faults.sort_by_key(|fault| fault.at);
+        self
+    }
+
+    /// One request decodes, and needs blocks to go on; then so many want to land that nothing is left, and their KV does
+    /// not come. The first must be answered: who waits for KV may not starve who runs.
+    fn with_a_crowd(mut self, chance: &mut Chance) -> Self {
+        self.be_one_pair();
+        let decode = &mut self.cluster.nodes[1];
+        (decode.n_blocks, decode.step_ms, decode.growth_blocks) = (BLOCKS_MIN, 120.0, 2);
+        (decode.landings_max, decode.stall_ms) = (256, 20_000);
+        let first = chance.within(20..=40);
+        let (at, within) = (Duration::ZERO, Duration::from_secs(8));
+        self.asks = vec![Ask { must_be_answered: true, ..long_ask(chance, at, first, within) }];
+        for _ in 0..12 {
+            let (at, length) = (chance.millis(1_300..=1_600), chance.within(4..=48));
+            self.asks.push(long_ask(chance, at, length, Duration::from_secs(14)));
+        }
+        self.asks.sort_by_key(|ask| ask.at);
+        let (from, to) = (self.cluster.nodes[0].name.clone(), self.cluster.nodes[1].name.clone());
+        let hold = Break::Hold(from.clone(), to.clone());
+        self.faults = vec![
+            Fault { at: Duration::from_millis(1_200), what: hold },
+            Fault { at: TROUBLE, what: Break::Release(from, to) },
+        ];
+        self
+    }
+
+    /// KV comes in so slowly that clients leave in the middle of a frame, and others get the blocks at once.
+    fn with_kv_that_trickles(mut self, chance: &mut Chance) -> Self {
+        self.be_one_pair();
+        let mut second = self.cluster.nodes[0].clone();
+        second.name = "prefill-1".to_owned();
+        self.cluster.nodes.push(second);
+        self.cluster.policy = "round-robin";
+        let decode = &mut self.cluster.nodes[1];
+        (decode.n_blocks, decode.step_ms, decode.landings_max) = (BLOCKS_MIN, 25.0, 256);
+        self.asks = (0..14)
+            .map(|nth| {
+                let (at, length) = (chance.millis(0..=5_000), chance.within(60..=PROMPT_TOKENS_MAX));
+                let ask = long_ask(chance, at, length, Duration::from_secs(12));
+                let leaves = Patience::Until(chance.millis(150..=900));
+                Ask { patience: if nth % 2 == 0 { leaves } else { Patience::Endless }, ..ask }
+            })
+            .collect();
+        self.asks.sort_by_key(|ask| ask.at);
+        let (from, to) = (self.cluster.nodes[0].name.clone(), self.cluster.nodes[1].name.clone());
+        let trickle = Break::Trickle(from, to, chance.millis(40..=120));
+        self.faults = vec![Fault { at: Duration::ZERO, what: trickle }];
+        self
+    }
+
+    /// A prefill node and a decode node with nothing wrong with them, that share all work.
+    fn be_one_pair(&mut self) {
+        self.cluster.order = Order::DecodeFirst;
+        self.cluster.nodes.truncate(2);
+        for (node, role) in self.cluster.nodes.iter_mut().zip([Role::Prefill, Role::Decode]) {
+            (node.name, node.role) = (format!("{}-0", role.as_str()), role);
+            (node.n_blocks, node.step_ms, node.prefill_token_ms) = (400, 2.0, 0.05);
+            (node.local_tokens_max, node.queue_ms_max, node.stall_ms) = (0, 2_000.0, 5_000);
+            node.frame_bytes = 16 << 10;
+            node.failing_steps.clear();
+        }
+        if let [node] = &mut self.cluster.nodes[..] {
+            let decode = NodeShape { name: "decode-0".to_owned(), role: Role::Decode, ..node.clone() };
+            self.cluster.nodes.push(decode);
+        }
+    }
+}
+
+/// A request with as long an answer as there is, whose client is patient.
+fn long_ask(chance: &mut Chance, at: Duration, length: u64, within: Duration) -> Ask {
+    Ask {
+        at,
+        tokens: tokens(chance, length),
+        max_tokens: ANSWER_TOKENS_MAX as u32,
+        ignore_eos: true,
+        sampling_seed: None,
+        within,
+        patience: Patience::Endless,
+        must_be_answered: false,
+    }
+}

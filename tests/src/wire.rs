@@ -1,0 +1,93 @@
+//! A TCP wire to a server that counts what goes over it, and can be cut.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::broadcast;
+use tokio::task::JoinHandle;
+
+/// Forwards connections to one address. It ends with the value.
+#[derive(Debug)]
+pub struct Wire {
+    pub addr: SocketAddr,
+    counted: Arc<Counted>,
+    cut: broadcast::Sender<()>,
+    forwarding: JoinHandle<()>,
+}
+
+/// What went over a wire so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Traffic {
+    /// Connections that were tried, the server there or not.
+    pub connections: u64,
+    /// Both ways.
+    pub bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Counted {
+    connections: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl Wire {
+    pub async fn to(server: String) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let addr = listener.local_addr().expect("bound");
+        let (counted, (cut, _)) = (Arc::new(Counted::default()), broadcast::channel(1));
+        let forwarding = tokio::spawn(accept(listener, server, Arc::clone(&counted), cut.clone()));
+        Self { addr, counted, cut, forwarding }
+    }
+
+    pub fn traffic(&self) -> Traffic {
+        let Counted { connections, bytes } = &*self.counted;
+        Traffic { connections: connections.load(Ordering::Relaxed), bytes: bytes.load(Ordering::Relaxed) }
+    }
+
+    /// Breaks every connection that is open now.
+    pub fn cut(&self) {
+        // Nobody listens where no connection is open.
+        let _ = self.cut.send(());
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        self.forwarding.abort();
+        self.cut();
+    }
+}
+
+async fn accept(listener: TcpListener, server: String, counted: Arc<Counted>, cut: broadcast::Sender<()>) {
+    while let Ok((near, _)) = listener.accept().await {
+        counted.connections.fetch_add(1, Ordering::Relaxed);
+        let (server, counted, mut cut) = (server.clone(), Arc::clone(&counted), cut.subscribe());
+        tokio::spawn(async move {
+            let Ok(far) = TcpStream::connect(&server).await else { return };
+            let (near_in, near_out) = near.into_split();
+            let (far_in, far_out) = far.into_split();
+            tokio::select! {
+                () = copy(near_in, far_out, &counted) => {}
+                () = copy(far_in, near_out, &counted) => {}
+                _ = cut.recv() => {}
+            }
+        });
+    }
+}
+
+async fn copy(
+    mut from: tokio::net::tcp::OwnedReadHalf,
+    mut to: tokio::net::tcp::OwnedWriteHalf,
+    counted: &Counted,
+) {
+    let mut buffer = vec![0; 16 << 10];
+    while let Ok(n) = from.read(&mut buffer).await {
+        counted.bytes.fetch_add(n as u64, Ordering::Relaxed);
+        if n == 0 || to.write_all(&buffer[..n]).await.is_err() {
+            return;
+        }
+    }
+}

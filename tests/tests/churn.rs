@@ -1,0 +1,61 @@
+//! Nodes come and go, again and again, while requests run: killed and started at the same address, back to back.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use baton_tests::check::prompts;
+use baton_tests::fleet::{Fleet, PACED};
+use baton_tests::logs::A_NODE_DIES;
+use baton_tests::{Answer, Ask, Client, Up, in_time};
+use futures::future::join_all;
+
+/// Lives that end without a word.
+const KILLS: usize = 50;
+/// Streams at one time.
+const CLIENTS: usize = 6;
+
+async fn answers(client: &Client, asks: &[Ask]) -> Vec<Answer> {
+    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
+    in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
+}
+
+/// Kills the second node of each kind in turn, and waits until its next life is usable.
+async fn churn(fleet: &mut Fleet) {
+    for nth in 0..KILLS {
+        let victim = 1 + 2 * (nth % 2);
+        fleet.nodes[victim].process.kill();
+        if nth % 3 == 0 {
+            // Sometimes it is missed first.
+            tokio::time::sleep(Duration::from_millis(300)).await;
+        }
+        fleet.nodes[victim].process.revive();
+        fleet.all_ready().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_comes_and_goes_fifty_times_loses_nothing() {
+    let ask = |prompt| Ask::new(prompt, 60).with("ignore_eos", true.into());
+    let asks: Vec<Ask> = prompts(43, 20, 300).into_iter().map(ask).collect();
+    let alone = Up::start(&["--colocated"]).await;
+    let expected = answers(&alone.client(), &asks).await;
+    drop(alone);
+    let mut fleet = Fleet::start(PACED, 2, 2).await;
+    fleet.expect_log(A_NODE_DIES);
+    let client = fleet.client();
+    let (over, next) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let one = async || {
+        while !over.load(Ordering::Relaxed) {
+            let idx = next.fetch_add(1, Ordering::Relaxed) % asks.len();
+            let answer = client.ask(&asks[idx]).await.expect("another node is always there");
+            assert_eq!(answer.tokens, expected[idx].tokens, "request {idx}");
+        }
+    };
+    let churning = async {
+        churn(&mut fleet).await;
+        over.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(join_all((0..CLIENTS).map(|_| one())), churning);
+    assert!(next.into_inner() > 2 * CLIENTS, "requests ran meanwhile");
+    fleet.baseline().await;
+}

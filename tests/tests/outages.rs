@@ -1,0 +1,236 @@
+//! etcd is away for a second and for ten, comes back with and without its data, loses leases, forgets its history, or
+//! has a member less. Requests go on, nobody is forgotten, and everybody is announced again by itself.
+
+#![allow(clippy::large_futures, reason = "what etcd's client makes is large, and awaited a few times")]
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use baton_tests::check::prompts;
+use baton_tests::logs::THE_REGISTRY_IS_AWAY;
+use baton_tests::{Answer, Ask, Etcd, Node, Up, Wire, eventually, in_time};
+use etcd_client::{Client as EtcdClient, GetOptions};
+use futures::future::join_all;
+use tokio::time::{Instant, sleep};
+
+/// A mock whose steps take time, so that there is always a stream in the middle.
+const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
+const CLUSTER: &str = "outages";
+/// Streams at one time.
+const CLIENTS: usize = 4;
+/// The longest outage; `TEST_OUTAGE_S` asks for a longer one.
+const OUTAGE_S: u64 = 10;
+
+fn outage() -> Duration {
+    let asked = std::env::var("TEST_OUTAGE_S").ok();
+    Duration::from_secs(asked.map_or(OUTAGE_S, |text| text.parse().expect("TEST_OUTAGE_S is a number")))
+}
+
+fn url(endpoint: impl std::fmt::Display) -> String {
+    format!("etcd://{endpoint}/{CLUSTER}")
+}
+
+/// Two nodes of each kind that find each other at `url`.
+async fn cluster(url: &str) -> Up {
+    let up = Up::start(&["--model", PACED, "--prefill", "2", "--decode", "2", "--registry", url]).await;
+    up.expect_log(THE_REGISTRY_IS_AWAY);
+    up
+}
+
+fn asks() -> Vec<Ask> {
+    prompts(23, 12, 120)
+        .into_iter()
+        .map(|prompt| Ask::new(prompt, 40).with("ignore_eos", true.into()))
+        .collect()
+}
+
+/// What the asks are answered when nothing breaks.
+async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
+    let up = Up::start(&["--colocated"]).await;
+    let client = up.client();
+    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
+    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
+}
+
+/// Asks on and on while `trouble` lasts. Anything but the right answers is a panic, and so is a cluster that looks
+/// different from outside in the meantime.
+async fn through(up: &Up, trouble: impl Future<Output = ()>) {
+    let asks = asks();
+    let expected = undisturbed(&asks).await;
+    let before = up.nodes().await;
+    let (over, next) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let one = async || {
+        while !over.load(Ordering::Relaxed) {
+            let idx = next.fetch_add(1, Ordering::Relaxed) % asks.len();
+            let answer = up.client().ask(&asks[idx]).await.expect("etcd is not on the way of a request");
+            assert_eq!(answer.tokens, expected[idx].tokens, "request {idx}");
+        }
+    };
+    let look = async {
+        while !over.load(Ordering::Relaxed) {
+            assert_eq!(up.nodes().await, before, "the same nodes, in the same lives, and all usable");
+            sleep(Duration::from_millis(200)).await;
+        }
+    };
+    let trouble = async {
+        trouble.await;
+        over.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(join_all((0..CLIENTS).map(|_| one())), look, trouble);
+    assert!(next.into_inner() > CLIENTS, "requests ran meanwhile");
+}
+
+async fn etcd_client(etcd: &Etcd) -> EtcdClient {
+    eventually("etcd to answer", async || {
+        let mut client = EtcdClient::connect(etcd.endpoints(), None).await.ok()?;
+        let asked = tokio::time::timeout(Duration::from_secs(2), client.get("x", None)).await;
+        asked.ok()?.ok()?;
+        Some(client)
+    })
+    .await
+}
+
+/// The keys of the members, and etcd's revision.
+async fn announced(client: &mut EtcdClient) -> (Vec<String>, i64) {
+    let prefix = GetOptions::new().with_prefix().with_keys_only();
+    let answer = client.get(format!("/baton/{CLUSTER}/nodes/"), Some(prefix)).await.expect("etcd answers");
+    let keys = answer.kvs().iter().map(|kv| kv.key_str().expect("text").to_owned()).collect();
+    (keys, answer.header().expect("it has one").revision())
+}
+
+/// Everybody is announced, by itself; how many writes that took.
+async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
+    let mut client = etcd_client(etcd).await;
+    eventually("everybody to be announced", async || {
+        let (keys, revision) = announced(&mut client).await;
+        (keys.len() == nodes.len()).then_some(revision)
+    })
+    .await
+}
+
+/// Nobody goes on writing: what is announced is announced once.
+async fn is_calm(etcd: &Etcd) {
+    let mut client = etcd_client(etcd).await;
+    let (_, before) = announced(&mut client).await;
+    sleep(Duration::from_secs(3)).await;
+    let (_, after) = announced(&mut client).await;
+    assert_eq!(after, before, "signs of life write nothing");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn etcd_may_be_away_for_seconds_and_come_back_with_its_data() {
+    let mut etcd = Etcd::start();
+    let up = cluster(&url(etcd.endpoints()[0].as_str())).await;
+    let nodes = up.nodes().await;
+    let trouble = async {
+        for away in [Duration::from_secs(1), outage()] {
+            etcd.kill();
+            sleep(away).await;
+            etcd.restart();
+            all_announced(&etcd, &nodes).await;
+        }
+        is_calm(&etcd).await;
+    };
+    through(&up, trouble).await;
+    up.baseline().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_empty_etcd_is_told_of_everybody_again() {
+    let mut etcd = Etcd::start();
+    let up = cluster(&url(etcd.endpoints()[0].as_str())).await;
+    let nodes = up.nodes().await;
+    let trouble = async {
+        etcd.kill();
+        sleep(Duration::from_secs(1)).await;
+        etcd.restart_empty();
+        let writes = all_announced(&etcd, &nodes).await;
+        // Each writes its key, at most twice: a lease that was granted while etcd still started may be lost.
+        assert!(writes <= 2 + 2 * nodes.len() as i64, "{writes} writes for {} nodes", nodes.len());
+        is_calm(&etcd).await;
+    };
+    through(&up, trouble).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lost_leases_and_a_forgotten_history_change_nothing() {
+    let etcd = Etcd::start();
+    let wire = Wire::to(etcd.endpoints()[0].clone()).await;
+    let up = cluster(&url(wire.addr)).await;
+    let nodes = up.nodes().await;
+    let mut client = etcd_client(&etcd).await;
+    let leases = client.leases().await.expect("etcd answers");
+    assert_eq!(leases.leases().len(), nodes.len(), "a lease for each");
+    for lease in leases.leases() {
+        client.lease_revoke(lease.id()).await.expect("it is there");
+    }
+    // Known nodes are gone for as long as they are not announced again: etcd itself has said so.
+    all_announced(&etcd, &nodes).await;
+    eventually("everybody to be usable", async || {
+        let now = up.nodes().await;
+        (now.len() == nodes.len() && now.iter().all(|node| node.state == "ready")).then_some(())
+    })
+    .await;
+    let trouble = async {
+        let (_, revision) = announced(&mut client).await;
+        client.put("/elsewhere", "a later revision", None).await.expect("etcd answers");
+        client.compact(revision, None).await.expect("there is history");
+        wire.cut();
+        all_announced(&etcd, &nodes).await;
+        is_calm(&etcd).await;
+    };
+    through(&up, trouble).await;
+    assert_eq!(up.nodes().await, nodes, "in the lives that they had");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_of_three_members_are_enough() {
+    let mut etcd = Etcd::of(3);
+    drop(etcd_client(&etcd).await);
+    let up = cluster(&etcd.url(CLUSTER)).await;
+    let nodes = up.nodes().await;
+    for nth in 0..2 {
+        let trouble = async {
+            etcd.kill_one(nth);
+            sleep(Duration::from_secs(3)).await;
+            if nth == 0 {
+                all_announced(&etcd, &nodes).await;
+                etcd.restart();
+                all_announced(&etcd, &nodes).await;
+            }
+        };
+        through(&up, trouble).await;
+    }
+}
+
+/// What one node may do to its registry: signs of life, and tries while it is away.
+const BYTES_PER_SECOND_MAX: f64 = 2_000.0;
+const CONNECTIONS_PER_SECOND_MAX: f64 = 4.0;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn traffic_with_the_registry_is_bounded() {
+    let mut etcd = Etcd::start();
+    let wire = Wire::to(etcd.endpoints()[0].clone()).await;
+    let up = cluster(&url(wire.addr)).await;
+    let n_peers = (up.nodes().await.len() + 1) as f64;
+    let count = async |during: Duration| {
+        let (began, before) = (Instant::now(), wire.traffic());
+        sleep(during).await;
+        let (took, after) = (began.elapsed().as_secs_f64(), wire.traffic());
+        let per_peer = |before: u64, after: u64| (after - before) as f64 / took / n_peers;
+        (per_peer(before.connections, after.connections), per_peer(before.bytes, after.bytes))
+    };
+    // Under load: requests are none of the registry's business.
+    let client = up.client();
+    let asks = asks();
+    let load = join_all(asks.iter().map(|ask| client.ask(ask)));
+    let ((connections, bytes), answers) = tokio::join!(count(Duration::from_secs(6)), load);
+    assert!(answers.iter().all(Result::is_ok));
+    eprintln!("with etcd: {connections:.2} connections and {bytes:.0} bytes a second for each");
+    assert!(connections < 0.1 && bytes < BYTES_PER_SECOND_MAX, "{connections} connections, {bytes} bytes");
+    etcd.kill();
+    let (connections, bytes) = count(Duration::from_secs(6)).await;
+    eprintln!("without it: {connections:.2} connections and {bytes:.0} bytes a second for each");
+    assert!(connections < CONNECTIONS_PER_SECOND_MAX, "{connections} connections a second");
+    assert!(bytes < BYTES_PER_SECOND_MAX, "{bytes} bytes a second");
+}

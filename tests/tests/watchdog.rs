@@ -1,0 +1,172 @@
+//! Where tokens stand still, health says so within five seconds, and where; and when they move again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_tests::fleet::{Fleet, PACED};
+use baton_tests::logs::A_NODE_STANDS_STILL;
+use baton_tests::{Ask, Client, eventually, in_time};
+use chassis::metrics::Metrics;
+use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
+use decode_node::DecodeService;
+use engine::backend::flaky::{Failures, Flaky};
+use engine::{Mock, MockSettings, Pace};
+use node::{Drive, Life, NodeConfig, NodeParts, RawNodeConfig, live};
+use registry::RegistryParts;
+use router::{RawRouterConfig, Router, RouterConfig};
+use rustix::process::Signal;
+use tokio::time::{Instant, sleep};
+use tonic::service::Routes;
+use types::{NodeId, Role};
+
+/// How soon it must be said.
+const SAID_WITHIN: Duration = Duration::from_secs(5);
+/// How long the engine hangs.
+const HANGS_FOR: Duration = Duration::from_secs(9);
+
+/// A router in this process.
+async fn router() -> (Client, String, Task<()>, Shutdown) {
+    let mut raw = RawRouterConfig::default();
+    (raw.router.http, raw.router.grpc) = ("127.0.0.1:0".to_owned(), "127.0.0.1:0".to_owned());
+    let config = RouterConfig::resolve(raw).expect("right settings");
+    let router = Router::bind(World::real(), config).await.expect("free ports");
+    let (client, registry) = (Client::new(router.http_addr()), format!("embedded://{}", router.grpc_addr()));
+    let shutdown = Shutdown::new();
+    let serving = router.serve(shutdown.clone(), std::future::ready(()));
+    let serving = spawn_guarded(&Gate::new("test"), "router", async move { drop(serving.await) });
+    (client, registry, serving, shutdown)
+}
+
+/// A node that does both, in this process, with a mock whose third step comes back late.
+async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
+    let mut raw = RawNodeConfig::default();
+    raw.registry.url.clone_from(&registry);
+    raw.transfer.connectors = vec!["tcp".to_owned()];
+    let config = NodeConfig::resolve(raw).expect("right settings");
+    let world = World::real();
+    let grpc = world.net().listen("127.0.0.1:0").await.expect("a free port");
+    let admin = world.net().listen("127.0.0.1:0").await.expect("a free port");
+    let client = Client::new(admin.local_addr().expect("bound"));
+    let mock =
+        Mock::new("mock", MockSettings::default(), 64, Pace::Sleeping).expect("memory for a few blocks");
+    let failures = Failures { hang: [(2, HANGS_FOR)].into(), ..Failures::default() };
+    let (id, backend) = (NodeId::new("hanging"), Box::new(Flaky::new(mock, failures)));
+    let metrics = Metrics::new("both");
+    let parts = NodeParts::build(&id, &config, backend, world.clone(), metrics, Drive::Thread).await;
+    let parts = parts.expect("its parts");
+    let shutdown = Shutdown::new();
+    let asked = shutdown.clone();
+    let living = spawn_guarded(&Gate::new("test"), "node", async move {
+        let gate = Gate::new("registry");
+        let registry =
+            registry::open(&config.registry_url, RegistryParts { world, gate }).expect("an address");
+        let services = Routes::new(DecodeService::new(parts.clone(), config.decode.clone()).server());
+        let life = Life {
+            config: &config,
+            id,
+            role: Role::Decode,
+            registry: &*registry,
+            shutdown: asked,
+            grpc,
+            admin,
+        };
+        drop(live(parts, services, life).await);
+    });
+    (client, living, shutdown)
+}
+
+/// Waits until `/ready` has this status: how long that took, and what it said.
+async fn says(client: &Client, status: u16) -> (Duration, String) {
+    let began = Instant::now();
+    let body = eventually("health to change", async || {
+        let (now, body) = client.get("/ready").await;
+        (now.as_u16() == status).then_some(body)
+    })
+    .await;
+    (began.elapsed(), body)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn an_engine_that_hangs_is_named_and_left_out() {
+    let (at_router, registry, serving, router_down) = router().await;
+    let (at_node, living, node_down) = node_that_hangs(registry).await;
+    says(&at_node, 200).await;
+    says(&at_router, 200).await;
+    let ask = Arc::new(Ask::new((0..40).collect(), 8).with("ignore_eos", true.into()));
+    let asked = async { in_time("an answer", at_router.ask(&ask)).await.expect("it was only late") };
+    let watched = async {
+        let node = async {
+            let (took, reason) = says(&at_node, 503).await;
+            assert!(took < SAID_WITHIN, "the node took {took:?}");
+            assert!(reason.contains("step: the engine does not come back"), "{reason}");
+        };
+        let router = async {
+            let (took, reason) = says(&at_router, 503).await;
+            assert!(took < SAID_WITHIN, "the router took {took:?}");
+            let is_named = reason.contains("wait at decode") || reason.contains("hanging is unreachable");
+            assert!(is_named, "{reason}");
+        };
+        tokio::join!(node, router);
+        let cluster = at_router.get_json("/debug/cluster").await;
+        assert_eq!(cluster["nodes"][0]["state"], "unreachable", "no request is sent to it: {cluster}");
+    };
+    let (answer, ()) = tokio::join!(asked, watched);
+    assert_eq!(answer.tokens.len(), 8);
+    says(&at_node, 200).await;
+    says(&at_router, 200).await;
+    at_router.ask(&ask).await.expect("it serves again");
+    node_down.trigger();
+    living.await.expect("the node ends");
+    router_down.trigger();
+    serving.await.expect("the router ends");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stopped_peers_are_named_within_five_seconds() {
+    for role in ["decode", "prefill"] {
+        // Sooner than the router takes a silent peer for dead, which may be after three seconds.
+        let sooner = vec![("BATON_ROUTER__STUCK_MS", "2000".to_owned())];
+        let fleet = Fleet::start_with(PACED, 1, 1, sooner).await;
+        let client = fleet.client();
+        let victim = fleet.nodes.iter().find(|node| node.role == role).expect("there is one");
+        fleet.expect_log(A_NODE_STANDS_STILL);
+        victim.process.signal(Signal::STOP);
+        let ask = Ask::new((0..200).collect(), 8).header("x-baton-timeout-ms", 20_000);
+        let asked = async { in_time("an end", client.ask(&ask)).await };
+        let watched = async {
+            let (took, reason) = says(&client, 503).await;
+            assert!(took < SAID_WITHIN, "{role}: it took {took:?}");
+            // Where requests wait, or who is not there.
+            let places = ["wait at reserve", "wait at prefill", "wait at decode", "is unreachable"];
+            assert!(places.iter().any(|place| reason.contains(place)), "{role}: {reason}");
+        };
+        let (ended, ()) = tokio::join!(asked, watched);
+        if let Err(failed) = ended {
+            assert!(["no_nodes", "failed", "wire", "deadline"].contains(&failed.code.as_str()), "{failed:?}");
+        }
+        victim.process.signal(Signal::CONT);
+        says(&client, 200).await;
+        fleet.all_ready().await;
+        client.ask(&ask).await.expect("it serves again");
+        fleet.baseline().await;
+    }
+}
+
+/// A client that does not read is nobody's standstill.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_that_sleeps_is_no_standstill() {
+    let fleet = Fleet::start(PACED, 1, 1).await;
+    let ask = Ask::new((0..40).collect(), 3_000).with("ignore_eos", true.into());
+    let stream = fleet.client().stream(&ask).await.expect("a stream");
+    let until = Instant::now() + Duration::from_secs(8);
+    while Instant::now() < until {
+        let (status, body) = fleet.client().get("/ready").await;
+        assert_eq!(status, 200, "{body}");
+        for node in &fleet.nodes {
+            assert_eq!(node.readiness().await.0, 200, "{}", node.name);
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+    drop(stream);
+    fleet.baseline().await;
+}
