@@ -192,25 +192,51 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     }
 }
 
-// One block of threads adds up one head's parts, a thread for each dim.
+// One block of threads adds up one head's parts. Its warps take turns over them, so that all are read at once: a lane has
+// HEAD / 32 dims. What warps found is added up in their order.
+constexpr u32 MERGE_WARPS = 8;
+
 template <u32 HEAD>
 __device__ __forceinline__ void merge(bf16* out, const float* parts, const float2* part_sums, const u32* lengths,
                                       u32 n_q_heads, u32 n_parts, u32 chunk_blocks) {
+    constexpr u32 DIMS = HEAD / 32;
+    struct alignas(DIMS * 4) Dims { float of[DIMS]; };
+    __shared__ float found[MERGE_WARPS][HEAD];
     in_turn();
-    u32 row = blockIdx.y, head = blockIdx.x, dim = threadIdx.x;
-    u64 q_head = (u64)row * n_q_heads + head;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u64 q_head = (u64)blockIdx.y * n_q_heads + blockIdx.x;
     u32 chunk_tokens = chunk_blocks * BLOCK_TOKENS;
-    u32 n_used = min((lengths[row] + chunk_tokens - 1) / chunk_tokens, n_parts);
-    float most = -INF, total = 0.f, number = 0.f;
-    for (u32 i = 0; i < n_used; i++) most = fmaxf(most, part_sums[q_head * n_parts + i].x);
-    for (u32 i = 0; i < n_used; i++) {
-        float2 of = part_sums[q_head * n_parts + i];
-        float share = of.x == -INF && of.y == 0.f ? 0.f : power2(of.x - most);
-        if (of.y != of.y) share = of.y;
-        total += share * of.y;
-        number += share * parts[(q_head * n_parts + i) * HEAD + dim];
+    u32 n_used = min((lengths[blockIdx.y] + chunk_tokens - 1) / chunk_tokens, n_parts);
+    const float2* sums = part_sums + q_head * n_parts;
+
+    // Every warp finds the greatest score and the total for itself, in the same order.
+    float most = -INF, total = 0.f;
+    for (u32 i = lane; i < n_used; i += 32) most = fmaxf(most, sums[i].x);
+#pragma unroll
+    for (int of = 16; of > 0; of /= 2) most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, of));
+    auto share_of = [&](float2 sum) {
+        if (sum.y != sum.y) return sum.y;  // NaN spoils all of it
+        return sum.x == -INF ? 0.f : power2(sum.x - most);
+    };
+    for (u32 i = lane; i < n_used; i += 32) total += share_of(sums[i]) * sums[i].y;
+    total = warp_sum(total);
+
+    float number[DIMS] = {};
+#pragma unroll 4
+    for (u32 i = warp; i < n_used; i += MERGE_WARPS) {
+        Dims part = *reinterpret_cast<const Dims*>(parts + (q_head * n_parts + i) * HEAD + lane * DIMS);
+        float share = share_of(sums[i]);
+#pragma unroll
+        for (u32 j = 0; j < DIMS; j++) number[j] += share * part.of[j];
     }
-    out[q_head * HEAD + dim] = narrow(total == 0.f ? 0.f : number / total);
+#pragma unroll
+    for (u32 j = 0; j < DIMS; j++) found[warp][lane * DIMS + j] = number[j];
+    __syncthreads();
+    if (threadIdx.x >= HEAD) return;
+    float all = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < MERGE_WARPS; i++) all += found[i][threadIdx.x];
+    out[q_head * HEAD + threadIdx.x] = narrow(total == 0.f ? 0.f : all / total);
 }
 
 #define DECODE(HEAD)                                                                                                      \
@@ -220,7 +246,7 @@ __device__ __forceinline__ void merge(bf16* out, const float* parts, const float
                             const u32* lengths, DecodeShape shape) {                                         \
         decode<HEAD>(out, parts, part_sums, q, pages, tables, lengths, shape);                                            \
     }                                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(HEAD)                                                                    \
+    extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)                                                        \
     merge_parts_##HEAD(bf16* out, const float* parts, const float2* part_sums,                  \
                        const u32* lengths, u32 n_q_heads, u32 n_parts, u32 chunk_blocks) {                   \
         merge<HEAD>(out, parts, part_sums, lengths, n_q_heads, n_parts, chunk_blocks);                                    \

@@ -1,62 +1,86 @@
 // What lies between the projection of q, k and v and attention: the norms of heads, rotation, and K and V into pages.
 //
 // A row of `qkv` is all heads of q, then of k, then of v. q is rotated where it lies; k and v go to their page:
-// [K|V][kv_head][token][dim]. A warp does one head of one token. Number i turns with number i + HEAD / 2.
+// [K|V][kv_head][token][dim]. A block of threads does one token. A thread has 8 numbers of the first half of a head and
+// the 8 of the second half that turn with them, and the same of further heads: it reads its cosines and sines once.
 // A slot is block * BLOCK_TOKENS + token; one that is not below `n_slots` is written nowhere (rows of padding).
 struct RopeShape { u32 n_q_heads, n_kv_heads, n_slots, n_positions; float epsilon; };
 
-template <u32 HEAD>
-__device__ __forceinline__ void rope_head(bf16* qkv, bf16* pages, const u32* positions, const u32* slots, const float2* turns,
-                                          const bf16* q_weight, const bf16* k_weight, RopeShape shape) {
-    in_turn();
-    constexpr u32 PER_LANE = HEAD / 64;  // of each half
-    u32 lane = threadIdx.x % 32;
-    u32 head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    u32 n_heads = shape.n_q_heads + 2 * shape.n_kv_heads;
-    if (head >= n_heads) return;
-    bf16* from = qkv + ((u64)blockIdx.y * n_heads + head) * HEAD;
-    u32 position = positions[blockIdx.y], slot = slots[blockIdx.y];
-    bool is_q = head < shape.n_q_heads, is_v = head >= shape.n_q_heads + shape.n_kv_heads;
+struct Halves { float first[8], second[8]; };
 
-    float first[PER_LANE], second[PER_LANE];
+__device__ __forceinline__ void widen8(float (&wide)[8], Eight narrow) {
 #pragma unroll
-    for (u32 i = 0; i < PER_LANE; i++) {
-        first[i] = widen(from[lane + 32 * i]);
-        second[i] = widen(from[lane + 32 * i + HEAD / 2]);
+    for (u32 i = 0; i < 4; i++) wide[2 * i] = low(narrow.pair[i]), wide[2 * i + 1] = high(narrow.pair[i]);
+}
+__device__ __forceinline__ Eight narrow8(const float (&wide)[8]) {
+    Eight eight;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) eight.pair[i] = narrow(wide[2 * i], wide[2 * i + 1]);
+    return eight;
+}
+
+// Scales a head by its norm and the norm's weights. LANES neighbours have a head together.
+template <u32 HEAD, u32 LANES>
+__device__ __forceinline__ void norm(Halves& head, const bf16* weight, u32 lane, float epsilon) {
+    float squares = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) squares += head.first[i] * head.first[i] + head.second[i] * head.second[i];
+#pragma unroll
+    for (int of = LANES / 2; of > 0; of /= 2) squares += __shfl_xor_sync(FULL_WARP, squares, of);
+    float scale = rsqrtf(squares / HEAD + epsilon);
+    float first[8], second[8];
+    widen8(first, load8(weight + lane * 8));
+    widen8(second, load8(weight + HEAD / 2 + lane * 8));
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) head.first[i] *= scale * first[i], head.second[i] *= scale * second[i];
+}
+
+template <u32 HEAD>
+__device__ __forceinline__ void rope_heads(bf16* qkv, bf16* pages, const u32* positions, const u32* slots, const float2* turns,
+                                           const bf16* q_weight, const bf16* k_weight, RopeShape shape) {
+    constexpr u32 LANES = HEAD / 16;
+    in_turn();
+    u32 lane = threadIdx.x % LANES, n_heads = shape.n_q_heads + 2 * shape.n_kv_heads;
+    u32 position = positions[blockIdx.x], slot = slots[blockIdx.x];
+    bf16* row = qkv + (u64)blockIdx.x * n_heads * HEAD + lane * 8;
+
+    float2 turn[8];
+#pragma unroll
+    for (u32 i = 0; i < 8; i += 2) {
+        float4 two = make_float4(__int_as_float(0x7fc00000), 0.f, __int_as_float(0x7fc00000), 0.f);
+        if (position < shape.n_positions) two = *reinterpret_cast<const float4*>(turns + (u64)position * (HEAD / 2) + lane * 8 + i);
+        turn[i] = make_float2(two.x, two.y), turn[i + 1] = make_float2(two.z, two.w);
     }
-    const bf16* weight = is_q ? q_weight : k_weight;
-    if (weight != nullptr && !is_v) {
-        float squares = 0.f;
-#pragma unroll
-        for (u32 i = 0; i < PER_LANE; i++) squares += first[i] * first[i] + second[i] * second[i];
-        float scale = rsqrtf(warp_sum(squares) / HEAD + shape.epsilon);
-#pragma unroll
-        for (u32 i = 0; i < PER_LANE; i++) {
-            first[i] *= scale * widen(weight[lane + 32 * i]);
-            second[i] *= scale * widen(weight[lane + 32 * i + HEAD / 2]);
+    // Whole warps go on together, for the norm's sake: one past the end reads the last head, and writes nothing.
+    for (u32 start = threadIdx.x / 32 * (32 / LANES); start < n_heads; start += blockDim.x / LANES) {
+        u32 nth = start + threadIdx.x % 32 / LANES;
+        bf16* from = row + (u64)min(nth, n_heads - 1) * HEAD;
+        Halves head;
+        widen8(head.first, load8(from));
+        widen8(head.second, load8(from + HEAD / 2));
+        bool is_q = nth < shape.n_q_heads, is_v = nth >= shape.n_q_heads + shape.n_kv_heads;
+        if (q_weight != nullptr) {
+            Halves normed = head;
+            norm<HEAD, LANES>(normed, is_q ? q_weight : k_weight, lane, shape.epsilon);
+            if (!is_v) head = normed;
         }
-    }
-    if (!is_v) {
+        if (!is_v) {
 #pragma unroll
-        for (u32 i = 0; i < PER_LANE; i++) {
-            float2 turn = position < shape.n_positions ? turns[(u64)position * (HEAD / 2) + lane + 32 * i]
-                                                       : make_float2(__int_as_float(0x7fc00000), 0.f);
-            float a = first[i], b = second[i];
-            first[i] = a * turn.x - b * turn.y;
-            second[i] = b * turn.x + a * turn.y;
+            for (u32 i = 0; i < 8; i++) {
+                float a = head.first[i], b = head.second[i];
+                head.first[i] = a * turn[i].x - b * turn[i].y;
+                head.second[i] = b * turn[i].x + a * turn[i].y;
+            }
         }
-    }
-    bf16* to = from;
-    if (!is_q) {
-        if (slot >= shape.n_slots) return;
-        u64 part = head - shape.n_q_heads;  // heads of K, then of V
-        u64 page = (u64)(slot / BLOCK_TOKENS) * 2 * shape.n_kv_heads + part;
-        to = pages + (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * HEAD;
-    }
-#pragma unroll
-    for (u32 i = 0; i < PER_LANE; i++) {
-        to[lane + 32 * i] = narrow(first[i]);
-        to[lane + 32 * i + HEAD / 2] = narrow(second[i]);
+        bf16* to = from;
+        if (!is_q) {
+            u64 part = nth - shape.n_q_heads;  // heads of K, then of V
+            u64 page = (u64)(slot / BLOCK_TOKENS) * 2 * shape.n_kv_heads + part;
+            to = pages + (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * HEAD + lane * 8;
+        }
+        if (nth >= n_heads || (!is_q && slot >= shape.n_slots)) continue;
+        store8(to, narrow8(head.first));
+        store8(to + HEAD / 2, narrow8(head.second));
     }
 }
 
@@ -64,7 +88,7 @@ __device__ __forceinline__ void rope_head(bf16* qkv, bf16* pages, const u32* pos
     extern "C" __global__ void __launch_bounds__(256)                                                                     \
     rope_write_kv_##HEAD(bf16* qkv, bf16* pages, const u32* positions, const u32* slots, const float2* turns,             \
                          const bf16* q_weight, const bf16* k_weight, RopeShape shape) {                                   \
-        rope_head<HEAD>(qkv, pages, positions, slots, turns, q_weight, k_weight, shape);                                  \
+        rope_heads<HEAD>(qkv, pages, positions, slots, turns, q_weight, k_weight, shape);                                 \
     }
 ROPE(64)
 ROPE(128)

@@ -101,6 +101,11 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError>
         prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 257], 70)?;
         prefill(card, verdicts, &scene, &[1, 5, 64, 130, 300, 100], 1)?;
     }
+    // Many tiles of tokens, and windows that end within one.
+    let scene = Scene::new(12, (128, 4, 2), &[1300, 640, 769, 1151, 128, 1024]);
+    for window in [usize::MAX, 500, 128] {
+        prefill(card, verdicts, &scene, &[200, 640, 129, 30, 128, 1], window)?;
+    }
     Ok(())
 }
 

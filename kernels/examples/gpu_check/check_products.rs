@@ -1,5 +1,6 @@
 //! Products of few rows with a matrix: against sums in f64.
 
+use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
 use baton_kernels::cuda::{Bf16, Card, CudaError, SKINNY_FORMS, SkinnyForm};
 
 use super::check_rows::POISON;
@@ -16,7 +17,62 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError>
                 skinny(card, verdicts, *form, (*n, *k, n_rows))?;
             }
         }
+        if card.has_few_rows() {
+            for n_rows in [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128] {
+                few_rows(card, verdicts, (*n, *k, n_rows))?;
+            }
+            company(card, verdicts, (*n, *k))?;
+        }
     }
+    Ok(())
+}
+
+/// Every row with every row.
+fn product(w: &[Bf16], x: &[Bf16], k: usize) -> Vec<f64> {
+    let (w, x) = (wide(w), wide(x));
+    let dot = |row: &[f64], of: &[f64]| row.iter().zip(of).map(|(a, b)| a * b).sum::<f64>();
+    x.chunks(k).flat_map(|row| w.chunks(k).map(move |of| dot(row, of))).collect()
+}
+
+fn few_rows(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    (n, k, n_rows): (usize, usize, usize),
+) -> Result<(), CudaError> {
+    let mut draw = Draw::new((3 * n * k + n_rows) as u64);
+    let (w, x) = (draw.narrow(n * k, 1.0), draw.narrow(n_rows * k, 1.0));
+    let reference = product(&w, &x, k);
+    let (w, x) = (card.upload(&w)?, card.upload(&x)?);
+    let mut narrow = card.buffer::<Bf16>(n * n_rows)?;
+    let mut whole = card.buffer::<f32>(n * n_rows)?;
+    for shares in FEW_ROWS_SHARES {
+        card.fill(narrow.view_mut(), POISON)?;
+        card.fill(whole.view_mut(), POISON)?;
+        let form = FewRowsForm { shares: *shares };
+        card.few_rows(form, narrow.view_mut(), w.view(), x.view(), k)?;
+        card.few_rows_wide(form, whole.view_mut(), w.view(), x.view(), k)?;
+        let name = format!("few_rows {n_rows}x{n}x{k}, shares {shares}");
+        verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
+        let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();
+        verdicts.compare(format!("{name} in f32"), &answer, &reference, 1e-4);
+    }
+    Ok(())
+}
+
+/// A row's answer is the same, bit by bit, alone and in any company.
+fn company(card: &Card, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Result<(), CudaError> {
+    let mut draw = Draw::new(31);
+    let w = card.upload(&draw.narrow(n * k, 1.0))?;
+    let x = card.upload(&draw.narrow(128 * k, 1.0))?;
+    let form = card.few_rows_form(n, k);
+    let mut first_rows = vec![];
+    for n_rows in [1, 8, 13, 32, 64, 128] {
+        let mut y = card.buffer::<f32>(n_rows * n)?;
+        card.few_rows_wide(form, y.view_mut(), w.view(), x.slice(0..n_rows * k), k)?;
+        first_rows.push(card.download(y.slice(0..n))?);
+    }
+    let is_same = first_rows.iter().all(|row| *row == first_rows[0]);
+    verdicts.holds(format!("few_rows {n}x{k}, alone and in company"), is_same);
     Ok(())
 }
 
@@ -28,10 +84,7 @@ fn skinny(
 ) -> Result<(), CudaError> {
     let mut draw = Draw::new((n * k + n_rows) as u64);
     let (w, x) = (draw.narrow(n * k, 1.0), draw.narrow(n_rows * k, 1.0));
-    let (w_wide, x_wide) = (wide(&w), wide(&x));
-    let dot = |row: &[f64], of: &[f64]| row.iter().zip(of).map(|(a, b)| a * b).sum::<f64>();
-    let reference: Vec<f64> =
-        x_wide.chunks(k).flat_map(|row| w_wide.chunks(k).map(move |of| dot(row, of))).collect();
+    let reference = product(&w, &x, k);
     let (w, x) = (card.upload(&w)?, card.upload(&x)?);
     let mut narrow = card.buffer::<Bf16>(n * n_rows)?;
     let mut whole = card.buffer::<f32>(n * n_rows)?;

@@ -1,7 +1,8 @@
 //! Runs every kernel on a GPU against plain Rust, then measures each against what the card can do.
 //!
-//! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no]`: JSON to the file, a summary to stderr; fails where a
-//! kernel is wrong. Without a GPU it says so and fails.
+//! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]`:
+//! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
+//! runs on Hopper what other cards run; `--only` is rows, products or attention.
 #![allow(clippy::print_stdout)]
 
 mod draw;
@@ -24,10 +25,20 @@ struct Args {
     commit: Option<String>,
     cache: Cache,
     measures: bool,
+    arch: Option<String>,
+    only: Option<String>,
 }
 
 fn args() -> Args {
-    let mut args = Args { nvrtc: None, out: None, commit: None, cache: Cache::none(), measures: true };
+    let mut args = Args {
+        nvrtc: None,
+        out: None,
+        commit: None,
+        cache: Cache::none(),
+        measures: true,
+        arch: None,
+        only: None,
+    };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let value = words.next().unwrap_or_default();
@@ -37,6 +48,8 @@ fn args() -> Args {
             "--commit" => args.commit = Some(value),
             "--cache" => args.cache = Cache::at(&PathBuf::from(value)),
             "--measure" => args.measures = value != "no",
+            "--arch" => args.arch = Some(value),
+            "--only" => args.only = Some(value),
             _ => eprintln!("unknown word: {word}"),
         }
     }
@@ -49,17 +62,18 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("error: {error}");
+            eprintln!("error: {error}: {:?}", std::error::Error::source(&error));
             ExitCode::from(3)
         }
     }
 }
 
 fn run(args: &Args) -> Result<bool, CudaError> {
-    let card = Card::open(0, args.nvrtc.as_deref(), &args.cache)?;
+    let open = || Card::open_as(0, args.nvrtc.as_deref(), &args.cache, args.arch.as_deref());
+    let card = open()?;
     let n_compiled_again = match args.cache {
         _ if card.n_compiled() == 0 => 0,
-        _ => Card::open(0, args.nvrtc.as_deref(), &args.cache)?.n_compiled(),
+        _ => open()?.n_compiled(),
     };
     eprintln!(
         "{} ({}), {} sources compiled, {n_compiled_again} when opened again",
@@ -68,10 +82,17 @@ fn run(args: &Args) -> Result<bool, CudaError> {
         card.n_compiled()
     );
     let mut verdicts = Verdicts::default();
-    check_rows::all(&card, &mut verdicts)?;
-    check_products::all(&card, &mut verdicts)?;
-    check_attention::all(&card, &mut verdicts)?;
-    let measured = if args.measures { measure::all(&card)? } else { json!(null) };
+    let is_wanted = |part: &str| args.only.as_deref().is_none_or(|only| only == part);
+    if is_wanted("rows") {
+        check_rows::all(&card, &mut verdicts)?;
+    }
+    if is_wanted("products") {
+        check_products::all(&card, &mut verdicts)?;
+    }
+    if is_wanted("attention") {
+        check_attention::all(&card, &mut verdicts)?;
+    }
+    let measured = if args.measures { measure::all(&card, is_wanted)? } else { json!(null) };
     let report = json!({
         "command": "gpu_check",
         "commit": args.commit,

@@ -1,6 +1,6 @@
 //! How fast each kernel is, beside what the card can do at most, measured in the same minute.
 
-use baton_kernels::cuda::ops::BLOCK_TOKENS;
+use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_SHARES, FewRowsForm};
 use baton_kernels::cuda::{
     Bf16, Buffer, Card, CudaError, DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv,
     SKINNY_FORMS, SkinnyForm,
@@ -31,16 +31,16 @@ struct Limits {
     copy: f64,
 }
 
-pub(crate) fn all(card: &Card) -> Result<Value, CudaError> {
+pub(crate) fn all(card: &Card, is_wanted: impl Fn(&str) -> bool) -> Result<Value, CudaError> {
     let limits = limits(card)?;
     eprintln!("read {:.3} TB/s, copy {:.3} TB/s (read plus written)", limits.read / 1e12, limits.copy / 1e12);
     let value = json!({
         "read_bytes_per_s": limits.read,
         "copy_bytes_per_s": limits.copy,
-        "rows": rows(card, &limits)?,
-        "skinny": skinny_all(card, &limits)?,
-        "decode_attention": decode_all(card, &limits)?,
-        "prefill_attention": prefill_all(card)?,
+        "rows": if is_wanted("rows") { rows(card, &limits)? } else { vec![] },
+        "products": if is_wanted("products") { products_all(card, &limits)? } else { vec![] },
+        "decode_attention": if is_wanted("attention") { decode_all(card, &limits)? } else { vec![] },
+        "prefill_attention": if is_wanted("attention") { prefill_all(card)? } else { vec![] },
     });
     let again = self::limits(card)?;
     eprintln!("read again {:.3} TB/s", again.read / 1e12);
@@ -54,11 +54,10 @@ fn seconds(
     mut call: impl FnMut(usize) -> Result<(), CudaError>,
 ) -> Result<f64, CudaError> {
     let mut times = Vec::with_capacity(N_TIMES);
-    for time in 0..N_TIMES + 3 {
+    let mut graph = card.record(|| (0..n_launches).try_for_each(&mut call))?;
+    for _ in 0..N_TIMES + 3 {
         let start = card.mark()?;
-        for nth in 0..n_launches {
-            call(time * n_launches + nth)?;
-        }
+        graph.launch()?;
         let end = card.mark()?;
         times.push(f64::from(start.ms_until(&end)?) / 1e3 / n_launches as f64);
     }
@@ -68,7 +67,7 @@ fn seconds(
 }
 
 fn limits(card: &Card) -> Result<Limits, CudaError> {
-    let n = 2 << 30;
+    let n = 1 << 30;
     let from = card.upload(&Draw::new(20).many(n, 1.0))?;
     let mut to = card.buffer::<Bf16>(n)?;
     let mut out = card.buffer::<u32>(1)?;
@@ -157,7 +156,7 @@ fn rope(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError>
     ))
 }
 
-fn skinny_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+fn products_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (name, n, k) in MATRICES {
         // As many copies as no cache holds together, read in turn.
@@ -166,6 +165,14 @@ fn skinny_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
         for n_rows in [1, 8] {
             for form in SKINNY_FORMS {
                 lines.push(skinny(card, limits, (name, *form), &weights, (*n, *k, n_rows))?);
+            }
+        }
+        if card.has_few_rows() {
+            for n_rows in [1, 8, 16, 32, 64, 128] {
+                for shares in FEW_ROWS_SHARES {
+                    let form = FewRowsForm { shares: *shares };
+                    lines.push(few_rows(card, limits, (name, form), &weights, (*n, *k, n_rows))?);
+                }
             }
         }
     }
@@ -190,11 +197,31 @@ fn skinny(
     Ok(line(&format!("skinny {} {name} {n_rows}x{n}x{k}", form.name), time, bytes as f64, limits.read))
 }
 
+fn few_rows(
+    card: &Card,
+    limits: &Limits,
+    (name, form): (&str, FewRowsForm),
+    weights: &Buffer<Bf16>,
+    (n, k, n_rows): (usize, usize, usize),
+) -> Result<Value, CudaError> {
+    let x = card.upload(&Draw::new(28).narrow(n_rows * k, 1.0))?;
+    let mut y = card.buffer::<Bf16>(n_rows * n)?;
+    let n_copies = weights.len() / (n * k);
+    let time = seconds(card, 4 * N_LAUNCHES, |nth| {
+        let from = nth % n_copies * n * k;
+        card.few_rows(form, y.view_mut(), weights.slice(from..from + n * k), x.view(), k)
+    })?;
+    let bytes = 2 * (n * k + n_rows * (n + k));
+    let chosen = if form == card.few_rows_form(n, k) { " (chosen)" } else { "" };
+    let what = format!("few_rows {name} {n_rows}x{n}x{k}, shares {}{chosen}", form.shares);
+    Ok(line(&what, time, bytes as f64, limits.read))
+}
+
 fn decode_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (n_rows, length) in [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)] {
         let chosen = DecodeAttention::chunk_tokens_for(card, n_rows, 8, length);
-        for chunk_tokens in [64, 256, 1024, chosen] {
+        for chunk_tokens in [256, 512, 1024, chosen] {
             lines.push(decode(card, limits, (n_rows, length), chunk_tokens)?);
         }
     }

@@ -30,6 +30,8 @@ pub struct Card {
     /// Whether a kernel may be launched while the one before it runs: from Hopper on.
     overlaps: bool,
     n_compiled: usize,
+    /// From which the blocks of a kernel draw pieces of work, one kernel at a time. Zero between kernels.
+    tickets: Buffer<u32>,
 }
 
 /// How a kernel is spread over the card.
@@ -82,7 +84,8 @@ impl Card {
         let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
         let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch)?;
         let overlaps = capability.0 >= 9;
-        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled })
+        let tickets = zeroed_tickets(&context, &stream)?;
+        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled, tickets })
     }
 
     /// As the driver names it.
@@ -192,6 +195,16 @@ impl Card {
         &self.stream
     }
 
+    /// Where a kernel's blocks draw pieces of work. Kernels of one stream draw one after the other, and leave it zero.
+    pub(super) fn tickets(&self) -> u64 {
+        self.tickets.view().address
+    }
+
+    /// Whether a kernel is there: some are for one kind of card only.
+    pub(super) fn has(&self, kernel: &str) -> bool {
+        self.functions.contains_key(kernel)
+    }
+
     /// Puts a kernel at the end of the stream. It may come onto the card while the one before it ends: each waits by
     /// itself before it looks at what was computed (`wait_for_last` in `prelude.cuh`).
     ///
@@ -202,16 +215,26 @@ impl Card {
         &self,
         kernel: &'static str,
         grid: Grid,
+        cluster: usize,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
         let function =
             self.functions.get(kernel).expect("every kernel of SOURCES is loaded, and no other is asked for");
         self.bind()?;
-        let mut overlap = sys::CUlaunchAttribute {
+        let overlap = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
+        let together = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster as u32, y: 1, z: 1 },
+            },
+        };
+        let mut attributes = [overlap, together];
+        let n_attributes = u32::from(self.overlaps) + u32::from(self.overlaps && cluster > 1);
         let (x, y, z) = grid.blocks;
         let config = sys::CUlaunchConfig {
             gridDimX: x as u32,
@@ -222,8 +245,8 @@ impl Card {
             blockDimZ: 1,
             sharedMemBytes: grid.shared_bytes,
             hStream: self.stream.cu_stream(),
-            attrs: &mut overlap,
-            numAttrs: u32::from(self.overlaps),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: n_attributes,
         };
         // JUSTIFICATION: cudarc's own launch knows no attributes.
         // SAFETY: configuration and arguments outlive the call, which copies them; the rest is the caller's promise.
@@ -259,6 +282,17 @@ impl Marker {
     }
 }
 
+/// The number of the next piece of work, and how many blocks found none left.
+fn zeroed_tickets(context: &Arc<CudaContext>, stream: &Arc<CudaStream>) -> Result<Buffer<u32>, CudaError> {
+    let mut tickets = Buffer::<u32>::new(context, 2)?;
+    let address = tickets.view_mut().address;
+    // JUSTIFICATION: memory of the card is reached by address.
+    // SAFETY: the buffer is of this card and as long.
+    unsafe { result::memset_d8_async(address, 0, 2 * size_of::<u32>(), stream.cu_stream()) }
+        .map_err(CudaError::during("fill memory of the GPU"))?;
+    Ok(tickets)
+}
+
 /// Many small blocks of threads over a row of work.
 pub(super) fn grid(x: usize, y: usize, threads: u32) -> Grid {
     Grid { blocks: (x, y, 1), threads, shared_bytes: 0 }
@@ -290,14 +324,15 @@ fn load_all(
     cache: &Cache,
     arch: &str,
 ) -> Result<(HashMap<&'static str, CudaFunction>, usize), CudaError> {
+    let sources = || SOURCES.iter().filter(|source| source.is_for(arch));
     let fetched: Vec<_> = std::thread::scope(|scope| {
         let fetch = |source: &'static Source| scope.spawn(move || cache.fetch(nvrtc, source, arch));
-        let threads: Vec<_> = SOURCES.iter().map(fetch).collect();
+        let threads: Vec<_> = sources().map(fetch).collect();
         threads.into_iter().map(|thread| thread.join().expect("a compilation does not panic")).collect()
     });
     let mut functions = HashMap::new();
     let mut n_compiled = 0;
-    for (source, fetched) in SOURCES.iter().zip(fetched) {
+    for (source, fetched) in sources().zip(fetched) {
         let fetched = fetched?;
         n_compiled += usize::from(fetched.was_compiled);
         let module = context
@@ -318,12 +353,7 @@ fn load_all(
 
 /// Kernels that ask for more shared memory than a card gives to everyone.
 fn shared_bytes_beyond_default(kernel: &str) -> Option<i32> {
-    let head_dim = match kernel {
-        "prefill_attention_64" => 64,
-        "prefill_attention_128" => 128,
-        _ => return None,
-    };
-    Some(super::ops::prefill_shared_bytes(head_dim) as i32)
+    super::ops::shared_bytes_of(kernel).map(|bytes| bytes as i32)
 }
 
 #[cfg(test)]

@@ -22,6 +22,7 @@ mod mapped;
 pub(crate) mod staging;
 pub mod memory;
 pub mod remote;
+mod tensor_map;
 pub mod ops;
 pub mod matmul;
 

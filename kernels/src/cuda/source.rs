@@ -9,6 +9,8 @@ pub struct Source {
     pub text: &'static str,
     /// What can be launched from it.
     pub kernels: &'static [&'static str],
+    /// The one kind of card that it is for; all kinds where none is named.
+    pub only_on: Option<&'static str>,
 }
 
 macro_rules! source {
@@ -22,11 +24,24 @@ macro_rules! source {
                 include_str!(concat!("../../cu/", $name)),
             ),
             kernels: &[$($kernel),*],
+            only_on: None,
         }
     };
 }
 
-/// Everything that is compiled for a card when it is opened.
+impl Source {
+    /// For Hopper, whose own instructions no other card has.
+    const fn on_hopper(self) -> Self {
+        Self { only_on: Some("sm_90a"), ..self }
+    }
+
+    /// Whether it can be compiled for this kind of card.
+    pub fn is_for(&self, arch: &str) -> bool {
+        self.only_on.is_none_or(|only| only == arch)
+    }
+}
+
+/// Everything that is compiled for a card when it is opened, as far as it is for that card.
 pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
     source!("norm.cu", ["rms_norm", "add_rms_norm"]),
@@ -63,4 +78,38 @@ pub const SOURCES: &[Source] = &[
         "pages.cuh",
         "tensor.cuh"
     ),
+    source!(
+        "few_rows.cu",
+        [
+            "few_rows_8",
+            "few_rows_wide_8",
+            "few_rows_16",
+            "few_rows_wide_16",
+            "few_rows_32",
+            "few_rows_wide_32",
+            "few_rows_64",
+            "few_rows_wide_64",
+            "few_rows_128",
+            "few_rows_wide_128",
+        ],
+        "tensor.cuh",
+        "hopper.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "decode_attention_hopper.cu",
+        ["decode_attention_hopper_64", "decode_attention_hopper_128"],
+        "pages.cuh",
+        "tensor.cuh",
+        "hopper.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "prefill_attention_hopper.cu",
+        ["prefill_attention_hopper"],
+        "pages.cuh",
+        "tensor.cuh",
+        "hopper.cuh"
+    )
+    .on_hopper(),
 ];

@@ -9,7 +9,7 @@ pub mod tuning;
 use std::collections::HashMap;
 
 use super::error::ensure;
-use super::ops::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
+use super::ops::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm, SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 use super::{Bf16, Card, CudaError, View, ViewMut};
 use cublaslt::{Algorithm, Lt, Plan};
 pub use tuning::{Choices, RUNGS, rung};
@@ -29,6 +29,8 @@ pub struct ProductShape {
 pub enum Choice {
     /// By [`Card::skinny`]: up to 8 rows.
     Skinny(SkinnyForm),
+    /// By [`Card::few_rows`]: up to 128 rows, on Hopper.
+    Few(FewRowsForm),
     Lt(Algorithm),
 }
 
@@ -52,6 +54,7 @@ pub struct Products {
 #[derive(Debug)]
 enum Way {
     Skinny(SkinnyForm),
+    Few(FewRowsForm),
     Lt(Plan),
 }
 
@@ -133,6 +136,7 @@ impl Products {
     fn way(&self, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Skinny(form)) if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(form)),
+            Some(Choice::Few(form)) if shape.n_rows <= FEW_ROWS_MAX => Ok(Way::Few(form)),
             Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
             _ if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(SKINNY_FORMS[0])),
             _ => Ok(Way::Lt(self.lt.plan(shape)?)),
@@ -149,9 +153,10 @@ impl Products {
         x: View<'_, Bf16>,
     ) -> Result<(), CudaError> {
         let mut best: Option<(f32, Choice)> = None;
-        for choice in self.candidates(shape)? {
+        for choice in self.candidates(card, shape)? {
             let way = match choice {
                 Choice::Skinny(form) => Way::Skinny(form),
+                Choice::Few(form) => Way::Few(form),
                 Choice::Lt(algorithm) => Way::Lt(self.lt.plan_with(shape, algorithm)?),
             };
             let time = tuning::time(card, matrices.len(), |nth| {
@@ -167,10 +172,12 @@ impl Products {
         Ok(())
     }
 
-    fn candidates(&self, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
+    fn candidates(&self, card: &Card, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
         let forms = SKINNY_FORMS.iter().filter(|_| shape.n_rows <= SKINNY_ROWS_MAX).copied();
-        Ok(forms.map(Choice::Skinny).chain(algorithms).collect())
+        let is_few = card.has_few_rows() && shape.n_rows <= FEW_ROWS_MAX;
+        let few = FEW_ROWS_SHARES.iter().filter(|_| is_few).map(|shares| FewRowsForm { shares: *shares });
+        Ok(forms.map(Choice::Skinny).chain(few.map(Choice::Few)).chain(algorithms).collect())
     }
 }
 
@@ -187,6 +194,8 @@ impl Lt {
         match (way, y) {
             (Way::Skinny(form), Answer::Narrow(y)) => card.skinny(*form, y, w, x, k),
             (Way::Skinny(form), Answer::Wide(y)) => card.skinny_wide(*form, y, w, x, k),
+            (Way::Few(form), Answer::Narrow(y)) => card.few_rows(*form, y, w, x, k),
+            (Way::Few(form), Answer::Wide(y)) => card.few_rows_wide(*form, y, w, x, k),
             (Way::Lt(plan), y) => self.run(card, plan, y, w, x),
         }
     }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::path::Path;
 
-use super::super::ops::SKINNY_FORMS;
+use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, SKINNY_FORMS};
 use super::super::{Card, CudaError};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
@@ -95,12 +95,13 @@ pub(super) fn time(
     Ok(least)
 }
 
-/// `n k rows narrow|wide skinny NAME`, or `… lt` and the algorithm's words.
+/// `n k rows narrow|wide skinny NAME`, `… few SHARES`, or `… lt` and the algorithm's words.
 fn line(shape: ProductShape, choice: Choice) -> String {
     let ProductShape { n, k, n_rows, is_wide } = shape;
     let mut line = format!("{n} {k} {n_rows} {}", if is_wide { "wide" } else { "narrow" });
     let written = match choice {
         Choice::Skinny(form) => write!(line, " skinny {}", form.name),
+        Choice::Few(form) => write!(line, " few {}", form.shares),
         Choice::Lt(algorithm) => {
             line.push_str(" lt");
             algorithm.words().iter().try_for_each(|word| write!(line, " {word:x}"))
@@ -123,6 +124,10 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
         ProductShape { n: n.parse().ok()?, k: k.parse().ok()?, n_rows: n_rows.parse().ok()?, is_wide };
     let choice = match (*kind, rest) {
         ("skinny", [name]) => Choice::Skinny(SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?),
+        ("few", [shares]) => {
+            let shares = shares.parse().ok().filter(|shares| FEW_ROWS_SHARES.contains(shares))?;
+            Choice::Few(FewRowsForm { shares })
+        }
         ("lt", words) => {
             let words: Option<Vec<u64>> =
                 words.iter().map(|word| u64::from_str_radix(word, 16).ok()).collect();
@@ -156,6 +161,7 @@ mod tests {
         choices.keep(shape(8), Choice::Skinny(SKINNY_FORMS[1]));
         let lt = Choice::Lt(Algorithm::of([1, 2, 0xffff_ffff_ffff_ffff, 0, 5, 6, 7, 8]));
         choices.keep(shape(64), lt);
+        choices.keep(shape(32), Choice::Few(FewRowsForm { shares: 4 }));
         choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");
@@ -171,8 +177,7 @@ mod tests {
     fn lines_that_make_no_sense_are_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("choices.txt");
-        let text =
-            "about\n6144 4096 8 narrow skinny none\n1 2\n6144 4096 8 narrow lt 1 2\n6144 4096 8 broad lt 1\n";
+        let text = "about\n6144 4096 8 narrow skinny none\n6144 4096 8 narrow few 3 12\n1 2\n6144 4096 8 narrow lt 1 2\n6144 4096 8 broad lt 1\n";
         std::fs::write(&file, text).unwrap();
         assert!(Choices::read(&file, "about").is_empty());
     }

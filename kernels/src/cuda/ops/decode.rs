@@ -5,19 +5,27 @@ use super::{
     rows_of,
 };
 use crate::cuda::card::{Grid, grid};
+use crate::cuda::tensor_map::TensorMap;
 
 /// Threads of a part, as in `decode_attention.cu`.
 const THREADS: u32 = 128;
 /// Query heads that one pass over a KV head serves.
 const HEADS_AT_ONCE: usize = 8;
 
-/// Blocks of threads that a multiprocessor runs at once: what `decode_attention.cu` leaves registers for.
+/// Threads of a head's merge, as in `decode_attention.cu`.
+const MERGE_THREADS: u32 = 256;
+/// Pages that lie in shared memory for a block of threads, as in `decode_attention_hopper.cu`.
+const PAGES_AT_ONCE: usize = 4 * 3;
+
+/// Blocks of threads that a multiprocessor runs at once: what `decode_attention.cu` leaves registers for, and its sister
+/// for Hopper shared memory.
 const BLOCKS_AT_ONCE: usize = 3;
+const BLOCKS_AT_ONCE_ON_HOPPER: usize = 2;
 /// The most chunks of a sequence: more take longer to merge than they save.
 const CHUNKS_MAX: usize = 64;
 /// What starting a chunk, and what merging one, costs: in the time that a block of threads takes for so many tokens.
 const START_TOKENS: usize = 128;
-const MERGE_TOKENS: usize = 16;
+const MERGE_TOKENS: usize = 4;
 
 /// What [`Card::decode_attention`] needs, for one layer.
 #[derive(Debug)]
@@ -70,7 +78,8 @@ impl DecodeAttention<'_> {
     ///
     /// It depends on the batch, and so does the order of sums then; what must not depend on it names a number of its own.
     pub fn chunk_tokens_for(card: &Card, n_rows: usize, n_kv_heads: usize, length_max: usize) -> usize {
-        let places = card.n_multiprocessors() as usize * BLOCKS_AT_ONCE;
+        let at_once = if card.has(HOPPER[0].0) { BLOCKS_AT_ONCE_ON_HOPPER } else { BLOCKS_AT_ONCE };
+        let places = card.n_multiprocessors() as usize * at_once;
         let blocks = length_max.div_ceil(BLOCK_TOKENS).max(1);
         let chunk = |n_chunks: usize| blocks.div_ceil(n_chunks) * BLOCK_TOKENS;
         let tokens_of_time = |n_chunks: &usize| {
@@ -148,24 +157,11 @@ impl Card {
         };
         let n_chunks = attention.n_chunks();
         let tiles = kv.n_kv_heads * (attention.n_q_heads / kv.n_kv_heads).div_ceil(HEADS_AT_ONCE);
-        let config = Grid { blocks: (n_chunks, tiles, n_rows), threads: THREADS, shared_bytes: 0 };
-        launch!(
-            self,
-            kernel,
-            config,
-            &out.address,
-            &parts.address,
-            &part_sums.address,
-            &q.address,
-            &pages.address,
-            &tables.address,
-            &lengths.address,
-            &shape
-        )?;
+        self.launch_decode(kernel, &attention, (n_chunks, tiles, n_rows), shape)?;
         if n_chunks == 1 {
             return Ok(());
         }
-        let config = grid(attention.n_q_heads, n_rows, kv.head_dim as u32);
+        let config = grid(attention.n_q_heads, n_rows, MERGE_THREADS);
         let n_parts = number(kernel, n_chunks)?;
         launch!(
             self,
@@ -180,4 +176,60 @@ impl Card {
             &shape.chunk_blocks
         )
     }
+
+    /// By the copy engine where the card has one.
+    fn launch_decode(
+        &self,
+        kernel: &'static str,
+        attention: &DecodeAttention<'_>,
+        blocks: (usize, usize, usize),
+        shape: Shape,
+    ) -> Result<(), CudaError> {
+        let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, kv, .. } = attention;
+        let of_heads = |kernel: &&(&str, usize)| kernel.1 == kv.head_dim && self.has(kernel.0);
+        let Some((kernel, head_dim)) = HOPPER.iter().find(of_heads) else {
+            let config = Grid { blocks, threads: THREADS, shared_bytes: 0 };
+            return launch!(
+                self,
+                kernel,
+                config,
+                &out.address,
+                &parts.address,
+                &part_sums.address,
+                &q.address,
+                &pages.address,
+                &tables.address,
+                &lengths.address,
+                &shape
+            );
+        };
+        let of_pages = TensorMap::of(kv.matrix(*pages), BLOCK_TOKENS)?;
+        let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(*head_dim) };
+        launch!(
+            self,
+            kernel,
+            config,
+            &out.address,
+            &parts.address,
+            &part_sums.address,
+            &q.address,
+            &of_pages,
+            &tables.address,
+            &lengths.address,
+            &shape
+        )
+    }
+}
+
+/// The kernels that read by the copy engine, and their heads.
+const HOPPER: [(&str, usize); 2] = [("decode_attention_hopper_64", 64), ("decode_attention_hopper_128", 128)];
+
+/// The rings of pages, and what it takes to begin on an edge of 1,024 bytes.
+fn shared_bytes(head_dim: usize) -> u32 {
+    (PAGES_AT_ONCE * 2 * BLOCK_TOKENS * head_dim * size_of::<Bf16>() + 1024) as u32
+}
+
+/// Shared memory that a kernel of this file asks for.
+pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
+    HOPPER.iter().find(|(name, _)| *name == kernel).map(|(_, head_dim)| shared_bytes(*head_dim))
 }

@@ -10,19 +10,21 @@ mod skinny;
 mod decode;
 mod prefill;
 mod probe;
+mod few_rows;
 mod feed;
 mod bias;
 mod dummy;
 
 pub use decode::DecodeAttention;
 pub use feed::{FeedTokens, NOWHERE};
-pub(super) use prefill::shared_bytes as prefill_shared_bytes;
+pub use few_rows::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use rope::RopeWriteKv;
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 
 use super::buffer::{Bf16, Element, View, ViewMut};
 use super::error::ensure;
+use super::tensor_map::Matrix;
 use super::{Card, CudaError};
 
 /// Tokens of a page of KV, here and in `kernels/cu/pages.cuh`.
@@ -47,6 +49,12 @@ impl KvPages {
     /// Numbers of one page.
     pub fn page_numbers(&self) -> usize {
         2 * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
+    }
+
+    /// All pages as rows, a token's part of one head each.
+    fn matrix(&self, pages: View<'_, Bf16>) -> Matrix {
+        let n_rows = self.n_blocks * 2 * self.n_kv_heads * BLOCK_TOKENS;
+        Matrix { address: pages.address, n_rows, n_columns: self.head_dim, stride: self.head_dim }
     }
 }
 
@@ -100,15 +108,25 @@ fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, Cuda
     Ok(len / width)
 }
 
-/// Launches a kernel by its name with these arguments; the checks come before.
+/// Shared memory that kernels ask for beyond what they declare.
+pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
+    let of_files = [prefill::shared_bytes_of, decode::shared_bytes_of, few_rows::shared_bytes_of];
+    of_files.iter().find_map(|of_file| of_file(kernel))
+}
+
+/// Launches a kernel by its name with these arguments, its blocks of threads one by one or in clusters; the checks come
+/// before.
 macro_rules! launch {
-    ($card:expr, $kernel:expr, $grid:expr, $($argument:expr),+ $(,)?) => {{
+    ($card:expr, $kernel:expr, $grid:expr, &$first:expr, $($argument:expr),+ $(,)?) => {
+        launch!($card, $kernel, $grid, 1, &$first, $($argument),+)
+    };
+    ($card:expr, $kernel:expr, $grid:expr, $cluster:expr, $($argument:expr),+ $(,)?) => {{
         let mut arguments = [$(std::ptr::from_ref($argument).cast_mut().cast::<std::ffi::c_void>()),+];
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
         // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order; the views they come
         // from bound what it reads and writes, by the checks before; what it writes is borrowed mutably, and later
         // work of the same stream waits for it.
-        unsafe { $card.launch($kernel, $grid, &mut arguments) }
+        unsafe { $card.launch($kernel, $grid, $cluster, &mut arguments) }
     }};
 }
 use launch;

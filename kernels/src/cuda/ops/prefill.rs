@@ -5,11 +5,19 @@ use super::{
 };
 use crate::cuda::Buffer;
 use crate::cuda::card::Grid;
+use crate::cuda::tensor_map::{Matrix, TensorMap};
 
 /// Threads of a tile, its queries, and its tokens, as in `prefill_attention.cu`.
 const THREADS: u32 = 128;
 const TILE_QUERIES: usize = 128;
 const TILE_TOKENS: usize = 64;
+
+/// For Hopper and heads of 128: its threads, rows of a box of queries, and tiles of 128 by 128 in shared memory (two of
+/// q, of K and of V), as in `prefill_attention_hopper.cu`.
+const HOPPER: &str = "prefill_attention_hopper";
+const HOPPER_THREADS: u32 = 384;
+const HOPPER_HEAD: usize = 128;
+const HOPPER_TILES: usize = 6;
 
 /// Which rows of q belong to a sequence, and how long it is with them.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +60,9 @@ struct Shape {
     n_blocks: u32,
     window: u32,
     scale: f32,
+    /// For Hopper's kernel alone, which has pieces drawn: a tile of queries of a head of a sequence each.
+    n_sequences: u32,
+    n_pieces: u32,
 }
 
 impl PrefillAttention<'_> {
@@ -122,9 +133,18 @@ impl Card {
             n_blocks: number(kernel, kv.n_blocks)?,
             window: u32::try_from(attention.window).unwrap_or(u32::MAX),
             scale: attention.scale,
+            n_sequences: number(kernel, sequences.len())?,
+            n_pieces: number(
+                kernel,
+                attention.n_q_heads * n_queries.div_ceil(TILE_QUERIES) * sequences.len(),
+            )?,
         };
         let blocks = (attention.n_q_heads, n_queries.div_ceil(TILE_QUERIES), sequences.len());
-        let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(kv.head_dim) };
+        if kv.head_dim == HOPPER_HEAD && self.has(HOPPER) {
+            return self.launch_prefill_hopper(&attention, shape);
+        }
+        let shared_bytes = shared_bytes_of(kernel).unwrap_or(0);
+        let config = Grid { blocks, threads: THREADS, shared_bytes };
         launch!(
             self,
             kernel,
@@ -137,9 +157,41 @@ impl Card {
             &shape
         )
     }
+
+    fn launch_prefill_hopper(&self, attention: &PrefillAttention<'_>, shape: Shape) -> Result<(), CudaError> {
+        let PrefillAttention { out, q, q_stride, pages, tables, on_card, kv, .. } = attention;
+        let width = attention.n_q_heads * kv.head_dim;
+        let n_rows = (q.len() - width) / q_stride + 1;
+        let of_q = Matrix { address: q.address, n_rows, n_columns: width, stride: *q_stride };
+        let of_q = TensorMap::of(of_q, TILE_QUERIES)?;
+        let of_pages = TensorMap::of(kv.matrix(*pages), BLOCK_TOKENS)?;
+        let shared_bytes = shared_bytes_of(HOPPER).unwrap_or(0);
+        let tickets = self.tickets();
+        let n_blocks = self.n_multiprocessors().min(shape.n_pieces) as usize;
+        let config = Grid { blocks: (n_blocks, 1, 1), threads: HOPPER_THREADS, shared_bytes };
+        launch!(
+            self,
+            HOPPER,
+            config,
+            &out.address,
+            &of_q,
+            &of_pages,
+            &tables.address,
+            &on_card.address,
+            &tickets,
+            &shape
+        )
+    }
 }
 
-/// Shared memory of one block of threads: a tile of q, one of K, one of V.
-pub(in crate::cuda) fn shared_bytes(head_dim: usize) -> u32 {
-    ((TILE_QUERIES + 2 * TILE_TOKENS) * head_dim * size_of::<Bf16>()) as u32
+/// Shared memory of one block of threads: a tile of q, one of K, one of V, or as many as Hopper's kernel has and what it
+/// takes to begin on an edge of 1,024 bytes.
+pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
+    let of_rows = |n_rows: usize, head_dim: usize| (n_rows * head_dim * size_of::<Bf16>()) as u32;
+    match kernel {
+        "prefill_attention_64" => Some(of_rows(TILE_QUERIES + 2 * TILE_TOKENS, 64)),
+        "prefill_attention_128" => Some(of_rows(TILE_QUERIES + 2 * TILE_TOKENS, 128)),
+        HOPPER => Some(of_rows(HOPPER_TILES * 128, HOPPER_HEAD) + 1024),
+        _ => None,
+    }
 }

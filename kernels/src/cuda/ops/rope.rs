@@ -6,8 +6,9 @@ use super::{
 };
 use crate::cuda::card::grid;
 
-/// Heads per block of threads, a warp each.
-const HEADS_AT_ONCE: usize = 4;
+/// Threads of a row, as in `rope.cu`: at most so many, and as many for each head as it has sixteens.
+const THREADS_MAX: usize = 256;
+const DIMS_OF_THREAD: usize = 16;
 
 /// What [`Card::rope_write_kv`] needs, for rows of one layer.
 #[derive(Debug)]
@@ -48,7 +49,7 @@ impl Card {
         let RopeWriteKv { qkv, pages, kv, positions, slots, turns, .. } = &rope;
         let head_dim = kv.head_dim;
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
-        self.check_places(kernel, &[qkv, pages], &[positions, slots, turns])?;
+        self.check_places(kernel, &[qkv, pages, turns], &[positions, slots])?;
         let n_heads = rope.n_q_heads + 2 * kv.n_kv_heads;
         let n_rows = rows_of(kernel, qkv.len(), n_heads * head_dim)?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
@@ -66,7 +67,10 @@ impl Card {
             n_positions: number(kernel, rows_of(kernel, turns.len(), head_dim / 2)?)?,
             epsilon: rope.epsilon,
         };
-        let config = grid(n_heads.div_ceil(HEADS_AT_ONCE), n_rows, HEADS_AT_ONCE as u32 * 32);
+        // Turns over the heads of a row that come out even, by whole warps.
+        let lanes = n_heads * head_dim / DIMS_OF_THREAD;
+        let threads = lanes.div_ceil(lanes.div_ceil(THREADS_MAX)).next_multiple_of(32);
+        let config = grid(n_rows, 1, threads as u32);
         launch!(
             self,
             kernel,
@@ -85,7 +89,7 @@ impl Card {
     /// No address where there is no norm, which the kernel knows.
     fn norm_addresses(&self, kernel: &'static str, rope: &RopeWriteKv<'_>) -> Result<[u64; 2], CudaError> {
         let Some([q, k]) = &rope.norms else { return Ok([0, 0]) };
-        self.check_places(kernel, &[], &[q, k])?;
+        self.check_places(kernel, &[q, k], &[])?;
         let are_wide = q.len() == rope.kv.head_dim && k.len() == rope.kv.head_dim;
         ensure(kernel, are_wide, "norms that are not as wide as a head")?;
         Ok([q.address, k.address])

@@ -1,0 +1,226 @@
+// The same as decode_attention.cu, for Hopper: the copy engine brings pages, as many at once as memory wants.
+//
+// What is computed is described there; the parts that chunks leave are merged by its `merge_parts`. A warp takes every
+// WARPS-th page of its block's chunk through a ring of its own, so that no warp waits for another until the end. A page
+// lies there as tiles of 64 dims: K's, then V's.
+constexpr u32 WARPS = 4, RING = 3;
+
+struct DecodeShape {
+    u32 n_q_heads, n_kv_heads;
+    u32 q_stride;        // numbers between two rows of q
+    u32 table_stride;    // blocks between two sequences' tables
+    u32 n_blocks;        // blocks there are
+    u32 chunk_blocks;    // blocks a block of threads takes
+    u32 window;          // the last tokens a query sees
+    float scale;
+};
+
+constexpr u32 TOWER_BYTES = BLOCK_TOKENS * TILE_ROW_BYTES;
+
+// The heads of one tile of the group that shares a KV head, in one sequence.
+struct Work {
+    u32 row, kv_head, first_head, n_heads;
+    u32 length, first_seen;  // in tokens
+    u32 from, to;            // in blocks
+};
+
+template <u32 HEAD>
+__device__ __forceinline__ void bring_page(u32 to, const TensorMap& of_pages, u32 block, const DecodeShape& shape, u32 kv_head, u32 full) {
+    barrier_expect(full, 2 * HEAD / TILE_COLUMNS * TOWER_BYTES);
+#pragma unroll
+    for (u32 part = 0; part < 2; part++)
+#pragma unroll
+        for (u32 i = 0; i < HEAD / TILE_COLUMNS; i++)
+            copy_tile(to + (part * HEAD / TILE_COLUMNS + i) * TOWER_BYTES, of_pages, i * TILE_COLUMNS,
+                      ((block * 2 + part) * shape.n_kv_heads + kv_head) * BLOCK_TOKENS, full, EVICT_FIRST);
+}
+
+// What a warp has of its pages: lane (g, t) keeps heads 2t and 2t + 1.
+template <u32 HEAD>
+struct Part {
+    float greatest[2] = {-INF, -INF}, sum[2] = {0.f, 0.f};
+    float output[HEAD / 16][4] = {};
+};
+
+// Adds a page: scores[token][head] = K * q, weights, output[dim][head] += transpose(V) * weights.
+template <u32 HEAD>
+__device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (&query)[HEAD / 16][2], const Work& work, u32 at,
+                                         bool is_there, float scale) {
+    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float score[4] = {};
+#pragma unroll
+    for (u32 i = 0; i < HEAD / 16; i++) {
+        u32 k[4];
+        matrices(k, page + i / 4 * TOWER_BYTES + chunk_place(lane % 16, i % 4 * 2 + lane / 16));
+        mma(score, k[0], k[1], k[2], k[3], query[i][0], query[i][1]);
+    }
+    // Tokens g and g + 8 of the page, of heads 2t and 2t + 1.
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u32 token = at * BLOCK_TOKENS + g + i / 2 * 8;
+        score[i] = token >= work.first_seen && token < work.length ? score[i] * scale : -INF;
+        if (!is_there) score[i] = __int_as_float(0x7fc00000);  // nobody overlooks NaN
+    }
+    float by[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        float most = fmaxf(score[i], score[i + 2]);
+#pragma unroll
+        for (int of = 4; of < 32; of *= 2) most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, of));
+        most = fmaxf(most, part.greatest[i]);
+        by[i] = power2(part.greatest[i] - most);  // 0 at first: -INF - number
+        part.greatest[i] = most;
+        score[i] = power2(score[i] - most);
+        score[i + 2] = power2(score[i + 2] - most);
+    }
+    // What is summed is what the second product sees: shares rounded to bf16.
+    u32 early = narrow(score[0], score[1]), late = narrow(score[2], score[3]);
+    part.sum[0] = part.sum[0] * by[0] + low(early) + low(late);
+    part.sum[1] = part.sum[1] * by[1] + high(early) + high(late);
+    early = transposed(early);
+    late = transposed(late);
+    // What was there before this sequence may be NaN, which no share cancels: masks of tokens 2t, 2t + 1, and 8 later.
+    u32 token = at * BLOCK_TOKENS + 2 * t;
+    auto mask = [&](u32 of) { return (of < work.length ? 0xffffu : 0) | (of + 1 < work.length ? 0xffff0000u : 0); };
+    u32 first_mask = mask(token), second_mask = mask(token + 8);
+#pragma unroll
+    for (u32 i = 0; i < HEAD / 16; i++) {
+        u32 v[4];
+        matrices_transposed(v, page + (HEAD / TILE_COLUMNS + i / 4) * TOWER_BYTES +
+                                   chunk_place(lane % 8 + lane / 16 * 8, i % 4 * 2 + lane / 8 % 2));
+        float(&c)[4] = part.output[i];
+        c[0] *= by[0];
+        c[1] *= by[1];
+        c[2] *= by[0];
+        c[3] *= by[1];
+        mma(c, v[0] & first_mask, v[1] & first_mask, v[2] & second_mask, v[3] & second_mask, early, late);
+    }
+}
+
+// The warps' parts, brought to the greatest of their scores, added up in the order of warps.
+template <u32 HEAD>
+__device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sums, Part<HEAD>& part, const Work& work,
+                                       const DecodeShape& shape, float* room) {
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float2* of_warp = reinterpret_cast<float2*>(room);  // [warp][head]
+    float* added = room + WARPS * 8 * 2;                // [warp][head][HEAD + 4]
+#pragma unroll
+    for (u32 i = 0; i < 2; i++)
+#pragma unroll
+        for (int of = 4; of < 32; of *= 2) part.sum[i] += __shfl_xor_sync(FULL_WARP, part.sum[i], of);
+    if (g == 0)
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) of_warp[warp * 8 + 2 * t + i] = make_float2(part.greatest[i], part.sum[i]);
+#pragma unroll
+    for (u32 i = 0; i < HEAD / 16; i++)
+#pragma unroll
+        for (u32 j = 0; j < 4; j++)
+            added[(warp * 8 + 2 * t + j % 2) * (HEAD + 4) + i * 16 + g + j / 2 * 8] = part.output[i][j];
+    __syncthreads();
+    for (u32 at = threadIdx.x; at < work.n_heads * HEAD; at += WARPS * 32) {
+        u32 head = at / HEAD, dim = at % HEAD;
+        float most = -INF, total = 0.f, number = 0.f;
+        bool is_nan = false;
+#pragma unroll
+        for (u32 i = 0; i < WARPS; i++) most = fmaxf(most, of_warp[i * 8 + head].x);
+#pragma unroll
+        for (u32 i = 0; i < WARPS; i++) {
+            float2 of = of_warp[i * 8 + head];
+            is_nan |= of.y != of.y;
+            float share = of.x == -INF ? 0.f : power2(of.x - most);
+            total += share * of.y;
+            if (share > 0.f) number += share * added[(i * 8 + head) * (HEAD + 4) + dim];
+        }
+        if (is_nan) number = __int_as_float(0x7fc00000);
+        u64 q_head = (u64)work.row * shape.n_q_heads + work.first_head + head;
+        if (gridDim.x == 1) {
+            out[q_head * HEAD + dim] = narrow(total > 0.f || is_nan ? number / total : 0.f);
+        } else {
+            u64 place = q_head * gridDim.x + blockIdx.x;
+            parts[place * HEAD + dim] = number;
+            if (dim == 0) part_sums[place] = make_float2(most, is_nan ? number : total);
+        }
+    }
+}
+
+template <u32 HEAD>
+__device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sums, const bf16* q, const TensorMap& of_pages,
+                                       const u32* tables, const u32* lengths, const DecodeShape& shape) {
+    constexpr u32 PAGE_BYTES = 2 * HEAD / TILE_COLUMNS * TOWER_BYTES;
+    extern __shared__ Eight shared[];
+    __shared__ u64 barriers[WARPS * RING];
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 ring = (shared_address(shared) + 1023) / 1024 * 1024;
+    u32 mine = ring + warp * RING * PAGE_BYTES, full = shared_address(barriers) + warp * RING * 8;
+    u32 group = shape.n_q_heads / shape.n_kv_heads, tiles_of_group = (group + 7) / 8, tile = blockIdx.y % tiles_of_group;
+    Work work;
+    work.row = blockIdx.z, work.kv_head = blockIdx.y / tiles_of_group;
+    work.n_heads = min(group - tile * 8, 8u), work.first_head = work.kv_head * group + tile * 8;
+    const u32* table = tables + (u64)work.row * shape.table_stride;
+    u32 first = blockIdx.x * shape.chunk_blocks;
+
+    next_may_come();
+    if (lane == 0) {
+        for (u32 i = 0; i < RING; i++) barrier_start(full + i * 8, 1);
+        barriers_started();
+    }
+    __syncwarp();
+    wait_for_last();
+
+    // A lane knows the block of every 32nd of the warp's pages. One that is not there is read as block 0, and spoils the
+    // result. Without a window, the first ones are read before the length is known.
+    auto block_at = [&](u32 at) { return at < shape.table_stride ? table[at] : 0; };
+    u32 here = block_at(first + warp + lane * WARPS), ahead = block_at(first + warp + (lane + 32) * WARPS);
+    work.length = lengths[work.row];
+    work.first_seen = work.length > shape.window ? work.length - shape.window : 0;
+    u32 n_pages = (work.length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+    work.from = max(first, work.first_seen / BLOCK_TOKENS);
+    work.to = min(first + shape.chunk_blocks, n_pages);
+    if (gridDim.x > 1 && first >= n_pages) return;  // nobody reads this part
+    u32 n_mine = work.to > work.from + warp ? (work.to - work.from - warp + WARPS - 1) / WARPS : 0;
+    auto blocks_from = [&](u32 nth) { return block_at(work.from + warp + (nth + lane) * WARPS); };
+    if (work.from != first) here = blocks_from(0), ahead = blocks_from(32);
+    u32 base = 0;  // whose block the first lane knows
+    auto bring = [&](u32 nth) {  // with all lanes
+        u32 block = __shfl_sync(FULL_WARP, nth - base < 32 ? here : ahead, nth % 32);
+        if (lane == 0)
+            bring_page<HEAD>(mine + nth % RING * PAGE_BYTES, of_pages, block < shape.n_blocks ? block : 0, shape, work.kv_head, full + nth % RING * 8);
+    };
+    for (u32 nth = 0; nth < min(RING, n_mine); nth++) bring(nth);
+
+    // q as the flat side of the first product: column g is a head.
+    u32 query[HEAD / 16][2];
+    const bf16* of_q = q + (u64)work.row * shape.q_stride + (u64)(work.first_head + min(g, work.n_heads - 1)) * HEAD + t * 2;
+#pragma unroll
+    for (u32 i = 0; i < HEAD / 16; i++)
+#pragma unroll
+        for (u32 j = 0; j < 2; j++) query[i][j] = g < work.n_heads ? *reinterpret_cast<const u32*>(of_q + i * 16 + j * 8) : 0;
+
+    Part<HEAD> part;
+    float scale = shape.scale * LOG2E;
+    for (u32 nth = 0; nth < n_mine; nth++) {
+        if (nth - base == 32) {
+            base += 32;
+            here = ahead;
+            ahead = blocks_from(base + 32);
+        }
+        bool is_there = __shfl_sync(FULL_WARP, here, nth % 32) < shape.n_blocks;
+        barrier_wait(full + nth % RING * 8, nth / RING % 2);
+        add_page<HEAD>(part, mine + nth % RING * PAGE_BYTES, query, work, work.from + warp + nth * WARPS, is_there, scale);
+        __syncwarp();
+        if (nth + RING < n_mine) bring(nth + RING);
+    }
+    __syncthreads();  // the rings are free
+    float* room = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + (ring - shared_address(shared)));
+    add_up<HEAD>(out, parts, part_sums, part, work, shape, room);
+}
+
+#define DECODE(HEAD)                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)                                                           \
+    decode_attention_hopper_##HEAD(bf16* out, float* parts, float2* part_sums, const bf16* q,                             \
+                                   const __grid_constant__ TensorMap of_pages, const u32* tables, const u32* lengths,     \
+                                   DecodeShape shape) {                                                                   \
+        decode<HEAD>(out, parts, part_sums, q, of_pages, tables, lengths, shape);                                         \
+    }
+DECODE(64)
+DECODE(128)
