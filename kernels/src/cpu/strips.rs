@@ -12,12 +12,12 @@ use super::tile::{self, Row, Rows, Start, Sums};
 
 /// Columns whose sums are under way at one time: whole vectors of output, and whole tiles of any width.
 pub(super) const STRIP: usize = 48;
-/// Rows whose sums are under way at one time. With [`STRIP`] that makes 96 KiB of sums.
-pub(super) const BLOCK: usize = 32;
+/// Rows whose sums are under way at one time. With [`STRIP`] that makes 192 KiB of sums.
+pub(super) const BLOCK: usize = 64;
 /// Up to so many rows, weights are read once and best in the order in which they lie.
 pub(super) const FEW_ROWS: usize = 16;
 /// Vectors of each row that are multiplied before the next rows are: a tile's weights, up to 24 KiB, stay in the
-/// core's first cache for all rows, and a block's activations, 128 KiB, in its second for all columns.
+/// core's first cache for all rows, and a block's activations, 256 KiB, in its second for all columns.
 const STEPS: usize = 64;
 /// How far weights are asked for ahead at most: what the first cache can hold beside the tile that is at work.
 const AHEAD_BYTES_MAX: usize = 64 << 10;

@@ -16,6 +16,9 @@ const PANEL_FROM_ROWS: usize = 17;
 /// From so many rows on, 8-bit weights are brought into bf16 once for all of them.
 const Q8_PANEL_FROM_ROWS: usize = 5;
 
+/// How far weights that are copied are asked for ahead: a few rows lie one after the other.
+const COPY_AHEAD_BYTES: usize = 4096;
+
 /// `x` is the part's activations in bf16, [`spacing`] apart. Weights of a type that bf16 would coarsen much stay exact.
 pub(super) fn multiply(bf16: Avx512Bf16, part: Part<'_>, x: &[u16]) {
     let (matrix, cols, first) = (part.job.matrix, part.cols(), part.first_number());
@@ -92,6 +95,7 @@ impl<W: Row<Avx512Bf16>> Bf16Kernel for Copy<'_, W> {
     fn run(self, bf16: Avx512Bf16) {
         let (steps, tail) = self.paired.as_chunks_mut::<PAIRED>();
         for (nth, step) in steps.iter_mut().enumerate() {
+            self.row.prefetch(bf16, COPY_AHEAD_BYTES + nth * W::STEP_BYTES);
             bf16.store_pairs(self.row.step(bf16, nth), step);
         }
         if let Some(last) = self.row.tail(bf16) {
