@@ -1,6 +1,6 @@
 //! The bundled model, served by the first command: a real engine, a real tokenizer, the same answers on every path.
 
-use baton_tests::{Ask, Up, in_time};
+use baton_tests::{Ask, Client, Up, in_time};
 use futures::future::join_all;
 use serde_json::{Value, json};
 
@@ -59,4 +59,52 @@ async fn the_demo_model_answers_alike_from_one_node_and_from_two() {
         }
     }
     up.baseline().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn several_answers_to_one_prompt_cost_one_prefill() {
+    let up = Up::start(&["--model", "demo", "--prefill", "1", "--decode", "1"]).await;
+    let golden = golden();
+    let longest = golden.iter().max_by_key(|prompt| ids(&prompt["prompt_ids"]).len()).expect("prompts");
+    let prompt = ids(&longest["prompt_ids"]);
+    let body = json!({
+        "model": "demo", "prompt": prompt, "n": 4, "max_tokens": 16, "temperature": 1.0, "seed": 5,
+        "return_token_ids": true,
+    });
+    let (status, _, answer) = up.client().post("/v1/completions", body.to_string()).await;
+    assert_eq!(status, 200, "{answer}");
+    let answer: Value = serde_json::from_str(&answer).expect("JSON");
+    let choices = answer["choices"].as_array().expect("choices");
+    assert_eq!(choices.len(), 4);
+    assert!(
+        choices.iter().any(|choice| choice["token_ids"] != choices[0]["token_ids"]),
+        "each draws its own"
+    );
+    // The others compute what is left of the prompt's last block, and no more than that.
+    let computed = computed_tokens(&up).await;
+    assert!(prompt.len() >= 512, "{} tokens would show little", prompt.len());
+    assert!((prompt.len()..=prompt.len() + 3 * 16).contains(&computed), "{computed} of {}", prompt.len());
+    // What each draws is what it draws when it is asked for alone.
+    for (nth, choice) in choices.iter().enumerate() {
+        let mut alone = body.clone();
+        (alone["n"], alone["seed"]) = (json!(1), json!(5 + nth));
+        let (_, _, answer) = up.client().post("/v1/completions", alone.to_string()).await;
+        let answer: Value = serde_json::from_str(&answer).expect("JSON");
+        assert_eq!(answer["choices"][0]["token_ids"], choice["token_ids"], "answer {nth}");
+    }
+    up.baseline().await;
+}
+
+/// Prompt tokens that all nodes have computed so far.
+async fn computed_tokens(up: &Up) -> usize {
+    let cluster = up.client().get_json("/debug/cluster").await;
+    let mut sum = 0;
+    for node in cluster["nodes"].as_array().expect("nodes") {
+        let admin = node["admin"].as_str().expect("an address").parse().expect("an address");
+        let (_, page) = Client::new(admin).get("/metrics").await;
+        let mut counts = page.lines().filter(|line| !line.starts_with('#'));
+        let line = counts.find_map(|line| line.split_once("_prefill_tokens_total "));
+        sum += line.map_or(0, |(_, count)| count.parse::<usize>().expect("a count"));
+    }
+    sum
 }

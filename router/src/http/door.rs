@@ -7,7 +7,7 @@ use axum::response::Response;
 use chassis::World;
 use futures::future::try_join_all;
 use http::HeaderMap;
-use types::RequestId;
+use types::{Prompt, RequestId};
 
 use super::answer::{About, Answer, Shape};
 use super::body::{self, BodyLimits};
@@ -74,11 +74,30 @@ impl Door {
             n: wishes.n as usize,
             prompts: About::prompts(&prompts),
         };
-        let begin = |(choice, prompt)| {
+        let begin = |choice: usize, prompt: Prompt| {
             let detokenizer = Detokenizer::new(Arc::clone(&model.tokenizer), &stop, wishes.min_tokens);
             Choice::begin(self.serve.as_ref(), choice, prompt, detokenizer)
         };
-        let choices = try_join_all(prompts.into_iter().enumerate().map(begin)).await?;
+        let n = about.n.max(1);
+        let inputs = prompts.chunks(n).enumerate();
+        let begun = inputs.map(|(nth, answers)| begin_answers(nth * n, answers, &begin));
+        let choices = try_join_all(begun).await?.into_iter().flatten().collect();
         Ok(Answer { about, shape, choices })
     }
+}
+
+/// Begins all answers to one prompt: the first one alone, and the others when its prefill is done. They find its blocks
+/// in the nodes' caches and lease them, so that a prompt is computed once, however many answers are asked for.
+async fn begin_answers<E, F: Future<Output = Result<Choice, E>>>(
+    first_choice: usize,
+    answers: &[Prompt],
+    begin: impl Fn(usize, Prompt) -> F,
+) -> Result<Vec<Choice>, E> {
+    let mut answers = (first_choice..).zip(answers.iter().cloned());
+    let mut choices = Vec::new();
+    if let Some((choice, prompt)) = answers.next() {
+        choices.push(begin(choice, prompt).await?);
+    }
+    choices.extend(try_join_all(answers.map(|(choice, prompt)| begin(choice, prompt))).await?);
+    Ok(choices)
 }

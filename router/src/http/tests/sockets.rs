@@ -87,14 +87,15 @@ async fn the_first_event_is_not_held_back() {
 
 #[tokio::test]
 async fn a_client_that_leaves_cancels_its_request() {
-    for (play, stream) in
-        [(Play::silence as fn() -> Play, true), (Play::silence, false), (|| begins("x"), false)]
+    // The second answer waits for the first one's prefill.
+    for (play, stream, n_held) in
+        [(Play::silence as fn() -> Play, true, 1), (Play::silence, false, 1), (|| begins("x"), false, 2)]
     {
         let puppet = Puppet::new(move |_| play());
         let served = Served::new(&puppet, WITHIN).await;
         let mut client = served.client().await;
         client.send("/v1/completions", &json!({"prompt": "a", "stream": stream, "n": 2}).to_string()).await;
-        puppet.holds(2).await;
+        puppet.holds(n_held).await;
         drop(client);
         puppet.holds(0).await;
         served.stop().await;

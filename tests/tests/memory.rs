@@ -1,0 +1,33 @@
+//! What a node takes of the machine: its weights once, its KV, and little else.
+
+use std::path::Path;
+
+use baton_tests::{Ask, Up};
+use serde_json::json;
+
+/// All numbers of Qwen3-0.6B, two bytes each; its output layer is its embedding.
+const WEIGHT_BYTES: usize = 2 * 596_049_920;
+const KV_BYTES: usize = 64 << 20;
+const REST_BYTES: usize = 300_000_000;
+
+/// The most that a process ever had in memory.
+fn peak_bytes(pid: u32) -> usize {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process is there");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("a peak");
+    let kib: usize = line.trim().trim_end_matches(" kB").parse().expect("a number");
+    kib * 1024
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_holds_one_copy_of_its_weights() {
+    let shape = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/qwen3-0.6b");
+    let env = [("BATON_MODEL__LOAD_FORMAT", "dummy"), ("BATON_MODEL__KV_MEMORY", "64MiB")];
+    let up = Up::start_with(&["--colocated", "--model", shape.to_str().expect("UTF-8")], &env).await;
+    let prompt: Vec<u32> = (0..200).map(|nth| 5 + nth * 37 % 1000).collect();
+    let ask = Ask::new(prompt, 4).with("model", json!("qwen3-0.6b")).with("ignore_eos", json!(true));
+    up.client().ask(&ask).await.expect("an answer");
+    let node = &up.nodes().await[0];
+    let (peak, most) = (peak_bytes(node.pid), WEIGHT_BYTES + KV_BYTES + REST_BYTES);
+    assert!(peak > WEIGHT_BYTES, "{peak} bytes are less than the weights: this measures something else");
+    assert!(peak <= most, "{peak} bytes, {most} at most");
+}
