@@ -142,6 +142,22 @@ impl Plan {
         Self { seed, cluster, asks, faults }.besieged()
     }
 
+    /// Until when a word of the router that is said at `at` may be held on its way to a node.
+    ///
+    /// Deadlines travel as the time that is left, because clocks need not agree: a node that hears of a request so much
+    /// later also lets it live so much longer.
+    pub fn held_until(&self, at: Duration) -> Duration {
+        let released = |to: &String| {
+            let releases = |fault: &&Fault| matches!(&fault.what, Break::Release(from, node) if from == "router" && node == to);
+            self.faults.iter().filter(releases).map(|fault| fault.at).find(|until| *until > at)
+        };
+        let held = self.faults.iter().filter(|fault| fault.at <= at).filter_map(|fault| match &fault.what {
+            Break::Hold(from, to) if from == "router" => released(to),
+            _ => None,
+        });
+        held.max().unwrap_or(at)
+    }
+
     /// Nothing breaks: then every request must be answered.
     pub fn is_calm(&self) -> bool {
         self.faults.is_empty() && self.cluster.nodes.iter().all(|node| node.failing_steps.is_empty())

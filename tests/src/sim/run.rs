@@ -212,7 +212,9 @@ impl Run {
         let Some(dispatch) = self.hosts.router.dispatch() else {
             return self.log.say(format_args!("{name} finds no router"));
         };
-        self.deadlines.insert(name.clone(), Instant::now() + ask.within);
+        let asked = self.began.elapsed();
+        let on_its_way = self.plan.held_until(asked).saturating_sub(asked);
+        self.deadlines.insert(name.clone(), Instant::now() + ask.within + on_its_way);
         let client = self.client(name, ask);
         self.clients.push(spawn_guarded(&self.gate, "client", client.run(dispatch)));
     }
