@@ -44,8 +44,7 @@ impl Up {
 
     /// The same, with this connector and no other.
     pub async fn start_over(connector: &str, args: &[&str]) -> Self {
-        let only = format!("[{connector:?}]");
-        Self::start_with(args, &[("BATON_TRANSFER__CONNECTORS", &only)]).await
+        Self::start(&[args, &["--connector", connector]].concat()).await
     }
 
     /// The same, with variables in its environment. Without `--model` it serves the mock, whose KV cannot lie.

@@ -34,7 +34,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ),
     ("decode-node", &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"]),
     ("router", &["types", "proto", "registry", "chassis"]),
-    ("bench", &["types"]),
+    ("bench", &["types", "chassis", "kv-cache", "kv-transfer"]),
     ("hub", &[]),
 ];
 

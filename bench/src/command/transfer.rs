@@ -1,0 +1,107 @@
+//! `baton bench transfer`: how fast connectors move KV, against plain copies of the same bytes.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use chassis::byte_size::ByteSize;
+use clap::Args;
+
+use crate::command::{Ended, say, tell};
+use crate::error::{BenchError, Result, write_text};
+use crate::transfer::case::{Blocks, Case, Digests, Layers};
+use crate::transfer::measure::{Measured, measure};
+use crate::transfer::report::TransferReport;
+
+#[derive(Clone, Debug, Args)]
+pub struct TransferArgs {
+    /// Connectors that work within one machine
+    #[arg(long, value_delimiter = ',', default_value = "tcp,shm", value_name = "NAMES")]
+    pub connectors: Vec<String>,
+    /// Bytes of KV of one transfer
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "SIZES",
+        default_value = "16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB,1GiB,4GiB"
+    )]
+    pub sizes: Vec<ByteSize>,
+    /// How the blocks lie, on both sides
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "contiguous,scattered")]
+    pub blocks: Vec<Blocks>,
+    /// How layers are handed in
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "at-once,streamed")]
+    pub layers: Vec<Layers>,
+    /// Whether pages are verified. Off is for measuring only: nodes have no such setting
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "on,off")]
+    pub digests: Vec<Digests>,
+    /// Streams of the connector, and of the plain copy
+    #[arg(long, default_value_t = 2)]
+    pub streams: u16,
+    /// About how long each combination is measured
+    #[arg(long, default_value_t = 2.0, value_name = "SECONDS")]
+    pub seconds: f64,
+    /// Where the numbers go, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Where the page with the plots goes
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+}
+
+pub fn run(args: &TransferArgs) -> Result<Ended> {
+    let within = Duration::try_from_secs_f64(args.seconds)
+        .map_err(|_| BenchError::usage("--seconds is not a time"))?;
+    let mut measured = Vec::new();
+    for case in cases(args) {
+        let one = on_threads(case, within)?;
+        tell(&format!(
+            "{} {} bytes: {:.2} GB/s, {:.2} of plain",
+            one.case.connector,
+            one.case.bytes,
+            one.rate / 1e9,
+            one.ratio
+        ));
+        measured.push(one);
+    }
+    let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
+    let report = TransferReport::new(format!("baton {command}"), measured);
+    say(&report.table().to_markdown());
+    say(&report.provenance());
+    if let Some(path) = &args.out {
+        report.write(path)?;
+    }
+    if let Some(path) = &args.html {
+        write_text(path, &report.page())?;
+    }
+    Ok(Ended::Well)
+}
+
+fn cases(args: &TransferArgs) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for connector in &args.connectors {
+        for blocks in &args.blocks {
+            for layers in &args.layers {
+                for digests in &args.digests {
+                    cases.extend(args.sizes.iter().map(|size| Case {
+                        connector: connector.clone(),
+                        bytes: size.0,
+                        blocks: *blocks,
+                        layers: *layers,
+                        digests: *digests,
+                        streams: args.streams,
+                    }));
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// A node's connectors run on as many threads as there are cores; the harness around them has one.
+fn on_threads(case: Case, within: Duration) -> Result<Measured> {
+    let measured = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Runtime::new().map_err(BenchError::Prepare)?;
+        runtime.block_on(measure(&case, within))
+    });
+    measured.join().expect("a measurement does not panic")
+}

@@ -1,0 +1,197 @@
+//! Two nodes with memory of their own, and the blocks between which KV goes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::{Gate, World};
+use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
+use kv_transfer::{
+    ConnectorParts, Faults, KvConnector, LandRequest, Source, TransferMetrics, TransferSettings,
+};
+use types::prompt::TokenId;
+use types::step::Step;
+use types::{Destination, Fingerprint, GroupIdx, Handoff, KvSpan, NodeId, RequestId};
+
+use crate::error::{BenchError, Result};
+use crate::transfer::case::{Blocks, Case, Digests, Layers, Shape};
+
+/// All layers are alike.
+pub(super) const GROUP: GroupIdx = GroupIdx(0);
+const LANDING_FOR: Duration = Duration::from_secs(120);
+
+#[derive(Debug)]
+struct End {
+    memory: KvMemory,
+    pool: BlockPool,
+    connector: Arc<dyn KvConnector>,
+    /// Blocks that stand between the others.
+    #[expect(dead_code, reason = "held for its Drop")]
+    between: Vec<BlockLease>,
+}
+
+/// Two nodes, and one sequence on the near one.
+#[derive(Debug)]
+pub struct Ends {
+    shape: Shape,
+    layers: Layers,
+    world: World,
+    near: End,
+    far: End,
+    from: Arc<BlockLease>,
+}
+
+/// Neighbouring blocks of one layer, on both sides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    pub layer: u16,
+    pub near: Range<u32>,
+    pub far: Range<u32>,
+}
+
+impl Ends {
+    pub async fn new(case: &Case) -> Result<Self> {
+        let shape = Shape::of(case.bytes)
+            .ok_or_else(|| BenchError::usage(format!("{} bytes are no whole number of pages", case.bytes)))?;
+        let world = World::real();
+        let near = End::new("near", case, &shape, &world, 3).await?;
+        let far = End::new("far", case, &shape, &world, 0).await?;
+        let from = Arc::new(near.room(shape.n_blocks)?);
+        Ok(Self { shape, layers: case.layers, world, near, far, from })
+    }
+
+    /// One transfer, from the question for a landing to the word that all of it is there.
+    pub async fn transfer(&self) -> Result<()> {
+        let request = LandRequest {
+            transfer: self.world.transfer_id(),
+            lease: self.far.room(self.shape.n_blocks)?,
+            n_tokens: self.shape.n_tokens(),
+            held_tokens: 0,
+            source: Source::Peer,
+            deadline: self.world.deadline_in(LANDING_FOR),
+        };
+        let (landing, arrival) = self.far.connector.land(request).map_err(failed)?;
+        let transfer = landing.transfer;
+        let mut sender = self.near.connector.open(&Destination::Landing(landing)).await.map_err(failed)?;
+        for layers in self.sends() {
+            let span = KvSpan { group: GROUP, blocks: 0..self.shape.n_blocks, layers };
+            sender.send(span, Arc::clone(&self.from), LayerFence::open()).await.map_err(failed)?;
+        }
+        let first = Step { token: TokenId(0), index: 0, logprobs: None, finish: None };
+        sender.finish(Handoff { transfer, n_tokens: self.shape.n_tokens(), first }).await.map_err(failed)?;
+        arrival.settle().await.map(|_| ()).map_err(failed)
+    }
+
+    fn sends(&self) -> Vec<Range<u16>> {
+        let n_layers = self.shape.layout.group(GROUP).layers.len() as u16;
+        match self.layers {
+            Layers::AtOnce => std::iter::once(0..n_layers).collect(),
+            Layers::Streamed => (0..n_layers).map(|layer| layer..layer + 1).collect(),
+        }
+    }
+
+    /// The same bytes, for a plain copy: with the far blocks that a transfer would get.
+    pub fn runs(&self) -> Result<(Vec<Run>, BlockLease)> {
+        let room = self.far.room(self.shape.n_blocks)?;
+        let pairs: Vec<(u32, u32)> =
+            self.from.table(GROUP).iter().zip(room.table(GROUP)).map(|(near, far)| (near.0, far.0)).collect();
+        let mut runs = Vec::new();
+        for layer in 0..self.shape.layout.group(GROUP).layers.len() as u16 {
+            for run in pairs.chunk_by(|a, b| (a.0 + 1, a.1 + 1) == *b) {
+                let (first, last) = (run[0], run[run.len() - 1]);
+                runs.push(Run { layer, near: first.0..last.0 + 1, far: first.1..last.1 + 1 });
+            }
+        }
+        Ok((runs, room))
+    }
+
+    pub fn memories(&self) -> (&KvMemory, &KvMemory) {
+        (&self.near.memory, &self.far.memory)
+    }
+
+    /// Whether what lies on the far side now is what lies on the near one.
+    pub fn are_equal(&self) -> Result<bool> {
+        let (runs, _room) = self.runs()?;
+        Ok(runs.iter().all(|run| {
+            let near = self.near.memory.read(GROUP, run.layer, run.near.clone());
+            let far = self.far.memory.read(GROUP, run.layer, run.far.clone());
+            matches!((near, far), (Ok(near), Ok(far)) if *near == *far)
+        }))
+    }
+}
+
+impl End {
+    async fn new(name: &str, case: &Case, shape: &Shape, world: &World, fill: u8) -> Result<Self> {
+        let n_blocks = match case.blocks {
+            Blocks::Contiguous => shape.n_blocks,
+            Blocks::Scattered => 2 * shape.n_blocks,
+        };
+        let memory = KvMemory::host(shape.layout.clone(), n_blocks).map_err(failed)?;
+        let pool = BlockPool::new(&shape.layout, n_blocks);
+        let between = match case.blocks {
+            Blocks::Contiguous => Vec::new(),
+            Blocks::Scattered => every_second(&pool, n_blocks)?,
+        };
+        let settings = TransferSettings {
+            streams: case.streams,
+            digests: case.digests == Digests::On,
+            ..TransferSettings::default()
+        };
+        let parts = ConnectorParts {
+            node: NodeId::new(name),
+            epoch: world.epoch(),
+            memory: memory.clone(),
+            fingerprint: Fingerprint::default(),
+            world: world.clone(),
+            gate: Gate::new("bench"),
+            settings,
+            metrics: TransferMetrics::default(),
+            faults: Faults::none(),
+        };
+        let connector = kv_transfer::build(&case.connector, parts).await.map_err(failed)?;
+        let end = Self { memory, pool, connector, between };
+        end.touch(shape, fill)?;
+        Ok(end)
+    }
+
+    fn room(&self, n_blocks: u32) -> Result<BlockLease> {
+        room(&self.pool, n_blocks)
+    }
+
+    /// Writes every page that is used, so that none is first touched while the clock runs.
+    fn touch(&self, shape: &Shape, fill: u8) -> Result<()> {
+        let room = self.room(shape.n_blocks)?;
+        for layer in 0..shape.layout.group(GROUP).layers.len() as u16 {
+            for block in room.table(GROUP) {
+                let mut page = self.memory.write(GROUP, layer, block.0..block.0 + 1).map_err(failed)?;
+                let (seed, layer) = (block.0 as usize, usize::from(layer));
+                page.iter_mut().enumerate().for_each(|(at, byte)| {
+                    *byte = fill.wrapping_mul((at.wrapping_mul(31) ^ seed ^ layer) as u8);
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Leases every second block, so that no two of the others are neighbours.
+fn every_second(pool: &BlockPool, n_blocks: u32) -> Result<Vec<BlockLease>> {
+    let all: Vec<BlockLease> = (0..n_blocks).map(|_| room(pool, 1)).collect::<Result<_>>()?;
+    Ok(all.into_iter().filter(|lease| lease.table(GROUP)[0].0.is_multiple_of(2)).collect())
+}
+
+fn room(pool: &BlockPool, n_blocks: u32) -> Result<BlockLease> {
+    let holder = Holder { what: Holding::Landing, request: RequestId::new("bench") };
+    pool.reserve(n_blocks as usize, holder).map_err(failed)
+}
+
+/// Anything that a node says no with.
+pub(super) fn failed(error: impl std::error::Error) -> BenchError {
+    let mut reason = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        reason.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    BenchError::Transfer { reason }
+}
