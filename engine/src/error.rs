@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use kernels::cuda::CudaError;
 use types::Verdict;
 
 use crate::model::config::ConfigProblem;
@@ -89,11 +90,50 @@ pub enum OpenError {
     NoKvMemory { bytes: usize, block_bytes: usize },
     #[error("take KV memory: {0}")]
     KvMemory(String),
+    /// The model and its KV are larger than the card's free memory.
+    #[error("{0}")]
+    CudaMemory(String),
+    /// The GPU's kernels are not made for such a model.
+    #[error("{0}")]
+    CudaModel(String),
+    #[error("{}", in_full(.0))]
+    Cuda(CudaError),
     #[error(transparent)]
     Load(#[from] LoadError),
 }
 
+/// A GPU's errors name what was being done; their source says what went wrong.
+fn in_full(error: &CudaError) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}
+
+impl From<CudaError> for OpenError {
+    fn from(error: CudaError) -> Self {
+        Self::Cuda(error)
+    }
+}
+
 impl OpenError {
+    /// There is no GPU here that can be used, whatever the model.
+    pub fn is_no_gpu(&self) -> bool {
+        use CudaError::{CardTooOld, DriverTooOld, NoCublas, NoDevice, NoDriver, NoNvrtc, NoSuchDevice};
+        matches!(
+            self,
+            Self::Cuda(
+                NoDriver
+                    | NoDevice
+                    | NoSuchDevice { .. }
+                    | NoNvrtc { .. }
+                    | NoCublas { .. }
+                    | DriverTooOld { .. }
+                    | CardTooOld { .. }
+            )
+        )
+    }
+
     pub fn verdict(&self) -> Verdict {
         Verdict::Reject
     }

@@ -1,14 +1,17 @@
 //! Runs the model: turns tokens into KV and KV into tokens.
 //!
 //! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), what can fail
-//! ([`error`]), and what every backend is held to ([`conformance`]). Then a real model: its weights ([`load`]), its
-//! layers ([`model`]), its choice of a token ([`sampler`]), and the processor that runs it ([`cpu`]).
+//! ([`error`]), what every backend is held to ([`conformance`], [`equality`]), and how fast it is ([`measure`]). Then a
+//! real model: its weights ([`load`]), its layers ([`model`]), its choice of a token ([`sampler`]), and what runs it: a
+//! processor ([`cpu`]) or a GPU ([`cuda`]).
 #![forbid(unsafe_code)]
 
 pub mod step;
 pub mod backend;
 pub mod error;
 pub mod conformance;
+pub mod equality;
+pub mod measure;
 
 pub mod load;
 pub mod model;
@@ -16,7 +19,9 @@ pub mod sampler;
 
 pub use backend::cpu;
 pub use backend::cpu::{CpuBackend, CpuSettings, LoadFormat};
+pub use backend::cuda;
+pub use backend::cuda::{CudaBackend, CudaSettings};
 pub use backend::mock::{Mock, MockSettings, Pace};
-pub use backend::{Backend, EngineSettings, open};
+pub use backend::{Backend, Device, EngineSettings, StepLimits, open};
 pub use error::{BackendError, LoadError, OpenError, RowError};
 pub use step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch, StepOutput};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use chassis::byte_size::ByteSize;
 use chassis::telemetry::LogSettings;
 use engine::load::Quantize;
-use engine::{CpuSettings, EngineSettings, LoadFormat, Pace};
+use engine::{CpuSettings, Device, EngineSettings, LoadFormat, Pace, StepLimits};
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
@@ -138,6 +138,8 @@ pub struct ModelSection {
     pub path: String,
     /// What requests call the model. Empty: the folder's name. The same on all nodes of a model, and on the router.
     pub name: String,
+    /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:1` for a certain GPU.
+    pub device: String,
     /// Memory for KV. The same KV type and block size must be set on all nodes of a model.
     pub kv_memory: ByteSize,
     /// `bf16` or `f32`. A mock has its own.
@@ -155,6 +157,7 @@ impl Default for ModelSection {
         Self {
             path: "mock".to_owned(),
             name: String::new(),
+            device: "auto".to_owned(),
             kv_memory: ByteSize(64 << 20),
             kv_dtype: "bf16".to_owned(),
             threads: 0,
@@ -165,7 +168,7 @@ impl Default for ModelSection {
 }
 
 impl ModelSection {
-    fn engine(&self) -> Result<EngineSettings, NodeError> {
+    fn engine(&self, scheduler: &SchedulerSection) -> Result<EngineSettings, NodeError> {
         let kv_bytes = usize::try_from(self.kv_memory.0).map_err(|_| {
             NodeError::Config("model.kv_memory is more than this machine can address".to_owned())
         })?;
@@ -191,7 +194,10 @@ impl ModelSection {
             )?,
             ..CpuSettings::default()
         };
-        Ok(EngineSettings { model: self.path.clone(), kv_bytes, pace: Pace::Sleeping, cpu })
+        let device: Device =
+            self.device.parse().map_err(|error| NodeError::Config(format!("model.device: {error}")))?;
+        let limits = StepLimits { tokens: scheduler.step_tokens_max, rows: scheduler.sequences_max };
+        Ok(EngineSettings { model: self.path.clone(), device, limits, kv_bytes, pace: Pace::Sleeping, cpu })
     }
 }
 
@@ -277,7 +283,7 @@ impl NodeConfig {
             drain: Duration::from_millis(node.drain_ms),
             stuck_after: Duration::from_millis(node.stuck_ms),
             registry_url: registry.url,
-            engine: model.engine()?,
+            engine: model.engine(&scheduler)?,
             model_name: (!model.name.is_empty()).then_some(model.name),
             scheduler: scheduler.settings(),
             transfer: settings,

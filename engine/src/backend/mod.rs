@@ -4,14 +4,19 @@ use std::fmt::Debug;
 use std::path::Path;
 
 use kv_cache::KvMemory;
+use tracing::warn;
 use types::ModelInfo;
 
 use crate::error::{BackendError, OpenError};
 use crate::step::{Launched, StepBatch, StepOutput};
 
 pub mod cpu;
+pub mod cuda;
+pub mod device;
 pub mod flaky;
 pub mod mock;
+
+pub use device::Device;
 
 /// Steps that may be launched and not collected at one time.
 pub const STEPS_IN_FLIGHT_MAX: usize = 2;
@@ -62,8 +67,12 @@ pub trait Backend: Debug + Send + 'static {
 /// What a backend is opened with.
 #[derive(Clone, Debug)]
 pub struct EngineSettings {
-    /// `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, or a folder's path by itself.
+    /// `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, `cuda:FOLDER`, or a folder's path by itself.
     pub model: String,
+    /// What computes a model that is named by its folder alone.
+    pub device: Device,
+    /// The largest step that there will be: a GPU takes its memory before the first one.
+    pub limits: StepLimits,
     /// Memory for KV. The regions' sum never exceeds it.
     pub kv_bytes: usize,
     /// How a mock spends its costs; a real model has its own.
@@ -72,15 +81,42 @@ pub struct EngineSettings {
     pub cpu: cpu::CpuSettings,
 }
 
+/// The largest step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepLimits {
+    /// Tokens, of all rows together.
+    pub tokens: usize,
+    pub rows: usize,
+}
+
+impl Default for StepLimits {
+    fn default() -> Self {
+        Self { tokens: 512, rows: 256 }
+    }
+}
+
+impl EngineSettings {
+    /// What a GPU is told of it.
+    pub fn cuda(&self) -> cuda::CudaSettings {
+        cuda::CudaSettings {
+            ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
+            limits: self.limits,
+            load_format: self.cpu.load_format,
+            kv_dtype: self.cpu.kv_dtype,
+            ..cuda::CudaSettings::default()
+        }
+    }
+}
+
 type Constructor = fn(&EngineSettings, Option<&str>) -> Result<Box<dyn Backend>, OpenError>;
 
 /// By the word before the colon. A new backend is one file and one line.
-const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open), ("cpu", cpu::open)];
+const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open), ("cpu", cpu::open), ("cuda", cuda::open)];
 
 /// Opens the model that the settings name.
 pub fn open(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
     if Path::new(&settings.model).join("config.json").exists() {
-        return cpu::open(settings, Some(&settings.model));
+        return open_folder(settings);
     }
     let (kind, name) = match settings.model.split_once(':') {
         Some((kind, name)) => (kind, Some(name)),
@@ -94,6 +130,22 @@ pub fn open(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
     constructor(settings, name)
 }
 
+/// A model by its folder: the device decides.
+fn open_folder(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
+    let folder = Some(settings.model.as_str());
+    match settings.device {
+        Device::Cpu => cpu::open(settings, folder),
+        Device::Cuda(_) => cuda::open(settings, folder),
+        Device::Auto => match cuda::open(settings, folder) {
+            Err(error) if error.is_no_gpu() => {
+                warn!(%error, "no GPU is used: the CPU computes");
+                cpu::open(settings, folder)
+            }
+            opened => opened,
+        },
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,7 +153,8 @@ mod tests {
 
     fn opened(model: &str, kv_bytes: usize) -> Result<Box<dyn Backend>, OpenError> {
         let cpu = cpu::CpuSettings::default();
-        open(&EngineSettings { model: model.to_owned(), kv_bytes, pace: Pace::Modelled, cpu })
+        let (device, limits) = (Device::Cpu, StepLimits::default());
+        open(&EngineSettings { model: model.to_owned(), device, limits, kv_bytes, pace: Pace::Modelled, cpu })
     }
 
     #[test]
@@ -110,7 +163,7 @@ mod tests {
         assert_eq!(backend.model().name, "mock");
         assert!(backend.memory().n_blocks() > 0);
         let error = opened("nonsense", 1 << 20).expect_err("no such backend");
-        assert_eq!(error.to_string(), "no model \"nonsense\": known are mock, cpu");
+        assert_eq!(error.to_string(), "no model \"nonsense\": known are mock, cpu, cuda");
     }
 
     #[test]

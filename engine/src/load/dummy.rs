@@ -21,9 +21,7 @@ pub struct Dummy<'a> {
 
 impl TensorSource for Dummy<'_> {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
-        let key = mix(self.seed ^ name.bytes().fold(0, |key, byte| mix(key ^ u64::from(byte))));
-        // Uniform between plus and minus the root of 3 / cols has a variance of 1 / cols.
-        let scale = (3.0 / cols as f32).sqrt() / 32768.0;
+        let (key, scale) = (key(self.seed, name), scale(cols));
         let bytes = SharedBytes::filled(rows * cols * 2, |bytes| {
             let numbers = u16s_mut(bytes).expect("memory of our own, of whole numbers");
             self.processor.pool().run_on(numbers, PART_NUMBERS, |nth, numbers| {
@@ -35,9 +33,25 @@ impl TensorSource for Dummy<'_> {
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
-        let value = if name.ends_with("bias") { 0.0 } else { 1.0 };
-        Ok(vec![value; len])
+        Ok(vector(name, len))
     }
+}
+
+/// Norms are ones, biases zeroes.
+pub fn vector(name: &str, len: usize) -> Vec<f32> {
+    vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]
+}
+
+/// What makes a matrix differ from all others.
+pub fn key(seed: u64, name: &str) -> u64 {
+    mix(seed ^ name.bytes().fold(0, |key, byte| mix(key ^ u64::from(byte))))
+}
+
+/// What 16 bits, as a whole number, are multiplied with.
+///
+/// Uniform between plus and minus the root of 3 / cols has a variance of 1 / cols.
+pub fn scale(cols: usize) -> f32 {
+    (3.0 / cols as f32).sqrt() / 32768.0
 }
 
 /// Four numbers from each draw.

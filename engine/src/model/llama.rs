@@ -4,13 +4,19 @@ use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
 use super::tensor::Tensor;
-use super::{Architecture, Model};
+use super::{Architecture, Model, Parts};
 use crate::error::LoadError;
 use crate::load::Weights;
 
 pub const ARCHITECTURE: Architecture = Architecture {
     name: "LlamaForCausalLM",
     windows: |config| vec![None; config.n_layers],
+    parts: |config| Parts {
+        qkv_bias: config.attention_bias,
+        o_bias: config.attention_bias,
+        mlp_bias: config.mlp_bias,
+        ..Parts::PLAIN
+    },
     load: |config, weights| Ok(Box::new(Llama::load(config, weights)?)),
 };
 

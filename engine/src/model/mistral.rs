@@ -4,13 +4,14 @@ use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
 use super::tensor::Tensor;
-use super::{Architecture, Model};
+use super::{Architecture, Model, Parts};
 use crate::error::LoadError;
 use crate::load::Weights;
 
 pub const ARCHITECTURE: Architecture = Architecture {
     name: "MistralForCausalLM",
     windows: |config| config.window.by_layer(config.n_layers, |_| true),
+    parts: |_| Parts::PLAIN,
     load: |config, weights| Ok(Box::new(Mistral::load(config, weights)?)),
 };
 

@@ -1,4 +1,4 @@
-//! Models as the processor computes them: one file per architecture, read top to bottom.
+//! Models: what each is made of, and how the processor computes it. One file per architecture, read top to bottom.
 //!
 //! Suggested reading order: what a model is said to be ([`config`], [`rope`]), what goes through it ([`tensor`],
 //! [`pass`]), what it is made of ([`nn`]), and then [`llama`]; the others say how they differ from it.
@@ -36,7 +36,27 @@ pub struct Architecture {
     pub name: &'static str,
     /// How many tokens each layer looks back, by layer; `None` looks at all.
     pub windows: fn(&ModelConfig) -> Vec<Option<u32>>,
+    /// What it has beside the matrices that all have.
+    pub parts: fn(&ModelConfig) -> Parts,
     pub load: Load,
+}
+
+/// What some of these decoders have and others do not: all that a backend must know that computes them by one plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts {
+    /// Of the projections to q, k and v.
+    pub qkv_bias: bool,
+    /// Of the projection out of attention.
+    pub o_bias: bool,
+    /// Of the feed-forward layers.
+    pub mlp_bias: bool,
+    /// Each head of q and k is normed by itself.
+    pub head_norms: bool,
+}
+
+impl Parts {
+    /// None of them.
+    pub const PLAIN: Self = Self { qkv_bias: false, o_bias: false, mlp_bias: false, head_norms: false };
 }
 
 /// Takes a model's weights by their names.

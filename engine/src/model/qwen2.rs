@@ -4,7 +4,7 @@ use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
 use super::tensor::Tensor;
-use super::{Architecture, Model};
+use super::{Architecture, Model, Parts};
 use crate::error::LoadError;
 use crate::load::Weights;
 
@@ -14,6 +14,7 @@ pub const ARCHITECTURE: Architecture = Architecture {
         let window = &config.window;
         window.by_layer(config.n_layers, |layer| window.is_used && layer >= window.full_layers)
     },
+    parts: |_| Parts { qkv_bias: true, ..Parts::PLAIN },
     load: |config, weights| Ok(Box::new(Qwen2::load(config, weights)?)),
 };
 

@@ -4,7 +4,7 @@ use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
 use super::tensor::Tensor;
-use super::{Architecture, Model};
+use super::{Architecture, Model, Parts};
 use crate::error::LoadError;
 use crate::load::Weights;
 
@@ -13,6 +13,12 @@ pub const ARCHITECTURE: Architecture = Architecture {
     windows: |config| {
         let window = &config.window;
         window.by_layer(config.n_layers, |layer| window.is_used && layer >= window.full_layers)
+    },
+    parts: |config| Parts {
+        qkv_bias: config.attention_bias,
+        o_bias: config.attention_bias,
+        head_norms: true,
+        ..Parts::PLAIN
     },
     load: |config, weights| Ok(Box::new(Qwen3::load(config, weights)?)),
 };

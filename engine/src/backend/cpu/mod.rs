@@ -219,18 +219,17 @@ fn layout(
     Ok(KvLayout {
         block_tokens: settings.block_tokens,
         dtype: settings.kv_dtype,
-        groups: groups(config, &(architecture.windows)(config)),
+        groups: groups(config.n_kv_heads as u16, config.head_dim as u16, &(architecture.windows)(config)),
         shard: Shard::WHOLE,
     })
 }
 
 /// One group for each way of looking back, in the order of their first layers.
-fn groups(config: &ModelConfig, windows: &[Option<u32>]) -> Vec<LayerGroup> {
+pub(super) fn groups(n_kv_heads: u16, head_dim: u16, windows: &[Option<u32>]) -> Vec<LayerGroup> {
     let mut groups: Vec<LayerGroup> = Vec::new();
     for (layer, window) in (0..).zip(windows) {
         let attention = window.map_or(Attention::Full, |tokens| Attention::SlidingWindow { tokens });
-        let shape =
-            LayerShape { layer, n_kv_heads: config.n_kv_heads as u16, head_dim: config.head_dim as u16 };
+        let shape = LayerShape { layer, n_kv_heads, head_dim };
         match groups.iter_mut().find(|group| group.attention == attention) {
             Some(group) => group.layers.push(shape),
             None => groups.push(LayerGroup { attention, layers: vec![shape] }),

@@ -46,8 +46,9 @@ pub enum Answer<'a> {
 pub struct Products {
     lt: Lt,
     choices: Choices,
-    /// How each exact shape is done; made when a shape is first met.
-    ways: HashMap<ProductShape, Way>,
+    /// How each exact shape is done, in recorded steps and in others; made when a shape is first met.
+    ways: HashMap<(ProductShape, bool), Way>,
+    is_recording: bool,
 }
 
 /// A choice, made ready for one exact shape.
@@ -91,7 +92,8 @@ impl Answer<'_> {
 impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. Nothing is known of any shape yet.
     pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
-        Ok(Self { lt: Lt::open(card, folder)?, choices: Choices::default(), ways: HashMap::new() })
+        let lt = Lt::open(card, folder)?;
+        Ok(Self { lt, choices: Choices::default(), ways: HashMap::new(), is_recording: false })
     }
 
     /// The library's version, as it counts.
@@ -103,6 +105,12 @@ impl Products {
     pub fn adopt(&mut self, choices: Choices) {
         self.choices = choices;
         self.ways.clear();
+    }
+
+    /// Whether what follows is recorded. [`Card::few_rows`] is used in recorded steps only: launched one by one beside chunks
+    /// of prompts it has been seen to stand still.
+    pub fn record(&mut self, is_recording: bool) {
+        self.is_recording = is_recording;
     }
 
     pub fn choices(&self) -> &Choices {
@@ -122,21 +130,24 @@ impl Products {
         if shape.n_rows == 0 || shape.n == 0 {
             return Ok(());
         }
-        if !self.ways.contains_key(&shape) {
+        let key = (shape, self.is_recording);
+        if !self.ways.contains_key(&key) {
             let way = self.way(shape)?;
             if self.ways.len() >= WAYS_MAX {
                 self.ways.clear();
             }
-            self.ways.insert(shape, way);
+            self.ways.insert(key, way);
         }
-        self.lt.run_way(card, &self.ways[&shape], y, w, x, k)
+        self.lt.run_way(card, &self.ways[&key], y, w, x, k)
     }
 
     /// What was measured for shapes like this one; else a guess.
     fn way(&self, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Skinny(form)) if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(form)),
-            Some(Choice::Few(form)) if shape.n_rows <= FEW_ROWS_MAX => Ok(Way::Few(form)),
+            Some(Choice::Few(form)) if shape.n_rows <= FEW_ROWS_MAX && self.is_recording => {
+                Ok(Way::Few(form))
+            }
             Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
             _ if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(SKINNY_FORMS[0])),
             _ => Ok(Way::Lt(self.lt.plan(shape)?)),
@@ -159,7 +170,7 @@ impl Products {
                 Choice::Few(form) => Way::Few(form),
                 Choice::Lt(algorithm) => Way::Lt(self.lt.plan_with(shape, algorithm)?),
             };
-            let time = tuning::time(card, matrices.len(), |nth| {
+            let time = tuning::time(card, matrices.len(), shape.n_rows, |nth| {
                 self.lt.run_way(card, &way, y.reborrow(), matrices[nth], x, shape.k)
             })?;
             if best.is_none_or(|(least, _)| time < least) {

@@ -1,0 +1,79 @@
+//! What goes onto a card, counted before any of it is taken.
+
+use std::fmt;
+
+use super::weights::Sizes;
+use super::workspace::WorkspaceShape;
+use crate::error::OpenError;
+
+/// Left for the driver, for code that is loaded late, and for graphs.
+const SPARE_BYTES: usize = 1 << 30;
+
+/// Bytes, by what they are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Budget {
+    pub(super) weights: usize,
+    /// What a step computes in.
+    pub(super) workspace: usize,
+    pub(super) kv: usize,
+}
+
+impl Budget {
+    pub(super) fn of(sizes: Sizes, workspace: &WorkspaceShape, kv: usize) -> Self {
+        Self { weights: sizes.bytes(), workspace: workspace.bytes(), kv }
+    }
+
+    fn without_kv(self) -> usize {
+        self.weights + self.workspace + SPARE_BYTES
+    }
+
+    /// Refuses what will not fit, with the sum.
+    pub(super) fn check(self, free_bytes: usize) -> Result<(), OpenError> {
+        if self.without_kv() + self.kv <= free_bytes {
+            return Ok(());
+        }
+        Err(OpenError::CudaMemory(self.refusal(free_bytes)))
+    }
+
+    fn refusal(self, free_bytes: usize) -> String {
+        let advice = match free_bytes.checked_sub(self.without_kv()) {
+            Some(left) => format!("set model.kv_memory to {} at most", Mib(left)),
+            None => "a smaller model, fewer tokens per step, or a larger GPU".to_owned(),
+        };
+        format!(
+            "{} of weights + {} to compute in + {} of KV + {} spare = {}, and the GPU has {} free: {advice}",
+            Mib(self.weights),
+            Mib(self.workspace),
+            Mib(self.kv),
+            Mib(SPARE_BYTES),
+            Mib(self.without_kv() + self.kv),
+            Mib(free_bytes),
+        )
+    }
+}
+
+struct Mib(usize);
+
+impl fmt::Display for Mib {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} MiB", self.0 >> 20)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_the_sum() {
+        let budget = Budget { weights: 15 << 30, workspace: 1 << 30, kv: 100 << 30 };
+        budget.check(140 << 30).expect("it fits");
+        assert_eq!(
+            budget.check(64 << 30).expect_err("too much KV").to_string(),
+            "15360 MiB of weights + 1024 MiB to compute in + 102400 MiB of KV + 1024 MiB spare = 119808 MiB, and the \
+             GPU has 65536 MiB free: set model.kv_memory to 48128 MiB at most"
+        );
+        let error = budget.check(8 << 30).expect_err("not even the weights").to_string();
+        assert!(error.ends_with("a smaller model, fewer tokens per step, or a larger GPU"), "{error}");
+    }
+}

@@ -1,0 +1,278 @@
+//! Hot path.
+//! A decoder on the card: one plan for all architectures, which differ in their [`Parts`](crate::model::Parts) only.
+
+use kernels::cuda::{
+    Answer, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvPages, PrefillAttention,
+    PrefillSequence, Products, RopeWriteKv, View, ViewMut,
+};
+use kv_cache::OnCard;
+use types::GroupIdx;
+
+use super::heads::Heads;
+use super::plan::{BLOCK_TOKENS, Dims, Sections};
+use super::weights::{CudaWeights, LayerWeights, Linear, Sizes};
+use super::workspace::Workspace;
+
+/// A model, and where its KV lies.
+#[derive(Debug)]
+pub(super) struct Decoder {
+    pub(super) weights: CudaWeights,
+    pub(super) sizes: Sizes,
+    pub(super) heads: Heads,
+    pub(super) epsilon: f32,
+    /// Cosine and sine by position.
+    pub(super) turns: Buffer<[f32; 2]>,
+    /// Layer by layer.
+    pub(super) places: Vec<LayerPlace>,
+    pub(super) n_blocks: usize,
+    /// Tokens of a chunk of decode attention, where it must not depend on the batch.
+    pub(super) chunk_tokens: Option<usize>,
+}
+
+/// Where a layer's KV lies, and what the layer sees of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct LayerPlace {
+    pub(super) group: GroupIdx,
+    pub(super) layer_pos: u16,
+    /// The last tokens that are seen.
+    pub(super) window: usize,
+}
+
+/// One step on its way through a decoder.
+#[derive(Debug)]
+pub(super) struct Pass<'a> {
+    pub(super) card: &'a Card,
+    pub(super) products: &'a mut Products,
+    pub(super) space: &'a mut Workspace,
+    pub(super) kv: OnCard<'a>,
+    pub(super) dims: Dims,
+    pub(super) sections: Sections,
+    pub(super) sequences: &'a [PrefillSequence],
+}
+
+impl Decoder {
+    /// From the step's words to the tokens that it draws. `written` is called as each layer's KV has been asked for.
+    pub(super) fn forward(
+        &self,
+        pass: &mut Pass<'_>,
+        mut written: impl FnMut(usize) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        self.embed(pass)?;
+        for (nth, layer) in self.weights.layers.iter().enumerate() {
+            self.attention(pass, nth, layer, &mut written)?;
+            let after = self.weights.layers.get(nth + 1).map(|next| &next.attention_norm);
+            self.mlp(pass, layer, after.unwrap_or(&self.weights.norm))?;
+        }
+        self.draw(pass)
+    }
+
+    /// Tokens to rows, and the first layer's norm of them.
+    fn embed(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let (n, hidden) = (pass.dims.n_tokens, self.sizes.hidden);
+        let Workspace { tokens, words, drawn, residual, normed, .. } = &mut *pass.space;
+        pass.card.feed_tokens(FeedTokens {
+            tokens: tokens.view_mut().slice(0..n),
+            known: words.slice(pass.sections.known.clone()),
+            from: words.slice(pass.sections.from.clone()),
+            drawn: drawn.view(),
+        })?;
+        let rows = residual.view_mut().slice(0..n * hidden);
+        pass.card.embedding(rows, self.weights.embed.view(), tokens.slice(0..n))?;
+        let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
+        let normed = normed.view_mut().slice(0..n * hidden);
+        pass.card.rms_norm(normed, residual.slice(0..n * hidden), first.view(), self.epsilon)
+    }
+
+    fn attention(
+        &self,
+        pass: &mut Pass<'_>,
+        nth: usize,
+        layer: &LayerWeights,
+        written: &mut impl FnMut(usize) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let place = self.places[nth];
+        let (n, Sizes { hidden, q_width, .. }) = (pass.dims.n_tokens, self.sizes);
+        let qkv_width = self.sizes.qkv_width();
+        let Workspace { normed, qkv, .. } = &mut *pass.space;
+        linear(
+            (pass.card, pass.products),
+            &mut qkv.view_mut().slice(0..n * qkv_width),
+            &layer.qkv,
+            normed.slice(0..n * hidden),
+        )?;
+        self.write_kv(pass, layer, place)?;
+        written(nth)?;
+        self.attend_decodes(pass, place)?;
+        self.attend_chunks(pass, place)?;
+        let Workspace { attended, given, normed, residual, .. } = &mut *pass.space;
+        linear(
+            (pass.card, pass.products),
+            &mut given.view_mut().slice(0..n * hidden),
+            &layer.o,
+            attended.slice(0..n * q_width),
+        )?;
+        pass.card.add_rms_norm(
+            normed.view_mut().slice(0..n * hidden),
+            residual.view_mut().slice(0..n * hidden),
+            given.slice(0..n * hidden),
+            layer.mlp_norm.view(),
+            self.epsilon,
+        )
+    }
+
+    pub(super) fn write_kv(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &LayerWeights,
+        place: LayerPlace,
+    ) -> Result<(), CudaError> {
+        let (n, group) = (pass.dims.n_tokens, usize::from(place.group.0));
+        let Workspace { qkv, words, .. } = &mut *pass.space;
+        pass.card.rope_write_kv(RopeWriteKv {
+            qkv: qkv.view_mut().slice(0..n * self.sizes.qkv_width()),
+            n_q_heads: self.n_q_heads(),
+            pages: pass.kv.layer_mut(place.group, place.layer_pos),
+            kv: self.kv_pages(),
+            positions: words.slice(pass.sections.positions.clone()),
+            slots: words.slice(pass.sections.slots(group)),
+            turns: self.turns.view(),
+            norms: layer.head_norms.as_ref().map(|[q, k]| [q.view(), k.view()]),
+            epsilon: self.heads.norm_epsilon(self.epsilon),
+        })
+    }
+
+    /// Rows of one token each.
+    pub(super) fn attend_decodes(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
+        let (n, q_width) = (pass.dims.n_decodes, self.sizes.q_width);
+        if n == 0 {
+            return Ok(());
+        }
+        let length_max = pass.dims.decode_blocks * BLOCK_TOKENS;
+        let Workspace { qkv, attended, parts, part_sums, words, .. } = &mut *pass.space;
+        let chunk_tokens = self.chunk_tokens(pass.card, n, length_max, part_sums.len());
+        pass.card.decode_attention(DecodeAttention {
+            out: attended.view_mut().slice(0..n * q_width),
+            parts: parts.view_mut(),
+            part_sums: part_sums.view_mut(),
+            q: qkv.view(),
+            q_stride: self.sizes.qkv_width(),
+            n_q_heads: self.n_q_heads(),
+            pages: pass.kv.layer(place.group, place.layer_pos),
+            kv: self.kv_pages(),
+            tables: words.slice(pass.sections.decode_tables(usize::from(place.group.0))),
+            lengths: words.slice(pass.sections.lengths.clone()),
+            length_max,
+            chunk_tokens,
+            window: place.window,
+            scale: self.scale(),
+        })
+    }
+
+    fn attend_chunks(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
+        if pass.sequences.is_empty() {
+            return Ok(());
+        }
+        let Workspace { qkv, attended, words, .. } = &mut *pass.space;
+        pass.card.prefill_attention(PrefillAttention {
+            out: attended.view_mut().slice(0..pass.dims.n_tokens * self.sizes.q_width),
+            q: qkv.view(),
+            q_stride: self.sizes.qkv_width(),
+            n_q_heads: self.n_q_heads(),
+            pages: pass.kv.layer(place.group, place.layer_pos),
+            kv: self.kv_pages(),
+            tables: words.slice(pass.sections.chunk_tables(usize::from(place.group.0))),
+            sequences: pass.sequences,
+            on_card: words.slice(pass.sections.sequences.clone()).triples(),
+            window: place.window,
+            scale: self.scale(),
+        })
+    }
+
+    /// The feed-forward part, and what comes after it: the norm of the next layer, or the last one.
+    fn mlp(&self, pass: &mut Pass<'_>, layer: &LayerWeights, after: &Buffer<Bf16>) -> Result<(), CudaError> {
+        let (n, Sizes { hidden, intermediate, .. }) = (pass.dims.n_tokens, self.sizes);
+        let Workspace { normed, gate_up, gated, given, residual, .. } = &mut *pass.space;
+        linear(
+            (pass.card, pass.products),
+            &mut gate_up.view_mut().slice(0..n * 2 * intermediate),
+            &layer.gate_up,
+            normed.slice(0..n * hidden),
+        )?;
+        pass.card.silu_mul(
+            gated.view_mut().slice(0..n * intermediate),
+            gate_up.slice(0..n * 2 * intermediate),
+            intermediate,
+        )?;
+        linear(
+            (pass.card, pass.products),
+            &mut given.view_mut().slice(0..n * hidden),
+            &layer.down,
+            gated.slice(0..n * intermediate),
+        )?;
+        pass.card.add_rms_norm(
+            normed.view_mut().slice(0..n * hidden),
+            residual.view_mut().slice(0..n * hidden),
+            given.slice(0..n * hidden),
+            after.view(),
+            self.epsilon,
+        )
+    }
+
+    /// The rows that are wanted to logits, and the likeliest token of each.
+    pub(super) fn draw(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let (n, Sizes { hidden, vocab, .. }) = (pass.dims.n_wanted, self.sizes);
+        if n == 0 {
+            return Ok(());
+        }
+        let Workspace { normed, wanted, logits, keys, best, drawn, words, .. } = &mut *pass.space;
+        let rows = if n == pass.dims.n_tokens {
+            normed.slice(0..n * hidden)
+        } else {
+            // Rows are gathered as tokens are embedded.
+            let from = normed.slice(0..pass.dims.n_tokens * hidden);
+            let indices = words.slice(pass.sections.wanted.clone());
+            pass.card.embedding(wanted.view_mut().slice(0..n * hidden), from, indices)?;
+            wanted.slice(0..n * hidden)
+        };
+        let answer = Answer::Wide(logits.view_mut().slice(0..n * vocab));
+        pass.products.multiply(pass.card, answer, self.weights.head().view(), rows, hidden)?;
+        let logits = logits.slice(0..n * vocab);
+        pass.card.argmax(best.view_mut().slice(0..n), keys.view_mut(), logits)?;
+        pass.card.keep_tokens(drawn.view_mut().slice(0..n), best.slice(0..n), logits)
+    }
+
+    /// A good number of tokens for a chunk, or as many more as there is too little room for parts.
+    fn chunk_tokens(&self, card: &Card, n_rows: usize, length_max: usize, n_parts_max: usize) -> usize {
+        let wanted = self.chunk_tokens.unwrap_or_else(|| {
+            DecodeAttention::chunk_tokens_for(card, n_rows, self.kv_pages().n_kv_heads, length_max)
+        });
+        let n_chunks_max = (n_parts_max / (n_rows * self.n_q_heads())).max(1);
+        wanted.max(length_max.div_ceil(BLOCK_TOKENS).div_ceil(n_chunks_max) * BLOCK_TOKENS)
+    }
+
+    fn n_q_heads(&self) -> usize {
+        self.sizes.q_width / self.heads.padded
+    }
+
+    fn kv_pages(&self) -> KvPages {
+        let head_dim = self.heads.padded;
+        KvPages { n_kv_heads: self.sizes.kv_width / head_dim, head_dim, n_blocks: self.n_blocks }
+    }
+
+    fn scale(&self) -> f32 {
+        (self.heads.real as f32).sqrt().recip()
+    }
+}
+
+fn linear(
+    (card, products): (&Card, &mut Products),
+    y: &mut ViewMut<'_, Bf16>,
+    linear: &Linear,
+    x: View<'_, Bf16>,
+) -> Result<(), CudaError> {
+    products.multiply(card, Answer::Narrow(y.reborrow()), linear.weight.view(), x, linear.columns)?;
+    match &linear.bias {
+        Some(bias) => card.add_bias(y.reborrow(), bias.view()),
+        None => Ok(()),
+    }
+}

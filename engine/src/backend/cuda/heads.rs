@@ -1,0 +1,96 @@
+//! Heads as wide as the kernels want them: narrower ones are filled up with zeroes.
+//!
+//! Zeroes add nothing to a product, so scores and outputs are the same numbers. A rotation turns number `i` with number
+//! `i + width / 2`, so each half is filled up by itself. A norm divides by the width, which the weights make up for.
+
+use crate::error::OpenError;
+
+/// What the attention kernels are compiled for.
+const WIDTHS: [usize; 2] = [64, 128];
+
+/// How wide a model's heads are, and how wide they are on the card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Heads {
+    pub(super) real: usize,
+    pub(super) padded: usize,
+}
+
+impl Heads {
+    pub(super) fn of(head_dim: usize) -> Result<Self, OpenError> {
+        let padded = WIDTHS.into_iter().find(|width| *width >= head_dim);
+        let padded = padded.ok_or(OpenError::CudaModel(format!(
+            "heads of {head_dim} numbers are wider than {}, the widest that the GPU's kernels take",
+            WIDTHS[WIDTHS.len() - 1]
+        )))?;
+        Ok(Self { real: head_dim, padded })
+    }
+
+    pub(super) fn are_padded(self) -> bool {
+        self.real != self.padded
+    }
+
+    /// Where number `nth` of all heads, one after the other, lies on the card.
+    pub(super) fn place(self, nth: usize) -> usize {
+        let (head, dim) = (nth / self.real, nth % self.real);
+        let (half, padded_half) = (self.real / 2, self.padded / 2);
+        let in_head = if dim < half { dim } else { padded_half + dim - half };
+        head * self.padded + in_head
+    }
+
+    /// What a head's norm weights are multiplied with, so that dividing by the wider width comes out even.
+    pub(super) fn norm_factor(self) -> f32 {
+        (self.real as f32 / self.padded as f32).sqrt()
+    }
+
+    /// The epsilon that goes with it.
+    pub(super) fn norm_epsilon(self, epsilon: f32) -> f32 {
+        epsilon * self.real as f32 / self.padded as f32
+    }
+
+    /// Cosine and sine by position and by the first half of a head, as the processor computes them.
+    pub(super) fn turns(self, frequencies: &[f32], n_positions: usize) -> Vec<[f32; 2]> {
+        let half = self.padded / 2;
+        let mut turns = vec![[1.0, 0.0]; n_positions * half];
+        for (position, turns) in turns.chunks_exact_mut(half).enumerate() {
+            for (turn, frequency) in turns.iter_mut().zip(frequencies) {
+                let (sin, cos) = (position as f32 * frequency).sin_cos();
+                *turn = [cos, sin];
+            }
+        }
+        turns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_half_of_a_head_is_filled_up_by_itself() {
+        let heads = Heads::of(6).expect("narrow enough");
+        assert_eq!(heads.padded, 64);
+        let places: Vec<usize> = (0..8).map(|nth| heads.place(nth)).collect();
+        assert_eq!(places, [0, 1, 2, 32, 33, 34, 64, 65]);
+        let plain = Heads::of(128).expect("a usual width");
+        assert!(!plain.are_padded() && (0..300).all(|nth| plain.place(nth) == nth));
+        Heads::of(192).expect_err("wider than any kernel");
+    }
+
+    #[test]
+    fn a_norm_over_zeroes_comes_out_even() {
+        let heads = Heads::of(16).expect("narrow enough");
+        let (x, epsilon) = ([3.0_f32, -1.0], 0.1);
+        let squares: f32 = x.iter().map(|x| x * x).sum();
+        let wanted = x[0] / (squares / 16.0 + epsilon).sqrt();
+        let found = x[0] * heads.norm_factor() / (squares / 64.0 + heads.norm_epsilon(epsilon)).sqrt();
+        assert!((wanted - found).abs() < 1e-6, "{wanted} {found}");
+    }
+
+    #[test]
+    fn what_is_filled_up_does_not_turn() {
+        let turns = Heads::of(4).expect("narrow enough").turns(&[1.0, 0.5], 3);
+        assert_eq!(turns.len(), 3 * 32);
+        assert_eq!(turns[2 * 32 + 1], [1.0_f32.cos(), 1.0_f32.sin()]);
+        assert_eq!(turns[2 * 32 + 2], [1.0, 0.0]);
+    }
+}

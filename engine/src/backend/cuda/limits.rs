@@ -1,0 +1,234 @@
+//! What the card can do at most, and where the time of a step goes: for measurements, never while serving.
+
+use kernels::cuda::{Answer, CudaError, View};
+use serde::Serialize;
+
+use super::CudaBackend;
+use super::decoder::{Decoder, Pass};
+use super::plan::{BLOCK_TOKENS, Dims};
+use super::weights::{LayerWeights, Linear, all_of};
+use super::workspace::Workspace;
+
+/// Runs of which the fastest counts.
+const N_TIMES: usize = 5;
+/// Steps of more rows are not recorded.
+const ROWS_RECORDED_MAX: usize = 256;
+/// Rows at which matrix products are measured.
+const PRODUCT_ROWS: [usize; 8] = [1, 8, 32, 64, 128, 256, 2048, 8192];
+
+/// Measured on the model's own weights.
+#[derive(Clone, Debug, Serialize)]
+pub struct CudaLimits {
+    pub gpu: String,
+    pub weight_bytes: usize,
+    /// All matrices read, and nothing done with them.
+    pub read_bytes_per_s: f64,
+    /// All products of all layers, one after the other, the output layer left out.
+    pub products: Vec<ProductRate>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct ProductRate {
+    pub rows: usize,
+    pub ms: f64,
+    pub flop_per_s: f64,
+    pub weight_bytes_per_s: f64,
+}
+
+/// Where a decode step's time goes: each kind of work of all layers by itself, recorded and run as steps are.
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeProfile {
+    pub rows: usize,
+    pub length: usize,
+    /// What was run, and its milliseconds.
+    pub parts: Vec<(&'static str, f64)>,
+    pub step_ms: f64,
+}
+
+type Part = (&'static str, fn(&Decoder, &mut Pass<'_>) -> Result<(), CudaError>);
+
+impl CudaBackend {
+    pub fn limits(&mut self) -> Result<CudaLimits, CudaError> {
+        let read_bytes_per_s = self.read_rate()?;
+        let rows = PRODUCT_ROWS.into_iter().filter(|rows| *rows <= self.limits.tokens);
+        let rows: Vec<usize> = rows.collect();
+        let products = rows.into_iter().map(|rows| self.product_rate(rows)).collect::<Result<_, _>>()?;
+        Ok(CudaLimits {
+            gpu: self.card.name().to_owned(),
+            weight_bytes: self.weight_bytes,
+            read_bytes_per_s,
+            products,
+        })
+    }
+
+    /// The parts of a step of so many rows, of sequences of so many tokens.
+    pub fn profile_decode(&mut self, rows: usize, length: usize) -> Result<DecodeProfile, CudaError> {
+        let n_groups = self.model.layout.groups.len();
+        let dims = Dims::of_decodes(n_groups, rows, length);
+        self.write_profile_words(dims, length)?;
+        let parts: [Part; 8] = [
+            ("qkv products", |decoder, pass| decoder.products_of(pass, |layer| &layer.qkv)),
+            ("rope, KV written", Decoder::all_ropes),
+            ("attention", Decoder::all_attention),
+            ("o products", |decoder, pass| decoder.products_of(pass, |layer| &layer.o)),
+            ("gate and up products", |decoder, pass| decoder.products_of(pass, |layer| &layer.gate_up)),
+            ("down products", |decoder, pass| decoder.products_of(pass, |layer| &layer.down)),
+            ("norms and gates", Decoder::all_small),
+            ("output layer and argmax", |decoder, pass| decoder.draw(pass)),
+        ];
+        let mut times = Vec::with_capacity(parts.len());
+        for (name, work) in parts {
+            times.push((name, self.time_recorded(dims, work)?));
+        }
+        let step_ms = self.time_recorded(dims, |decoder, pass| decoder.forward(pass, |_| Ok(())))?;
+        Ok(DecodeProfile { rows, length, parts: times, step_ms })
+    }
+
+    fn time_recorded(
+        &mut self,
+        dims: Dims,
+        work: impl Fn(&Decoder, &mut Pass<'_>) -> Result<(), CudaError>,
+    ) -> Result<f64, CudaError> {
+        let Self { card, decoder, products, space, memory, .. } = self;
+        let kv = memory.on_card().expect("the backend's memory was taken on its card");
+        let mut pass = Pass { card, products, space, kv, dims, sections: dims.sections(), sequences: &[] };
+        pass.products.record(true);
+        work(decoder, &mut pass)?;
+        let graph = card.record(|| work(decoder, &mut pass));
+        pass.products.record(false);
+        let mut graph = graph?;
+        least(|| {
+            let start = card.mark()?;
+            graph.launch()?;
+            let end = card.mark()?;
+            start.ms_until(&end)
+        })
+    }
+
+    /// Sequences of that length, with blocks from one end of the memory to the other.
+    fn write_profile_words(&mut self, dims: Dims, length: usize) -> Result<(), CudaError> {
+        let sections = dims.sections();
+        let n_blocks = self.memory.n_blocks();
+        let mut words = vec![0_u32; dims.n_words()];
+        words[sections.from.clone()].fill(kernels::cuda::NOWHERE);
+        words[sections.lengths.clone()].fill(length as u32);
+        words[sections.positions.clone()].fill(length as u32 - 1);
+        for group in 0..dims.n_groups {
+            for (nth, word) in words[sections.decode_tables(group)].iter_mut().enumerate() {
+                *word = nth as u32 % n_blocks;
+            }
+            let last = |row: usize| ((row + 1) * dims.decode_blocks - 1) as u32 % n_blocks;
+            for (row, word) in words[sections.slots(group)].iter_mut().enumerate() {
+                *word = last(row) * BLOCK_TOKENS as u32 + (length as u32 - 1) % BLOCK_TOKENS as u32;
+            }
+        }
+        self.card.write(self.space.words.view_mut().slice(0..words.len()), &words)
+    }
+
+    fn read_rate(&mut self) -> Result<f64, CudaError> {
+        let Self { card, decoder, space, .. } = self;
+        let layers = &decoder.weights.layers;
+        let matrices: Vec<View<'_, _>> = KINDS
+            .iter()
+            .flat_map(|kind| all_of(layers, *kind))
+            .chain([decoder.weights.head().view()])
+            .collect();
+        let bytes: usize = matrices.iter().map(|matrix| 2 * matrix.len()).sum();
+        let ms = least(|| {
+            let start = card.mark()?;
+            for matrix in &matrices {
+                card.probe_read(space.best.view_mut(), *matrix)?;
+            }
+            let end = card.mark()?;
+            start.ms_until(&end)
+        })?;
+        Ok(bytes as f64 / ms * 1e3)
+    }
+
+    fn product_rate(&mut self, rows: usize) -> Result<ProductRate, CudaError> {
+        let Self { card, decoder, products, space, memory, .. } = self;
+        let kv = memory.on_card().expect("the backend's memory was taken on its card");
+        let dims = Dims { n_tokens: rows, ..Dims::default() };
+        let mut pass = Pass { card, products, space, kv, dims, sections: dims.sections(), sequences: &[] };
+        card.dummy_weights(pass.space.normed.view_mut(), 3, 1.0 / 32768.0)?;
+        card.dummy_weights(pass.space.attended.view_mut(), 4, 1.0 / 32768.0)?;
+        card.dummy_weights(pass.space.gated.view_mut(), 5, 1.0 / 32768.0)?;
+        pass.products.record(rows <= ROWS_RECORDED_MAX);
+        let ms = least(|| {
+            let start = card.mark()?;
+            for kind in KINDS {
+                decoder.products_of(&mut pass, *kind)?;
+            }
+            let end = card.mark()?;
+            start.ms_until(&end)
+        });
+        pass.products.record(false);
+        let ms = ms?;
+        let numbers: usize =
+            KINDS.iter().flat_map(|kind| all_of(&decoder.weights.layers, *kind)).map(|view| view.len()).sum();
+        let per_second = |what: usize| what as f64 / ms * 1e3;
+        Ok(ProductRate {
+            rows,
+            ms,
+            flop_per_s: per_second(2 * rows * numbers),
+            weight_bytes_per_s: per_second(2 * numbers),
+        })
+    }
+}
+
+/// The matrices of a layer.
+const KINDS: &[fn(&LayerWeights) -> &Linear] =
+    &[|layer| &layer.qkv, |layer| &layer.o, |layer| &layer.gate_up, |layer| &layer.down];
+
+/// The least of some times, the first left out: it may load something.
+fn least(mut time: impl FnMut() -> Result<f32, CudaError>) -> Result<f64, CudaError> {
+    time()?;
+    let mut least = f32::INFINITY;
+    for _ in 0..N_TIMES {
+        least = least.min(time()?);
+    }
+    Ok(f64::from(least))
+}
+
+impl Decoder {
+    /// One kind of product of every layer.
+    fn products_of(&self, pass: &mut Pass<'_>, which: fn(&LayerWeights) -> &Linear) -> Result<(), CudaError> {
+        let n = pass.dims.n_tokens;
+        let Workspace { normed, attended, gated, qkv, gate_up, given, .. } = &mut *pass.space;
+        for layer in &self.weights.layers {
+            let linear = which(layer);
+            let k = linear.columns;
+            let x = [&*normed, &*attended, &*gated].into_iter().find(|x| x.len() >= n * k);
+            let x = x.expect("an input of each product has a room").slice(0..n * k);
+            let len = n * (linear.weight.len() / k);
+            let y = [&mut *given, &mut *qkv, &mut *gate_up].into_iter().find(|y| y.len() >= len);
+            let y = y.expect("an answer of each product has a room").view_mut().slice(0..len);
+            pass.products.multiply(pass.card, Answer::Narrow(y), linear.weight.view(), x, k)?;
+        }
+        Ok(())
+    }
+
+    fn all_attention(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        self.places.iter().try_for_each(|place| self.attend_decodes(pass, *place))
+    }
+
+    fn all_ropes(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let layers = self.weights.layers.iter().zip(&self.places);
+        layers.into_iter().try_for_each(|(layer, place)| self.write_kv(pass, layer, *place))
+    }
+
+    fn all_small(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let (n, hidden, intermediate) = (pass.dims.n_tokens, self.sizes.hidden, self.sizes.intermediate);
+        let Workspace { normed, residual, given, gated, gate_up, .. } = &mut *pass.space;
+        for layer in &self.weights.layers {
+            for weight in [&layer.attention_norm, &layer.mlp_norm] {
+                let (out, sum) = (normed.view_mut(), residual.view_mut());
+                let (out, sum) = (out.slice(0..n * hidden), sum.slice(0..n * hidden));
+                pass.card.add_rms_norm(out, sum, given.slice(0..n * hidden), weight.view(), self.epsilon)?;
+            }
+            let gated = gated.view_mut().slice(0..n * intermediate);
+            pass.card.silu_mul(gated, gate_up.slice(0..n * 2 * intermediate), intermediate)?;
+        }
+        Ok(())
+    }
+}

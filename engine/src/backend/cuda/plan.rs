@@ -1,0 +1,349 @@
+//! Hot path.
+//! A step as the card reads it: which token goes where, written as one run of words.
+//!
+//! Rows of one token come first, for they are attended in another way than chunks. What a section holds:
+//!
+//! | section | words |
+//! |---|---|
+//! | `known` | a token for each token of the step; anything, where the step before draws it |
+//! | `from` | for each row of one token: where it stands among the drawn, or nowhere |
+//! | `positions` | for each token |
+//! | `slots` | by group, for each token: where in the pages its KV goes |
+//! | `lengths` | for each row of one token: tokens of its sequence, with it |
+//! | `decode_tables` | by group, for each row of one token: blocks |
+//! | `wanted` | for each token that is drawn: the row of activations it follows from |
+//! | `sequences` | for each chunk: its first row, its tokens, tokens of its sequence |
+//! | `chunk_tables` | by group, for each chunk: blocks |
+
+use std::ops::Range;
+
+use kernels::cuda::{NOWHERE, PrefillSequence};
+use types::BlockIdx;
+
+use crate::error::RowError;
+use crate::step::{Row, RowInput, SlotId};
+
+/// Tokens of a block, as the kernels have them.
+pub(super) const BLOCK_TOKENS: usize = kernels::cuda::ops::BLOCK_TOKENS;
+
+/// How many there are of everything.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub(super) struct Dims {
+    pub(super) n_groups: usize,
+    /// Rows of one token, rows of padding included.
+    pub(super) n_decodes: usize,
+    pub(super) n_tokens: usize,
+    /// Tokens that are drawn.
+    pub(super) n_wanted: usize,
+    pub(super) n_chunks: usize,
+    /// Blocks of the longest sequence of one token.
+    pub(super) decode_blocks: usize,
+    /// Blocks of the longest sequence of chunks.
+    pub(super) chunk_blocks: usize,
+}
+
+/// Where each section lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Sections {
+    pub(super) known: Range<usize>,
+    pub(super) from: Range<usize>,
+    pub(super) positions: Range<usize>,
+    slots: Range<usize>,
+    pub(super) lengths: Range<usize>,
+    decode_tables: Range<usize>,
+    pub(super) wanted: Range<usize>,
+    pub(super) sequences: Range<usize>,
+    chunk_tables: Range<usize>,
+    n_groups: usize,
+}
+
+impl Dims {
+    /// A step of rows of one token each, of which every one is drawn in its place.
+    pub(super) fn of_decodes(n_groups: usize, n_rows: usize, length: usize) -> Self {
+        Self {
+            n_groups,
+            n_decodes: n_rows,
+            n_tokens: n_rows,
+            n_wanted: n_rows,
+            decode_blocks: length.div_ceil(BLOCK_TOKENS),
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn sections(&self) -> Sections {
+        let mut end = 0;
+        let mut next = |len: usize| {
+            let start = end;
+            end += len;
+            start..end
+        };
+        Sections {
+            known: next(self.n_tokens),
+            from: next(self.n_decodes),
+            positions: next(self.n_tokens),
+            slots: next(self.n_groups * self.n_tokens),
+            lengths: next(self.n_decodes),
+            decode_tables: next(self.n_groups * self.n_decodes * self.decode_blocks),
+            wanted: next(self.n_wanted),
+            sequences: next(3 * self.n_chunks),
+            chunk_tables: next(self.n_groups * self.n_chunks * self.chunk_blocks),
+            n_groups: self.n_groups,
+        }
+    }
+
+    pub(super) fn n_words(&self) -> usize {
+        self.sections().chunk_tables.end
+    }
+}
+
+impl Sections {
+    pub(super) fn slots(&self, group: usize) -> Range<usize> {
+        part(&self.slots, self.n_groups, group)
+    }
+
+    pub(super) fn decode_tables(&self, group: usize) -> Range<usize> {
+        part(&self.decode_tables, self.n_groups, group)
+    }
+
+    pub(super) fn chunk_tables(&self, group: usize) -> Range<usize> {
+        part(&self.chunk_tables, self.n_groups, group)
+    }
+}
+
+fn part(all: &Range<usize>, n_parts: usize, nth: usize) -> Range<usize> {
+    let len = all.len() / n_parts.max(1);
+    all.start + nth * len..all.start + (nth + 1) * len
+}
+
+/// What stands for [`RowInput::Previous`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fed {
+    /// The host knows it.
+    Token(u32),
+    /// It stands there among those that the step in flight draws.
+    Drawn(u32),
+}
+
+/// What the rows of a batch become.
+#[derive(Debug)]
+pub(super) struct Plan<'a> {
+    decodes: Vec<(&'a Row<'a>, Fed)>,
+    chunks: Vec<&'a Row<'a>>,
+    /// In the batch's order: where the row's token stands among the drawn, if one is wanted.
+    pub(super) places: Vec<Result<Option<u32>, RowError>>,
+    pub(super) dims: Dims,
+}
+
+/// What a row is checked against.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    pub(super) vocab: usize,
+    pub(super) n_groups: usize,
+}
+
+impl<'a> Plan<'a> {
+    /// Sorts the rows, and refuses those that cannot be computed. `previous` says what a slot's token in flight is.
+    pub(super) fn of(
+        rows: &'a [Row<'a>],
+        bounds: Bounds,
+        previous: impl Fn(SlotId) -> Result<Fed, RowError>,
+    ) -> Self {
+        let mut plan = Self { decodes: vec![], chunks: vec![], places: vec![], dims: Dims::default() };
+        let fed: Vec<Result<Option<Fed>, RowError>> =
+            rows.iter().map(|row| fed(row, bounds.vocab, &previous)).collect();
+        for (row, fed) in rows.iter().zip(&fed) {
+            match fed {
+                Ok(Some(fed)) => plan.decodes.push((row, *fed)),
+                Ok(None) => plan.chunks.push(row),
+                Err(_) => {}
+            }
+        }
+        plan.dims = plan.exact_dims(bounds.n_groups);
+        plan.places = plan.drawn_places(rows, fed);
+        plan
+    }
+
+    /// All rows are of one token: such a step can be one that was recorded.
+    pub(super) fn is_decode_only(&self) -> bool {
+        self.chunks.is_empty() && !self.decodes.is_empty()
+    }
+
+    /// Tokens of the longest sequence of one token.
+    pub(super) fn length_max(&self) -> usize {
+        self.decodes.iter().map(|(row, _)| row.start + 1).max().unwrap_or(0)
+    }
+
+    /// Takes the size of a recorded step: rows of padding follow, and every row is drawn in its place.
+    pub(super) fn padded(&mut self, dims: Dims, rows: &[Row<'_>]) {
+        self.dims = dims;
+        let mut nth = 0;
+        for (row, place) in rows.iter().zip(&mut self.places) {
+            if let Ok(place) = place {
+                *place = row.sample.is_some().then_some(nth);
+                nth += 1;
+            }
+        }
+    }
+
+    fn exact_dims(&self, n_groups: usize) -> Dims {
+        let n_chunk_tokens: usize = self.chunks.iter().map(|row| row.input.n_tokens()).sum();
+        let is_wanted = |row: &&Row<'_>| row.sample.is_some();
+        let decoded = self.decodes.iter().map(|(row, _)| *row);
+        let end = |row: &&Row<'_>| (row.start + row.input.n_tokens()).div_ceil(BLOCK_TOKENS);
+        Dims {
+            n_groups,
+            n_decodes: self.decodes.len(),
+            n_tokens: self.decodes.len() + n_chunk_tokens,
+            n_wanted: decoded.clone().chain(self.chunks.iter().copied()).filter(is_wanted).count(),
+            n_chunks: self.chunks.len(),
+            decode_blocks: decoded.map(|row| end(&row)).max().unwrap_or(0),
+            chunk_blocks: self.chunks.iter().map(end).max().unwrap_or(0),
+        }
+    }
+
+    /// Tokens are drawn in the order of activations: those of rows of one token first.
+    fn drawn_places(
+        &self,
+        rows: &[Row<'_>],
+        fed: Vec<Result<Option<Fed>, RowError>>,
+    ) -> Vec<Result<Option<u32>, RowError>> {
+        let mut of_decodes = 0;
+        let mut of_chunks = self.decodes.iter().filter(|(row, _)| row.sample.is_some()).count() as u32;
+        let place = |(row, fed): (&Row<'_>, Result<Option<Fed>, RowError>)| {
+            let next = if fed?.is_some() { &mut of_decodes } else { &mut of_chunks };
+            Ok(row.sample.is_some().then(|| {
+                *next += 1;
+                *next - 1
+            }))
+        };
+        rows.iter().zip(fed).map(place).collect()
+    }
+
+    /// Chunks, as attention is told of them.
+    pub(super) fn sequences(&self) -> Vec<PrefillSequence> {
+        let mut first_row = self.dims.n_decodes;
+        let sequence = |row: &&Row<'_>| {
+            let n_queries = row.input.n_tokens();
+            let sequence = PrefillSequence { first_row, n_queries, length: row.start + n_queries };
+            first_row += n_queries;
+            sequence
+        };
+        self.chunks.iter().map(sequence).collect()
+    }
+
+    /// Writes all sections. `words` is [`Dims::n_words`] long.
+    pub(super) fn write(&self, words: &mut [u32]) {
+        let sections = self.dims.sections();
+        let n_padding = self.dims.n_decodes - self.decodes.len();
+        self.write_tokens(&sections, n_padding, words);
+        for (nth, (row, fed)) in self.decodes.iter().enumerate() {
+            words[sections.from.start + nth] = match fed {
+                Fed::Drawn(place) => *place,
+                Fed::Token(_) => NOWHERE,
+            };
+            words[sections.lengths.start + nth] = row.start as u32 + 1;
+            self.write_table(
+                row,
+                |group| {
+                    let start = sections.decode_tables(group).start + nth * self.dims.decode_blocks;
+                    start..start + self.dims.decode_blocks
+                },
+                words,
+            );
+        }
+        for nth in self.decodes.len()..self.dims.n_decodes {
+            words[sections.from.start + nth] = NOWHERE;
+            words[sections.lengths.start + nth] = 0;
+        }
+        self.write_wanted(&sections, words);
+        for (nth, (row, sequence)) in self.chunks.iter().zip(self.sequences()).enumerate() {
+            let PrefillSequence { first_row, n_queries, length } = sequence;
+            let at = sections.sequences.start + 3 * nth;
+            words[at..at + 3].copy_from_slice(&[first_row as u32, n_queries as u32, length as u32]);
+            self.write_table(
+                row,
+                |group| {
+                    let start = sections.chunk_tables(group).start + nth * self.dims.chunk_blocks;
+                    start..start + self.dims.chunk_blocks
+                },
+                words,
+            );
+        }
+    }
+
+    /// Tokens, positions and slots of rows of one token, of padding, and of chunks.
+    fn write_tokens(&self, sections: &Sections, n_padding: usize, words: &mut [u32]) {
+        let mut nth = 0;
+        let mut put = |token: u32, position: usize, tables: &[&[BlockIdx]]| {
+            words[sections.known.start + nth] = token;
+            words[sections.positions.start + nth] = position as u32;
+            for group in 0..self.dims.n_groups {
+                words[sections.slots(group).start + nth] = slot(tables.get(group).copied(), position);
+            }
+            nth += 1;
+        };
+        for (row, fed) in &self.decodes {
+            let token = if let Fed::Token(token) = fed { *token } else { 0 };
+            put(token, row.start, row.tables);
+        }
+        (0..n_padding).for_each(|_| put(0, 0, &[]));
+        for row in &self.chunks {
+            let RowInput::Tokens(tokens) = row.input else { continue };
+            for (nth, token) in tokens.iter().enumerate() {
+                put(token.0, row.start + nth, row.tables);
+            }
+        }
+    }
+
+    fn write_table(&self, row: &Row<'_>, place: impl Fn(usize) -> Range<usize>, words: &mut [u32]) {
+        let n_blocks = (row.start + row.input.n_tokens()).div_ceil(BLOCK_TOKENS);
+        for group in 0..self.dims.n_groups {
+            let to = &mut words[place(group)][..n_blocks];
+            let blocks = row.tables.get(group).map_or(&[][..], |table| table);
+            for (nth, word) in to.iter_mut().enumerate() {
+                *word = blocks.get(nth).map_or(NOWHERE, |block| block.0);
+            }
+        }
+    }
+
+    fn write_wanted(&self, sections: &Sections, words: &mut [u32]) {
+        if self.dims.n_wanted == self.dims.n_tokens {
+            // Each row in its place: nothing is gathered.
+            return (0..self.dims.n_wanted).for_each(|nth| words[sections.wanted.start + nth] = nth as u32);
+        }
+        let of_decodes = self.decodes.iter().enumerate().map(|(nth, (row, _))| (*row, nth));
+        let of_chunks = self.chunks.iter().zip(self.sequences());
+        let of_chunks = of_chunks.map(|(row, sequence)| (*row, sequence.first_row + sequence.n_queries - 1));
+        let wanted = of_decodes.chain(of_chunks).filter(|(row, _)| row.sample.is_some());
+        for (word, (_, last)) in words[sections.wanted.clone()].iter_mut().zip(wanted) {
+            *word = last as u32;
+        }
+    }
+}
+
+/// What a row of one token is fed with; `None` for a chunk.
+fn fed(
+    row: &Row<'_>,
+    vocab: usize,
+    previous: &impl Fn(SlotId) -> Result<Fed, RowError>,
+) -> Result<Option<Fed>, RowError> {
+    match row.input {
+        RowInput::Previous => previous(row.slot).map(Some),
+        RowInput::Tokens(tokens) => {
+            let unknown = tokens.iter().find(|token| token.0 as usize >= vocab);
+            if let Some(token) = unknown {
+                return Err(RowError::UnknownToken { token: token.0, vocab });
+            }
+            Ok(if let [token] = tokens { Some(Fed::Token(token.0)) } else { None })
+        }
+    }
+}
+
+/// Where in the pages a token's KV goes. What has no block is written nowhere.
+fn slot(table: Option<&[BlockIdx]>, position: usize) -> u32 {
+    let block = table.and_then(|table| table.get(position / BLOCK_TOKENS));
+    block.map_or(NOWHERE, |block| block.0 * BLOCK_TOKENS as u32 + (position % BLOCK_TOKENS) as u32)
+}
+
+#[cfg(test)]
+mod tests;

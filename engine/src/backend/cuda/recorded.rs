@@ -1,0 +1,88 @@
+//! Decode steps recorded as graphs, one for each size of the ladder.
+
+use std::collections::BTreeMap;
+
+use kernels::cuda::{CudaError, Graph};
+
+use super::Work;
+use super::ladder::{Ladder, Rung};
+use super::plan::Dims;
+
+/// The most graphs that are kept.
+const GRAPHS_MAX: usize = 2048;
+
+/// Graphs by size. Sizes up to a length are recorded at the start, longer ones when they are first met.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    ladder: Option<Ladder>,
+    n_groups: usize,
+    /// Room for a step's words; what needs more is not recorded.
+    n_words_max: usize,
+    graphs: BTreeMap<Rung, Graph>,
+    n_at_start: usize,
+}
+
+impl Recorded {
+    /// Without a ladder nothing is recorded.
+    pub(super) fn new(ladder: Option<Ladder>, n_groups: usize, n_words_max: usize) -> Self {
+        Self { ladder, n_groups, n_words_max, graphs: BTreeMap::new(), n_at_start: 0 }
+    }
+
+    /// Those recorded at the start, and those after it.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        (self.n_at_start, self.graphs.len() - self.n_at_start)
+    }
+
+    /// The size that a step of rows of one token takes.
+    pub(super) fn rung(&self, rows: usize, length: usize) -> Option<Rung> {
+        self.ladder.as_ref()?.rung(rows, length).filter(|rung| self.has_room(*rung))
+    }
+
+    fn has_room(&self, rung: Rung) -> bool {
+        self.dims(rung).n_words() <= self.n_words_max
+    }
+
+    pub(super) fn dims(&self, rung: Rung) -> Dims {
+        Dims::of_decodes(self.n_groups, rung.rows, rung.length)
+    }
+
+    /// Runs the step that lies ready, whose size this is.
+    pub(super) fn launch(&mut self, rung: Rung, mut work: Work<'_>) -> Result<(), CudaError> {
+        if !self.graphs.contains_key(&rung) {
+            self.record(rung, &mut work)?;
+        }
+        self.graphs.get_mut(&rung).expect("it is recorded").launch()
+    }
+
+    /// Records all sizes for sequences of up to `length` tokens. `told` hears how many of how many are done.
+    pub(super) fn record_up_to(
+        &mut self,
+        length: usize,
+        work: &mut Work<'_>,
+        mut told: impl FnMut(usize, usize),
+    ) -> Result<(), CudaError> {
+        let rungs: Vec<Rung> = self.ladder.iter().flat_map(Ladder::rungs).collect();
+        let rungs: Vec<Rung> =
+            rungs.into_iter().filter(|rung| rung.length <= length && self.has_room(*rung)).collect();
+        for (nth, rung) in rungs.iter().enumerate() {
+            self.record(*rung, work)?;
+            told(nth + 1, rungs.len());
+        }
+        self.n_at_start = self.graphs.len();
+        Ok(())
+    }
+
+    fn record(&mut self, rung: Rung, work: &mut Work<'_>) -> Result<(), CudaError> {
+        if self.graphs.len() >= GRAPHS_MAX {
+            // The longest of the fewest rows are met least.
+            self.graphs.pop_last();
+        }
+        let dims = self.dims(rung);
+        work.products.record(true);
+        let graph = work.card.record(|| work.forward(dims, &[], |_| Ok(())));
+        work.products.record(false);
+        let graph = graph?;
+        self.graphs.insert(rung, graph);
+        Ok(())
+    }
+}

@@ -1,0 +1,82 @@
+//! What a GPU is told beside the model and the memory for KV.
+
+use std::path::{Path, PathBuf};
+
+use kernels::cuda::Cache;
+use types::KvDtype;
+
+use crate::backend::StepLimits;
+use crate::cpu::LoadFormat;
+
+/// How a GPU computes.
+#[derive(Clone, Debug)]
+pub struct CudaSettings {
+    /// Which GPU, as the driver counts.
+    pub ordinal: usize,
+    pub limits: StepLimits,
+    pub load_format: LoadFormat,
+    pub kv_dtype: KvDtype,
+    /// Where CUDA's libraries lie, if not where the loader looks.
+    pub libraries: Option<PathBuf>,
+    /// Where compiled kernels and measurements of products are kept; `None`: nowhere.
+    pub cache: Option<PathBuf>,
+    /// Kernels for this kind of card: `sm_90a` are Hopper's own, `sm_90` what every card has. `None`: what has been seen to
+    /// serve.
+    pub arch: Option<String>,
+    /// Whether decode steps are recorded as graphs.
+    pub graphs: bool,
+    /// Whether ways of multiplying are measured where nothing is remembered of them.
+    pub tunes: bool,
+}
+
+impl Default for CudaSettings {
+    fn default() -> Self {
+        Self {
+            ordinal: 0,
+            limits: StepLimits::default(),
+            load_format: LoadFormat::Safetensors,
+            kv_dtype: KvDtype::Bf16,
+            libraries: None,
+            cache: user_cache(|name| std::env::var_os(name).map(PathBuf::from)),
+            arch: None,
+            graphs: true,
+            tunes: true,
+        }
+    }
+}
+
+impl CudaSettings {
+    pub(super) fn kernel_cache(&self) -> Cache {
+        self.cache.as_ref().map_or_else(Cache::none, |folder| Cache::at(&folder.join("kernels")))
+    }
+
+    /// The file that remembers how products are done on such a card.
+    pub(super) fn choices_file(&self, about: &str) -> Option<PathBuf> {
+        let name: String = about.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        self.cache.as_ref().map(|folder| folder.join("products").join(format!("{name}.txt")))
+    }
+}
+
+/// Where the XDG convention says: `$XDG_CACHE_HOME`, else `$HOME/.cache`, else nowhere.
+fn user_cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    let named = |name| variable(name).filter(|path| path.is_absolute());
+    let base = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|home| home.join(Path::new(".cache"))));
+    base.map(|base| base.join("baton"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_measured_lies_beside_what_is_compiled() {
+        let home = |name: &str| (name == "HOME").then(|| PathBuf::from("/home/x"));
+        let settings = CudaSettings { cache: user_cache(home), ..CudaSettings::default() };
+        let file = settings.choices_file("NVIDIA H200, cuBLASLt 130100");
+        assert_eq!(
+            file.as_deref(),
+            Some(Path::new("/home/x/.cache/baton/products/NVIDIA-H200--cuBLASLt-130100.txt"))
+        );
+        assert_eq!(user_cache(|_| Some(PathBuf::from("relative"))), None);
+    }
+}

@@ -1,0 +1,61 @@
+//! Opens the fences of steps as the card reaches each layer: a thread that waits, so that nobody else has to.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+
+use kernels::cuda::Event;
+use kv_cache::FenceSignal;
+
+use crate::backend::STEPS_IN_FLIGHT_MAX;
+
+/// The thread, and the way to it. It ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Watch {
+    /// `None` once the thread was told to end.
+    steps: Option<SyncSender<WatchedStep>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+/// One step: an event for each layer, in their order.
+#[derive(Debug)]
+pub(super) struct WatchedStep {
+    pub(super) written: Vec<Event>,
+    pub(super) signal: Arc<FenceSignal>,
+}
+
+impl Watch {
+    pub(super) fn start() -> std::io::Result<Self> {
+        let (steps, incoming) = sync_channel(2 * STEPS_IN_FLIGHT_MAX);
+        let thread = thread::Builder::new().name("cuda-layers".to_owned()).spawn(move || run(&incoming))?;
+        Ok(Self { steps: Some(steps), thread: Some(thread) })
+    }
+
+    /// Does not wait. Where the thread is too far behind, the fence opens when the step is collected.
+    pub(super) fn watch(&self, step: WatchedStep) {
+        if let Some(steps) = &self.steps {
+            let _ = steps.try_send(step);
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.steps = None;
+        if let Some(thread) = self.thread.take() {
+            // If it panicked, its panic was printed, and fences opened when their steps were collected.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(steps: &Receiver<WatchedStep>) {
+    while let Ok(step) = steps.recv() {
+        for (event, n_done) in step.written.iter().zip(1..) {
+            if event.wait().is_err() {
+                break;
+            }
+            step.signal.layers_done(n_done);
+        }
+    }
+}

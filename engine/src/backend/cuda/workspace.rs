@@ -1,0 +1,119 @@
+//! What a step computes in: taken once, as large as the largest step needs it.
+
+use kernels::cuda::{Bf16, Buffer, Card, CudaError, DecodeAttention};
+
+use super::ladder::Ladder;
+use super::weights::Sizes;
+use crate::backend::StepLimits;
+
+/// How large it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct WorkspaceShape {
+    sizes: Sizes,
+    limits: StepLimits,
+    /// Numbers of parts of decode attention.
+    part_numbers: usize,
+    n_parts: usize,
+    n_keys: usize,
+    n_words: usize,
+}
+
+/// Rows of activations, as many as a step has tokens.
+#[derive(Debug)]
+pub(super) struct Workspace {
+    /// (tokens, hidden): what each layer adds to.
+    pub(super) residual: Buffer<Bf16>,
+    /// (tokens, hidden)
+    pub(super) normed: Buffer<Bf16>,
+    /// (tokens, heads of q, k and v)
+    pub(super) qkv: Buffer<Bf16>,
+    /// (tokens, heads of q)
+    pub(super) attended: Buffer<Bf16>,
+    /// (tokens, hidden): what a part of a layer gives.
+    pub(super) given: Buffer<Bf16>,
+    /// (tokens, 2 × intermediate)
+    pub(super) gate_up: Buffer<Bf16>,
+    /// (tokens, intermediate)
+    pub(super) gated: Buffer<Bf16>,
+    /// (wanted, hidden)
+    pub(super) wanted: Buffer<Bf16>,
+    /// (wanted, vocab)
+    pub(super) logits: Buffer<f32>,
+    pub(super) keys: Buffer<u64>,
+    pub(super) best: Buffer<u32>,
+    /// What this step draws, and the next may read.
+    pub(super) drawn: Buffer<u32>,
+    pub(super) tokens: Buffer<u32>,
+    /// The step's plan, as the host wrote it.
+    pub(super) words: Buffer<u32>,
+    pub(super) parts: Buffer<f32>,
+    pub(super) part_sums: Buffer<[f32; 2]>,
+}
+
+impl WorkspaceShape {
+    /// `n_words` is what the largest plan takes.
+    pub(super) fn of(
+        card: &Card,
+        sizes: Sizes,
+        limits: StepLimits,
+        head_dim: usize,
+        n_tokens_max: usize,
+        n_words: usize,
+    ) -> Self {
+        let n_parts = most_parts(card, sizes, limits, head_dim, n_tokens_max);
+        Self {
+            sizes,
+            limits,
+            part_numbers: DecodeAttention::parts_numbers(n_parts, head_dim),
+            n_parts,
+            n_keys: card
+                .argmax_keys(limits.rows, sizes.vocab)
+                .max(card.argmax_keys(1, sizes.vocab) * limits.rows),
+            n_words,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        let Sizes { hidden, intermediate, vocab, q_width, .. } = self.sizes;
+        let of_token = 3 * hidden + self.sizes.qkv_width() + q_width + 3 * intermediate;
+        let of_row = 2 * hidden + 4 * vocab + 8;
+        let parts = 4 * self.part_numbers + 8 * self.n_parts;
+        let indices = 8 * self.n_keys + 4 * (self.n_words + self.limits.tokens);
+        2 * of_token * self.limits.tokens + of_row * self.limits.rows + parts + indices
+    }
+
+    pub(super) fn take(&self, card: &Card) -> Result<Workspace, CudaError> {
+        let Sizes { hidden, intermediate, vocab, q_width, .. } = self.sizes;
+        let StepLimits { tokens, rows } = self.limits;
+        Ok(Workspace {
+            residual: card.buffer(tokens * hidden)?,
+            normed: card.buffer(tokens * hidden)?,
+            qkv: card.buffer(tokens * self.sizes.qkv_width())?,
+            attended: card.buffer(tokens * q_width)?,
+            given: card.buffer(tokens * hidden)?,
+            gate_up: card.buffer(tokens * 2 * intermediate)?,
+            gated: card.buffer(tokens * intermediate)?,
+            wanted: card.buffer(rows * hidden)?,
+            logits: card.buffer(rows * vocab)?,
+            keys: card.buffer(self.n_keys)?,
+            best: card.buffer(rows)?,
+            drawn: card.buffer(rows)?,
+            tokens: card.buffer(tokens)?,
+            words: card.buffer(self.n_words)?,
+            parts: card.buffer(self.part_numbers)?,
+            part_sums: card.buffer(self.n_parts)?,
+        })
+    }
+}
+
+/// The most parts that decode attention is computed in, over all numbers of rows and all lengths.
+fn most_parts(card: &Card, sizes: Sizes, limits: StepLimits, head_dim: usize, n_tokens_max: usize) -> usize {
+    let (n_q_heads, n_kv_heads) = (sizes.q_width / head_dim, sizes.kv_width / head_dim);
+    let parts = |rows: usize, length: usize| {
+        let chunk = DecodeAttention::chunk_tokens_for(card, rows, n_kv_heads, length);
+        DecodeAttention::n_parts(rows, n_q_heads, length, chunk)
+    };
+    let lengths = Ladder::lengths(n_tokens_max);
+    let of_rows = |rows: usize| lengths.iter().map(|length| parts(rows, *length)).max().unwrap_or(0);
+    (1..=limits.rows).map(of_rows).max().unwrap_or(0)
+}

@@ -1,0 +1,152 @@
+//! Whether a backend says what the reference says: the rule of `docs/specification.md` for numbers that are rounded.
+//!
+//! Both compute the same tokens: the reference's own, so that one difference is not carried on. At each place the subject's
+//! token must be the reference's, unless the reference's own lead of it over the next best was below ε; and wherever
+//! log-probabilities are looked at, they must agree within bounds. A row is computed alone, in company, in chunks,
+//! over a cached prefix, recomputed after it was thrown out, and with the token in flight.
+
+mod script;
+
+use serde::Serialize;
+use types::TokenId;
+
+use crate::backend::Backend;
+use crate::error::{BackendError, RowError};
+use script::Script;
+
+/// What counts as equal.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Tolerance {
+    /// A lead of the best token over the second, in logits, below which another token may be drawn.
+    pub epsilon: f32,
+    /// The largest difference of log-probabilities of the same token, for a token that is certain.
+    pub logprob: f32,
+    /// So much more for each unit of the log-probability: what is unlikely is rounded more coarsely.
+    pub logprob_share: f32,
+}
+
+/// What was compared, and how it went.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Comparison {
+    pub n_tokens: usize,
+    /// Another token, where the reference itself was near a tie.
+    pub n_near_ties: usize,
+    pub worst_logprob: f32,
+    /// The largest lead over which another token was drawn.
+    pub worst_lead: f32,
+    pub wrong: Vec<String>,
+}
+
+/// Why nothing was compared.
+#[derive(Debug, thiserror::Error)]
+pub enum CompareError {
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error("{company}: a row failed")]
+    Row {
+        company: &'static str,
+        #[source]
+        source: RowError,
+    },
+}
+
+/// One continuation, as the reference has it.
+#[derive(Clone, Debug)]
+pub(crate) struct Truth {
+    pub(crate) prompt: Vec<TokenId>,
+    pub(crate) steps: Vec<TruthStep>,
+}
+
+/// One place of it: the best tokens and their log-probabilities, best first.
+#[derive(Clone, Debug)]
+pub(crate) struct TruthStep {
+    pub(crate) best: Vec<(TokenId, f32)>,
+}
+
+impl TruthStep {
+    fn token(&self) -> TokenId {
+        self.best[0].0
+    }
+
+    fn lead(&self) -> f32 {
+        self.best.get(1).map_or(f32::INFINITY, |second| self.best[0].1 - second.1)
+    }
+
+    fn logprob(&self, token: TokenId) -> Option<f32> {
+        self.best.iter().find(|one| one.0 == token).map(|one| one.1)
+    }
+}
+
+impl Comparison {
+    fn see(&mut self, place: &str, truth: &TruthStep, found: &[(TokenId, f32)], tolerance: Tolerance) {
+        self.n_tokens += 1;
+        let Some((token, _)) = found.first() else {
+            return self.wrong.push(format!("{place}: no token"));
+        };
+        self.see_token(place, truth, *token, tolerance);
+        for (token, logprob) in found {
+            let Some(expected) = truth.logprob(*token) else { continue };
+            let difference = (logprob - expected).abs();
+            self.worst_logprob = self.worst_logprob.max(difference);
+            let bound = tolerance.logprob + tolerance.logprob_share * expected.abs();
+            if difference.is_nan() || difference > bound {
+                self.wrong.push(format!("{place}: {token:?} has {logprob}, and {expected} in the reference"));
+            }
+        }
+    }
+
+    fn see_token(&mut self, place: &str, truth: &TruthStep, token: TokenId, tolerance: Tolerance) {
+        if token == truth.token() {
+            return;
+        }
+        let lead = truth.lead();
+        self.worst_lead = self.worst_lead.max(lead);
+        if lead < tolerance.epsilon {
+            self.n_near_ties += 1;
+        } else {
+            self.wrong.push(format!("{place}: {token:?}, not {:?}, which leads by {lead}", truth.token()));
+        }
+    }
+
+    /// Adds another comparison to this one.
+    pub fn merge(&mut self, other: Self) {
+        self.n_tokens += other.n_tokens;
+        self.n_near_ties += other.n_near_ties;
+        self.worst_logprob = self.worst_logprob.max(other.worst_logprob);
+        self.worst_lead = self.worst_lead.max(other.worst_lead);
+        self.wrong.extend(other.wrong);
+    }
+
+    pub fn is_equal(&self) -> bool {
+        self.wrong.is_empty() && self.n_tokens > 0
+    }
+}
+
+/// Compares a backend with the reference over these prompts, `n_steps` tokens after each.
+pub fn compare(
+    reference: &mut dyn Backend,
+    subject: &mut dyn Backend,
+    prompts: &[Vec<TokenId>],
+    n_steps: usize,
+    tolerance: Tolerance,
+) -> Result<Comparison, CompareError> {
+    let mut truths = Vec::with_capacity(prompts.len());
+    for prompt in prompts {
+        truths.push(script::truth(reference, prompt, n_steps)?);
+    }
+    let mut comparison = Comparison::default();
+    let mut script = Script { backend: subject, tolerance, comparison: &mut comparison };
+    for truth in &truths {
+        script.alone(truth)?;
+        script.in_chunks(truth, 16)?;
+        script.in_chunks(truth, 7)?;
+        script.after_a_cached_prefix(truth)?;
+        script.recomputed(truth)?;
+        script.unseen(truth)?;
+    }
+    script.together(&truths)?;
+    Ok(comparison)
+}
+
+#[cfg(test)]
+mod tests;

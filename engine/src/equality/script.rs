@@ -1,0 +1,261 @@
+//! The ways in which a continuation is computed.
+
+use types::{BlockIdx, Sampling, StopRules, TokenId};
+
+use super::{CompareError, Comparison, Tolerance, Truth, TruthStep};
+use crate::backend::Backend;
+use crate::step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch};
+
+/// Alternatives that are looked at beside each token.
+const N_TOP: u8 = 20;
+
+/// A backend on trial.
+#[derive(Debug)]
+pub(super) struct Script<'a> {
+    pub(super) backend: &'a mut dyn Backend,
+    pub(super) tolerance: Tolerance,
+    pub(super) comparison: &'a mut Comparison,
+}
+
+/// One row of a step.
+#[derive(Clone, Copy, Debug)]
+struct Piece<'a> {
+    lane: usize,
+    input: RowInput<'a>,
+    start: usize,
+    /// `None`: no token is wanted. Else whether alternatives are looked at.
+    draws: Option<bool>,
+}
+
+/// What the reference says after `prompt`, token by token.
+pub(super) fn truth(
+    reference: &mut dyn Backend,
+    prompt: &[TokenId],
+    n_steps: usize,
+) -> Result<Truth, CompareError> {
+    let mut tokens = prompt.to_vec();
+    let mut steps = Vec::with_capacity(n_steps);
+    let mut start = 0;
+    for _ in 0..n_steps {
+        let piece = Piece { lane: 0, input: RowInput::Tokens(&tokens[start..]), start, draws: Some(true) };
+        let drawn = step(reference, "the reference", 1, &[piece])?;
+        let best = best(drawn.into_iter().next().flatten());
+        start = tokens.len();
+        tokens.push(best[0].0);
+        steps.push(TruthStep { best });
+    }
+    Ok(Truth { prompt: prompt.to_vec(), steps })
+}
+
+impl Truth {
+    /// The prompt and what follows, all that is ever computed.
+    fn tokens(&self) -> Vec<TokenId> {
+        let drawn = self.steps.iter().map(TruthStep::token);
+        self.prompt.iter().copied().chain(drawn).collect()
+    }
+}
+
+impl Script<'_> {
+    /// The prompt at once, then token by token.
+    pub(super) fn alone(&mut self, truth: &Truth) -> Result<(), CompareError> {
+        self.in_chunks(truth, truth.prompt.len())
+    }
+
+    /// The prompt in pieces.
+    pub(super) fn in_chunks(&mut self, truth: &Truth, chunk: usize) -> Result<(), CompareError> {
+        let company = if chunk >= truth.prompt.len() { "alone" } else { "in chunks" };
+        self.prefill(company, 0, truth, 0, chunk)?;
+        self.go_on(company, truth, 1)
+    }
+
+    /// Blocks of the prompt's beginning are there already: the rest is computed over them.
+    pub(super) fn after_a_cached_prefix(&mut self, truth: &Truth) -> Result<(), CompareError> {
+        let company = "after a cached prefix";
+        let cached = truth.prompt.len().saturating_sub(1) / 16 * 16;
+        self.prefill(company, 0, truth, cached, truth.prompt.len())?;
+        self.go_on(company, truth, 1)
+    }
+
+    /// Thrown out half-way and computed again, its own tokens and all, over blocks that hold something else.
+    pub(super) fn recomputed(&mut self, truth: &Truth) -> Result<(), CompareError> {
+        let (company, tokens) = ("recomputed", truth.tokens());
+        let half = truth.steps.len() / 2;
+        let n_known = truth.prompt.len() + half;
+        let other: Vec<TokenId> = tokens[..n_known].iter().rev().copied().collect();
+        self.one(company, Piece { lane: 0, input: RowInput::Tokens(&other), start: 0, draws: None })?;
+        let again =
+            Piece { lane: 0, input: RowInput::Tokens(&tokens[..n_known]), start: 0, draws: Some(true) };
+        let drawn = self.one(company, again)?;
+        self.see(company, truth, half, drawn);
+        self.go_on(company, truth, half + 1)
+    }
+
+    /// Nothing is looked at: the card draws, and each token feeds the next step before the host knows it. From the first
+    /// token that differs near a tie on, the two go different ways.
+    pub(super) fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
+        let company = "in flight";
+        let prompt = Piece { lane: 0, input: RowInput::Tokens(&truth.prompt), start: 0, draws: Some(false) };
+        let mut in_flight = launch(self.backend, 1, &[prompt])?;
+        for (nth, expected) in truth.steps.iter().enumerate() {
+            let position = truth.prompt.len() + nth;
+            let piece = Piece { lane: 0, input: RowInput::Previous, start: position, draws: Some(false) };
+            let is_last = nth + 1 == truth.steps.len();
+            let next = if is_last { None } else { Some(launch(self.backend, 1, &[piece])?) };
+            let drawn = collect(self.backend, company, in_flight)?.into_iter().next().flatten();
+            let token = drawn.map(|sampled| sampled.token);
+            self.comparison.n_tokens += 1;
+            if let Some(token) = token {
+                self.comparison.see_token(&place(company, truth, nth), expected, token, self.tolerance);
+            }
+            let Some(step) = next else { return Ok(()) };
+            if token != Some(expected.token()) {
+                return collect(self.backend, company, step).map(drop);
+            }
+            in_flight = step;
+        }
+        Ok(())
+    }
+
+    /// All of them in each step: chunks of some beside single tokens of others.
+    pub(super) fn together(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
+        let company = "together";
+        let tokens: Vec<Vec<TokenId>> = truths.iter().map(Truth::tokens).collect();
+        let mut n_computed = vec![0; truths.len()];
+        let last = |truth: &Truth| truth.prompt.len() + truth.steps.len() - 1;
+        for turn in 0.. {
+            let mut pieces = Vec::new();
+            for (lane, truth) in truths.iter().enumerate() {
+                // Each begins a turn after the one before, and in chunks of another size.
+                if turn < lane || n_computed[lane] >= last(truth) {
+                    continue;
+                }
+                let start = n_computed[lane];
+                let end = (start + 5 + 9 * lane).min(truth.prompt.len()).max(start + 1);
+                let draws = (end >= truth.prompt.len()).then_some(true);
+                pieces.push(Piece { lane, input: RowInput::Tokens(&tokens[lane][start..end]), start, draws });
+                n_computed[lane] = end;
+            }
+            if pieces.is_empty() && turn >= truths.len() {
+                return Ok(());
+            }
+            let drawn = step(self.backend, company, truths.len(), &pieces)?;
+            for (piece, drawn) in pieces.iter().zip(drawn) {
+                let truth = &truths[piece.lane];
+                if piece.draws.is_some() {
+                    self.see(company, truth, n_computed[piece.lane] - truth.prompt.len(), drawn);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn prefill(
+        &mut self,
+        company: &'static str,
+        lane: usize,
+        truth: &Truth,
+        first: usize,
+        chunk: usize,
+    ) -> Result<(), CompareError> {
+        for start in (first..truth.prompt.len()).step_by(chunk.max(1)) {
+            let end = (start + chunk).min(truth.prompt.len());
+            let draws = (end == truth.prompt.len()).then_some(true);
+            let piece = Piece { lane, input: RowInput::Tokens(&truth.prompt[start..end]), start, draws };
+            let drawn = self.one(company, piece)?;
+            if draws.is_some() {
+                self.see(company, truth, 0, drawn);
+            }
+        }
+        Ok(())
+    }
+
+    /// Token by token, the reference's own, from the `first` drawn one on.
+    fn go_on(&mut self, company: &'static str, truth: &Truth, first: usize) -> Result<(), CompareError> {
+        for nth in first..truth.steps.len() {
+            let token = [truth.steps[nth - 1].token()];
+            let start = truth.prompt.len() + nth - 1;
+            let piece = Piece { lane: 0, input: RowInput::Tokens(&token), start, draws: Some(true) };
+            let drawn = self.one(company, piece)?;
+            self.see(company, truth, nth, drawn);
+        }
+        Ok(())
+    }
+
+    fn one(&mut self, company: &'static str, piece: Piece<'_>) -> Result<Option<Sampled>, CompareError> {
+        Ok(step(self.backend, company, 1, &[piece])?.into_iter().next().flatten())
+    }
+
+    fn see(&mut self, company: &str, truth: &Truth, nth: usize, drawn: Option<Sampled>) {
+        let found = best(drawn);
+        self.comparison.see(&place(company, truth, nth), &truth.steps[nth], &found, self.tolerance);
+    }
+}
+
+fn place(company: &str, truth: &Truth, nth: usize) -> String {
+    format!("{company}, token {nth} after a prompt of {}", truth.prompt.len())
+}
+
+/// The alternatives, the drawn one among them.
+fn best(drawn: Option<Sampled>) -> Vec<(TokenId, f32)> {
+    let Some(Sampled { token, logprobs }) = drawn else { return Vec::new() };
+    match logprobs {
+        Some(logprobs) if !logprobs.top.is_empty() => logprobs.top,
+        Some(logprobs) => vec![(token, logprobs.chosen)],
+        None => vec![(token, f32::NAN)],
+    }
+}
+
+fn step(
+    backend: &mut dyn Backend,
+    company: &'static str,
+    n_lanes: usize,
+    pieces: &[Piece<'_>],
+) -> Result<Vec<Option<Sampled>>, CompareError> {
+    let launched = launch(backend, n_lanes, pieces)?;
+    collect(backend, company, launched)
+}
+
+fn launch(backend: &mut dyn Backend, n_lanes: usize, pieces: &[Piece<'_>]) -> Result<Launched, CompareError> {
+    let n_groups = backend.model().layout.groups.len();
+    // Blocks as far apart as memory allows, and not in order.
+    let stride = backend.memory().n_blocks() as usize / (n_lanes * n_groups).max(1);
+    let table = |lane: usize, group: usize| -> Vec<BlockIdx> {
+        let first = (lane * n_groups + group) * stride;
+        (0..stride).map(|nth| BlockIdx((first + (nth ^ 1).min(stride - 1)) as u32)).collect()
+    };
+    let tables: Vec<Vec<Vec<BlockIdx>>> =
+        pieces.iter().map(|piece| (0..n_groups).map(|group| table(piece.lane, group)).collect()).collect();
+    let tables: Vec<Vec<&[BlockIdx]>> =
+        tables.iter().map(|groups| groups.iter().map(Vec::as_slice).collect()).collect();
+    let seen = Sampling { logprobs: Some(N_TOP), ..Sampling::default() };
+    let (unseen, stop) = (Sampling::default(), StopRules { ignore_eos: true, ..StopRules::default() });
+    let spec = |is_seen: bool| SampleSpec {
+        sampling: if is_seen { &seen } else { &unseen },
+        stop: &stop,
+        history: &[],
+        n_prompt: 0,
+        index: 0,
+    };
+    let rows: Vec<Row<'_>> = pieces
+        .iter()
+        .zip(&tables)
+        .map(|(piece, tables)| Row {
+            slot: SlotId(piece.lane as u64),
+            input: piece.input,
+            start: piece.start,
+            tables,
+            sample: piece.draws.map(spec),
+        })
+        .collect();
+    Ok(backend.launch(StepBatch { rows: &rows })?)
+}
+
+fn collect(
+    backend: &mut dyn Backend,
+    company: &'static str,
+    step: Launched,
+) -> Result<Vec<Option<Sampled>>, CompareError> {
+    let output = backend.collect(step)?;
+    let failed = |source| CompareError::Row { company, source };
+    output.rows.into_iter().map(|row| row.map_err(failed)).collect()
+}

@@ -1,0 +1,48 @@
+use std::path::Path;
+
+use types::KvDtype;
+
+use super::*;
+use crate::{CpuBackend, CpuSettings};
+
+fn opened(model: &str, kv_dtype: KvDtype) -> CpuBackend {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);
+    let settings = CpuSettings { kv_dtype, threads: std::num::NonZero::new(1), ..CpuSettings::default() };
+    CpuBackend::open(&folder, 4 << 20, &settings).expect("it opens")
+}
+
+fn prompts() -> Vec<Vec<TokenId>> {
+    let prompt = |n: u32| (0..n).map(|nth| TokenId((nth * 7 + n) % 90)).collect();
+    vec![prompt(5), prompt(33), prompt(48)]
+}
+
+const EXACT: Tolerance = Tolerance { epsilon: 0.0, logprob: 0.0, logprob_share: 0.0 };
+
+#[test]
+fn the_processor_is_equal_to_itself_in_any_company() {
+    for model in ["mistral", "qwen3"] {
+        let (mut reference, mut subject) = (opened(model, KvDtype::Bf16), opened(model, KvDtype::Bf16));
+        let comparison = compare(&mut reference, &mut subject, &prompts(), 6, EXACT).expect("it is compared");
+        assert!(comparison.is_equal(), "{model}: {:?}", comparison.wrong);
+        assert_eq!(comparison.n_tokens, 3 * (6 * 4 + 3 + 6) + 3 * 6, "{model}");
+    }
+}
+
+#[test]
+fn kv_of_another_precision_is_near_and_not_the_same() {
+    let (mut reference, mut subject) = (opened("qwen2", KvDtype::F32), opened("qwen2", KvDtype::Bf16));
+    let exact = compare(&mut reference, &mut subject, &prompts(), 4, EXACT).expect("it is compared");
+    assert!(!exact.is_equal());
+    let near = Tolerance { epsilon: 0.1, logprob: 0.1, logprob_share: 0.0 };
+    let near = compare(&mut reference, &mut subject, &prompts(), 4, near).expect("it is compared");
+    assert!(near.is_equal(), "{:?}", near.wrong);
+    assert!(near.worst_logprob > 0.0);
+}
+
+#[test]
+fn another_model_is_told_apart() {
+    let (mut reference, mut subject) = (opened("qwen2", KvDtype::F32), opened("llama3", KvDtype::F32));
+    let near = Tolerance { epsilon: 0.1, logprob: 0.1, logprob_share: 0.0 };
+    let comparison = compare(&mut reference, &mut subject, &prompts(), 4, near).expect("it is compared");
+    assert!(!comparison.is_equal());
+}

@@ -1,0 +1,61 @@
+//! Decode steps of so many rows, one after the other.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::lanes::{Lanes, Part, collect};
+use super::{DecodeTimes, MeasureError, Times, Workload, prompts};
+use crate::backend::Backend;
+
+/// Steps that are not timed: the first ones of a size may have to make something.
+const N_WARM: usize = 6;
+const N_TIMED: usize = 40;
+
+/// All batches, over contexts that are computed once.
+pub(super) fn measure(
+    backend: &mut dyn Backend,
+    workload: &Workload,
+    told: &mut dyn FnMut(&str),
+) -> Result<Vec<DecodeTimes>, MeasureError> {
+    let Some(n_lanes) = workload.batches.iter().max().copied() else { return Ok(Vec::new()) };
+    let context = workload.context_tokens;
+    let lanes = Lanes::new(backend, n_lanes, context, context + N_WARM + N_TIMED + 1)?;
+    for nth in 0..n_lanes {
+        prompts::compute(backend, &lanes, nth, context, workload.step_tokens)?;
+    }
+    let mut all = Vec::with_capacity(workload.batches.len());
+    for rows in &workload.batches {
+        let times = steps(backend, &lanes, *rows, context)?;
+        told(&format!("decode of {rows} rows at {context} tokens: {:.3} ms", times.median));
+        all.push(DecodeTimes { rows: *rows, context_tokens: context, step_ms: times });
+    }
+    Ok(all)
+}
+
+/// A step is launched before the last one is collected; what counts is the time from one token to the next.
+fn steps(
+    backend: &mut dyn Backend,
+    lanes: &Lanes,
+    rows: usize,
+    context: usize,
+) -> Result<Times, MeasureError> {
+    let parts = |nth: usize| -> Vec<(usize, Part)> {
+        let part = Part::Next { position: context + nth, is_in_flight: nth > 0 };
+        (0..rows).map(|lane| (lane, part)).collect()
+    };
+    let mut in_flight = lanes.launch(backend, &parts(0))?;
+    let mut times: Vec<Duration> = Vec::with_capacity(N_TIMED);
+    let mut last = Instant::now();
+    for nth in 1..=N_WARM + N_TIMED {
+        let next = lanes.launch(backend, &parts(nth))?;
+        collect(backend, std::mem::replace(&mut in_flight, next))?;
+        let now = Instant::now();
+        if nth > N_WARM {
+            times.push(now - last);
+        }
+        last = now;
+    }
+    collect(backend, in_flight)?;
+    Ok(Times::of(times))
+}

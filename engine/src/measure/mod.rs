@@ -1,0 +1,128 @@
+//! How fast a backend is, without anything around it: decode steps, first tokens, and many requests at once.
+//!
+//! What is measured is the contract of [`Backend`](crate::Backend) as a scheduler uses it: the next step is launched before
+//! the last one is collected, and tokens feed the next step without being looked at.
+
+mod decode;
+mod lanes;
+mod offline;
+mod prompts;
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::backend::Backend;
+use crate::error::{BackendError, RowError};
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// Rows of decode steps.
+    pub batches: Vec<usize>,
+    /// Tokens of each sequence before the first decode step.
+    pub context_tokens: usize,
+    /// Prompts of one request at a time.
+    pub prompts: Vec<usize>,
+    pub offline: Option<Offline>,
+    /// The most tokens of a step, as the backend was opened with.
+    pub step_tokens: usize,
+}
+
+/// Requests that are all there at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Offline {
+    pub n_requests: usize,
+    pub prompt_tokens: usize,
+    pub output_tokens: usize,
+    /// Sequences that run at one time.
+    pub rows_max: usize,
+    /// Tokens of a step.
+    pub step_tokens: usize,
+}
+
+/// What was found.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Measured {
+    pub decode: Vec<DecodeTimes>,
+    pub prompts: Vec<PromptTimes>,
+    pub offline: Option<OfflineTimes>,
+}
+
+/// Steps of one number of rows.
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeTimes {
+    pub rows: usize,
+    pub context_tokens: usize,
+    pub step_ms: Times,
+}
+
+/// Prompts of one length: from the launch to the first token in hand.
+#[derive(Clone, Debug, Serialize)]
+pub struct PromptTimes {
+    pub prompt_tokens: usize,
+    pub ttft_ms: Times,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct OfflineTimes {
+    pub of: Offline,
+    pub seconds: f64,
+    pub requests_per_s: f64,
+    pub steps: usize,
+}
+
+/// Some times of the same thing, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Times {
+    pub median: f64,
+    pub least: f64,
+    pub p99: f64,
+    pub n: usize,
+}
+
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
+pub enum MeasureError {
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error("a row of the measurement failed")]
+    Row(#[from] RowError),
+    #[error("{needed} blocks of KV are needed and there are {found}: set --kv-memory higher")]
+    Blocks { needed: usize, found: usize },
+}
+
+impl Times {
+    /// # Panics
+    /// If there is none.
+    fn of(mut times: Vec<Duration>) -> Self {
+        times.sort_unstable();
+        let ms = |nth: usize| times[nth].as_secs_f64() * 1e3;
+        let last = times.len() - 1;
+        Self { median: ms(times.len() / 2), least: ms(0), p99: ms(last * 99 / 100), n: times.len() }
+    }
+}
+
+/// Measures all of it. `told` hears one line for each thing that was measured.
+pub fn measure(
+    backend: &mut dyn Backend,
+    workload: &Workload,
+    told: &mut dyn FnMut(&str),
+) -> Result<Measured, MeasureError> {
+    let mut measured = Measured::default();
+    for prompt_tokens in &workload.prompts {
+        let times = prompts::measure(backend, *prompt_tokens, workload.step_tokens)?;
+        told(&format!("prompt of {prompt_tokens}: {:.2} ms to the first token", times.ttft_ms.median));
+        measured.prompts.push(times);
+    }
+    measured.decode = decode::measure(backend, workload, told)?;
+    if let Some(offline) = workload.offline {
+        let times = offline::measure(backend, offline)?;
+        told(&format!("{} requests at once: {:.2} requests/s", offline.n_requests, times.requests_per_s));
+        measured.offline = Some(times);
+    }
+    Ok(measured)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,109 @@
+//! Many requests that are all there at once: prompts in chunks beside running sequences, until all are done.
+
+use std::collections::VecDeque;
+
+use tokio::time::Instant;
+
+use super::lanes::{Lanes, Part, collect};
+use super::{MeasureError, Offline, OfflineTimes};
+use crate::backend::Backend;
+use crate::step::Launched;
+
+/// A request that has a lane.
+#[derive(Clone, Copy, Debug)]
+struct Running {
+    lane: usize,
+    n_computed: usize,
+    /// Its last token is drawn by the step that was launched last.
+    is_in_flight: bool,
+}
+
+/// A scheduler as simple as one can be: running sequences first, then prompts in the order of their coming.
+#[derive(Debug)]
+struct Queue {
+    of: Offline,
+    n_waiting: usize,
+    free_lanes: Vec<usize>,
+    running: VecDeque<Running>,
+    n_done: usize,
+}
+
+pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineTimes, MeasureError> {
+    let rows = of.rows_max.min(of.n_requests);
+    let lanes = Lanes::new(backend, rows, of.prompt_tokens, of.prompt_tokens + of.output_tokens)?;
+    let mut queue = Queue {
+        of,
+        n_waiting: of.n_requests,
+        free_lanes: (0..rows).rev().collect(),
+        running: VecDeque::with_capacity(rows),
+        n_done: 0,
+    };
+    let started = Instant::now();
+    let mut in_flight: Option<Launched> = None;
+    let mut steps = 0;
+    while queue.n_done < of.n_requests {
+        let parts = queue.next_step();
+        let next = if parts.is_empty() { None } else { Some(lanes.launch(backend, &parts)?) };
+        steps += usize::from(next.is_some());
+        if let Some(step) = std::mem::replace(&mut in_flight, next) {
+            collect(backend, step)?;
+        }
+    }
+    if let Some(step) = in_flight {
+        collect(backend, step)?;
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(OfflineTimes { of, seconds, requests_per_s: of.n_requests as f64 / seconds, steps })
+}
+
+impl Queue {
+    /// What the next step computes. Lengths are known, so that nothing has to be looked at in between.
+    fn next_step(&mut self) -> Vec<(usize, Part)> {
+        let mut tokens_left = self.of.step_tokens;
+        let mut parts = Vec::with_capacity(self.running.len());
+        self.admit();
+        // Those that have a token in flight go on at once: it is kept for one step only.
+        let (decoding, computing): (Vec<_>, Vec<_>) =
+            self.running.iter_mut().partition(|request| request.n_computed >= self.of.prompt_tokens);
+        for request in decoding.into_iter().chain(computing) {
+            if let Some(part) = request.next(self.of, tokens_left) {
+                tokens_left -= part.n_tokens();
+                parts.push((request.lane, part));
+            }
+        }
+        let end = self.of.prompt_tokens + self.of.output_tokens - 1;
+        let (done, going): (VecDeque<_>, VecDeque<_>) =
+            self.running.drain(..).partition(|request| request.n_computed == end);
+        self.n_done += done.len();
+        self.free_lanes.extend(done.iter().map(|request| request.lane));
+        self.running = going;
+        parts
+    }
+
+    fn admit(&mut self) {
+        while self.n_waiting > 0
+            && let Some(lane) = self.free_lanes.pop()
+        {
+            self.n_waiting -= 1;
+            self.running.push_back(Running { lane, n_computed: 0, is_in_flight: false });
+        }
+    }
+}
+
+impl Running {
+    fn next(&mut self, of: Offline, tokens_left: usize) -> Option<Part> {
+        if tokens_left == 0 {
+            return None;
+        }
+        let start = self.n_computed;
+        if start >= of.prompt_tokens {
+            let is_in_flight = std::mem::replace(&mut self.is_in_flight, true);
+            self.n_computed += 1;
+            return Some(Part::Next { position: start, is_in_flight });
+        }
+        let end = (start + tokens_left).min(of.prompt_tokens);
+        self.n_computed = end;
+        self.is_in_flight = end == of.prompt_tokens;
+        Some(Part::Prompt { start, end })
+    }
+}

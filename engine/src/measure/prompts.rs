@@ -1,0 +1,46 @@
+//! One prompt at a time: how long until its first token.
+
+use tokio::time::Instant;
+
+use super::lanes::{Lanes, Part, collect};
+use super::{MeasureError, PromptTimes, Times};
+use crate::backend::Backend;
+
+const N_WARM: usize = 2;
+const N_TIMES: usize = 7;
+
+pub(super) fn measure(
+    backend: &mut dyn Backend,
+    prompt_tokens: usize,
+    step_tokens: usize,
+) -> Result<PromptTimes, MeasureError> {
+    let lanes = Lanes::new(backend, 1, prompt_tokens, prompt_tokens)?;
+    let mut times = Vec::with_capacity(N_TIMES);
+    for nth in 0..N_WARM + N_TIMES {
+        let started = Instant::now();
+        compute(backend, &lanes, 0, prompt_tokens, step_tokens)?;
+        if nth >= N_WARM {
+            times.push(started.elapsed());
+        }
+    }
+    Ok(PromptTimes { prompt_tokens, ttft_ms: Times::of(times) })
+}
+
+/// A whole prompt, in steps that overlap.
+pub(super) fn compute(
+    backend: &mut dyn Backend,
+    lanes: &Lanes,
+    lane: usize,
+    prompt_tokens: usize,
+    step_tokens: usize,
+) -> Result<(), MeasureError> {
+    let mut in_flight = None;
+    for start in (0..prompt_tokens).step_by(step_tokens.max(1)) {
+        let end = (start + step_tokens).min(prompt_tokens);
+        let next = lanes.launch(backend, &[(lane, Part::Prompt { start, end })])?;
+        if let Some(step) = in_flight.replace(next) {
+            collect(backend, step)?;
+        }
+    }
+    in_flight.map_or(Ok(()), |step| collect(backend, step))
+}

@@ -1,0 +1,50 @@
+use super::*;
+use crate::backend::mock::{Mock, MockSettings, Pace};
+
+fn mock() -> Mock {
+    Mock::new("mock", MockSettings::default(), 512, Pace::Modelled).expect("the plain mock")
+}
+
+#[test]
+fn everything_that_is_asked_for_is_measured() {
+    let workload = Workload {
+        batches: vec![1, 3],
+        context_tokens: 40,
+        prompts: vec![30, 100],
+        offline: Some(Offline {
+            n_requests: 7,
+            prompt_tokens: 20,
+            output_tokens: 5,
+            rows_max: 3,
+            step_tokens: 16,
+        }),
+        step_tokens: 64,
+    };
+    let mut lines = 0;
+    let measured = measure(&mut mock(), &workload, &mut |_| lines += 1).expect("it is measured");
+    assert_eq!(lines, 5);
+    assert_eq!(measured.decode.iter().map(|times| times.rows).collect::<Vec<_>>(), [1, 3]);
+    assert_eq!(measured.prompts.iter().map(|times| times.prompt_tokens).collect::<Vec<_>>(), [30, 100]);
+    let offline = measured.offline.expect("it was asked for");
+    // Three lanes of 24 tokens each, two turns and a third of one, at no more than 16 tokens a step.
+    assert!(offline.steps >= 7 * 24 / 16 && offline.steps < 100, "{}", offline.steps);
+}
+
+#[test]
+fn too_little_memory_is_said_in_blocks() {
+    let workload = Workload {
+        batches: vec![1 << 20],
+        context_tokens: 40,
+        prompts: vec![],
+        offline: None,
+        step_tokens: 64,
+    };
+    let error = measure(&mut mock(), &workload, &mut |_| {}).expect_err("a million rows");
+    assert!(error.to_string().contains("blocks of KV are needed"), "{error}");
+}
+
+#[test]
+fn times_are_of_the_middle_and_the_least() {
+    let times = Times::of([30, 10, 20].map(Duration::from_millis).to_vec());
+    assert_eq!((times.median, times.least, times.n), (20.0, 10.0, 3));
+}
