@@ -33,6 +33,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
         &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"],
     ),
     ("decode-node", &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"]),
+    ("kv-pool", &["types", "kv-cache", "kv-transfer", "chassis"]),
     ("router", &["types", "proto", "registry", "chassis"]),
     ("bench", &["types", "chassis", "kv-cache", "kv-transfer"]),
     ("hub", &[]),
