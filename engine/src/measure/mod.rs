@@ -1,6 +1,6 @@
 //! How fast a backend is, without anything around it: decode steps, first tokens, and many requests at once.
 //!
-//! What is measured is the contract of [`Backend`](crate::Backend) as a scheduler uses it: the next step is launched before
+//! What is measured is the contract of [`Backend`] as a scheduler uses it: the next step is launched before
 //! the last one is collected, and tokens feed the next step without being looked at.
 
 mod decode;

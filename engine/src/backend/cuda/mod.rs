@@ -1,8 +1,8 @@
 //! A GPU as a backend: weights and KV on one card, whole steps launched ahead of the card's work.
 //!
-//! Suggested reading order: what it is told ([`settings`]), what is put onto the card ([`heads`], [`weights`],
-//! [`upload`], [`budget`], [`workspace`]), how a step is described to it ([`plan`]), what it then does ([`decoder`]),
-//! which steps are recorded ([`ladder`], [`recorded`]), and what becomes of a step ([`flight`], [`watch`]).
+//! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `weights`,
+//! `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`decoder`),
+//! which steps are recorded (`ladder`, `recorded`), and what becomes of a step (`flight`, `watch`).
 //!
 //! Sums in bf16 depend on how many rows are multiplied together, so a row's numbers differ in their last bits from one
 //! batch to another; how far that may go, and what is compared, is in `docs/specification.md`.
