@@ -4,6 +4,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use engine::Device;
+
+use crate::bench_engine::EngineArgs;
 
 /// Large language models served with prefill and decode on different nodes.
 #[derive(Debug, Parser)]
@@ -35,8 +38,24 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Ask a process whether it is ready: 0 if it is. For health checks in images that have no shell.
     Health(HealthArgs),
-    /// Measure an OpenAI-compatible endpoint, this one or another: TTFT, TBT, goodput.
-    Bench(Box<bench::BenchArgs>),
+    /// Measure an OpenAI-compatible endpoint, this one or another, or the engine by itself: TTFT, TBT, goodput.
+    Bench(Box<BenchArgs>),
+}
+
+/// Measure a server, or the engine by itself.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) command: BenchCommand,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "there is one of it in a process")]
+pub(crate) enum BenchCommand {
+    #[command(flatten)]
+    Server(bench::command::BenchCommand),
+    /// Measure the engine by itself: decode steps, first tokens, many requests at once, and the device's limits
+    Engine(EngineArgs),
 }
 
 /// Every process has one TOML file. `BATON_SECTION__KEY` in the environment overrides a setting.
@@ -68,8 +87,8 @@ pub(crate) struct UpArgs {
     /// its time.
     #[arg(long, default_value = "demo")]
     pub(crate) model: String,
-    /// What computes.
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:N`.
+    #[arg(long, default_value = "auto", value_name = "DEVICE")]
     pub(crate) device: Device,
     /// The wire on which KV travels; `auto` is the fastest that works here.
     #[arg(long, default_value = "auto", value_name = "NAME")]
@@ -89,13 +108,6 @@ pub(crate) struct UpArgs {
     /// How a route is chosen: random, round-robin or least-loaded.
     #[arg(long, default_value = "least-loaded", value_name = "NAME")]
     pub(crate) policy: String,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Device {
-    Auto,
-    Cpu,
-    Cuda,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

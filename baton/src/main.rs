@@ -1,6 +1,7 @@
 //! The executable: subcommands and nothing else.
 #![forbid(unsafe_code)]
 
+mod bench_engine;
 mod chat;
 mod children;
 mod cli;
@@ -17,7 +18,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 
-use crate::cli::{Cli, Command};
+use crate::cli::{BenchCommand, Cli, Command};
 use crate::exit::Failed;
 
 fn main() -> ExitCode {
@@ -39,6 +40,9 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
         Command::Chat(args) => chat::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Health(args) => health::run(&args),
-        Command::Bench(args) => Ok(bench::run(*args)),
+        Command::Bench(args) => match args.command {
+            BenchCommand::Server(command) => Ok(bench::run(bench::BenchArgs { command })),
+            BenchCommand::Engine(args) => bench_engine::run(&args),
+        },
     }
 }

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 use types::Role;
 
 use crate::children::Node;
-use crate::cli::{Device, UpArgs};
+use crate::cli::UpArgs;
 use crate::exit::Failed;
 use crate::model::{self, Located};
 
@@ -25,9 +25,6 @@ const QUIET: &str = "warn";
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
-    if args.device == Device::Cuda {
-        return Err(Failed::usage("--device cuda: this version has no GPU backend; use --device cpu"));
-    }
     let raw = router_config(&args)?;
     let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
@@ -105,6 +102,7 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
         ("BATON_REGISTRY__URL", registry),
         ("BATON_MODEL__PATH", model.path.clone()),
         ("BATON_MODEL__NAME", model.name.clone()),
+        ("BATON_MODEL__DEVICE", args.device.to_string()),
         ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
         ("BATON_LOG__LEVEL", level),
     ];

@@ -1,20 +1,18 @@
-//! GPUs, their driver and the libraries that a GPU backend loads at run time.
-//!
-//! This version has no GPU backend. What is there is said all the same, so that a machine can be made ready.
+//! GPUs, their driver and the libraries that the GPU backend loads at run time.
 
 use std::path::{Path, PathBuf};
 
 use super::finding::Finding;
 
 const GROUP: &str = "gpu";
-const NO_BACKEND: &str =
-    "this version has no GPU backend and does not use it; nodes compute with the model that model.path names";
+const USED: &str = "a node computes on it where model.device is `auto` or `cuda`";
+const NOT_USED: &str =
+    "a node computes on the CPU where model.device is `auto`, and does not start where it is `cuda`";
 /// What each library is for.
 const LIBRARIES: &[(&str, &str)] = &[
     ("libcuda.so.1", "the driver's half of CUDA"),
     ("libnvrtc.so", "compiles kernels for the card at hand"),
     ("libcublasLt.so", "matrix products"),
-    ("libnccl.so.2", "KV between GPUs of several hosts"),
 ];
 /// Where the loader looks, besides LD_LIBRARY_PATH.
 const FOLDERS: &[&str] = &[
@@ -30,9 +28,9 @@ const FOLDERS: &[&str] = &[
 
 pub(super) fn look() -> Vec<Finding> {
     let Some(driver) = driver(Path::new("/proc/driver/nvidia/version")) else {
-        return vec![Finding::note(GROUP, "no NVIDIA driver", NO_BACKEND)];
+        return vec![Finding::note(GROUP, "no NVIDIA driver", NOT_USED)];
     };
-    let mut findings = vec![Finding::note(GROUP, format!("{driver}; {} GPUs", n_gpus()), NO_BACKEND)];
+    let mut findings = vec![Finding::note(GROUP, format!("{driver}; {} GPUs", n_gpus()), USED)];
     findings.extend(LIBRARIES.iter().map(|(library, what_for)| found_or_not(library, what_for)));
     findings
 }
@@ -51,13 +49,11 @@ fn n_gpus() -> usize {
 /// Files are looked for and not loaded: a library that does harm when it is loaded must not harm a doctor.
 fn found_or_not(library: &str, what_for: &str) -> Finding {
     match find(library, &folders()) {
-        Some(path) => Finding::note(GROUP, format!("{} ({what_for})", path.display()), NO_BACKEND),
+        Some(path) => Finding::note(GROUP, format!("{} ({what_for})", path.display()), USED),
         None => Finding::note(
             GROUP,
             format!("{library} ({what_for}) is not where the loader looks"),
-            format!(
-                "a GPU backend will need it: install it, or put its folder into LD_LIBRARY_PATH; {NO_BACKEND}"
-            ),
+            format!("install it, or put its folder into LD_LIBRARY_PATH; without it {NOT_USED}"),
         ),
     }
 }

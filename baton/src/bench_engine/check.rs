@@ -1,0 +1,90 @@
+//! Whether the GPU says what the CPU says.
+
+use std::path::Path;
+
+use engine::equality::{Comparison, Tolerance, compare};
+use engine::{CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
+use serde::{Deserialize, Serialize};
+use types::{KvDtype, TokenId};
+
+use super::args::EngineArgs;
+use crate::exit::Failed;
+
+/// KV of a model on trial.
+const KV_BYTES: usize = 64 << 20;
+/// Tokens after each prompt.
+const N_STEPS: usize = 24;
+/// Enough for the longest golden prompt at once.
+const LIMITS: StepLimits = StepLimits { tokens: 2048, rows: 256 };
+/// What bf16 makes of logits that the CPU has in f32: rounded to 8 bits in every layer, which shows most in models as
+/// narrow as these. One and a half times the worst that was seen (`docs/measurements`).
+const TOLERANCE: Tolerance = Tolerance { epsilon: 0.3, logprob: 0.5, logprob_share: 0.05 };
+
+/// One model's comparison.
+#[derive(Debug, Serialize)]
+pub(super) struct Checked {
+    model: String,
+    tolerance: Tolerance,
+    recorded: Comparison,
+    launched: Comparison,
+}
+
+impl Checked {
+    pub(super) fn is_equal(&self) -> bool {
+        self.recorded.is_equal() && self.launched.is_equal()
+    }
+
+    pub(super) fn line(&self) -> String {
+        let mut all = self.recorded.clone();
+        all.merge(self.launched.clone());
+        let verdict = if self.is_equal() { "equal" } else { "NOT EQUAL" };
+        let mut line = format!(
+            "{}: {verdict}; {} tokens, {} near ties, log-probabilities within {:.3}, other tokens over leads of {:.3}",
+            self.model, all.n_tokens, all.n_near_ties, all.worst_logprob, all.worst_lead
+        );
+        for wrong in all.wrong.iter().take(5) {
+            line.push_str(&format!("\n  {wrong}"));
+        }
+        line
+    }
+}
+
+/// A model against the CPU with KV in f32: its steps recorded, and each kernel launched by itself.
+pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
+    let cpu = CpuSettings { kv_dtype: KvDtype::F32, ..CpuSettings::default() };
+    let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(Failed::start)?;
+    let vocab = engine::Backend::model(&reference).vocab;
+    let prompts = prompts(folder, vocab)?;
+    let mut compared = |graphs: bool| -> Result<Comparison, Failed> {
+        let settings =
+            CudaSettings { graphs, load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
+        let mut subject = CudaBackend::open(folder, KV_BYTES, &settings).map_err(Failed::start)?;
+        compare(&mut reference, &mut subject, &prompts, N_STEPS, TOLERANCE).map_err(Failed::work)
+    };
+    let (recorded, launched) = (compared(true)?, compared(false)?);
+    Ok(Checked { model: folder.display().to_string(), tolerance: TOLERANCE, recorded, launched })
+}
+
+#[derive(Deserialize)]
+struct Golden {
+    #[serde(default)]
+    prompts: Vec<GoldenPrompt>,
+}
+
+#[derive(Deserialize)]
+struct GoldenPrompt {
+    prompt_ids: Vec<u32>,
+}
+
+/// The golden prompts of a model that has some; else any tokens.
+fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, Failed> {
+    let tokens = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
+    if let Ok(bytes) = std::fs::read(folder.join("golden.json")) {
+        let golden: Golden = serde_json::from_slice(&bytes).map_err(Failed::start)?;
+        if !golden.prompts.is_empty() {
+            return Ok(golden.prompts.into_iter().map(|prompt| tokens(prompt.prompt_ids)).collect());
+        }
+    }
+    let any = |len: u32| tokens((0..len).map(|nth| (nth * 7 + len) % vocab).collect());
+    Ok([5, 33, 16, 100].map(any).to_vec())
+}

@@ -1,0 +1,80 @@
+//! A backend that is measured, and what only a GPU can tell of itself.
+
+use engine::backend::cuda::{CudaLimits, DecodeProfile};
+use engine::{Backend, CpuBackend, CudaBackend, Device};
+
+use super::args::EngineArgs;
+use crate::exit::Failed;
+
+#[derive(Debug)]
+pub(super) enum Opened {
+    Cpu(Box<CpuBackend>),
+    Cuda(Box<CudaBackend>),
+}
+
+impl Opened {
+    pub(super) fn open(args: &EngineArgs) -> Result<Self, Failed> {
+        let kv_bytes = usize::try_from(args.kv_memory.0).map_err(Failed::usage)?;
+        let cpu = || {
+            CpuBackend::open(&args.model, kv_bytes, &args.cpu()).map(|backend| Self::Cpu(Box::new(backend)))
+        };
+        let opened = match args.device {
+            Device::Cpu => cpu(),
+            Device::Cuda(_) => Self::on_gpu(args, kv_bytes),
+            Device::Auto => match Self::on_gpu(args, kv_bytes) {
+                Err(error) if error.is_no_gpu() => {
+                    super::report::tell(&format!("warning: {error}; the CPU computes"));
+                    cpu()
+                }
+                opened => opened,
+            },
+        };
+        opened.map_err(Failed::start)
+    }
+
+    fn on_gpu(args: &EngineArgs, kv_bytes: usize) -> Result<Self, engine::OpenError> {
+        CudaBackend::open(&args.model, kv_bytes, &args.cuda()).map(|backend| Self::Cuda(Box::new(backend)))
+    }
+
+    pub(super) fn backend(&mut self) -> &mut dyn Backend {
+        match self {
+            Self::Cpu(backend) => backend.as_mut(),
+            Self::Cuda(backend) => backend.as_mut(),
+        }
+    }
+
+    pub(super) fn device(&self) -> String {
+        match self {
+            Self::Cpu(_) => "cpu".to_owned(),
+            Self::Cuda(backend) => format!("{} ({})", backend.card().name(), backend.card().arch()),
+        }
+    }
+
+    pub(super) fn limits(&mut self) -> Result<Option<CudaLimits>, Failed> {
+        match self {
+            Self::Cpu(_) => Ok(None),
+            Self::Cuda(backend) => backend.limits().map(Some).map_err(Failed::work),
+        }
+    }
+
+    pub(super) fn profiles(
+        &mut self,
+        batches: &[usize],
+        context: usize,
+    ) -> Result<Vec<DecodeProfile>, Failed> {
+        match self {
+            Self::Cpu(_) => Ok(Vec::new()),
+            Self::Cuda(backend) => {
+                let profile = |rows: &usize| backend.profile_decode(*rows, context).map_err(Failed::work);
+                batches.iter().map(profile).collect()
+            }
+        }
+    }
+
+    pub(super) fn recorded(&self) -> Option<(usize, usize)> {
+        match self {
+            Self::Cpu(_) => None,
+            Self::Cuda(backend) => Some(backend.n_recorded()),
+        }
+    }
+}
