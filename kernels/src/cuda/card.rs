@@ -205,6 +205,14 @@ impl Card {
         self.functions.contains_key(kernel)
     }
 
+    /// A kernel for a stream of its own.
+    pub(super) fn function(&self, kernel: &'static str) -> CudaFunction {
+        self.functions
+            .get(kernel)
+            .expect("every kernel of SOURCES is loaded, and no other is asked for")
+            .clone()
+    }
+
     /// Puts a kernel at the end of the stream. It may come onto the card while the one before it ends: each waits by
     /// itself before it looks at what was computed (`wait_for_last` in `prelude.cuh`).
     ///

@@ -101,6 +101,11 @@ impl Mapped {
         self.reserved.address
     }
 
+    /// Whose kernels reach it.
+    pub(super) fn ordinal(&self) -> usize {
+        self.reserved.context.ordinal()
+    }
+
     /// All that is mapped: what was asked for, and the rest of its last unit.
     pub(super) fn bytes(&self) -> usize {
         self.reserved.bytes

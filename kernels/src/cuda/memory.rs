@@ -14,6 +14,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 
 use super::buffer::{Element, View, ViewMut};
+use super::courier::WireKernels;
 use super::mapped::Mapped;
 use super::staging::Staging;
 use super::{Card, CudaError};
@@ -26,6 +27,8 @@ use crate::regions::{RegionShape, Regions, Run};
 pub struct DeviceMemory {
     context: Arc<CudaContext>,
     staging: Staging,
+    /// What moves its pages to and from other cards.
+    kernels: WireKernels,
     regions: Regions,
     mapped: Mapped,
 }
@@ -35,16 +38,17 @@ impl DeviceMemory {
     pub fn new(shapes: &[RegionShape], card: &Card) -> Result<Self, MemoryError> {
         let regions = Regions::new(shapes)?;
         let bytes = regions.places().end();
-        Self::taken(card.context(), regions).map_err(|source| MemoryError::Device { bytes, source })
+        Self::taken(card, regions).map_err(|source| MemoryError::Device { bytes, source })
     }
 
-    fn taken(context: &Arc<CudaContext>, regions: Regions) -> Result<Self, CudaError> {
+    fn taken(card: &Card, regions: Regions) -> Result<Self, CudaError> {
+        let context = card.context();
         let mapped = Mapped::take(context, regions.places().end())?;
         let staging = Staging::new(context)?;
         // JUSTIFICATION: nobody shall find in fresh KV what another process has left there.
         // SAFETY: the whole range is mapped and nobody else knows it yet.
         unsafe { staging.clear(mapped.address(), mapped.bytes())? };
-        Ok(Self { context: Arc::clone(context), staging, regions, mapped })
+        Ok(Self { context: Arc::clone(context), staging, kernels: WireKernels::of(card)?, regions, mapped })
     }
 
     /// Borrows a run of pages and copies them from the card: all of them, or none.
@@ -124,6 +128,22 @@ impl DeviceMemory {
     /// Which card it lies on.
     pub fn ordinal(&self) -> usize {
         self.context.ordinal()
+    }
+
+    /// Where a page starts in what [`export`](Self::export) exports.
+    ///
+    /// # Panics
+    /// If there is no such region, or no such page in it.
+    pub fn offset(&self, region: u32, page: u32) -> u64 {
+        self.regions.places().run(region, &(page..page + 1)).0 as u64
+    }
+
+    pub(super) fn page_address(&self, region: u32, page: u32) -> u64 {
+        self.mapped.address() + self.offset(region, page)
+    }
+
+    pub(super) fn wire_kernels(&self) -> &WireKernels {
+        &self.kernels
     }
 
     pub(super) fn context(&self) -> &Arc<CudaContext> {

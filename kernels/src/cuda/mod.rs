@@ -23,6 +23,7 @@ pub(crate) mod staging;
 pub mod memory;
 pub mod remote;
 mod tensor_map;
+pub mod courier;
 pub mod ops;
 pub mod matmul;
 
@@ -30,6 +31,7 @@ pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
 pub use cache::Cache;
 pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
+pub use courier::{Courier, CourierSize, Errand, PageRuns, SomePages};
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;

@@ -21,6 +21,14 @@ impl DeviceMemory {
 }
 
 impl RemoteMemory {
+    pub(super) fn address(&self) -> u64 {
+        self.mapped.address()
+    }
+
+    pub(super) fn ordinal(&self) -> usize {
+        self.mapped.ordinal()
+    }
+
     pub fn bytes(&self) -> usize {
         self.mapped.bytes()
     }

@@ -52,6 +52,7 @@ pub const SOURCES: &[Source] = &[
     source!("bias.cu", ["add_bias"]),
     source!("dummy.cu", ["dummy_weights"]),
     source!("probe.cu", ["probe_read", "probe_copy"]),
+    source!("wire.cu", ["wire_pull", "wire_digest", "wire_copy"]),
     source!(
         "skinny.cu",
         [

@@ -5,6 +5,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use cudarc::driver::sys::{CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE};
 use cudarc::driver::{CudaContext, CudaStream, result};
 
 use super::CudaError;
@@ -37,7 +38,7 @@ pub(crate) struct WriteBack<'a> {
 }
 
 /// Memory of this machine that the card copies from and to by itself.
-struct Pinned {
+pub(super) struct Pinned {
     context: Arc<CudaContext>,
     start: NonNull<u8>,
     capacity: usize,
@@ -190,18 +191,44 @@ impl Drop for WriteBack<'_> {
 // === impl Pinned ===
 
 impl Pinned {
-    fn new(context: &Arc<CudaContext>, capacity: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(context: &Arc<CudaContext>, capacity: usize) -> Result<Self, CudaError> {
         let capacity = capacity.max(1);
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         // JUSTIFICATION: only the driver can pin memory.
         // SAFETY: the pointer is kept by this value alone and freed once; every byte is set before a slice of it exists.
         unsafe {
-            let start = result::malloc_host(capacity, 0)
+            let start = result::malloc_host(capacity, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)
                 .map_err(CudaError::during("take memory that the GPU can copy from"))?;
             let start = NonNull::new(start.cast::<u8>()).expect("the driver gives memory or an error");
             start.write_bytes(0, capacity);
             Ok(Self { context: Arc::clone(context), start, capacity })
         }
+    }
+}
+
+impl Pinned {
+    /// Where the card finds it: there is one space of addresses for the host and all cards.
+    pub(super) fn address(&self) -> u64 {
+        self.start.as_ptr() as u64
+    }
+
+    pub(super) fn n_words(&self) -> usize {
+        self.capacity / size_of::<u64>()
+    }
+
+    /// The first words. Whoever looks has seen to it that no copy is under way.
+    pub(super) fn words(&self, n_words: usize) -> &[u64] {
+        assert!(n_words * size_of::<u64>() <= self.capacity, "{n_words} words of {} bytes", self.capacity);
+        // JUSTIFICATION: the memory is the driver's, not an allocator's.
+        // SAFETY: it is initialised, aligned to a memory page, and as long as was just checked.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), n_words) }
+    }
+
+    pub(super) fn words_mut(&mut self, n_words: usize) -> &mut [u64] {
+        assert!(n_words * size_of::<u64>() <= self.capacity, "{n_words} words of {} bytes", self.capacity);
+        // JUSTIFICATION: as above.
+        // SAFETY: as above, and `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), n_words) }
     }
 }
 

@@ -1,0 +1,126 @@
+//! Bytes and digests against the processor's.
+
+use baton_kernels::RegionShape;
+use baton_kernels::cuda::{Card, Courier, CourierSize, PageRuns, SomePages};
+use twox_hash::XxHash3_64;
+
+use crate::{Outcome, Two};
+
+/// Parts, heads and bytes of a run: lengths at which the digest is made in another way, and those of real models.
+const SHAPES: &[(usize, usize, usize)] = &[
+    (2, 2, 64),
+    (2, 2, 192),
+    (1, 3, 240),
+    (2, 2, 256),
+    (2, 1, 1024),
+    (1, 1, 1040),
+    (2, 8, 2048),
+    (2, 8, 4096),
+    (1, 1, 18432),
+    (2, 3, 8192),
+];
+const N_PAGES: u32 = 64;
+
+pub(crate) fn all(cards: &[Card; 2]) -> Outcome<usize> {
+    let mut n_checks = memory(cards)?;
+    for (n_parts, n_heads, run_bytes) in SHAPES {
+        n_checks += pages(cards, PageRuns { n_parts: *n_parts, n_heads: *n_heads, run_bytes: *run_bytes })?;
+    }
+    Ok(n_checks)
+}
+
+/// A byte that tells where it belongs.
+fn byte(seed: u64, at: usize) -> u8 {
+    ((at as u64 ^ seed << 40).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8
+}
+
+fn ensure(holds: bool, what: &str) -> Outcome<usize> {
+    if holds { Ok(1) } else { Err(what.into()) }
+}
+
+/// What is written comes back, nothing else changes, and borrows exclude each other.
+fn memory(cards: &[Card; 2]) -> Outcome<usize> {
+    let shapes =
+        [RegionShape { page_bytes: 4096, n_pages: 300 }, RegionShape { page_bytes: 100, n_pages: 7 }];
+    let two = Two::new(cards, &shapes)?;
+    let mut n_checks =
+        ensure(two.far.read(0, 0..300)?.iter().all(|byte| *byte == 0), "fresh memory is zero")?;
+    for memory in [&two.near, &two.far] {
+        for (region, pages) in [(0, 3..7), (1, 2..5), (0, 299..300)] {
+            memory.write(region, pages)?.iter_mut().enumerate().for_each(|(at, cell)| *cell = byte(7, at));
+        }
+        n_checks += ensure(memory.read(0, 2..3)?.iter().all(|byte| *byte == 0), "the page before")?;
+        n_checks += ensure(memory.read(0, 7..8)?.iter().all(|byte| *byte == 0), "the page behind")?;
+        let right = |bytes: &[u8]| bytes.iter().enumerate().all(|(at, cell)| *cell == byte(7, at));
+        n_checks += ensure(right(&memory.read(0, 3..7)?), "four pages")?;
+        n_checks += ensure(right(&memory.read(1, 2..5)?), "pages of odd size")?;
+        n_checks += ensure(right(&memory.read(0, 299..300)?), "the last page")?;
+        let reader = memory.read(0, 3..5)?;
+        n_checks += ensure(memory.write(0, 4..5).is_err(), "a page that is read is not written")?;
+        drop(reader);
+        n_checks += ensure(memory.write(0, 4..5).is_ok(), "a page is given back")?;
+    }
+    Ok(n_checks)
+}
+
+fn fill(two: &Two, seed: u64) -> Outcome<()> {
+    two.near.write(0, 0..N_PAGES)?.iter_mut().enumerate().for_each(|(at, cell)| *cell = byte(seed, at));
+    two.far.write(0, 0..N_PAGES)?.fill(0xee);
+    Ok(())
+}
+
+/// All of them in the one region.
+fn places(pages: &[u32]) -> Vec<(u32, u32)> {
+    pages.iter().map(|page| (0, *page)).collect()
+}
+
+fn digest(page: &[u8], runs: PageRuns, head: usize, valid: usize) -> u64 {
+    let mut parts = Vec::new();
+    for part in 0..runs.n_parts {
+        let start = (part * runs.n_heads + head) * runs.run_bytes;
+        parts.extend(XxHash3_64::oneshot(&page[start..start + valid]).to_le_bytes());
+    }
+    XxHash3_64::oneshot(&parts)
+}
+
+/// Digests of every valid length, and pages pulled from anywhere to anywhere.
+fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
+    let two = Two::new(cards, &[RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }])?;
+    let (near, far) =
+        (Courier::new(&two.near, CourierSize::default())?, Courier::new(&two.far, CourierSize::default())?);
+    let mut n_checks = 0;
+    let all: Vec<u32> = (0..N_PAGES).collect();
+    let lengths = (16..=runs.run_bytes).step_by(if runs.run_bytes > 1024 { 112 } else { 16 });
+    for (nth, valid) in lengths.chain([runs.run_bytes]).enumerate() {
+        fill(&two, nth as u64)?;
+        let partial = nth * 5 % N_PAGES as usize;
+        let from: Vec<u32> = all.iter().map(|page| page * 29 % N_PAGES).collect();
+        let to: Vec<u32> = all.iter().map(|page| page * 43 % N_PAGES).collect();
+        let half = N_PAGES as usize / 2;
+        let some =
+            |places| SomePages { places, n_of_layer: half, runs, partial: Some((partial % half, valid)) };
+        let (from_places, to_places) = (places(&from), places(&to));
+        let errand = near.digest(&two.near, some(&from_places))?;
+        let there = near.take(errand)?;
+        let offsets: Vec<u64> = from.iter().map(|page| two.near.offset(0, *page)).collect();
+        let errand = far.pull(&two.near_from_far, &offsets, &two.far, some(&to_places))?;
+        let here = far.take(errand)?;
+        let source = two.near.read(0, 0..N_PAGES)?;
+        let target = two.far.read(0, 0..N_PAGES)?;
+        let page = |bytes: &[u8], page: u32| {
+            bytes[page as usize * runs.page_bytes()..][..runs.page_bytes()].to_vec()
+        };
+        let mut expected = Vec::new();
+        for (nth, (from, to)) in from.iter().zip(&to).enumerate() {
+            let bytes = page(&source, *from);
+            n_checks += ensure(bytes == page(&target, *to), "a page arrives as it is")?;
+            let valid = if nth % half == partial % half { valid } else { runs.run_bytes };
+            expected.extend((0..runs.n_heads).map(|head| digest(&bytes, runs, head, valid)));
+        }
+        n_checks +=
+            ensure(there == expected, &format!("{runs:?} of {valid} valid bytes: digests at the sender"))?;
+        n_checks +=
+            ensure(here == expected, &format!("{runs:?} of {valid} valid bytes: digests on the way"))?;
+    }
+    Ok(n_checks)
+}

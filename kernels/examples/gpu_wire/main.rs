@@ -1,0 +1,85 @@
+//! Memory of two GPUs and what moves pages between them: checked against the processor, then measured.
+//!
+//! `gpu_wire [--nvrtc FOLDER] [--out FILE] [--commit NAME]`: JSON to the file, a summary to stderr; fails where a byte or a
+//! digest is wrong. It needs two GPUs that reach each other.
+
+mod check;
+mod measure;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use baton_kernels::RegionShape;
+use baton_kernels::cuda::{Cache, Card, DeviceMemory, RemoteMemory};
+use serde_json::json;
+
+pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// KV on two cards, the first one's mapped for the second.
+pub(crate) struct Two {
+    pub(crate) near: DeviceMemory,
+    pub(crate) far: DeviceMemory,
+    pub(crate) near_from_far: RemoteMemory,
+    pub(crate) far_from_near: RemoteMemory,
+}
+
+impl Two {
+    pub(crate) fn new(cards: &[Card; 2], shapes: &[RegionShape]) -> Outcome<Self> {
+        let [near, far] = [DeviceMemory::new(shapes, &cards[0])?, DeviceMemory::new(shapes, &cards[1])?];
+        let (fd, bytes) = near.export()?;
+        let near_from_far = far.import(&fd, bytes)?;
+        let (fd, bytes) = far.export()?;
+        let far_from_near = near.import(&fd, bytes)?;
+        Ok(Self { near, far, near_from_far, far_from_near })
+    }
+}
+
+struct Args {
+    nvrtc: Option<PathBuf>,
+    out: Option<PathBuf>,
+    commit: Option<String>,
+}
+
+fn args() -> Args {
+    let mut args = Args { nvrtc: None, out: None, commit: None };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let value = words.next().unwrap_or_default();
+        match word.as_str() {
+            "--nvrtc" => args.nvrtc = Some(value.into()),
+            "--out" => args.out = Some(value.into()),
+            "--commit" => args.commit = Some(value),
+            _ => eprintln!("unknown word: {word}"),
+        }
+    }
+    args
+}
+
+fn main() -> ExitCode {
+    match run(&args()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Outcome<()> {
+    let open = |ordinal| Card::open(ordinal, args.nvrtc.as_deref(), &Cache::none());
+    let cards = [open(0)?, open(1)?];
+    let n_checks = check::all(&cards)?;
+    eprintln!("{n_checks} checks are right");
+    let measured = measure::all(&cards)?;
+    let report = json!({
+        "command": "gpu_wire",
+        "commit": args.commit,
+        "cards": [cards[0].name(), cards[1].name()],
+        "checks": n_checks,
+        "measured": measured,
+    });
+    if let Some(out) = &args.out {
+        std::fs::write(out, serde_json::to_string_pretty(&report)? + "\n")?;
+    }
+    Ok(())
+}

@@ -1,0 +1,433 @@
+//! Moves pages between cards, and digests them, beside what the card computes.
+//!
+//! A courier has streams of its own, of high priority, and uses few multiprocessors: the card's kernels hardly notice.
+//! Errands overlap: while one ends, the next is on its way already.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys::{
+    CUdevice_attribute as Attribute, CUevent_flags, CUfunction_attribute as FunctionAttribute,
+};
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
+
+use super::error::ensure;
+use super::memory::DeviceMemory;
+use super::remote::RemoteMemory;
+use super::staging::Pinned;
+use super::{Card, CudaError};
+
+/// Threads of a kernel's block; a block has a multiprocessor for itself.
+const THREADS: u32 = 512;
+/// Pages of one errand, as in wire.cu.
+pub const PAGES_MAX: usize = 1024;
+/// What one stage of all warps of a block takes of shared memory, what a block has beside its stages, and how many there can be: as in wire.cu.
+const STAGE_BYTES: usize = 16 * 4096;
+const TABLE_BYTES: usize = 17 << 10;
+const STAGES_MAX: usize = 2;
+/// The kernels move so many bytes at once.
+const VECTOR_BYTES: usize = 16;
+
+/// How much of a card a courier takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CourierSize {
+    /// Streams, and so errands under way at one time.
+    pub n_lanes: usize,
+    /// Multiprocessors of each.
+    pub lane_multiprocessors: u32,
+}
+
+impl Default for CourierSize {
+    /// 16 multiprocessors, in four parts: the others fill the wire while one begins or ends an errand.
+    fn default() -> Self {
+        Self { n_lanes: 4, lane_multiprocessors: 4 }
+    }
+}
+
+/// The kernels that move pages, on one card.
+#[derive(Clone)]
+pub(super) struct WireKernels {
+    pull: CudaFunction,
+    digest: CudaFunction,
+    copy: CudaFunction,
+    /// Steps that a warp has on their way.
+    n_stages: usize,
+}
+
+/// See the module.
+pub struct Courier {
+    context: Arc<CudaContext>,
+    kernels: WireKernels,
+    lanes: Vec<Arc<CudaStream>>,
+    size: CourierSize,
+    /// Errands so far: they take turns on the lanes.
+    n_errands: AtomicUsize,
+    /// Of errands that are done, for the next ones.
+    ///
+    /// Held for a look, never while anything is waited for.
+    slates: Mutex<Vec<Slate>>,
+}
+
+/// How a page is divided: `[K|V][head]`, each a run of `run_bytes`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageRuns {
+    pub n_parts: usize,
+    pub n_heads: usize,
+    pub run_bytes: usize,
+}
+
+/// Some pages of regions that are alike, and what of them counts.
+#[derive(Clone, Copy, Debug)]
+pub struct SomePages<'a> {
+    /// Region and page, layer by layer.
+    pub places: &'a [(u32, u32)],
+    /// How many of them each layer has.
+    pub n_of_layer: usize,
+    pub runs: PageRuns,
+    /// Of each layer's pages the one whose runs are valid only in their first so many bytes.
+    pub partial: Option<(usize, usize)>,
+}
+
+/// Work under way on the card. [`Courier::take`] waits for it.
+#[must_use = "nobody knows how an errand ended that was not taken"]
+pub struct Errand {
+    slate: Slate,
+    done: CudaEvent,
+    n_digests: usize,
+}
+
+/// What an errand is told, and what it answers, in memory of this machine that the card reads and writes itself.
+struct Slate {
+    context: Arc<CudaContext>,
+    told: Pinned,
+    answers: Pinned,
+}
+
+/// The fields of WirePages in wire.cu, in their order: it is copied as bytes.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Shape {
+    n_pages: u32,
+    n_heads: u32,
+    n_parts: u32,
+    run_bytes: u32,
+    valid: u32,
+    layer_pages: u32,
+    partial: u32,
+    partial_valid: u32,
+    n_stages: u32,
+}
+
+/// What an errand does.
+#[derive(Clone, Copy)]
+enum Kind {
+    Pull,
+    Digest,
+    Copy,
+}
+
+// === impl WireKernels ===
+
+impl WireKernels {
+    pub(super) fn of(card: &Card) -> Result<Self, CudaError> {
+        let n_stages = n_stages(card.context())?;
+        let [pull, digest, copy] = ["wire_pull", "wire_digest", "wire_copy"].map(|name| card.function(name));
+        for kernel in [&pull, &digest, &copy] {
+            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            kernel
+                .set_attribute(attribute, (n_stages * STAGE_BYTES) as i32)
+                .map_err(CudaError::during("reserve shared memory for a kernel"))?;
+        }
+        Ok(Self { pull, digest, copy, n_stages })
+    }
+}
+
+/// As many as fit into a multiprocessor's memory; none before Hopper, whose kernels go without.
+fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
+    let attribute = |attribute| {
+        context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))
+    };
+    let bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
+    let is_hopper = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 9;
+    let fitting = bytes.saturating_sub(TABLE_BYTES) / STAGE_BYTES;
+    Ok(if is_hopper { fitting.clamp(1, STAGES_MAX) } else { 0 })
+}
+
+// === impl PageRuns ===
+
+impl PageRuns {
+    pub fn page_bytes(&self) -> usize {
+        self.n_parts * self.n_heads * self.run_bytes
+    }
+}
+
+// === impl Courier ===
+
+impl Courier {
+    /// A courier for the card that `memory` lies on.
+    pub fn new(memory: &DeviceMemory, size: CourierSize) -> Result<Self, CudaError> {
+        let context = Arc::clone(memory.context());
+        let lane = |_| context.new_stream_with_priority(urgent(&context));
+        let lanes: Result<_, _> = (0..size.n_lanes.max(1)).map(lane).collect();
+        let lanes = lanes.map_err(CudaError::during("make a stream"))?;
+        let kernels = memory.wire_kernels().clone();
+        Ok(Self { kernels, context, lanes, size, n_errands: AtomicUsize::new(0), slates: Mutex::default() })
+    }
+
+    /// Digests pages, a number for each head of each page: what [`take`](Self::take) answers.
+    pub fn digest(&self, memory: &DeviceMemory, some: SomePages<'_>) -> Result<Errand, CudaError> {
+        let shape = self.shape(&some, memory)?;
+        let addresses = addresses(memory, &some);
+        self.start(
+            Kind::Digest,
+            shape,
+            addresses.map(|page| (page, 0)),
+            some.places.len() * some.runs.n_heads,
+        )
+    }
+
+    /// Copies pages of a peer's card, at these offsets of its memory, and digests them on the way.
+    ///
+    /// The peer must not write them until this is done, or they arrive as a mixture, which their digests tell.
+    pub fn pull(
+        &self,
+        from: &RemoteMemory,
+        offsets: &[u64],
+        memory: &DeviceMemory,
+        to: SomePages<'_>,
+    ) -> Result<Errand, CudaError> {
+        let shape = self.pulled(from, offsets, memory, &to)?;
+        let there = offsets.iter().map(|offset| from.address() + offset);
+        let n_digests = to.places.len() * to.runs.n_heads;
+        self.start(Kind::Pull, shape, there.zip(addresses(memory, &to)), n_digests)
+    }
+
+    /// The other way: from here into a peer's memory.
+    pub fn push(
+        &self,
+        memory: &DeviceMemory,
+        from: SomePages<'_>,
+        to: &RemoteMemory,
+        offsets: &[u64],
+    ) -> Result<Errand, CudaError> {
+        let shape = self.pulled(to, offsets, memory, &from)?;
+        let there = offsets.iter().map(|offset| to.address() + offset);
+        let n_digests = from.places.len() * from.runs.n_heads;
+        self.start(Kind::Pull, shape, addresses(memory, &from).zip(there), n_digests)
+    }
+
+    /// As [`pull`](Self::pull), without a look at the bytes: the measure for what digests cost.
+    pub fn copy(
+        &self,
+        from: &RemoteMemory,
+        offsets: &[u64],
+        memory: &DeviceMemory,
+        to: SomePages<'_>,
+    ) -> Result<Errand, CudaError> {
+        let shape = self.pulled(from, offsets, memory, &to)?;
+        let there = offsets.iter().map(|offset| from.address() + offset);
+        self.start(Kind::Copy, shape, there.zip(addresses(memory, &to)), 0)
+    }
+
+    /// Copies one run of bytes by the card's copy engines, and waits: the measure for what kernels reach.
+    pub fn copy_plainly(
+        &self,
+        from: &RemoteMemory,
+        memory: &DeviceMemory,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        let fits = bytes <= from.bytes() && bytes <= memory.bytes();
+        ensure("plain copy", fits, "more bytes than both memories have")?;
+        self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        let lane = &self.lanes[0];
+        // JUSTIFICATION: memory of cards is reached by address.
+        // SAFETY: both ranges are mapped and as long as was just checked; who unmaps one waits for the card first.
+        unsafe {
+            result::memcpy_dtod_async(memory.page_address(0, 0), from.address(), bytes, lane.cu_stream())
+        }
+        .and_then(|()| lane.synchronize())
+        .map_err(CudaError::during("copy between GPUs"))
+    }
+
+    fn pulled(
+        &self,
+        from: &RemoteMemory,
+        offsets: &[u64],
+        memory: &DeviceMemory,
+        to: &SomePages<'_>,
+    ) -> Result<Shape, CudaError> {
+        let kernel = "wire_pull";
+        ensure(kernel, offsets.len() == to.places.len(), "not as many pages here as there")?;
+        let page_bytes = to.runs.page_bytes() as u64;
+        let fits =
+            |offset: &u64| offset.checked_add(page_bytes).is_some_and(|end| end <= from.bytes() as u64);
+        ensure(kernel, offsets.iter().all(fits), "a page outside of the peer's memory")?;
+        let aligned = |offset: &u64| offset.is_multiple_of(VECTOR_BYTES as u64);
+        ensure(kernel, offsets.iter().all(aligned), "a peer's page that begins off a 16-byte edge")?;
+        ensure(kernel, from.ordinal() == self.context.ordinal(), "a peer's memory mapped for another card")?;
+        self.shape(to, memory)
+    }
+
+    /// Checks that the pages can be moved as the kernels do, and says so in their terms.
+    fn shape(&self, some: &SomePages<'_>, memory: &DeviceMemory) -> Result<Shape, CudaError> {
+        let (kernel, runs) = ("wire_pull", some.runs);
+        ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one errand takes")?;
+        ensure(kernel, memory.ordinal() == self.context.ordinal(), "memory of another card")?;
+        ensure(
+            kernel,
+            matches!(runs.n_parts, 1 | 2) && runs.n_heads > 0,
+            "pages of neither one nor two parts",
+        )?;
+        let is_vectors = |bytes: usize| bytes > 0 && bytes.is_multiple_of(VECTOR_BYTES);
+        ensure(kernel, is_vectors(runs.run_bytes), "runs that are not whole vectors of 16 bytes")?;
+        let is_page = |(region, page): &(u32, u32)| {
+            *region < memory.n_regions()
+                && *page < memory.shape(*region).n_pages
+                && memory.shape(*region).page_bytes == runs.page_bytes()
+        };
+        ensure(kernel, some.places.iter().all(is_page), "a page that is none, or of another size")?;
+        ensure(kernel, some.n_of_layer > 0, "layers without pages")?;
+        let (partial, partial_valid) = some.partial.unwrap_or((usize::MAX, runs.run_bytes));
+        ensure(
+            kernel,
+            is_vectors(partial_valid) && partial_valid <= runs.run_bytes,
+            "a part of a page that is not vectors",
+        )?;
+        let number = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
+        Ok(Shape {
+            n_pages: number(some.places.len()),
+            n_heads: number(runs.n_heads),
+            n_parts: number(runs.n_parts),
+            run_bytes: number(runs.run_bytes),
+            valid: number(runs.run_bytes),
+            layer_pages: number(some.n_of_layer),
+            partial: number(partial),
+            partial_valid: number(partial_valid),
+            n_stages: number(self.kernels.n_stages),
+        })
+    }
+
+    /// Waits for an errand: its digests, page by page and head by head.
+    pub fn take(&self, errand: Errand) -> Result<Vec<u64>, CudaError> {
+        errand.done.synchronize().map_err(CudaError::during("move pages between GPUs"))?;
+        let digests = errand.slate.answers.words(errand.n_digests).to_vec();
+        self.slates().push(errand.slate);
+        Ok(digests)
+    }
+
+    fn start(
+        &self,
+        kind: Kind,
+        shape: Shape,
+        pages: impl Iterator<Item = (u64, u64)>,
+        n_digests: usize,
+    ) -> Result<Errand, CudaError> {
+        self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        let turn = self.n_errands.fetch_add(1, Ordering::Relaxed);
+        let lane = Arc::clone(&self.lanes[turn % self.lanes.len()]);
+        let mut slate = self.slate(2 * shape.n_pages as usize, n_digests)?;
+        let told = slate.told.words_mut(2 * shape.n_pages as usize);
+        for (words, (from, to)) in told.chunks_exact_mut(2).zip(pages) {
+            words.copy_from_slice(&[from, to]);
+        }
+        self.launch(kind, shape, &slate, &lane)?;
+        // Whoever waits does not sleep: an errand takes less time than waking up.
+        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        let done = lane.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
+        Ok(Errand { slate, done, n_digests })
+    }
+
+    fn launch(&self, kind: Kind, shape: Shape, slate: &Slate, lane: &CudaStream) -> Result<(), CudaError> {
+        let (answers, told) = (slate.answers.address(), slate.told.address());
+        let mut arguments = [pointer(&answers), pointer(&told), pointer(&shape)];
+        let kernel = match kind {
+            Kind::Pull => &self.kernels.pull,
+            Kind::Digest => &self.kernels.digest,
+            Kind::Copy => &self.kernels.copy,
+        };
+        let grid = (self.size.lane_multiprocessors.max(1), 1, 1);
+        let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
+        // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
+        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `pulled` have
+        // checked that every page lies within memory that is mapped; whoever unmaps it waits for the card first, and so
+        // does who drops the slate. The slate is as long as the table and the digests, by `slate`.
+        unsafe {
+            let function = kernel.cu_function();
+            result::launch_kernel(function, grid, (THREADS, 1, 1), stages, lane.cu_stream(), &mut arguments)
+        }
+        .map_err(CudaError::during("start to move pages between GPUs"))
+    }
+
+    /// One that is large enough: a used one, or a new one.
+    fn slate(&self, n_told: usize, n_answers: usize) -> Result<Slate, CudaError> {
+        let fits = |slate: &Slate| slate.told.n_words() >= n_told && slate.answers.n_words() >= n_answers;
+        let mut slates = self.slates();
+        if let Some(nth) = slates.iter().position(fits) {
+            return Ok(slates.swap_remove(nth));
+        }
+        // What is too small now is so for good: errands of one node are alike.
+        let small = std::mem::take(&mut *slates);
+        drop((slates, small));
+        Slate::new(&self.context, n_told.next_power_of_two(), n_answers.next_power_of_two())
+    }
+
+    fn slates(&self) -> MutexGuard<'_, Vec<Slate>> {
+        self.slates.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How the driver takes an argument; it copies what is there.
+fn pointer<T>(argument: &T) -> *mut c_void {
+    std::ptr::from_ref(argument).cast_mut().cast()
+}
+
+/// Of all priorities the first, so that blocks of a wire's kernel come onto the card as others leave it.
+fn urgent(context: &CudaContext) -> i32 {
+    let (mut least, mut greatest) = (0, 0);
+    let _ = context.bind_to_thread();
+    // JUSTIFICATION: cudarc has no safe call for this.
+    // SAFETY: both pointers are to numbers that outlive the call.
+    let asked =
+        unsafe { cudarc::driver::sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }.result();
+    if asked.is_ok() { greatest } else { 0 }
+}
+
+fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterator<Item = u64> + use<'a> {
+    some.places.iter().map(move |(region, page)| memory.page_address(*region, *page))
+}
+
+impl fmt::Debug for Courier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Courier")
+            .field("size", &self.size)
+            .field("n_errands", &self.n_errands)
+            .finish_non_exhaustive()
+    }
+}
+
+// === impl Errand, Slate ===
+
+impl fmt::Debug for Errand {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Errand({} digests)", self.n_digests)
+    }
+}
+
+impl Slate {
+    fn new(context: &Arc<CudaContext>, n_told: usize, n_answers: usize) -> Result<Self, CudaError> {
+        Ok(Self {
+            told: Pinned::new(context, n_told * size_of::<u64>())?,
+            answers: Pinned::new(context, n_answers * size_of::<u64>())?,
+            context: Arc::clone(context),
+        })
+    }
+}
+
+impl Drop for Slate {
+    fn drop(&mut self) {
+        // The card may still read and write it. Where waiting fails the context is lost and does neither.
+        let _ = self.context.synchronize();
+    }
+}
