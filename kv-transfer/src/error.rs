@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kernels::cuda::CudaError;
 use kernels::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
 use types::{Refusal, RefusalKind, Verdict};
@@ -23,6 +24,8 @@ pub enum TransferError {
     Share { source: Arc<MemoryError> },
     #[error("map the peer's memory")]
     Map { source: Arc<PeerMemoryError> },
+    #[error("the GPU does not do it")]
+    Device { source: Arc<CudaError> },
     #[error("the connection is lost")]
     ConnectionLost { source: Arc<io::Error> },
     #[error("{what} made no progress for {after:?}")]
@@ -104,7 +107,7 @@ impl TransferError {
             }
             E::Expired => Some(RefusalKind::Landing),
             E::TooMany => Some(RefusalKind::Full),
-            E::FenceBroken | E::Peer(_) => Some(RefusalKind::Failed),
+            E::FenceBroken | E::Peer(_) | E::Device { .. } => Some(RefusalKind::Failed),
             E::BadRequest(_) | E::Incomplete { .. } | E::Memory(_) => None,
         }
     }
@@ -112,6 +115,10 @@ impl TransferError {
     /// One word, for metrics and logs.
     pub fn word(&self) -> &'static str {
         self.refusal_kind().map_or("bug", RefusalKind::code)
+    }
+
+    pub(crate) fn device(source: CudaError) -> Self {
+        Self::Device { source: Arc::new(source) }
     }
 
     pub(crate) fn lost(source: io::Error) -> Self {

@@ -19,6 +19,7 @@ use crate::arrival::ArrivedKv;
 use crate::connector::ConnectorParts;
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
+use crate::flights::{Flight, Flights};
 use crate::landings::Table;
 use crate::metrics::TransferMetrics;
 use crate::pages::Pages;
@@ -73,6 +74,8 @@ pub struct OpenLanding {
     progress: Mutex<Progress>,
     changed: Notify,
     quiet: OnceLock<Arc<dyn Quiet>>,
+    /// Copies that a card of this node makes outside of the lock.
+    flights: Arc<Flights>,
     gate: Gate,
     runtime: Handle,
     metrics: TransferMetrics,
@@ -148,6 +151,7 @@ impl OpenLanding {
             }),
             changed: Notify::new(),
             quiet: OnceLock::new(),
+            flights: Arc::default(),
             gate: parts.gate.clone(),
             runtime: Handle::current(),
             metrics: parts.metrics.clone(),
@@ -157,6 +161,10 @@ impl OpenLanding {
 
     pub(crate) fn landing(&self) -> &Landing {
         &self.landing
+    }
+
+    pub(crate) fn memory(&self) -> &KvMemory {
+        &self.memory
     }
 
     pub(crate) fn shape(&self, group: GroupIdx, layer_pos: u16) -> PageShape {
@@ -222,6 +230,16 @@ impl OpenLanding {
     pub(crate) fn while_open<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<T> {
         let lease = self.lease.read().unwrap_or_else(PoisonError::into_inner);
         (lease.is_some() || !stands(Guard::Quiet)).then(|| attempt(&self.memory))
+    }
+
+    /// As [`while_open`](Self::while_open), for an attempt that starts a card on copies which outlast it.
+    ///
+    /// The landing's blocks are given to nobody before the flight has landed, whatever becomes of the landing.
+    pub(crate) fn take_off<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<(T, Flight)> {
+        self.while_open(|memory| {
+            let flight = self.flights.begin();
+            (attempt(memory), flight)
+        })
     }
 
     /// Whether one page is what its digests say. Call it within [`while_open`](Self::while_open).
@@ -311,18 +329,25 @@ impl OpenLanding {
 
     /// Gives the blocks back: at once if the wire is quiet, otherwise once it is proven to be.
     fn retire(&self, lease: BlockLease) {
-        let Some(quiet) = self.quiet.get().filter(|quiet| !quiet.revoke()) else { return drop(lease) };
+        let Some(quiet) = self.unproven() else { return drop(lease) };
         let n_blocks = lease.n_blocks();
         warn!(transfer = %self.landing.transfer, blocks = n_blocks, awaited = quiet.awaited(), "quarantined");
         let quarantine = lease.quarantine(quiet.awaited());
         let counted = self.metrics.quarantined(n_blocks);
-        let (quiet, _entered) = (Arc::clone(quiet), self.runtime.enter());
+        let _entered = self.runtime.enter();
         let release = async move {
             quiet.proven().await;
             quarantine.release();
             drop(counted);
         };
         spawn_guarded(&self.gate, "quarantine", release).detach();
+    }
+
+    /// Whose proof is still to come. A wire has one of the two: a peer that writes, or a card of this node.
+    fn unproven(&self) -> Option<Arc<dyn Quiet>> {
+        let ours: Arc<dyn Quiet> = Arc::clone(&self.flights) as _;
+        let of_wire = self.quiet.get().map_or(ours, Arc::clone);
+        (!of_wire.revoke()).then_some(of_wire)
     }
 
     pub(crate) fn needs_proof(&self, quiet: Arc<dyn Quiet>) {

@@ -15,6 +15,7 @@ pub mod arrival;
 pub mod landing;
 mod landings;
 pub mod quiet;
+mod flights;
 mod pages;
 pub mod digest;
 mod outgoing;

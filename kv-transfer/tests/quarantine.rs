@@ -112,5 +112,8 @@ async fn an_arrival_is_handed_out_once() {
 async fn an_unknown_connector_is_refused_with_the_known_ones() {
     let parts = Node::parts("n", layout());
     let error = build("pigeon", parts).await.map(|_| ()).expect_err("no such wire");
-    assert_eq!(error.to_string(), "no connector is called \"pigeon\"; there are loopback, shm, tcp");
+    assert_eq!(
+        error.to_string(),
+        "no connector is called \"pigeon\"; there are loopback, cuda-ipc, shm, tcp"
+    );
 }

@@ -13,8 +13,10 @@ use types::{KvLayout, NodeId, Scheme, WireAddress};
 use crate::error::NodeError;
 use crate::paced::Paced;
 
-/// What `auto` stands for: all connectors that work on any machine, fastest first.
-const AUTO: &[&str] = &["shm", "tcp"];
+/// What `auto` stands for: all connectors that work without being set up, fastest first.
+const AUTO: &[&str] = &["cuda-ipc", "shm", "tcp"];
+/// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
+const BETWEEN_GPUS: &[&str] = &["cuda-ipc"];
 /// The one of them that must work.
 const LAST_RESORT: &str = "tcp";
 /// Connectors that only reach a node on the same machine.
@@ -45,7 +47,11 @@ impl Connectors {
     /// What was asked for by name must work. Of those that `auto` stands for, one may be missing, with a warning.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
-        for (name, is_needed) in names.iter().flat_map(|name| expand(name)) {
+        let on_card = parts.memory.on_card().is_some();
+        let all = names.iter().flat_map(|name| expand(name));
+        for (name, is_needed) in
+            all.filter(|(name, needed)| *needed || on_card || !BETWEEN_GPUS.contains(name))
+        {
             match kv_transfer::build(name, parts.clone()).await {
                 Ok(connector) => best_first.push(connector),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),

@@ -1,7 +1,7 @@
 //! Two nodes with KV that can be recognised, for conformance cases.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use chassis::{Gate, World};
@@ -32,6 +32,24 @@ const STALE: u8 = 0xee;
 /// The suite's landings live this long, unless a case says otherwise.
 const LANDING_FOR: Duration = Duration::from_secs(30);
 const BASELINE_WITHIN: Duration = Duration::from_secs(20);
+
+/// Where a node of this name has its memory.
+pub type Place = fn(&str, KvLayout, u32) -> KvMemory;
+
+/// Set where the suite runs over a device's memory, before it starts; the host's otherwise.
+static PLACE: OnceLock<Place> = OnceLock::new();
+
+/// From here on, all nodes of this process have their memory there.
+///
+/// # Panics
+/// If it was called before.
+pub fn lie_in(place: Place) {
+    assert!(PLACE.set(place).is_ok(), "the suite's nodes have one place");
+}
+
+fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
+    KvMemory::host(layout, n_blocks).expect("a few hundred KiB can be mapped")
+}
 
 /// Two groups of layers, of which one has layers of two widths: enough for a wire to get something wrong.
 pub fn layout() -> KvLayout {
@@ -74,7 +92,7 @@ impl Node {
         ConnectorParts {
             node: NodeId::new(name),
             epoch: world.epoch(),
-            memory: KvMemory::host(layout, N_BLOCKS).expect("a few hundred KiB can be mapped"),
+            memory: PLACE.get().map_or(host as Place, |place| *place)(name, layout, N_BLOCKS),
             fingerprint: fingerprint(),
             world,
             gate: Gate::new("conformance"),

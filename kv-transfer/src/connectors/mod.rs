@@ -1,5 +1,6 @@
 //! The wires, by name. A new one is one file and one line in [`connectors`].
 
+pub mod cuda_ipc;
 pub mod flaky;
 pub mod link;
 pub mod loopback;
@@ -20,6 +21,9 @@ pub type Build = fn(ConnectorParts) -> BoxFuture<'static, Result<Arc<dyn KvConne
 pub fn connectors() -> &'static [(&'static str, Build)] {
     &[
         (loopback::SCHEME, |parts| Box::pin(async { Ok(loopback::Loopback::shared(parts)) })),
+        (cuda_ipc::SCHEME, |parts| {
+            Box::pin(async { Ok(cuda_ipc::CudaIpc::listen(parts).await? as Arc<dyn KvConnector>) })
+        }),
         (shm::SCHEME, |parts| Box::pin(async { Ok(shm::Shm::listen(parts).await? as Arc<dyn KvConnector>) })),
         (tcp::SCHEME, |parts| Box::pin(async { Ok(tcp::Tcp::listen(parts).await? as Arc<dyn KvConnector>) })),
     ]

@@ -1,6 +1,7 @@
 //! A connector's links, one to each peer.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use types::{Destination, Landing, Scheme};
@@ -17,22 +18,28 @@ const PEERS_MAX: usize = 4096;
 /// What a new link goes over.
 pub(in crate::connectors) type MakeMedium = fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError>;
 
+/// The same, with what it needs for that.
+type Makes = dyn Fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError> + Send + Sync;
+
 /// A peer's link, if there is one. The lock is async: whoever makes the link holds it, and the others wait for it
 /// instead of making their own.
 type LinkSlot = Arc<tokio::sync::Mutex<Option<Arc<Link>>>>;
 
 /// See the module.
-#[derive(Debug)]
 pub(in crate::connectors) struct Links {
     parts: ConnectorParts,
-    medium: MakeMedium,
+    medium: Box<Makes>,
     /// By endpoint. Held for a look-up, never across an await; what is in an entry is.
     links: Mutex<HashMap<String, LinkSlot>>,
 }
 
 impl Links {
-    pub(in crate::connectors) fn new(parts: ConnectorParts, medium: MakeMedium) -> Self {
-        Self { parts, medium, links: Mutex::default() }
+    /// `medium` makes what a new link goes over.
+    pub(in crate::connectors) fn new(
+        parts: ConnectorParts,
+        medium: impl Fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { parts, medium: Box::new(medium), links: Mutex::default() }
     }
 
     /// Makes a link to whoever listens at `endpoint`, if there is none.
@@ -108,6 +115,12 @@ impl Links {
 
     fn links(&self) -> MutexGuard<'_, HashMap<String, LinkSlot>> {
         self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Links {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Links").field("links", &self.links().len()).finish_non_exhaustive()
     }
 }
 

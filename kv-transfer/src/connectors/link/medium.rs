@@ -2,15 +2,19 @@
 
 use std::fmt::Debug;
 use std::io;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use chassis::Stream;
+use types::KvSpan;
 
 use super::frame::{FrameError, Piece};
 use super::span_out::SpanOut;
 use super::stream::FrameWriter;
 use crate::connector::ConnectorParts;
+use crate::digest::Digest;
 use crate::error::TransferError;
+use crate::landing::OpenLanding;
 
 /// The sender's side of one link.
 #[async_trait]
@@ -28,6 +32,30 @@ pub(in crate::connectors) trait Medium: Debug + Send + Sync + 'static {
 
     /// The receiver does not need this slot any more.
     fn taken(&self, slot: u16) -> Result<(), FrameError>;
+}
+
+/// Where the KV of a link's frames is, if it is not in them, and who copies it.
+#[derive(Debug)]
+pub(in crate::connectors) enum Apart {
+    /// In memory that the processor sees.
+    Host(Box<dyn Elsewhere>),
+    /// In memory that a card sees.
+    Card(Arc<dyn Fetch>),
+}
+
+/// The receiver's view of KV on a card.
+#[async_trait]
+pub(in crate::connectors) trait Fetch: Debug + Send + Sync + 'static {
+    /// Copies a span into the landing's pages and verifies it. Answers the pages that did not pass.
+    ///
+    /// Dropped in the middle, it leaves the card to its copies, which the landing waits for.
+    async fn fetch(
+        &self,
+        landing: &OpenLanding,
+        span: &KvSpan,
+        digests: &[Digest],
+        pieces: &[Piece],
+    ) -> Result<Vec<KvSpan>, TransferError>;
 }
 
 /// The receiver's view of KV that is not in the frames of a link.

@@ -9,7 +9,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use chassis::{Stream, spawn_guarded};
+use chassis::{Gate, Stream, spawn_guarded};
 use futures::future::BoxFuture;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
@@ -20,7 +20,7 @@ use types::{KvSpan, NodeId, TransferId};
 use super::code;
 use super::frame::{Body, Frame, FrameError, Hello, Piece, REFETCH_SPANS_MAX};
 use super::link_out::{STREAMS_MAX, alive_interval};
-use super::medium::Elsewhere;
+use super::medium::{Apart, Fetch};
 use super::span_at::{At, copy_span};
 use super::span_in::read_span;
 use super::stream::{FrameReader, FrameWriter, within};
@@ -39,7 +39,7 @@ const ANSWERS_QUEUED_MAX: usize = 4096;
 #[derive(Debug)]
 pub(in crate::connectors) struct Incoming {
     pub(in crate::connectors) stream: Stream,
-    pub(in crate::connectors) elsewhere: Option<Box<dyn Elsewhere>>,
+    pub(in crate::connectors) elsewhere: Option<Apart>,
 }
 
 /// A stream that is about to come in: greetings of the wire's own may be due.
@@ -63,11 +63,16 @@ pub(in crate::connectors) struct Receiver {
     room: Arc<Semaphore>,
 }
 
+/// Frames of one link whose KV a card is fetching.
+const FETCHES_MAX: usize = 8;
+
 /// One peer's link, as long as its stream 0 lives.
 #[derive(Debug)]
 struct LinkIn {
+    gate: Gate,
+    fetches: Arc<Semaphore>,
     peer: NodeId,
-    elsewhere: Option<Box<dyn Elsewhere>>,
+    elsewhere: Option<Apart>,
     answers: mpsc::Sender<Frame>,
     gone: CancellationToken,
     /// The landings that this link has opened, and that have not ended. Held for a look-up, never across an await.
@@ -160,10 +165,12 @@ impl Receiver {
         hello: &Hello,
         welcome: Frame,
         (mut reader, mut writer): (FrameReader, FrameWriter),
-        elsewhere: Option<Box<dyn Elsewhere>>,
+        elsewhere: Option<Apart>,
     ) -> Result<(), TransferError> {
         let (answers, to_write) = mpsc::channel(ANSWERS_QUEUED_MAX);
         let link = Arc::new(LinkIn {
+            gate: self.parts.gate.clone(),
+            fetches: Arc::new(Semaphore::new(FETCHES_MAX)),
             peer: hello.node.clone(),
             elsewhere,
             answers,
@@ -257,6 +264,15 @@ fn log_end(from: impl Display, ended: Result<(), TransferError>) {
     }
 }
 
+/// One frame whose KV a card is to fetch.
+#[derive(Debug)]
+struct Fetching {
+    landing: Arc<OpenLanding>,
+    span: KvSpan,
+    digests: Vec<Digest>,
+    pieces: Vec<Piece>,
+}
+
 // === impl LinkIn ===
 
 impl LinkIn {
@@ -274,7 +290,7 @@ impl LinkIn {
                     self.take_span(reader, frame.transfer, &span, &digests, frame.payload_bytes).await?;
                 }
                 (Body::SpanAt { span, slot, pieces, digests }, _) => {
-                    self.take_span_at(frame.transfer, &span, &digests, (slot, &pieces))?;
+                    self.take_span_at(frame.transfer, span, digests, (slot, pieces)).await?;
                 }
                 (Body::Open(shown), Some(landings)) => self.open(landings, frame.transfer, &shown),
                 (Body::Handoff(handoff), _) => self.with(frame.transfer, |landing| {
@@ -321,21 +337,26 @@ impl LinkIn {
     }
 
     /// As [`take_span`](Self::take_span), for KV that is not on the stream.
-    fn take_span_at(
-        &self,
+    async fn take_span_at(
+        self: &Arc<Self>,
         transfer: TransferId,
-        span: &KvSpan,
-        digests: &[Digest],
-        (slot, pieces): (Option<u16>, &[Piece]),
+        span: KvSpan,
+        digests: Vec<Digest>,
+        (slot, pieces): (Option<u16>, Vec<Piece>),
     ) -> Result<(), TransferError> {
         let elsewhere = self
             .elsewhere
-            .as_deref()
+            .as_ref()
             .ok_or(FrameError::Unexpected("KV elsewhere on a link that shares nothing"))?;
-        match self.landing(transfer) {
-            None => debug!(%transfer, "late span"),
-            Some(landing) => {
-                let wrong = copy_span(&landing, span, digests, At { elsewhere, slot, pieces })?;
+        match (self.landing(transfer), elsewhere) {
+            (None, _) => debug!(%transfer, "late span"),
+            (Some(landing), Apart::Card(card)) => {
+                let fetch = Fetching { landing, span, digests, pieces };
+                self.start_fetch(Arc::clone(card), fetch).await;
+            }
+            (Some(landing), Apart::Host(host)) => {
+                let at = At { elsewhere: &**host, slot, pieces: &pieces };
+                let wrong = copy_span(&landing, &span, &digests, at)?;
                 self.refetch(transfer, &wrong);
             }
         }
@@ -343,6 +364,24 @@ impl LinkIn {
             self.answer(transfer, Body::Taken { slot });
         }
         Ok(())
+    }
+
+    /// Has a card fetch one frame's KV while the next frames are read. Waits while it has enough to do.
+    async fn start_fetch(self: &Arc<Self>, card: Arc<dyn Fetch>, fetch: Fetching) {
+        let room = Arc::clone(&self.fetches).acquire_owned().await;
+        let link = Arc::clone(self);
+        let fetch = async move {
+            let _room = room;
+            let Fetching { landing, span, digests, pieces } = fetch;
+            match card.fetch(&landing, &span, &digests, &pieces).await {
+                Ok(wrong) => link.refetch(landing.landing().transfer, &wrong),
+                Err(error) => {
+                    warn!(peer = %link.peer, error = full_text(&error), "refused kv of a link");
+                    link.gone.cancel();
+                }
+            }
+        };
+        spawn_guarded(&self.gate, "kv fetch", fetch).detach();
     }
 
     fn refetch(&self, transfer: TransferId, wrong: &[KvSpan]) {

@@ -21,12 +21,13 @@ use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 
 use super::seen::Seen;
-use crate::connectors::link::medium::Elsewhere;
+use crate::connectors::link::frame::FrameError;
+use crate::connectors::link::medium::Apart;
 use crate::connectors::link::receiver::{Arriving, Door, Incoming};
 use crate::error::TransferError;
 
 /// The first byte of each stream.
-const GREETING: u8 = b'B';
+const GREETING: [u8; 1] = *b"B";
 /// Files that come with a greeting.
 const FILES_MAX: usize = 2;
 /// Sockets of earlier lives that one start takes away.
@@ -34,12 +35,12 @@ const SWEPT_MAX: usize = 1024;
 
 /// A name in the folder, taken away when it is dropped.
 #[derive(Debug)]
-pub(super) struct Socket {
+pub(in crate::connectors) struct Socket {
     path: PathBuf,
 }
 
 impl Socket {
-    pub(super) fn endpoint(&self) -> String {
+    pub(in crate::connectors) fn endpoint(&self) -> String {
         self.path.display().to_string()
     }
 }
@@ -54,7 +55,7 @@ impl Drop for Socket {
 /// Listens under a name made of `draw`, for processes of the same user.
 ///
 /// Whatever has such a name is listening, or is what a killed process left behind: it gets its name only once it listens.
-pub(super) fn bind(folder: &Path, draw: u64) -> io::Result<(UnixListener, Socket)> {
+pub(in crate::connectors) fn bind(folder: &Path, draw: u64) -> io::Result<(UnixListener, Socket)> {
     sweep(folder)?;
     let early = Socket { path: folder.join(format!(".baton-{draw:016x}")) };
     let listener = UnixListener::bind(&early.path)?;
@@ -89,18 +90,27 @@ fn is_dead(path: &Path) -> bool {
 
 /// Connects, and shows `files`.
 pub(super) async fn connect(path: &str, files: &[BorrowedFd<'_>]) -> io::Result<Stream> {
+    greeting(path, &GREETING, files).await
+}
+
+/// Connects, and sends the first bytes with some files.
+pub(in crate::connectors) async fn greeting(
+    path: &str,
+    greeting: &[u8],
+    files: &[BorrowedFd<'_>],
+) -> io::Result<Stream> {
     let stream = UnixStream::connect(path).await?;
-    stream.async_io(Interest::WRITABLE, || greet(&stream, files)).await?;
+    stream.async_io(Interest::WRITABLE, || greet(&stream, greeting, files)).await?;
     Ok(Stream::other(stream))
 }
 
-fn greet(stream: &UnixStream, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+fn greet(stream: &UnixStream, greeting: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut attached = SendAncillaryBuffer::new(&mut space);
     if !files.is_empty() {
         assert!(attached.push(SendAncillaryMessage::ScmRights(files)), "there is space for all files");
     }
-    rustix::net::sendmsg(stream, &[IoSlice::new(&[GREETING])], &mut attached, SendFlags::NOSIGNAL)?;
+    rustix::net::sendmsg(stream, &[IoSlice::new(greeting)], &mut attached, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
@@ -109,38 +119,53 @@ fn greet(stream: &UnixStream, files: &[BorrowedFd<'_>]) -> io::Result<()> {
 #[async_trait]
 impl Door for UnixListener {
     async fn accept(&mut self) -> io::Result<(String, Arriving)> {
-        let (stream, _) = UnixListener::accept(self).await?;
-        let from = stream.peer_cred().ok().and_then(|peer| peer.pid());
-        let from = from.map_or_else(|| "a process".to_owned(), |pid| format!("process {pid}"));
+        let (from, stream) = accepted(self).await?;
         Ok((from, Box::pin(greeted(stream))))
     }
 }
 
+/// Who comes, for the log, and the stream.
+pub(in crate::connectors) async fn accepted(listener: &UnixListener) -> io::Result<(String, UnixStream)> {
+    let (stream, _) = listener.accept().await?;
+    let from = stream.peer_cred().ok().and_then(|peer| peer.pid());
+    Ok((from.map_or_else(|| "a process".to_owned(), |pid| format!("process {pid}")), stream))
+}
+
 async fn greeted(stream: UnixStream) -> Result<Incoming, TransferError> {
-    let received = stream.async_io(Interest::READABLE, || receive(&stream)).await;
-    let files = received.map_err(TransferError::lost)?;
+    let (greeting, files) = received(&stream).await.map_err(TransferError::lost)?;
+    if greeting != GREETING {
+        return Err(FrameError::Unexpected("another greeting").into());
+    }
     let seen = Seen::of(files)?;
-    let elsewhere = seen.map(|seen| Box::new(seen) as Box<dyn Elsewhere>);
+    let elsewhere = seen.map(|seen| Apart::Host(Box::new(seen)));
     Ok(Incoming { stream: Stream::other(stream), elsewhere })
 }
 
-fn receive(stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+/// The first bytes of a stream, and the files that came with them.
+pub(in crate::connectors) async fn received<const N: usize>(
+    stream: &UnixStream,
+) -> io::Result<([u8; N], Vec<OwnedFd>)> {
+    stream.async_io(Interest::READABLE, || receive(stream)).await
+}
+
+fn receive<const N: usize>(stream: &UnixStream) -> io::Result<([u8; N], Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut attached = RecvAncillaryBuffer::new(&mut space);
-    let mut greeting = [0];
+    let mut greeting = [0; N];
     let into = &mut [IoSliceMut::new(&mut greeting)];
     let received = rustix::net::recvmsg(stream, into, &mut attached, RecvFlags::CMSG_CLOEXEC)?;
     if received.bytes == 0 {
         return Err(io::Error::other("the peer only looked whether somebody listens"));
     }
-    if greeting != [GREETING] {
+    if received.bytes != N {
         return Err(io::Error::other("the peer does not speak this protocol"));
     }
     let files = attached.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(files) => Some(files),
         _ => None,
     });
-    Ok(files.flatten().collect())
+    let files = files.flatten().collect();
+    Ok((greeting, files))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@
 //! Suggested reading order: how two processes find each other (`door`), what the sender shows and how it points at it
 //! (`shown`), KV that must be copied to be shown (`stage`), and what the receiver sees (`seen`).
 
-mod door;
+pub(super) mod door;
 mod seen;
 mod shown;
 mod stage;

@@ -1,0 +1,163 @@
+//! The KV of 8,192 tokens of Llama-3.1-8B, 1 GiB, from one GPU to the other: through the whole connector, and plainly.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_kv_transfer::conformance::node::{Node, handoff};
+use baton_kv_transfer::{ConnectorParts, KvConnector, LandRequest, Source, TransferSettings, build};
+use kernels::cuda::{Courier, CourierSize};
+use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
+use serde_json::{Value, json};
+use types::{Destination, GroupIdx, KvDtype, KvLayout, KvSpan, RequestId};
+
+use crate::{Outcome, memory};
+
+const N_TOKENS: u32 = 8192;
+const N_SENT: u32 = N_TOKENS / 16;
+/// Twice what is sent, so that there is something to scatter over.
+const N_BLOCKS: u32 = 2 * N_SENT;
+const ROUNDS: usize = 15;
+
+struct Side {
+    parts: ConnectorParts,
+    pool: BlockPool,
+    wire: Arc<dyn KvConnector>,
+}
+
+fn layout() -> KvLayout {
+    KvLayout::uniform(16, KvDtype::Bf16, 32, 8, 128)
+}
+
+async fn side(name: &str, memory: &KvMemory, digests: bool) -> Outcome<Side> {
+    let settings = TransferSettings { digests, ..TransferSettings::default() };
+    let parts = ConnectorParts { memory: memory.clone(), settings, ..Node::parts(name, layout()) };
+    let pool = BlockPool::new(memory.layout(), memory.n_blocks());
+    let wire = build("cuda-ipc", parts.clone()).await?;
+    Ok(Side { parts, pool, wire })
+}
+
+impl Side {
+    fn lease(&self, n_blocks: usize) -> BlockLease {
+        let holder = Holder { what: Holding::Sequence, request: RequestId::new("measure") };
+        self.pool.reserve(n_blocks, holder).expect("there is room")
+    }
+
+    /// Blocks of which none has a neighbour, and what lies between them.
+    fn scattered(&self) -> (BlockLease, Vec<BlockLease>) {
+        let singles: Vec<_> = (0..N_BLOCKS).map(|_| self.lease(1)).collect();
+        let (free, kept): (Vec<_>, Vec<_>) =
+            singles.into_iter().enumerate().partition(|(nth, _)| nth % 2 == 0);
+        drop(free);
+        (self.lease(N_SENT as usize), kept.into_iter().map(|(_, lease)| lease).collect())
+    }
+}
+
+/// Numbers that do not repeat within a layer.
+fn fill(memory: &KvMemory) {
+    for layer in 0..32 {
+        let mut pages = memory.write(GroupIdx(0), layer, 0..N_BLOCKS).expect("nobody else");
+        let words = pages.as_chunks_mut::<8>().0;
+        let seed = u64::from(layer) << 40;
+        for (nth, word) in words.iter_mut().enumerate() {
+            *word = ((nth as u64 ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15)).to_le_bytes();
+        }
+    }
+}
+
+pub(crate) async fn all() -> Outcome<Value> {
+    let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
+    fill(&near);
+    let bytes = N_SENT as usize * layout().block_bytes(GroupIdx(0));
+    let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far, bytes)?})];
+    eprintln!("{}", lines[0]);
+    for digests in [true, false] {
+        for blocks in ["neighbours", "scattered"] {
+            let took = through_connector(&near, &far, digests, blocks == "scattered").await?;
+            let line = json!({
+                "what": "cuda-ipc", "blocks": blocks, "digests": digests,
+                "median_ms": took.as_secs_f64() * 1e3,
+                "gigabytes_per_second": bytes as f64 / took.as_secs_f64() / 1e9,
+            });
+            eprintln!("{line}");
+            lines.push(line);
+        }
+    }
+    Ok(json!(lines))
+}
+
+fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
+    let (near, far) = (near.on_card().expect("on a card"), far.on_card().expect("on a card"));
+    let (fd, exported) = near.memory().export()?;
+    let remote = far.memory().import(&fd, exported)?;
+    let courier = Courier::new(far.memory(), CourierSize::default())?;
+    let mut took = Vec::new();
+    for _ in 0..ROUNDS + 3 {
+        let start = now();
+        courier.copy_plainly(&remote, far.memory(), bytes)?;
+        took.push(start.elapsed());
+    }
+    Ok(bytes as f64 / median(took.split_off(3)).as_secs_f64() / 1e9)
+}
+
+/// From the first call of `send` to the arrival: all layers are computed already.
+async fn through_connector(
+    near: &KvMemory,
+    far: &KvMemory,
+    digests: bool,
+    scatter: bool,
+) -> Outcome<Duration> {
+    let (prefill, decode) = (side("prefill", near, digests).await?, side("decode", far, digests).await?);
+    let (from, _between) =
+        if scatter { prefill.scattered() } else { (prefill.lease(N_SENT as usize), vec![]) };
+    let from = Arc::new(from);
+    let mut took = Vec::new();
+    for round in 0..ROUNDS + 3 {
+        let (lease, _between) =
+            if scatter { decode.scattered() } else { (decode.lease(N_SENT as usize), vec![]) };
+        let (landing, arrival) = decode.wire.land(LandRequest {
+            transfer: decode.parts.world.transfer_id(),
+            lease,
+            n_tokens: N_TOKENS,
+            held_tokens: 0,
+            source: Source::Peer,
+            deadline: decode.parts.world.deadline_in(Duration::from_secs(30)),
+        })?;
+        let mut sender = prefill.wire.open(&Destination::Landing(landing.clone())).await?;
+        let start = now();
+        let span = KvSpan { group: GroupIdx(0), blocks: 0..N_SENT, layers: 0..32 };
+        sender.send(span, Arc::clone(&from), LayerFence::open()).await?;
+        let (sent, arrived) = tokio::join!(sender.finish(handoff(&landing)), arrival.settle());
+        took.push(start.elapsed());
+        sent?;
+        if round == 0 {
+            check(near, far, &from, &arrived?.lease);
+        }
+    }
+    Ok(median(took.split_off(3)))
+}
+
+/// Every byte of every layer.
+fn check(near: &KvMemory, far: &KvMemory, from: &BlockLease, to: &BlockLease) {
+    let group = GroupIdx(0);
+    for layer in 0..32 {
+        let (here, there) = (
+            near.read(group, layer, 0..N_BLOCKS).expect("nobody writes"),
+            far.read(group, layer, 0..N_BLOCKS).expect("nobody writes"),
+        );
+        let page = here.len() / N_BLOCKS as usize;
+        for (from, to) in from.table(group).iter().zip(to.table(group)) {
+            let (from, to) = (from.0 as usize * page, to.0 as usize * page);
+            assert!(here[from..from + page] == there[to..to + page], "layer {layer} arrives as it is");
+        }
+    }
+}
+
+fn now() -> Instant {
+    #[allow(clippy::disallowed_methods, reason = "a measurement of real time")]
+    Instant::now()
+}
+
+fn median(mut took: Vec<Duration>) -> Duration {
+    took.sort();
+    took[took.len() / 2]
+}

@@ -1,0 +1,93 @@
+//! Who waits for a card, so that no task has to: a thread behind a courier.
+
+use std::sync::Arc;
+
+use kernels::cuda::{Courier, CourierSize, CudaError, Errand, RemoteMemory};
+use kv_cache::KvMemory;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::connectors::cuda_ipc::on_card;
+use crate::error::TransferError;
+use crate::flights::Flight;
+
+/// Errands that one connector has under way.
+const ERRANDS_MAX: usize = 64;
+
+/// A courier, and the thread that waits for its errands. The thread ends when this is dropped and all are done.
+#[derive(Debug)]
+pub(super) struct Carrier {
+    courier: Arc<Courier>,
+    waiting: mpsc::Sender<Job>,
+}
+
+/// What is done on the thread, because it waits for the card.
+#[derive(Debug)]
+enum Job {
+    Take {
+        errand: Errand,
+        answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
+        /// Lands when the errand is done, also where nobody waits for the answer any more.
+        flight: Option<Flight>,
+    },
+    Unmap(Arc<RemoteMemory>),
+}
+
+/// Room for one errand.
+#[derive(Debug)]
+pub(super) struct Room<'a>(mpsc::Permit<'a, Job>);
+
+impl Carrier {
+    pub(super) fn start(memory: &KvMemory) -> Result<Self, TransferError> {
+        let courier = Courier::new(on_card(memory)?.memory(), CourierSize::default());
+        let courier = Arc::new(courier.map_err(TransferError::device)?);
+        let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
+        let waits = Arc::clone(&courier);
+        std::thread::Builder::new()
+            .name("gpu-wire".to_owned())
+            .spawn(move || wait_for_all(&waits, jobs))
+            .map_err(TransferError::lost)?;
+        Ok(Self { courier, waiting })
+    }
+
+    pub(super) fn courier(&self) -> &Courier {
+        &self.courier
+    }
+
+    /// Waits until an errand more may be under way.
+    pub(super) async fn room(&self) -> Result<Room<'_>, TransferError> {
+        self.waiting.reserve().await.map(Room).map_err(|_| TransferError::Closed)
+    }
+
+    /// Gives a peer's memory back, which waits until the card does not use it.
+    pub(super) fn unmap(&self, remote: Arc<RemoteMemory>) {
+        // Where there is no room it happens when this drops it, here and now.
+        let _ = self.waiting.try_send(Job::Unmap(remote));
+    }
+}
+
+impl Room<'_> {
+    /// Waits for an errand: its digests. Dropped early, the errand and its flight go on.
+    pub(super) async fn take(
+        self,
+        errand: Errand,
+        flight: Option<Flight>,
+    ) -> Result<Vec<u64>, TransferError> {
+        let (answer, answered) = oneshot::channel();
+        self.0.send(Job::Take { errand, answer, flight });
+        answered.await.map_err(|_| TransferError::Closed)?.map_err(TransferError::device)
+    }
+}
+
+fn wait_for_all(courier: &Courier, mut jobs: mpsc::Receiver<Job>) {
+    while let Some(job) = jobs.blocking_recv() {
+        match job {
+            Job::Unmap(remote) => drop(remote),
+            Job::Take { errand, answer, flight } => {
+                let digests = courier.take(errand);
+                drop(flight);
+                // Whoever asked may have gone away.
+                let _ = answer.send(digests);
+            }
+        }
+    }
+}

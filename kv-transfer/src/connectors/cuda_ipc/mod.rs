@@ -1,0 +1,123 @@
+//! KV from one GPU to another of the same machine: the receiver's GPU copies it out of the sender's memory.
+//!
+//! A [link](super::link) over Unix sockets, as [`shm`](super::shm) has one. The sender gives the receiver a file descriptor
+//! of its card's memory, once for each link; frames say where their KV lies in it, and the receiver's card pulls it over
+//! NVLink, digesting it on the way. So nobody writes another's memory: that a landing is quiet is this side's own
+//! knowledge, and a sender that is stopped or killed in the middle of it can do no harm. Its memory lives for as long as
+//! the receiver has it mapped. See `docs/decisions/0010-gpus-pull.md`.
+//!
+//! Suggested reading order: how two processes find each other (`door`), who waits for a card (`carrier`), pages as a card
+//! is told of them (`pages`), the sender (`shown`) and the receiver (`pulled`).
+
+mod carrier;
+mod door;
+mod pages;
+mod pulled;
+mod shown;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use chassis::{Task, spawn_guarded};
+use rustix::fs::Access;
+use tracing::info;
+use types::{Destination, Landing, NodeInfo, Scheme, WireAddress};
+
+use self::carrier::Carrier;
+use self::door::CardDoor;
+use self::shown::Shown;
+use super::link::check_pages;
+use super::link::links::Links;
+use super::link::receiver::Receiver;
+use super::shm;
+use super::shm::door::Socket;
+use crate::arrival::Arrival;
+use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::error::TransferError;
+use crate::landing::bad_request;
+use crate::landings::Landings;
+
+pub const SCHEME: &str = "cuda-ipc";
+
+/// A card's frames are so many times larger than the setting: what it takes to be told of one is worth a megabyte.
+const FRAMES_LARGER: usize = 128;
+/// Frames of a link that are under way at one time: a stream has one.
+const STREAMS: u16 = 6;
+
+/// See the module.
+#[derive(Debug)]
+pub struct CudaIpc {
+    address: WireAddress,
+    receiver: Arc<Receiver>,
+    links: Links,
+    #[expect(dead_code, reason = "held for its Drop")]
+    accepting: Task<()>,
+    #[expect(dead_code, reason = "held for its Drop")]
+    socket: Socket,
+}
+
+impl CudaIpc {
+    /// Listens beside `shm`. Refused where the KV is not on a card, or cannot be moved 16 bytes at a time.
+    pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Self>, TransferError> {
+        pages::check(&parts.memory)?;
+        check_pages(&parts)?;
+        parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
+        parts.settings.streams = STREAMS;
+        let carrier = Arc::new(Carrier::start(&parts.memory)?);
+        let folder = Path::new(shm::FOLDER);
+        let refused =
+            |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };
+        let (listener, socket) = shm::door::bind(folder, parts.world.draw()).map_err(refused)?;
+        let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint() };
+        let receiver = Receiver::new(parts.clone(), Landings::new(parts.clone(), address.clone()));
+        let door = CardDoor { listener, memory: parts.memory.clone(), carrier: Arc::clone(&carrier) };
+        let accepting = Arc::clone(&receiver).accept_all(Box::new(door));
+        let accepting = spawn_guarded(&parts.gate, "kv listener", accepting);
+        info!(endpoint = address.endpoint, "kv transfer between GPUs");
+        let links = Links::new(parts, move |parts| Shown::over(parts, Arc::clone(&carrier)));
+        Ok(Arc::new(Self { address, receiver, links, accepting, socket }))
+    }
+}
+
+#[async_trait]
+impl KvConnector for CudaIpc {
+    fn scheme(&self) -> Scheme {
+        self.address.scheme.clone()
+    }
+
+    fn address(&self) -> WireAddress {
+        self.address.clone()
+    }
+
+    /// Whether the peer's socket is in the folder that this side sees, and may be connected to.
+    fn reaches(&self, wire: &WireAddress) -> bool {
+        wire.scheme == self.address.scheme && rustix::fs::access(&wire.endpoint, Access::WRITE_OK).is_ok()
+    }
+
+    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
+        match peer.wires.iter().find(|wire| wire.scheme == self.address.scheme) {
+            Some(wire) => self.links.meet(&wire.endpoint).await,
+            None => Ok(()),
+        }
+    }
+
+    fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
+        self.receiver.landings().land(request)
+    }
+
+    async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {
+        self.links.open(to, &self.address.scheme).await
+    }
+}
+
+impl Drop for CudaIpc {
+    fn drop(&mut self) {
+        self.receiver.close();
+    }
+}
+
+/// The card's side of the memory. A connector is not made without.
+fn on_card(memory: &kv_cache::KvMemory) -> Result<kv_cache::OnCard<'_>, TransferError> {
+    memory.on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
+}
