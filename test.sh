@@ -12,6 +12,9 @@ need_packages() {
     local missing=()
     command -v cc >/dev/null || missing+=(build-essential)
     command -v python3 >/dev/null || missing+=(python3)
+    command -v curl >/dev/null || missing+=(curl)
+    # Hosts of their own, for the tests of networks.
+    command -v ip >/dev/null || missing+=(iproute2)
     python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
     [ ${#missing[@]} -eq 0 ] && return
     if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

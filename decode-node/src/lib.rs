@@ -1,6 +1,6 @@
 //! Holds room for KV on its way, and decodes what has arrived.
 //!
-//! A prompt comes in through [`service`], gets room in [`reservations`], and its steps leave through a [`steps`] sink.
+//! A prompt comes in through [`service`], gets room in [`reservations`], and its steps leave through a `steps` sink.
 #![forbid(unsafe_code)]
 
 pub mod service;

@@ -1,6 +1,6 @@
 //! Who is usable now: the registry's members, joined with what their status streams say.
 //!
-//! [`Members`] is the state and changes only in its own methods, which are tested without a runtime. [`Cluster`] is the
+//! `Members` is the state and changes only in its own methods, which are tested without a runtime. [`Cluster`] is the
 //! handle around it: one task applies the registry's events, and one task per member follows its status stream.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! One prompt's way through the cluster, on one screen: [`Dispatch::decode_first`] and [`Dispatch::prefill_first`].
+//! One prompt's way through the cluster, on one screen: `Dispatch::decode_first` and `Dispatch::prefill_first`.
 //!
 //! A route is tried; a node that fails is left out of the next one. Full nodes are no failure: waiting happens here,
 //! where it holds no KV. Once the first step is in hand, [`crate::continuation`] takes over.
