@@ -87,9 +87,10 @@ pub(crate) struct UpArgs {
     /// its time.
     #[arg(long, default_value = "demo")]
     pub(crate) model: String,
-    /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:N`.
-    #[arg(long, default_value = "auto", value_name = "DEVICE")]
-    pub(crate) device: Device,
+    /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:N`. Of several,
+    /// separated by commas, the nodes take one each in turn, prefill nodes first.
+    #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
+    pub(crate) device: Vec<Device>,
     /// The wire on which KV travels; `auto` is the fastest that works here.
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub(crate) connector: String,

@@ -16,6 +16,7 @@ use crate::children::Node;
 use crate::cli::UpArgs;
 use crate::exit::Failed;
 use crate::model::{self, Located};
+use engine::Device;
 
 /// How long the nodes may take to come up. Loading a large model takes minutes.
 const READY_WITHIN: Duration = Duration::from_secs(600);
@@ -102,17 +103,23 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
         ("BATON_REGISTRY__URL", registry),
         ("BATON_MODEL__PATH", model.path.clone()),
         ("BATON_MODEL__NAME", model.name.clone()),
-        ("BATON_MODEL__DEVICE", args.device.to_string()),
         ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
         ("BATON_LOG__LEVEL", level),
     ];
-    let node = |role: Role, idx: u16| Node::start(role, format!("{role}-{idx}"), &settings);
+    let start = |((role, idx), device): ((Role, u16), &Device)| {
+        let device = ("BATON_MODEL__DEVICE", device.to_string());
+        Node::start(role, format!("{role}-{idx}"), &[&settings[..], &[device]].concat())
+    };
+    roles(args).into_iter().zip(args.device.iter().cycle()).map(start).collect()
+}
+
+/// Who is started, in the order in which devices are given out.
+fn roles(args: &UpArgs) -> Vec<(Role, u16)> {
     if args.colocated {
-        return Ok(vec![node(Role::Both, 0)?]);
+        return vec![(Role::Both, 0)];
     }
-    let prefill = (0..args.prefill).map(|idx| node(Role::Prefill, idx));
-    let decode = (0..args.decode).map(|idx| node(Role::Decode, idx));
-    prefill.chain(decode).collect()
+    let prefill = (0..args.prefill).map(|idx| (Role::Prefill, idx));
+    prefill.chain((0..args.decode).map(|idx| (Role::Decode, idx))).collect()
 }
 
 /// Waits until every node is usable. A node that ends instead has said why on standard error.

@@ -140,6 +140,9 @@ pub struct ModelSection {
     pub name: String,
     /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:1` for a certain GPU.
     pub device: String,
+    /// Which of a GPU's kernels are used. Empty: those that have been seen to serve. `sm_90a`: Hopper's own, quicker for long
+    /// prompts, but not for prompts and answers in one step: for prefill nodes.
+    pub gpu_arch: String,
     /// Memory for KV. The same KV type and block size must be set on all nodes of a model.
     pub kv_memory: ByteSize,
     /// `bf16` or `f32`. A mock has its own.
@@ -158,6 +161,7 @@ impl Default for ModelSection {
             path: "mock".to_owned(),
             name: String::new(),
             device: "auto".to_owned(),
+            gpu_arch: String::new(),
             kv_memory: ByteSize(64 << 20),
             kv_dtype: "bf16".to_owned(),
             threads: 0,
@@ -197,7 +201,9 @@ impl ModelSection {
         let device: Device =
             self.device.parse().map_err(|error| NodeError::Config(format!("model.device: {error}")))?;
         let limits = StepLimits { tokens: scheduler.step_tokens_max, rows: scheduler.sequences_max };
-        Ok(EngineSettings { model: self.path.clone(), device, limits, kv_bytes, pace: Pace::Sleeping, cpu })
+        let gpu_arch = (!self.gpu_arch.is_empty()).then(|| self.gpu_arch.clone());
+        let model = self.path.clone();
+        Ok(EngineSettings { model, device, gpu_arch, limits, kv_bytes, pace: Pace::Sleeping, cpu })
     }
 }
 

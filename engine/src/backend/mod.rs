@@ -71,6 +71,8 @@ pub struct EngineSettings {
     pub model: String,
     /// What computes a model that is named by its folder alone.
     pub device: Device,
+    /// As in [`CudaSettings::arch`](cuda::CudaSettings::arch).
+    pub gpu_arch: Option<String>,
     /// The largest step that there will be: a GPU takes its memory before the first one.
     pub limits: StepLimits,
     /// Memory for KV. The regions' sum never exceeds it.
@@ -100,6 +102,7 @@ impl EngineSettings {
     pub fn cuda(&self) -> cuda::CudaSettings {
         cuda::CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
+            arch: self.gpu_arch.clone(),
             limits: self.limits,
             load_format: self.cpu.load_format,
             kv_dtype: self.cpu.kv_dtype,
@@ -154,7 +157,8 @@ mod tests {
     fn opened(model: &str, kv_bytes: usize) -> Result<Box<dyn Backend>, OpenError> {
         let cpu = cpu::CpuSettings::default();
         let (device, limits) = (Device::Cpu, StepLimits::default());
-        open(&EngineSettings { model: model.to_owned(), device, limits, kv_bytes, pace: Pace::Modelled, cpu })
+        let (model, gpu_arch) = (model.to_owned(), None);
+        open(&EngineSettings { model, device, gpu_arch, limits, kv_bytes, pace: Pace::Modelled, cpu })
     }
 
     #[test]
