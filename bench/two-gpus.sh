@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# The table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill and one
+# decode node over each connector, two colocated nodes, and how much prompts disturb those who are being served.
+# Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
+# PARTS chooses: "ipc colocated disturbance tcp shm" by default.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=$1 baton=${2:-target/release/baton}
+parts=${PARTS:-ipc colocated disturbance tcp shm}
+shape=${SHAPE:-bench/shapes/llama-3.1-8b}
+devices=(${DEVICES:-cuda:0 cuda:1})
+prompt=${PROMPT:-8192} answer=${ANSWER:-256}
+url=http://127.0.0.1:8000
+mkdir -p "$out"
+
+export BATON_MODEL__LOAD_FORMAT=dummy BATON_MODEL__KV_MEMORY=${KV_MEMORY:-40GiB}
+# A prompt is one step on a prefill node; nothing waits behind it there. What queues, queues in the node.
+export BATON_SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192} BATON_SCHEDULER__QUEUE_MS_MAX=60000
+export BATON_LOG__LEVEL=${LEVEL:-warn}
+
+pids=()
+node() { # ROLE DEVICE PORT [VARIABLE=VALUE…]
+    local role=$1 device=$2 id=$1-$3
+    shift 3
+    env BATON_NODE__ID="$id" BATON_MODEL__PATH="$shape" BATON_MODEL__DEVICE="$device" "$@" \
+        "$baton" "$role" >>"$out/$id.log" 2>&1 &
+    pids+=($!)
+}
+
+# A router and the nodes that were named before; the first start on a card takes as long as it takes to measure products.
+serve() {
+    # What is said to nodes in the environment is nothing that a router knows.
+    env -i PATH="$PATH" HOME="${HOME:-/tmp}" BATON_LOG__LEVEL="$BATON_LOG__LEVEL" BATON_ROUTER__WAIT_MS=120000 \
+        "$baton" router >>"$out/router.log" 2>&1 &
+    pids+=($!)
+    for _ in $(seq 300); do
+        ready=$(curl -s $url/debug/cluster | grep -o '"state": *"ready"' | wc -l)
+        [ "$ready" -ge "$1" ] && return 0
+        sleep 0.5
+    done
+    echo "the nodes were not ready" >&2
+    return 1
+}
+
+stop() {
+    kill "${pids[@]}" 2>/dev/null
+    wait "${pids[@]}" 2>/dev/null
+    pids=()
+}
+trap stop EXIT
+
+bench() { # NAME ARGUMENT…
+    local name=$1
+    shift
+    timeout "${PATIENCE:-150}" "$baton" bench serve --url $url --seed 1 --quiet --label "$name" --out "$out/$name.json" "$@" \
+        >"$out/$name.txt" 2>&1
+    local code=$?
+    echo "== $name: $code" && tail -n 24 "$out/$name.txt"
+    # 3 is a report that says why it is not to be trusted.
+    [ $code -eq 0 ] || [ $code -eq 3 ]
+}
+
+rates() { # NAME RATE…
+    local name=$1
+    shift
+    bench "$name-warm" --concurrency 2 --requests 4 --input-tokens "$prompt" --output-tokens 32 || return
+    for rate in "$@"; do
+        bench "$name-${rate}rps" --arrivals "bench/traces/arrivals_${rate}rps.txt" --requests 60 \
+            --input-tokens "$prompt" --output-tokens "$answer" --slo ttft=2s,tbt=25ms
+    done
+}
+
+pair() { # CONNECTOR
+    node prefill "${devices[0]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]" "BATON_MODEL__GPU_ARCH=${PREFILL_ARCH:-}"
+    node decode "${devices[1]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]"
+    serve 2
+}
+
+# 32 streams that decode all the time; then the same while a prompt comes every 400 ms and wants eight tokens.
+disturbance() {
+    local steady=(--concurrency 32 --requests 32 --input-tokens 1024 --output-tokens 2200)
+    bench steady "${steady[@]}"
+    bench disturbed "${steady[@]}" &
+    sleep 3
+    bench disturbing --rate 2.5 --process constant --requests 30 --input-tokens "$prompt" --output-tokens 8 >/dev/null
+    wait $!
+}
+
+for part in $parts; do
+    case $part in
+        ipc) pair cuda-ipc && rates ipc 1 3 5 ;;
+        tcp) pair tcp && rates tcp 3 ;;
+        shm) pair shm && rates shm 3 ;;
+        colocated)
+            # Prompts in chunks, as a node must that also decodes.
+            export BATON_SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
+            node both "${devices[0]}" 0 && node both "${devices[1]}" 1 && serve 2 && rates colocated 1 3 5
+            export BATON_SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}
+            ;;
+        disturbance) pair cuda-ipc && disturbance ;;
+    esac
+    stop
+done
