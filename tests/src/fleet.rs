@@ -1,6 +1,7 @@
 //! A router with its registry, and nodes, each a process of its own whose every port is known: to be broken one by one.
 
 use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicU16, Ordering};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -34,8 +35,14 @@ pub struct FleetNode {
     pub kv: SocketAddr,
 }
 
+/// Below the range from which the kernel takes ports for connections: what is free stays so until it is bound.
 fn free_addr() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr()).expect("a free port")
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 12_000 + (std::process::id() % 1_000) as u16 * 16;
+    let next = || first + NEXT.fetch_add(1, Ordering::Relaxed) % 4_000;
+    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    let port = std::iter::repeat_with(next).take(4_000).find(is_free).expect("a free port");
+    SocketAddr::from(([127, 0, 0, 1], port))
 }
 
 impl Fleet {
@@ -77,6 +84,7 @@ impl Fleet {
             vec![("BATON_ROUTER__HTTP", http.to_string()), ("BATON_ROUTER__GRPC", grpc.to_string())];
         let settings = settings.into_iter().chain(of_router).collect();
         let router = Process::start(folder.path(), "router", "router", settings);
+        eventually("the registry to listen", async || tokio::net::TcpStream::connect(grpc).await.ok()).await;
         let roles = [("prefill", n_prefill), ("decode", n_decode)];
         let names = roles.into_iter().flat_map(|(role, n)| (0..n).map(move |nth| (role, nth)));
         let more = |(role, nth)| FleetNode::start(&folder, role, nth, model, grpc, &of_nodes);

@@ -90,19 +90,19 @@ async fn etcd_client(etcd: &Etcd) -> EtcdClient {
     .await
 }
 
-/// The keys of the members, and etcd's revision.
-async fn announced(client: &mut EtcdClient) -> (Vec<String>, i64) {
+/// The keys of the members, and etcd's revision. None if the member that was asked is the one that is away.
+async fn announced(client: &mut EtcdClient) -> Option<(Vec<String>, i64)> {
     let prefix = GetOptions::new().with_prefix().with_keys_only();
-    let answer = client.get(format!("/baton/{CLUSTER}/nodes/"), Some(prefix)).await.expect("etcd answers");
+    let answer = client.get(format!("/baton/{CLUSTER}/nodes/"), Some(prefix)).await.ok()?;
     let keys = answer.kvs().iter().map(|kv| kv.key_str().expect("text").to_owned()).collect();
-    (keys, answer.header().expect("it has one").revision())
+    Some((keys, answer.header().expect("it has one").revision()))
 }
 
 /// Everybody is announced, by itself; how many writes that took.
 async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
     let mut client = etcd_client(etcd).await;
     eventually("everybody to be announced", async || {
-        let (keys, revision) = announced(&mut client).await;
+        let (keys, revision) = announced(&mut client).await?;
         (keys.len() == nodes.len()).then_some(revision)
     })
     .await
@@ -111,9 +111,9 @@ async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
 /// Nobody goes on writing: what is announced is announced once.
 async fn is_calm(etcd: &Etcd) {
     let mut client = etcd_client(etcd).await;
-    let (_, before) = announced(&mut client).await;
+    let (_, before) = announced(&mut client).await.expect("etcd answers");
     sleep(Duration::from_secs(3)).await;
-    let (_, after) = announced(&mut client).await;
+    let (_, after) = announced(&mut client).await.expect("etcd answers");
     assert_eq!(after, before, "signs of life write nothing");
 }
 
@@ -172,7 +172,7 @@ async fn lost_leases_and_a_forgotten_history_change_nothing() {
     })
     .await;
     let trouble = async {
-        let (_, revision) = announced(&mut client).await;
+        let (_, revision) = announced(&mut client).await.expect("etcd answers");
         client.put("/elsewhere", "a later revision", None).await.expect("etcd answers");
         client.compact(revision, None).await.expect("there is history");
         wire.cut();
