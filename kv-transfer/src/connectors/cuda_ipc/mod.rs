@@ -1,6 +1,6 @@
 //! KV from one GPU to another of the same machine: the receiver's GPU copies it out of the sender's memory.
 //!
-//! A [link](super::link) over Unix sockets, as [`shm`](super::shm) has one. The sender gives the receiver a file descriptor
+//! A [link](super::link) over Unix sockets, as [`shm`] has one. The sender gives the receiver a file descriptor
 //! of its card's memory, once for each link; frames say where their KV lies in it, and the receiver's card pulls it over
 //! NVLink, digesting it on the way. So nobody writes another's memory: that a landing is quiet is this side's own
 //! knowledge, and a sender that is stopped or killed in the middle of it can do no harm. Its memory lives for as long as
