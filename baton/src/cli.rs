@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use engine::Device;
+use node::KvMemorySize;
 
 use crate::bench_engine::EngineArgs;
 
@@ -91,6 +92,10 @@ pub(crate) struct UpArgs {
     /// separated by commas, the nodes take one each in turn, prefill nodes first.
     #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
     pub(crate) device: Vec<Device>,
+    /// Memory for KV on each node: `4GiB`, or a share of what is free when it starts, `30%`. By default what
+    /// `model.kv_memory` is by default.
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) kv_memory: Option<KvMemorySize>,
     /// The wire on which KV travels; `auto` is the fastest that works here.
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub(crate) connector: String,

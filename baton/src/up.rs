@@ -106,9 +106,10 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
         ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
         ("BATON_LOG__LEVEL", level),
     ];
+    let kv_memory = args.kv_memory.map(|size| ("BATON_MODEL__KV_MEMORY", size.to_string()));
     let start = |((role, idx), device): ((Role, u16), &Device)| {
         let device = ("BATON_MODEL__DEVICE", device.to_string());
-        Node::start(role, format!("{role}-{idx}"), &[&settings[..], &[device]].concat())
+        Node::start(role, format!("{role}-{idx}"), &[&settings[..], &[device], kv_memory.as_slice()].concat())
     };
     roles(args).into_iter().zip(args.device.iter().cycle()).map(start).collect()
 }

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use types::{KvDtype, NodeId};
 
 use crate::error::NodeError;
+use crate::kv_memory::KvMemorySize;
 
 /// A node's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -143,8 +144,9 @@ pub struct ModelSection {
     /// Which of a GPU's kernels are used. Empty: those that have been seen to serve. `sm_90a`: Hopper's own, quicker for long
     /// prompts, but not for prompts and answers in one step: for prefill nodes.
     pub gpu_arch: String,
-    /// Memory for KV. The same KV type and block size must be set on all nodes of a model.
-    pub kv_memory: ByteSize,
+    /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`; for a
+    /// GPU an amount. The same KV type and block size must be set on all nodes of a model.
+    pub kv_memory: KvMemorySize,
     /// `bf16` or `f32`. A mock has its own.
     pub kv_dtype: String,
     /// Threads that compute; 0: as many as there are cores.
@@ -162,7 +164,7 @@ impl Default for ModelSection {
             name: String::new(),
             device: "auto".to_owned(),
             gpu_arch: String::new(),
-            kv_memory: ByteSize(64 << 20),
+            kv_memory: KvMemorySize::Bytes(ByteSize(64 << 20)),
             kv_dtype: "bf16".to_owned(),
             threads: 0,
             quantize: "no".to_owned(),
@@ -173,9 +175,9 @@ impl Default for ModelSection {
 
 impl ModelSection {
     fn engine(&self, scheduler: &SchedulerSection) -> Result<EngineSettings, NodeError> {
-        let kv_bytes = usize::try_from(self.kv_memory.0).map_err(|_| {
-            NodeError::Config("model.kv_memory is more than this machine can address".to_owned())
-        })?;
+        let device: Device =
+            self.device.parse().map_err(|error| NodeError::Config(format!("model.device: {error}")))?;
+        let kv_bytes = self.kv_bytes(device)?;
         let cpu = CpuSettings {
             threads: NonZero::new(self.threads),
             kv_dtype: choice(
@@ -198,12 +200,21 @@ impl ModelSection {
             )?,
             ..CpuSettings::default()
         };
-        let device: Device =
-            self.device.parse().map_err(|error| NodeError::Config(format!("model.device: {error}")))?;
         let limits = StepLimits { tokens: scheduler.step_tokens_max, rows: scheduler.sequences_max };
         let gpu_arch = (!self.gpu_arch.is_empty()).then(|| self.gpu_arch.clone());
         let model = self.path.clone();
         Ok(EngineSettings { model, device, gpu_arch, limits, kv_bytes, pace: Pace::Sleeping, cpu })
+    }
+}
+
+impl ModelSection {
+    fn kv_bytes(&self, device: Device) -> Result<usize, NodeError> {
+        let refused = |why: String| NodeError::Config(format!("model.kv_memory: {why}"));
+        if let (KvMemorySize::Percent(_), Device::Cuda(_)) = (self.kv_memory, device) {
+            return Err(refused("a share is of the machine's memory: name an amount for a GPU".to_owned()));
+        }
+        let bytes = self.kv_memory.bytes().map_err(|error| refused(error.to_string()))?;
+        usize::try_from(bytes).map_err(|_| refused("more than this machine can address".to_owned()))
     }
 }
 

@@ -1,10 +1,11 @@
 //! One node's life, shared by prefill and decode nodes: what it is made of, announcing, its status stream, its drain.
 //!
-//! Suggested reading order: [`config`], what a node is made of ([`parts`], [`connectors`], [`counted`]), what it tells of
+//! Suggested reading order: [`config`], the memory that is asked for ([`kv_memory`]), what a node is made of ([`parts`], [`connectors`], [`counted`]), what it tells of
 //! itself ([`status`]), how it notices that nothing moves ([`watchdog`]), and its life from bind to drain ([`life`]).
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod kv_memory;
 pub mod parts;
 pub mod connectors;
 mod paced;
@@ -19,6 +20,7 @@ pub use config::{DecodeSection, NodeConfig, RawNodeConfig};
 pub use connectors::{Connectors, PeerWires};
 pub use counted::{Counted, Counter};
 pub use error::NodeError;
+pub use kv_memory::KvMemorySize;
 pub use life::{Life, live};
 pub use parts::{Drive, NodeParts};
 pub use watchdog::Stuck;

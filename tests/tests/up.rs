@@ -93,6 +93,26 @@ fn wrong_input_is_refused_with_what_would_be_right() {
 
     let (code, _, stderr) = run(&["up", "--http", "127.0.0.1:99999"], &[]);
     assert_eq!(code, 2, "{stderr}");
+
+    let (code, _, stderr) = run(&["up", "--kv-memory", "300%"], &[]);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(stderr.contains("no amount of memory"), "{stderr}");
+
+    let gpu = [("BATON_MODEL__DEVICE", "cuda:0"), ("BATON_MODEL__KV_MEMORY", "50%")];
+    let (code, _, stderr) = run(&["decode", "--check"], &gpu);
+    assert_eq!(code, 2, "{stderr}");
+    assert!(stderr.contains("name an amount for a GPU"), "{stderr}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_for_kv_is_what_is_asked_for() {
+    let blocks = async |size: &str| {
+        let up = Up::start(&["--colocated", "--kv-memory", size]).await;
+        up.kv().await[0]["total"].as_u64().expect("a number")
+    };
+    // The mock's blocks are 8 KiB.
+    assert_eq!(blocks("4MiB").await, 512);
+    assert!(blocks("2%").await > 512, "of what is free here");
 }
 
 #[test]

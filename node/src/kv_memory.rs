@@ -1,0 +1,142 @@
+//! How much memory a node keeps for KV: an amount, or a share of what is free when it starts.
+
+use std::fmt;
+use std::fs;
+use std::str::FromStr;
+
+use chassis::byte_size::ByteSize;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// `"4GiB"`, a number of bytes, or `"60%"`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvMemorySize {
+    Bytes(ByteSize),
+    /// Of the memory that is available to this process when it is asked: from 1 to 95.
+    Percent(u8),
+}
+
+/// Not an amount of memory.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is no amount of memory: \"4GiB\", a number of bytes, or a share of what is free from \"1%\" to \"95%\""
+)]
+pub struct NotMemory(String);
+
+/// Nobody says how much is free.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("/proc/meminfo does not say how much memory is free: name an amount")]
+pub struct UnknownMemory;
+
+impl KvMemorySize {
+    /// How many bytes that is now.
+    pub fn bytes(self) -> Result<u64, UnknownMemory> {
+        match self {
+            Self::Bytes(ByteSize(bytes)) => Ok(bytes),
+            Self::Percent(percent) => Ok(available().ok_or(UnknownMemory)? / 100 * u64::from(percent)),
+        }
+    }
+}
+
+/// What this process may still take: of the machine, and of its container if that has a limit.
+fn available() -> Option<u64> {
+    let machine = of_machine(&fs::read_to_string("/proc/meminfo").ok()?)?;
+    let read = |file: &str| fs::read_to_string(format!("/sys/fs/cgroup/{file}")).unwrap_or_default();
+    Some(of_container(&read("memory.max"), &read("memory.current")).map_or(machine, |ours| ours.min(machine)))
+}
+
+fn of_machine(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    Some(kib << 10)
+}
+
+/// None without a limit.
+fn of_container(max: &str, current: &str) -> Option<u64> {
+    let (max, current): (u64, u64) = (max.trim().parse().ok()?, current.trim().parse().ok()?);
+    Some(max.saturating_sub(current))
+}
+
+impl FromStr for KvMemorySize {
+    type Err = NotMemory;
+
+    fn from_str(text: &str) -> Result<Self, NotMemory> {
+        let refusal = || NotMemory(text.to_owned());
+        match text.strip_suffix('%') {
+            None => text.parse().map(Self::Bytes).map_err(|_| refusal()),
+            Some(percent) => match percent.trim().parse() {
+                Ok(percent @ 1..=95) => Ok(Self::Percent(percent)),
+                _ => Err(refusal()),
+            },
+        }
+    }
+}
+
+impl fmt::Display for KvMemorySize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => write!(f, "{bytes}"),
+            Self::Percent(percent) => write!(f, "{percent}%"),
+        }
+    }
+}
+
+impl Serialize for KvMemorySize {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for KvMemorySize {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(
+            untagged,
+            expecting = "expected an amount of memory: \"4GiB\", a number of bytes, or a share such as \"60%\""
+        )]
+        enum Written {
+            Bytes(u64),
+            Text(String),
+        }
+        match Written::deserialize(deserializer)? {
+            Written::Bytes(bytes) => Ok(Self::Bytes(ByteSize(bytes))),
+            Written::Text(text) => text.parse().map_err(de::Error::custom),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn amounts_and_shares_are_read_as_they_are_written() {
+        for (text, size) in [
+            ("4GiB", KvMemorySize::Bytes(ByteSize(4 << 30))),
+            ("60%", KvMemorySize::Percent(60)),
+            ("1%", KvMemorySize::Percent(1)),
+        ] {
+            assert_eq!(text.parse(), Ok(size));
+            assert_eq!(size.to_string(), text);
+        }
+        for text in ["0%", "96%", "300%", "-1%", "%", "much", "4 GB"] {
+            let error = text.parse::<KvMemorySize>().expect_err(text).to_string();
+            assert!(error.starts_with(&format!("{text:?} is no amount of memory")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_container_s_limit_counts() {
+        assert_eq!(of_machine("MemTotal: 9 kB\nMemAvailable:   2048 kB\n"), Some(2 << 20));
+        assert_eq!(of_machine(""), None);
+        assert_eq!(of_container("max\n", "100\n"), None);
+        assert_eq!(of_container("1000\n", "100\n"), Some(900));
+        assert_eq!(of_container("1000\n", "2000\n"), Some(0));
+    }
+
+    #[test]
+    fn a_share_is_of_what_is_free_now() {
+        let half = KvMemorySize::Percent(50).bytes().expect("this machine says");
+        let most = KvMemorySize::Percent(95).bytes().expect("this machine says");
+        assert!(half > 0 && half < most);
+    }
+}
