@@ -6,7 +6,7 @@ use std::time::Duration;
 use chassis::net::MemoryNet;
 use chassis::{Gate, Stream, World};
 use kv_cache::{BlockPool, Holder, Holding, KvMemory};
-use kv_transfer::connectors::tcp::Tcp;
+use kv_transfer::connectors::tcp;
 use kv_transfer::connectors::tcp::frame::{Body, Frame, HEADER_BYTES, Hello};
 use kv_transfer::landing::Credentials;
 use kv_transfer::{
@@ -35,7 +35,7 @@ pub fn kv_receiver(bytes: &[u8]) {
         let pool = BlockPool::new(parts.memory.layout(), BLOCKS);
         let net = Arc::clone(parts.world.net());
         let gate = parts.gate.clone();
-        let tcp = Tcp::listen(parts.clone()).await.expect("a port of its own");
+        let tcp = tcp::listen(parts.clone()).await.expect("a port of its own");
         let (landing, mut arrival) = tcp.land(request(&parts, &pool)).expect("there is room");
         let mut stream = net.connect(&landing.wire.endpoint).await.expect("it listens");
         let mut visitor = Visitor { landing, parts, has_shown_the_grant: false };

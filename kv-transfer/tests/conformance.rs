@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use baton_kv_transfer::conformance::conformance;
 use baton_kv_transfer::connectors::flaky::Flaky;
-use baton_kv_transfer::connectors::shm::Shm;
+use baton_kv_transfer::connectors::shm;
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 
 async fn built(name: &'static str, parts: ConnectorParts) -> Arc<dyn KvConnector> {
@@ -39,7 +39,7 @@ async fn shm_on_many_threads() {
 /// As where pages cannot be seen by others.
 #[tokio::test]
 async fn shm_through_a_stage() {
-    let staged = |parts| async { Shm::listen_staged(parts).await.expect("a folder for sockets") };
+    let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
     conformance(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
 }
 

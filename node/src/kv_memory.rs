@@ -44,7 +44,8 @@ fn available() -> Option<u64> {
     Some(of_container(&read("memory.max"), &read("memory.current")).map_or(machine, |ours| ours.min(machine)))
 }
 
-fn of_machine(meminfo: &str) -> Option<u64> {
+/// What `/proc/meminfo` says is available.
+pub fn of_machine(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
     Some(kib << 10)

@@ -1,6 +1,6 @@
 //! A real etcd, of a test's own: one process, or three that are one.
 
-use std::net::TcpListener;
+use crate::free_addr;
 use std::process::{Child, Command, Stdio};
 
 use tempfile::TempDir;
@@ -81,7 +81,7 @@ fn url(port: u16) -> String {
 }
 
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr()).expect("a port").port()
+    free_addr().port()
 }
 
 impl Member {

@@ -1,14 +1,13 @@
 //! A router with its registry, and nodes, each a process of its own whose every port is known: to be broken one by one.
 
-use std::net::{SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::net::SocketAddr;
 
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::client::Client;
 use crate::process::Process;
-use crate::{eventually, in_time};
+use crate::{eventually, free_addr, in_time};
 
 /// A mock whose steps take time, so that there is always a stream in the middle.
 pub const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
@@ -33,16 +32,6 @@ pub struct FleetNode {
     pub grpc: SocketAddr,
     pub admin: SocketAddr,
     pub kv: SocketAddr,
-}
-
-/// Below the range from which the kernel takes ports for connections: what is free stays so until it is bound.
-fn free_addr() -> SocketAddr {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = 12_000 + (std::process::id() % 1_000) as u16 * 16;
-    let next = || first + NEXT.fetch_add(1, Ordering::Relaxed) % 4_000;
-    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
-    let port = std::iter::repeat_with(next).take(4_000).find(is_free).expect("a free port");
-    SocketAddr::from(([127, 0, 0, 1], port))
 }
 
 impl Fleet {

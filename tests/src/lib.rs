@@ -5,6 +5,7 @@
 pub mod executable;
 pub mod up;
 pub mod logs;
+pub mod ports;
 pub mod process;
 pub mod fleet;
 pub mod etcd;
@@ -18,6 +19,7 @@ pub use client::{Answer, Ask, Client, Failed};
 pub use etcd::Etcd;
 pub use executable::python;
 pub use fleet::Fleet;
+pub use ports::free_addr;
 pub use process::Process;
 pub use up::{Node, Up};
 pub use wire::Wire;

@@ -4,14 +4,12 @@
 use std::path::Path;
 use std::process::Command;
 
-use baton_tests::{Client, Up, executable};
+use baton_tests::{Client, Up, executable, python};
 
 /// Runs one of the checks, with Helm and the schemas where `./test.sh` put them.
 fn check(name: &str) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace");
-    let python = std::env::var("TEST_PYTHON")
-        .unwrap_or_else(|_| root.join(".cache/python/bin/python").display().to_string());
-    let output = Command::new(python)
+    let output = Command::new(python())
         .arg(root.join("tests/python/deploy/check.py"))
         .arg(name)
         .env("TEST_EXECUTABLE", executable::baton())

@@ -1,13 +1,13 @@
 //! Real models: where they may lie, what requests call them, and what their text comes out as.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use axum::extract::Path as UrlPath;
 use axum::http::{StatusCode, header};
 use axum::routing::get;
 use axum::{Json, Router};
-use baton_tests::{Client, Process, Up, eventually};
+use baton_tests::{Client, Process, Up, eventually, free_addr};
 use serde_json::{Value, json};
 
 /// Of the demo model, as it was trained to say.
@@ -129,10 +129,6 @@ async fn a_node_with_another_tokenizer_is_refused() {
     let (status, body) = client.get("/ready").await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
     assert!(body.contains("other is refused"), "{body}");
-}
-
-fn free_addr() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr()).expect("a free port")
 }
 
 /// The demo model with one more line end in its `tokenizer.json`: nobody can know what such a change means.

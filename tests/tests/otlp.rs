@@ -8,7 +8,7 @@ use axum::Router;
 use axum::body::Bytes;
 use axum::extract::State;
 use axum::routing::post;
-use baton_tests::{Ask, Up, eventually};
+use baton_tests::{Ask, Up, eventually, free_addr};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::KeyValue;
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
@@ -100,8 +100,7 @@ async fn one_trace_goes_through_all_processes_to_a_collector() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_that_is_away_costs_a_line_and_nothing_else() {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    let endpoint = format!("http://{}", free.expect("a free port"));
+    let endpoint = format!("http://{}", free_addr());
     let env = [("BATON_LOG__OTLP", endpoint.as_str()), ("OTEL_BSP_SCHEDULE_DELAY", "100")];
     let up = Up::start_with(&["--prefill", "1", "--decode", "1"], &env).await;
     for nth in 0..5 {

@@ -1,11 +1,11 @@
 //! Every process of a cluster is restarted, one at a time, while requests run: none fails, and no token changes.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use baton_tests::check::prompts;
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
-use baton_tests::{Answer, Ask, Client, Etcd, PATIENCE, Process, Up, eventually, in_time};
+use baton_tests::{Answer, Ask, Client, Etcd, PATIENCE, Process, Up, eventually, free_addr, in_time};
 use futures::future::join_all;
 use tempfile::TempDir;
 use tokio::sync::RwLock;
@@ -15,10 +15,6 @@ const MODEL: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.t
 const TOKENS: u32 = 60;
 /// Requests at one time.
 const CLIENTS: usize = 8;
-
-fn free_addr() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr()).expect("a free port")
-}
 
 /// An etcd, two routers, and two nodes of each kind.
 struct Cluster {

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use node::NodeConfig;
+use node::kv_memory::of_machine;
 
 use crate::model::Place;
 use crate::process_file::ProcessFile;
@@ -80,7 +81,7 @@ fn has_weights(folder: &Path) -> bool {
 fn kv_memory(config: &NodeConfig) -> Finding {
     let wanted = config.engine.kv_bytes as u64;
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    match available(&meminfo) {
+    match of_machine(&meminfo) {
         Some(available) if available < wanted => Finding::bad(
             GROUP,
             format!("model.kv_memory is {} MiB, {} MiB are available", wanted >> 20, available >> 20),
@@ -96,12 +97,6 @@ fn kv_memory(config: &NodeConfig) -> Finding {
     }
 }
 
-fn available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    Some(kib << 10)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,8 +104,8 @@ mod tests {
 
     #[test]
     fn memory_is_read() {
-        assert_eq!(available("MemTotal: 9 kB\nMemAvailable:   2048 kB\n"), Some(2 << 20));
-        assert_eq!(available(""), None);
+        assert_eq!(of_machine("MemTotal: 9 kB\nMemAvailable:   2048 kB\n"), Some(2 << 20));
+        assert_eq!(of_machine(""), None);
     }
 
     #[test]

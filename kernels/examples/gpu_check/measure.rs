@@ -3,7 +3,7 @@
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_SHARES, FewRowsForm};
 use baton_kernels::cuda::{
     Bf16, Buffer, Card, CudaError, DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv,
-    SKINNY_FORMS, SkinnyForm,
+    SKINNY_FORMS, SkinnyForm, View, ViewMut,
 };
 use serde_json::{Value, json};
 
@@ -184,17 +184,11 @@ fn skinny(
     limits: &Limits,
     (name, form): (&str, SkinnyForm),
     weights: &Buffer<Bf16>,
-    (n, k, n_rows): (usize, usize, usize),
+    sizes: (usize, usize, usize),
 ) -> Result<Value, CudaError> {
-    let x = card.upload(&Draw::new(28).narrow(n_rows * k, 1.0))?;
-    let mut y = card.buffer::<Bf16>(n_rows * n)?;
-    let n_copies = weights.len() / (n * k);
-    let time = seconds(card, 4 * N_LAUNCHES, |nth| {
-        let from = nth % n_copies * n * k;
-        card.skinny(form, y.view_mut(), weights.slice(from..from + n * k), x.view(), k)
-    })?;
-    let bytes = 2 * (n * k + n_rows * (n + k));
-    Ok(line(&format!("skinny {} {name} {n_rows}x{n}x{k}", form.name), time, bytes as f64, limits.read))
+    let (n, k, n_rows) = sizes;
+    let (time, bytes) = product(card, weights, sizes, |y, w, x| card.skinny(form, y, w, x, k))?;
+    Ok(line(&format!("skinny {} {name} {n_rows}x{n}x{k}", form.name), time, bytes, limits.read))
 }
 
 fn few_rows(
@@ -202,19 +196,30 @@ fn few_rows(
     limits: &Limits,
     (name, form): (&str, FewRowsForm),
     weights: &Buffer<Bf16>,
-    (n, k, n_rows): (usize, usize, usize),
+    sizes: (usize, usize, usize),
 ) -> Result<Value, CudaError> {
+    let (n, k, n_rows) = sizes;
+    let (time, bytes) = product(card, weights, sizes, |y, w, x| card.few_rows(form, y, w, x, k))?;
+    let chosen = if form == card.few_rows_form(n, k) { " (chosen)" } else { "" };
+    let what = format!("few_rows {name} {n_rows}x{n}x{k}, shares {}{chosen}", form.shares);
+    Ok(line(&what, time, bytes, limits.read))
+}
+
+/// The seconds that one product takes, and the bytes that it moves. Each call has other weights, so that none are cached.
+fn product(
+    card: &Card,
+    weights: &Buffer<Bf16>,
+    (n, k, n_rows): (usize, usize, usize),
+    multiply: impl Fn(ViewMut<'_, Bf16>, View<'_, Bf16>, View<'_, Bf16>) -> Result<(), CudaError>,
+) -> Result<(f64, f64), CudaError> {
     let x = card.upload(&Draw::new(28).narrow(n_rows * k, 1.0))?;
     let mut y = card.buffer::<Bf16>(n_rows * n)?;
     let n_copies = weights.len() / (n * k);
     let time = seconds(card, 4 * N_LAUNCHES, |nth| {
         let from = nth % n_copies * n * k;
-        card.few_rows(form, y.view_mut(), weights.slice(from..from + n * k), x.view(), k)
+        multiply(y.view_mut(), weights.slice(from..from + n * k), x.view())
     })?;
-    let bytes = 2 * (n * k + n_rows * (n + k));
-    let chosen = if form == card.few_rows_form(n, k) { " (chosen)" } else { "" };
-    let what = format!("few_rows {name} {n_rows}x{n}x{k}, shares {}{chosen}", form.shares);
-    Ok(line(&what, time, bytes as f64, limits.read))
+    Ok((time, (2 * (n * k + n_rows * (n + k))) as f64))
 }
 
 fn decode_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {

@@ -22,10 +22,10 @@ pub fn connectors() -> &'static [(&'static str, Build)] {
     &[
         (loopback::SCHEME, |parts| Box::pin(async { Ok(loopback::Loopback::shared(parts)) })),
         (cuda_ipc::SCHEME, |parts| {
-            Box::pin(async { Ok(cuda_ipc::CudaIpc::listen(parts).await? as Arc<dyn KvConnector>) })
+            Box::pin(async { Ok(cuda_ipc::listen(parts).await? as Arc<dyn KvConnector>) })
         }),
-        (shm::SCHEME, |parts| Box::pin(async { Ok(shm::Shm::listen(parts).await? as Arc<dyn KvConnector>) })),
-        (tcp::SCHEME, |parts| Box::pin(async { Ok(tcp::Tcp::listen(parts).await? as Arc<dyn KvConnector>) })),
+        (shm::SCHEME, |parts| Box::pin(async { Ok(shm::listen(parts).await? as Arc<dyn KvConnector>) })),
+        (tcp::SCHEME, |parts| Box::pin(async { Ok(tcp::listen(parts).await? as Arc<dyn KvConnector>) })),
     ]
 }
 

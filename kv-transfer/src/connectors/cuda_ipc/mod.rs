@@ -18,25 +18,18 @@ mod shown;
 use std::path::Path;
 use std::sync::Arc;
 
-use async_trait::async_trait;
-use chassis::{Task, spawn_guarded};
-use rustix::fs::Access;
 use tracing::info;
-use types::{Destination, Landing, NodeInfo, Scheme, WireAddress};
+use types::{Scheme, WireAddress};
 
 use self::carrier::Carrier;
 use self::door::CardDoor;
 use self::shown::Shown;
 use super::link::check_pages;
-use super::link::links::Links;
-use super::link::receiver::Receiver;
+use super::link::wire::Wire;
 use super::shm;
-use super::shm::door::Socket;
-use crate::arrival::Arrival;
-use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::connector::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
-use crate::landings::Landings;
 
 pub const SCHEME: &str = "cuda-ipc";
 
@@ -45,76 +38,21 @@ const FRAMES_LARGER: usize = 128;
 /// Frames of a link that are under way at one time: a stream has one.
 const STREAMS: u16 = 6;
 
-/// See the module.
-#[derive(Debug)]
-pub struct CudaIpc {
-    address: WireAddress,
-    receiver: Arc<Receiver>,
-    links: Links,
-    #[expect(dead_code, reason = "held for its Drop")]
-    accepting: Task<()>,
-    #[expect(dead_code, reason = "held for its Drop")]
-    socket: Socket,
-}
-
-impl CudaIpc {
-    /// Listens beside `shm`. Refused where the KV is not on a card, or cannot be moved 16 bytes at a time.
-    pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Self>, TransferError> {
-        pages::check(&parts.memory)?;
-        check_pages(&parts)?;
-        parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
-        parts.settings.streams = STREAMS;
-        let carrier = Arc::new(Carrier::start(&parts.memory)?);
-        let folder = Path::new(shm::FOLDER);
-        let refused =
-            |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };
-        let (listener, socket) = shm::door::bind(folder, parts.world.draw()).map_err(refused)?;
-        let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint() };
-        let receiver = Receiver::new(parts.clone(), Landings::new(parts.clone(), address.clone()));
-        let door = CardDoor { listener, memory: parts.memory.clone(), carrier: Arc::clone(&carrier) };
-        let accepting = Arc::clone(&receiver).accept_all(Box::new(door));
-        let accepting = spawn_guarded(&parts.gate, "kv listener", accepting);
-        info!(endpoint = address.endpoint, "kv transfer between GPUs");
-        let links = Links::new(parts, move |parts| Shown::over(parts, Arc::clone(&carrier)));
-        Ok(Arc::new(Self { address, receiver, links, accepting, socket }))
-    }
-}
-
-#[async_trait]
-impl KvConnector for CudaIpc {
-    fn scheme(&self) -> Scheme {
-        self.address.scheme.clone()
-    }
-
-    fn address(&self) -> WireAddress {
-        self.address.clone()
-    }
-
-    /// Whether the peer's socket is in the folder that this side sees, and may be connected to.
-    fn reaches(&self, wire: &WireAddress) -> bool {
-        wire.scheme == self.address.scheme && rustix::fs::access(&wire.endpoint, Access::WRITE_OK).is_ok()
-    }
-
-    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
-        match peer.wires.iter().find(|wire| wire.scheme == self.address.scheme) {
-            Some(wire) => self.links.meet(&wire.endpoint).await,
-            None => Ok(()),
-        }
-    }
-
-    fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
-        self.receiver.landings().land(request)
-    }
-
-    async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {
-        self.links.open(to, &self.address.scheme).await
-    }
-}
-
-impl Drop for CudaIpc {
-    fn drop(&mut self) {
-        self.receiver.close();
-    }
+/// Listens beside `shm`. Refused where the KV is not on a card, or cannot be moved 16 bytes at a time.
+pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
+    pages::check(&parts.memory)?;
+    check_pages(&parts)?;
+    parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
+    parts.settings.streams = STREAMS;
+    let carrier = Arc::new(Carrier::start(&parts.memory)?);
+    let folder = Path::new(shm::FOLDER);
+    let refused = |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };
+    let (listener, socket) = shm::door::bind(folder, parts.world.draw()).map_err(refused)?;
+    let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint() };
+    let door = CardDoor { listener, memory: parts.memory.clone(), carrier: Arc::clone(&carrier) };
+    info!(endpoint = address.endpoint, "kv transfer between GPUs");
+    let medium = move |parts: &ConnectorParts| Shown::over(parts, Arc::clone(&carrier));
+    Ok(Wire::start(parts, address, Some(socket), Box::new(door), Box::new(medium)))
 }
 
 /// The card's side of the memory. A connector is not made without.

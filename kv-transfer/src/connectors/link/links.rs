@@ -15,11 +15,9 @@ use crate::outgoing::{Outgoing, Sender, landing_of};
 /// Peers that this side sends to.
 const PEERS_MAX: usize = 4096;
 
-/// What a new link goes over.
-pub(in crate::connectors) type MakeMedium = fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError>;
-
-/// The same, with what it needs for that.
-type Makes = dyn Fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError> + Send + Sync;
+/// Makes what a new link goes over.
+pub(in crate::connectors) type Makes =
+    dyn Fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError> + Send + Sync;
 
 /// A peer's link, if there is one. The lock is async: whoever makes the link holds it, and the others wait for it
 /// instead of making their own.
@@ -34,12 +32,8 @@ pub(in crate::connectors) struct Links {
 }
 
 impl Links {
-    /// `medium` makes what a new link goes over.
-    pub(in crate::connectors) fn new(
-        parts: ConnectorParts,
-        medium: impl Fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError> + Send + Sync + 'static,
-    ) -> Self {
-        Self { parts, medium: Box::new(medium), links: Mutex::default() }
+    pub(in crate::connectors) fn new(parts: ConnectorParts, medium: Box<Makes>) -> Self {
+        Self { parts, medium, links: Mutex::default() }
     }
 
     /// Makes a link to whoever listens at `endpoint`, if there is none.

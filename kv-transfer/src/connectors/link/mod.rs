@@ -1,7 +1,7 @@
 //! Links of frames between two nodes: what the wires have in common that speak over streams.
 //!
 //! Suggested reading order: what travels ([`frame`]), how it is read and written (`stream`), what such wires differ in
-//! (`medium`), the sender's end (`links`, `link_out`, `span_out`) and the receiver's (`receiver`, `span_in`, `span_at`).
+//! (`medium`), what a connector makes of it ([`wire`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's (`receiver`, `span_in`, `span_at`).
 //!
 //! The receiver does the writing, so proof of quiet is in its own hands: see
 //! [`OpenLanding::while_open`](crate::landing::OpenLanding).
@@ -17,6 +17,7 @@ pub(super) mod span_out;
 pub(super) mod receiver;
 mod span_in;
 mod span_at;
+pub mod wire;
 
 use self::frame::PAYLOAD_BYTES_MAX;
 use crate::connector::ConnectorParts;
