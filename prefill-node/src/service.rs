@@ -1,4 +1,5 @@
-//! `baton.v1.Prefill`: a prompt comes in, and one answer goes back as soon as the first token is sampled.
+//! `baton.v1.Prefill`: a prompt comes in, an answer goes back as soon as the first token is sampled, and another one if its
+//! KV was lost on the way.
 //! The only file of this crate that knows gRPC.
 
 use std::pin::Pin;
@@ -142,45 +143,39 @@ struct Answered {
 }
 
 impl Answered {
-    /// The answer. KV for a landing goes on by itself, until it has arrived, the decode node gives it up, or its
-    /// deadline passes; held KV lives as long as the stream does.
+    /// The answer, and what became of the KV.
     fn into_stream(self) -> Answers {
         let answer = v1::PrefillAnswer { answer: Some(Answer::Prefilled((&self.prefilled).into())) };
         let one = futures::stream::iter([Ok(answer)]);
-        match self.place {
-            None => {
-                self.delivery.detach();
-                one.boxed()
-            }
-            Some(place) => {
-                one.chain(HeldKv { place, delivery: Some(self.delivery) }.until_delivered()).boxed()
-            }
-        }
+        one.chain(Underway { place: self.place, delivery: Some(self.delivery) }.outcome()).boxed()
     }
 }
 
-/// KV on the shelf. Dropped before anybody came for it, it is released; later, it goes its way.
+/// KV on its way to a landing, or on the shelf. When nobody listens any more it goes on by itself, until it has arrived,
+/// the decode node gives it up, or its deadline passes; KV that nobody has come for is released.
 #[derive(Debug)]
-struct HeldKv {
-    place: Place,
+struct Underway {
+    place: Option<Place>,
     delivery: Option<Delivery>,
 }
 
-impl HeldKv {
-    /// Sends nothing, and ends when the delivery does.
-    fn until_delivered(mut self) -> impl Stream<Item = Result<v1::PrefillAnswer, Status>> + Send {
+impl Underway {
+    /// Ends when the KV is in place. Where it will not be, says why first: the decode node may not know, if the wire broke
+    /// before it heard of the transfer.
+    fn outcome(mut self) -> impl Stream<Item = Result<v1::PrefillAnswer, Status>> + Send {
         let wait = async move {
-            if let Some(delivery) = &mut self.delivery {
-                let _ = delivery.await;
-            }
+            let delivered = self.delivery.as_mut()?.await;
+            let refusal = (!matches!(delivered, Ok(Ok(())))).then(|| refusal_of(delivered))?;
+            Some(Ok(v1::PrefillAnswer { answer: Some(Answer::Refused((&refusal).into())) }))
         };
-        futures::stream::once(wait).filter_map(|()| async { None })
+        futures::stream::once(wait).filter_map(futures::future::ready)
     }
 }
 
-impl Drop for HeldKv {
+impl Drop for Underway {
     fn drop(&mut self) {
-        if let Some(delivery) = self.delivery.take().filter(|_| self.place.is_named()) {
+        let is_wanted = self.place.as_ref().is_none_or(Place::is_named);
+        if let Some(delivery) = self.delivery.take().filter(|_| is_wanted) {
             delivery.detach();
         }
     }

@@ -94,7 +94,7 @@ impl Continuation {
     async fn decode_of(&self, rest: Rest) -> Result<Box<DecodeCall>, ServeError> {
         match rest {
             Rest::Decode(decode) => Ok(decode),
-            Rest::Held(held) => self.dispatch.deliver(&held).await.map(Box::new),
+            Rest::Held(held) => self.dispatch.deliver(*held).await.map(Box::new),
         }
     }
 

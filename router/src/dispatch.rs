@@ -94,7 +94,7 @@ pub(crate) struct HeldKv {
     transfer: TransferId,
     /// What it is the KV of. A continuation's is longer than the one that the client asked with.
     prompt: Prompt,
-    _call: PrefillCall,
+    call: PrefillCall,
 }
 
 impl Dispatch {
@@ -161,11 +161,12 @@ impl Dispatch {
                 let to = Destination::Landing(*landing);
                 let client = self.client(prefill)?;
                 waiting.goes_to(Place::Prefill);
-                let (prefilled, _) = tokio::select! {
+                let (prefilled, sender) = tokio::select! {
                     biased;
                     prefilled = client.prefill(prompt, &to) => prefilled?,
                     failure = decode.failure() => return Err(failure),
                 };
+                decode.kv_from(sender);
                 Ok(self.started(prefilled, Rest::Decode(Box::new(decode))))
             }
             (Opening::Landing(_), None) => Err(decode.unasked_landing()),
@@ -195,20 +196,23 @@ impl Dispatch {
     async fn prefill_first(&self, prompt: &Prompt, prefill: &Arc<NodeInfo>) -> Result<Started, Failure> {
         let transfer = self.parts.world.transfer_id();
         let (prefilled, call) = self.client(prefill)?.prefill(prompt, &Destination::Held(transfer)).await?;
-        let held = HeldKv { by: prefill.clone(), transfer, prompt: prompt.clone(), _call: call };
+        let held = HeldKv { by: prefill.clone(), transfer, prompt: prompt.clone(), call };
         Ok(self.started(prefilled, Rest::Held(Box::new(held))))
     }
 
     /// Chooses a decode node for KV that a prefill node holds, and has it sent there.
-    pub(crate) async fn deliver(&self, held: &HeldKv) -> Result<DecodeCall, ServeError> {
+    pub(crate) async fn deliver(&self, held: HeldKv) -> Result<DecodeCall, ServeError> {
         let prompt = &held.prompt;
         let _waiting = self.whereabouts.enter(Place::Deliver);
         let mut tries = Tries::new(&self.parts);
         loop {
             let route = tries.route(prompt).await?;
             self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, prompt.tokens.len());
-            match self.deliver_to(held, &route.decode).await {
-                Ok(decode) => return Ok(decode),
+            match self.deliver_to(&held, &route.decode).await {
+                Ok(mut decode) => {
+                    decode.kv_from(held.call);
+                    return Ok(decode);
+                }
                 // Without the KV there is nothing to deliver: the continuation computes it again.
                 Err(failure) if failure.node.id == held.by.id => return Err(failure.into()),
                 Err(failure) => tries.failed(failure).await?,

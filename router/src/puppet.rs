@@ -36,6 +36,12 @@ pub(crate) enum Act {
     Hang,
     /// Skips a step.
     Skip,
+    /// Gives the first token, and says then that the KV did not arrive.
+    Lose,
+    /// Gives the first token, and is not heard of again.
+    Vanish,
+    /// Has room, and waits for KV.
+    Starve,
 }
 
 /// One puppet. Its script is used up act by act; the last act repeats.
@@ -163,6 +169,10 @@ impl Decode for Puppet {
             Act::Refuse(kind) => return Ok(Response::new(said(vec![event(Event::Refused(refusal(kind)))]))),
             Act::Break => return Err(Status::unavailable("the puppet broke")),
             Act::Hang => return Ok(Response::new(stream::pending().boxed())),
+            Act::Starve => {
+                let landing = event(Event::Landing((&self.landing(&prompt)).into()));
+                return Ok(Response::new(stream::iter([landing]).chain(stream::pending()).boxed()));
+            }
             _ if local => event(Event::Local(v1::Local { held_tokens: 0 })),
             _ => event(Event::Landing((&self.landing(&prompt)).into())),
         };
@@ -219,7 +229,7 @@ impl Prefill for Puppet {
             Act::Refuse(kind) => Ok(Response::new(said(vec![answer(Answer::Refused(refusal(kind)))]))),
             Act::Break | Act::BreakAfter(_) => broken(),
             Act::Hang => Ok(Response::new(stream::pending().boxed())),
-            Act::Serve | Act::Local | Act::Skip => {
+            Act::Serve | Act::Local | Act::Skip | Act::Starve | Act::Lose | Act::Vanish => {
                 let prefilled = Prefilled {
                     first: steps(&prompt).swap_remove(0),
                     usage: Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 0 },
@@ -227,7 +237,12 @@ impl Prefill for Puppet {
                     computed: Duration::from_millis(2),
                 };
                 let first = stream::iter([answer(Answer::Prefilled((&prefilled).into()))]);
-                Ok(Response::new(first.chain(stream::pending()).boxed()))
+                let after = match act {
+                    Act::Lose => said(vec![answer(Answer::Refused(refusal(RefusalKind::Failed)))]),
+                    Act::Vanish => said(vec![broken()]),
+                    _ => stream::pending().boxed(),
+                };
+                Ok(Response::new(first.chain(after).boxed()))
             }
         }
     }

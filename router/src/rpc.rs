@@ -11,6 +11,7 @@ use proto::v1::decode_client::DecodeClient;
 use proto::v1::decode_event::Event;
 use proto::v1::node_status_client::NodeStatusClient;
 use proto::v1::prefill_client::PrefillClient;
+use tokio::time::Instant;
 use types::{
     BlockCounts, BlockEvent, Destination, Landing, NodeInfo, NodeLoad, Prefilled, Prompt, Refusal,
     RefusalKind, Step, TransferId,
@@ -20,6 +21,8 @@ use crate::error::ServeError;
 
 /// The longest a node may take over a question that needs no work.
 const QUESTION_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long KV may take to be reported as arrived once its sender cannot be heard any more: it may have sent all of it.
+const ARRIVAL_GRACE: Duration = Duration::from_secs(1);
 /// Steps that may arrive before prefill's answer does. They are read ahead only to notice a failure.
 const READ_AHEAD_MAX: usize = 64;
 
@@ -53,7 +56,7 @@ impl NodeClient {
         let mut client = DecodeClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
         let events =
             client.run(call(&prompt.id, request)).await.map_err(|status| self.failure(&status))?.into_inner();
-        Ok(DecodeCall { info: self.info.clone(), events, ahead: VecDeque::new() })
+        Ok(DecodeCall { info: self.info.clone(), events, ahead: VecDeque::new(), kv: None })
     }
 
     /// Has the prompt computed. Dropping the future cancels it there; dropping the call releases KV that is held.
@@ -71,7 +74,7 @@ impl NodeClient {
         match answer.and_then(|answer| answer.answer) {
             Some(v1::prefill_answer::Answer::Prefilled(prefilled)) => {
                 let prefilled = prefilled.try_into().map_err(|error| self.nonsense(&error))?;
-                Ok((prefilled, PrefillCall { _answers: answers }))
+                Ok((prefilled, PrefillCall { client: self.clone(), answers, unheard: None }))
             }
             Some(v1::prefill_answer::Answer::Refused(refusal)) => Err(self.refused(refusal)),
             None => Err(self.nonsense(&"an empty answer")),
@@ -196,10 +199,46 @@ impl From<Failure> for ServeError {
     }
 }
 
-/// A prompt's life on a prefill node, for as long as that node holds its KV.
+// === the prefill stream ===
+
+/// A prompt's life on a prefill node after its first token: for as long as that node holds its KV, or sends it.
 #[derive(Debug)]
 pub struct PrefillCall {
-    _answers: tonic::Streaming<v1::PrefillAnswer>,
+    client: NodeClient,
+    answers: tonic::Streaming<v1::PrefillAnswer>,
+    /// How the stream broke, and when.
+    unheard: Option<(Failure, Instant)>,
+}
+
+impl PrefillCall {
+    /// Ends only when the KV will not arrive. Cancel-safe.
+    ///
+    /// The decode node cannot always know: a wire may break before it hears of the transfer. The sender knows, and says so;
+    /// if it cannot be heard any more, the decode node gets [`ARRIVAL_GRACE`] to say that the KV is there.
+    async fn loss(&mut self) -> Failure {
+        let (failure, since) = match &self.unheard {
+            Some(unheard) => unheard.clone(),
+            None => match self.answers.message().await {
+                Ok(Some(answer)) => return self.refusal_in(answer),
+                Ok(None) => std::future::pending().await,
+                Err(status) => {
+                    let unheard = (self.client.failure(&status), self.client.world.now());
+                    self.unheard.insert(unheard).clone()
+                }
+            },
+        };
+        tokio::time::sleep_until(since + ARRIVAL_GRACE).await;
+        failure
+    }
+
+    fn refusal_in(&self, answer: v1::PrefillAnswer) -> Failure {
+        match answer.answer {
+            Some(v1::prefill_answer::Answer::Refused(refusal)) => self.client.refused(refusal),
+            Some(v1::prefill_answer::Answer::Prefilled(_)) | None => {
+                self.client.nonsense(&"something else than an end after the first token")
+            }
+        }
+    }
 }
 
 // === the decode stream ===
@@ -210,6 +249,8 @@ pub struct DecodeCall {
     info: Arc<NodeInfo>,
     events: tonic::Streaming<v1::DecodeEvent>,
     ahead: VecDeque<DecodeProgress>,
+    /// Who sends the KV, until it has arrived.
+    kv: Option<PrefillCall>,
 }
 
 /// A decode node's first word.
@@ -236,7 +277,8 @@ pub enum DecodeProgress {
 impl DecodeCall {
     /// The first word. Everything but an opening is a failure.
     pub async fn opening(&mut self) -> Result<Opening, Failure> {
-        match self.receive().await?.event {
+        let message = self.events.message().await;
+        match self.event_in(message)?.event {
             Some(Event::Landing(landing)) => {
                 landing.try_into().map(Box::new).map(Opening::Landing).map_err(|error| self.failed(&error))
             }
@@ -248,12 +290,19 @@ impl DecodeCall {
         }
     }
 
+    /// Says who sends the KV: if it is lost on the way, [`Self::progress`] fails.
+    pub fn kv_from(&mut self, sender: PrefillCall) {
+        self.kv = Some(sender);
+    }
+
     /// What follows the opening. Cancel-safe.
     pub async fn progress(&mut self) -> Result<DecodeProgress, Failure> {
-        match self.ahead.pop_front() {
-            Some(progress) => Ok(progress),
-            None => self.read().await,
-        }
+        let progress = match self.ahead.pop_front() {
+            Some(progress) => progress,
+            None => self.read().await?,
+        };
+        self.kv = None; // Whatever follows says that it has arrived.
+        Ok(progress)
     }
 
     /// Ends only when the stream fails; what else comes is kept for [`Self::progress`]. Cancel-safe.
@@ -287,12 +336,22 @@ impl DecodeCall {
     }
 
     async fn read(&mut self) -> Result<DecodeProgress, Failure> {
-        let event = self.receive().await?;
-        self.understand(event)
+        let message = match &mut self.kv {
+            None => self.events.message().await,
+            Some(kv) => tokio::select! {
+                biased;
+                message = self.events.message() => message,
+                loss = kv.loss() => return Err(loss),
+            },
+        };
+        self.event_in(message).and_then(|event| self.understand(event))
     }
 
-    async fn receive(&mut self) -> Result<v1::DecodeEvent, Failure> {
-        match self.events.message().await {
+    fn event_in(
+        &self,
+        message: Result<Option<v1::DecodeEvent>, tonic::Status>,
+    ) -> Result<v1::DecodeEvent, Failure> {
+        match message {
             Ok(Some(event)) => Ok(event),
             Ok(None) => Err(self.failed(&"the end of a stream that was not finished")),
             Err(status) => Err(self.broken(&status)),

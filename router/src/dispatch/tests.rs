@@ -208,6 +208,21 @@ async fn held_kv_goes_with_the_prompt_that_it_is_of() {
     assert_eq!(d.heard(), ["decode 20 tokens, BreakAfter(0)", "decode 21 tokens, Serve"]);
 }
 
+/// Found by simulation: the wire broke before the decode node heard of the transfer, and it waited until its deadline.
+#[tokio::test(start_paused = true)]
+async fn kv_that_was_lost_on_the_way_is_computed_again() {
+    for (act, within_ms) in [(Act::Lose, 100), (Act::Vanish, 1_100)] {
+        for order in [Order::DecodeFirst, Order::PrefillFirst] {
+            let (p, d) = (prefill("p", &[act, Act::Serve]), decode("d", &[Act::Starve, Act::Serve]));
+            let stage = stage(order, &[&p, &d]).await;
+            let began = stage.world.now();
+            stage.serves(6).await;
+            let took = began.elapsed();
+            assert!(took < Duration::from_millis(within_ms), "{act:?}, {order:?}: {took:?}");
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_skipped_step_is_noticed_and_mended() {
     let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Skip, Act::Serve]));
