@@ -8,7 +8,9 @@
 constexpr u32 HEAD = 128, QUERIES = 128, TOKENS = 128, STAGES = 2;
 constexpr u32 HALF_BYTES = TOKENS * TILE_ROW_BYTES, TILE_BYTES = 2 * HALF_BYTES;
 constexpr u32 GROUP = 128, PAGES = TOKENS / BLOCK_TOKENS, NOBODY = 0xffffffffu;
-// Hardware barriers of both groups' threads: 0 is everyone's; 1 and 2 are the groups' turns.
+// Hardware barriers of both groups' threads: 0 is everyone's; 1 and 2 are the groups' turns. Turns are taken at every tile,
+// and go on from piece to piece: a group that could give the turn away twice, having run ahead into its next piece while the
+// other had not taken the first, would fill the barrier by itself, and the other would wait for good.
 constexpr u32 TURN = 1, CLEARED = 3;
 
 struct PrefillShape {
@@ -261,9 +263,10 @@ __device__ __forceinline__ void attend(bf16* out, const Span& span, const Prefil
     float scale = shape.scale * LOG2E;
 
     clear_after_end(span, at, n_before);
-    if (group == 1) threads_arrive<2 * GROUP>(TURN);  // the first group begins
     barrier_wait(at.k_full + stage_of(n_before) * 8, full_parity(n_before));
+    threads_wait<2 * GROUP>(TURN + group);
     begin_scores(score, q, at.k + stage_of(n_before) * TILE_BYTES);
+    threads_arrive<2 * GROUP>(TURN + (group ^ 1));
     products_done_but<0>();
     held(score);
     if (lane == 0) barrier_arrive(at.k_empty + stage_of(n_before) * 8);
@@ -291,7 +294,6 @@ __device__ __forceinline__ void attend(bf16* out, const Span& span, const Prefil
         for (u32 i = 0; i < 64; i++) output[i] *= by[i / 2 % 2];
         round_shares(shares, score);
     }
-    if (group == 0) threads_wait<2 * GROUP>(TURN);  // what the other group arrived at last
     u32 last = n_before + span.n_tiles - 1;
     barrier_wait(at.v_full + stage_of(last) * 8, full_parity(last));
     bool is_spoilt = *spoilt != 0;
@@ -334,6 +336,7 @@ prefill_attention_hopper(bf16* out, const __grid_constant__ TensorMap of_q, cons
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         u32 n_tiles = 0;
+        if (threadIdx.x >= 2 * GROUP) threads_arrive<2 * GROUP>(TURN);  // the first group begins
         for (u32 turn = 0;; turn++) {
             u32 stage = stage_of(turn);
             barrier_wait(at.q_full + stage * 8, full_parity(turn));

@@ -141,8 +141,7 @@ pub struct ModelSection {
     pub name: String,
     /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:1` for a certain GPU.
     pub device: String,
-    /// Which of a GPU's kernels are used. Empty: those that have been seen to serve. `sm_90a`: Hopper's own, quicker for long
-    /// prompts, but not for prompts and answers in one step: for prefill nodes.
+    /// Which of a GPU's kernels are used. Empty: its own. `sm_90`: those of every card from there on, for comparison.
     pub gpu_arch: String,
     /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`; for a
     /// GPU an amount. The same KV type and block size must be set on all nodes of a model.

@@ -11,8 +11,6 @@ use super::workspace::Workspace;
 
 /// Runs of which the fastest counts.
 const N_TIMES: usize = 5;
-/// Steps of more rows are not recorded.
-const ROWS_RECORDED_MAX: usize = 256;
 /// Rows at which matrix products are measured.
 const PRODUCT_ROWS: [usize; 8] = [1, 8, 32, 64, 128, 256, 2048, 8192];
 
@@ -92,11 +90,8 @@ impl CudaBackend {
         let Self { card, decoder, products, space, memory, .. } = self;
         let kv = memory.on_card().expect("the backend's memory was taken on its card");
         let mut pass = Pass { card, products, space, kv, dims, sections: dims.sections(), sequences: &[] };
-        pass.products.record(true);
         work(decoder, &mut pass)?;
-        let graph = card.record(|| work(decoder, &mut pass));
-        pass.products.record(false);
-        let mut graph = graph?;
+        let mut graph = card.record(|| work(decoder, &mut pass))?;
         least(|| {
             let start = card.mark()?;
             graph.launch()?;
@@ -153,7 +148,6 @@ impl CudaBackend {
         card.dummy_weights(pass.space.normed.view_mut(), 3, 1.0 / 32768.0)?;
         card.dummy_weights(pass.space.attended.view_mut(), 4, 1.0 / 32768.0)?;
         card.dummy_weights(pass.space.gated.view_mut(), 5, 1.0 / 32768.0)?;
-        pass.products.record(rows <= ROWS_RECORDED_MAX);
         let ms = least(|| {
             let start = card.mark()?;
             for kind in KINDS {
@@ -162,7 +156,6 @@ impl CudaBackend {
             let end = card.mark()?;
             start.ms_until(&end)
         });
-        pass.products.record(false);
         let ms = ms?;
         let numbers: usize =
             KINDS.iter().flat_map(|kind| all_of(&decoder.weights.layers, *kind)).map(|view| view.len()).sum();

@@ -31,9 +31,6 @@ use crate::model::{self, Architecture, ModelConfig};
 
 /// Recorded at the start are steps of sequences up to so long; the rest when it is first met, which takes some milliseconds.
 const RECORDED_TOKENS: usize = 9216;
-/// Hopper, and what it is to kernels that know nothing of it.
-const HOPPER: &str = "sm_90a";
-const HOPPER_AS_OTHERS: &str = "sm_90";
 /// Threads that draw what the card does not.
 const SAMPLER_THREADS: usize = 4;
 
@@ -102,18 +99,10 @@ impl CudaBackend {
     }
 }
 
-/// The card, with kernels that have been seen to serve.
-///
-/// Hopper's own are faster with long prompts, and each is right by itself; but a load of 256 sequences beside chunks of
-/// prompts has been seen to stand still with them. Until that is understood they are used where they are named.
+/// The card, with its own kernels unless others are named.
 fn open_card(settings: &CudaSettings) -> Result<Card, CudaError> {
-    let (libraries, cache) = (settings.libraries.as_deref(), settings.kernel_cache());
-    let open = |arch: Option<&str>| Card::open_as(settings.ordinal, libraries, &cache, arch);
-    if let Some(arch) = &settings.arch {
-        return open(Some(arch));
-    }
-    let card = open(None)?;
-    if card.arch() == HOPPER { open(Some(HOPPER_AS_OTHERS)) } else { Ok(card) }
+    let (libraries, arch) = (settings.libraries.as_deref(), settings.arch.as_deref());
+    Card::open_as(settings.ordinal, libraries, &settings.kernel_cache(), arch)
 }
 
 /// Runs each number of rows once: code is loaded when it first runs, which cannot be recorded.
@@ -121,7 +110,6 @@ fn warm_up(work: &mut Work<'_>, ladder: &Ladder, n_groups: usize) -> Result<(), 
     // All words are nowhere: tokens and slots that do not exist, sequences of no length.
     let words = work.space.words.view_mut();
     work.card.fill(words, 0xff)?;
-    work.products.record(true);
     for rows in ladder.rows() {
         let dims = Dims::of_decodes(n_groups, *rows, BLOCK_TOKENS);
         let lengths = dims.sections().lengths;
@@ -129,7 +117,6 @@ fn warm_up(work: &mut Work<'_>, ladder: &Ladder, n_groups: usize) -> Result<(), 
         work.forward(dims, &[], |_| Ok(()))?;
         work.card.fill(work.space.words.view_mut(), 0xff)?;
     }
-    work.products.record(false);
     Ok(work.card.synchronize()?)
 }
 

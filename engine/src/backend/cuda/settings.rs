@@ -20,8 +20,7 @@ pub struct CudaSettings {
     pub libraries: Option<PathBuf>,
     /// Where compiled kernels and measurements of products are kept; `None`: nowhere.
     pub cache: Option<PathBuf>,
-    /// Kernels for this kind of card: `sm_90a` are Hopper's own, `sm_90` what every card has. `None`: what has been seen to
-    /// serve.
+    /// Kernels for this kind of card: `sm_90a` are Hopper's own, `sm_90` what every card has. `None`: the card's own.
     pub arch: Option<String>,
     /// Whether decode steps are recorded as graphs.
     pub graphs: bool,

@@ -46,9 +46,8 @@ pub enum Answer<'a> {
 pub struct Products {
     lt: Lt,
     choices: Choices,
-    /// How each exact shape is done, in recorded steps and in others; made when a shape is first met.
-    ways: HashMap<(ProductShape, bool), Way>,
-    is_recording: bool,
+    /// How each exact shape is done; made when a shape is first met.
+    ways: HashMap<ProductShape, Way>,
 }
 
 /// A choice, made ready for one exact shape.
@@ -93,7 +92,7 @@ impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. Nothing is known of any shape yet.
     pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         let lt = Lt::open(card, folder)?;
-        Ok(Self { lt, choices: Choices::default(), ways: HashMap::new(), is_recording: false })
+        Ok(Self { lt, choices: Choices::default(), ways: HashMap::new() })
     }
 
     /// The library's version, as it counts.
@@ -105,12 +104,6 @@ impl Products {
     pub fn adopt(&mut self, choices: Choices) {
         self.choices = choices;
         self.ways.clear();
-    }
-
-    /// Whether what follows is recorded. [`Card::few_rows`] is used in recorded steps only: launched one by one beside chunks
-    /// of prompts it has been seen to stand still.
-    pub fn record(&mut self, is_recording: bool) {
-        self.is_recording = is_recording;
     }
 
     pub fn choices(&self) -> &Choices {
@@ -130,24 +123,21 @@ impl Products {
         if shape.n_rows == 0 || shape.n == 0 {
             return Ok(());
         }
-        let key = (shape, self.is_recording);
-        if !self.ways.contains_key(&key) {
+        if !self.ways.contains_key(&shape) {
             let way = self.way(shape)?;
             if self.ways.len() >= WAYS_MAX {
                 self.ways.clear();
             }
-            self.ways.insert(key, way);
+            self.ways.insert(shape, way);
         }
-        self.lt.run_way(card, &self.ways[&key], y, w, x, k)
+        self.lt.run_way(card, &self.ways[&shape], y, w, x, k)
     }
 
     /// What was measured for shapes like this one; else a guess.
     fn way(&self, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Skinny(form)) if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(form)),
-            Some(Choice::Few(form)) if shape.n_rows <= FEW_ROWS_MAX && self.is_recording => {
-                Ok(Way::Few(form))
-            }
+            Some(Choice::Few(form)) if shape.n_rows <= FEW_ROWS_MAX => Ok(Way::Few(form)),
             Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
             _ if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(SKINNY_FORMS[0])),
             _ => Ok(Way::Lt(self.lt.plan(shape)?)),
