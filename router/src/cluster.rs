@@ -3,6 +3,8 @@
 //! `Members` is the state and changes only in its own methods, which are tested without a runtime. [`Cluster`] is the
 //! handle around it: one task applies the registry's events, and one task per member follows its status stream.
 
+mod cached;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,7 +14,9 @@ use chassis::{Gate, Task, World, spawn_guarded};
 use futures::StreamExt as _;
 use registry::{MembershipEvent, Registry, RegistryError};
 use tracing::{info, warn};
-use types::{BlockEvent, ModelInfo, NodeId, NodeInfo, NodeLoad};
+use types::{ModelInfo, NodeId, NodeInfo, NodeLoad};
+
+pub use cached::{CachedBlocks, Gap};
 
 use crate::policy::{ClusterView, NodeView, Route};
 use crate::rpc::{NodeClient, StatusUpdate};
@@ -95,6 +99,11 @@ impl Cluster {
         self.members().by_id.values().fold(0, |sum, member| sum.wrapping_add(member.load.steps_total))
     }
 
+    /// What a node has cached, as far as it has said so.
+    pub fn cached(&self, id: &NodeId) -> CachedBlocks {
+        self.members().by_id.get(id).map(|member| member.cached.clone()).unwrap_or_default()
+    }
+
     /// Everyone who is known, usable or not.
     pub fn everyone(&self) -> Vec<(Arc<NodeInfo>, NodeState)> {
         self.members().by_id.values().map(|member| (member.info.clone(), member.state.clone())).collect()
@@ -140,21 +149,34 @@ impl Cluster {
         members.by_id.insert(info.id.clone(), Member::new(info, state, client, follow));
     }
 
-    /// Follows one node's status stream for as long as the node is a member, opening it again whenever it breaks.
+    /// Follows one node's status stream for as long as the node is a member, opening it again whenever it breaks or has
+    /// lost a word: a new stream begins with all that there is to know.
     async fn status_of(self, info: Arc<NodeInfo>, client: NodeClient) {
         let mut pause = *FOLLOW_AGAIN.start();
         loop {
-            if let Ok(mut updates) = client.status().await {
-                while let Ok(Some(update)) = updates.next().await {
-                    pause = *FOLLOW_AGAIN.start();
-                    self.members().update(&info, update);
-                }
+            match self.follow_status(&info, &client, &mut pause).await {
+                Ok(()) => self.members().unreachable(&info),
+                Err(gap) => warn!(node = %info.id, %gap, "block events have a gap, asking for all blocks"),
             }
-            self.members().unreachable(&info);
             let jitter = pause.mul_f64((self.shared.world.draw() % 1000) as f64 / 1000.0);
             tokio::time::sleep(pause / 2 + jitter / 2).await;
             pause = (pause * 2).min(*FOLLOW_AGAIN.end());
         }
+    }
+
+    /// Until the stream breaks, or has lost a word. A word that comes makes the next pause short.
+    async fn follow_status(
+        &self,
+        info: &NodeInfo,
+        client: &NodeClient,
+        pause: &mut Duration,
+    ) -> Result<(), Gap> {
+        let Ok(mut updates) = client.status().await else { return Ok(()) };
+        while let Ok(Some(update)) = updates.next().await {
+            self.members().update(info, update)?;
+            *pause = *FOLLOW_AGAIN.start();
+        }
+        Ok(())
     }
 
     fn members(&self) -> MutexGuard<'_, Members> {
@@ -204,8 +226,7 @@ struct Member {
     assigned: u32,
     assigned_tokens: u64,
     last_turn: u64,
-    /// The sequence number of the last block event, to see gaps.
-    blocks_seen: Option<u64>,
+    cached: CachedBlocks,
     client: NodeClient,
     /// Ends with the member.
     _follow: Task<()>,
@@ -220,7 +241,7 @@ impl Member {
             assigned: 0,
             assigned_tokens: 0,
             last_turn: 0,
-            blocks_seen: None,
+            cached: CachedBlocks::default(),
             client,
             _follow: follow,
         }
@@ -276,8 +297,8 @@ impl Members {
     }
 
     /// A word from the status stream of this life of the node; another life's is ignored.
-    fn update(&mut self, info: &NodeInfo, update: StatusUpdate) {
-        let Some(member) = self.life_of(info) else { return };
+    fn update(&mut self, info: &NodeInfo, update: StatusUpdate) -> Result<(), Gap> {
+        let Some(member) = self.life_of(info) else { return Ok(()) };
         match update {
             StatusUpdate::Load(load) => {
                 member.load = load;
@@ -288,8 +309,9 @@ impl Members {
                 }
             }
             StatusUpdate::Draining => member.state = NodeState::Draining,
-            StatusUpdate::Blocks(sequence, event) => member.see_blocks(sequence, &event),
+            StatusUpdate::Blocks(number, event) => member.cached.apply(number, event)?,
         }
+        Ok(())
     }
 
     fn unreachable(&mut self, info: &NodeInfo) {
@@ -298,7 +320,6 @@ impl Members {
         {
             warn!(node = %info.id, "status stream broke");
             member.state = NodeState::Unreachable;
-            member.blocks_seen = None;
         }
     }
 
@@ -321,17 +342,6 @@ impl Members {
             .collect();
         let known = if states.is_empty() { "no node is known".to_owned() } else { states.join(", ") };
         Err(format!("no decode node is ready: {known}"))
-    }
-}
-
-impl Member {
-    /// Checks that no block event was lost. A stream that lost one is of no use until its next snapshot.
-    fn see_blocks(&mut self, sequence: u64, event: &BlockEvent) {
-        let whole = matches!(event, BlockEvent::Snapshot(_));
-        if !whole && self.blocks_seen.is_some_and(|seen| sequence != seen + 1) {
-            warn!(node = %self.info.id, sequence, "block events have a gap");
-        }
-        self.blocks_seen = Some(sequence);
     }
 }
 

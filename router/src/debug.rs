@@ -1,5 +1,6 @@
 //! For operators: who is in the cluster, and where every block of KV is.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use axum::extract::{Query, State};
@@ -24,11 +25,12 @@ pub fn router(cluster: Cluster, metrics: Metrics) -> Router {
 }
 
 async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
-    let nodes: Vec<Value> = cluster.everyone().iter().map(|(info, state)| node(info, state)).collect();
+    let nodes: Vec<Value> =
+        cluster.everyone().iter().map(|(info, state)| node(&cluster, info, state)).collect();
     Json(json!({ "nodes": nodes }))
 }
 
-fn node(info: &NodeInfo, state: &NodeState) -> Value {
+fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     let connectors: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
     let mut node = json!({
         "id": info.id.as_str(),
@@ -40,6 +42,7 @@ fn node(info: &NodeInfo, state: &NodeState) -> Value {
         "connectors": connectors,
         "model": info.model.name,
         "state": state.as_str(),
+        "cached_blocks": cluster.cached(&info.id).hashes().map(HashSet::len),
     });
     if let NodeState::Refused(reason) = state {
         node["reason"] = json!(reason);

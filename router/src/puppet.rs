@@ -17,8 +17,9 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 use types::layout::KvDtype;
 use types::{
-    BlockCounts, Epoch, Fingerprint, Grant, KvLayout, Landing, ModelInfo, NodeId, NodeInfo, NodeLoad,
-    Prefilled, Prompt, Refusal, RefusalKind, Role, Scheme, Step, TokenId, TransferId, Usage, WireAddress,
+    BlockCounts, BlockEvent, Epoch, Fingerprint, Grant, KvLayout, Landing, ModelInfo, NodeId, NodeInfo,
+    NodeLoad, Prefilled, Prompt, Refusal, RefusalKind, Role, Scheme, Step, TokenId, TransferId, Usage,
+    WireAddress,
 };
 
 /// What a puppet does with a prompt.
@@ -44,6 +45,9 @@ pub(crate) enum Act {
     Starve,
 }
 
+/// The block events of one status stream.
+pub(crate) type BlockWords = Vec<(u64, BlockEvent)>;
+
 /// One puppet. Its script is used up act by act; the last act repeats.
 #[derive(Clone, Debug)]
 pub(crate) struct Puppet {
@@ -51,12 +55,18 @@ pub(crate) struct Puppet {
     script: Arc<Mutex<Vec<Act>>>,
     /// What it was asked, in order.
     heard: Arc<Mutex<Vec<String>>>,
+    /// The block events of its status streams, one stream after the other; the last one's repeat.
+    events: Arc<Mutex<Vec<BlockWords>>>,
 }
 
 impl Puppet {
     pub(crate) fn new(id: &str, role: Role, script: &[Act]) -> Self {
         let script = Arc::new(Mutex::new(script.to_vec()));
-        Self { info: info(id, role), script, heard: Arc::default() }
+        Self { info: info(id, role), script, heard: Arc::default(), events: Arc::default() }
+    }
+
+    pub(crate) fn telling(self, streams: Vec<BlockWords>) -> Self {
+        Self { events: Arc::new(Mutex::new(streams)), ..self }
     }
 
     /// Starts it at its address.
@@ -260,8 +270,16 @@ impl NodeStatus for Puppet {
     async fn watch(&self, _: Request<v1::StatusRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let blocks = BlockCounts { total: 100, free: 100, ..BlockCounts::default() };
         let load = v1::NodeLoad::from(NodeLoad { blocks, ..NodeLoad::default() });
-        let event = v1::StatusEvent { event: Some(v1::status_event::Event::Load(load)) };
-        Ok(Response::new(stream::iter([Ok(event)]).chain(stream::pending()).boxed()))
+        let load = v1::StatusEvent { event: Some(v1::status_event::Event::Load(load)) };
+        let mut streams = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let events =
+            if streams.len() > 1 { streams.remove(0) } else { streams.first().cloned().unwrap_or_default() };
+        let events = events.into_iter().map(|(number, event)| v1::BlockEvents::new(number, &event));
+        let events = events
+            .map(|event| v1::StatusEvent { event: Some(v1::status_event::Event::Blocks(event)) })
+            .collect::<Vec<_>>();
+        let words = std::iter::once(load).chain(events).map(Ok);
+        Ok(Response::new(stream::iter(words).chain(stream::pending()).boxed()))
     }
 
     async fn ledger(&self, _: Request<v1::LedgerRequest>) -> Result<Response<v1::LedgerAnswer>, Status> {

@@ -7,7 +7,7 @@ use chassis::net::MemoryNet;
 use chassis::{Gate, World};
 use registry::{MemoryRegistry, Registry as _};
 use types::node::TOKENIZER;
-use types::{Epoch, Fingerprint, NodeInfo, ProtocolRange, Role};
+use types::{BlockEvent, BlockHash, Epoch, Fingerprint, NodeInfo, ProtocolRange, Role};
 
 use super::*;
 use crate::puppet::{Act, Puppet, info};
@@ -111,4 +111,27 @@ async fn a_new_life_replaces_the_old_one() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     town.state("d", &NodeState::Ready).await;
+}
+
+/// Events that were lost leave the node usable: what it has cached is asked for again.
+#[tokio::test(start_paused = true)]
+async fn lost_block_events_bring_a_snapshot_and_cost_no_node() {
+    use BlockEvent::{Snapshot, Stored};
+    let hash = |of: u128| BlockHash(of);
+    let town = town().await;
+    let told = vec![
+        vec![(4, Snapshot(vec![hash(1)])), (5, Stored(vec![hash(2)])), (7, Stored(vec![hash(4)]))],
+        vec![(7, Snapshot(vec![hash(1), hash(2), hash(3), hash(4)])), (8, Stored(vec![hash(5)]))],
+    ];
+    let puppet = Puppet::new("d", Role::Decode, &[Act::Serve]).telling(told);
+    let _announcement = town.registry.announce(puppet.info.clone()).await.expect("announced");
+    let _running = puppet.start(&town.world, &town.gate).await;
+    town.state("d", &NodeState::Ready).await;
+    let wait = async {
+        while town.cluster.cached(&puppet.info.id).hashes().is_none_or(|known| known.len() < 5) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            assert_eq!(town.cluster.ready(), Ok(()), "the node serves on");
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(5), wait).await.expect("the router asks again");
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use kv_cache::BlockPool;
 use node::NodeParts;
 use tokio::time::{Instant, sleep};
+use types::{BlockEvent, NodeId};
 
 use super::host::{Hosts, NodeHost, RouterHost};
 use super::log::EventLog;
@@ -110,6 +111,37 @@ pub async fn watched(router: &RouterHost, watcher: &Watcher, log: &EventLog) {
         }
         sleep(Duration::from_millis(250)).await;
     }
+}
+
+/// How long the router may be wrong about what is cached: a status stream that broke is opened again within this.
+const MIRRORED_WITHIN: Duration = Duration::from_secs(10);
+
+/// What the router knows of every node's prefix cache is what is in it.
+pub async fn mirrored(hosts: &Hosts, log: &EventLog) {
+    let give_up = Instant::now() + MIRRORED_WITHIN;
+    loop {
+        let wrong: Vec<String> = hosts.nodes.iter().filter_map(|node| unlike(&hosts.router, node)).collect();
+        if wrong.is_empty() {
+            return;
+        }
+        if Instant::now() > give_up {
+            return wrong.iter().for_each(|what| log.accuse(what));
+        }
+        sleep(Duration::from_millis(250)).await;
+    }
+}
+
+fn unlike(router: &RouterHost, node: &NodeHost) -> Option<String> {
+    let (parts, cluster) = (node.parts()?, router.cluster()?);
+    let Some(BlockEvent::Snapshot(held)) = parts.pool.events().try_next().map(|first| first.event) else {
+        return Some(format!("{}: its events do not begin with a snapshot", node.shape.name));
+    };
+    let known = cluster.cached(&NodeId::new(node.shape.name.clone())).hashes().cloned();
+    if known.as_ref() == Some(&held.iter().copied().collect()) {
+        return None;
+    }
+    let known = known.map(|known| known.len());
+    Some(format!("{}: the router knows {known:?} cached blocks of {}", node.shape.name, held.len()))
 }
 
 /// A node that was silent for a whole lease is nobody's member.

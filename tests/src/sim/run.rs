@@ -132,6 +132,7 @@ impl Run {
         self.probe().await;
         oracle::attempts(&self.hosts.router, &self.plan, tally, PROBES, &self.log);
         oracle::everything_is_given_back(&self.hosts, &self.log).await;
+        oracle::mirrored(&self.hosts, &self.log).await;
         oracle::watched(&self.hosts.router, &self.watcher, &self.log).await;
         if Chance::named(self.plan.seed, "end").one_in(4) {
             self.one_dies_for_good().await;
