@@ -10,11 +10,15 @@ use tracing::{info, warn};
 use types::{Prompt, RefusalKind, Step, TokenId, Verdict};
 
 use crate::admission::Permit;
-use crate::dispatch::{Dispatch, Rest, Started};
+use crate::dispatch::{By, Dispatch, Rest, Started};
 use crate::error::ServeError;
 use crate::metrics::{Outcome, Stage};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
 use crate::watchdog::Place;
+
+/// How often in a row a prompt is computed for a decode node that then gives no step. After that, the decode node computes
+/// it by itself: no wire between the nodes works, and prompt after prompt would be computed for a token each.
+const LOSSES_MAX: u32 = 1;
 
 /// A started request. Dropping it cancels the request on every node.
 #[derive(Debug)]
@@ -24,6 +28,8 @@ pub(crate) struct Continuation {
     /// The tokens that this stream has given out.
     sent: Vec<TokenId>,
     state: State,
+    /// Starts, one after the other, after which only the first step came: prefill's. The KV was lost each time.
+    losses: u32,
     /// When the last step was given out.
     last: Instant,
     booking: Booking,
@@ -52,7 +58,7 @@ impl Continuation {
     pub(crate) fn new(dispatch: Dispatch, prompt: Prompt, started: Started, booking: Booking) -> Self {
         let last = dispatch.parts().world.now();
         let state = State::First(Box::new(started));
-        Self { dispatch, prompt, sent: Vec::new(), state, last, booking }
+        Self { dispatch, prompt, sent: Vec::new(), state, losses: 0, last, booking }
     }
 
     pub(crate) fn into_steps(self) -> impl Stream<Item = Result<Step, ServeError>> + Send {
@@ -106,6 +112,7 @@ impl Continuation {
                     self.dispatch.parts().metrics.arrived(&scheme, bytes, waited);
                 }
                 DecodeProgress::Step(step) if step.index == self.next_index() => {
+                    self.losses = 0;
                     self.state = State::Running(Rest::Decode(decode));
                     return Ok(step);
                 }
@@ -121,7 +128,9 @@ impl Continuation {
         }
         info!(request_id = %self.prompt.id, sent = self.sent.len(), reason = %failure, "continuing elsewhere");
         self.dispatch.parts().metrics.continuations.inc();
-        let started = self.dispatch.start(&self.prompt.continued(&self.sent)).await?;
+        self.losses += 1;
+        let by = if self.losses > LOSSES_MAX { By::DecodeAlone } else { By::Both };
+        let started = self.dispatch.start(&self.prompt.continued(&self.sent), by).await?;
         if started.first.index != self.next_index() {
             let reason =
                 format!("continued with step {} instead of {}", started.first.index, self.next_index());

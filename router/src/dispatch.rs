@@ -43,6 +43,15 @@ pub enum Order {
     PrefillFirst,
 }
 
+/// Who computes a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// A prefill node, for a decode node.
+    Both,
+    /// The decode node by itself.
+    DecodeAlone,
+}
+
 /// What bounds the tries of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
@@ -117,12 +126,13 @@ impl Dispatch {
     }
 
     /// Tries routes until one has given its first step.
-    pub(crate) async fn start(&self, prompt: &Prompt) -> Result<Started, ServeError> {
+    pub(crate) async fn start(&self, prompt: &Prompt, by: By) -> Result<Started, ServeError> {
         let mut tries = Tries::new(&self.parts);
         let waiting = self.whereabouts.enter(Place::Route);
         loop {
             waiting.goes_to(Place::Route);
             let route = tries.route(prompt).await?;
+            let route = if by == By::Both { route } else { Route { prefill: None, ..route } };
             self.parts.cluster.assign(&route, prompt.tokens.len());
             match self.attempt(prompt, &route, &waiting).await {
                 Ok(started) => return Ok(started),
@@ -250,7 +260,7 @@ impl Serve for Dispatch {
         let mut outcome = Outcome::new(&self.parts.metrics);
         let permit = outcome.note(self.parts.admission.admit())?;
         let accepted = self.parts.world.now();
-        let started = outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt)).await)?;
+        let started = outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt, By::Both)).await)?;
         self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
         info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token");
         self.whereabouts.moved();

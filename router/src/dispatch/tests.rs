@@ -223,6 +223,17 @@ async fn kv_that_was_lost_on_the_way_is_computed_again() {
     }
 }
 
+/// Found by simulation: with no wire left, every token cost a whole prompt.
+#[tokio::test(start_paused = true)]
+async fn a_decode_node_whose_kv_is_lost_again_computes_by_itself() {
+    for order in [Order::DecodeFirst, Order::PrefillFirst] {
+        let (p, d) = (prefill("p", &[Act::Lose]), decode("d", &[Act::Starve, Act::Starve, Act::Serve]));
+        stage(order, &[&p, &d]).await.serves(6).await;
+        let n_computed = p.heard().iter().filter(|word| word.starts_with("prefill")).count();
+        assert_eq!((n_computed, d.heard().len()), (2, 3), "{order:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_skipped_step_is_noticed_and_mended() {
     let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Skip, Act::Serve]));
