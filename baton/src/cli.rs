@@ -92,6 +92,12 @@ pub(crate) struct UpArgs {
     /// separated by commas, the nodes take one each in turn, prefill nodes first.
     #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
     pub(crate) device: Vec<Device>,
+    /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads.
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
+    pub(crate) prefill_tp: u16,
+    /// Those of each decode node, which may be more or fewer. With `--colocated`, the one node's.
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
+    pub(crate) decode_tp: u16,
     /// Memory for KV on each node: `4GiB`, or a share of what is free when it starts, `30%`. By default what
     /// `model.kv_memory` is by default.
     #[arg(long, value_name = "SIZE")]
@@ -114,6 +120,10 @@ pub(crate) struct UpArgs {
     /// How a route is chosen: random, round-robin or least-loaded.
     #[arg(long, default_value = "least-loaded", value_name = "NAME")]
     pub(crate) policy: String,
+}
+
+fn ranks() -> clap::builder::RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(1..=i64::from(types::layout::RANKS_MAX))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

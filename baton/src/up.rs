@@ -108,8 +108,11 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
     ];
     let kv_memory = args.kv_memory.map(|size| ("BATON_MODEL__KV_MEMORY", size.to_string()));
     let start = |((role, idx), device): ((Role, u16), &Device)| {
-        let device = ("BATON_MODEL__DEVICE", device.to_string());
-        Node::start(role, format!("{role}-{idx}"), &[&settings[..], &[device], kv_memory.as_slice()].concat())
+        let of_role = [
+            ("BATON_MODEL__DEVICE", device.to_string()),
+            ("BATON_MODEL__TP", if role.decodes() { args.decode_tp } else { args.prefill_tp }.to_string()),
+        ];
+        Node::start(role, format!("{role}-{idx}"), &[&settings[..], &of_role, kv_memory.as_slice()].concat())
     };
     roles(args).into_iter().zip(args.device.iter().cycle()).map(start).collect()
 }

@@ -61,7 +61,7 @@ fn products(criterion: &mut Criterion) {
             group.throughput(Throughput::Elements((2 * N_PROMPT * rows * cols) as u64));
             group.bench_function(format!("{cols} x {rows}, {:?}", processor.arithmetic()), |bencher| {
                 bencher.iter(|| {
-                    let product = Product { matrix: &matrix, bias: None, out: &mut out };
+                    let product = Product::whole(&matrix, None, &mut out);
                     processor.multiply(&x, N_PROMPT, &mut [product]);
                 });
             });

@@ -93,6 +93,8 @@ pub enum OpenError {
     /// The model and its KV are larger than the card's free memory.
     #[error("{0}")]
     CudaMemory(String),
+    #[error("tensor parallel: {0}")]
+    Ranks(String),
     /// The GPU's kernels are not made for such a model.
     #[error("{0}")]
     CudaModel(String),
@@ -174,4 +176,7 @@ pub enum LoadError {
     Threads(#[source] std::io::Error),
     #[error("KV in {0} is not implemented on a processor: bf16 and f32 are")]
     KvDtype(types::KvDtype),
+    /// The model cannot be spread over so many ranks.
+    #[error("tensor parallel: {0}")]
+    Ranks(String),
 }

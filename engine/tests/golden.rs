@@ -1,5 +1,6 @@
 //! Real models against `transformers`: the demo model, and a tiny random one of every architecture.
 
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
 use baton_engine::{Backend, CpuBackend, CpuSettings, Row, RowInput, SampleSpec, SlotId, StepBatch};
@@ -40,7 +41,12 @@ fn read<T: serde::de::DeserializeOwned>(path: &Path) -> T {
 }
 
 fn opened(folder: &Path, kv_dtype: KvDtype) -> CpuBackend {
-    let settings = CpuSettings { kv_dtype, ..CpuSettings::default() };
+    spread(folder, kv_dtype, 1)
+}
+
+fn spread(folder: &Path, kv_dtype: KvDtype, ranks: u16) -> CpuBackend {
+    let ranks = NonZero::new(ranks).expect("some");
+    let settings = CpuSettings { kv_dtype, ranks, ..CpuSettings::default() };
     CpuBackend::open(folder, 16 << 20, &settings).expect("the model opens")
 }
 
@@ -144,6 +150,22 @@ fn qwen2_is_as_in_transformers() {
 #[test]
 fn qwen3_is_as_in_transformers() {
     check_architecture("qwen3");
+}
+
+/// Not only the same tokens: every bit of every log-probability. Four ranks of a model with one or two KV heads hold them
+/// several times.
+#[test]
+fn ranks_give_the_bits_that_one_gives() {
+    let models = ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3"];
+    let folders = models.map(|name| root().join("tests/models").join(name));
+    for folder in folders.iter().chain([&root().join("../models/demo")]) {
+        let prompt: Vec<u32> = (0..37).map(|nth| 5 + nth * 7 % 80).collect();
+        let one = continued(&mut spread(folder, KvDtype::Bf16, 1), &prompt, 8);
+        for ranks in [2, 4] {
+            let several = continued(&mut spread(folder, KvDtype::Bf16, ranks), &prompt, 8);
+            assert!(several == one, "{} ranks of {}", ranks, folder.display());
+        }
+    }
 }
 
 /// With KV in f32 exactly; with KV in bf16 the demo model's leads are large enough for the same tokens.

@@ -31,5 +31,5 @@ pub use fence::{FenceBroken, FenceSignal, LayerFence};
 pub use kernels::{MemoryError, PageBusy, PageMut, PageRef};
 pub use lease::{BlockLease, Holder, Holding, Quarantine};
 pub use ledger::{BlockState, LedgerEntry};
-pub use memory::{KvMemory, OnCard};
+pub use memory::{KvMemory, OnCard, RankMemory};
 pub use pool::BlockPool;

@@ -1,5 +1,5 @@
 //! Hot path.
-//! The memory that one node's KV lies in: which region a layer of a block is in.
+//! The memory that one node's KV lies in: which region a layer of a block is in, on each of the node's ranks.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,6 +14,9 @@ use types::{GroupIdx, KvLayout};
 ///
 /// A block of a group is one page in each of the group's layers, at the block's index. Whose block is whose is the
 /// [`BlockPool`](crate::BlockPool)'s knowledge; this only sees to it that nobody reads a page while it is written.
+///
+/// Where the layout has several ranks, each has memory of its own with its heads' share of every page: [`rank`](Self::rank)
+/// reaches one's. What is said of pages without naming a rank is for memory that has only one.
 #[derive(Clone)]
 pub struct KvMemory {
     inner: Arc<Inner>,
@@ -21,9 +24,17 @@ pub struct KvMemory {
 
 struct Inner {
     layout: KvLayout,
+    /// The same on every rank.
     regions: Regions,
     n_blocks: u32,
-    pages: Pages,
+    ranks: Box<[Pages]>,
+}
+
+/// One rank's share of a node's KV.
+#[derive(Clone, Copy)]
+pub struct RankMemory<'a> {
+    pages: &'a Pages,
+    regions: &'a Regions,
 }
 
 /// Where the pages are.
@@ -44,23 +55,28 @@ impl KvMemory {
     pub fn host(layout: KvLayout, n_blocks: u32) -> Result<Self, MemoryError> {
         let regions = Regions::of(&layout);
         let shapes = regions.shapes(n_blocks);
-        let pages = Pages::Host(HostMemory::shared(&shapes).or_else(|_| HostMemory::new(&shapes))?);
-        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, pages }) })
+        let rank = |_| Ok(Pages::Host(HostMemory::shared(&shapes).or_else(|_| HostMemory::new(&shapes))?));
+        let ranks = (0..layout.shard.tp_size).map(rank).collect::<Result<_, MemoryError>>()?;
+        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
     /// Memory of a card for `n_blocks` blocks. [`read`](Self::read) and [`write`](Self::write) go by copies in host
     /// memory; kernels reach it by [`on_card`](Self::on_card).
+    ///
+    /// # Panics
+    /// If the layout has several ranks: each would have a card of its own.
     pub fn device(layout: KvLayout, n_blocks: u32, card: &Card) -> Result<Self, MemoryError> {
+        assert_eq!(layout.shard.tp_size, 1, "a card is one rank");
         let regions = Regions::of(&layout);
-        let pages = Pages::Device(DeviceMemory::new(&regions.shapes(n_blocks), card)?);
-        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, pages }) })
+        let ranks = [Pages::Device(DeviceMemory::new(&regions.shapes(n_blocks), card)?)].into();
+        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
     /// What kernels see of it, if it lies on a card.
     pub fn on_card(&self) -> Option<OnCard<'_>> {
-        match &self.inner.pages {
-            Pages::Host(_) => None,
-            Pages::Device(memory) => Some(OnCard { memory, regions: &self.inner.regions }),
+        match &*self.inner.ranks {
+            [Pages::Device(memory)] => Some(OnCard { memory, regions: &self.inner.regions }),
+            _ => None,
         }
     }
 
@@ -68,7 +84,7 @@ impl KvMemory {
     ///
     /// A layout without attention keeps no KV and has one block, whatever the memory.
     pub fn blocks_within(layout: &KvLayout, bytes: usize) -> u32 {
-        match Regions::of(layout).block_bytes() {
+        match Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size) {
             0 => 1,
             block_bytes => u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX),
         }
@@ -82,11 +98,27 @@ impl KvMemory {
         self.inner.n_blocks
     }
 
+    /// On all ranks.
     pub fn bytes(&self) -> usize {
-        match &self.inner.pages {
-            Pages::Host(pages) => pages.bytes(),
-            Pages::Device(pages) => pages.bytes(),
-        }
+        self.inner.ranks.iter().map(Pages::bytes).sum()
+    }
+
+    pub fn n_ranks(&self) -> u16 {
+        self.inner.layout.shard.tp_size
+    }
+
+    /// One rank's share of the pages.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn rank(&self, tp_rank: u16) -> RankMemory<'_> {
+        RankMemory { pages: &self.inner.ranks[usize::from(tp_rank)], regions: &self.inner.regions }
+    }
+
+    /// The share of the only rank, which is all of it.
+    fn whole(&self) -> RankMemory<'_> {
+        assert_eq!(self.n_ranks(), 1, "memory of several ranks is reached rank by rank");
+        self.rank(0)
     }
 
     /// Reads one layer of neighbouring blocks: their pages, one after the other.
@@ -95,13 +127,9 @@ impl KvMemory {
     /// writes one of these blocks: the caller reads what it does not hold, or before it was computed.
     ///
     /// # Panics
-    /// If the group, the layer or one of the blocks does not exist.
+    /// If the group, the layer or one of the blocks does not exist, or there are several ranks.
     pub fn read(&self, group: GroupIdx, layer_pos: u16, blocks: Range<u32>) -> Result<PageRef<'_>, PageBusy> {
-        let region = self.inner.regions.of_layer(group, layer_pos);
-        match &self.inner.pages {
-            Pages::Host(pages) => pages.read(region, blocks),
-            Pages::Device(pages) => pages.read(region, blocks),
-        }
+        self.whole().read(group, layer_pos, blocks)
     }
 
     /// Writes one layer of neighbouring blocks. As [`read`](Self::read), but nobody else may hold any of the pages.
@@ -111,10 +139,46 @@ impl KvMemory {
         layer_pos: u16,
         blocks: Range<u32>,
     ) -> Result<PageMut<'_>, PageBusy> {
-        let region = self.inner.regions.of_layer(group, layer_pos);
-        match &self.inner.pages {
+        self.whole().write(group, layer_pos, blocks)
+    }
+}
+
+impl<'a> RankMemory<'a> {
+    /// As [`KvMemory::read`], the rank's share of each page.
+    ///
+    /// # Panics
+    /// If the group, the layer or one of the blocks does not exist.
+    pub fn read(&self, group: GroupIdx, layer_pos: u16, blocks: Range<u32>) -> Result<PageRef<'a>, PageBusy> {
+        let region = self.regions.of_layer(group, layer_pos);
+        match self.pages {
+            Pages::Host(pages) => pages.read(region, blocks),
+            Pages::Device(pages) => pages.read(region, blocks),
+        }
+    }
+
+    /// As [`KvMemory::write`], the rank's share of each page.
+    ///
+    /// # Panics
+    /// If the group, the layer or one of the blocks does not exist.
+    pub fn write(
+        &self,
+        group: GroupIdx,
+        layer_pos: u16,
+        blocks: Range<u32>,
+    ) -> Result<PageMut<'a>, PageBusy> {
+        let region = self.regions.of_layer(group, layer_pos);
+        match self.pages {
             Pages::Host(pages) => pages.write(region, blocks),
             Pages::Device(pages) => pages.write(region, blocks),
+        }
+    }
+}
+
+impl Pages {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Host(pages) => pages.bytes(),
+            Self::Device(pages) => pages.bytes(),
         }
     }
 }
@@ -152,13 +216,19 @@ impl fmt::Debug for OnCard<'_> {
     }
 }
 
+impl fmt::Debug for RankMemory<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RankMemory({} bytes)", self.pages.bytes())
+    }
+}
+
 impl fmt::Debug for KvMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KvMemory").field("n_blocks", &self.n_blocks()).field("bytes", &self.bytes()).finish()
     }
 }
 
-/// Which region each layer of each group lies in.
+/// Which region of a rank each layer of each group lies in.
 ///
 /// A block belongs to one group at a time, so groups whose layers have pages of one size share regions, layer by
 /// layer: a model of 4 full and 12 windowed layers, as 4 groups of 4, needs 4 regions. Layers of another width have
@@ -181,7 +251,7 @@ impl Regions {
     fn add(&mut self, layout: &KvLayout, group: &LayerGroup) {
         let mut lies_in = Vec::with_capacity(group.layers.len());
         for (pos, shape) in group.layers.iter().enumerate() {
-            let page_bytes = layout.page_bytes(*shape);
+            let page_bytes = layout.rank_page_bytes(*shape);
             let region = self.shared_at(pos, page_bytes).unwrap_or_else(|| self.new_region(page_bytes));
             lies_in.push(region);
         }
@@ -206,7 +276,7 @@ impl Regions {
             .collect()
     }
 
-    /// What one more block costs.
+    /// What one more block costs a rank.
     fn block_bytes(&self) -> usize {
         self.page_bytes.iter().sum()
     }

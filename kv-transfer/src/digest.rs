@@ -3,9 +3,13 @@
 //! It covers the valid tokens of one head's K and V in one block, and nothing else. Which rank of a tensor-parallel
 //! group holds the head does not enter, so two nodes that shard differently compute the same digests.
 
+use std::ops::Range;
+
 use twox_hash::XxHash3_64;
 use types::KvLayout;
 use types::layout::{Attention, GroupIdx};
+
+use crate::reshard::HeadShape;
 
 /// The digest of one head's KV in one block of one layer: XXH3-64 over the XXH3-64 of its K and of its V.
 ///
@@ -13,11 +17,12 @@ use types::layout::{Attention, GroupIdx};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Digest(pub u64);
 
-/// How one layer's page is divided: `[K|V][kv_head][token][dim]`.
+/// How one layer's page is divided on one rank: `[K|V][kv_head][token][dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageShape {
     /// K and V, or the latent vector alone.
     pub n_parts: usize,
+    /// The rank's.
     pub n_heads: usize,
     /// Bytes of one head's K, or V: all tokens of the block.
     pub head_bytes: usize,
@@ -31,7 +36,7 @@ impl PageShape {
         let shape = group.layers[usize::from(layer_pos)];
         Self {
             n_parts: if group.attention == Attention::Latent { 1 } else { 2 },
-            n_heads: usize::from(shape.n_kv_heads),
+            n_heads: usize::from(layout.rank_heads(shape)),
             head_bytes: layout.head_bytes(shape),
             token_bytes: layout.token_bytes(shape),
         }
@@ -55,13 +60,28 @@ impl PageShape {
 
     /// The digests of all heads of `page`, appended to `digests`.
     pub fn digest_page(&self, page: &[u8], n_tokens: u16, digests: &mut Vec<Digest>) {
-        digests.extend((0..self.n_heads).map(|head| self.digest(page, head, n_tokens)));
+        self.digest_heads(page, 0..self.n_heads, n_tokens, digests);
+    }
+
+    /// Those of some heads.
+    pub fn digest_heads(&self, page: &[u8], heads: Range<usize>, n_tokens: u16, digests: &mut Vec<Digest>) {
+        digests.extend(heads.map(|head| self.digest(page, head, n_tokens)));
     }
 
     /// Whether `page` is what its digests say.
     pub fn verify_page(&self, page: &[u8], n_tokens: u16, digests: &[Digest]) -> bool {
-        digests.len() == self.n_heads
-            && digests.iter().enumerate().all(|(head, digest)| self.digest(page, head, n_tokens) == *digest)
+        self.verify_heads(page, 0..self.n_heads, n_tokens, digests)
+    }
+
+    /// Whether some heads of `page` are what their digests say.
+    pub fn verify_heads(&self, page: &[u8], heads: Range<usize>, n_tokens: u16, digests: &[Digest]) -> bool {
+        digests.len() == heads.len()
+            && heads.zip(digests).all(|(head, digest)| self.digest(page, head, n_tokens) == *digest)
+    }
+
+    /// Without the number of heads.
+    pub fn head_shape(&self) -> HeadShape {
+        HeadShape { n_parts: self.n_parts, head_bytes: self.head_bytes }
     }
 }
 

@@ -21,9 +21,12 @@ use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
 use crate::flights::{Flight, Flights};
 use crate::landings::Table;
+use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
 use crate::pages::Pages;
 use crate::quiet::Quiet;
+use crate::reshard::{Heads, Lane};
+use crate::runs::Runs;
 
 /// Who filled, or wanted to fill, a landing: told once how it ended.
 pub trait Opener: Debug + Send + Sync {
@@ -38,6 +41,8 @@ pub struct Credentials {
     pub epoch: Epoch,
     pub n_tokens: u32,
     pub held_tokens: u32,
+    /// The ranks that share the sender's heads.
+    pub tp_size: u16,
     /// Summaries of the sender's own layout and fingerprint.
     pub layout: u64,
     pub fingerprint: u64,
@@ -51,6 +56,7 @@ impl Credentials {
             epoch: landing.epoch,
             n_tokens: landing.n_tokens,
             held_tokens: landing.held_tokens,
+            tp_size: layout.shard.tp_size,
             layout: summary::layout(layout),
             fingerprint: summary::fingerprint(fingerprint),
         }
@@ -62,7 +68,10 @@ impl Credentials {
 pub struct OpenLanding {
     landing: Landing,
     summaries: (u64, u64),
+    /// Of the pages of one rank.
     shapes: Vec<Vec<PageShape>>,
+    /// Known once a sender is let in.
+    lanes: OnceLock<Lanes>,
     memory: KvMemory,
     /// Whether spans must bring digests.
     verifies: bool,
@@ -70,6 +79,8 @@ pub struct OpenLanding {
     /// The proof of quiet: whoever writes holds it shared and finds the lease in it; whoever ends the landing takes
     /// the lease out. Held for one attempt to copy, never across an await.
     lease: RwLock<Option<BlockLease>>,
+    /// Held for one attempt to copy where several lanes lead into the same pages, which are borrowed whole.
+    turn: Mutex<()>,
     /// Held for bookkeeping, never across an await.
     progress: Mutex<Progress>,
     changed: Notify,
@@ -132,15 +143,17 @@ impl OpenLanding {
         parts: &ConnectorParts,
         table: Weak<Table>,
     ) -> Self {
-        let pages = Pages::of(&landing);
+        let pages = Pages::of(&landing, Lanes::only());
         Self {
             summaries: (summary::layout(&landing.layout), summary::fingerprint(&landing.fingerprint)),
             shapes: shapes(&landing),
+            lanes: OnceLock::new(),
             landing,
             memory: parts.memory.clone(),
             verifies: parts.settings.digests,
             since: parts.world.now(),
             lease: RwLock::new(Some(lease)),
+            turn: Mutex::default(),
             progress: Mutex::new(Progress {
                 pages,
                 first_byte: None,
@@ -167,8 +180,29 @@ impl OpenLanding {
         &self.memory
     }
 
+    /// Of a page of one rank.
     pub(crate) fn shape(&self, group: GroupIdx, layer_pos: u16) -> PageShape {
         self.shapes[usize::from(group.0)][usize::from(layer_pos)]
+    }
+
+    /// The lanes between the sender's ranks and this side's.
+    ///
+    /// # Panics
+    /// If no sender was let in yet.
+    pub(crate) fn lanes(&self) -> &Lanes {
+        self.lanes.get().expect("a landing is filled by whom it let in")
+    }
+
+    /// The heads of a lane in a page of this side.
+    pub(crate) fn heads(&self, lane: Lane, group: GroupIdx, layer_pos: u16) -> Heads {
+        let shape = self.landing.layout.group(group).layers[usize::from(layer_pos)];
+        self.lanes().heads(shape.n_kv_heads, lane).to
+    }
+
+    /// Where this side wants a part of a span.
+    pub(crate) fn runs(&self, span: &LaneSpan) -> Runs {
+        let table = &self.landing.tables[usize::from(span.group.0)];
+        Runs::wanted(&self.landing.layout, self.lanes(), table, span)
     }
 
     /// Lets one sender in, once, if it shows what it must.
@@ -180,6 +214,8 @@ impl OpenLanding {
             return Err(TransferError::WrongEpoch);
         }
         self.agree(shown)?;
+        let lanes = Lanes::between(shown.tp_size, &self.landing.layout);
+        let lanes = lanes.map_err(|error| TransferError::Mismatch(error.to_string()))?;
         let mut progress = self.progress();
         match &progress.outcome {
             Some(Outcome::Failed(error)) => return Err(error.clone()),
@@ -187,6 +223,7 @@ impl OpenLanding {
             None if progress.opener.is_some() => return Err(TransferError::AlreadyOpened),
             None => progress.opener = Some(opener),
         }
+        progress.pages = Pages::of(&self.landing, self.lanes.get_or_init(|| lanes).clone());
         Ok(())
     }
 
@@ -205,7 +242,7 @@ impl OpenLanding {
     }
 
     /// Marks a span's pages as being written by the caller, who must then say [`arrived`](Self::arrived).
-    pub(crate) fn claim(&self, span: &KvSpan, n_digests: usize) -> Result<Claim, TransferError> {
+    pub(crate) fn claim(&self, span: &LaneSpan, n_digests: usize) -> Result<Claim, TransferError> {
         let mut progress = self.progress();
         let may_be_bare = n_digests == 0 && !self.verifies;
         if !progress.pages.contains(span) || !(may_be_bare || n_digests == self.n_digests(span)) {
@@ -218,8 +255,8 @@ impl OpenLanding {
         Ok(Claim::Write)
     }
 
-    fn n_digests(&self, span: &KvSpan) -> usize {
-        let heads = |layer_pos| self.shape(span.group, layer_pos).n_heads;
+    fn n_digests(&self, span: &LaneSpan) -> usize {
+        let heads = |layer_pos| self.heads(span.lane, span.group, layer_pos).range().len();
         span.layers.clone().map(heads).sum::<usize>() * span.blocks.len()
     }
 
@@ -228,6 +265,8 @@ impl OpenLanding {
     /// Only here may a wire touch the landing's pages. `attempt` borrows pages and gives them back before it returns,
     /// and never waits; so when the landing is closed, nobody holds a page of it and nobody will take one.
     pub(crate) fn while_open<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<T> {
+        let take_turns = self.lanes.get().is_some_and(Lanes::share_pages);
+        let _turn = take_turns.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner));
         let lease = self.lease.read().unwrap_or_else(PoisonError::into_inner);
         (lease.is_some() || !stands(Guard::Quiet)).then(|| attempt(&self.memory))
     }
@@ -242,21 +281,28 @@ impl OpenLanding {
         })
     }
 
-    /// Whether one page is what its digests say. Call it within [`while_open`](Self::while_open).
+    /// Whether a lane's part of one page is what its digests say. Call it within [`while_open`](Self::while_open).
     pub(crate) fn verify(
         &self,
         memory: &KvMemory,
+        lane: Lane,
         page: PageAt,
         digests: &[Digest],
     ) -> Result<bool, PageBusy> {
         let place = self.landing.tables[usize::from(page.group.0)][page.block as usize].0;
-        let bytes = memory.read(page.group, page.layer_pos, place..place + 1)?;
+        let bytes = memory.rank(lane.to).read(page.group, page.layer_pos, place..place + 1)?;
         let n_tokens = self.landing.valid_tokens(page.block);
-        Ok(self.shape(page.group, page.layer_pos).verify_page(&bytes, n_tokens, digests))
+        let heads = self.heads(lane, page.group, page.layer_pos).range();
+        Ok(self.shape(page.group, page.layer_pos).verify_heads(&bytes, heads, n_tokens, digests))
     }
 
     /// A claimed span is written. The pages in `wrong` did not pass; the caller has them sent again if this is `Ok`.
-    pub(crate) fn arrived(&self, span: &KvSpan, bytes: usize, wrong: &[KvSpan]) -> Result<(), TransferError> {
+    pub(crate) fn arrived(
+        &self,
+        span: &LaneSpan,
+        bytes: usize,
+        wrong: &[KvSpan],
+    ) -> Result<(), TransferError> {
         let mut progress = self.progress();
         progress.bytes += bytes as u64;
         let hopeless = progress.pages.arrived(span, wrong);

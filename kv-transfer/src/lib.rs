@@ -4,8 +4,8 @@
 //!
 //! Suggested reading order: the traits ([`connector`]), waiting for KV ([`arrival`]), what a landing is on the node
 //! that granted it ([`landing`]) and why its blocks come back only once the wire is quiet ([`quiet`]); which pages are
-//! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`) and how its
-//! spans are cut and lie in memory (`runs`), also where the two sides shard differently ([`reshard`]); then the wires themselves ([`mod@connectors`]), the suite that each of them
+//! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`); which ranks have
+//! what for which of the other side's ([`reshard`], [`lanes`]) and how that lies in memory (`runs`); then the wires themselves ([`mod@connectors`]), the suite that each of them
 //! passes ([`conformance`]) and the faults that can be played on them ([`faults`]).
 #![forbid(unsafe_code)]
 
@@ -19,8 +19,9 @@ mod flights;
 mod pages;
 pub mod digest;
 mod outgoing;
-mod runs;
 pub mod reshard;
+pub mod lanes;
+mod runs;
 pub mod connectors;
 pub mod faults;
 pub mod conformance;

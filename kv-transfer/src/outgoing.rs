@@ -14,10 +14,13 @@ use tokio::sync::{Notify, mpsc};
 use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId};
 
 use crate::connector::{ConnectorParts, KvSender};
+use crate::digest::PageShape;
 use crate::error::TransferError;
 use crate::landing::{Opener, bad_request};
+use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
 use crate::pages::{Pages, cut, wanted_part};
+use crate::reshard::Lane;
 
 /// Spans that wait for their fence or for the wire, per transfer.
 const SPANS_QUEUED_MAX: usize = 16;
@@ -35,7 +38,7 @@ pub(crate) trait Wire: Debug + Send + Sync + 'static {
     async fn put(
         &self,
         out: &Arc<Outgoing>,
-        piece: KvSpan,
+        piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError>;
     /// Says that everything was put.
@@ -48,17 +51,18 @@ pub(crate) trait Wire: Debug + Send + Sync + 'static {
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) landing: Landing,
+    pub(crate) lanes: Lanes,
     outcome: OnceLock<Result<(), TransferError>>,
     /// Rung once, when there is an outcome. It wakes its waiters in order, so that a simulation can be repeated.
     settled: Notify,
-    refetches: mpsc::Sender<Vec<KvSpan>>,
+    refetches: mpsc::Sender<Vec<LaneSpan>>,
 }
 
 impl Outgoing {
-    pub(crate) fn new(landing: Landing) -> (Arc<Self>, Refetches) {
+    pub(crate) fn new(landing: Landing, lanes: Lanes) -> (Arc<Self>, Refetches) {
         let (refetches, asked) = mpsc::channel(REFETCHES_QUEUED_MAX);
         (
-            Arc::new(Self { landing, outcome: OnceLock::new(), settled: Notify::new(), refetches }),
+            Arc::new(Self { landing, lanes, outcome: OnceLock::new(), settled: Notify::new(), refetches }),
             Refetches(asked),
         )
     }
@@ -75,7 +79,8 @@ impl Outgoing {
     }
 
     /// Pages arrived wrong.
-    pub(crate) fn refetch(&self, spans: Vec<KvSpan>) {
+    pub(crate) fn refetch(&self, lane: Lane, spans: Vec<KvSpan>) {
+        let spans = spans.into_iter().map(|span| LaneSpan { lane, span }).collect();
         if self.refetches.try_send(spans).is_err() {
             self.settle(Err(TransferError::Corrupted { pages: REFETCHES_QUEUED_MAX }));
         }
@@ -110,16 +115,17 @@ impl Opener for Outgoing {
 
 /// Where the pump learns what to send again.
 #[derive(Debug)]
-pub(crate) struct Refetches(mpsc::Receiver<Vec<KvSpan>>);
+pub(crate) struct Refetches(mpsc::Receiver<Vec<LaneSpan>>);
 
 // === what every wire checks before it opens ===
 
-/// The landing that a destination is, if it is one of this wire's and means the same KV as this node's.
+/// The landing that a destination is, if it is one of this wire's and means the same KV as this node's; and the lanes
+/// from this node's ranks to the landing's.
 pub(crate) fn landing_of(
     to: &Destination,
     scheme: &Scheme,
     parts: &ConnectorParts,
-) -> Result<Landing, TransferError> {
+) -> Result<(Landing, Lanes), TransferError> {
     let Destination::Landing(landing) = to else {
         return Err(TransferError::WrongDestination(format!("{to:?}")));
     };
@@ -127,18 +133,20 @@ pub(crate) fn landing_of(
         return Err(TransferError::WrongDestination(format!("a landing on {}", landing.wire.scheme)));
     }
     parts.fingerprint.agree(&landing.fingerprint)?;
-    agree(parts.memory.layout(), &landing.layout)?;
-    Ok(landing.clone())
+    let lanes = agree(parts.memory.layout(), &landing.layout)?;
+    Ok((landing.clone(), lanes))
 }
 
-fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<(), TransferError> {
-    if ours == theirs {
-        return Ok(());
+/// The two sides may have different numbers of ranks, and differ in nothing else.
+fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<Lanes, TransferError> {
+    if ours.is_same_but_for_ranks(theirs) {
+        let lanes = Lanes::between(ours.shard.tp_size, theirs);
+        return lanes.map_err(|error| TransferError::Layout(error.to_string()));
     }
     let parts = |layout: &KvLayout| types::Fingerprint::new(layout.fingerprint_parts());
     let difference = match parts(ours).agree(&parts(theirs)) {
         Err(mismatch) => mismatch.0.join("; "),
-        Ok(()) => format!("shard or layer numbers: {:?} here, {:?} there", ours.shard, theirs.shard),
+        Ok(()) => format!("stage or layer numbers: {:?} here, {:?} there", ours.shard, theirs.shard),
     };
     Err(TransferError::Layout(difference))
 }
@@ -179,16 +187,18 @@ impl Sender {
         parts: &ConnectorParts,
     ) -> Box<dyn KvSender> {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
-        let pages = Pages::of(&out.landing);
+        let pages = Pages::of(&out.landing, Lanes::only());
         let frame_bytes = parts.settings.frame_bytes;
-        let pump = Pump { out: Arc::clone(&out), wire: Arc::clone(&wire), frame_bytes, sent: Vec::new() };
+        let layout = parts.memory.layout().clone();
+        let (of_pump, sent) = (Arc::clone(&out), Vec::new());
+        let pump = Pump { out: of_pump, wire: Arc::clone(&wire), layout, frame_bytes, sent };
         let pump = pump.start(&parts.gate, queue, refetches);
         Box::new(Self { out, wire, jobs, pages, metrics: parts.metrics.clone(), pump })
     }
 
-    fn check(&self, span: &KvSpan, from: &BlockLease) -> Result<(), TransferError> {
+    fn check(&self, span: &LaneSpan, from: &BlockLease) -> Result<(), TransferError> {
         if !self.pages.contains(span) {
-            return Err(bad_request(&format!("{span:?}")));
+            return Err(bad_request(&format!("{:?}", span.span)));
         }
         if from.table(span.group).len() < span.blocks.end as usize {
             return Err(bad_request("the lease is shorter than the span"));
@@ -215,12 +225,14 @@ impl KvSender for Sender {
         ready: LayerFence,
     ) -> Result<(), TransferError> {
         let Some(span) = wanted_part(span, &self.out.landing) else { return Ok(()) };
+        // Whoever sends knows of no ranks: to it, a page is one.
+        let span = LaneSpan { lane: Lane::ONLY, span };
         self.check(&span, &from)?;
         let room = self.room().await?;
         if !self.pages.claim(&span) {
             return Err(bad_request("a page is sent for the second time"));
         }
-        room.send(Job::Span(SpanJob { span, from, ready }));
+        room.send(Job::Span(SpanJob { span: span.span, from, ready }));
         Ok(())
     }
 
@@ -254,6 +266,8 @@ impl Drop for Sender {
 struct Pump {
     out: Arc<Outgoing>,
     wire: Arc<dyn Wire>,
+    /// This side's.
+    layout: KvLayout,
     frame_bytes: usize,
     /// What was put, to be put again if it arrives wrong. Holds the leases until the receiver has verified.
     sent: Vec<SpanJob>,
@@ -316,27 +330,54 @@ impl Pump {
         Ok(rest.find(|pos| !job.ready.is_open(done_when(*pos))).unwrap_or(job.span.layers.end))
     }
 
+    /// Puts a span on all lanes, piece by piece, so that all ranks send at the same time.
     async fn put(&self, span: KvSpan, from: &Arc<BlockLease>) -> Result<(), TransferError> {
-        let pages_max = frame_pages(&self.out.landing.layout, &span);
-        for piece in cut(&self.out.landing.layout, &span, self.frame_bytes, pages_max) {
-            tokio::select! {
-                biased;
-                _ = self.out.settled() => return Ok(()),
-                put = self.wire.put(&self.out, piece, Arc::clone(from)) => put?,
+        self.put_on(self.out.lanes.all(), span, from).await
+    }
+
+    async fn put_on(
+        &self,
+        lanes: &[Lane],
+        span: KvSpan,
+        from: &Arc<BlockLease>,
+    ) -> Result<(), TransferError> {
+        for piece in self.cut(&span) {
+            for lane in lanes {
+                let piece = LaneSpan { lane: *lane, span: piece.clone() };
+                tokio::select! {
+                    biased;
+                    _ = self.out.settled() => return Ok(()),
+                    put = self.wire.put(&self.out, piece, Arc::clone(from)) => put?,
+                }
             }
         }
         Ok(())
     }
 
-    async fn put_again(&mut self, spans: Vec<KvSpan>) -> Result<(), TransferError> {
-        for span in spans {
+    /// Pieces of which a lane's part fits into one frame.
+    fn cut(&self, span: &KvSpan) -> Vec<KvSpan> {
+        let (lanes, layers) = (&self.out.lanes, &self.layout.group(span.group).layers);
+        let heads = |pos: u16| lanes.widest(layers[usize::from(pos)].n_kv_heads);
+        let page_bytes = |pos: u16| {
+            let page = PageShape::new(&self.layout, span.group, pos);
+            page.n_parts * heads(pos) * page.head_bytes
+        };
+        let heads_max = span.layers.clone().map(heads).max().unwrap_or(1);
+        cut(page_bytes, span, self.frame_bytes, frame_pages(heads_max, lanes.len()))
+    }
+
+    async fn put_again(&mut self, parts: Vec<LaneSpan>) -> Result<(), TransferError> {
+        for LaneSpan { lane, span } in parts {
             let holds = |job: &&SpanJob| covers(&job.span, &span);
             let Some(job) = self.sent.iter().find(holds) else {
                 return Err(TransferError::Mismatch(
                     "pages were asked for again that were never sent".to_owned(),
                 ));
             };
-            self.put(span, &Arc::clone(&job.from)).await?;
+            if self.out.lanes.position(lane).is_none() {
+                return Err(TransferError::Mismatch("pages were asked for again on no lane".to_owned()));
+            }
+            self.put_on(&[lane], span, &Arc::clone(&job.from)).await?;
         }
         Ok(())
     }
@@ -350,10 +391,9 @@ fn covers(sent: &KvSpan, asked: &KvSpan) -> bool {
         && asked.blocks.end <= sent.blocks.end
 }
 
-/// How many of a span's pages fit into one frame with their digests.
-fn frame_pages(layout: &KvLayout, span: &KvSpan) -> usize {
-    let layers =
-        &layout.group(span.group).layers[usize::from(span.layers.start)..usize::from(span.layers.end)];
-    let heads_max = layers.iter().map(|shape| usize::from(shape.n_kv_heads)).max().unwrap_or(1);
-    (FRAME_DIGESTS_MAX / heads_max.max(1)).clamp(1, FRAME_PAGES_MAX)
+/// How many pages, of which so many heads go on one lane, fit into one frame with their digests. Where there are several
+/// lanes, a page may be two pieces of memory, K and V.
+fn frame_pages(heads_max: usize, n_lanes: usize) -> usize {
+    let pages_max = if n_lanes > 1 { FRAME_PAGES_MAX / 2 } else { FRAME_PAGES_MAX };
+    (FRAME_DIGESTS_MAX / heads_max.max(1)).clamp(1, pages_max)
 }

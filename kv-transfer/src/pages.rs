@@ -1,45 +1,51 @@
 //! Which pages of a transfer are where: not there, on their way, or in place and verified.
 //!
-//! A page is one layer's share of a block. Only wanted pages count; held ones are not part of the transfer.
+//! A page is one layer's share of a block. Only wanted pages count; held ones are not part of the transfer. Where ranks
+//! send, a page counts once for each lane on which some of it goes.
 
 use std::ops::Range;
 
-use types::{GroupIdx, KvLayout, KvSpan, Landing};
+use types::{GroupIdx, KvSpan, Landing};
 
-/// Numbers the wanted pages of a landing: `[group][layer][block]`.
+use crate::lanes::{LaneSpan, Lanes};
+
+/// Numbers the wanted pages of a landing: `[group][layer][lane][block]`.
 #[derive(Clone, Debug)]
 struct PageIndex {
     wanted: Range<u32>,
+    lanes: Lanes,
     /// Layers of all groups before each group, and of all groups at the end.
     layers_before: Vec<usize>,
 }
 
 impl PageIndex {
-    fn of(landing: &Landing) -> Self {
+    fn of(landing: &Landing, lanes: Lanes) -> Self {
         let mut layers_before = vec![0];
         for group in &landing.layout.groups {
             layers_before.push(layers_before[layers_before.len() - 1] + group.layers.len());
         }
-        Self { wanted: landing.wanted_blocks(), layers_before }
+        Self { wanted: landing.wanted_blocks(), lanes, layers_before }
     }
 
     fn n_pages(&self) -> usize {
-        self.wanted.len() * self.layers_before[self.layers_before.len() - 1]
+        self.wanted.len() * self.lanes.len() * self.layers_before[self.layers_before.len() - 1]
     }
 
-    fn contains(&self, span: &KvSpan) -> bool {
+    fn contains(&self, span: &LaneSpan) -> bool {
         let group = usize::from(span.group.0);
         let Some(next) = self.layers_before.get(group + 1) else { return false };
         let n_layers = next - self.layers_before[group];
-        usize::from(span.layers.end) <= n_layers
+        self.lanes.position(span.lane).is_some()
+            && usize::from(span.layers.end) <= n_layers
             && self.wanted.start <= span.blocks.start
             && span.blocks.end <= self.wanted.end
     }
 
     /// The numbers of one layer of a span's pages.
-    fn row(&self, group: GroupIdx, layer_pos: u16, blocks: &Range<u32>) -> Range<usize> {
+    fn row(&self, lane: usize, group: GroupIdx, layer_pos: u16, blocks: &Range<u32>) -> Range<usize> {
         let layer = self.layers_before[usize::from(group.0)] + usize::from(layer_pos);
-        let start = layer * self.wanted.len() + (blocks.start - self.wanted.start) as usize;
+        let row = layer * self.lanes.len() + lane;
+        let start = row * self.wanted.len() + (blocks.start - self.wanted.start) as usize;
         start..start + blocks.len()
     }
 }
@@ -64,8 +70,8 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    pub(crate) fn of(landing: &Landing) -> Self {
-        let index = PageIndex::of(landing);
+    pub(crate) fn of(landing: &Landing, lanes: Lanes) -> Self {
+        let index = PageIndex::of(landing, lanes);
         let states = vec![PageState::Missing; index.n_pages()];
         Self { index, states, n_claimed: 0, n_verified: 0 }
     }
@@ -87,13 +93,13 @@ impl Pages {
         self.n_verified == self.total()
     }
 
-    /// Whether the span names wanted pages and nothing else.
-    pub(crate) fn contains(&self, span: &KvSpan) -> bool {
+    /// Whether the span names wanted pages, on a lane that there is, and nothing else.
+    pub(crate) fn contains(&self, span: &LaneSpan) -> bool {
         self.index.contains(span)
     }
 
     /// The pages are on their way now: true. If any of them is so already, or has arrived, nothing changes: false.
-    pub(crate) fn claim(&mut self, span: &KvSpan) -> bool {
+    pub(crate) fn claim(&mut self, span: &LaneSpan) -> bool {
         let rows = self.rows(span);
         let free = |state: &PageState| matches!(state, PageState::Missing | PageState::MissingAgain);
         if !rows.iter().all(|row| self.states[row.clone()].iter().all(free)) {
@@ -107,11 +113,12 @@ impl Pages {
         true
     }
 
-    /// All pages of a claimed span are in place and verified, except the wrong ones.
+    /// All pages of a claimed span are in place and verified, except the wrong ones, which are of the same lane.
     ///
     /// Returns how many of the wrong ones are so for the second time.
-    pub(crate) fn arrived(&mut self, span: &KvSpan, wrong: &[KvSpan]) -> usize {
-        let wrong: Vec<usize> = wrong.iter().flat_map(|wrong| self.rows(wrong)).flatten().collect();
+    pub(crate) fn arrived(&mut self, span: &LaneSpan, wrong: &[KvSpan]) -> usize {
+        let of_lane = |wrong: &KvSpan| self.rows(&LaneSpan { lane: span.lane, span: wrong.clone() });
+        let wrong: Vec<usize> = wrong.iter().flat_map(of_lane).flatten().collect();
         let again = wrong.iter().filter(|page| self.states[**page] == PageState::OnItsWayAgain).count();
         for page in wrong {
             self.states[page] = PageState::MissingAgain;
@@ -126,8 +133,10 @@ impl Pages {
     }
 
     /// The numbers of a span's pages, layer by layer.
-    fn rows(&self, span: &KvSpan) -> Vec<Range<usize>> {
-        span.layers.clone().map(|layer_pos| self.index.row(span.group, layer_pos, &span.blocks)).collect()
+    fn rows(&self, span: &LaneSpan) -> Vec<Range<usize>> {
+        let lane = self.index.lanes.position(span.lane).unwrap_or(0);
+        let row = |layer_pos| self.index.row(lane, span.group, layer_pos, &span.blocks);
+        span.layers.clone().map(row).collect()
     }
 }
 
@@ -139,6 +148,7 @@ pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
 }
 
 /// Cuts a span into pieces of at most `bytes_max` bytes and `pages_max` pages, but at least one page each.
+/// `page_bytes` says how long a page of each of its layers is.
 ///
 /// Pieces keep the order of layers. Where a layer's part is small, one piece holds several layers.
 ///
@@ -147,35 +157,26 @@ pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
 /// | 1 × 10 | 1 × 4, 1 × 4, 1 × 2 |
 /// | 5 × 2  | 2 × 2, 2 × 2, 1 × 2 |
 /// | 2 × 5  | 1 × 4, 1 × 1, 1 × 4, 1 × 1 |
-pub(crate) fn cut(layout: &KvLayout, span: &KvSpan, bytes_max: usize, pages_max: usize) -> Vec<KvSpan> {
+pub(crate) fn cut(
+    page_bytes: impl Fn(u16) -> usize,
+    span: &KvSpan,
+    bytes_max: usize,
+    pages_max: usize,
+) -> Vec<KvSpan> {
     let mut pieces = Vec::new();
     let mut layer = span.layers.start;
     while layer < span.layers.end {
-        let n_blocks = blocks_per_piece(layout, span.group, layer, bytes_max, pages_max);
+        let n_blocks = (bytes_max / page_bytes(layer).max(1)).min(pages_max).max(1);
         if n_blocks < span.blocks.len() {
             pieces.extend(one_layer(span, layer, n_blocks));
             layer += 1;
         } else {
-            let layers = layer..last_layer(layout, span, layer, bytes_max, pages_max);
+            let layers = layer..last_layer(&page_bytes, span, layer, bytes_max, pages_max);
             layer = layers.end;
             pieces.push(KvSpan { layers, ..span.clone() });
         }
     }
     pieces
-}
-
-fn page_bytes(layout: &KvLayout, group: GroupIdx, layer_pos: u16) -> usize {
-    layout.page_bytes(layout.group(group).layers[usize::from(layer_pos)])
-}
-
-fn blocks_per_piece(
-    layout: &KvLayout,
-    group: GroupIdx,
-    layer_pos: u16,
-    bytes_max: usize,
-    pages_max: usize,
-) -> usize {
-    (bytes_max / page_bytes(layout, group, layer_pos).max(1)).min(pages_max).max(1)
 }
 
 fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item = KvSpan> {
@@ -188,10 +189,16 @@ fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item =
 }
 
 /// The end of the longest run of layers from `first` on that fits into one piece.
-fn last_layer(layout: &KvLayout, span: &KvSpan, first: u16, bytes_max: usize, pages_max: usize) -> u16 {
+fn last_layer(
+    page_bytes: impl Fn(u16) -> usize,
+    span: &KvSpan,
+    first: u16,
+    bytes_max: usize,
+    pages_max: usize,
+) -> u16 {
     let (mut bytes, mut pages) = (0, 0);
     for layer in first..span.layers.end {
-        bytes += page_bytes(layout, span.group, layer) * span.blocks.len();
+        bytes += page_bytes(layer) * span.blocks.len();
         pages += span.blocks.len();
         if layer > first && (bytes > bytes_max || pages > pages_max) {
             return layer;

@@ -1,8 +1,9 @@
 use proptest::prelude::*;
 use types::layout::KvDtype;
-use types::{Epoch, Fingerprint, Grant, NodeId, Scheme, TransferId, WireAddress};
+use types::{Epoch, Fingerprint, Grant, KvLayout, NodeId, Scheme, TransferId, WireAddress};
 
 use super::*;
+use crate::reshard::Lane;
 
 /// Three layers of pages of 512 bytes; blocks of 16 tokens.
 fn landing(n_tokens: u32, held_tokens: u32) -> Landing {
@@ -24,27 +25,36 @@ fn span(layers: Range<u16>, blocks: Range<u32>) -> KvSpan {
     KvSpan { group: GroupIdx(0), blocks, layers }
 }
 
+/// On the only lane that there is.
+fn only(span: KvSpan) -> LaneSpan {
+    LaneSpan { lane: Lane::ONLY, span }
+}
+
+fn pages_of(n_tokens: u32, held_tokens: u32) -> Pages {
+    Pages::of(&landing(n_tokens, held_tokens), Lanes::only())
+}
+
 #[test]
 fn a_page_is_claimed_once() {
-    let mut pages = Pages::of(&landing(64, 16));
+    let mut pages = pages_of(64, 16);
     assert_eq!(pages.total(), 9);
-    assert!(pages.claim(&span(0..2, 1..3)));
-    assert!(!pages.claim(&span(1..3, 2..4)), "one of its pages is on its way");
-    assert!(pages.claim(&span(2..3, 1..4)));
-    assert_eq!(pages.arrived(&span(0..2, 1..3), &[]), 0);
-    assert!(!pages.claim(&span(0..1, 1..2)), "it has arrived");
+    assert!(pages.claim(&only(span(0..2, 1..3))));
+    assert!(!pages.claim(&only(span(1..3, 2..4))), "one of its pages is on its way");
+    assert!(pages.claim(&only(span(2..3, 1..4))));
+    assert_eq!(pages.arrived(&only(span(0..2, 1..3)), &[]), 0);
+    assert!(!pages.claim(&only(span(0..1, 1..2))), "it has arrived");
     assert_eq!((pages.n_claimed(), pages.n_verified()), (7, 4));
 }
 
 #[test]
 fn a_wrong_page_has_one_more_chance() {
-    let mut pages = Pages::of(&landing(16, 0));
-    let (all, wrong) = (span(0..3, 0..1), span(1..2, 0..1));
+    let mut pages = pages_of(16, 0);
+    let (all, wrong) = (only(span(0..3, 0..1)), only(span(1..2, 0..1)));
     assert!(pages.claim(&all));
-    assert_eq!(pages.arrived(&all, std::slice::from_ref(&wrong)), 0);
+    assert_eq!(pages.arrived(&all, std::slice::from_ref(&wrong.span)), 0);
     assert_eq!(pages.n_verified(), 2);
     assert!(pages.claim(&wrong));
-    assert_eq!(pages.arrived(&wrong, std::slice::from_ref(&wrong)), 1);
+    assert_eq!(pages.arrived(&wrong, std::slice::from_ref(&wrong.span)), 1);
     assert!(pages.claim(&wrong));
     assert_eq!(pages.arrived(&wrong, &[]), 0);
     assert!(pages.all_verified());
@@ -52,7 +62,7 @@ fn a_wrong_page_has_one_more_chance() {
 
 #[test]
 fn only_wanted_pages_belong_to_a_transfer() {
-    let pages = Pages::of(&landing(40, 16));
+    let pages = pages_of(40, 16);
     for (span, inside) in [
         (span(0..3, 1..3), true),
         (span(0..1, 0..1), false),
@@ -60,24 +70,46 @@ fn only_wanted_pages_belong_to_a_transfer() {
         (span(2..4, 1..2), false),
         (KvSpan { group: GroupIdx(1), ..span(0..1, 1..2) }, false),
     ] {
-        assert_eq!(pages.contains(&span), inside, "{span:?}");
+        assert_eq!(pages.contains(&only(span.clone())), inside, "{span:?}");
     }
     assert_eq!(wanted_part(span(0..1, 0..3), &landing(40, 16)), Some(span(0..1, 1..3)));
     assert_eq!(wanted_part(span(0..1, 0..1), &landing(40, 16)), None);
 }
 
+/// The receiver's one rank gets half of each page from each of the sender's two.
+#[test]
+fn a_page_is_whole_when_all_lanes_have_brought_their_part() {
+    let landing = Landing { layout: KvLayout::uniform(16, KvDtype::F32, 3, 2, 4), ..landing(32, 0) };
+    let lanes = Lanes::between(2, &landing.layout).expect("two heads do");
+    let mut pages = Pages::of(&landing, lanes);
+    let on = |from, span| LaneSpan { lane: Lane { from, to: 0 }, span };
+    assert_eq!(pages.total(), 2 * 3 * 2);
+    let (first, second) = (on(0, span(0..3, 0..2)), on(1, span(0..3, 0..2)));
+    assert!(pages.claim(&first) && !pages.claim(&first), "a part is claimed once");
+    assert_eq!(pages.arrived(&first, &[]), 0);
+    assert!(!pages.all_verified(), "the other half is missing");
+    assert!(pages.claim(&second));
+    assert_eq!(pages.arrived(&second, &[span(1..2, 1..2)]), 0);
+    assert_eq!(pages.n_verified(), 11);
+    assert!(!pages.claim(&on(0, span(1..2, 1..2))), "the other lane's part was right");
+    assert!(pages.claim(&on(1, span(1..2, 1..2))));
+    assert_eq!(pages.arrived(&on(1, span(1..2, 1..2)), &[]), 0);
+    assert!(pages.all_verified());
+    assert!(!pages.contains(&on(2, span(0..1, 0..1))), "there is no such lane");
+}
+
 #[test]
 fn cutting_table() {
-    let layout = landing(16, 0).layout;
+    let page_bytes = |_| 512;
     for (whole, pieces) in [
         (span(0..1, 0..10), vec![span(0..1, 0..4), span(0..1, 4..8), span(0..1, 8..10)]),
         (span(0..3, 0..2), vec![span(0..2, 0..2), span(2..3, 0..2)]),
         (span(1..3, 3..8), vec![span(1..2, 3..7), span(1..2, 7..8), span(2..3, 3..7), span(2..3, 7..8)]),
     ] {
-        assert_eq!(cut(&layout, &whole, 4 * 512, 100), pieces, "by bytes");
-        assert_eq!(cut(&layout, &whole, 1 << 20, 4), pieces, "by pages");
+        assert_eq!(cut(page_bytes, &whole, 4 * 512, 100), pieces, "by bytes");
+        assert_eq!(cut(page_bytes, &whole, 1 << 20, 4), pieces, "by pages");
     }
-    assert_eq!(cut(&layout, &span(0..1, 0..2), 1, 100).len(), 2, "one page at least");
+    assert_eq!(cut(page_bytes, &span(0..1, 0..2), 1, 100).len(), 2, "one page at least");
 }
 
 proptest! {
@@ -85,8 +117,8 @@ proptest! {
     fn pieces_are_the_span(layers in 0u16..3, n_blocks in 1u32..40, bytes in 1usize..20_000, n_pages in 1usize..50) {
         let landing = landing(40 * 16, 0);
         let whole = span(layers..3, 0..n_blocks);
-        let mut pages = Pages::of(&landing);
-        for piece in cut(&landing.layout, &whole, bytes, n_pages) {
+        let mut pages = Pages::of(&landing, Lanes::only());
+        for piece in cut(|_| 512, &whole, bytes, n_pages).into_iter().map(only) {
             prop_assert!(pages.contains(&piece));
             prop_assert!(pages.claim(&piece), "twice: {piece:?}");
         }

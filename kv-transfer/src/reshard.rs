@@ -1,6 +1,7 @@
 //! From how the sender's ranks hold a sequence's KV, and how the receiver's ranks want it, to a list of copies.
 //!
-//! Pure: no memory, no wire. A page of one layer is `[K|V][kv_head][token][dim]`, so what one rank has for another is,
+//! Pure: no memory, no wire. A wire on which each side knows its own pages only, as on all links, goes by the [`lanes`];
+//! one side's part of a lane is found in each page by [`Heads`]. A page of one layer is `[K|V][kv_head][token][dim]`, so what one rank has for another is,
 //! in each block, one run for K and one for V; where blocks are neighbours on both sides and all heads go the same way,
 //! runs grow together into few long ones.
 //!
@@ -24,6 +25,38 @@ pub struct Sharding {
     pub tp_size: u16,
     /// Which layers of the model each pipeline stage holds.
     pub stages: Vec<Range<u16>>,
+}
+
+/// How one layer's heads lie on the ranks of one side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spread {
+    pub n_heads: u16,
+    /// As in [`Sharding`].
+    pub tp_size: u16,
+}
+
+/// From which tensor-parallel rank of the sender to which of the receiver some KV goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Lane {
+    pub from: u16,
+    pub to: u16,
+}
+
+/// The heads that go on one lane: neighbours on both sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneHeads {
+    pub lane: Lane,
+    pub from: Heads,
+    pub to: Heads,
+}
+
+/// Some neighbouring heads of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    pub first: u16,
+    pub n: u16,
+    /// Heads that the page has.
+    pub of: u16,
 }
 
 /// One rank of one side.
@@ -70,6 +103,8 @@ pub enum ReshardError {
     Uneven { n_heads: u16, tp_size: u16 },
     #[error("the sender has {from} KV heads, the receiver {to}")]
     OtherHeads { from: u16, to: u16 },
+    #[error("layers {one} and {other} would go between other pairs of ranks")]
+    LayersDiffer { one: u16, other: u16 },
     #[error("layer {0} is in no stage of one side")]
     NoSuchLayer(u16),
     #[error("blocks {blocks:?} are not in both tables")]
@@ -88,26 +123,47 @@ pub fn reshard(
     blocks: Range<u32>,
     layers: Range<u16>,
 ) -> Result<Vec<Copy>, ReshardError> {
-    check(from, to, &blocks)?;
+    let lanes = lanes(from.sharding.spread(), to.sharding.spread())?;
+    check_tables(from, to, &blocks)?;
     let mut copies = Vec::new();
     for layer in layers {
         let (from_stage, to_stage) = (from.sharding.stage_of(layer)?, to.sharding.stage_of(layer)?);
-        for tp_rank in 0..to.sharding.tp_size {
-            let to_rank = RankIdx { stage: to_stage, tp_rank };
-            for lane in lanes(from.sharding, from_stage, to.sharding, to_rank) {
-                lane.copy(shape, layer, &blocks, (from.table, to.table), &mut copies);
-            }
+        for heads in &lanes {
+            let from_rank = RankIdx { stage: from_stage, tp_rank: heads.lane.from };
+            let to_rank = RankIdx { stage: to_stage, tp_rank: heads.lane.to };
+            let way = Way { shape, layer, from: from_rank, to: to_rank, heads: *heads };
+            way.copy(&blocks, (from.table, to.table), &mut copies);
         }
     }
     Ok(copies)
 }
 
-fn check(from: Side<'_>, to: Side<'_>, blocks: &Range<u32>) -> Result<(), ReshardError> {
-    from.sharding.check()?;
-    to.sharding.check()?;
-    if from.sharding.n_heads != to.sharding.n_heads {
-        return Err(ReshardError::OtherHeads { from: from.sharding.n_heads, to: to.sharding.n_heads });
+/// Every lane between two sides, in the receiver's order: each of its ranks gets each of its heads from one rank.
+pub fn lanes(from: Spread, to: Spread) -> Result<Vec<LaneHeads>, ReshardError> {
+    from.check()?;
+    to.check()?;
+    if from.n_heads != to.n_heads {
+        return Err(ReshardError::OtherHeads { from: from.n_heads, to: to.n_heads });
     }
+    Ok((0..to.tp_size).flat_map(|tp_rank| lanes_to(from, to, tp_rank)).collect())
+}
+
+/// Who sends what to one rank of the receiver: its heads, in order, each from one rank.
+fn lanes_to(from: Spread, to: Spread, to_rank: u16) -> Vec<LaneHeads> {
+    let wanted = to.heads_of(to_rank);
+    let mut lanes = Vec::new();
+    let mut head = wanted.start;
+    while head < wanted.end {
+        let holders = from.holders_of(head);
+        let lane = Lane { from: holders.start + to_rank % holders.len() as u16, to: to_rank };
+        let heads = LaneHeads::between(from, to, lane);
+        head += heads.to.n;
+        lanes.push(heads);
+    }
+    lanes
+}
+
+fn check_tables(from: Side<'_>, to: Side<'_>, blocks: &Range<u32>) -> Result<(), ReshardError> {
     if blocks.end as usize > from.table.len().min(to.table.len()) {
         return Err(ReshardError::NoSuchBlocks { blocks: blocks.clone() });
     }
@@ -127,31 +183,8 @@ impl Sharding {
         Self { n_heads, tp_size, stages: std::iter::once(0..n_layers).collect() }
     }
 
-    fn check(&self) -> Result<(), ReshardError> {
-        let Self { n_heads, tp_size, .. } = *self;
-        let is_even = n_heads > 0
-            && tp_size > 0
-            && (n_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(n_heads));
-        if is_even { Ok(()) } else { Err(ReshardError::Uneven { n_heads, tp_size }) }
-    }
-
-    /// The heads that one rank holds.
-    pub fn heads_of(&self, tp_rank: u16) -> Range<u16> {
-        let per_rank = (self.n_heads / self.tp_size).max(1);
-        let first = tp_rank / self.n_holders() * per_rank;
-        first..first + per_rank
-    }
-
-    /// The ranks that hold a head.
-    fn holders_of(&self, head: u16) -> Range<u16> {
-        let per_rank = (self.n_heads / self.tp_size).max(1);
-        let first = head / per_rank * self.n_holders();
-        first..first + self.n_holders()
-    }
-
-    /// How many ranks hold the same head.
-    fn n_holders(&self) -> u16 {
-        (self.tp_size / self.n_heads).max(1)
+    pub fn spread(&self) -> Spread {
+        Spread { n_heads: self.n_heads, tp_size: self.tp_size }
     }
 
     fn stage_of(&self, layer: u16) -> Result<u16, ReshardError> {
@@ -160,67 +193,101 @@ impl Sharding {
     }
 }
 
+// === impl Spread ===
+
+impl Spread {
+    fn check(self) -> Result<(), ReshardError> {
+        let Self { n_heads, tp_size } = self;
+        let is_even = n_heads > 0
+            && tp_size > 0
+            && (n_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(n_heads));
+        if is_even { Ok(()) } else { Err(ReshardError::Uneven { n_heads, tp_size }) }
+    }
+
+    /// The heads that one rank holds.
+    pub fn heads_of(self, tp_rank: u16) -> Range<u16> {
+        let per_rank = (self.n_heads / self.tp_size).max(1);
+        let first = tp_rank / self.n_holders() * per_rank;
+        first..first + per_rank
+    }
+
+    /// The ranks that hold a head.
+    fn holders_of(self, head: u16) -> Range<u16> {
+        let per_rank = (self.n_heads / self.tp_size).max(1);
+        let first = head / per_rank * self.n_holders();
+        first..first + self.n_holders()
+    }
+
+    /// How many ranks hold the same head.
+    fn n_holders(self) -> u16 {
+        (self.tp_size / self.n_heads).max(1)
+    }
+}
+
 // === impl Lane ===
 
-/// Heads that one rank has for another: neighbours on both sides.
-struct Lane {
+impl Lane {
+    /// The only one, between nodes of one rank each.
+    pub const ONLY: Self = Self { from: 0, to: 0 };
+}
+
+impl LaneHeads {
+    /// What both ends of a lane hold. None, if it is no lane.
+    pub fn between(from: Spread, to: Spread, lane: Lane) -> Self {
+        let (held, wanted) = (from.heads_of(lane.from), to.heads_of(lane.to));
+        let first = held.start.max(wanted.start);
+        let n = held.end.min(wanted.end).saturating_sub(first);
+        let within = |heads: Range<u16>| Heads { first: first - heads.start, n, of: heads.len() as u16 };
+        Self { lane, from: within(held), to: within(wanted) }
+    }
+}
+
+impl Heads {
+    /// Whether the page has no others.
+    pub fn are_all(self) -> bool {
+        self.n == self.of
+    }
+
+    pub fn range(self) -> Range<usize> {
+        usize::from(self.first)..usize::from(self.first + self.n)
+    }
+
+    /// Where the heads' K (part 0) or V (part 1) starts in a page.
+    pub fn offset(self, shape: HeadShape, part: usize) -> usize {
+        (part * usize::from(self.of) + usize::from(self.first)) * shape.head_bytes
+    }
+}
+
+/// One layer's way from one rank to another.
+struct Way {
+    shape: HeadShape,
+    layer: u16,
     from: RankIdx,
     to: RankIdx,
-    /// Positions among the heads of the sender's rank, and of the receiver's.
-    from_head: u16,
-    to_head: u16,
-    n_heads: u16,
-    /// Heads in a page of each side.
-    from_width: u16,
-    to_width: u16,
+    heads: LaneHeads,
 }
 
-/// Who sends what to one rank of the receiver: its heads, in order, each from one rank.
-fn lanes(from: &Sharding, from_stage: u16, to: &Sharding, to_rank: RankIdx) -> Vec<Lane> {
-    let wanted = to.heads_of(to_rank.tp_rank);
-    let mut lanes = Vec::new();
-    let mut head = wanted.start;
-    while head < wanted.end {
-        let holders = from.holders_of(head);
-        let tp_rank = holders.start + to_rank.tp_rank % holders.len() as u16;
-        let held = from.heads_of(tp_rank);
-        let end = held.end.min(wanted.end);
-        lanes.push(Lane {
-            from: RankIdx { stage: from_stage, tp_rank },
-            to: to_rank,
-            from_head: head - held.start,
-            to_head: head - wanted.start,
-            n_heads: end - head,
-            from_width: held.len() as u16,
-            to_width: wanted.len() as u16,
-        });
-        head = end;
-    }
-    lanes
-}
-
-impl Lane {
+impl Way {
     fn copy(
         &self,
-        shape: HeadShape,
-        layer: u16,
         blocks: &Range<u32>,
         (from_table, to_table): (&[BlockIdx], &[BlockIdx]),
         copies: &mut Vec<Copy>,
     ) {
+        let Self { shape, layer, from, to, heads } = *self;
+        let page_bytes = |heads: Heads| shape.n_parts * usize::from(heads.of) * shape.head_bytes;
         for block in blocks.start as usize..blocks.end as usize {
             for part in 0..shape.n_parts {
-                let offset = |place: BlockIdx, width: u16, head: u16| {
-                    let heads_before = (place.0 as usize * shape.n_parts + part) * usize::from(width);
-                    (heads_before + usize::from(head)) * shape.head_bytes
+                let offset = |place: BlockIdx, heads: Heads| {
+                    place.0 as usize * page_bytes(heads) + heads.offset(shape, part)
                 };
                 let next = Copy {
                     layer,
-                    from: self.from,
-                    to: self.to,
-                    from_offset: offset(from_table[block], self.from_width, self.from_head),
-                    to_offset: offset(to_table[block], self.to_width, self.to_head),
-                    bytes: usize::from(self.n_heads) * shape.head_bytes,
+                    from,
+                    to,
+                    from_offset: offset(from_table[block], heads.from),
+                    to_offset: offset(to_table[block], heads.to),
+                    bytes: usize::from(heads.to.n) * shape.head_bytes,
                 };
                 append(copies, next);
             }

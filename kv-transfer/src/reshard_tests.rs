@@ -36,7 +36,7 @@ fn memory(
     for layer in layers.clone() {
         let stage = side.sharding.stage_of(layer).expect("all layers are in a stage");
         for tp_rank in 0..side.sharding.tp_size {
-            let heads = side.sharding.heads_of(tp_rank);
+            let heads = side.sharding.spread().heads_of(tp_rank);
             let page = shape.n_parts * heads.len() * shape.head_bytes;
             let mut region = vec![0; page * n_places(side.table)];
             if filled {

@@ -1,7 +1,9 @@
 //! Hot path. A span as runs of neighbouring blocks: where its bytes lie in one node's memory, in the wire's order.
 //!
 //! The wire's order is layer by layer and block by block. The two sides' tables differ, so each cuts the same bytes
-//! into its own runs: where blocks are neighbours, a layer is one slice, however many blocks it has.
+//! into its own runs: where blocks are neighbours, a layer is one slice, however many blocks it has. Where ranks send,
+//! the bytes are those of one [lane](crate::lanes), and a side whose pages have other heads, too, has a slice of K and
+//! one of V in each page.
 //!
 //! Pages are borrowed for one attempt to read or write and never while a task waits. So a wire that stands still
 //! holds no page, and a landing that is closed between two attempts is quiet at once.
@@ -10,16 +12,20 @@ use std::io::{IoSlice, IoSliceMut};
 use std::ops::Range;
 
 use kv_cache::{KvMemory, PageBusy, PageMut, PageRef};
+use types::layout::LayerShape;
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan};
 
 use crate::connectors::link::frame::Piece;
+use crate::digest::PageShape;
+use crate::lanes::{LaneSpan, Lanes};
+use crate::reshard::{HeadShape, Heads};
 
 /// Slices handed to the kernel in one call. Linux takes at most 1024.
 const SLICES_MAX: usize = 64;
 /// Bytes moved in one attempt: bounds the time for which a landing's lock is held.
 const ATTEMPT_BYTES_MAX: usize = 1 << 20;
 
-/// One slice of memory: one layer of neighbouring blocks.
+/// Memory that is borrowed at once: one layer of neighbouring blocks, or one page of which only some heads are meant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Run {
     layer_pos: u16,
@@ -28,68 +34,122 @@ struct Run {
     /// Where it starts in the span's bytes.
     start: usize,
     bytes: usize,
+    /// `None`: all that is borrowed is meant.
+    some: Option<SomeHeads>,
 }
 
-/// A span's bytes in one node's memory.
+/// Where the heads of a lane lie in a page that has others, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct SomeHeads {
+    heads: Heads,
+    shape: HeadShape,
+}
+
+/// A part of a span as it lies in one rank's memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
+    rank: u16,
     group: GroupIdx,
     runs: Vec<Run>,
     bytes: usize,
 }
 
 impl Runs {
-    /// `table` is the sequence's block table of the span's group.
-    pub(crate) fn new(layout: &KvLayout, table: &[BlockIdx], span: &KvSpan) -> Self {
+    /// Where the sender has it. `layout` is the sender's own, `table` its block table of the span's group.
+    pub(crate) fn sent(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
+        let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).from;
+        Self::new(layout, span.lane.from, table, span, heads)
+    }
+
+    /// Where the receiver wants it, by its own layout and table.
+    pub(crate) fn wanted(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
+        let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).to;
+        Self::new(layout, span.lane.to, table, span, heads)
+    }
+
+    fn new(
+        layout: &KvLayout,
+        rank: u16,
+        table: &[BlockIdx],
+        span: &KvSpan,
+        heads: impl Fn(LayerShape) -> Heads,
+    ) -> Self {
         let blocks = &table[span.blocks.start as usize..span.blocks.end as usize];
-        let mut runs = Self { group: span.group, runs: Vec::new(), bytes: 0 };
+        let mut runs = Self { rank, group: span.group, runs: Vec::new(), bytes: 0 };
         for layer_pos in span.layers.clone() {
-            let page_bytes = layout.page_bytes(layout.group(span.group).layers[usize::from(layer_pos)]);
-            for neighbours in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
-                let blocks = neighbours[0].0..neighbours[0].0 + neighbours.len() as u32;
-                runs.push(layer_pos, blocks, page_bytes);
+            let shape = layout.group(span.group).layers[usize::from(layer_pos)];
+            let (heads, page) = (heads(shape), PageShape::new(layout, span.group, layer_pos));
+            if heads.are_all() {
+                runs.add_pages(layer_pos, blocks, page.page_bytes());
+            } else {
+                runs.add_heads(layer_pos, blocks, SomeHeads { heads, shape: page.head_shape() });
             }
         }
         runs
     }
 
-    fn push(&mut self, layer_pos: u16, blocks: Range<u32>, page_bytes: usize) {
-        let bytes = page_bytes * blocks.len();
-        self.runs.push(Run { layer_pos, blocks, start: self.bytes, bytes });
-        self.bytes += bytes;
+    /// Whole pages: neighbours are one slice.
+    fn add_pages(&mut self, layer_pos: u16, blocks: &[BlockIdx], page_bytes: usize) {
+        for neighbours in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
+            let blocks = neighbours[0].0..neighbours[0].0 + neighbours.len() as u32;
+            let bytes = page_bytes * blocks.len();
+            self.push(Run { layer_pos, blocks, start: self.bytes, bytes, some: None });
+        }
+    }
+
+    /// Some heads of each page: a slice of K and one of V.
+    fn add_heads(&mut self, layer_pos: u16, blocks: &[BlockIdx], some: SomeHeads) {
+        for block in blocks {
+            let blocks = block.0..block.0 + 1;
+            self.push(Run { layer_pos, blocks, start: self.bytes, bytes: some.bytes(), some: Some(some) });
+        }
+    }
+
+    fn push(&mut self, run: Run) {
+        self.bytes += run.bytes;
+        self.runs.push(run);
     }
 
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Where the runs lie in the file of `memory`, which must have one.
+    /// Where the slices lie in the file of the rank's memory, which must have one.
     pub(crate) fn pieces(&self, memory: &KvMemory) -> Vec<Piece> {
-        let piece = |run: &Run| Piece {
-            offset: memory.file_offset(self.group, run.layer_pos, run.blocks.start) as u64,
-            bytes: run.bytes as u32,
+        let memory = memory.rank(self.rank);
+        let pieces = |run: &Run| {
+            let start = memory.file_offset(self.group, run.layer_pos, run.blocks.start);
+            let piece = move |slice: Range<usize>| Piece {
+                offset: (start + slice.start) as u64,
+                bytes: slice.len() as u32,
+            };
+            there_are(&run.slices(0)).cloned().map(piece).collect::<Vec<_>>()
         };
-        self.runs.iter().map(piece).collect()
+        self.runs.iter().flat_map(pieces).collect()
     }
 
     /// Borrows what lies at `offset` and behind it, as far as one attempt may go.
     pub(crate) fn read<'m>(&self, memory: &'m KvMemory, offset: usize) -> Result<ReadSlices<'m>, PageBusy> {
-        let (runs, skip) = self.attempt(offset);
-        let pages = runs
-            .iter()
-            .map(|run| memory.read(self.group, run.layer_pos, run.blocks.clone()))
-            .collect::<Result<_, _>>()?;
-        Ok(ReadSlices { pages, skip })
+        let (runs, mut skip) = self.attempt(offset);
+        let memory = memory.rank(self.rank);
+        let mut pages = Vec::with_capacity(runs.len());
+        for run in runs {
+            let slices = run.slices(std::mem::take(&mut skip));
+            pages.push((memory.read(self.group, run.layer_pos, run.blocks.clone())?, slices));
+        }
+        Ok(ReadSlices { pages })
     }
 
     /// As [`read`](Self::read), to write.
     pub(crate) fn write<'m>(&self, memory: &'m KvMemory, offset: usize) -> Result<WriteSlices<'m>, PageBusy> {
-        let (runs, skip) = self.attempt(offset);
-        let pages = runs
-            .iter()
-            .map(|run| memory.write(self.group, run.layer_pos, run.blocks.clone()))
-            .collect::<Result<_, _>>()?;
-        Ok(WriteSlices { pages, skip })
+        let (runs, mut skip) = self.attempt(offset);
+        let memory = memory.rank(self.rank);
+        let mut pages = Vec::with_capacity(runs.len());
+        for run in runs {
+            let slices = run.slices(std::mem::take(&mut skip));
+            pages.push((memory.write(self.group, run.layer_pos, run.blocks.clone())?, slices));
+        }
+        Ok(WriteSlices { pages })
     }
 
     /// The runs of one attempt, and how many bytes of the first are done.
@@ -97,43 +157,85 @@ impl Runs {
         let first = self.runs.partition_point(|run| run.start + run.bytes <= offset);
         let rest = &self.runs[first..];
         let skip = rest.first().map_or(0, |run| offset - run.start);
+        let runs_max = SLICES_MAX / rest.first().map_or(1, Run::n_slices);
         let n_runs =
-            rest.iter().take(SLICES_MAX).take_while(|run| run.start < offset + ATTEMPT_BYTES_MAX).count();
+            rest.iter().take(runs_max).take_while(|run| run.start < offset + ATTEMPT_BYTES_MAX).count();
         (&rest[..n_runs], skip)
     }
 }
 
-/// Borrowed pages to read from.
+impl Run {
+    fn n_slices(&self) -> usize {
+        self.some.map_or(1, |some| some.shape.n_parts)
+    }
+
+    /// The slices of what is borrowed, without the first `skip` bytes of them.
+    fn slices(&self, mut skip: usize) -> Slices {
+        let mut slices = [0..0, 0..0];
+        for (nth, slice) in slices.iter_mut().enumerate().take(self.n_slices()) {
+            let whole = self.some.map_or(0..self.bytes, |some| some.slice(nth));
+            let skipped = skip.min(whole.len());
+            skip -= skipped;
+            *slice = whole.start + skipped..whole.end;
+        }
+        slices
+    }
+}
+
+impl SomeHeads {
+    fn slice(&self, part: usize) -> Range<usize> {
+        let start = self.heads.offset(self.shape, part);
+        start..start + self.heads.range().len() * self.shape.head_bytes
+    }
+
+    fn bytes(&self) -> usize {
+        self.shape.n_parts * self.heads.range().len() * self.shape.head_bytes
+    }
+}
+
+/// Borrowed pages to read from, and which slices of each are meant.
 #[derive(Debug)]
 pub(crate) struct ReadSlices<'m> {
-    pages: Vec<PageRef<'m>>,
-    skip: usize,
+    pages: Vec<(PageRef<'m>, Slices)>,
+}
+
+/// One slice, or K and V; what is empty is none.
+type Slices = [Range<usize>; 2];
+
+fn there_are(slices: &Slices) -> impl Iterator<Item = &Range<usize>> {
+    slices.iter().filter(|slice| !slice.is_empty())
 }
 
 impl ReadSlices<'_> {
     pub(crate) fn len(&self) -> usize {
-        self.pages.len()
+        self.pages.iter().map(|(_, slices)| there_are(slices).count()).sum()
     }
 
-    pub(crate) fn append_to<'s>(&'s self, slices: &mut Vec<IoSlice<'s>>) {
-        for (nth, page) in self.pages.iter().enumerate() {
-            slices.push(IoSlice::new(&page[if nth == 0 { self.skip } else { 0 }..]));
+    pub(crate) fn append_to<'s>(&'s self, all: &mut Vec<IoSlice<'s>>) {
+        for (page, slices) in &self.pages {
+            all.extend(there_are(slices).map(|slice| IoSlice::new(&page[slice.clone()])));
         }
     }
 }
 
-/// Borrowed pages to write into.
+/// Borrowed pages to write into, and which slices of each are meant.
 #[derive(Debug)]
 pub(crate) struct WriteSlices<'m> {
-    pages: Vec<PageMut<'m>>,
-    skip: usize,
+    pages: Vec<(PageMut<'m>, Slices)>,
 }
 
 impl WriteSlices<'_> {
     pub(crate) fn slices(&mut self) -> Vec<IoSliceMut<'_>> {
-        let skip = self.skip;
-        let from = |nth| if nth == 0 { skip } else { 0 };
-        self.pages.iter_mut().enumerate().map(|(nth, page)| IoSliceMut::new(&mut page[from(nth)..])).collect()
+        let mut all = Vec::with_capacity(self.pages.len());
+        for (page, slices) in &mut self.pages {
+            let (mut rest, mut at) = (&mut **page, 0);
+            for slice in there_are(slices) {
+                let (now, later) = rest.split_at_mut(slice.end - at);
+                all.push(IoSliceMut::new(&mut now[slice.start - at..]));
+                (rest, at) = (later, slice.end);
+            }
+        }
+        all
     }
 }
 
@@ -142,13 +244,19 @@ mod tests {
     use types::KvDtype;
 
     use super::*;
+    use crate::reshard::{Lane, Sharding, Side, reshard};
 
     fn layout() -> KvLayout {
         KvLayout::uniform(16, KvDtype::F32, 3, 1, 4)
     }
 
-    fn span(layers: Range<u16>, blocks: Range<u32>) -> KvSpan {
-        KvSpan { group: GroupIdx(0), blocks, layers }
+    fn span(layers: Range<u16>, blocks: Range<u32>) -> LaneSpan {
+        LaneSpan { lane: Lane::ONLY, span: KvSpan { group: GroupIdx(0), blocks, layers } }
+    }
+
+    /// Of memory that one rank has all of.
+    fn whole(table: &[BlockIdx], span: &LaneSpan) -> Runs {
+        Runs::sent(&layout(), &Lanes::only(), table, span)
     }
 
     fn table(blocks: &[u32]) -> Vec<BlockIdx> {
@@ -157,7 +265,7 @@ mod tests {
 
     #[test]
     fn neighbours_are_one_run_in_each_layer() {
-        let runs = Runs::new(&layout(), &table(&[9, 4, 5, 6, 2]), &span(1..3, 1..5));
+        let runs = whole(&table(&[9, 4, 5, 6, 2]), &span(1..3, 1..5));
         let seen: Vec<_> =
             runs.runs.iter().map(|run| (run.layer_pos, run.blocks.clone(), run.start)).collect();
         assert_eq!(seen, [(1, 4..7, 0), (1, 2..3, 1536), (2, 4..7, 2048), (2, 2..3, 3584)]);
@@ -172,9 +280,9 @@ mod tests {
             let mut pages = near.write(GroupIdx(0), layer, 0..8).unwrap();
             pages.iter_mut().enumerate().for_each(|(i, byte)| *byte = (i * 7 + usize::from(layer)) as u8);
         }
-        let whole = span(0..3, 0..4);
+        let all = span(0..3, 0..4);
         let (out, back) = (table(&[7, 1, 2, 5]), table(&[0, 1, 6, 3]));
-        let (out, back) = (Runs::new(&layout(), &out, &whole), Runs::new(&layout(), &back, &whole));
+        let (out, back) = (whole(&out, &all), whole(&back, &all));
         let mut offset = 0;
         while offset < out.bytes() {
             offset += copy_some(&out.read(&near, offset).unwrap(), &mut back.write(&far, offset).unwrap());
@@ -198,5 +306,99 @@ mod tests {
         let n = sources[0].len().min(targets[0].len()).min(333);
         targets[0][..n].copy_from_slice(&sources[0][..n]);
         n
+    }
+
+    /// Where each byte of a part is on both sides, as [`reshard`] says of the whole span: rank, offset in the layer.
+    fn moved_by_reshard(tables: (&[BlockIdx], &[BlockIdx]), (from_tp, to_tp): (u16, u16)) -> Vec<[usize; 4]> {
+        let (near, far) = (Sharding::tensor_parallel(4, from_tp, 1), Sharding::tensor_parallel(4, to_tp, 1));
+        let (from, to) =
+            (Side { sharding: &near, table: tables.0 }, Side { sharding: &far, table: tables.1 });
+        let shape = HeadShape { n_parts: 2, head_bytes: HEAD_BYTES };
+        let copies = reshard(shape, from, to, 0..tables.0.len() as u32, 0..1).expect("four heads do");
+        let bytes = copies.iter().flat_map(|copy| {
+            let (from, to) = (usize::from(copy.from.tp_rank), usize::from(copy.to.tp_rank));
+            (0..copy.bytes).map(move |at| [from, copy.from_offset + at, to, copy.to_offset + at])
+        });
+        let mut bytes: Vec<_> = bytes.collect();
+        bytes.sort_unstable();
+        bytes
+    }
+
+    const HEAD_BYTES: usize = 16 * 2 * 4;
+
+    fn spread(tp_size: u16) -> KvLayout {
+        KvLayout::uniform(16, KvDtype::F32, 1, 4, 2).over_ranks(tp_size).expect("four heads do")
+    }
+
+    /// The places of all bytes of one side's runs, in the wire's order.
+    fn places(layout: &KvLayout, runs: &Runs) -> Vec<[usize; 2]> {
+        let page_bytes = layout.rank_page_bytes(layout.groups[0].layers[0]);
+        let of_run = |run: &Run| {
+            let start = run.blocks.start as usize * page_bytes;
+            run.slices(0)
+                .into_iter()
+                .flatten()
+                .map(move |at| [usize::from(runs.rank), start + at])
+                .collect::<Vec<_>>()
+        };
+        runs.runs.iter().flat_map(of_run).collect()
+    }
+
+    #[test]
+    fn both_sides_runs_are_what_reshard_says() {
+        let tables = (table(&[3, 4, 5, 9]), table(&[7, 8, 1, 2]));
+        for (from_tp, to_tp) in [1, 2, 4].iter().flat_map(|from| [1, 2, 4, 8].map(|to| (*from, to))) {
+            let (near, far) = (spread(from_tp), spread(to_tp));
+            let lanes = Lanes::between(from_tp, &far).expect("four heads do");
+            let mut moved = Vec::new();
+            for lane in lanes.all() {
+                let part = LaneSpan { lane: *lane, ..span(0..1, 0..4) };
+                let sent = places(&near, &Runs::sent(&near, &lanes, &tables.0, &part));
+                let wanted = places(&far, &Runs::wanted(&far, &lanes, &tables.1, &part));
+                assert_eq!(sent.len(), wanted.len());
+                moved.extend(sent.iter().zip(wanted).map(|(from, to)| [from[0], from[1], to[0], to[1]]));
+            }
+            moved.sort_unstable();
+            assert_eq!(
+                moved,
+                moved_by_reshard((&tables.0, &tables.1), (from_tp, to_tp)),
+                "{from_tp} to {to_tp}"
+            );
+        }
+    }
+
+    #[test]
+    fn equal_ranks_send_runs_as_one_rank_does() {
+        let (layout, table) = (spread(4), table(&[3, 4, 5, 6]));
+        let lanes = Lanes::between(4, &layout).expect("four heads do");
+        for lane in lanes.all() {
+            let runs = Runs::sent(&layout, &lanes, &table, &LaneSpan { lane: *lane, ..span(0..1, 0..4) });
+            assert_eq!((runs.runs.len(), runs.rank), (1, lane.from), "neighbours are one run");
+        }
+    }
+
+    /// Half of the heads of one memory, into a rank of another, in odd bites.
+    #[test]
+    fn some_heads_are_gathered_and_scattered() {
+        let (near, far) = (spread(1), spread(2));
+        let lanes = Lanes::between(1, &far).expect("four heads do");
+        let part = LaneSpan { lane: Lane { from: 0, to: 1 }, ..span(0..1, 0..2) };
+        let (out, back) = (table(&[5, 2]), table(&[0, 3]));
+        let (out, back) = (Runs::sent(&near, &lanes, &out, &part), Runs::wanted(&far, &lanes, &back, &part));
+        let (near, far) = (KvMemory::host(near, 6).unwrap(), KvMemory::host(far, 6).unwrap());
+        let mut pages = near.write(GroupIdx(0), 0, 0..6).unwrap();
+        pages.iter_mut().enumerate().for_each(|(at, byte)| *byte = ((at * 7) >> 3) as u8);
+        drop(pages);
+        let mut offset = 0;
+        while offset < out.bytes() {
+            offset += copy_some(&out.read(&near, offset).unwrap(), &mut back.write(&far, offset).unwrap());
+        }
+        for (from, to) in [(5, 0), (2, 3)] {
+            let page = near.read(GroupIdx(0), 0, from..from + 1).unwrap();
+            let share = far.rank(1).read(GroupIdx(0), 0, to..to + 1).unwrap();
+            // Heads 2 and 3 of K, and of V.
+            let (k, v) = (&page[2 * HEAD_BYTES..4 * HEAD_BYTES], &page[6 * HEAD_BYTES..]);
+            assert_eq!(*share, [k, v].concat());
+        }
     }
 }

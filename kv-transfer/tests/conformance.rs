@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use baton_kv_transfer::conformance::conformance;
+use baton_kv_transfer::conformance::{conformance, conformance_of_ranks};
 use baton_kv_transfer::connectors::flaky::Flaky;
 use baton_kv_transfer::connectors::shm;
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
@@ -41,6 +41,27 @@ async fn shm_on_many_threads() {
 async fn shm_through_a_stage() {
     let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
     conformance(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn loopback_between_ranks() {
+    conformance_of_ranks(|parts| built("loopback", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_between_ranks() {
+    conformance_of_ranks(|parts| built("tcp", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shm_between_ranks() {
+    conformance_of_ranks(|parts| built("shm", parts)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shm_between_ranks_through_a_stage() {
+    let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
+    conformance_of_ranks(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
 }
 
 /// Without faults of its own: the suite's are played by the connector inside.

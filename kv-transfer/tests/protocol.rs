@@ -12,7 +12,7 @@ use tokio::net::TcpListener;
 use types::node::ProtocolRange;
 use types::{Epoch, Grant, Landing, TransferId};
 
-use self::puppet::{Puppet, credentials, encoded, hello, in_time, span_frame, tcp_pair};
+use self::puppet::{Puppet, credentials, encoded, hello, in_time, make_tcp, span_frame, tcp_pair};
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
 
@@ -26,20 +26,20 @@ async fn version_0_is_refused_with_both_ranges_named() {
     let mut puppet = Puppet::connect(&pair.decode).await;
     puppet.say(Body::Hello(hello(0, 0))).await;
     let refusal = puppet.hear().await;
-    assert_eq!(refusal, Some(Body::Incompatible { protocol: ProtocolRange { min: 1, max: 1 } }));
+    assert_eq!(refusal, Some(Body::Incompatible { protocol: ProtocolRange { min: 1, max: 2 } }));
     assert_eq!(puppet.hear().await, None, "the connection is closed");
     assert_serves_on(&pair).await;
     let logged = refusals(&capture);
     assert_eq!(logged.len(), 1, "{logged:?}");
-    assert!(logged[0].contains("this side speaks 1..1, the peer 0..0"), "{logged:?}");
+    assert!(logged[0].contains("this side speaks 1..2, the peer 0..0"), "{logged:?}");
 }
 
 #[tokio::test]
-async fn version_1_to_2_is_spoken_as_1() {
+async fn version_2_to_3_is_spoken_as_2() {
     let pair = tcp_pair().await;
     let mut puppet = Puppet::connect(&pair.decode).await;
-    puppet.say(Body::Hello(hello(1, 2))).await;
-    assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 1, .. })));
+    puppet.say(Body::Hello(hello(2, 3))).await;
+    assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 2, .. })));
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
     assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
@@ -49,6 +49,50 @@ async fn version_1_to_2_is_spoken_as_1() {
     puppet.hand_off(&landing).await;
     assert_eq!(puppet.hear().await, Some(Body::Done));
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
+}
+
+/// Between nodes of one rank each; version 1 knows no others.
+#[tokio::test]
+async fn version_1_is_still_spoken() {
+    let pair = tcp_pair().await;
+    let mut puppet = Puppet::linked(&pair.decode).await;
+    let from = pair.prefill.computed(N_TOKENS, 2);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    for span in whole(&landing) {
+        puppet.send(&landing, span, &pair.prefill, &from).await;
+    }
+    puppet.hand_off(&landing).await;
+    assert_eq!(puppet.hear().await, Some(Body::Done));
+    pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 2);
+}
+
+/// A receiver that speaks version 1 has no words for a sender's ranks.
+#[tokio::test]
+async fn ranks_need_version_2() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let pair = Pair::of_ranks(&make_tcp(), 2, 1).await;
+    let (mut landing, _arrival) = pair.land(N_TOKENS);
+    landing.wire.endpoint = listener.local_addr().expect("bound").to_string();
+    let (node, epoch) = (landing.node.clone(), landing.epoch);
+    let welcome = async {
+        let mut streams = Vec::new();
+        loop {
+            let mut puppet = Puppet { socket: listener.accept().await.expect("it connects").0 };
+            assert!(matches!(puppet.hear().await, Some(Body::Hello(_))));
+            puppet.say(Body::Welcome { version: 1, node: node.clone(), epoch }).await;
+            streams.push(puppet);
+        }
+    };
+    let opened = tokio::select! {
+        opened = in_time(pair.open(&landing)) => opened,
+        () = welcome => unreachable!("it welcomes for ever"),
+    };
+    let error = opened.map(|_| ()).expect_err("it would not be understood");
+    assert_eq!(
+        error.to_string(),
+        "the peer refuses: 2 ranks need version 2 of the protocol, the peer speaks 1"
+    );
 }
 
 #[tokio::test]
@@ -64,7 +108,7 @@ async fn sender_names_both_ranges_too() {
     };
     let (opened, ()) = in_time(async { tokio::join!(pair.open(&landing), refuse) }).await;
     let error = opened.map(|_| ()).expect_err("there is no common version");
-    assert_eq!(error.to_string(), "no common protocol version: this side speaks 1..1, the peer 7..9");
+    assert_eq!(error.to_string(), "no common protocol version: this side speaks 1..2, the peer 7..9");
 }
 
 // === what is not a frame ===

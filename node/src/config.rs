@@ -10,6 +10,7 @@ use engine::{CpuSettings, Device, EngineSettings, LoadFormat, Pace, StepLimits};
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
+use types::layout::RANKS_MAX;
 use types::{KvDtype, NodeId};
 
 use crate::error::NodeError;
@@ -150,6 +151,9 @@ pub struct ModelSection {
     pub kv_dtype: String,
     /// Threads that compute; 0: as many as there are cores.
     pub threads: usize,
+    /// Tensor-parallel ranks: so many groups of threads, each with its share of the heads and memory of its own for their KV.
+    /// Prefill and decode nodes may differ in it. A GPU is one rank.
+    pub tp: u16,
     /// `no`, or `q8`: weights as blocks of 8-bit numbers, quicker and less exact.
     pub quantize: String,
     /// `safetensors`, or `dummy`: random weights from the config alone, for measuring speed.
@@ -166,6 +170,7 @@ impl Default for ModelSection {
             kv_memory: KvMemorySize::Bytes(ByteSize(64 << 20)),
             kv_dtype: "bf16".to_owned(),
             threads: 0,
+            tp: 1,
             quantize: "no".to_owned(),
             load_format: "safetensors".to_owned(),
         }
@@ -202,7 +207,11 @@ impl ModelSection {
         let limits = StepLimits { tokens: scheduler.step_tokens_max, rows: scheduler.sequences_max };
         let gpu_arch = (!self.gpu_arch.is_empty()).then(|| self.gpu_arch.clone());
         let model = self.path.clone();
-        Ok(EngineSettings { model, device, gpu_arch, limits, kv_bytes, pace: Pace::Sleeping, cpu })
+        let ranks = NonZero::new(self.tp).filter(|ranks| ranks.get() <= RANKS_MAX);
+        let ranks = ranks.ok_or_else(|| {
+            NodeError::Config(format!("model.tp: {} ranks, of which there can be 1 to {RANKS_MAX}", self.tp))
+        })?;
+        Ok(EngineSettings { model, device, gpu_arch, limits, ranks, kv_bytes, pace: Pace::Sleeping, cpu })
     }
 }
 

@@ -107,6 +107,7 @@ fn open(link: u64) -> Vec<u8> {
         epoch: Epoch(1),
         n_tokens: 64,
         held_tokens: 0,
+        tp_size: 1,
         layout: 0,
         fingerprint: 0,
     };

@@ -80,20 +80,33 @@ pub struct LayerGroup {
     pub layers: Vec<LayerShape>,
 }
 
-/// Which part of the model's KV this memory holds.
+/// Ranks of one node: a byte names one on the KV wire.
+pub const RANKS_MAX: u16 = 64;
+
+/// Which part of the model's KV a node holds, and over how many ranks it spreads it.
+///
+/// Each rank holds its heads' share of every page, in regions of its own, and a block has the same place on all of
+/// them. So who counts blocks, or leases them, need not know of ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Shard {
     pub stage: u16,
     pub n_stages: u16,
-    pub tp_rank: u16,
     pub tp_size: u16,
 }
 
 impl Shard {
-    pub const WHOLE: Self = Self { stage: 0, n_stages: 1, tp_rank: 0, tp_size: 1 };
+    pub const WHOLE: Self = Self { stage: 0, n_stages: 1, tp_size: 1 };
 }
 
-/// The shape of one node's KV memory, without its size.
+/// Heads that ranks cannot share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{n_kv_heads} KV heads do not spread over {tp_size} ranks: the one number must divide the other")]
+pub struct UnevenHeads {
+    pub n_kv_heads: u16,
+    pub tp_size: u16,
+}
+
+/// The shape of one node's KV memory, without its size. Heads are the whole model's, however many ranks share them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvLayout {
     pub block_tokens: u16,
@@ -108,6 +121,29 @@ impl KvLayout {
         let layers = (0..n_layers).map(|layer| LayerShape { layer, n_kv_heads, head_dim }).collect();
         let group = LayerGroup { attention: Attention::Full, layers };
         Self { block_tokens, dtype, groups: vec![group], shard: Shard::WHOLE }
+    }
+
+    /// The same, spread over so many ranks. Where there are fewer heads than ranks, several ranks hold the same head.
+    pub fn over_ranks(self, tp_size: u16) -> Result<Self, UnevenHeads> {
+        let spread = Self { shard: Shard { tp_size, ..self.shard }, ..self };
+        spread.check_ranks().map(|()| spread)
+    }
+
+    /// Whether every layer's heads spread evenly over the ranks.
+    pub fn check_ranks(&self) -> Result<(), UnevenHeads> {
+        let tp_size = self.shard.tp_size;
+        let mut heads = self.groups.iter().flat_map(|group| &group.layers).map(|shape| shape.n_kv_heads);
+        let is_uneven = |n: &u16| {
+            !(1..=RANKS_MAX).contains(&tp_size) || !(n.is_multiple_of(tp_size) || tp_size.is_multiple_of(*n))
+        };
+        heads.find(is_uneven).map_or(Ok(()), |n_kv_heads| Err(UnevenHeads { n_kv_heads, tp_size }))
+    }
+
+    /// Whether two nodes' KV is the same but for how each of them spreads it over its ranks.
+    pub fn is_same_but_for_ranks(&self, other: &Self) -> bool {
+        let shard = Shard { tp_size: other.shard.tp_size, ..self.shard };
+        (self.block_tokens, self.dtype, &self.groups, shard)
+            == (other.block_tokens, other.dtype, &other.groups, other.shard)
     }
 
     pub fn group(&self, group: GroupIdx) -> &LayerGroup {
@@ -150,10 +186,20 @@ impl KvLayout {
         usize::from(shape.head_dim) * self.dtype.bytes()
     }
 
-    /// Bytes of one layer's share of a block: K and V of all heads.
-    pub fn page_bytes(&self, shape: LayerShape) -> usize {
+    /// KV heads of a layer that one rank holds: its share, or one where there are fewer heads than ranks.
+    pub fn rank_heads(&self, shape: LayerShape) -> u16 {
+        shape.n_kv_heads.div_ceil(self.shard.tp_size)
+    }
+
+    /// Bytes of one layer's share of a block on one rank: K and V of the rank's heads.
+    pub fn rank_page_bytes(&self, shape: LayerShape) -> usize {
         let parts = if self.is_latent(shape) { 1 } else { 2 };
-        parts * usize::from(shape.n_kv_heads) * self.head_bytes(shape)
+        parts * usize::from(self.rank_heads(shape)) * self.head_bytes(shape)
+    }
+
+    /// Bytes of one layer's share of a block, on all ranks.
+    pub fn page_bytes(&self, shape: LayerShape) -> usize {
+        usize::from(self.shard.tp_size) * self.rank_page_bytes(shape)
     }
 
     /// Bytes of one block of a group, over all its layers.
@@ -180,9 +226,8 @@ impl KvLayout {
             parts.push((format!("kv.group{idx}.attention"), format!("{:?}", group.attention)));
             parts.push((format!("kv.group{idx}.layers"), group.layers.len().to_string()));
             if let Some(first) = group.layers.first() {
-                let heads = u32::from(first.n_kv_heads) * u32::from(self.shard.tp_size);
                 parts.push((format!("kv.group{idx}.head_dim"), first.head_dim.to_string()));
-                parts.push((format!("kv.group{idx}.kv_heads"), heads.to_string()));
+                parts.push((format!("kv.group{idx}.kv_heads"), first.n_kv_heads.to_string()));
             }
         }
         parts
@@ -202,6 +247,29 @@ mod tests {
         assert_eq!(layout.blocks_for(8192), 512);
         assert_eq!(layout.blocks_for(0), 0);
         assert_eq!(layout.blocks_for(17), 2);
+    }
+
+    #[test]
+    fn ranks_share_heads_and_nothing_else_changes() {
+        let whole = KvLayout::uniform(16, KvDtype::Bf16, 32, 8, 128);
+        let shape = whole.groups[0].layers[0];
+        for (tp_size, heads, page_bytes) in
+            [(1, 8, 64 << 10), (2, 4, 64 << 10), (8, 1, 64 << 10), (16, 1, 128 << 10)]
+        {
+            let spread = whole.clone().over_ranks(tp_size).expect("the one divides the other");
+            assert_eq!(spread.rank_heads(shape), heads, "tp {tp_size}");
+            assert_eq!(spread.page_bytes(shape), page_bytes, "tp {tp_size}");
+            assert_eq!(spread.fingerprint_parts(), whole.fingerprint_parts());
+            assert!(spread.is_same_but_for_ranks(&whole));
+        }
+        let error = whole.clone().over_ranks(3).expect_err("8 is no multiple of 3");
+        assert_eq!(
+            error.to_string(),
+            "8 KV heads do not spread over 3 ranks: the one number must divide the other"
+        );
+        whole.clone().over_ranks(0).expect_err("nobody would hold it");
+        whole.clone().over_ranks(128).expect_err("more than there can be");
+        assert!(!whole.is_same_but_for_ranks(&KvLayout::uniform(16, KvDtype::Bf16, 32, 4, 128)));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The contract of a backend, and the table of those there are.
 
 use std::fmt::Debug;
+use std::num::NonZero;
 use std::path::Path;
 
 use kv_cache::KvMemory;
@@ -75,7 +76,9 @@ pub struct EngineSettings {
     pub gpu_arch: Option<String>,
     /// The largest step that there will be: a GPU takes its memory before the first one.
     pub limits: StepLimits,
-    /// Memory for KV. The regions' sum never exceeds it.
+    /// Tensor-parallel ranks, which share the heads. A GPU is one.
+    pub ranks: NonZero<u16>,
+    /// Memory for KV, of all ranks together. The regions' sum never exceeds it.
     pub kv_bytes: usize,
     /// How a mock spends its costs; a real model has its own.
     pub pace: mock::Pace,
@@ -139,6 +142,10 @@ fn open_folder(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError>
     match settings.device {
         Device::Cpu => cpu::open(settings, folder),
         Device::Cuda(_) => cuda::open(settings, folder),
+        Device::Auto if settings.ranks.get() > 1 => {
+            warn!(ranks = settings.ranks, "a GPU is one rank: the CPU computes");
+            cpu::open(settings, folder)
+        }
         Device::Auto => match cuda::open(settings, folder) {
             Err(error) if error.is_no_gpu() => {
                 warn!(%error, "no GPU is used: the CPU computes");
@@ -157,8 +164,8 @@ mod tests {
     fn opened(model: &str, kv_bytes: usize) -> Result<Box<dyn Backend>, OpenError> {
         let cpu = cpu::CpuSettings::default();
         let (device, limits) = (Device::Cpu, StepLimits::default());
-        let (model, gpu_arch) = (model.to_owned(), None);
-        open(&EngineSettings { model, device, gpu_arch, limits, kv_bytes, pace: Pace::Modelled, cpu })
+        let (model, gpu_arch, ranks) = (model.to_owned(), None, NonZero::<u16>::MIN);
+        open(&EngineSettings { model, device, gpu_arch, limits, ranks, kv_bytes, pace: Pace::Modelled, cpu })
     }
 
     #[test]

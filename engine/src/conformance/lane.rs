@@ -1,7 +1,7 @@
 //! One sequence on its way through a backend under test, with blocks of its own.
 
 use kv_cache::KvMemory;
-use types::{BlockIdx, ModelInfo, Sampling, StopRules, TokenId};
+use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
 
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch, StepOutput};
@@ -142,14 +142,19 @@ pub(super) fn step_together(backend: &mut dyn Backend, lanes: &mut [Lane]) {
 
 /// Copies all blocks of one lane to where another has its own, layer by layer.
 pub(super) fn copy_kv((from, sender): (&KvMemory, &Lane), (to, receiver): (&KvMemory, &Lane)) {
-    for group in from.layout().group_indices() {
+    for (group, rank) in from.layout().group_indices().flat_map(|group| of_ranks(from, group)) {
         let tables = (&sender.tables[usize::from(group.0)], &receiver.tables[usize::from(group.0)]);
+        let (near, far) = (from.rank(rank), to.rank(rank));
         for layer_pos in 0..from.layout().group(group).layers.len() as u16 {
             for (source, target) in tables.0.iter().zip(tables.1) {
-                let page = from.read(group, layer_pos, source.0..source.0 + 1).expect("nobody writes");
-                let mut place = to.write(group, layer_pos, target.0..target.0 + 1).expect("nobody reads");
+                let page = near.read(group, layer_pos, source.0..source.0 + 1).expect("nobody writes");
+                let mut place = far.write(group, layer_pos, target.0..target.0 + 1).expect("nobody reads");
                 place.copy_from_slice(&page);
             }
         }
     }
+}
+
+fn of_ranks(memory: &KvMemory, group: GroupIdx) -> impl Iterator<Item = (GroupIdx, u16)> + use<> {
+    (0..memory.n_ranks()).map(move |rank| (group, rank))
 }

@@ -1,5 +1,7 @@
 //! Llama (2, 3, 3.1, 3.2): the architecture that the others are variations of.
 
+use std::sync::Arc;
+
 use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
@@ -17,7 +19,7 @@ pub const ARCHITECTURE: Architecture = Architecture {
         mlp_bias: config.mlp_bias,
         ..Parts::PLAIN
     },
-    load: |config, weights| Ok(Box::new(Llama::load(config, weights)?)),
+    load: |config, weights| Ok(Arc::new(Llama::load(config, weights)?)),
 };
 
 #[derive(Debug)]
@@ -101,7 +103,7 @@ impl Attention {
     }
 
     fn forward(&self, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
-        let [mut q, mut k, v] = pass.linears(x, [&self.q, &self.k, &self.v]); // (tokens, heads * head_dim)
+        let [mut q, mut k, v] = pass.heads(x, [&self.q, &self.k, &self.v], self.head_dim); // (tokens, heads * head_dim)
         pass.rotate(&mut q, self.head_dim);
         pass.rotate(&mut k, self.head_dim);
         let attended = pass.attend(self.layer, &q, &k, &v); // (tokens, heads * head_dim)

@@ -1,5 +1,7 @@
 //! Mistral: Llama whose layers may look back only so far, and have no biases.
 
+use std::sync::Arc;
+
 use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
@@ -12,7 +14,7 @@ pub const ARCHITECTURE: Architecture = Architecture {
     name: "MistralForCausalLM",
     windows: |config| config.window.by_layer(config.n_layers, |_| true),
     parts: |_| Parts::PLAIN,
-    load: |config, weights| Ok(Box::new(Mistral::load(config, weights)?)),
+    load: |config, weights| Ok(Arc::new(Mistral::load(config, weights)?)),
 };
 
 #[derive(Debug)]
@@ -96,7 +98,7 @@ impl Attention {
     }
 
     fn forward(&self, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
-        let [mut q, mut k, v] = pass.linears(x, [&self.q, &self.k, &self.v]); // (tokens, heads * head_dim)
+        let [mut q, mut k, v] = pass.heads(x, [&self.q, &self.k, &self.v], self.head_dim); // (tokens, heads * head_dim)
         pass.rotate(&mut q, self.head_dim);
         pass.rotate(&mut k, self.head_dim);
         let attended = pass.attend(self.layer, &q, &k, &v); // (tokens, heads * head_dim)

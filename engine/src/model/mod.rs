@@ -1,11 +1,12 @@
 //! Models: what each is made of, and how the processor computes it. One file per architecture, read top to bottom.
 //!
 //! Suggested reading order: what a model is said to be ([`config`], [`rope`]), what goes through it ([`tensor`],
-//! [`pass`]), what it is made of ([`nn`]), and then [`llama`]; the others say how they differ from it.
+//! [`ranks`], [`pass`]), what it is made of ([`nn`]), and then [`llama`]; the others say how they differ from it.
 
 pub mod config;
 pub mod rope;
 pub mod tensor;
+pub mod ranks;
 pub mod pass;
 pub mod nn;
 
@@ -15,6 +16,7 @@ pub mod qwen2;
 pub mod qwen3;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 pub use config::ModelConfig;
 pub use pass::{Pass, PassRow};
@@ -24,8 +26,9 @@ use crate::error::LoadError;
 use crate::load::Weights;
 
 /// A decoder. It reads and writes the KV of each layer on the way, and holds nothing else of a sequence.
-pub trait Model: Debug + Send {
-    /// From the pass's tokens to the logits of the rows that are wanted: (wanted, vocab).
+pub trait Model: Debug + Send + Sync {
+    /// From the pass's tokens to the logits of the rows that are wanted: (wanted, vocab), or the pass's rank's share of
+    /// their columns.
     fn forward(&self, pass: &mut Pass<'_>) -> Tensor;
 }
 
@@ -60,7 +63,7 @@ impl Parts {
 }
 
 /// Takes a model's weights by their names.
-pub type Load = fn(&ModelConfig, &Weights<'_>) -> Result<Box<dyn Model>, LoadError>;
+pub type Load = fn(&ModelConfig, &Weights<'_>) -> Result<Arc<dyn Model>, LoadError>;
 
 /// The architectures that there are. A new one is one file and one line.
 pub const ARCHITECTURES: &[Architecture] =

@@ -5,11 +5,12 @@ use std::ops::Range;
 
 use kernels::PageBusy;
 use kernels::cpu::{Angles, Attention, Format, KvShape, Processor, Product, Stretch};
-use kv_cache::{FenceSignal, KvMemory, PageMut, PageRef};
+use kv_cache::{KvMemory, PageMut, PageRef, RankMemory};
 use types::layout::{Attention as Sight, LayerShape};
 use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
 
 use super::nn::{Embedding, Linear, RmsNorm};
+use super::ranks::{Seat, Written};
 use super::tensor::{Scratch, Tensor};
 use crate::error::RowError;
 
@@ -28,12 +29,17 @@ pub struct PassRow<'a> {
 }
 
 /// All rows of a step. Their tokens are rows of every tensor, one row's after the other's.
+///
+/// Where several ranks compute it, each makes its own pass. A linear layer gives each of them a share of its outputs,
+/// and takes all of its inputs: what is narrower than that is gathered first.
 #[derive(Debug)]
 pub struct Pass<'a> {
     processor: &'a Processor,
     scratch: &'a Scratch,
-    memory: &'a KvMemory,
-    signal: &'a FenceSignal,
+    layout: &'a KvLayout,
+    memory: RankMemory<'a>,
+    written: &'a Written,
+    rank: &'a Seat,
     rows: Vec<PassRow<'a>>,
     n_tokens: usize,
     angles: Angles,
@@ -45,18 +51,20 @@ pub struct PassParts<'a> {
     pub processor: &'a Processor,
     pub scratch: &'a Scratch,
     pub memory: &'a KvMemory,
-    pub signal: &'a FenceSignal,
+    pub written: &'a Written,
+    pub rank: &'a Seat,
     /// Radians per position, for each pair of a head.
     pub frequencies: &'a [f32],
 }
 
 impl<'a> Pass<'a> {
     pub fn new(parts: PassParts<'a>, rows: Vec<PassRow<'a>>) -> Self {
-        let PassParts { processor, scratch, memory, signal, frequencies } = parts;
+        let PassParts { processor, scratch, memory, written, rank, frequencies } = parts;
         let positions = rows.iter().flat_map(|row| row.start..row.start + row.tokens.len());
         let angles = Angles::new(frequencies, positions);
         let n_tokens = rows.iter().map(|row| row.tokens.len()).sum();
-        Self { processor, scratch, memory, signal, rows, n_tokens, angles }
+        let (layout, memory) = (memory.layout(), memory.rank(rank.nth()));
+        Self { processor, scratch, layout, memory, written, rank, rows, n_tokens, angles }
     }
 
     /// How each row fared, in their order.
@@ -92,19 +100,50 @@ impl<'a> Pass<'a> {
 
     /// Several layers of the same input, with one share-out of the work.
     pub fn linears<const N: usize>(&self, x: &Tensor, linears: [&Linear; N]) -> [Tensor; N] {
-        let mut outs = linears.map(|linear| self.scratch.tensor(x.n_rows(), linear.weight.rows()));
-        let mut products: Vec<Product<'_>> = outs
-            .iter_mut()
-            .zip(linears)
-            .map(|(out, linear)| Product { matrix: &linear.weight, bias: linear.bias.as_deref(), out })
-            .collect();
+        self.multiply(x, linears, |n_outputs| self.rank.share(n_outputs))
+    }
+
+    /// As [`linears`](Self::linears), for outputs that are heads, which no two ranks share.
+    pub fn heads<const N: usize>(&self, x: &Tensor, linears: [&Linear; N], head_dim: usize) -> [Tensor; N] {
+        self.multiply(x, linears, |n_outputs| self.rank.share_of_heads(n_outputs / head_dim, head_dim))
+    }
+
+    fn multiply<const N: usize>(
+        &self,
+        x: &Tensor,
+        linears: [&Linear; N],
+        share: impl Fn(usize) -> Range<usize>,
+    ) -> [Tensor; N] {
+        let gathered = linears.first().and_then(|linear| self.gathered(x, linear.weight.cols()));
+        let x = gathered.as_ref().unwrap_or(x);
+        let columns = linears.map(|linear| share(linear.weight.rows()));
+        let mut outs = columns.each_ref().map(|columns| self.scratch.tensor(x.n_rows(), columns.len()));
+        let mut products = Vec::with_capacity(N);
+        for ((out, linear), columns) in outs.iter_mut().zip(linears).zip(columns) {
+            products.push(Product { matrix: &linear.weight, bias: linear.bias.as_deref(), columns, out });
+        }
         self.processor.multiply(x, x.n_rows(), &mut products);
         outs
     }
 
     /// `x += y`
     pub fn add(&self, x: &mut Tensor, y: &Tensor) {
-        self.processor.add(x, y);
+        let gathered = self.gathered(y, x.width());
+        self.processor.add(x, gathered.as_ref().unwrap_or(y));
+    }
+
+    /// All columns of `x`; the same tensor, if it has them.
+    pub fn whole(&self, x: Tensor, width: usize) -> Tensor {
+        self.gathered(&x, width).unwrap_or(x)
+    }
+
+    /// All columns, if this rank has a share of them.
+    fn gathered(&self, x: &Tensor, width: usize) -> Option<Tensor> {
+        (x.width() < width).then(|| {
+            let mut all = self.scratch.tensor(x.n_rows(), width);
+            self.rank.gather(x, &mut all);
+            all
+        })
     }
 
     /// `silu(gate) * up`
@@ -119,12 +158,13 @@ impl<'a> Pass<'a> {
         self.processor.rotate(x, n_heads, &self.angles);
     }
 
-    /// Writes a layer's keys and values, opens the fence for it, and attends: (tokens, heads * head_dim).
+    /// Writes a layer's keys and values, opens the fence for it, and attends: (tokens, heads * head_dim), the heads being
+    /// this rank's.
     pub fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
-        let place = Place::of(self.memory.layout(), layer);
-        let kv = place.shape(self.memory.layout());
+        let place = Place::of(self.layout, layer);
+        let kv = place.shape(self.layout);
         self.write_kv(&place, &kv, k, v);
-        self.signal.layers_done(layer as u16 + 1);
+        self.written.layers_done(self.rank, layer as u16 + 1);
         let attention = Attention {
             kv,
             n_heads: q.width() / kv.head_dim,
@@ -217,7 +257,7 @@ impl Place {
     fn shape(&self, layout: &KvLayout) -> KvShape {
         KvShape {
             block_tokens: usize::from(layout.block_tokens),
-            n_kv_heads: usize::from(self.shape.n_kv_heads),
+            n_kv_heads: usize::from(layout.rank_heads(self.shape)),
             head_dim: usize::from(self.shape.head_dim),
             format: match layout.dtype {
                 KvDtype::F32 => Format::F32,
@@ -253,7 +293,7 @@ impl<'a> KvSlice<'a> {
     /// Block by block. `kv_rows`, keys and values, begin with those of the row's tokens.
     fn all_of(
         row: &PassRow<'_>,
-        memory: &'a KvMemory,
+        memory: RankMemory<'a>,
         place: &Place,
         kv: &KvShape,
         kv_rows: (&'a [f32], &'a [f32]),
@@ -288,7 +328,7 @@ struct SeenPages<'a> {
 
 impl<'a> SeenPages<'a> {
     fn read(
-        memory: &'a KvMemory,
+        memory: RankMemory<'a>,
         place: &Place,
         attention: &Attention,
         row: &PassRow<'_>,

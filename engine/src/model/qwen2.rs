@@ -1,5 +1,7 @@
 //! Qwen2 and Qwen2.5: Llama with biases of q, k and v, and in some sizes a window in the upper layers.
 
+use std::sync::Arc;
+
 use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
@@ -15,7 +17,7 @@ pub const ARCHITECTURE: Architecture = Architecture {
         window.by_layer(config.n_layers, |layer| window.is_used && layer >= window.full_layers)
     },
     parts: |_| Parts { qkv_bias: true, ..Parts::PLAIN },
-    load: |config, weights| Ok(Box::new(Qwen2::load(config, weights)?)),
+    load: |config, weights| Ok(Arc::new(Qwen2::load(config, weights)?)),
 };
 
 #[derive(Debug)]
@@ -99,7 +101,7 @@ impl Attention {
     }
 
     fn forward(&self, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
-        let [mut q, mut k, v] = pass.linears(x, [&self.q, &self.k, &self.v]); // (tokens, heads * head_dim)
+        let [mut q, mut k, v] = pass.heads(x, [&self.q, &self.k, &self.v], self.head_dim); // (tokens, heads * head_dim)
         pass.rotate(&mut q, self.head_dim);
         pass.rotate(&mut k, self.head_dim);
         let attended = pass.attend(self.layer, &q, &k, &v); // (tokens, heads * head_dim)

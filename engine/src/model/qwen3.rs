@@ -1,5 +1,7 @@
 //! Qwen3: Qwen2 that norms each head of q and k, in place of their biases.
 
+use std::sync::Arc;
+
 use super::config::ModelConfig;
 use super::nn::{Biased, Linear, Mlp, RmsNorm, Vocabulary};
 use super::pass::Pass;
@@ -20,7 +22,7 @@ pub const ARCHITECTURE: Architecture = Architecture {
         head_norms: true,
         ..Parts::PLAIN
     },
-    load: |config, weights| Ok(Box::new(Qwen3::load(config, weights)?)),
+    load: |config, weights| Ok(Arc::new(Qwen3::load(config, weights)?)),
 };
 
 #[derive(Debug)]
@@ -108,7 +110,7 @@ impl Attention {
     }
 
     fn forward(&self, x: &Tensor, pass: &mut Pass<'_>) -> Tensor {
-        let [mut q, mut k, v] = pass.linears(x, [&self.q, &self.k, &self.v]); // (tokens, heads * head_dim)
+        let [mut q, mut k, v] = pass.heads(x, [&self.q, &self.k, &self.v], self.head_dim); // (tokens, heads * head_dim)
         pass.norm_heads(&mut q, &self.q_norm);
         pass.norm_heads(&mut k, &self.k_norm);
         pass.rotate(&mut q, self.head_dim);

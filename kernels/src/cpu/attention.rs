@@ -123,7 +123,7 @@ impl Processor {
         let width = attention.n_heads * attention.kv.head_dim;
         assert_eq!(q.len(), out.len());
         let parts: Vec<Part<'_>> = stretches.iter().flat_map(|stretch| parts(attention, stretch)).collect();
-        let out = Columns::new(out, width);
+        let out = Columns::new(out, 0..width);
         self.pool().run(parts.len(), &|nth| {
             let work = Work::new(attention, &parts[nth]);
             scratch::with_wide(work.scratch_numbers(), |numbers| {

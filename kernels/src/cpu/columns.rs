@@ -2,6 +2,7 @@
 //! A row-major output that several threads fill together.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 /// An output in which every thread writes its own columns of some rows.
 ///
@@ -9,6 +10,8 @@ use std::marker::PhantomData;
 /// columns, and parts of attention disjoint heads or rows.
 pub(super) struct Columns<'a> {
     start: *mut f32,
+    /// The number of the first column that there is room for: of a matrix's outputs, some may be wanted only.
+    first: usize,
     n_columns: usize,
     len: usize,
     out: PhantomData<&'a mut [f32]>,
@@ -18,13 +21,16 @@ pub(super) struct Columns<'a> {
 unsafe impl Sync for Columns<'_> {}
 
 impl<'a> Columns<'a> {
-    pub(super) fn new(out: &'a mut [f32], n_columns: usize) -> Self {
-        Self { start: out.as_mut_ptr(), n_columns, len: out.len(), out: PhantomData }
+    pub(super) fn new(out: &'a mut [f32], columns: Range<usize>) -> Self {
+        let (start, len) = (out.as_mut_ptr(), out.len());
+        Self { start, first: columns.start, n_columns: columns.len(), len, out: PhantomData }
     }
 
     /// Writes neighbouring columns of one row.
     #[inline(always)]
     pub(super) fn set(&self, row: usize, column: usize, values: &[f32]) {
+        assert!(column >= self.first);
+        let column = column - self.first;
         let at = row * self.n_columns + column;
         assert!(column + values.len() <= self.n_columns && at + values.len() <= self.len);
         // JUSTIFICATION: columns of a row-major matrix are no slice that could be borrowed mutably.

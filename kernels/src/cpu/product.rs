@@ -25,13 +25,25 @@ const PART_BYTES: usize = 128 << 10;
 /// Numbers that one part of rounding activations takes on.
 const NARROW_NUMBERS: usize = 32 << 10;
 
-/// `out = x × matrixᵀ + bias`, for as many rows as `out` has room for.
+/// `out = x × matrixᵀ + bias`, for as many rows as `out` has room for, or some columns of it.
+///
+/// A column's numbers are the same bits whichever others are computed with it.
 #[derive(Debug)]
 pub struct Product<'a> {
     pub matrix: &'a Matrix,
+    /// As long as the matrix has rows, whichever columns are computed.
     pub bias: Option<&'a [f32]>,
-    /// Row after row, `matrix.rows()` numbers each.
+    /// Which of the matrix's outputs are computed.
+    pub columns: Range<usize>,
+    /// Row after row, a number for each of the columns.
     pub out: &'a mut [f32],
+}
+
+impl<'a> Product<'a> {
+    /// All of its outputs.
+    pub fn whole(matrix: &'a Matrix, bias: Option<&'a [f32]>, out: &'a mut [f32]) -> Self {
+        Self { matrix, bias, columns: 0..matrix.rows(), out }
+    }
 }
 
 impl Processor {
@@ -98,6 +110,7 @@ struct Job<'a> {
     x: &'a Activations<'a>,
     matrix: &'a Matrix,
     bias: Option<&'a [f32]>,
+    columns: Range<usize>,
     out: Columns<'a>,
 }
 
@@ -105,9 +118,12 @@ impl<'a> Job<'a> {
     fn new(x: &'a Activations<'a>, product: &'a mut Product<'_>) -> Self {
         let matrix = product.matrix;
         assert_eq!(x.wide.len(), x.n_rows * matrix.cols(), "activations");
-        assert_eq!(product.out.len(), x.n_rows * matrix.rows(), "output");
+        let columns = product.columns.clone();
+        assert!(columns.end <= matrix.rows(), "columns");
+        assert_eq!(product.out.len(), x.n_rows * columns.len(), "output");
         assert!(product.bias.is_none_or(|bias| bias.len() == matrix.rows()), "bias");
-        Self { x, matrix, bias: product.bias, out: Columns::new(product.out, matrix.rows()) }
+        let out = Columns::new(product.out, columns.clone());
+        Self { x, matrix, bias: product.bias, columns, out }
     }
 
     fn bias_of(&self, columns: &Range<usize>) -> Option<&[f32]> {
@@ -116,11 +132,11 @@ impl<'a> Job<'a> {
 
     /// The columns of each part.
     fn parts(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let n_columns = self.matrix.rows();
-        let row_bytes = (self.matrix.bytes().len() / n_columns.max(1)).max(1);
+        let row_bytes = (self.matrix.bytes().len() / self.matrix.rows().max(1)).max(1);
         let by_bytes = (PART_BYTES / row_bytes).next_multiple_of(STRIP).max(STRIP);
         let width = if self.x.n_rows > FEW_ROWS { STRIP } else { by_bytes };
-        (0..n_columns).step_by(width).map(move |first| first..(first + width).min(n_columns))
+        let end = self.columns.end;
+        self.columns.clone().step_by(width).map(move |first| first..(first + width).min(end))
     }
 
     fn run(&self, isa: Isa, columns: Range<usize>) {

@@ -4,13 +4,20 @@ use std::os::fd::BorrowedFd;
 
 use types::GroupIdx;
 
-use super::{KvMemory, Pages};
+use super::{KvMemory, Pages, RankMemory};
 
 impl KvMemory {
-    /// The file that another process maps to read all pages. `None`: the memory is this process's alone, and KV must be
-    /// copied for others to see it.
-    pub fn file(&self) -> Option<BorrowedFd<'_>> {
-        match &self.inner.pages {
+    /// Whether every rank's memory has a [`file`](RankMemory::file).
+    pub fn has_files(&self) -> bool {
+        (0..self.n_ranks()).all(|tp_rank| self.rank(tp_rank).file().is_some())
+    }
+}
+
+impl<'a> RankMemory<'a> {
+    /// The file that another process maps to read all of the rank's pages. `None`: the memory is this process's alone, and
+    /// KV must be copied for others to see it.
+    pub fn file(&self) -> Option<BorrowedFd<'a>> {
+        match self.pages {
             Pages::Host(pages) => pages.file(),
             Pages::Device(_) => None,
         }
@@ -21,7 +28,7 @@ impl KvMemory {
     /// # Panics
     /// If the group, the layer or the block does not exist, or there is no file.
     pub fn file_offset(&self, group: GroupIdx, layer_pos: u16, block: u32) -> usize {
-        let Pages::Host(pages) = &self.inner.pages else { panic!("memory of a card has no file") };
-        pages.file_offset(self.inner.regions.of_layer(group, layer_pos), block)
+        let Pages::Host(pages) = self.pages else { panic!("memory of a card has no file") };
+        pages.file_offset(self.regions.of_layer(group, layer_pos), block)
     }
 }

@@ -69,6 +69,35 @@ fn layers_do_not_share_bytes() {
 }
 
 #[test]
+fn ranks_have_memory_of_their_own() {
+    let whole = layout(vec![group(Attention::Full, &[(0, 8), (1, 8)])]);
+    for (tp_size, of_a_rank) in [(1, page(8)), (2, page(8) / 2), (4, page(8) / 2)] {
+        let spread = whole.clone().over_ranks(tp_size).expect("two heads do");
+        let bytes = 3 * 2 * of_a_rank * usize::from(tp_size);
+        assert_eq!(KvMemory::blocks_within(&spread, bytes), 3, "tp {tp_size}");
+        let memory = KvMemory::host(spread, 3).expect("a few KiB can be mapped");
+        assert_eq!((memory.bytes(), memory.n_ranks()), (bytes, tp_size));
+        let all: Vec<_> = (0..tp_size).map(|nth| memory.rank(nth).write(GroupIdx(0), 1, 0..3)).collect();
+        for (mut pages, nth) in all.into_iter().map(|pages| pages.expect("idle")).zip(1u8..) {
+            assert_eq!(pages.len(), 3 * of_a_rank);
+            pages.fill(nth);
+        }
+        for nth in 0..tp_size {
+            let pages = memory.rank(nth).read(GroupIdx(0), 1, 1..2).expect("idle");
+            assert!(pages.iter().all(|byte| u16::from(*byte) == nth + 1), "tp {tp_size}, rank {nth}");
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "memory of several ranks is reached rank by rank")]
+fn a_page_of_several_ranks_is_none() {
+    let spread = layout(vec![group(Attention::Full, &[(0, 8)])]).over_ranks(2).expect("two heads do");
+    let memory = KvMemory::host(spread, 1).expect("a few KiB can be mapped");
+    let _ = memory.read(GroupIdx(0), 0, 0..1);
+}
+
+#[test]
 fn clones_are_one_memory() {
     let memory =
         KvMemory::host(KvLayout::uniform(16, KvDtype::F32, 1, 1, 4), 2).expect("a page can be mapped");

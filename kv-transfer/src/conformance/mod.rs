@@ -7,6 +7,7 @@ pub mod abort;
 pub mod delivery;
 pub mod fault;
 pub mod node;
+pub mod ranks;
 pub mod refusal;
 
 use std::sync::Arc;
@@ -19,8 +20,8 @@ use crate::connector::{ConnectorParts, KvConnector};
 pub const CASE_WITHIN: Duration = Duration::from_secs(60);
 
 macro_rules! cases {
-    ($make:expr; $($module:ident::$case:ident),* $(,)?) => {
-        $(run(concat!(stringify!($module), "::", stringify!($case)), $make, $module::$case).await;)*
+    ($pair:expr; $($module:ident::$case:ident),* $(,)?) => {
+        $(run(concat!(stringify!($module), "::", stringify!($case)), $pair, $module::$case).await;)*
     };
 }
 
@@ -33,7 +34,8 @@ where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
 {
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
-    cases! { &make;
+    let pair = || Pair::new(&make);
+    cases! { pair;
         delivery::bytes_arrive_equal,
         delivery::spans_arrive_in_any_order,
         delivery::last_block_may_be_partial,
@@ -78,12 +80,52 @@ where
     }
 }
 
-async fn run<F>(name: &'static str, make: &Make, case: impl Fn(Arc<Pair>) -> F)
+/// Prefill nodes of so many ranks, and decode nodes. Four heads: of eight ranks two hold each.
+const SIZES: &[(u16, u16)] = &[(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4), (8, 2), (2, 8)];
+
+/// Runs what can differ where ranks share heads, on connectors that carry the KV of several.
+///
+/// # Panics
+/// As [`conformance`].
+pub async fn conformance_of_ranks<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static)
+where
+    F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
+{
+    let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
+    for (prefill_tp, decode_tp) in SIZES {
+        tracing::info!(prefill_tp, decode_tp, "ranks");
+        let pair = || Pair::of_ranks(&make, *prefill_tp, *decode_tp);
+        cases! { pair;
+            delivery::bytes_arrive_equal,
+            delivery::spans_arrive_in_any_order,
+            delivery::last_block_may_be_partial,
+            delivery::held_prefix_is_not_sent,
+            delivery::nothing_to_send_is_a_transfer,
+            delivery::neighbours_need_not_be_neighbours_there,
+            delivery::interleaved_transfers_do_not_mix,
+            ranks::ranks_that_cannot_share_are_refused,
+            ranks::each_layer_of_all_ranks_leaves_as_it_is_computed,
+            refusal::other_lengths,
+            refusal::landing_is_opened_once,
+            abort::sender_dropped_at_every_stage,
+            abort::arrival_dropped_at_every_stage,
+            abort::cancelled_open_leaves_nothing,
+            fault::flipped_bit_is_refetched,
+            fault::flipped_bit_twice_is_a_failure,
+            fault::wrong_digest_is_refetched,
+            fault::duplicate_frames_are_harmless,
+            fault::lost_connection_fails_both_and_heals,
+        }
+    }
+}
+
+async fn run<F, P>(name: &'static str, pair: impl Fn() -> P, case: impl Fn(Arc<Pair>) -> F)
 where
     F: Future<Output = ()>,
+    P: Future<Output = Pair>,
 {
     let all = async {
-        let pair = Arc::new(Pair::new(make).await);
+        let pair = Arc::new(pair().await);
         case(Arc::clone(&pair)).await;
         pair.at_baseline().await;
     };

@@ -21,6 +21,7 @@ use crate::digest::PageShape;
 use crate::error::TransferError;
 use crate::faults::Faults;
 use crate::metrics::TransferMetrics;
+use crate::reshard::Spread;
 use crate::settings::TransferSettings;
 
 pub type Make = Arc<dyn Fn(ConnectorParts) -> BoxFuture<'static, Arc<dyn KvConnector>> + Send + Sync>;
@@ -53,7 +54,22 @@ fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
 
 /// Two groups of layers, of which one has layers of two widths: enough for a wire to get something wrong.
 pub fn layout() -> KvLayout {
-    let shape = |layer, head_dim| LayerShape { layer, n_kv_heads: 2, head_dim };
+    layout_of(2)
+}
+
+/// The same with so many heads, shared by so many ranks.
+///
+/// # Panics
+/// If they cannot share them.
+pub fn spread_layout(tp_size: u16) -> KvLayout {
+    layout_of(SHARED_HEADS).over_ranks(tp_size).expect("the one number divides the other")
+}
+
+/// KV heads of nodes that have ranks.
+const SHARED_HEADS: u16 = 4;
+
+fn layout_of(n_kv_heads: u16) -> KvLayout {
+    let shape = |layer, head_dim| LayerShape { layer, n_kv_heads, head_dim };
     let full =
         LayerGroup { attention: Attention::Full, layers: vec![shape(0, 4), shape(2, 4), shape(4, 12)] };
     let window = Attention::SlidingWindow { tokens: 64 };
@@ -123,44 +139,38 @@ impl Node {
     }
 
     fn fill(&self, lease: &BlockLease, blocks: Range<u32>, byte: impl Fn(u16, u32, usize) -> u8) {
-        for (group, layer_pos, layer) in layers(self.parts.memory.layout()) {
+        for share in shares(self.parts.memory.layout()) {
             for block in blocks.clone() {
-                let place = lease.table(group)[block as usize].0;
-                let mut page = self
-                    .parts
-                    .memory
-                    .write(group, layer_pos, place..place + 1)
-                    .expect("the lease is ours alone");
-                page.iter_mut().enumerate().for_each(|(at, cell)| *cell = byte(layer, block, at));
+                let place = lease.table(share.group)[block as usize].0;
+                let memory = self.parts.memory.rank(share.rank);
+                let page = memory.write(share.group, share.layer_pos, place..place + 1);
+                let mut page = page.expect("the lease is ours alone");
+                let cells = page.iter_mut().enumerate();
+                cells.for_each(|(at, cell)| *cell = byte(share.layer, block, share.in_whole_page(at)));
             }
         }
     }
 
     /// Every valid token of the sequence is what it should be.
     pub fn assert_holds(&self, lease: &BlockLease, n_tokens: u32, sequence: u64) {
-        for (group, layer_pos, layer) in layers(self.parts.memory.layout()) {
+        for share in shares(self.parts.memory.layout()) {
             for block in 0..n_tokens.div_ceil(BLOCK_TOKENS) {
-                let place = lease.table(group)[block as usize];
+                let place = lease.table(share.group)[block as usize];
                 let valid = (n_tokens - block * BLOCK_TOKENS).min(BLOCK_TOKENS) as usize;
-                self.assert_page(group, layer_pos, place, valid, |at| kv_byte(sequence, layer, block, at));
+                let expected = |at| kv_byte(sequence, share.layer, block, share.in_whole_page(at));
+                self.assert_page(share, place, valid, expected);
             }
         }
     }
 
-    fn assert_page(
-        &self,
-        group: GroupIdx,
-        pos: u16,
-        place: BlockIdx,
-        valid: usize,
-        expected: impl Fn(usize) -> u8,
-    ) {
-        let shape = PageShape::new(self.parts.memory.layout(), group, pos);
-        let page = self.parts.memory.read(group, pos, place.0..place.0 + 1).expect("nobody writes it");
+    fn assert_page(&self, share: LayerShare, place: BlockIdx, valid: usize, expected: impl Fn(usize) -> u8) {
+        let LayerShare { shape, group, layer_pos, rank, .. } = share;
+        let memory = self.parts.memory.rank(rank);
+        let page = memory.read(group, layer_pos, place.0..place.0 + 1).expect("nobody writes it");
         for run in 0..shape.n_parts * shape.n_heads {
             let start = run * shape.head_bytes;
             for at in start..start + valid * shape.token_bytes {
-                assert_eq!(page[at], expected(at), "byte {at} of {place:?}, group {group:?}, layer {pos}");
+                assert_eq!(page[at], expected(at), "byte {at} of {place:?}, {share:?}");
             }
         }
     }
@@ -195,17 +205,45 @@ impl Node {
     }
 }
 
-/// A layer's group, its position there, and its number in the model.
-fn layers(layout: &KvLayout) -> Vec<(GroupIdx, u16, u16)> {
-    let of_group = |group: GroupIdx| {
-        let layers = &layout.group(group).layers;
-        layers
-            .iter()
-            .enumerate()
-            .map(move |(pos, shape)| (group, pos as u16, shape.layer))
-            .collect::<Vec<_>>()
-    };
-    layout.group_indices().flat_map(of_group).collect()
+/// One rank's share of a layer.
+#[derive(Clone, Copy, Debug)]
+struct LayerShare {
+    group: GroupIdx,
+    layer_pos: u16,
+    /// Its number in the model.
+    layer: u16,
+    rank: u16,
+    /// Of the rank's pages.
+    shape: PageShape,
+    /// The first of the rank's heads, and how many the model has.
+    heads: (usize, usize),
+}
+
+impl LayerShare {
+    /// Where a byte of the rank's page would be in a page of one rank that has all heads.
+    fn in_whole_page(&self, at: usize) -> usize {
+        let (run, byte) = (at / self.shape.head_bytes, at % self.shape.head_bytes);
+        let (part, head) = (run / self.shape.n_heads, self.heads.0 + run % self.shape.n_heads);
+        (part * self.heads.1 + head) * self.shape.head_bytes + byte
+    }
+}
+
+fn shares(layout: &KvLayout) -> Vec<LayerShare> {
+    let mut shares = Vec::new();
+    for group in layout.group_indices() {
+        for (layer_pos, layer) in (0..).zip(&layout.group(group).layers) {
+            let spread = Spread { n_heads: layer.n_kv_heads, tp_size: layout.shard.tp_size };
+            shares.extend((0..layout.shard.tp_size).map(|rank| LayerShare {
+                group,
+                layer_pos,
+                layer: layer.layer,
+                rank,
+                shape: PageShape::new(layout, group, layer_pos),
+                heads: (spread.heads_of(rank).start.into(), layer.n_kv_heads.into()),
+            }));
+        }
+    }
+    shares
 }
 
 /// KV in which every wrong place shows.
@@ -233,8 +271,17 @@ impl std::fmt::Debug for MakeShown {
 
 impl Pair {
     pub async fn new(make: &Make) -> Self {
-        let prefill = Node::new(make, Node::parts("prefill", layout())).await;
-        let decode = Node::new(make, Node::parts("decode", layout())).await;
+        Self::of(make, layout(), layout()).await
+    }
+
+    /// Nodes of so many ranks.
+    pub async fn of_ranks(make: &Make, prefill_tp: u16, decode_tp: u16) -> Self {
+        Self::of(make, spread_layout(prefill_tp), spread_layout(decode_tp)).await
+    }
+
+    async fn of(make: &Make, prefill: KvLayout, decode: KvLayout) -> Self {
+        let prefill = Node::new(make, Node::parts("prefill", prefill)).await;
+        let decode = Node::new(make, Node::parts("decode", decode)).await;
         Self { make: MakeShown(Arc::clone(make)), prefill, decode }
     }
 

@@ -10,6 +10,7 @@ use async_trait::async_trait;
 use kv_cache::{BlockLease, KvMemory};
 use types::{Destination, Handoff, KvSpan, Landing, NodeInfo, Scheme, WireAddress};
 
+use super::link::span_out::{SpanOut, copy_out, spoil};
 use crate::arrival::Arrival;
 use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
 use crate::digest::Digest;
@@ -17,7 +18,9 @@ use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
 use crate::landing::{Claim, Credentials, OpenLanding, PageAt};
 use crate::landings::Landings;
+use crate::lanes::LaneSpan;
 use crate::outgoing::{Outgoing, Sender, Wire, landing_of};
+use crate::runs::Runs;
 
 pub const SCHEME: &str = "loopback";
 
@@ -82,9 +85,9 @@ impl KvConnector for Loopback {
     }
 
     async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {
-        let landing = landing_of(to, &self.address.scheme, &self.parts)?;
+        let (landing, lanes) = landing_of(to, &self.address.scheme, &self.parts)?;
         let receiver = Self::at(&landing.wire.endpoint)?;
-        let (out, refetches) = Outgoing::new(landing);
+        let (out, refetches) = Outgoing::new(landing, lanes);
         let shown = Credentials::new(&out.landing, self.parts.memory.layout(), &self.parts.fingerprint);
         let target = receiver.landings.open(out.transfer(), &shown, Arc::clone(&out) as _)?;
         let wire = Copying { parts: self.parts.clone(), target };
@@ -112,24 +115,26 @@ struct Copying {
 impl Wire for Copying {
     async fn put(
         &self,
-        _out: &Arc<Outgoing>,
-        piece: KvSpan,
+        out: &Arc<Outgoing>,
+        piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
-        let bytes = piece.blocks.len() * self.page_bytes(&piece);
-        let Some(fault) = self.parts.faults.next(bytes) else { return self.copy(&piece, &from, None).await };
+        let span = SpanOut { out: Arc::clone(out), piece, from };
+        let Some(fault) = self.parts.faults.next(span.runs(&self.parts).bytes()) else {
+            return self.copy(&span, None).await;
+        };
         match fault {
             FaultKind::Lose => Err(self.lost()),
             FaultKind::Stall => std::future::pending().await,
             FaultKind::Delay(by) => {
                 tokio::time::sleep(by).await;
-                self.copy(&piece, &from, None).await
+                self.copy(&span, None).await
             }
             FaultKind::Duplicate => {
-                self.copy(&piece, &from, None).await?;
-                self.copy(&piece, &from, None).await
+                self.copy(&span, None).await?;
+                self.copy(&span, None).await
             }
-            FaultKind::FlipBit(_) | FaultKind::WrongDigest => self.copy(&piece, &from, Some(fault)).await,
+            FaultKind::FlipBit(_) | FaultKind::WrongDigest => self.copy(&span, Some(fault)).await,
         }
     }
 
@@ -145,10 +150,6 @@ impl Wire for Copying {
 }
 
 impl Copying {
-    fn page_bytes(&self, piece: &KvSpan) -> usize {
-        piece.layers.clone().map(|layer_pos| self.target.shape(piece.group, layer_pos).page_bytes()).sum()
-    }
-
     /// What a broken connection does to both ends.
     fn lost(&self) -> TransferError {
         let error = TransferError::lost_because("a fault was injected");
@@ -157,83 +158,74 @@ impl Copying {
     }
 
     /// Copies, verifies, and copies once more what was wrong.
-    async fn copy(
-        &self,
-        piece: &KvSpan,
-        from: &BlockLease,
-        fault: Option<FaultKind>,
-    ) -> Result<(), TransferError> {
-        for wrong in self.copy_once(piece, from, fault)? {
+    async fn copy(&self, span: &SpanOut, fault: Option<FaultKind>) -> Result<(), TransferError> {
+        for wrong in self.copy_once(span, fault)? {
+            let again = span.page(wrong);
             // The fault hook is asked again: a refetched page takes the same wire.
-            let fault = self.parts.faults.next(self.page_bytes(&wrong));
-            self.copy_once(&wrong, from, fault)?;
+            let fault = self.parts.faults.next(again.runs(&self.parts).bytes());
+            self.copy_once(&again, fault)?;
             tokio::task::yield_now().await;
         }
         Ok(())
     }
 
     /// The pages that did not pass.
-    fn copy_once(
-        &self,
-        piece: &KvSpan,
-        from: &BlockLease,
-        mut fault: Option<FaultKind>,
-    ) -> Result<Vec<KvSpan>, TransferError> {
-        let n_digests: usize = PageAt::all(piece).map(|page| self.n_heads(page)).sum();
-        if self.target.claim(piece, n_digests)? == Claim::Skip {
+    fn copy_once(&self, span: &SpanOut, mut fault: Option<FaultKind>) -> Result<Vec<KvSpan>, TransferError> {
+        let mut digests = span.digests(&self.parts)?;
+        if self.target.claim(&span.piece, digests.len())? == Claim::Skip {
             return Ok(Vec::new());
         }
+        if fault == Some(FaultKind::WrongDigest) {
+            spoil(&mut digests);
+        }
         let (mut wrong, mut bytes) = (Vec::new(), 0);
-        for page in PageAt::all(piece) {
-            let copied = self.copy_page(page, from, fault.take())?;
+        for page in PageAt::all(&span.piece) {
+            let heads = self.target.heads(span.piece.lane, page.group, page.layer_pos).range().len();
+            let of_page: Vec<Digest> = digests.drain(..heads.min(digests.len())).collect();
+            let copied = self.copy_page(&span.page(page.span()), page, &of_page, fault.take())?;
             bytes += copied.bytes;
             if !copied.right {
                 wrong.push(page.span());
             }
         }
-        self.target.arrived(piece, bytes, &wrong)?;
+        self.target.arrived(&span.piece, bytes, &wrong)?;
         Ok(wrong)
-    }
-
-    fn n_heads(&self, page: PageAt) -> usize {
-        self.target.shape(page.group, page.layer_pos).n_heads
     }
 
     fn copy_page(
         &self,
+        span: &SpanOut,
         page: PageAt,
-        from: &BlockLease,
-        fault: Option<FaultKind>,
-    ) -> Result<Copied, TransferError> {
-        let place = from.table(page.group)[page.block as usize].0;
-        let source = self.parts.memory.read(page.group, page.layer_pos, place..place + 1).map_err(busy)?;
-        let mut digests = Vec::new();
-        let n_tokens = self.target.landing().valid_tokens(page.block);
-        self.target.shape(page.group, page.layer_pos).digest_page(&source, n_tokens, &mut digests);
-        if fault == Some(FaultKind::WrongDigest) {
-            digests[0].0 ^= 1;
-        }
-        let right = self.target.while_open(|memory| self.write_page(memory, page, &source, &digests, fault));
-        Ok(Copied { bytes: source.len(), right: right.ok_or(TransferError::Cancelled)?? })
-    }
-
-    fn write_page(
-        &self,
-        memory: &KvMemory,
-        page: PageAt,
-        source: &[u8],
         digests: &[Digest],
         fault: Option<FaultKind>,
-    ) -> Result<bool, TransferError> {
-        let place = self.target.landing().tables[usize::from(page.group.0)][page.block as usize].0;
-        let mut target = memory.write(page.group, page.layer_pos, place..place + 1).map_err(busy)?;
-        target.copy_from_slice(source);
+    ) -> Result<Copied, TransferError> {
+        let runs = span.runs(&self.parts);
+        let mut bytes = vec![0; runs.bytes()];
+        copy_out(&self.parts.memory, &runs, &mut bytes)?;
         if let Some(FaultKind::FlipBit(bit)) = fault {
-            flip(&mut target, bit);
+            flip(&mut bytes, bit);
         }
-        drop(target);
-        self.target.verify(memory, page, digests).map_err(busy)
+        let write = |memory: &KvMemory| {
+            copy_in(memory, &self.target.runs(&span.piece), &bytes)?;
+            match digests.is_empty() {
+                true => Ok(true),
+                false => self.target.verify(memory, span.piece.lane, page, digests).map_err(busy),
+            }
+        };
+        let right = self.target.while_open(write).ok_or(TransferError::Cancelled)??;
+        Ok(Copied { bytes: bytes.len(), right })
     }
+}
+
+/// Copies a page's KV to where it is wanted.
+fn copy_in(memory: &KvMemory, runs: &Runs, mut bytes: &[u8]) -> Result<(), TransferError> {
+    let mut pages = runs.write(memory, 0).map_err(busy)?;
+    for mut slice in pages.slices() {
+        let (now, later) = bytes.split_at(slice.len());
+        slice.copy_from_slice(now);
+        bytes = later;
+    }
+    Ok(())
 }
 
 struct Copied {

@@ -1,7 +1,7 @@
 //! Layout and fingerprint in eight bytes each: enough to refuse a sender that disagrees.
 //!
 //! The landing itself carries both in full, so that its sender can spell the difference out; this is the receiver's
-//! check that the sender did look.
+//! check that the sender did look. How many ranks share a layout's heads is not part of it: each side has its own.
 
 use std::fmt::Write;
 
@@ -10,10 +10,8 @@ use types::{Fingerprint, KvLayout};
 
 pub(crate) fn layout(layout: &KvLayout) -> u64 {
     let shard = layout.shard;
-    let mut text = format!(
-        "{} {} {}/{} {}/{}",
-        layout.block_tokens, layout.dtype, shard.stage, shard.n_stages, shard.tp_rank, shard.tp_size
-    );
+    // Version 1 of the protocol had a rank there, of one.
+    let mut text = format!("{} {} {}/{} 0/1", layout.block_tokens, layout.dtype, shard.stage, shard.n_stages);
     for group in &layout.groups {
         write!(text, ";{:?}", group.attention).expect("a string takes all that is written");
         for shape in &group.layers {
@@ -47,9 +45,10 @@ mod tests {
             KvLayout::uniform(16, KvDtype::Bf16, 5, 2, 8),
             KvLayout::uniform(16, KvDtype::Bf16, 4, 4, 8),
             KvLayout::uniform(16, KvDtype::Bf16, 4, 2, 4),
-            KvLayout { shard: types::layout::Shard { tp_size: 2, ..base.shard }, ..base.clone() },
+            KvLayout { shard: types::layout::Shard { stage: 1, ..base.shard }, ..base.clone() },
         ];
         assert_eq!(layout(&base), layout(&base.clone()));
+        assert_eq!(layout(&base), layout(&base.clone().over_ranks(2).expect("two heads do")));
         for variant in &variants {
             assert_ne!(layout(&base), layout(variant), "{variant:?}");
         }

@@ -137,7 +137,7 @@ pub fn span_frame(landing: &Landing, span: KvSpan, node: &Node, from: &BlockLeas
         payload.extend_from_slice(&bytes);
     }
     let body = Body::Span { span, digests };
-    let mut bytes = encoded(&Frame { transfer: landing.transfer, body, payload_bytes: payload.len() });
+    let mut bytes = encoded(&Frame { payload_bytes: payload.len(), ..Frame::new(landing.transfer, body) });
     bytes.extend_from_slice(&payload);
     bytes
 }

@@ -41,7 +41,7 @@ fn landing() -> Landing {
             LayerGroup { attention: Attention::Full, layers: vec![shape(0), shape(2)] },
             LayerGroup { attention: Attention::SlidingWindow { tokens: 128 }, layers: vec![shape(1)] },
         ],
-        shard: Shard { stage: 0, n_stages: 2, tp_rank: 1, tp_size: 2 },
+        shard: Shard { stage: 0, n_stages: 2, tp_size: 2 },
     };
     Landing {
         transfer: TransferId(u128::MAX - 1),
@@ -126,8 +126,8 @@ fn a_landing_that_contradicts_itself_is_refused() {
         }),
         ("layout.block_tokens is out of range: 0", |l| l.layout.as_mut().expect("set").block_tokens = 0),
         ("layout.groups is out of range: 0", |l| l.layout.as_mut().expect("set").groups.clear()),
-        ("shard.tp_rank is out of range: 9", |l| {
-            l.layout.as_mut().expect("set").shard.as_mut().expect("set").tp_rank = 9;
+        ("shard.tp_size is out of range: 0", |l| {
+            l.layout.as_mut().expect("set").shard.as_mut().expect("set").tp_size = 0;
         }),
     ];
     for (expected, spoil) in table {

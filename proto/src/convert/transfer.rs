@@ -1,7 +1,7 @@
 //! Landings and where KV is to go.
 
 use bytes::Bytes;
-use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, Shard};
+use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, RANKS_MAX, Shard};
 use types::{
     BlockIdx, Destination, Epoch, Fingerprint, Grant, KvLayout, Landing, NodeId, Scheme, TransferId,
     WireAddress,
@@ -192,26 +192,20 @@ fn layer_from_wire(wire: v1::LayerShape) -> Result<LayerShape, ConvertError> {
 }
 
 fn shard_to_wire(shard: Shard) -> v1::Shard {
-    v1::Shard {
-        stage: shard.stage.into(),
-        n_stages: shard.n_stages.into(),
-        tp_rank: shard.tp_rank.into(),
-        tp_size: shard.tp_size.into(),
-    }
+    v1::Shard { stage: shard.stage.into(), n_stages: shard.n_stages.into(), tp_size: shard.tp_size.into() }
 }
 
 fn shard_from_wire(wire: v1::Shard) -> Result<Shard, ConvertError> {
     let shard = Shard {
         stage: narrow(wire.stage, "shard.stage")?,
         n_stages: narrow(wire.n_stages, "shard.n_stages")?,
-        tp_rank: narrow(wire.tp_rank, "shard.tp_rank")?,
         tp_size: narrow(wire.tp_size, "shard.tp_size")?,
     };
     if shard.stage >= shard.n_stages {
         return Err(ConvertError::range("shard.stage", shard.stage));
     }
-    if shard.tp_rank >= shard.tp_size {
-        return Err(ConvertError::range("shard.tp_rank", shard.tp_rank));
+    if !(1..=RANKS_MAX).contains(&shard.tp_size) {
+        return Err(ConvertError::range("shard.tp_size", shard.tp_size));
     }
     Ok(shard)
 }

@@ -1,16 +1,18 @@
 //! Hot path.
-//! The thread that computes steps, one after the other.
+//! The thread that computes steps, one after the other: the first rank's, which has the others compute with it.
 
 use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender};
 
-use kernels::cpu::Processor;
-use kv_cache::{FenceSignal, KvMemory};
+use kv_cache::FenceSignal;
 use types::{BlockIdx, TokenId};
 
+use super::rank::{Helper, Outcomes, Rank, Step};
 use crate::error::RowError;
-use crate::model::pass::PassParts;
-use crate::model::{Model, ModelConfig, Pass, PassRow, Scratch, Tensor};
+use crate::model::ranks::Written;
+use crate::model::{ModelConfig, Scratch, Tensor};
 use crate::sampler::Drawing;
 use crate::step::{Row, RowInput, Sampled, SlotId, StepOutput};
 
@@ -40,10 +42,9 @@ enum Input {
 /// What the thread owns.
 #[derive(Debug)]
 pub(super) struct Compute {
-    processor: Processor,
-    model: Box<dyn Model>,
-    memory: KvMemory,
-    frequencies: Vec<f32>,
+    // Fields are dropped in their order: helpers that wait for this rank learn that it is gone before they are waited for.
+    rank: Rank,
+    helpers: Vec<Helper>,
     vocab: usize,
     eos_tokens: Vec<TokenId>,
     /// What the step before sampled: what [`RowInput::Previous`] means.
@@ -77,7 +78,20 @@ impl JobRow {
         unknown.map_or(Ok(()), |token| Err(RowError::UnknownToken { token: token.0, vocab }))
     }
 
-    fn tokens(&self) -> &[TokenId] {
+    pub(super) fn start(&self) -> usize {
+        self.start
+    }
+
+    pub(super) fn tables(&self) -> &[Vec<BlockIdx>] {
+        &self.tables
+    }
+
+    /// Whether a token is drawn after it.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.drawing.is_some()
+    }
+
+    pub(super) fn tokens(&self) -> &[TokenId] {
         match &self.input {
             Input::Tokens(tokens) => tokens,
             Input::Previous => &[],
@@ -93,87 +107,67 @@ impl JobRow {
 // === impl Compute ===
 
 impl Compute {
-    pub(super) fn new(
-        processor: Processor,
-        model: Box<dyn Model>,
-        memory: KvMemory,
-        config: &ModelConfig,
-    ) -> Self {
-        Self {
-            processor,
-            model,
-            memory,
-            frequencies: config.rope.frequencies(config.head_dim),
-            vocab: config.vocab,
-            eos_tokens: config.eos_tokens.clone(),
-            previous: HashMap::new(),
-        }
+    /// `ranks` are all of the model's. All but the first get a thread each.
+    pub(super) fn new(ranks: Vec<Rank>, config: &ModelConfig) -> io::Result<Self> {
+        let mut ranks = ranks.into_iter();
+        let rank = ranks.next().expect("a model has a rank");
+        let helpers = ranks.map(Helper::start).collect::<Result<_, _>>()?;
+        let (vocab, eos_tokens) = (config.vocab, config.eos_tokens.clone());
+        Ok(Self { rank, helpers, vocab, eos_tokens, previous: HashMap::new() })
     }
 
-    /// Until no more jobs can come. It waits where there is no work, and nowhere else.
+    /// Until no more jobs can come, or a rank is gone. It waits where there is no work, and for the other ranks.
     pub(super) fn run(mut self, jobs: &Receiver<Job>, results: &SyncSender<StepOutput>) {
         let scratch = Scratch::default();
         while let Ok(job) = jobs.recv() {
-            let output = self.step(job, &scratch);
+            let Some(output) = self.step(job, &scratch) else { return };
             if results.send(output).is_err() {
                 return;
             }
         }
     }
 
-    fn step(&mut self, mut job: Job, scratch: &Scratch) -> StepOutput {
-        let rows = self.outcomes(&mut job, scratch);
+    fn step(&mut self, job: Job, scratch: &Scratch) -> Option<StepOutput> {
+        let step = Arc::new(self.resolved(job));
+        let rows = self.outcomes(&step, scratch)?;
         self.previous.clear();
-        for (row, outcome) in job.rows.iter().zip(&rows) {
+        for (row, outcome) in step.rows.iter().zip(&rows) {
             if let Ok(Some(sampled)) = outcome {
                 self.previous.insert(row.slot, sampled.token);
             }
         }
-        StepOutput { rows }
+        Some(StepOutput { rows })
     }
 
-    fn outcomes(&self, job: &mut Job, scratch: &Scratch) -> Vec<Result<Option<Sampled>, RowError>> {
-        let Job { rows, signal } = job;
-        let resolved: Vec<Result<(), RowError>> =
-            rows.iter_mut().map(|row| row.resolve(&self.previous, self.vocab)).collect();
-        let passing = rows.iter().zip(&resolved).filter(|(_, ok)| ok.is_ok()).map(|(row, _)| pass_row(row));
-        let (logits, mut outcomes) = self.forward(passing.collect(), signal, scratch);
+    fn resolved(&self, Job { mut rows, signal }: Job) -> Step {
+        let resolved = rows.iter_mut().map(|row| row.resolve(&self.previous, self.vocab)).collect();
+        Step { rows, resolved, written: Written::new(signal, 1 + self.helpers.len()) }
+    }
+
+    /// `None`: a rank is gone.
+    fn outcomes(
+        &self,
+        step: &Arc<Step>,
+        scratch: &Scratch,
+    ) -> Option<Vec<Result<Option<Sampled>, RowError>>> {
+        self.helpers.iter().try_for_each(|helper| helper.begin(step))?;
+        let (logits, mut outcomes) = self.rank.forward(step, scratch);
+        for helper in &self.helpers {
+            outcomes = first_errors(outcomes, helper.finish()?);
+        }
+        let mut outcomes = outcomes.into_iter();
         let mut outputs = Outputs { compute: self, logits, n_drawn: 0 };
-        let draw = |(row, resolved): (&JobRow, Result<(), RowError>)| {
-            resolved?;
+        let draw = |(row, resolved): (&JobRow, &Result<(), RowError>)| {
+            resolved.clone()?;
             outputs.draw(row, outcomes.next().expect("every resolved row passed"))
         };
-        rows.iter().zip(resolved).map(draw).collect()
-    }
-
-    /// Logits (wanted, vocab), and how each row fared.
-    fn forward<'a>(
-        &'a self,
-        rows: Vec<PassRow<'a>>,
-        signal: &'a FenceSignal,
-        scratch: &'a Scratch,
-    ) -> (Tensor, impl Iterator<Item = Result<(), RowError>> + use<'a>) {
-        let parts = PassParts {
-            processor: &self.processor,
-            scratch,
-            memory: &self.memory,
-            signal,
-            frequencies: &self.frequencies,
-        };
-        let mut pass = Pass::new(parts, rows);
-        let logits = self.model.forward(&mut pass);
-        (logits, pass.into_outcomes())
+        Some(step.rows.iter().zip(&step.resolved).map(draw).collect())
     }
 }
 
-fn pass_row(row: &JobRow) -> PassRow<'_> {
-    PassRow {
-        tokens: row.tokens(),
-        start: row.start,
-        tables: &row.tables,
-        is_wanted: row.drawing.is_some(),
-        outcome: Ok(()),
-    }
+/// A row has failed if it has on any rank.
+fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
+    ours.into_iter().zip(theirs).map(|(ours, theirs)| ours.and(theirs)).collect()
 }
 
 /// A pass's logits, drawn from in the order of the rows that wanted them.
@@ -189,7 +183,7 @@ impl Outputs<'_> {
         let nth = self.n_drawn;
         self.n_drawn += 1;
         outcome?;
-        let Compute { processor, eos_tokens, .. } = self.compute;
-        drawing.draw(processor, self.logits.row_mut(nth), row.next_position(), eos_tokens).map(Some)
+        let Compute { rank, eos_tokens, .. } = self.compute;
+        drawing.draw(rank.processor(), self.logits.row_mut(nth), row.next_position(), eos_tokens).map(Some)
     }
 }

@@ -1,15 +1,20 @@
 //! The processor as a backend: exact, with no other device, and the truth that others are compared with.
 //!
 //! A step is computed by a thread of its own, so `launch` returns at once. All of a batch goes through each layer
-//! together; what a row gets is the same bits in any company (see `kernels::cpu`).
+//! together; what a row gets is the same bits in any company (see `kernels::cpu`). With several ranks, there is such a
+//! thread for each of them, with memory for KV of its own; the bits are still the same (see [`crate::model::ranks`]).
 
 mod compute;
+mod rank;
 mod settings;
 #[cfg(test)]
 mod tests;
 
 use std::collections::VecDeque;
+use std::io;
+use std::num::NonZero;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
@@ -27,6 +32,7 @@ use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint
 use crate::model::{self, Architecture, Model, ModelConfig};
 use crate::step::{Launched, StepBatch, StepOutput};
 use compute::{Compute, Job, JobRow};
+use rank::Rank;
 
 /// A model in memory, and the thread that computes with it.
 #[derive(Debug)]
@@ -45,16 +51,17 @@ pub struct CpuBackend {
 /// The line in the table of backends: `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
-    Ok(Box::new(CpuBackend::open(Path::new(folder), engine.kv_bytes, &engine.cpu)?))
+    let settings = CpuSettings { ranks: engine.ranks, ..engine.cpu.clone() };
+    Ok(Box::new(CpuBackend::open(Path::new(folder), engine.kv_bytes, &settings)?))
 }
 
 impl CpuBackend {
     /// Loads the model of a folder. Resident memory is its weights, `kv_bytes` of KV, and what a step computes in.
     pub fn open(folder: &Path, kv_bytes: usize, settings: &CpuSettings) -> Result<Self, OpenError> {
-        let processor =
-            Processor::new(settings.arithmetic, settings.threads()).map_err(LoadError::Threads)?;
+        let processors = processors(settings).map_err(LoadError::Threads)?;
+        let processor = processors.first().expect("there is a rank");
         let folder = ModelFolder::open(folder)?;
-        let loaded = Loaded::load(&folder, settings, &processor)?;
+        let loaded = Loaded::load(&folder, settings, processor)?;
         let layout = layout(&folder.config, loaded.architecture, settings)?;
         let memory = memory(&layout, kv_bytes)?;
         let model = ModelInfo {
@@ -62,10 +69,11 @@ impl CpuBackend {
             context_tokens: folder.config.context_tokens as u32,
             vocab: folder.config.vocab as u32,
             eos_tokens: folder.config.eos_tokens.clone(),
-            fingerprint: loaded.fingerprint(&folder, &layout, &processor, settings)?,
+            fingerprint: loaded.fingerprint(&folder, &layout, processor, settings)?,
             layout,
         };
-        let compute = Compute::new(processor, loaded.model, memory.clone(), &folder.config);
+        let ranks = Rank::all(processors, &loaded.model, &memory, &folder.config);
+        let compute = Compute::new(ranks, &folder.config).map_err(LoadError::Threads)?;
         Self::start(model, memory, compute, loaded.weight_bytes)
     }
 
@@ -147,12 +155,19 @@ impl Drop for CpuBackend {
     }
 }
 
+/// One for each rank, which share the threads.
+fn processors(settings: &CpuSettings) -> io::Result<Vec<Processor>> {
+    let n_ranks = usize::from(settings.ranks.get());
+    let each = NonZero::new(settings.threads().get() / n_ranks).unwrap_or(NonZero::<usize>::MIN);
+    (0..n_ranks).map(|_| Processor::new(settings.arithmetic, each)).collect()
+}
+
 // === loading ===
 
 /// Weights in memory, and what they are.
 struct Loaded {
     architecture: &'static Architecture,
-    model: Box<dyn Model>,
+    model: Arc<dyn Model>,
     weights: String,
     weight_format: &'static str,
     weight_bytes: usize,
@@ -216,12 +231,27 @@ fn layout(
     if !matches!(settings.kv_dtype, KvDtype::F32 | KvDtype::Bf16) {
         return Err(LoadError::KvDtype(settings.kv_dtype));
     }
-    Ok(KvLayout {
+    let layout = KvLayout {
         block_tokens: settings.block_tokens,
         dtype: settings.kv_dtype,
         groups: groups(config.n_kv_heads as u16, config.head_dim as u16, &(architecture.windows)(config)),
         shard: Shard::WHOLE,
-    })
+    };
+    let n_ranks = settings.ranks.get();
+    check_shares(config, usize::from(n_ranks))?;
+    layout.over_ranks(n_ranks).map_err(|uneven| LoadError::Ranks(uneven.to_string()))
+}
+
+/// Ranks have whole heads, and each some of all else.
+fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
+    let ModelConfig { n_heads, hidden, intermediate, vocab, .. } = *config;
+    if !n_heads.is_multiple_of(n_ranks) {
+        return Err(LoadError::Ranks(format!("{n_heads} heads do not spread over {n_ranks} ranks")));
+    }
+    match hidden.min(intermediate).min(vocab) < n_ranks {
+        true => Err(LoadError::Ranks(format!("a layer has fewer outputs than there are ranks, {n_ranks}"))),
+        false => Ok(()),
+    }
 }
 
 /// One group for each way of looking back, in the order of their first layers.

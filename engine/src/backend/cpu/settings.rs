@@ -10,8 +10,10 @@ use crate::load::Quantize;
 /// How the processor computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuSettings {
-    /// Threads that compute; `None`: as many as there are cores.
+    /// Threads that compute, of all ranks together; `None`: as many as there are cores.
     pub threads: Option<NonZero<usize>>,
+    /// Tensor-parallel ranks: so many groups of threads, each with its share of the outputs, and of the KV.
+    pub ranks: NonZero<u16>,
     /// How bf16 weights are multiplied.
     pub arithmetic: Arithmetic,
     pub kv_dtype: KvDtype,
@@ -33,6 +35,7 @@ impl Default for CpuSettings {
     fn default() -> Self {
         Self {
             threads: None,
+            ranks: NonZero::<u16>::MIN,
             arithmetic: Arithmetic::F32,
             // What most models were trained with; f32 is for those who compare with a reference.
             kv_dtype: KvDtype::Bf16,

@@ -44,6 +44,38 @@ fn every_setting_keeps_the_contract() {
 }
 
 #[test]
+fn ranks_keep_the_contract() {
+    for (name, ranks) in [("llama", 4), ("llama3", 2), ("mistral", 2), ("qwen2", 4), ("qwen3", 2)] {
+        let ranks = NonZero::new(ranks).expect("some");
+        for (kv_dtype, quantize) in [(KvDtype::Bf16, Quantize::No), (KvDtype::F32, Quantize::Q8)] {
+            check(&format!("tests/models/{name}"), &CpuSettings { ranks, kv_dtype, quantize, ..settings(1) });
+        }
+    }
+}
+
+#[test]
+fn what_ranks_cannot_share_is_refused() {
+    let refusal = |name: &str, ranks: u16| {
+        let settings = CpuSettings { ranks: NonZero::new(ranks).expect("some"), ..settings(1) };
+        CpuBackend::open(&folder(name), 1 << 20, &settings).expect_err("it cannot be").to_string()
+    };
+    assert_eq!(refusal("tests/models/qwen3", 3), "tensor parallel: 4 heads do not spread over 3 ranks");
+    assert_eq!(refusal("tests/models/qwen3", 8), "tensor parallel: 4 heads do not spread over 8 ranks");
+}
+
+#[test]
+fn how_many_ranks_there_are_is_not_in_the_fingerprint() {
+    let model = |ranks: u16| {
+        let settings = CpuSettings { ranks: NonZero::new(ranks).expect("some"), ..settings(1) };
+        let backend = CpuBackend::open(&folder("tests/models/llama"), 1 << 20, &settings).expect("it opens");
+        backend.model().clone()
+    };
+    let (one, four) = (model(1), model(4));
+    assert_eq!(one.fingerprint.agree(&four.fingerprint), Ok(()));
+    assert_eq!((one.layout.shard.tp_size, four.layout.shard.tp_size), (1, 4));
+}
+
+#[test]
 fn a_config_alone_is_a_model() {
     let dummy = CpuSettings { load_format: LoadFormat::Dummy { seed: 5 }, ..settings(2) };
     check("tests/models/qwen3", &dummy);

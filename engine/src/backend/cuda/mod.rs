@@ -76,6 +76,9 @@ struct Staging {
 /// The line in the table of backends: `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
+    if engine.ranks.get() > 1 {
+        return Err(OpenError::Ranks("several GPUs as one node are not implemented: one rank is".to_owned()));
+    }
     Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv_bytes, &engine.cuda())?))
 }
 

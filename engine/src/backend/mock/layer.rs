@@ -1,4 +1,4 @@
-//! Where the cells of one layer lie within a page.
+//! Where the cells of one layer lie within a page of one rank.
 
 use std::ops::Range;
 
@@ -7,11 +7,12 @@ use types::{GroupIdx, KvLayout};
 
 use super::kv::CellKey;
 
-/// One layer of the model, and the shape of its pages: `[K|V][kv_head][token][dim]`.
+/// One rank's share of one layer of the model, and the shape of its pages: `[K|V][kv_head][token][dim]`.
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
     /// Its number in the model.
     pub(super) number: u16,
+    pub(super) rank: u16,
     pub(super) group: GroupIdx,
     /// Its position in the group.
     pub(super) pos: u16,
@@ -22,23 +23,28 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    /// All layers in the order in which a model runs them.
+    /// All layers in the order in which a model runs them: each rank by rank.
     pub(super) fn all(layout: &KvLayout) -> Vec<Self> {
         let mut layers = Vec::new();
         for group in layout.group_indices() {
-            let shapes = layout.group(group).layers.iter();
-            layers.extend(shapes.zip(0u16..).map(|(shape, pos)| Self::new(layout, group, pos, *shape)));
+            for (shape, pos) in layout.group(group).layers.iter().zip(0u16..) {
+                let of_rank = |rank| Self::new(layout, (group, pos), rank, *shape);
+                layers.extend((0..layout.shard.tp_size).map(of_rank));
+            }
         }
-        layers.sort_by_key(|layer| layer.number);
+        layers.sort_by_key(|layer| (layer.number, layer.rank));
         layers
     }
 
-    fn new(layout: &KvLayout, group: GroupIdx, pos: u16, shape: LayerShape) -> Self {
+    fn new(layout: &KvLayout, (group, pos): (GroupIdx, u16), rank: u16, shape: LayerShape) -> Self {
         let n_parts = if layout.group(group).attention == Attention::Latent { 1 } else { 2 };
-        let n_heads = usize::from(shape.n_kv_heads);
-        let key = |nth: usize| CellKey::new(shape.layer, nth / n_heads, nth % n_heads);
+        let n_heads = usize::from(layout.rank_heads(shape));
+        // Ranks beyond the heads hold the same head as their neighbours.
+        let first = usize::from(rank) * usize::from(shape.n_kv_heads) / usize::from(layout.shard.tp_size);
+        let key = |nth: usize| CellKey::new(shape.layer, nth / n_heads, first + nth % n_heads);
         Self {
             number: shape.layer,
+            rank,
             group,
             pos,
             block_tokens: usize::from(layout.block_tokens),
@@ -68,6 +74,21 @@ impl Layer {
 mod tests {
     use super::*;
     use types::KvDtype;
+
+    /// What ranks write is what one rank would: the same heads, elsewhere.
+    #[test]
+    fn ranks_have_their_heads_and_no_others() {
+        let whole = KvLayout::uniform(4, KvDtype::F32, 1, 2, 4);
+        let heads = |tp_size| -> Vec<Vec<CellKey>> {
+            let spread = whole.clone().over_ranks(tp_size).expect("two heads do");
+            Layer::all(&spread).iter().map(|layer| layer.keys.clone()).collect()
+        };
+        let key = |part, head| CellKey::new(0, part, head);
+        assert_eq!(heads(1), [[key(0, 0), key(0, 1), key(1, 0), key(1, 1)]]);
+        assert_eq!(heads(2), [[key(0, 0), key(1, 0)], [key(0, 1), key(1, 1)]]);
+        let (first, second) = ([key(0, 0), key(1, 0)], [key(0, 1), key(1, 1)]);
+        assert_eq!(heads(4), [first, first, second, second]);
+    }
 
     #[test]
     fn cells_cover_a_page_once() {

@@ -12,11 +12,12 @@ mod row;
 mod tests;
 
 use std::collections::{HashMap, VecDeque};
+use std::num::NonZero;
 use std::time::Duration;
 
 use kv_cache::{FenceSignal, KvMemory};
 use tokio::time::Instant;
-use types::{Fingerprint, ModelInfo, TokenId};
+use types::{Fingerprint, KvLayout, ModelInfo, TokenId};
 
 pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify, wire_costs};
 
@@ -60,26 +61,42 @@ struct QueuedStep {
 /// The mock's line in the table of backends.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let settings = MockSettings::named(name)?;
-    let layout = settings.layout.layout();
+    let layout = spread(&settings, engine.ranks)?;
     let n_blocks = KvMemory::blocks_within(&layout, engine.kv_bytes);
     if n_blocks == 0 {
         let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
         return Err(OpenError::NoKvMemory { bytes: engine.kv_bytes, block_bytes });
     }
     // One name whatever the costs: clients ask for `mock`.
-    Ok(Box::new(Mock::new("mock", settings, n_blocks, engine.pace)?))
+    Ok(Box::new(Mock::over_ranks("mock", settings, engine.ranks, n_blocks, engine.pace)?))
+}
+
+fn spread(settings: &MockSettings, ranks: NonZero<u16>) -> Result<KvLayout, OpenError> {
+    let layout = settings.layout.layout().over_ranks(ranks.get());
+    layout.map_err(|uneven| OpenError::Ranks(uneven.to_string()))
 }
 
 impl Mock {
     /// A mock with memory for `n_blocks` blocks.
     pub fn new(name: &str, settings: MockSettings, n_blocks: u32, pace: Pace) -> Result<Self, OpenError> {
-        let layout = settings.layout.layout();
+        Self::over_ranks(name, settings, NonZero::<u16>::MIN, n_blocks, pace)
+    }
+
+    /// One whose KV lies as that of so many ranks, which it computes one after the other.
+    pub fn over_ranks(
+        name: &str,
+        settings: MockSettings,
+        ranks: NonZero<u16>,
+        n_blocks: u32,
+        pace: Pace,
+    ) -> Result<Self, OpenError> {
+        let layout = spread(&settings, ranks)?;
         let memory = KvMemory::host(layout.clone(), n_blocks)
             .map_err(|error| OpenError::KvMemory(error.to_string()))?;
         Ok(Self {
-            model: model(name, &settings),
-            memory,
             layers: Layer::all(&layout),
+            model: model(name, &settings, layout),
+            memory,
             settings,
             pace,
             queue: VecDeque::with_capacity(STEPS_IN_FLIGHT_MAX),
@@ -100,7 +117,8 @@ impl Mock {
         for (nth, layer) in self.layers.iter().enumerate() {
             rows.iter_mut().for_each(|row| row.run_layer(&self.memory, layer));
             self.wait_until(started, step.cost, nth + 1);
-            step.signal.layers_done(layer.number + 1);
+            // Once the last rank has done its share.
+            step.signal.layers_done(layer.number + u16::from(layer.rank + 1 == self.memory.n_ranks()));
         }
         self.finish(rows)
     }
@@ -166,8 +184,7 @@ impl Backend for Mock {
 }
 
 /// What a mock says of itself. Mocks of one layout understand each other's KV, whatever their costs.
-fn model(name: &str, settings: &MockSettings) -> ModelInfo {
-    let layout = settings.layout.layout();
+fn model(name: &str, settings: &MockSettings, layout: KvLayout) -> ModelInfo {
     let mut parts = layout.fingerprint_parts();
     parts.push(("weights".to_owned(), format!("mock, eos one in {}", settings.eos_one_in)));
     parts.push(("tokenizer".to_owned(), "bytes".to_owned()));

@@ -143,6 +143,7 @@ impl RunningRow {
         for in_block in self.by_block(positions) {
             let block = self.block(layer, in_block.start);
             let page = memory
+                .rank(layer.rank)
                 .read(layer.group, layer.pos, block..block + 1)
                 .map_err(|busy| page_error(layer, in_block.start, &busy))?;
             links.extend(in_block.map(|position| {
@@ -177,6 +178,7 @@ impl RunningRow {
         for in_block in self.by_block(self.row.verify_from..self.row.start) {
             let block = self.block(layer, in_block.start);
             let page = memory
+                .rank(layer.rank)
                 .read(layer.group, layer.pos, block..block + 1)
                 .map_err(|busy| page_error(layer, in_block.start, &busy))?;
             let wrong = in_block.into_iter().find(|position| !self.is_in(&page, layer, *position));
@@ -196,6 +198,7 @@ impl RunningRow {
         for in_block in self.by_block(self.row.start..self.end()) {
             let block = self.block(layer, in_block.start);
             let mut page = memory
+                .rank(layer.rank)
                 .write(layer.group, layer.pos, block..block + 1)
                 .map_err(|busy| page_error(layer, in_block.start, &busy))?;
             for position in in_block {

@@ -75,6 +75,15 @@ fn conformance() {
 }
 
 #[test]
+fn ranks_keep_the_contract() {
+    for ranks in [2, 4] {
+        let ranks = NonZero::new(ranks).expect("some");
+        let open = || Mock::over_ranks("mock", MockSettings::default(), ranks, BLOCKS_MIN, Pace::Modelled);
+        conformance::suite(&|| Box::new(open().expect("memory for a few blocks")));
+    }
+}
+
+#[test]
 fn right_kv_is_read_without_complaint() {
     let mut mock = strict();
     let tokens = prefilled(&mut mock);

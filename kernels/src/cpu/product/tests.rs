@@ -35,7 +35,7 @@ fn matrix(rows: usize, cols: usize, format: Format) -> Matrix {
 
 fn multiplied(cpu: &Processor, x: &[f32], n_rows: usize, matrix: &Matrix, bias: Option<&[f32]>) -> Vec<f32> {
     let mut out = vec![f32::NAN; n_rows * matrix.rows()];
-    cpu.multiply(x, n_rows, &mut [Product { matrix, bias, out: &mut out }]);
+    cpu.multiply(x, n_rows, &mut [Product::whole(matrix, bias, &mut out)]);
     out
 }
 
@@ -79,6 +79,28 @@ proptest! {
         }
     }
 
+    /// Computed by themselves, some columns are the bits that they are among all.
+    #[test]
+    fn columns_stand_alone(
+        n_rows in 1usize..40, rows in 2usize..120, cols in 1usize..600, cut in 0.0..1.0,
+        format in proptest::sample::select(&FORMATS),
+        arithmetic in proptest::sample::select(&[Arithmetic::F32, Arithmetic::Bf16]),
+    ) {
+        let (x, weights, bias) = (numbers(n_rows * cols, 5), matrix(rows, cols, format), numbers(rows, 9));
+        let cpu = cpu(Isa::best(), 2, arithmetic);
+        let all = multiplied(&cpu, &x, n_rows, &weights, Some(&bias));
+        let cut = (rows as f64 * cut) as usize;
+        for columns in [0..cut, cut..rows] {
+            let mut out = vec![f32::NAN; n_rows * columns.len()];
+            let product = Product { matrix: &weights, bias: Some(&bias), columns: columns.clone(), out: &mut out };
+            cpu.multiply(&x, n_rows, &mut [product]);
+            for nth in 0..n_rows {
+                let (some, all) = (&out[nth * columns.len()..][..columns.len()], &all[nth * rows..][..rows]);
+                prop_assert!(*some == all[columns.clone()], "{format:?} {arithmetic:?} {columns:?}");
+            }
+        }
+    }
+
     /// bf16 by bf16 too, a row's result does not depend on its neighbours, and it is near the exact one.
     #[test]
     fn bf16_rows_stand_alone(
@@ -103,8 +125,8 @@ fn several_products_share_their_input() {
     let cpu = cpu(Isa::best(), 2, Arithmetic::F32);
     let (x, a, b) = (numbers(3 * 40, 1), matrix(50, 40, Format::Bf16), matrix(7, 40, Format::F32));
     let (mut out_a, mut out_b) = (vec![0.0; 150], vec![0.0; 21]);
-    let first = Product { matrix: &a, bias: None, out: &mut out_a };
-    cpu.multiply(&x, 3, &mut [first, Product { matrix: &b, bias: None, out: &mut out_b }]);
+    let first = Product::whole(&a, None, &mut out_a);
+    cpu.multiply(&x, 3, &mut [first, Product::whole(&b, None, &mut out_b)]);
     assert_eq!(out_a, multiplied(&cpu, &x, 3, &a, None));
     assert_eq!(out_b, multiplied(&cpu, &x, 3, &b, None));
 }

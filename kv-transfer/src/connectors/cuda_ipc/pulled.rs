@@ -15,6 +15,7 @@ use crate::connectors::link::medium::Fetch;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding, PageAt};
+use crate::lanes::LaneSpan;
 
 /// A sender's memory, mapped for as long as its link lives.
 #[derive(Debug)]
@@ -62,7 +63,7 @@ impl Fetch for Pulled {
     async fn fetch(
         &self,
         landing: &OpenLanding,
-        span: &KvSpan,
+        span: &LaneSpan,
         digests: &[Digest],
         pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError> {

@@ -58,7 +58,7 @@ impl Shown {
                 digests.extend(made.into_iter().map(Digest));
             }
         }
-        let body = Body::SpanAt { span: span.piece.clone(), slot: None, pieces, digests };
+        let body = Body::SpanAt { span: span.piece.span.clone(), slot: None, pieces, digests };
         Ok(Frame::new(span.out.transfer(), body))
     }
 

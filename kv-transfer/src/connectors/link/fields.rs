@@ -26,6 +26,10 @@ impl<'a> Reader<'a> {
         Self { rest: bytes }
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
     /// Nothing may be left over.
     pub(super) fn end(&self) -> Result<(), FrameError> {
         if self.rest.is_empty() { Ok(()) } else { Err(FrameError::Body("it is too long")) }

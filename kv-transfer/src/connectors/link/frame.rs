@@ -8,7 +8,9 @@
 //! |---|---|---|
 //! | 0 | 4 | magic, `BTKV` |
 //! | 4 | 1 | kind |
-//! | 5 | 3 | zero |
+//! | 5 | 1 | the sender's rank whose KV this is about; in spans and refetches, zero elsewhere |
+//! | 6 | 1 | the receiver's rank that it is for, likewise |
+//! | 7 | 1 | zero |
 //! | 8 | 4 | length of the body |
 //! | 12 | 4 | length of the payload: KV, in a span only |
 //! | 16 | 16 | transfer, zero where there is none |
@@ -23,6 +25,7 @@ use types::{Epoch, Grant, Handoff, KvSpan, NodeId, TransferId};
 use super::fields::{Reader, Writer};
 use crate::digest::Digest;
 use crate::landing::Credentials;
+use crate::reshard::Lane;
 
 pub const HEADER_BYTES: usize = 40;
 /// Bytes of a header that its checksum covers.
@@ -46,6 +49,8 @@ pub const REFETCH_SPANS_MAX: usize = 512;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Frame {
     pub transfer: TransferId,
+    /// Between which ranks a span goes. The only lane, between nodes of one rank, is what version 1 of the protocol knows.
+    pub lane: Lane,
     pub body: Body,
     /// Bytes of KV that follow. Zero except in a span.
     pub payload_bytes: usize,
@@ -64,18 +69,18 @@ pub enum Body {
     Open(Credentials),
     /// receiver → sender: the landing is yours.
     Accepted,
-    /// sender → receiver: some pages. Their KV follows, layer by layer and block by block.
+    /// sender → receiver: some pages, or a lane's heads of them. Their KV follows, layer by layer and block by block.
     Span { span: KvSpan, digests: Vec<Digest> },
     /// sender → receiver: nothing is missing that was not sent.
     Handoff(Handoff),
-    /// receiver → sender: these pages arrived wrong; once more.
+    /// receiver → sender: these pages arrived wrong on this lane; once more.
     Refetch { spans: Vec<KvSpan> },
     /// receiver → sender: all of it is in place and verified.
     Done,
     /// both ways: the transfer has ended without success.
     Failed { code: u8, detail: String },
-    /// sender → receiver: some pages, where one mapping is shared: their KV lies in these pieces of it, layer by layer
-    /// and block by block. `slot`: they lie in the sender's stage, and it waits for a `Taken`.
+    /// sender → receiver: some pages, where a mapping of each rank is shared: their KV lies in these pieces of it, layer by
+    /// layer and block by block. `slot`: they lie in the sender's stage, and it waits for a `Taken`.
     SpanAt { span: KvSpan, slot: Option<u16>, pieces: Vec<Piece>, digests: Vec<Digest> },
     /// receiver → sender: what lay in this slot of the stage is not needed any more.
     Taken { slot: u16 },
@@ -156,6 +161,7 @@ pub struct Header {
     kind: u8,
     pub body_bytes: usize,
     pub payload_bytes: usize,
+    lane: Lane,
     transfer: TransferId,
     checksum: u64,
     checked: [u8; CHECKED_BYTES],
@@ -170,7 +176,9 @@ impl Header {
             return Err(FrameError::Magic);
         }
         let kind = fields.u8()?;
-        if fields.array::<3>()? != [0; 3] {
+        let [from, to, reserved] = fields.array::<3>()?;
+        let lane = Lane { from: from.into(), to: to.into() };
+        if reserved != 0 || (lane != Lane::ONLY && !goes_on_lanes(kind)) {
             return Err(FrameError::Reserved);
         }
         let body_bytes = bounded_body(kind, fields.u32()? as usize)?;
@@ -179,7 +187,7 @@ impl Header {
         let checksum = fields.u64()?;
         let mut checked = [0; CHECKED_BYTES];
         checked.copy_from_slice(&header[..CHECKED_BYTES]);
-        Ok(Self { kind, body_bytes, payload_bytes, transfer, checksum, checked })
+        Ok(Self { kind, body_bytes, payload_bytes, lane, transfer, checksum, checked })
     }
 
     /// The frame that this header and its body make.
@@ -190,8 +198,12 @@ impl Header {
         let mut fields = Reader::new(body);
         let body = parse_body(self.kind, self.transfer, &mut fields)?;
         fields.end()?;
-        Ok(Frame { transfer: self.transfer, body, payload_bytes: self.payload_bytes })
+        Ok(Frame { transfer: self.transfer, lane: self.lane, body, payload_bytes: self.payload_bytes })
     }
+}
+
+fn goes_on_lanes(kind: u8) -> bool {
+    matches!(kind, kind::SPAN | kind::SPAN_AT | kind::REFETCH)
 }
 
 fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {
@@ -257,12 +269,20 @@ fn parse_open(fields: &mut Reader<'_>) -> Result<Credentials, FrameError> {
         held_tokens: fields.u32()?,
         layout: fields.u64()?,
         fingerprint: fields.u64()?,
+        // Not said by who has one rank, as it was in version 1.
+        tp_size: if fields.is_empty() { 1 } else { fields.u16()? },
     })
 }
 
 impl Frame {
     pub fn new(transfer: TransferId, body: Body) -> Self {
-        Self { transfer, body, payload_bytes: 0 }
+        Self { transfer, lane: Lane::ONLY, body, payload_bytes: 0 }
+    }
+
+    /// About KV that goes between these ranks.
+    #[must_use]
+    pub fn on(self, lane: Lane) -> Self {
+        Self { lane, ..self }
     }
 
     /// A frame that belongs to no transfer.
@@ -279,6 +299,7 @@ impl Frame {
         let body_bytes = bytes.len() - HEADER_BYTES;
         bytes[0..4].copy_from_slice(&MAGIC);
         bytes[4] = kind;
+        bytes[5..7].copy_from_slice(&[self.lane.from as u8, self.lane.to as u8]);
         bytes[8..12].copy_from_slice(&(body_bytes as u32).to_le_bytes());
         bytes[12..16].copy_from_slice(&(self.payload_bytes as u32).to_le_bytes());
         bytes[16..32].copy_from_slice(&self.transfer.0.to_le_bytes());
@@ -345,6 +366,9 @@ fn encode_open(open: &Credentials, fields: &mut Writer<'_>) -> u8 {
         .u32(open.held_tokens)
         .u64(open.layout)
         .u64(open.fingerprint);
+    if open.tp_size != 1 {
+        fields.u16(open.tp_size);
+    }
     kind::OPEN
 }
 

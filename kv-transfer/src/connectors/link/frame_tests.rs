@@ -27,10 +27,12 @@ fn every_body() -> Vec<Body> {
         epoch: Epoch(1),
         n_tokens: 40,
         held_tokens: 16,
+        tp_size: 1,
         layout: 11,
         fingerprint: 12,
     };
     vec![
+        Body::Open(Credentials { tp_size: 4, ..open }),
         Body::Hello(hello()),
         Body::Welcome { version: 1, node: NodeId::new("d"), epoch: Epoch(3) },
         Body::Incompatible { protocol: ProtocolRange { min: 2, max: 3 } },
@@ -58,6 +60,39 @@ fn every_frame_is_read_as_it_was_written() {
         let frame = parse(&bytes).unwrap();
         assert_eq!(frame, Frame::new(TransferId(5), body));
     }
+}
+
+#[test]
+fn spans_say_between_which_ranks_they_go_and_nothing_else_does() {
+    let lane = Lane { from: 3, to: 63 };
+    for body in every_body() {
+        let frame = Frame::new(TransferId(5), body).on(lane);
+        let mut bytes = Vec::new();
+        frame.encode(&mut bytes);
+        match frame.body {
+            Body::Span { .. } | Body::SpanAt { .. } | Body::Refetch { .. } => {
+                assert_eq!(parse(&bytes), Ok(frame));
+            }
+            _ => assert_eq!(parse(&bytes), Err(FrameError::Reserved), "{frame:?}"),
+        }
+    }
+}
+
+/// Between nodes of one rank, version 2 is version 1.
+#[test]
+fn one_rank_is_not_spoken_of() {
+    let open = Credentials {
+        grant: Grant::from_bytes([3; 16]),
+        epoch: Epoch(1),
+        n_tokens: 40,
+        held_tokens: 16,
+        tp_size: 1,
+        layout: 11,
+        fingerprint: 12,
+    };
+    assert_eq!(encoded(Body::Open(open)).len(), HEADER_BYTES + 16 + 8 + 4 + 4 + 8 + 8);
+    let span = encoded(Body::Span { span: span(), digests: vec![] });
+    assert_eq!(span[5..8], [0; 3]);
 }
 
 #[test]

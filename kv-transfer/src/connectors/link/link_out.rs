@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 use types::node::{PROTOCOL, ProtocolMismatch};
-use types::{Epoch, Handoff, KvSpan, NodeId, TransferId};
+use types::{Epoch, Handoff, Landing, NodeId, TransferId};
 
 use super::code;
 use super::frame::{Body, Frame, FrameError, Hello};
@@ -28,6 +28,7 @@ use super::stream::{FrameReader, FrameWriter, within};
 use crate::connector::ConnectorParts;
 use crate::error::{TransferError, full_text};
 use crate::landing::Credentials;
+use crate::lanes::LaneSpan;
 use crate::outgoing::{Outgoing, Wire};
 
 /// KV frames that wait for a stream, per stream: enough that none runs dry while a pump wakes up.
@@ -38,6 +39,9 @@ pub(super) const STREAMS_MAX: u16 = 64;
 const CONTROL_QUEUED_MAX: usize = 1024;
 /// A side says that it lives this many times within the time after which it is taken for dead.
 pub(super) const ALIVE_PER_STALL: u32 = 4;
+
+/// From which version of the protocol on frames say between which ranks their KV goes.
+const RANKS_SINCE: u16 = 2;
 
 /// Who is at the other end.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +54,8 @@ pub(super) struct Peer {
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) peer: Peer,
+    /// Of the protocol.
+    version: u16,
     shared: Arc<Shared>,
     kv: async_channel::Sender<SpanOut>,
     control: mpsc::Sender<Frame>,
@@ -91,22 +97,34 @@ impl Link {
     ) -> Result<Self, TransferError> {
         let maker = Maker { endpoint, parts, medium: &*medium, link: parts.world.draw() };
         let n_streams = parts.settings.streams.clamp(1, STREAMS_MAX);
-        let (peer, first) = maker.stream(0).await?;
+        let (met, first) = maker.stream(0).await?;
         let mut made = vec![first];
         for stream in 1..n_streams {
             let (again, next) = maker.stream(stream).await?;
-            if again != peer {
+            if again != met {
                 return Err(TransferError::WrongEpoch);
             }
             made.push(next);
         }
-        info!(peer = %peer.node, endpoint, streams = n_streams, "linked");
-        Ok(Self::over(made, peer, endpoint, parts, medium))
+        info!(peer = %met.0.node, endpoint, streams = n_streams, "linked");
+        Ok(Self::over(made, met, endpoint, parts, medium))
+    }
+
+    /// Refuses a landing that the peer's version of the protocol has no words for.
+    pub(super) fn check_ranks(&self, landing: &Landing) -> Result<(), TransferError> {
+        let n_ranks = self.shared.parts.memory.n_ranks().max(landing.layout.shard.tp_size);
+        match n_ranks > 1 && self.version < RANKS_SINCE {
+            true => Err(TransferError::Mismatch(format!(
+                "{n_ranks} ranks need version {RANKS_SINCE} of the protocol, the peer speaks {}",
+                self.version
+            ))),
+            false => Ok(()),
+        }
     }
 
     fn over(
         made: Vec<Halves>,
-        peer: Peer,
+        (peer, version): (Peer, u16),
         endpoint: &str,
         parts: &ConnectorParts,
         medium: Arc<dyn Medium>,
@@ -125,7 +143,7 @@ impl Link {
         let mut frames = Some(frames);
         let start = |halves| shared.start_stream(halves, frames.take());
         let streams = made.into_iter().map(start).collect();
-        Self { peer, shared, kv, control, streams }
+        Self { peer, version, shared, kv, control, streams }
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -155,7 +173,7 @@ impl Wire for Link {
     async fn put(
         &self,
         out: &Arc<Outgoing>,
-        piece: KvSpan,
+        piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
         let span = SpanOut { out: Arc::clone(out), piece, from };
@@ -296,7 +314,9 @@ impl Shared {
             Body::Accepted => self.answer(frame.transfer, Ok(())),
             Body::Done => self.with(frame.transfer, |transfer| transfer.out.settle(Ok(()))),
             Body::Failed { code, detail } => self.answer(frame.transfer, Err(code::decode(code, detail))),
-            Body::Refetch { spans } => self.with(frame.transfer, |transfer| transfer.out.refetch(spans)),
+            Body::Refetch { spans } => {
+                self.with(frame.transfer, |transfer| transfer.out.refetch(frame.lane, spans));
+            }
             Body::Taken { slot } => self.medium.taken(slot)?,
             _ => return Err(FrameError::Unexpected("a frame that only senders send").into()),
         }
@@ -341,7 +361,8 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    async fn stream(&self, stream: u16) -> Result<(Peer, Halves), TransferError> {
+    /// With whom it leads to, and the version that is spoken.
+    async fn stream(&self, stream: u16) -> Result<((Peer, u16), Halves), TransferError> {
         let (parts, stall) = (self.parts, self.parts.settings.stall());
         let refused =
             |source| TransferError::Connect { addr: self.endpoint.to_owned(), source: Arc::new(source) };
@@ -356,10 +377,10 @@ impl Maker<'_> {
     }
 }
 
-fn welcomed(answer: Option<Frame>) -> Result<Peer, TransferError> {
+fn welcomed(answer: Option<Frame>) -> Result<(Peer, u16), TransferError> {
     match answer.map(|frame| frame.body) {
         Some(Body::Welcome { version, node, epoch }) if (PROTOCOL.min..=PROTOCOL.max).contains(&version) => {
-            Ok(Peer { node, epoch })
+            Ok((Peer { node, epoch }, version))
         }
         Some(Body::Incompatible { protocol }) => {
             Err(ProtocolMismatch { ours: PROTOCOL, theirs: protocol }.into())

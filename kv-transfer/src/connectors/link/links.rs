@@ -47,9 +47,10 @@ impl Links {
         to: &Destination,
         scheme: &Scheme,
     ) -> Result<Box<dyn KvSender>, TransferError> {
-        let landing = landing_of(to, scheme, &self.parts)?;
+        let (landing, lanes) = landing_of(to, scheme, &self.parts)?;
         let link = self.link_to(&landing).await?;
-        let (out, refetches) = Outgoing::new(landing);
+        link.check_ranks(&landing)?;
+        let (out, refetches) = Outgoing::new(landing, lanes);
         // Made before the answer is there: if this future is dropped, the sender's drop tells the receiver.
         let sender = Sender::start(Arc::clone(&out), refetches, Arc::clone(&link) as _, &self.parts);
         match link.open(&out).await {

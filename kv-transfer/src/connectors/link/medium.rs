@@ -15,6 +15,7 @@ use crate::connector::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
+use crate::lanes::LaneSpan;
 
 /// The sender's side of one link.
 #[async_trait]
@@ -52,7 +53,7 @@ pub(in crate::connectors) trait Fetch: Debug + Send + Sync + 'static {
     async fn fetch(
         &self,
         landing: &OpenLanding,
-        span: &KvSpan,
+        span: &LaneSpan,
         digests: &[Digest],
         pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError>;
@@ -60,8 +61,8 @@ pub(in crate::connectors) trait Fetch: Debug + Send + Sync + 'static {
 
 /// The receiver's view of KV that is not in the frames of a link.
 pub(in crate::connectors) trait Elsewhere: Debug + Send + Sync + 'static {
-    /// Copies one piece, or a part of it. Never waits.
-    fn copy(&self, slot: Option<u16>, offset: u64, into: &mut [u8]) -> Result<(), TransferError>;
+    /// Copies one piece, or a part of it, of the pages of the sender's `rank` or of a slot of its stage. Never waits.
+    fn copy(&self, rank: u16, slot: Option<u16>, offset: u64, into: &mut [u8]) -> Result<(), TransferError>;
 }
 
 /// A part of a frame's KV that lies in one piece: a place to copy from, and how far one has come.

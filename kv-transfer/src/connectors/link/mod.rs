@@ -28,7 +28,7 @@ use crate::landing::bad_request;
 pub(super) fn check_pages(parts: &ConnectorParts) -> Result<usize, TransferError> {
     let layout = parts.memory.layout();
     let shapes = layout.groups.iter().flat_map(|group| &group.layers);
-    let largest = shapes.map(|shape| layout.page_bytes(*shape)).max().unwrap_or(0);
+    let largest = shapes.map(|shape| layout.rank_page_bytes(*shape)).max().unwrap_or(0);
     if largest > PAYLOAD_BYTES_MAX || parts.settings.frame_bytes > PAYLOAD_BYTES_MAX {
         return Err(bad_request("a page, or frame_bytes, is larger than a frame may be"));
     }

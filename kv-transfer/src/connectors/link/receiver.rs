@@ -29,6 +29,8 @@ use crate::digest::Digest;
 use crate::error::{TransferError, full_text};
 use crate::landing::{Credentials, OpenLanding, Opener};
 use crate::landings::Landings;
+use crate::lanes::LaneSpan;
+use crate::reshard::Lane;
 
 /// Streams of all peers at once.
 const STREAMS_OF_ALL_MAX: usize = 4096;
@@ -268,7 +270,7 @@ fn log_end(from: impl Display, ended: Result<(), TransferError>) {
 #[derive(Debug)]
 struct Fetching {
     landing: Arc<OpenLanding>,
-    span: KvSpan,
+    span: LaneSpan,
     digests: Vec<Digest>,
     pieces: Vec<Piece>,
 }
@@ -285,11 +287,14 @@ impl LinkIn {
         loop {
             let next = if landings.is_some() { reader.next_in_time().await? } else { reader.next().await? };
             let Some(frame) = next else { return Ok(()) };
+            let lane = frame.lane;
             match (frame.body, landings) {
                 (Body::Span { span, digests }, _) => {
+                    let span = LaneSpan { lane, span };
                     self.take_span(reader, frame.transfer, &span, &digests, frame.payload_bytes).await?;
                 }
                 (Body::SpanAt { span, slot, pieces, digests }, _) => {
+                    let span = LaneSpan { lane, span };
                     self.take_span_at(frame.transfer, span, digests, (slot, pieces)).await?;
                 }
                 (Body::Open(shown), Some(landings)) => self.open(landings, frame.transfer, &shown),
@@ -323,7 +328,7 @@ impl LinkIn {
         &self,
         reader: &mut FrameReader,
         transfer: TransferId,
-        span: &KvSpan,
+        span: &LaneSpan,
         digests: &[Digest],
         payload_bytes: usize,
     ) -> Result<(), TransferError> {
@@ -332,7 +337,7 @@ impl LinkIn {
             return reader.skip(payload_bytes).await;
         };
         let wrong = read_span(reader, &landing, span, digests, payload_bytes).await?;
-        self.refetch(transfer, &wrong);
+        self.refetch(transfer, span.lane, &wrong);
         Ok(())
     }
 
@@ -340,7 +345,7 @@ impl LinkIn {
     async fn take_span_at(
         self: &Arc<Self>,
         transfer: TransferId,
-        span: KvSpan,
+        span: LaneSpan,
         digests: Vec<Digest>,
         (slot, pieces): (Option<u16>, Vec<Piece>),
     ) -> Result<(), TransferError> {
@@ -350,14 +355,17 @@ impl LinkIn {
             .ok_or(FrameError::Unexpected("KV elsewhere on a link that shares nothing"))?;
         match (self.landing(transfer), elsewhere) {
             (None, _) => debug!(%transfer, "late span"),
+            (Some(landing), Apart::Card(_)) if landing.lanes().len() > 1 => {
+                return Err(FrameError::Unexpected("KV of several ranks where a card is one").into());
+            }
             (Some(landing), Apart::Card(card)) => {
                 let fetch = Fetching { landing, span, digests, pieces };
                 self.start_fetch(Arc::clone(card), fetch).await;
             }
             (Some(landing), Apart::Host(host)) => {
-                let at = At { elsewhere: &**host, slot, pieces: &pieces };
+                let at = At { elsewhere: &**host, rank: span.lane.from, slot, pieces: &pieces };
                 let wrong = copy_span(&landing, &span, &digests, at)?;
-                self.refetch(transfer, &wrong);
+                self.refetch(transfer, span.lane, &wrong);
             }
         }
         if let Some(slot) = slot {
@@ -374,7 +382,7 @@ impl LinkIn {
             let _room = room;
             let Fetching { landing, span, digests, pieces } = fetch;
             match card.fetch(&landing, &span, &digests, &pieces).await {
-                Ok(wrong) => link.refetch(landing.landing().transfer, &wrong),
+                Ok(wrong) => link.refetch(landing.landing().transfer, span.lane, &wrong),
                 Err(error) => {
                     warn!(peer = %link.peer, error = full_text(&error), "refused kv of a link");
                     link.gone.cancel();
@@ -384,10 +392,10 @@ impl LinkIn {
         spawn_guarded(&self.gate, "kv fetch", fetch).detach();
     }
 
-    fn refetch(&self, transfer: TransferId, wrong: &[KvSpan]) {
+    fn refetch(&self, transfer: TransferId, lane: Lane, wrong: &[KvSpan]) {
         for spans in wrong.chunks(REFETCH_SPANS_MAX) {
             info!(%transfer, pages = spans.len(), "refetching corrupted pages");
-            self.answer(transfer, Body::Refetch { spans: spans.to_vec() });
+            self.say(Frame::new(transfer, Body::Refetch { spans: spans.to_vec() }).on(lane));
         }
     }
 
@@ -403,7 +411,11 @@ impl LinkIn {
     }
 
     fn answer(&self, transfer: TransferId, body: Body) {
-        if self.answers.try_send(Frame::new(transfer, body)).is_err() {
+        self.say(Frame::new(transfer, body));
+    }
+
+    fn say(&self, frame: Frame) {
+        if self.answers.try_send(frame).is_err() {
             self.gone.cancel();
         }
     }

@@ -10,12 +10,15 @@ use super::span_in::{Checker, busy};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding};
+use crate::lanes::LaneSpan;
 use crate::runs::Runs;
 
 /// Where a frame says that its KV lies.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct At<'a> {
     pub(super) elsewhere: &'a dyn Elsewhere,
+    /// The sender's.
+    pub(super) rank: u16,
     pub(super) slot: Option<u16>,
     pub(super) pieces: &'a [Piece],
 }
@@ -27,13 +30,12 @@ pub(super) struct At<'a> {
 /// digests, which are made from the copy.
 pub(super) fn copy_span(
     landing: &OpenLanding,
-    span: &KvSpan,
+    span: &LaneSpan,
     digests: &[Digest],
     at: At<'_>,
 ) -> Result<Vec<KvSpan>, TransferError> {
-    let table = &landing.landing().tables;
     let claim = landing.claim(span, digests.len())?;
-    let runs = Runs::new(&landing.landing().layout, &table[usize::from(span.group.0)], span);
+    let runs = landing.runs(span);
     if runs.bytes() != at.pieces.iter().map(|piece| piece.bytes as usize).sum::<usize>() {
         return Err(FrameError::Body("the pieces are not as long as their span").into());
     }
@@ -55,7 +57,7 @@ struct Copying<'a> {
 }
 
 impl Copying<'_> {
-    fn all(mut self, span: &KvSpan) -> Result<Vec<KvSpan>, TransferError> {
+    fn all(mut self, span: &LaneSpan) -> Result<Vec<KvSpan>, TransferError> {
         while self.offset < self.runs.bytes() {
             let landing = self.landing;
             match landing.while_open(|memory| self.some(memory)) {
@@ -82,7 +84,7 @@ impl Copying<'_> {
         while !rest.is_empty() {
             let (offset, n) = self.pieces.next(rest.len()).expect("the pieces are as long as the span");
             let (now, later) = rest.split_at_mut(n);
-            self.at.elsewhere.copy(self.at.slot, offset, now)?;
+            self.at.elsewhere.copy(self.at.rank, self.at.slot, offset, now)?;
             rest = later;
         }
         Ok(())

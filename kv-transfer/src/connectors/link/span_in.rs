@@ -12,6 +12,7 @@ use super::stream::{FrameReader, not_zero, within};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding, PageAt};
+use crate::lanes::LaneSpan;
 use crate::runs::Runs;
 
 /// Reads a span's KV. Returns the pages that did not pass, and are to be sent again.
@@ -22,13 +23,12 @@ use crate::runs::Runs;
 pub(super) async fn read_span(
     reader: &mut FrameReader,
     landing: &OpenLanding,
-    span: &KvSpan,
+    span: &LaneSpan,
     digests: &[Digest],
     payload_bytes: usize,
 ) -> Result<Vec<KvSpan>, TransferError> {
-    let table = &landing.landing().tables;
     let claim = landing.claim(span, digests.len())?;
-    let runs = Runs::new(&landing.landing().layout, &table[usize::from(span.group.0)], span);
+    let runs = landing.runs(span);
     if runs.bytes() != payload_bytes {
         return Err(FrameError::Body("the payload is not as long as its span").into());
     }
@@ -48,7 +48,7 @@ struct SpanIn<'a> {
 }
 
 impl SpanIn<'_> {
-    async fn read(mut self, reader: &mut FrameReader, span: &KvSpan) -> Result<Vec<KvSpan>, TransferError> {
+    async fn read(mut self, reader: &mut FrameReader, span: &LaneSpan) -> Result<Vec<KvSpan>, TransferError> {
         let stall = reader.stall();
         while self.offset < self.runs.bytes() {
             let step = poll_fn(|cx| self.poll_some(cx, reader.half()));
@@ -95,7 +95,7 @@ pub(super) fn busy(busy: kv_cache::PageBusy) -> TransferError {
 
 /// Verifies a span's pages, in order, as they become full.
 pub(super) struct Checker<'a> {
-    span: &'a KvSpan,
+    span: &'a LaneSpan,
     digests: &'a [Digest],
     /// Pages that were looked at, and where the last of them ends.
     n_checked: usize,
@@ -104,7 +104,7 @@ pub(super) struct Checker<'a> {
 }
 
 impl<'a> Checker<'a> {
-    pub(super) fn new(span: &'a KvSpan, digests: &'a [Digest]) -> Self {
+    pub(super) fn new(span: &'a LaneSpan, digests: &'a [Digest]) -> Self {
         Self { span, digests, n_checked: 0, bytes_checked: 0, wrong: Vec::new() }
     }
 
@@ -122,16 +122,18 @@ impl<'a> Checker<'a> {
         while self.n_checked < n_pages {
             let page = self.page();
             let shape = landing.shape(page.group, page.layer_pos);
-            if self.bytes_checked + shape.page_bytes() > offset {
+            let n_heads = landing.heads(self.span.lane, page.group, page.layer_pos).range().len();
+            let bytes = shape.n_parts * n_heads * shape.head_bytes;
+            if self.bytes_checked + bytes > offset {
                 break;
             }
-            let (digests, rest) = self.digests.split_at(shape.n_heads);
-            if !landing.verify(memory, page, digests)? {
+            let (digests, rest) = self.digests.split_at(n_heads);
+            if !landing.verify(memory, self.span.lane, page, digests)? {
                 self.wrong.push(page.span());
             }
             self.digests = rest;
             self.n_checked += 1;
-            self.bytes_checked += shape.page_bytes();
+            self.bytes_checked += bytes;
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kv_cache::{BlockLease, KvMemory};
-use types::{KvLayout, KvSpan};
+use types::KvSpan;
 
 use super::frame::{Body, Frame};
 use super::stream::FrameWriter;
@@ -12,6 +12,7 @@ use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
 use crate::landing::PageAt;
+use crate::lanes::LaneSpan;
 use crate::outgoing::Outgoing;
 use crate::runs::Runs;
 
@@ -19,7 +20,7 @@ use crate::runs::Runs;
 #[derive(Debug)]
 pub(in crate::connectors) struct SpanOut {
     pub(in crate::connectors) out: Arc<Outgoing>,
-    pub(in crate::connectors) piece: KvSpan,
+    pub(in crate::connectors) piece: LaneSpan,
     pub(in crate::connectors) from: Arc<BlockLease>,
 }
 
@@ -32,11 +33,10 @@ pub(in crate::connectors) async fn write_span(
     if span.out.is_over() {
         return Ok(());
     }
-    let layout = parts.memory.layout();
-    let runs = Runs::new(layout, span.from.table(span.piece.group), &span.piece);
-    let digests = span.digests(parts)?;
-    let body = Body::Span { span: span.piece.clone(), digests };
-    let frame = Frame { transfer: span.out.transfer(), body, payload_bytes: runs.bytes() };
+    let (runs, digests) = (span.runs(parts), span.digests(parts)?);
+    let body = Body::Span { span: span.piece.span.clone(), digests };
+    let frame = Frame::new(span.out.transfer(), body).on(span.piece.lane);
+    let frame = Frame { payload_bytes: runs.bytes(), ..frame };
     match parts.faults.next(runs.bytes()) {
         None => writer.write_span(&frame, &parts.memory, &runs).await,
         Some(fault) => write_with(fault, writer, frame, &parts.memory, &runs).await,
@@ -44,6 +44,18 @@ pub(in crate::connectors) async fn write_span(
 }
 
 impl SpanOut {
+    /// Where the pages lie in this node's memory.
+    pub(in crate::connectors) fn runs(&self, parts: &ConnectorParts) -> Runs {
+        let table = self.from.table(self.piece.group);
+        Runs::sent(parts.memory.layout(), &self.out.lanes, table, &self.piece)
+    }
+
+    /// One page of them, or a part that lies within them.
+    pub(in crate::connectors) fn page(&self, span: KvSpan) -> Self {
+        let piece = LaneSpan { lane: self.piece.lane, span };
+        Self { out: Arc::clone(&self.out), piece, from: Arc::clone(&self.from) }
+    }
+
     /// None at all where digests are turned off.
     pub(in crate::connectors) fn digests(
         &self,
@@ -53,8 +65,8 @@ impl SpanOut {
         if !parts.settings.digests {
             return Ok(digests);
         }
-        let memory = &parts.memory;
-        let layout: &KvLayout = memory.layout();
+        let (layout, lane) = (parts.memory.layout(), self.piece.lane);
+        let memory = parts.memory.rank(lane.from);
         let table = self.from.table(self.piece.group);
         for at in PageAt::all(&self.piece) {
             let place = table[at.block as usize].0;
@@ -62,7 +74,9 @@ impl SpanOut {
                 .read(at.group, at.layer_pos, place..place + 1)
                 .map_err(|busy| TransferError::Memory(busy.to_string()))?;
             let shape = PageShape::new(layout, at.group, at.layer_pos);
-            shape.digest_page(&page, self.out.landing.valid_tokens(at.block), &mut digests);
+            let n_kv_heads = layout.group(at.group).layers[usize::from(at.layer_pos)].n_kv_heads;
+            let heads = self.out.lanes.heads(n_kv_heads, lane).from.range();
+            shape.digest_heads(&page, heads, self.out.landing.valid_tokens(at.block), &mut digests);
         }
         Ok(digests)
     }

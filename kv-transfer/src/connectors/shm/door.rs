@@ -2,7 +2,7 @@
 //!
 //! A socket in a folder that both see. Its name is drawn anew in each life of a node, so an address of an earlier life
 //! leads nowhere. The first byte of a stream comes with the files that the sender shows: none, its stage, or its stage
-//! and its pages.
+//! and the pages of each of its ranks.
 
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -19,6 +19,7 @@ use rustix::net::{
 };
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
+use types::layout::RANKS_MAX;
 
 use super::seen::Seen;
 use crate::connectors::link::frame::FrameError;
@@ -29,7 +30,7 @@ use crate::error::TransferError;
 /// The first byte of each stream.
 const GREETING: [u8; 1] = *b"B";
 /// Files that come with a greeting.
-const FILES_MAX: usize = 2;
+const FILES_MAX: usize = 1 + RANKS_MAX as usize;
 /// Sockets of earlier lives that one start takes away.
 const SWEPT_MAX: usize = 1024;
 

@@ -34,7 +34,7 @@ pub const FOLDER: &str = "/dev/shm";
 
 /// Listens in [`FOLDER`].
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
-    let in_place = parts.memory.file().is_some();
+    let in_place = parts.memory.has_files();
     info!(in_place, "kv transfer by shared memory");
     over(parts, Box::new(Shown::in_place))
 }

@@ -1,4 +1,4 @@
-//! Hot path. What the receiver sees of a sender: its stage, and its pages if they can be seen.
+//! Hot path. What the receiver sees of a sender: its stage, and its ranks' pages if they can be seen.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use crate::error::TransferError;
 #[derive(Debug)]
 pub(super) struct Seen {
     stage: PeerMemory,
-    pages: Option<PeerMemory>,
+    /// Of each rank, or of none.
+    pages: Vec<PeerMemory>,
 }
 
 impl Seen {
@@ -25,13 +26,13 @@ impl Seen {
             mapped.push(memory);
         }
         let mut mapped = mapped.into_iter();
-        Ok(mapped.next().map(|stage| Self { stage, pages: mapped.next() }))
+        Ok(mapped.next().map(|stage| Self { stage, pages: mapped.collect() }))
     }
 }
 
 impl Elsewhere for Seen {
-    fn copy(&self, slot: Option<u16>, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let memory = if slot.is_some() { Some(&self.stage) } else { self.pages.as_ref() };
+    fn copy(&self, rank: u16, slot: Option<u16>, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let memory = if slot.is_some() { Some(&self.stage) } else { self.pages.get(usize::from(rank)) };
         let memory = memory.ok_or(FrameError::Unexpected("KV in pages that are not shown"))?;
         memory.copy(offset, into).map_err(|_| FrameError::Body("a piece lies outside what is shown").into())
     }

@@ -18,6 +18,7 @@ use crate::connectors::link::stream::{FrameWriter, within};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
+use crate::lanes::LaneSpan;
 use crate::runs::Runs;
 
 /// The sender's side of one link.
@@ -32,7 +33,7 @@ pub(super) struct Shown {
 impl Shown {
     /// Shows the pages, where the system lets others see them.
     pub(super) fn in_place(parts: &ConnectorParts) -> Result<Arc<dyn Medium>, TransferError> {
-        Self::showing(parts, parts.memory.file().is_some())
+        Self::showing(parts, parts.memory.has_files())
     }
 
     /// Shows nothing but copies, as a node on a GPU must.
@@ -52,7 +53,8 @@ impl Shown {
 impl Medium for Shown {
     /// The first stream brings the files.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
-        let pages = self.memory.file().filter(|_| self.in_place);
+        let n_shown = if self.in_place { self.memory.n_ranks() } else { 0 };
+        let pages = (0..n_shown).filter_map(|tp_rank| self.memory.rank(tp_rank).file());
         let files: Vec<_> = std::iter::once(self.stage.file()).chain(pages).collect();
         door::connect(endpoint, if stream == 0 { &files } else { &[] }).await
     }
@@ -66,8 +68,7 @@ impl Medium for Shown {
         if span.out.is_over() {
             return Ok(());
         }
-        let runs = Runs::new(parts.memory.layout(), span.from.table(span.piece.group), &span.piece);
-        let digests = span.digests(parts)?;
+        let (runs, digests) = (span.runs(parts), span.digests(parts)?);
         let pointing = Pointing { shown: self, parts, span: &span, runs, digests };
         match parts.faults.next(pointing.runs.bytes()) {
             None => writer.write(&pointing.frame().await?).await,
@@ -111,8 +112,8 @@ impl Pointing<'_> {
     }
 
     fn frame_of(&self, slot: Option<u16>, pieces: Vec<Piece>) -> Frame {
-        let (span, digests) = (self.span.piece.clone(), self.digests.clone());
-        Frame::new(self.span.out.transfer(), Body::SpanAt { span, slot, pieces, digests })
+        let (LaneSpan { lane, span }, digests) = (self.span.piece.clone(), self.digests.clone());
+        Frame::new(self.span.out.transfer(), Body::SpanAt { span, slot, pieces, digests }).on(lane)
     }
 
     async fn write_with(mut self, fault: FaultKind, writer: &mut FrameWriter) -> Result<(), TransferError> {

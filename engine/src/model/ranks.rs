@@ -1,0 +1,267 @@
+//! Hot path.
+//! Ranks: threads that compute one step together, each some of the outputs of every layer and the KV of some heads.
+//!
+//! A layer's outputs are shared out, never its inputs: every dot product is summed by one rank, in the one order that it
+//! has anywhere. So several ranks give the same bits as one does. What a layer needs of the others' outputs is gathered
+//! before it: four times in each layer of a model. All ranks do the same things in the same order, which is why they
+//! can meet without saying what for.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use kv_cache::FenceSignal;
+
+use super::tensor::Tensor;
+
+/// How long a rank waits for the others. They have equal shares of the work, so one that is later than this will not
+/// come: its step fails, and the device counts as lost.
+const MEET_WITHIN: Duration = Duration::from_secs(60);
+
+/// Where the ranks of one model meet.
+#[derive(Debug)]
+struct Table {
+    n_ranks: usize,
+    /// What each rank has laid out for the others. Two sets, used in turn: who writes to one knows that all have read
+    /// it, because they have met at the other since.
+    laid_out: [Box<[RwLock<Vec<f32>>]>; 2],
+    /// Held for a look, and while waiting.
+    meeting: Mutex<Meeting>,
+    all_there: Condvar,
+    meet_within: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Meeting {
+    n_there: usize,
+    /// How often they have met.
+    n_met: usize,
+    /// A rank is gone, or has not come in time.
+    is_over: bool,
+}
+
+/// One rank's place. Dropped, the others find that they wait for nobody, and panic.
+#[derive(Debug)]
+pub struct Seat {
+    nth: usize,
+    table: Arc<Table>,
+    n_met: Cell<usize>,
+}
+
+impl Seat {
+    /// A place for each rank of a model.
+    pub fn all(n_ranks: u16) -> Vec<Self> {
+        Self::all_within(n_ranks, MEET_WITHIN)
+    }
+
+    fn all_within(n_ranks: u16, meet_within: Duration) -> Vec<Self> {
+        let n_ranks = usize::from(n_ranks);
+        let places = || (0..n_ranks).map(|_| RwLock::default()).collect();
+        let (meeting, all_there) = (Mutex::default(), Condvar::new());
+        let table = Table { n_ranks, laid_out: [places(), places()], meeting, all_there, meet_within };
+        let table = Arc::new(table);
+        (0..n_ranks).map(|nth| Self { nth, table: Arc::clone(&table), n_met: Cell::new(0) }).collect()
+    }
+
+    pub fn nth(&self) -> u16 {
+        self.nth as u16
+    }
+
+    /// This rank's part of `n` outputs, in the order of the ranks.
+    pub fn share(&self, n: usize) -> Range<usize> {
+        self.table.share(self.nth, n)
+    }
+
+    /// This rank's part of the outputs that are `n_heads` heads of `head_dim`. Where there are fewer heads than ranks,
+    /// several ranks have the same head.
+    pub fn share_of_heads(&self, n_heads: usize, head_dim: usize) -> Range<usize> {
+        let heads = match self.table.n_ranks / n_heads.max(1) {
+            0 | 1 => self.share(n_heads),
+            n_holders => self.nth / n_holders..self.nth / n_holders + 1,
+        };
+        heads.start * head_dim..heads.end * head_dim
+    }
+
+    /// What all ranks have of the same rows: each its [`share`](Self::share) of the columns.
+    ///
+    /// # Panics
+    /// If another rank is gone, or does not come.
+    pub fn gather(&self, mine: &Tensor, all: &mut Tensor) {
+        let laid_out = &self.table.laid_out[self.n_met.get() % 2];
+        {
+            let mut place = laid_out[self.nth].write().unwrap_or_else(PoisonError::into_inner);
+            place.clear();
+            place.extend_from_slice(mine);
+        }
+        self.table.meet();
+        self.n_met.set(self.n_met.get() + 1);
+        let width = all.width();
+        for (nth, place) in laid_out.iter().enumerate() {
+            let theirs = place.read().unwrap_or_else(PoisonError::into_inner);
+            let columns = self.table.share(nth, width);
+            assert_eq!(theirs.len(), all.n_rows() * columns.len(), "ranks do the same things");
+            for (row, numbers) in theirs.chunks_exact(columns.len().max(1)).enumerate() {
+                all.row_mut(row)[columns.clone()].copy_from_slice(numbers);
+            }
+        }
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.table.end(self.table.meeting());
+    }
+}
+
+impl Table {
+    fn share(&self, nth: usize, n: usize) -> Range<usize> {
+        n * nth / self.n_ranks..n * (nth + 1) / self.n_ranks
+    }
+
+    fn meet(&self) {
+        let mut meeting = self.meeting();
+        meeting.n_there += 1;
+        // Of those who were there, somebody may have left: too late is as good as never.
+        if meeting.n_there == self.n_ranks && !meeting.is_over {
+            (meeting.n_there, meeting.n_met) = (0, meeting.n_met + 1);
+            self.all_there.notify_all();
+            return;
+        }
+        let n_met = meeting.n_met;
+        let still_waits = |meeting: &mut Meeting| meeting.n_met == n_met && !meeting.is_over;
+        let waited = self.all_there.wait_timeout_while(meeting, self.meet_within, still_waits);
+        let (meeting, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        if meeting.n_met == n_met {
+            let why = if waited.timed_out() { "did not come" } else { "is gone" };
+            self.end(meeting);
+            panic!("another rank {why}");
+        }
+    }
+
+    fn end(&self, mut meeting: MutexGuard<'_, Meeting>) {
+        meeting.is_over = true;
+        drop(meeting);
+        self.all_there.notify_all();
+    }
+
+    fn meeting(&self) -> MutexGuard<'_, Meeting> {
+        self.meeting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A step's fence, which opens for a layer once all ranks have written their share of it.
+#[derive(Debug)]
+pub struct Written {
+    signal: FenceSignal,
+    /// How many layers each rank has written.
+    n_layers: Box<[AtomicU16]>,
+}
+
+impl Written {
+    pub fn new(signal: FenceSignal, n_ranks: usize) -> Self {
+        Self { signal, n_layers: (0..n_ranks).map(|_| AtomicU16::new(0)).collect() }
+    }
+
+    /// One rank has written its share of all layers below `n`.
+    pub fn layers_done(&self, rank: &Seat, n: u16) {
+        // One order for all: of two ranks that are last at the same time, one sees both.
+        self.n_layers[rank.nth].store(n, Ordering::SeqCst);
+        let by_all = self.n_layers.iter().map(|n_layers| n_layers.load(Ordering::SeqCst)).min();
+        self.signal.layers_done(by_all.unwrap_or(n));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::model::Scratch;
+
+    /// Numbers that say which row and column they are of.
+    fn number(round: usize, row: usize, column: usize) -> f32 {
+        (round * 10_000 + row * 100 + column) as f32
+    }
+
+    fn gathers(rank: &Seat, n_rounds: usize) {
+        let scratch = Scratch::default();
+        for round in 0..n_rounds {
+            let (n_rows, width) = (round % 3, 5 + round % 7);
+            let columns = rank.share(width);
+            let mut mine = scratch.tensor(n_rows, columns.len());
+            for row in 0..n_rows {
+                for (at, column) in columns.clone().enumerate() {
+                    mine.row_mut(row)[at] = number(round, row, column);
+                }
+            }
+            let mut all = scratch.tensor(n_rows, width);
+            rank.gather(&mine, &mut all);
+            for row in 0..n_rows {
+                let expected: Vec<f32> = (0..width).map(|column| number(round, row, column)).collect();
+                assert_eq!(all.row(row), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn every_rank_gathers_what_all_have() {
+        for n_ranks in [1, 2, 3, 4] {
+            let ranks = Seat::all(n_ranks).into_iter();
+            let threads: Vec<_> = ranks.map(|rank| thread::spawn(move || gathers(&rank, 200))).collect();
+            threads.into_iter().for_each(|thread| thread.join().expect("all gather the same"));
+        }
+    }
+
+    #[test]
+    fn shares_are_in_order_and_heads_are_whole() {
+        let shares = |n| Seat::all(4).iter().map(|rank| rank.share(n)).collect::<Vec<_>>();
+        assert_eq!(shares(10), [0..2, 2..5, 5..7, 7..10]);
+        let heads = |n| Seat::all(4).iter().map(|rank| rank.share_of_heads(n, 8)).collect::<Vec<_>>();
+        assert_eq!(heads(8), [0..16, 16..32, 32..48, 48..64]);
+        assert_eq!(heads(4), [0..8, 8..16, 16..24, 24..32]);
+        assert_eq!(heads(2), [0..8, 0..8, 8..16, 8..16], "two ranks hold the same head");
+        assert_eq!(heads(1), [0..8, 0..8, 0..8, 0..8]);
+    }
+
+    fn fate_of_who_waits(others: Vec<Seat>, rank: Seat) -> String {
+        let waiting = thread::spawn(move || gathers(&rank, 1));
+        drop(others);
+        let panicked = waiting.join().expect_err("it cannot go on alone");
+        panicked.downcast_ref::<String>().cloned().unwrap_or_default()
+    }
+
+    #[test]
+    fn a_rank_that_is_gone_holds_nobody_up() {
+        let mut ranks = Seat::all(2);
+        let rank = ranks.remove(0);
+        assert_eq!(fate_of_who_waits(ranks, rank), "another rank is gone");
+    }
+
+    /// What a freeze of one rank does to the others: they do not freeze with it for ever.
+    #[test]
+    fn a_rank_that_stands_still_holds_nobody_up_for_ever() {
+        let mut ranks = Seat::all_within(2, Duration::from_millis(20));
+        let rank = ranks.remove(0);
+        let waiting = thread::spawn(move || gathers(&rank, 1));
+        let panicked = waiting.join().expect_err("nobody comes");
+        assert_eq!(panicked.downcast_ref::<String>().map(String::as_str), Some("another rank did not come"));
+        // The one that stood still finds that the meeting is over.
+        let late = ranks.remove(0);
+        let late = thread::spawn(move || gathers(&late, 1)).join().expect_err("nobody is there");
+        assert_eq!(late.downcast_ref::<String>().map(String::as_str), Some("another rank is gone"));
+    }
+
+    #[test]
+    fn a_layer_is_written_when_all_have_written_it() {
+        let (signal, fence) = FenceSignal::new();
+        let (written, ranks) = (Written::new(signal, 2), Seat::all(2));
+        written.layers_done(&ranks[0], 2);
+        assert!(!fence.is_open(1), "the other has written nothing");
+        written.layers_done(&ranks[1], 1);
+        assert!(fence.is_open(1) && !fence.is_open(2));
+        written.layers_done(&ranks[1], 3);
+        assert!(fence.is_open(2) && !fence.is_open(3));
+    }
+}

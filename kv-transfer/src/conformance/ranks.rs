@@ -1,0 +1,45 @@
+//! Nodes whose ranks share heads, as many on both sides or not.
+
+use std::sync::Arc;
+
+use kv_cache::FenceSignal;
+use types::Destination;
+
+use super::node::{BLOCK_TOKENS, Pair, handoff, whole};
+use crate::arrival::ArrivalStatus;
+use crate::error::TransferError;
+use crate::lanes::Lanes;
+
+/// Whatever the address says of the other side's ranks: nothing moves if they cannot share the heads.
+pub async fn ranks_that_cannot_share_are_refused(pair: Arc<Pair>) {
+    let (mut landing, mut arrival) = pair.land(BLOCK_TOKENS);
+    landing.layout.shard.tp_size = 3;
+    let to = Destination::Landing(landing);
+    let error = pair.prefill.connector.open(&to).await.map(|_| ()).expect_err("4 heads, 3 ranks");
+    assert!(matches!(error, TransferError::Layout(_)), "{error}");
+    assert!(error.to_string().contains("4 KV heads do not spread over 3 ranks"), "{error}");
+    assert!(matches!(arrival.poll(), ArrivalStatus::Waiting { received: 0, .. }));
+}
+
+/// A layer is on all lanes before the next one is computed.
+pub async fn each_layer_of_all_ranks_leaves_as_it_is_computed(pair: Arc<Pair>) {
+    let n_tokens = 3 * BLOCK_TOKENS;
+    let from = pair.prefill.computed(n_tokens, 6);
+    let (landing, mut arrival) = pair.land(n_tokens);
+    let n_lanes =
+        Lanes::between(pair.prefill.parts.memory.n_ranks(), &landing.layout).expect("they can").len();
+    let (signal, fence) = FenceSignal::new();
+    let mut sender = pair.open(&landing).await.expect("granted");
+    for span in whole(&landing) {
+        sender.send(span, Arc::clone(&from), fence.clone()).await.expect("room");
+    }
+    signal.layers_done(1);
+    let first_layer = 3 * n_lanes;
+    arrival.progress(first_layer - 1).await;
+    let status = arrival.poll();
+    let ArrivalStatus::Waiting { received, total } = status else { panic!("ended early: {status:?}") };
+    assert_eq!((received, total), (first_layer, landing.wanted_pages() * n_lanes));
+    signal.layers_done(5);
+    sender.finish(handoff(&landing)).await.expect("delivered");
+    pair.check(&arrival.settle().await.expect("arrived"), n_tokens, 6);
+}
