@@ -2,11 +2,12 @@
 
 use prost::Message as _;
 
-const PROTOS: [&str; 5] = [
+const PROTOS: [&str; 6] = [
     "baton/v1/common.proto",
     "baton/v1/inference.proto",
     "baton/v1/prefill.proto",
     "baton/v1/decode.proto",
+    "baton/v1/pool.proto",
     "baton/v1/cluster.proto",
 ];
 

@@ -27,9 +27,11 @@ impl Node {
         let executable = std::env::current_exe().map_err(Failed::start)?;
         let mut command = std::process::Command::new(executable);
         command.arg(role.as_str()).arg("--stop-with-stdin").env("BATON_NODE__ID", &id);
-        // What is meant for a router is an unknown setting to a node.
-        let for_router = |key: &str| key.starts_with("BATON_ROUTER__") || key == "BATON_CONFIG";
-        std::env::vars().filter(|(key, _)| for_router(key)).for_each(|(key, _)| {
+        // What is meant for another process is an unknown setting to this one.
+        let for_others = |key: &str| {
+            key == "BATON_CONFIG" || sections_of_others(role).iter().any(|section| key.starts_with(section))
+        };
+        std::env::vars().filter(|(key, _)| for_others(key)).for_each(|(key, _)| {
             command.env_remove(key);
         });
         command.envs(settings.iter().map(|(key, value)| (*key, value)));
@@ -57,5 +59,13 @@ impl Node {
             warn!(node = self.id, "node did not stop, killing it");
             let _ = self.child.kill().await;
         }
+    }
+}
+
+/// What a node of this kind has no settings in.
+fn sections_of_others(role: Role) -> &'static [&'static str] {
+    match role {
+        Role::Pool => &["BATON_ROUTER__", "BATON_MODEL__", "BATON_SCHEDULER__", "BATON_DECODE__"],
+        Role::Prefill | Role::Decode | Role::Both => &["BATON_ROUTER__", "BATON_POOL__"],
     }
 }

@@ -33,6 +33,8 @@ pub(crate) enum Command {
     Decode(ProcessArgs),
     /// Run one node that does both, for comparison.
     Both(ProcessArgs),
+    /// Run a pool node: it keeps KV between the nodes that compute it and those that decode it.
+    Pool(ProcessArgs),
     /// Talk to a cluster in the terminal.
     Chat(ChatArgs),
     /// Look at this machine and what a process's file asks of it, and say what to do.
@@ -81,8 +83,15 @@ pub(crate) struct UpArgs {
     /// Decode nodes.
     #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) decode: u16,
+    /// Pool nodes: the prompt is computed first then, and its KV waits in the pool for a decode node.
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=64))]
+    pub(crate) pool: u16,
+    /// Memory for KV on each pool node: `4GiB`, or a share of what is free when it starts, `30%`. By default what
+    /// `pool.memory` is by default.
+    #[arg(long, value_name = "SIZE", requires = "pool")]
+    pub(crate) pool_memory: Option<KvMemorySize>,
     /// One node that does both instead, for comparison.
-    #[arg(long, conflicts_with_all = ["prefill", "decode"])]
+    #[arg(long, conflicts_with_all = ["prefill", "decode", "pool"])]
     pub(crate) colocated: bool,
     /// The model: `demo` (bundled), a folder, `org/name[@revision]` on a hub, `mock`, or `mock:NAME` for one that takes
     /// its time.
@@ -105,9 +114,10 @@ pub(crate) struct UpArgs {
     /// The wire on which KV travels; `auto` is the fastest that works here.
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub(crate) connector: String,
-    /// Which node is asked first: decode reserves room, or prefill computes and decode is chosen then.
-    #[arg(long, value_enum, default_value_t = Order::DecodeFirst)]
-    pub(crate) order: Order,
+    /// Which node is asked first: decode reserves room, or prefill computes and decode is chosen then. By default
+    /// decode-first, and prefill-first with a pool, which is for nothing else.
+    #[arg(long, value_enum)]
+    pub(crate) order: Option<Order>,
     /// Where the OpenAI-compatible endpoint listens.
     #[arg(long, default_value = "127.0.0.1:8000", value_name = "ADDR")]
     pub(crate) http: SocketAddr,
@@ -120,6 +130,13 @@ pub(crate) struct UpArgs {
     /// How a route is chosen: random, round-robin or least-loaded.
     #[arg(long, default_value = "least-loaded", value_name = "NAME")]
     pub(crate) policy: String,
+}
+
+impl UpArgs {
+    pub(crate) fn order(&self) -> Order {
+        let usual = if self.pool > 0 { Order::PrefillFirst } else { Order::DecodeFirst };
+        self.order.unwrap_or(usual)
+    }
 }
 
 fn ranks() -> clap::builder::RangedI64ValueParser<u16> {

@@ -10,6 +10,7 @@ mod exit;
 mod health;
 mod model;
 mod node;
+mod pool;
 mod process_file;
 mod router;
 mod up;
@@ -37,6 +38,7 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
         Command::Prefill(args) => node::run(types::Role::Prefill, &args),
         Command::Decode(args) => node::run(types::Role::Decode, &args),
         Command::Both(args) => node::run(types::Role::Both, &args),
+        Command::Pool(args) => pool::run(&args),
         Command::Chat(args) => chat::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Health(args) => health::run(&args),

@@ -65,7 +65,7 @@ async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<Exit
     drained.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
 }
 
-async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, Failed> {
+pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, Failed> {
     let listen = world.net().listen(addr).await;
     listen.map_err(|source| Failed::start(NodeError::Listen { addr: addr.to_owned(), source }))
 }

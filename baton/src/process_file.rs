@@ -1,10 +1,12 @@
-//! Any process's TOML file, without being told whose it is: `[router]` makes it a router's, anything else a node's.
+//! Any process's TOML file, without being told whose it is: `[router]` makes it a router's, `[pool]` a pool node's,
+//! anything else a node's.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use chassis::{Gate, World};
 use node::{NodeConfig, RawNodeConfig};
+use pool_node::{PoolConfig, RawPoolConfig};
 use registry::RegistryParts;
 use router::{RawRouterConfig, RouterConfig};
 
@@ -15,6 +17,7 @@ use crate::exit::Failed;
 pub(crate) enum ProcessFile {
     Router(Box<RouterConfig>),
     Node(Box<NodeConfig>),
+    Pool(Box<PoolConfig>),
 }
 
 /// `baton --check-config FILE…`: every file is looked at, so that one run names all the wrong ones.
@@ -32,7 +35,11 @@ pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
 impl ProcessFile {
     /// Reads `file`, overridden by `env` as the process itself would have it.
     pub(crate) fn read(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
-        let read = if is_router(file) { Self::router(file, env) } else { Self::node(file, env) }?;
+        let read = match () {
+            () if has(file, "router") => Self::router(file, env),
+            () if has(file, "pool") => Self::pool(file, env),
+            () => Self::node(file, env),
+        }?;
         read.names_a_registry()?;
         Ok(read)
     }
@@ -52,20 +59,22 @@ impl ProcessFile {
     fn node(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
         let raw: RawNodeConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
         let config = NodeConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
-        let known: Vec<&str> = kv_transfer::connectors().iter().map(|(name, _)| *name).collect();
-        let unknown = |name: &&String| *name != "auto" && !known.contains(&name.as_str());
-        if let Some(name) = config.connectors.iter().find(unknown) {
-            let known = known.join(", ");
-            let error = format!("`transfer.connectors`: {name:?} is not one of auto, {known}");
-            return Err(in_file(file, &error));
-        }
+        names_connectors(file, &config.connectors)?;
         Ok(Self::Node(Box::new(config)))
+    }
+
+    fn pool(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
+        let raw: RawPoolConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
+        let config = PoolConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
+        names_connectors(file, &config.connectors)?;
+        Ok(Self::Pool(Box::new(config)))
     }
 
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             Self::Router(_) => "router",
             Self::Node(_) => "node",
+            Self::Pool(_) => "pool",
         }
     }
 
@@ -74,6 +83,7 @@ impl ProcessFile {
         match self {
             Self::Router(config) => config.registry_url.as_deref(),
             Self::Node(config) => Some(&config.registry_url),
+            Self::Pool(config) => Some(&config.registry_url),
         }
     }
 
@@ -89,9 +99,17 @@ impl ProcessFile {
 }
 
 /// A file that cannot be read as TOML is nobody's; the process that is asked then says why.
-fn is_router(file: &Path) -> bool {
+fn has(file: &Path, section: &str) -> bool {
     let text = std::fs::read_to_string(file).unwrap_or_default();
-    text.parse::<toml::Table>().is_ok_and(|table| table.contains_key("router"))
+    text.parse::<toml::Table>().is_ok_and(|table| table.contains_key(section))
+}
+
+fn names_connectors(file: &Path, names: &[String]) -> Result<(), Failed> {
+    let known: Vec<&str> = kv_transfer::connectors().iter().map(|(name, _)| *name).collect();
+    let unknown = |name: &&String| *name != "auto" && !known.contains(&name.as_str());
+    let Some(name) = names.iter().find(unknown) else { return Ok(()) };
+    let known = known.join(", ");
+    Err(in_file(file, &format!("`transfer.connectors`: {name:?} is not one of auto, {known}")))
 }
 
 fn in_file(file: &Path, error: &dyn std::fmt::Display) -> Failed {

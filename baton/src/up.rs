@@ -88,7 +88,7 @@ fn router_config(args: &UpArgs) -> Result<RawRouterConfig, Failed> {
     raw.router.http = args.http.to_string();
     raw.router.grpc = args.grpc.to_string();
     raw.router.policy.clone_from(&args.policy);
-    raw.router.order = args.order.as_str().to_owned();
+    raw.router.order = args.order().as_str().to_owned();
     raw.registry.url.clone_from(&args.registry);
     Ok(raw)
 }
@@ -99,25 +99,43 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
         url => url.to_owned(),
     };
     let level = std::env::var("BATON_LOG__LEVEL").unwrap_or_else(|_| QUIET.to_owned());
-    let settings = [
+    let of_all = [
         ("BATON_REGISTRY__URL", registry),
-        ("BATON_MODEL__PATH", model.path.clone()),
-        ("BATON_MODEL__NAME", model.name.clone()),
         ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
         ("BATON_LOG__LEVEL", level),
     ];
-    let kv_memory = args.kv_memory.map(|size| ("BATON_MODEL__KV_MEMORY", size.to_string()));
-    let start = |((role, idx), device): ((Role, u16), &Device)| {
-        let of_role = [
-            ("BATON_MODEL__DEVICE", device.to_string()),
-            ("BATON_MODEL__TP", if role.decodes() { args.decode_tp } else { args.prefill_tp }.to_string()),
-        ];
-        Node::start(role, format!("{role}-{idx}"), &[&settings[..], &of_role, kv_memory.as_slice()].concat())
-    };
-    roles(args).into_iter().zip(args.device.iter().cycle()).map(start).collect()
+    let computing = roles(args).into_iter().zip(args.device.iter().cycle());
+    let computing = computing.map(|((role, idx), device)| {
+        let own = computing_node(args, role, model, device);
+        Node::start(role, format!("{role}-{idx}"), &[&of_all[..], &own].concat())
+    });
+    let memory = args.pool_memory.map(|size| ("BATON_POOL__MEMORY", size.to_string()));
+    let keeping = (0..args.pool).map(|idx| {
+        let own = memory.as_slice();
+        Node::start(Role::Pool, format!("{}-{idx}", Role::Pool), &[&of_all[..], own].concat())
+    });
+    computing.chain(keeping).collect()
 }
 
-/// Who is started, in the order in which devices are given out.
+/// The settings of a node that has the model.
+fn computing_node(
+    args: &UpArgs,
+    role: Role,
+    model: &Located,
+    device: &Device,
+) -> Vec<(&'static str, String)> {
+    let ranks = if role.decodes() { args.decode_tp } else { args.prefill_tp };
+    let settings = [
+        ("BATON_MODEL__PATH", model.path.clone()),
+        ("BATON_MODEL__NAME", model.name.clone()),
+        ("BATON_MODEL__DEVICE", device.to_string()),
+        ("BATON_MODEL__TP", ranks.to_string()),
+    ];
+    let kv_memory = args.kv_memory.map(|size| ("BATON_MODEL__KV_MEMORY", size.to_string()));
+    settings.into_iter().chain(kv_memory).collect()
+}
+
+/// Who computes, in the order in which devices are given out.
 fn roles(args: &UpArgs) -> Vec<(Role, u16)> {
     if args.colocated {
         return vec![(Role::Both, 0)];

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use baton_kv_pool::{Delivery, PoolError, Put, PutRequest, Shelf};
+use baton_kv_pool::{Incoming, Parcel, PoolError, PutRequest, Shelf};
 use futures::poll;
-use kv_cache::{FenceSignal, KvMemory, LayerFence};
+use kv_cache::{FenceSignal, Holder, Holding, KvMemory, LayerFence};
 use kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, handoff, layout, whole};
 use kv_transfer::{
-    ArrivedKv, ConnectorParts, Fault, FaultKind, KvConnector, LandRequest, Source, TransferError, build,
+    Arrival, ArrivedKv, ConnectorParts, Fault, FaultKind, KvConnector, LandRequest, Source, TransferError,
+    build,
 };
-use types::{BlockHash, BlockHasher, Destination, GroupIdx, Landing, TenantId, TokenId};
+use types::{BlockHash, BlockHasher, Destination, GroupIdx, Landing, RequestId, Scheme, TenantId, TokenId};
 
 const WITHIN: Duration = Duration::from_secs(20);
 /// The pool of these tests is small, so that it is soon full: eight blocks of a sequence, which has two groups of layers.
@@ -34,22 +35,24 @@ impl Cluster {
         Self { prefill, decode, shelf, pool }
     }
 
-    fn put_request(&self, hashes: &[BlockHash]) -> PutRequest {
+    fn request(&self, sequence: u32, n_tokens: u32) -> PutRequest {
         PutRequest {
             transfer: self.pool.world.transfer_id(),
-            hashes: hashes.to_vec(),
+            request: RequestId::new("test"),
+            hashes: hashes(sequence, n_tokens),
+            n_tokens,
             connector: self.prefill.connector.scheme(),
             deadline: self.pool.world.deadline_in(WITHIN),
         }
     }
 
-    fn put(&self, hashes: &[BlockHash]) -> Result<Put, PoolError> {
-        self.shelf.put(self.put_request(hashes))
+    fn put(&self, sequence: u32, n_tokens: u32) -> Result<(Landing, Incoming), PoolError> {
+        self.shelf.put(self.request(sequence, n_tokens))
     }
 
     /// Computes a sequence's KV and sends what the pool has not.
-    async fn fill(&self, landing: &Landing, sequence: u64) {
-        let from = self.prefill.computed(landing.n_tokens, sequence);
+    async fn fill(&self, landing: &Landing, sequence: u32) {
+        let from = self.prefill.computed(landing.n_tokens, u64::from(sequence));
         let to = Destination::Landing(landing.clone());
         let mut sender = self.prefill.connector.open(&to).await.expect("granted");
         for span in whole(landing) {
@@ -58,27 +61,17 @@ impl Cluster {
         sender.finish(handoff(landing)).await.expect("put");
     }
 
-    async fn store(&self, hashes: &[BlockHash], sequence: u64) -> Landing {
-        let Put::Landing(landing) = self.put(hashes).expect("there is room") else {
-            panic!("it is not there")
-        };
+    async fn store(&self, sequence: u32, n_tokens: u32) -> Parcel {
+        let (landing, incoming) = self.put(sequence, n_tokens).expect("there is room");
         self.fill(&landing, sequence).await;
-        self.until_held(hashes).await;
-        landing
+        in_time(incoming.stored()).await.expect("stored")
     }
 
-    async fn until_held(&self, hashes: &[BlockHash]) {
-        let mut freed = self.shelf.pool().freed();
-        let held = async {
-            while self.shelf.n_held(hashes) < hashes.len() {
-                freed.changed().await.expect("the pool lives");
-            }
-        };
-        in_time(held).await;
+    fn n_held(&self, sequence: u32, n_tokens: u32) -> usize {
+        self.shelf.n_held(&hashes(sequence, n_tokens))
     }
 
-    fn land(&self, n_blocks: usize) -> (Landing, kv_transfer::Arrival) {
-        let n_tokens = n_blocks as u32 * BLOCK_TOKENS;
+    fn land(&self, n_tokens: u32) -> (Landing, Arrival) {
         let request = LandRequest {
             transfer: self.decode.parts.world.transfer_id(),
             lease: self.decode.room(n_tokens),
@@ -90,11 +83,10 @@ impl Cluster {
         self.decode.connector.land(request).expect("a proper request")
     }
 
-    async fn fetch(&self, hashes: &[BlockHash]) -> Result<ArrivedKv, PoolError> {
-        let (landing, arrival) = self.land(hashes.len());
-        let handoff = handoff(&landing);
-        self.shelf.deliver(Delivery { hashes: hashes.to_vec(), landing, handoff }).await?;
-        Ok(arrival.settle().await?)
+    async fn fetch(&self, parcel: &Parcel, n_tokens: u32) -> Result<ArrivedKv, PoolError> {
+        let (landing, arrival) = self.land(n_tokens);
+        in_time(parcel.deliver(landing)).await?;
+        Ok(in_time(arrival.settle()).await?)
     }
 
     async fn at_baseline(&self) {
@@ -109,6 +101,17 @@ impl Cluster {
         in_time(quiet).await;
         self.shelf.pool().integrity().expect("the books are right");
     }
+
+    /// A bit flips in the memory of the pool.
+    fn spoil(&self, sequence: u32, n_tokens: u32, ordinal: usize) {
+        let lease = self.shelf.pool().adopt(&hashes(sequence, n_tokens), holder());
+        let block = lease.table(GroupIdx(1))[ordinal].0;
+        self.pool.memory.write(GroupIdx(1), 1, block..block + 1).expect("nobody reads it")[5] ^= 1;
+    }
+}
+
+fn holder() -> Holder {
+    Holder { what: Holding::Landing, request: RequestId::new("test") }
 }
 
 async fn built(name: &'static str, parts: ConnectorParts) -> Arc<dyn KvConnector> {
@@ -119,10 +122,9 @@ async fn in_time<T>(what: impl Future<Output = T>) -> T {
     tokio::time::timeout(WITHIN, what).await.expect("in time")
 }
 
-/// The hashes of a sequence's blocks.
-fn hashes(sequence: u32, n_blocks: u32) -> Vec<BlockHash> {
-    let tokens: Vec<TokenId> =
-        (0..n_blocks * BLOCK_TOKENS).map(|nth| TokenId(sequence * 1000 + nth)).collect();
+/// The hashes of a sequence's full blocks.
+fn hashes(sequence: u32, n_tokens: u32) -> Vec<BlockHash> {
+    let tokens: Vec<TokenId> = (0..n_tokens).map(|nth| TokenId(sequence * 1000 + nth)).collect();
     BlockHasher::hashes(&TenantId::new("tenant"), BLOCK_TOKENS as usize, &tokens)
 }
 
@@ -130,46 +132,56 @@ fn hashes(sequence: u32, n_blocks: u32) -> Vec<BlockHash> {
 async fn what_was_put_is_got_on_every_wire() {
     for connector in ["loopback", "shm", "tcp"] {
         let cluster = Cluster::new(connector).await;
-        let hashes = hashes(1, 5);
-        cluster.store(&hashes, 1).await;
-        for _ in 0..2 {
-            let kv = cluster.fetch(&hashes).await.expect("it is there");
-            cluster.decode.assert_holds(&kv.lease, 5 * BLOCK_TOKENS, 1);
+        for n_tokens in [1, BLOCK_TOKENS, 4 * BLOCK_TOKENS, 5 * BLOCK_TOKENS + 3] {
+            let parcel = cluster.store(n_tokens, n_tokens).await;
+            for _ in 0..2 {
+                let kv = cluster.fetch(&parcel, n_tokens).await.expect("it is there");
+                cluster.decode.assert_holds(&kv.lease, n_tokens, u64::from(n_tokens));
+            }
         }
         cluster.at_baseline().await;
     }
 }
 
-#[tokio::test]
-async fn a_part_of_a_sequence_is_got_too() {
-    let cluster = Cluster::new("loopback").await;
-    let hashes = hashes(1, 5);
-    cluster.store(&hashes, 1).await;
-    let kv = cluster.fetch(&hashes[..3]).await.expect("it is there");
-    cluster.decode.assert_holds(&kv.lease, 3 * BLOCK_TOKENS, 1);
-}
-
+/// A block is the same in all sequences that begin alike. The last one, in part, is nobody's but its sequence's.
 #[tokio::test]
 async fn what_is_there_is_not_put_again() {
     let cluster = Cluster::new("loopback").await;
-    let longer = hashes(1, 5);
-    cluster.store(&longer[..3], 1).await;
-    assert_eq!(cluster.put(&longer[..3]).expect("no room is needed"), Put::Held);
-    let landing = cluster.store(&longer, 1).await;
-    assert_eq!(landing.wanted_blocks(), 3..5);
-    let kv = cluster.fetch(&longer).await.expect("it is there");
-    cluster.decode.assert_holds(&kv.lease, 5 * BLOCK_TOKENS, 1);
+    let (short, long) = (3 * BLOCK_TOKENS + 1, 5 * BLOCK_TOKENS + 2);
+    drop(cluster.store(1, short).await);
+    assert_eq!(cluster.shelf.counts().cached, 2 * 3, "three full blocks, in two groups");
+    let (landing, incoming) = cluster.put(1, long).expect("there is room");
+    assert_eq!(landing.wanted_blocks(), 3..6);
+    cluster.fill(&landing, 1).await;
+    let parcel = incoming.stored().await.expect("stored");
+    let kv = cluster.fetch(&parcel, long).await.expect("it is there");
+    cluster.decode.assert_holds(&kv.lease, long, 1);
+}
+
+/// The last block brings the handoff: it is wanted though all of the sequence is here.
+#[tokio::test]
+async fn the_last_block_is_always_put() {
+    let cluster = Cluster::new("loopback").await;
+    let n_tokens = 4 * BLOCK_TOKENS;
+    drop(cluster.store(1, n_tokens).await);
+    let (landing, incoming) = cluster.put(1, n_tokens).expect("there is room");
+    assert_eq!(landing.wanted_blocks(), 3..4);
+    cluster.fill(&landing, 1).await;
+    let parcel = incoming.stored().await.expect("stored");
+    let kv = cluster.fetch(&parcel, n_tokens).await.expect("it is there");
+    cluster.decode.assert_holds(&kv.lease, n_tokens, 1);
+    drop((parcel, kv));
+    cluster.at_baseline().await;
+    assert_eq!(cluster.n_held(1, n_tokens), 4);
 }
 
 /// Blocks arrive layer by layer, and are found when all of them have.
 #[tokio::test]
 async fn nothing_is_found_before_it_is_whole() {
     let cluster = Cluster::new("loopback").await;
-    let hashes = hashes(1, 4);
-    let Put::Landing(landing) = cluster.put(&hashes).expect("there is room") else {
-        panic!("it is not there")
-    };
-    let from = cluster.prefill.computed(landing.n_tokens, 1);
+    let n_tokens = 4 * BLOCK_TOKENS;
+    let (landing, incoming) = cluster.put(1, n_tokens).expect("there is room");
+    let from = cluster.prefill.computed(n_tokens, 1);
     let (signal, fence) = FenceSignal::new();
     let mut sender =
         cluster.prefill.connector.open(&Destination::Landing(landing.clone())).await.expect("granted");
@@ -177,95 +189,127 @@ async fn nothing_is_found_before_it_is_whole() {
         sender.send(span, Arc::clone(&from), fence.clone()).await.expect("room");
     }
     signal.layers_done(3);
-    assert_eq!(cluster.shelf.n_held(&hashes), 0);
-    let error = cluster.fetch(&hashes).await.expect_err("it is not whole");
-    assert!(matches!(error, PoolError::Missing { have: 0, wanted: 4 }), "{error}");
+    let mut stored = Box::pin(incoming.stored());
+    assert!(poll!(&mut stored).is_pending());
+    assert_eq!(cluster.n_held(1, n_tokens), 0);
     signal.layers_done(5);
     in_time(sender.finish(handoff(&landing))).await.expect("put");
-    cluster.until_held(&hashes).await;
+    in_time(stored).await.expect("stored");
+    assert_eq!(cluster.n_held(1, n_tokens), 4);
 }
 
 #[tokio::test]
 async fn a_put_that_is_given_up_leaves_nothing() {
     let cluster = Cluster::new("loopback").await;
-    let hashes = hashes(1, 4);
-    let Put::Landing(landing) = cluster.put(&hashes).expect("there is room") else {
-        panic!("it is not there")
-    };
+    let n_tokens = 4 * BLOCK_TOKENS;
+    let (landing, incoming) = cluster.put(1, n_tokens).expect("there is room");
     let sender = cluster.prefill.connector.open(&Destination::Landing(landing)).await.expect("granted");
     drop(sender);
+    incoming.stored().await.expect_err("the sender gave it up");
+    let (landing, incoming) = cluster.put(1, n_tokens).expect("there is room");
+    drop(incoming);
+    let gone = cluster.prefill.connector.open(&Destination::Landing(landing)).await;
+    assert!(matches!(gone.map(|_| ()), Err(TransferError::UnknownLanding)));
     cluster.at_baseline().await;
-    assert_eq!((cluster.shelf.n_held(&hashes), cluster.shelf.counts().cached), (0, 0));
+    assert_eq!((cluster.n_held(1, n_tokens), cluster.shelf.counts().cached), (0, 0));
 }
 
 #[tokio::test]
 async fn the_longest_unused_is_evicted() {
     let cluster = Cluster::new("loopback").await;
-    let (old, used, new) = (hashes(1, 4), hashes(2, 4), hashes(3, 4));
-    cluster.store(&old, 1).await;
-    cluster.store(&used, 2).await;
-    cluster.fetch(&old).await.expect("it is there");
-    cluster.store(&new, 3).await;
-    assert_eq!(cluster.shelf.n_held(&old), 4, "it was used last");
-    assert!(cluster.shelf.n_held(&used) < 4);
-    let kv = cluster.fetch(&new).await.expect("it is there");
-    cluster.decode.assert_holds(&kv.lease, 4 * BLOCK_TOKENS, 3);
+    let n_tokens = 4 * BLOCK_TOKENS;
+    let (old, used, new) = (1, 2, 3);
+    drop(cluster.store(old, n_tokens).await);
+    drop(cluster.store(used, n_tokens).await);
+    assert_eq!(cluster.n_held(old, n_tokens), 4, "this was a use");
+    let parcel = cluster.store(new, n_tokens).await;
+    assert_eq!(cluster.n_held(old, n_tokens), 4, "it was used last");
+    assert!(cluster.n_held(used, n_tokens) < 4);
+    let kv = cluster.fetch(&parcel, n_tokens).await.expect("it is there");
+    cluster.decode.assert_holds(&kv.lease, n_tokens, 3);
 }
 
 #[tokio::test]
 async fn what_is_being_read_is_not_evicted() {
     let cluster = Cluster::new("loopback").await;
-    let hashes_read = hashes(1, 6);
-    cluster.store(&hashes_read, 1).await;
+    let n_tokens = 6 * BLOCK_TOKENS;
+    let parcel = cluster.store(1, n_tokens).await;
     cluster.pool.faults.inject(Fault::once(FaultKind::Stall).times(u32::MAX));
-    let (landing, arrival) = cluster.land(6);
-    let handoff = handoff(&landing);
-    let delivery = Delivery { hashes: hashes_read.clone(), landing, handoff };
-    let mut reading = Box::pin(cluster.shelf.deliver(delivery));
-    while cluster.shelf.counts().leased == 0 {
-        assert!(poll!(&mut reading).is_pending());
-    }
-    let error = cluster.put(&hashes(2, 3)).expect_err("six of eight are being read");
+    let (landing, arrival) = cluster.land(n_tokens);
+    let mut reading = Box::pin(parcel.deliver(landing));
+    assert!(poll!(&mut reading).is_pending());
+    let error = cluster.put(2, 3 * BLOCK_TOKENS).expect_err("six of eight are being read");
     assert!(matches!(error, PoolError::Full { wanted: 3, .. }), "{error}");
     drop((reading, arrival));
+    drop(parcel);
     cluster.at_baseline().await;
-    assert!(matches!(cluster.put(&hashes(2, 3)), Ok(Put::Landing(_))), "nobody reads it any more");
+    cluster.put(2, 3 * BLOCK_TOKENS).expect("nobody reads it any more");
 }
 
-/// A bit that flips while nobody looks is found when the block is wanted, and is never served.
+/// A bit that flips while nobody looks is found when the block is wanted. It is never served, and what is put anew is.
 #[tokio::test]
 async fn a_block_that_is_spoilt_is_not_served() {
     let cluster = Cluster::new("loopback").await;
-    let hashes = hashes(1, 3);
-    cluster.store(&hashes, 1).await;
-    let block = cluster.shelf.pool().adopt(&hashes, holder()).table(GroupIdx(1))[1].0;
-    cluster.pool.memory.write(GroupIdx(1), 1, block..block + 1).expect("nobody reads it")[5] ^= 1;
-    let error = cluster.fetch(&hashes).await.expect_err("it is spoilt");
-    assert!(matches!(error, PoolError::Spoilt { ordinal: 1 }), "{error}");
-    cluster.fetch(&hashes[..1]).await.expect("the block before it is whole");
+    let n_tokens = 3 * BLOCK_TOKENS + 1;
+    drop(cluster.store(1, n_tokens).await);
+    cluster.spoil(1, n_tokens, 1);
+    let parcel = cluster.store(1, n_tokens).await;
+    for _ in 0..2 {
+        let (landing, arrival) = cluster.land(n_tokens);
+        let error = in_time(parcel.deliver(landing)).await.expect_err("it is spoilt");
+        assert!(matches!(error, PoolError::Spoilt { ordinal: 1 }), "{error}");
+        drop(arrival);
+    }
+    drop(parcel);
+    assert_eq!(cluster.n_held(1, n_tokens), 1, "what comes after it is of no use");
+    let (landing, incoming) = cluster.put(1, n_tokens).expect("there is room");
+    assert_eq!(landing.wanted_blocks(), 1..4);
+    cluster.fill(&landing, 1).await;
+    let parcel = incoming.stored().await.expect("stored");
+    let kv = cluster.fetch(&parcel, n_tokens).await.expect("it is there");
+    cluster.decode.assert_holds(&kv.lease, n_tokens, 1);
+    drop((parcel, kv));
+    cluster.at_baseline().await;
+    assert_eq!(cluster.n_held(1, n_tokens), 3);
 }
 
-fn holder() -> kv_cache::Holder {
-    kv_cache::Holder { what: kv_cache::Holding::Landing, request: types::RequestId::new("test") }
+/// What the wire spoils is fetched again, on both ways; spoilt twice, it is a failure, and nothing is kept of it.
+#[tokio::test]
+async fn a_bit_that_a_wire_flips_is_noticed_on_both_ways() {
+    let cluster = Cluster::new("tcp").await;
+    let n_tokens = 5 * BLOCK_TOKENS + 1;
+    cluster.prefill.parts.faults.inject(Fault::once(FaultKind::FlipBit(77)));
+    cluster.pool.faults.inject(Fault::once(FaultKind::FlipBit(77)));
+    let parcel = cluster.store(1, n_tokens).await;
+    let kv = cluster.fetch(&parcel, n_tokens).await.expect("fetched again");
+    cluster.decode.assert_holds(&kv.lease, n_tokens, 1);
+    cluster.pool.faults.inject(Fault::once(FaultKind::FlipBit(77)).times(u32::MAX));
+    let (landing, arrival) = cluster.land(n_tokens);
+    let error = in_time(parcel.deliver(landing)).await.expect_err("spoilt twice");
+    assert!(matches!(error, PoolError::Transfer(TransferError::Corrupted { .. })), "{error}");
+    in_time(arrival.settle()).await.expect_err("it is never delivered");
+    drop((parcel, kv));
+    cluster.at_baseline().await;
 }
 
 #[tokio::test]
 async fn what_cannot_be_is_refused() {
     let cluster = Cluster::new("loopback").await;
-    let hashes = hashes(1, 3);
-    cluster.store(&hashes, 1).await;
-    let (landing, arrival) = cluster.land(2);
-    let handoff = handoff(&landing);
-    let error = cluster.shelf.deliver(Delivery { hashes: hashes.clone(), landing, handoff }).await;
-    assert!(matches!(error, Err(PoolError::OtherLength { landing: 8, blocks: 12 })), "{error:?}");
+    let parcel = cluster.store(1, 12).await;
+    let (landing, arrival) = cluster.land(8);
+    let error = parcel.deliver(landing).await;
+    assert!(matches!(error, Err(PoolError::OtherLength { landing: 8, stored: 12 })), "{error:?}");
     drop(arrival);
-    let other =
-        PutRequest { connector: types::Scheme::new("tcp"), ..cluster.put_request(&self::hashes(2, 1)) };
+    let other = PutRequest { connector: Scheme::new("tcp"), ..cluster.request(2, 4) };
     assert!(matches!(cluster.shelf.put(other), Err(PoolError::NoConnector(_))));
-    let (landing, arrival) = cluster.land(3);
+    for (n_tokens, hashes) in [(0, vec![]), (4, vec![]), (9, hashes(2, 12))] {
+        let other = PutRequest { n_tokens, hashes, ..cluster.request(2, 4) };
+        assert!(matches!(cluster.shelf.put(other), Err(PoolError::OtherHashes { .. })));
+    }
+    let (landing, arrival) = cluster.land(12);
     drop(arrival);
-    let handoff = kv_transfer::conformance::node::handoff(&landing);
-    let error = cluster.shelf.deliver(Delivery { hashes, landing, handoff }).await.expect_err("it is gone");
+    let error = parcel.deliver(landing).await.expect_err("it is gone");
     assert!(matches!(error, PoolError::Transfer(TransferError::UnknownLanding)), "{error}");
+    drop(parcel);
     cluster.at_baseline().await;
 }

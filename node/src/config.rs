@@ -259,11 +259,11 @@ impl Default for TransferSection {
 }
 
 impl TransferSection {
-    /// The wires are reached at the same host as the node.
-    fn settings(&self, node: &NodeSection) -> TransferSettings {
+    /// The wires are reached at the same host as the node, which others are told is `advertise`.
+    pub fn settings(&self, advertise: &str) -> TransferSettings {
         TransferSettings {
             listen: self.listen.clone(),
-            advertise: node.advertise.clone(),
+            advertise: advertise.to_owned(),
             streams: self.streams,
             stall_ms: self.stall_ms,
             frame_bytes: self.frame_bytes,
@@ -299,7 +299,7 @@ impl NodeConfig {
         if transfer.connectors.is_empty() {
             return Err(NodeError::Config("transfer.connectors names no connector".to_owned()));
         }
-        let settings = transfer.settings(&node);
+        let settings = transfer.settings(&node.advertise);
         Ok(Self {
             id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),
             listen: node.listen,

@@ -86,6 +86,11 @@ impl Connectors {
         self.best_first.iter().map(|connector| connector.address()).collect()
     }
 
+    /// All of them, best first.
+    pub fn all(&self) -> &[Arc<dyn KvConnector>] {
+        &self.best_first
+    }
+
     pub fn by_scheme(&self, scheme: &Scheme) -> Option<Arc<dyn KvConnector>> {
         self.best_first.iter().find(|connector| connector.scheme() == *scheme).cloned()
     }

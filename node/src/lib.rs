@@ -1,7 +1,7 @@
-//! One node's life, shared by prefill and decode nodes: what it is made of, announcing, its status stream, its drain.
+//! One node's life, shared by all kinds of them: what it is made of, announcing, its status stream, its drain.
 //!
 //! Suggested reading order: [`config`], the memory that is asked for ([`kv_memory`]), what a node is made of ([`parts`], [`connectors`], [`counted`]), what it tells of
-//! itself ([`status`]), how it notices that nothing moves ([`watchdog`]), and its life from bind to drain ([`life`]).
+//! itself ([`status`]), how it notices that nothing moves ([`watchdog`]), and its life from bind to drain ([`life`], [`ports`]).
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -12,6 +12,7 @@ mod paced;
 pub mod counted;
 pub mod status;
 pub mod life;
+pub mod ports;
 pub mod watchdog;
 pub mod metrics;
 pub mod error;
@@ -23,4 +24,5 @@ pub use error::NodeError;
 pub use kv_memory::KvMemorySize;
 pub use life::{Life, live};
 pub use parts::{Drive, NodeParts};
+pub use ports::Ports;
 pub use watchdog::Stuck;

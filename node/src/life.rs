@@ -3,14 +3,12 @@
 use std::fs;
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt as _;
-use std::time::Duration;
 
 use chassis::admin::Readiness;
-use chassis::server::ServerLimits;
-use chassis::{Gate, Listener, Shutdown, spawn_guarded};
+use chassis::{Listener, Shutdown, spawn_guarded};
 use registry::Registry;
 use tonic::service::Routes;
-use tracing::{info, warn};
+use tracing::info;
 use types::node::PROTOCOL;
 use types::{NodeId, NodeInfo, Role};
 
@@ -18,11 +16,9 @@ use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::metrics::NodeMetrics;
 use crate::parts::NodeParts;
+use crate::ports::{Ports, advertised};
 use crate::status::StatusService;
 use crate::watchdog::Watchdog;
-
-/// How long the ports may take to close once nothing is under way.
-const CLOSE_WITHIN: Duration = Duration::from_secs(2);
 
 /// What a node needs to live, besides its parts.
 #[derive(Debug)]
@@ -40,20 +36,16 @@ pub struct Life<'a> {
 /// Lives until `shutdown`. `services` are the role's own, with health and reflection; status is added here.
 pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<(), NodeError> {
     let readiness = Readiness::unready("starting");
-    let (draining, close) = (Shutdown::new(), Shutdown::new());
-    let ports = Gate::new("ports");
+    let draining = Shutdown::new();
 
     let info = node_info(&parts, &life)?;
     let watchdog = Watchdog::new(parts.clone(), readiness.clone(), draining.clone(), life.config.stuck_after);
     let status = StatusService::new(parts.clone(), draining.clone(), watchdog.stuck()).server();
-    let grpc =
-        chassis::rpc::serve(life.grpc, services.add_service(status), close.clone(), ServerLimits::default());
-    let grpc = spawn_guarded(&ports, "grpc", grpc);
-    let admin = chassis::admin::router(readiness.clone(), parts.metrics.clone());
-    let admin = spawn_guarded(&ports, "admin", chassis::admin::serve(life.admin, admin, close.clone()));
-    let gauges = NodeMetrics::new(&parts.metrics).follow(parts.clone());
-    let _gauges = spawn_guarded(&ports, "gauges", gauges);
-    let _watch = spawn_guarded(&ports, "watchdog", watchdog.run());
+    let mut ports = Ports::admin(life.admin, readiness.clone(), parts.metrics.clone());
+    ports.grpc(life.grpc, services.add_service(status));
+    let gauges = NodeMetrics::new(&parts.metrics).follow(parts.pool.clone(), parts.arriving.clone());
+    let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
+    let _watch = spawn_guarded(ports.gate(), "watchdog", watchdog.run());
 
     let announcement = life.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;
     info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
@@ -66,39 +58,25 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
     announcement.withdraw().await;
     parts.worker.drain();
     let drained = parts.gate.close(life.config.drain).await.map_err(NodeError::Drain);
-    close.trigger();
-    for port in [grpc, admin] {
-        if !matches!(tokio::time::timeout(CLOSE_WITHIN, port).await, Ok(Ok(Ok(())))) {
-            warn!("a port was closed with connections open");
-        }
-    }
+    ports.close().await;
     drained
 }
 
 /// What the node says of itself.
 fn node_info(parts: &NodeParts, life: &Life<'_>) -> Result<NodeInfo, NodeError> {
-    let advertised = |bound: &dyn Listener| -> Result<String, NodeError> {
-        let bound = bound
-            .local_addr()
-            .map_err(|source| NodeError::Listen { addr: life.config.listen.clone(), source })?;
-        Ok(advertised(life.config.advertise.as_deref(), bound))
-    };
+    let advertise = life.config.advertise.as_deref();
     Ok(NodeInfo {
         id: life.id.clone(),
         epoch: parts.epoch,
         role: life.role,
         pid: std::process::id(),
         host: parts.host.to_string(),
-        address: advertised(&*life.grpc)?,
-        admin: advertised(&*life.admin)?,
+        address: advertised(advertise, &*life.grpc)?,
+        admin: advertised(advertise, &*life.admin)?,
         wires: parts.connectors.addresses(),
         model: (*parts.model).clone(),
         protocol: PROTOCOL,
     })
-}
-
-fn advertised(host: Option<&str>, bound: SocketAddr) -> String {
-    host.map_or_else(|| bound.to_string(), |host| format!("{host}:{}", bound.port()))
 }
 
 /// Tells whether two nodes share a machine and what it takes to share memory: the kernel's boot id, and which

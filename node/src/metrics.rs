@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use chassis::metrics::Metrics;
+use kv_cache::BlockPool;
 use prometheus::{IntGauge, IntGaugeVec};
 
-use crate::parts::NodeParts;
+use crate::counted::Counter;
 
 /// How old the gauges may be.
 const PACE: Duration = Duration::from_millis(250);
@@ -26,15 +27,15 @@ impl NodeMetrics {
     }
 
     /// Keeps the gauges true until it is dropped.
-    pub async fn follow(self, node: NodeParts) {
+    pub async fn follow(self, pool: BlockPool, arriving: Counter) {
         loop {
-            self.look(&node);
+            self.look(&pool, &arriving);
             tokio::time::sleep(PACE).await;
         }
     }
 
-    fn look(&self, node: &NodeParts) {
-        let counts = node.pool.counts();
+    fn look(&self, pool: &BlockPool, arriving: &Counter) {
+        let counts = pool.counts();
         for (state, count) in [
             ("free", counts.free),
             ("leased", counts.leased),
@@ -43,6 +44,6 @@ impl NodeMetrics {
         ] {
             self.blocks.with_label_values(&[state]).set(i64::from(count));
         }
-        self.arriving.set(i64::from(node.arriving.count()));
+        self.arriving.set(i64::from(arriving.count()));
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use chassis::Shutdown;
 use futures::Stream;
 use futures::stream::unfold;
-use kv_cache::{BlockEvents, LedgerEntry};
+use kv_cache::{BlockEvents, BlockPool, LedgerEntry};
 use proto::v1;
 use proto::v1::node_status_server::{NodeStatus, NodeStatusServer};
 use proto::v1::status_event::Event;
@@ -130,18 +130,20 @@ impl NodeStatus for StatusService {
         &self,
         request: Request<v1::LedgerRequest>,
     ) -> Result<Response<v1::LedgerAnswer>, Status> {
-        let blocks = if request.into_inner().blocks {
-            self.node.pool.ledger().into_iter().map(ledger_block).collect()
-        } else {
-            Vec::new()
-        };
-        Ok(Response::new(v1::LedgerAnswer { counts: Some(self.node.pool.counts().into()), blocks }))
+        Ok(Response::new(ledger(&self.node.pool, request.into_inner())))
     }
 }
 
 fn refused(stuck: Option<Stuck>) -> Status {
     let stage = stuck.map(|stuck| stuck.to_string()).unwrap_or_default();
     Status::unavailable(format!("nothing moves here, {stage}"))
+}
+
+/// Where a pool's blocks are.
+pub fn ledger(pool: &BlockPool, request: v1::LedgerRequest) -> v1::LedgerAnswer {
+    let blocks =
+        if request.blocks { pool.ledger().into_iter().map(ledger_block).collect() } else { Vec::new() };
+    v1::LedgerAnswer { counts: Some(pool.counts().into()), blocks }
 }
 
 fn ledger_block(entry: LedgerEntry) -> v1::LedgerBlock {

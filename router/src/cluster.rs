@@ -14,7 +14,8 @@ use chassis::{Gate, Task, World, spawn_guarded};
 use futures::StreamExt as _;
 use registry::{MembershipEvent, Registry, RegistryError};
 use tracing::{info, warn};
-use types::{ModelInfo, NodeId, NodeInfo, NodeLoad};
+use types::place::keepers;
+use types::{BlockHash, ModelInfo, NodeId, NodeInfo, NodeLoad};
 
 pub use cached::{CachedBlocks, Gap};
 
@@ -73,6 +74,17 @@ impl Cluster {
         for node in route.prefill.iter().chain([&route.decode]) {
             members.assign(&node.id, n_tokens);
         }
+    }
+
+    /// The pool node that keeps sequences which begin with this block, for KV of this kind; `None`: there is none.
+    pub fn keeper(&self, first: BlockHash, model: &ModelInfo) -> Option<Arc<NodeInfo>> {
+        self.members().keeper(first, model)
+    }
+
+    /// A pool node has failed. Until it speaks again it keeps nothing more. True if that is news.
+    pub fn suspect(&self, id: &NodeId) -> bool {
+        let mut members = self.members();
+        members.by_id.get_mut(id).is_some_and(|member| !std::mem::replace(&mut member.is_suspect, true))
     }
 
     /// How to speak to a node; `None` once it has left.
@@ -226,6 +238,8 @@ struct Member {
     assigned: u32,
     assigned_tokens: u64,
     last_turn: u64,
+    /// It has failed since it spoke last.
+    is_suspect: bool,
     cached: CachedBlocks,
     client: NodeClient,
     /// Ends with the member.
@@ -241,6 +255,7 @@ impl Member {
             assigned: 0,
             assigned_tokens: 0,
             last_turn: 0,
+            is_suspect: false,
             cached: CachedBlocks::default(),
             client,
             _follow: follow,
@@ -265,6 +280,17 @@ impl Members {
         ClusterView { nodes: self.by_id.values().filter(usable).map(Member::view).collect() }
     }
 
+    fn keeper(&self, first: BlockHash, model: &ModelInfo) -> Option<Arc<NodeInfo>> {
+        let keeps = |member: &&Member| {
+            let NodeInfo { role, model: kept, .. } = &*member.info;
+            role.pools() && kept.name == model.name && kept.fingerprint == model.fingerprint
+        };
+        let usable = |member: &&Member| member.state == NodeState::Ready && !member.is_suspect;
+        let ids = self.by_id.values().filter(keeps).filter(usable).map(|member| &member.info.id);
+        let keeper = keepers(ids, first).first().copied()?;
+        Some(self.by_id.get(keeper)?.info.clone())
+    }
+
     fn assign(&mut self, id: &NodeId, n_tokens: usize) {
         self.turns += 1;
         if let Some(member) = self.by_id.get_mut(id) {
@@ -277,7 +303,8 @@ impl Members {
     /// Refuses a node that speaks another protocol, whose KV the others of its model could not read, or whose tokens mean
     /// something else to the router.
     fn admit(&self, node: &NodeInfo, models: &RouterModels) -> NodeState {
-        let refusal = self.refusal(node).or_else(|| Some(models.learn(&node.model).err()?.to_string()));
+        let learned = || if node.role.pools() { Ok(()) } else { models.learn(&node.model) };
+        let refusal = self.refusal(node).or_else(|| Some(learned().err()?.to_string()));
         refusal.map_or(NodeState::Connecting, NodeState::Refused)
     }
 
@@ -288,6 +315,7 @@ impl Members {
         }
         let alike = |member: &&Member| {
             member.info.id != node.id
+                && !member.info.role.pools()
                 && member.info.model.name == node.model.name
                 && !matches!(member.state, NodeState::Refused(_))
         };
@@ -304,6 +332,7 @@ impl Members {
                 member.load = load;
                 member.assigned = 0;
                 member.assigned_tokens = 0;
+                member.is_suspect = false;
                 if matches!(member.state, NodeState::Connecting | NodeState::Unreachable) {
                     member.state = NodeState::Ready;
                 }

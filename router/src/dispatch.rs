@@ -1,7 +1,9 @@
-//! One prompt's way through the cluster, on one screen: `Dispatch::decode_first` and `Dispatch::prefill_first`.
+//! One prompt's way through the cluster: `Dispatch::decode_first` here, and prefill first in `held`.
 //!
 //! A route is tried; a node that fails is left out of the next one. Full nodes are no failure: waiting happens here,
 //! where it holds no KV. Once the first step is in hand, [`crate::continuation`] takes over.
+
+mod held;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +15,7 @@ use futures::StreamExt as _;
 use tokio::time::Instant;
 use tracing::{debug, info};
 use types::{
-    Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, RefusalKind, Step, TransferId,
-    Usage, Verdict,
+    Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, RefusalKind, Step, Usage, Verdict,
 };
 
 use crate::admission::Admission;
@@ -23,9 +24,10 @@ use crate::continuation::{Booking, Continuation};
 use crate::error::ServeError;
 use crate::metrics::{Outcome, RouterMetrics, Stage};
 use crate::policy::{Route, RoutingPolicy};
-use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillCall, PrefillOffer};
+use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
 use crate::serve::{Generation, Serve};
 use crate::watchdog::{Place, Waiting, Whereabouts, watch};
+pub(crate) use held::HeldKv;
 
 /// How long a prompt for which no node has room waits before it asks again.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
@@ -92,18 +94,8 @@ pub(crate) struct Started {
 pub(crate) enum Rest {
     /// A decode node has, or is about to have, the KV.
     Decode(Box<DecodeCall>),
-    /// A prefill node holds the KV; no decode node is chosen yet.
+    /// A prefill node or the pool holds the KV; no decode node is chosen yet.
     Held(Box<HeldKv>),
-}
-
-/// KV that waits in a prefill node's outbox for a landing. Dropping it releases it there.
-#[derive(Debug)]
-pub(crate) struct HeldKv {
-    by: Arc<NodeInfo>,
-    transfer: TransferId,
-    /// What it is the KV of. A continuation's is longer than the one that the client asked with.
-    prompt: Prompt,
-    call: PrefillCall,
 }
 
 impl Dispatch {
@@ -200,43 +192,6 @@ impl Dispatch {
                 return Ok(Started { first, usage, rest: Rest::Decode(Box::new(decode)) });
             }
         }
-    }
-
-    /// The prompt is computed and held; [`Self::deliver`] finds it a decode node.
-    async fn prefill_first(&self, prompt: &Prompt, prefill: &Arc<NodeInfo>) -> Result<Started, Failure> {
-        let transfer = self.parts.world.transfer_id();
-        let (prefilled, call) = self.client(prefill)?.prefill(prompt, &Destination::Held(transfer)).await?;
-        let held = HeldKv { by: prefill.clone(), transfer, prompt: prompt.clone(), call };
-        Ok(self.started(prefilled, Rest::Held(Box::new(held))))
-    }
-
-    /// Chooses a decode node for KV that a prefill node holds, and has it sent there.
-    pub(crate) async fn deliver(&self, held: HeldKv) -> Result<DecodeCall, ServeError> {
-        let prompt = &held.prompt;
-        let _waiting = self.whereabouts.enter(Place::Deliver);
-        let mut tries = Tries::new(&self.parts);
-        loop {
-            let route = tries.route(prompt).await?;
-            self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, prompt.tokens.len());
-            match self.deliver_to(&held, &route.decode).await {
-                Ok(mut decode) => {
-                    decode.kv_from(held.call);
-                    return Ok(decode);
-                }
-                // Without the KV there is nothing to deliver: the continuation computes it again.
-                Err(failure) if failure.node.id == held.by.id => return Err(failure.into()),
-                Err(failure) => tries.failed(failure).await?,
-            }
-        }
-    }
-
-    async fn deliver_to(&self, held: &HeldKv, to: &NodeInfo) -> Result<DecodeCall, Failure> {
-        let mut decode = self.client(to)?.decode(&held.prompt, PrefillOffer::HeldBy(&held.by)).await?;
-        match decode.opening().await? {
-            Opening::Landing(landing) => self.client(&held.by)?.deliver(held.transfer, &landing).await?,
-            Opening::Local { .. } => return Err(decode.unasked_local()),
-        }
-        Ok(decode)
     }
 
     fn started(&self, prefilled: Prefilled, rest: Rest) -> Started {

@@ -16,6 +16,8 @@ pub enum Stage {
     PrefillQueue,
     /// In the prefill node, from its first step to the first token.
     Prefill,
+    /// From asking a pool node to its word that it has the KV.
+    Store,
     /// From the landing to the handoff.
     Transfer,
     /// From acceptance to the first token.
@@ -34,6 +36,7 @@ impl Stage {
             Self::Reserve => "reserve",
             Self::PrefillQueue => "prefill_queue",
             Self::Prefill => "prefill",
+            Self::Store => "store",
             Self::Transfer => "transfer",
             Self::FirstToken => "first_token",
             Self::HandoverGap => "handover_gap",
@@ -49,6 +52,8 @@ pub struct RouterMetrics {
     pub attempts: IntCounter,
     pub retries: IntCounterVec,
     pub continuations: IntCounter,
+    /// Prompts whose KV a prefill node held because the pool did not take it.
+    pub pool_fallbacks: IntCounterVec,
     kv_bytes: IntCounterVec,
     requests: IntCounterVec,
 }
@@ -60,6 +65,11 @@ impl RouterMetrics {
             attempts: metrics.counter("attempts_total", "Routes that were tried."),
             retries: metrics.counter_vec("retries_total", "Tries that failed, by reason.", &["reason"]),
             continuations: metrics.counter("continuations_total", "Streams that went on elsewhere."),
+            pool_fallbacks: metrics.counter_vec(
+                "pool_fallbacks_total",
+                "Prompts whose KV the pool did not take, by reason.",
+                &["reason"],
+            ),
             kv_bytes: metrics.counter_vec(
                 "kv_arrived_bytes_total",
                 "KV that decode nodes reported.",

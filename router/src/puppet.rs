@@ -11,8 +11,10 @@ use proto::v1;
 use proto::v1::decode_event::Event;
 use proto::v1::decode_server::{Decode, DecodeServer};
 use proto::v1::node_status_server::{NodeStatus, NodeStatusServer};
+use proto::v1::pool_server::{Pool, PoolServer};
 use proto::v1::prefill_answer::Answer;
 use proto::v1::prefill_server::{Prefill, PrefillServer};
+use proto::v1::put_event::Event as PutEvent;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 use types::layout::KvDtype;
@@ -74,6 +76,7 @@ impl Puppet {
         let listener = world.net().listen(&self.info.address).await.expect("the address is free");
         let routes = Routes::new(DecodeServer::new(self.clone()))
             .add_service(PrefillServer::new(self.clone()))
+            .add_service(PoolServer::new(self.clone()))
             .add_service(NodeStatusServer::new(self.clone()));
         let serve = chassis::rpc::serve(listener, routes, Shutdown::new(), ServerLimits::default());
         spawn_guarded(gate, "puppet", async move { drop(serve.await) })
@@ -180,11 +183,11 @@ impl Decode for Puppet {
             Act::Break => return Err(Status::unavailable("the puppet broke")),
             Act::Hang => return Ok(Response::new(stream::pending().boxed())),
             Act::Starve => {
-                let landing = event(Event::Landing((&self.landing(&prompt)).into()));
+                let landing = event(Event::Landing((&self.landing(prompt.tokens.len())).into()));
                 return Ok(Response::new(stream::iter([landing]).chain(stream::pending()).boxed()));
             }
             _ if local => event(Event::Local(v1::Local { held_tokens: 0 })),
-            _ => event(Event::Landing((&self.landing(&prompt)).into())),
+            _ => event(Event::Landing((&self.landing(prompt.tokens.len())).into())),
         };
         let mut all = steps(&prompt);
         if !local {
@@ -208,16 +211,16 @@ impl Decode for Puppet {
 }
 
 impl Puppet {
-    fn landing(&self, prompt: &Prompt) -> Landing {
+    fn landing(&self, n_tokens: usize) -> Landing {
         let layout = self.info.model.layout.clone();
-        let blocks = layout.blocks_for(prompt.tokens.len()) as u32;
+        let blocks = layout.blocks_for(n_tokens) as u32;
         Landing {
             transfer: TransferId(1),
             node: self.info.id.clone(),
             epoch: self.info.epoch,
             grant: Grant::from_bytes([0; 16]),
             wire: self.info.wires[0].clone(),
-            n_tokens: prompt.tokens.len() as u32,
+            n_tokens: n_tokens as u32,
             held_tokens: 0,
             tables: vec![(0..blocks).map(types::BlockIdx).collect()],
             layout,
@@ -260,6 +263,46 @@ impl Prefill for Puppet {
     async fn deliver(&self, _: Request<v1::DeliverRequest>) -> Result<Response<v1::DeliverAnswer>, Status> {
         self.hear("deliver");
         Ok(Response::new(v1::DeliverAnswer { refused: None }))
+    }
+}
+
+#[tonic::async_trait]
+impl Pool for Puppet {
+    type PutStream = Streamed<v1::PutEvent>;
+
+    async fn put(&self, request: Request<v1::PutRequest>) -> Result<Response<Self::PutStream>, Status> {
+        let request = request.into_inner();
+        let act = self.act();
+        let hashes = proto::hashes_from_wire(&request.hashes.expect("hashes")).expect("good hashes");
+        self.hear(format!("put {} tokens, {} hashes, {act:?}", request.n_tokens, hashes.len()));
+        let event = |event| Ok(v1::PutEvent { event: Some(event) });
+        let landing = event(PutEvent::Landing((&self.landing(request.n_tokens as usize)).into()));
+        match act {
+            Act::Refuse(kind) => Ok(Response::new(said(vec![event(PutEvent::Refused(refusal(kind)))]))),
+            Act::Break => broken(),
+            Act::Hang => Ok(Response::new(stream::pending().boxed())),
+            Act::BreakAfter(_) => Ok(Response::new(said(vec![landing, broken()]))),
+            Act::Starve => Ok(Response::new(stream::iter([landing]).chain(stream::pending()).boxed())),
+            _ => {
+                let stored = event(PutEvent::Stored(v1::Stored { bytes: 0 }));
+                let stored = stream::once(async {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    stored
+                });
+                let words = stream::iter([landing]).chain(stored).chain(stream::pending());
+                Ok(Response::new(words.boxed()))
+            }
+        }
+    }
+
+    async fn deliver(&self, _: Request<v1::DeliverRequest>) -> Result<Response<v1::DeliverAnswer>, Status> {
+        let act = self.act();
+        self.hear(format!("fetch, {act:?}"));
+        match act {
+            Act::Refuse(kind) => Ok(Response::new(v1::DeliverAnswer { refused: Some(refusal(kind)) })),
+            Act::Serve => Ok(Response::new(v1::DeliverAnswer { refused: None })),
+            _ => broken(),
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! How the router speaks to one node. The only file of the router that knows the nodes' services.
 
+mod put;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +20,7 @@ use types::{
 };
 
 use crate::error::ServeError;
+pub use put::PutCall;
 
 /// The longest a node may take over a question that needs no work.
 const QUESTION_TIMEOUT: Duration = Duration::from_secs(2);
@@ -214,8 +217,8 @@ impl PrefillCall {
     /// Ends only when the KV will not arrive. Cancel-safe.
     ///
     /// The decode node cannot always know: a wire may break before it hears of the transfer. The sender knows, and says so;
-    /// if it cannot be heard any more, the decode node gets [`ARRIVAL_GRACE`] to say that the KV is there.
-    async fn loss(&mut self) -> Failure {
+    /// if it cannot be heard any more, the decode node gets a second to say that the KV is there.
+    pub async fn loss(&mut self) -> Failure {
         let (failure, since) = match &self.unheard {
             Some(unheard) => unheard.clone(),
             None => match self.answers.message().await {

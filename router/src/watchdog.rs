@@ -23,7 +23,7 @@ pub enum Place {
     Reserve,
     /// For a prefill node's first token.
     Prefill,
-    /// For held KV to be sent to a decode node.
+    /// For a pool node to have the KV, and for KV that is held or stored to be sent to a decode node.
     Deliver,
     /// For a decode node's next step, and the KV before it.
     Decode,

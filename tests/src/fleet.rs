@@ -47,7 +47,8 @@ impl Fleet {
         n_decode: usize,
         of_nodes: Vec<(&'static str, String)>,
     ) -> Self {
-        Self::start_all(model, n_prefill, n_decode, Vec::new(), of_nodes).await
+        let roles = [("prefill", n_prefill), ("decode", n_decode)];
+        Self::start_all(model, &roles, Vec::new(), of_nodes).await
     }
 
     /// The same, with settings of the router.
@@ -57,13 +58,20 @@ impl Fleet {
         n_decode: usize,
         of_router: Vec<(&'static str, String)>,
     ) -> Self {
-        Self::start_all(model, n_prefill, n_decode, of_router, Vec::new()).await
+        let roles = [("prefill", n_prefill), ("decode", n_decode)];
+        Self::start_all(model, &roles, of_router, Vec::new()).await
+    }
+
+    /// The same, with so many pool nodes too.
+    pub async fn start_pooled(model: &str, n_prefill: usize, n_decode: usize, n_pool: usize) -> Self {
+        let roles = [("prefill", n_prefill), ("decode", n_decode), ("pool", n_pool)];
+        let prefill_first = vec![("BATON_ROUTER__ORDER", "prefill-first".to_owned())];
+        Self::start_all(model, &roles, prefill_first, Vec::new()).await
     }
 
     async fn start_all(
         model: &str,
-        n_prefill: usize,
-        n_decode: usize,
+        roles: &[(&'static str, usize)],
         of_router: Vec<(&'static str, String)>,
         of_nodes: Vec<(&'static str, String)>,
     ) -> Self {
@@ -74,8 +82,7 @@ impl Fleet {
         let settings = settings.into_iter().chain(of_router).collect();
         let router = Process::start(folder.path(), "router", "router", settings);
         eventually("the registry to listen", async || tokio::net::TcpStream::connect(grpc).await.ok()).await;
-        let roles = [("prefill", n_prefill), ("decode", n_decode)];
-        let names = roles.into_iter().flat_map(|(role, n)| (0..n).map(move |nth| (role, nth)));
+        let names = roles.iter().flat_map(|(role, n)| (0..*n).map(move |nth| (*role, nth)));
         let more = |(role, nth)| FleetNode::start(&folder, role, nth, model, grpc, &of_nodes);
         let nodes = names.map(more).collect();
         let fleet = Self { router, http, grpc, nodes, _folder: folder };
@@ -155,9 +162,9 @@ impl FleetNode {
             ("BATON_TRANSFER__LISTEN", kv.to_string()),
             ("BATON_TRANSFER__CONNECTORS", "[\"tcp\"]".to_owned()),
             ("BATON_REGISTRY__URL", format!("embedded://{registry}")),
-            ("BATON_MODEL__PATH", model.to_owned()),
         ];
-        let settings = settings.into_iter().chain(more.iter().cloned()).collect();
+        let model = (role != "pool").then(|| ("BATON_MODEL__PATH", model.to_owned()));
+        let settings = settings.into_iter().chain(model).chain(more.iter().cloned()).collect();
         let process = Process::start(folder.path(), &name, role, settings);
         Self { name, role, process, grpc, admin, kv }
     }

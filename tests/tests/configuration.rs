@@ -9,7 +9,12 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 /// Where settings are declared.
-const SOURCES: &[&str] = &["node/src/config.rs", "router/src/config.rs", "chassis/src/telemetry/mod.rs"];
+const SOURCES: &[&str] = &[
+    "node/src/config.rs",
+    "router/src/config.rs",
+    "chassis/src/telemetry/mod.rs",
+    "pool-node/src/config.rs",
+];
 
 const HEAD: &str = "\
 # Configuration
@@ -92,11 +97,10 @@ fn shown(default: &Value) -> String {
 }
 
 fn page() -> String {
-    let with_log = |source: &str| -> Structs {
-        let mut own = structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"));
-        own.extend(structs(&std::fs::read_to_string(root().join(SOURCES[2])).expect("the source is there")));
-        own
+    let read = |source: &str| -> Structs {
+        structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"))
     };
+    let with_log = |source: &str| -> Structs { read(source).into_iter().chain(read(SOURCES[2])).collect() };
     let router = serde_json::to_value(router::RawRouterConfig::default()).expect("defaults can be written");
     let node = serde_json::to_value(node::RawNodeConfig::default()).expect("defaults can be written");
     let mut page = HEAD.to_owned();
@@ -108,6 +112,10 @@ fn page() -> String {
         &with_log("node/src/config.rs"),
         &node,
     );
+    // What it has in common with other nodes is declared there.
+    let of_pool = read(SOURCES[0]).into_iter().chain(with_log(SOURCES[3])).collect();
+    let pool = serde_json::to_value(pool_node::RawPoolConfig::default()).expect("defaults can be written");
+    process(&mut page, "A pool node", "RawPoolConfig", &of_pool, &pool);
     page
 }
 
@@ -126,7 +134,9 @@ fn the_page_is_what_the_code_says() {
 
 #[test]
 fn no_process_has_more_settings_than_anyone_can_know() {
-    for (raw, source) in [("RawRouterConfig", SOURCES[1]), ("RawNodeConfig", SOURCES[0])] {
+    for (raw, source) in
+        [("RawRouterConfig", SOURCES[1]), ("RawNodeConfig", SOURCES[0]), ("RawPoolConfig", SOURCES[3])]
+    {
         let structs = structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"));
         let n_settings: usize =
             structs[raw].iter().map(|section| structs.get(&section.of_type).map_or(0, Vec::len)).sum();

@@ -76,15 +76,30 @@ async fn every_stage_is_measured_and_every_metric_documented() {
         assert_ne!(count, "0", "{stage} in\n{page}");
     }
     let mut seen = names(&page);
+    seen.extend(of_nodes(&up).await);
+    let pooled = Up::start(&["--prefill", "1", "--decode", "1", "--pool", "1"]).await;
+    for prompt in prompts(3, 4, 300) {
+        pooled.client().ask(&Ask::new(prompt, 10)).await.expect("an answer");
+    }
+    seen.extend(names(&pooled.client().get("/metrics").await.1));
+    seen.extend(of_nodes(&pooled).await);
+    let documented = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/metrics.md"))
+        .expect("the page");
+    for name in seen {
+        let generic = ["prefill", "decode", "pool"]
+            .iter()
+            .fold(name.clone(), |name, role| name.replacen(&format!("baton_{role}_"), "baton_<role>_", 1));
+        let is_there = [generic, name.clone()].iter().any(|name| documented.contains(&format!("`{name}`")));
+        assert!(is_there, "docs/metrics.md lacks {name}");
+    }
+}
+
+/// The metrics of all nodes.
+async fn of_nodes(up: &Up) -> BTreeSet<String> {
+    let mut seen = BTreeSet::new();
     for node in up.client().get_json("/debug/cluster").await["nodes"].as_array().expect("nodes") {
         let admin = node["admin"].as_str().expect("an address").parse().expect("an address");
         seen.extend(names(&baton_tests::Client::new(admin).get("/metrics").await.1));
     }
-    let documented = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/metrics.md"))
-        .expect("the page");
-    for name in seen {
-        let generic =
-            name.replacen("baton_prefill_", "baton_<role>_", 1).replacen("baton_decode_", "baton_<role>_", 1);
-        assert!(documented.contains(&format!("`{generic}`")), "docs/metrics.md lacks {generic}");
-    }
+    seen
 }

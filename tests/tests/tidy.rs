@@ -34,6 +34,10 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ),
     ("decode-node", &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"]),
     ("kv-pool", &["types", "kv-cache", "kv-transfer", "chassis"]),
+    (
+        "pool-node",
+        &["node", "types", "proto", "registry", "chassis", "kernels", "kv-cache", "kv-pool", "kv-transfer"],
+    ),
     ("router", &["types", "proto", "registry", "chassis"]),
     ("bench", &["types", "chassis", "kv-cache", "kv-transfer"]),
     ("hub", &[]),

@@ -9,6 +9,7 @@ pub mod ids;
 pub mod layout;
 pub mod load;
 pub mod node;
+pub mod place;
 pub mod prompt;
 pub mod step;
 pub mod transfer;

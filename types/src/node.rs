@@ -14,7 +14,7 @@ pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 1, max: 2 };
 /// of a million tokens, which takes three bytes a token.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 
-/// One process that computes. Everything a router or a peer must know before it speaks to it; never how busy it is.
+/// One process that computes KV or keeps it. Everything a router or a peer must know before it speaks to it; never how busy it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeInfo {
     pub id: NodeId,
@@ -40,6 +40,8 @@ pub enum Role {
     Decode,
     /// Both services over one worker and one pool.
     Both,
+    /// Computes nothing: it keeps KV for all of them. Its model is the one whose KV that is.
+    Pool,
 }
 
 impl Role {
@@ -51,11 +53,16 @@ impl Role {
         matches!(self, Self::Decode | Self::Both)
     }
 
+    pub fn pools(self) -> bool {
+        self == Self::Pool
+    }
+
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Prefill => "prefill",
             Self::Decode => "decode",
             Self::Both => "both",
+            Self::Pool => "pool",
         }
     }
 }
@@ -66,7 +73,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// The model that a node runs.
+/// The model that a node runs, or keeps KV of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelInfo {
     pub name: String,

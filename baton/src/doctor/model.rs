@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use node::NodeConfig;
 use node::kv_memory::of_machine;
 
 use crate::model::Place;
@@ -17,7 +16,13 @@ const FILES: &[&str] = &["config.json", "tokenizer.json"];
 pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
     match process {
         ProcessFile::Router(_) => Vec::new(),
-        ProcessFile::Node(config) => vec![model(&config.engine.model), kv_memory(config)],
+        ProcessFile::Node(config) => {
+            vec![model(&config.engine.model), kv_memory("model.kv_memory", config.engine.kv_bytes as u64)]
+        }
+        // It reads no model: the nodes say whose KV it keeps.
+        ProcessFile::Pool(config) => {
+            config.memory.bytes().map(|bytes| kv_memory("pool.memory", bytes)).into_iter().collect()
+        }
     }
 }
 
@@ -78,18 +83,17 @@ fn has_weights(folder: &Path) -> bool {
         .any(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
 }
 
-fn kv_memory(config: &NodeConfig) -> Finding {
-    let wanted = config.engine.kv_bytes as u64;
+fn kv_memory(setting: &str, wanted: u64) -> Finding {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     match of_machine(&meminfo) {
         Some(available) if available < wanted => Finding::bad(
             GROUP,
-            format!("model.kv_memory is {} MiB, {} MiB are available", wanted >> 20, available >> 20),
-            "set model.kv_memory lower, or give the machine or container more memory",
+            format!("{setting} is {} MiB, {} MiB are available", wanted >> 20, available >> 20),
+            format!("set {setting} lower, or give the machine or container more memory"),
         ),
         Some(available) => Finding::ok(
             GROUP,
-            format!("model.kv_memory is {} MiB of {} MiB available", wanted >> 20, available >> 20),
+            format!("{setting} is {} MiB of {} MiB available", wanted >> 20, available >> 20),
         ),
         None => {
             Finding::note(GROUP, "/proc/meminfo does not say how much memory is available", "look yourself")

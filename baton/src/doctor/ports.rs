@@ -17,6 +17,11 @@ pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
             ("node.admin", &config.admin),
             ("transfer.listen", &config.transfer.listen),
         ],
+        ProcessFile::Pool(config) => vec![
+            ("node.listen", &config.listen),
+            ("node.admin", &config.admin),
+            ("transfer.listen", &config.transfer.listen),
+        ],
     };
     listens.into_iter().map(|(setting, addr)| port(setting, addr)).collect()
 }

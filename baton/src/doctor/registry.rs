@@ -5,7 +5,7 @@ use std::time::Duration;
 use chassis::{Gate, World};
 use futures::StreamExt as _;
 use registry::{MembershipEvent, RegistryError, RegistryParts};
-use types::NodeInfo;
+use types::{NodeInfo, Role};
 
 use crate::process_file::ProcessFile;
 
@@ -41,13 +41,13 @@ async fn members(url: &str) -> Result<Vec<NodeInfo>, RegistryError> {
 }
 
 fn who(members: &[NodeInfo]) -> String {
-    let count = |prefills: bool| {
-        members
-            .iter()
-            .filter(|node| if prefills { node.role.prefills() } else { node.role.decodes() })
-            .count()
+    let count = |is: fn(Role) -> bool| members.iter().filter(|node| is(node.role)).count();
+    let pool = match count(Role::pools) {
+        0 => "no pool".to_owned(),
+        n => format!("{n} pool nodes"),
     };
-    format!("{} prefill and {} decode nodes are in it", count(true), count(false))
+    let (prefill, decode) = (count(Role::prefills), count(Role::decodes));
+    format!("{prefill} prefill and {decode} decode nodes and {pool} are in it")
 }
 
 fn advice(url: &str) -> String {

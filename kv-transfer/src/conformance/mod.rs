@@ -19,9 +19,21 @@ use crate::connector::{ConnectorParts, KvConnector};
 /// How long one case may take, with a margin for slow machines.
 pub const CASE_WITHIN: Duration = Duration::from_secs(60);
 
+/// Cases that are left out, with the reason: none.
+const WHOLE_SUITE: &[(&str, &str)] = &[];
+
 macro_rules! cases {
-    ($pair:expr; $($module:ident::$case:ident),* $(,)?) => {
-        $(run(concat!(stringify!($module), "::", stringify!($case)), $pair, $module::$case).await;)*
+    ($pair:expr, $without:expr; $($module:ident::$case:ident),* $(,)?) => {
+        let names = [$(concat!(stringify!($module), "::", stringify!($case))),*];
+        for (without, _) in $without {
+            assert!(names.contains(without), "the suite has no case {without}");
+        }
+        $({
+            let name = concat!(stringify!($module), "::", stringify!($case));
+            if !$without.iter().any(|(without, _)| *without == name) {
+                run(name, $pair, $module::$case).await;
+            }
+        })*
     };
 }
 
@@ -33,9 +45,22 @@ pub async fn conformance<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + '
 where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
 {
+    conformance_without(WHOLE_SUITE, make).await;
+}
+
+/// The same for what is no wire by itself: all cases but these, each with the reason why it makes no sense there.
+///
+/// # Panics
+/// As [`conformance`], and where there is no such case.
+pub async fn conformance_without<F>(
+    without: &[(&str, &str)],
+    make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static,
+) where
+    F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
+{
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
     let pair = || Pair::new(&make);
-    cases! { pair;
+    cases! { pair, without;
         delivery::bytes_arrive_equal,
         delivery::spans_arrive_in_any_order,
         delivery::last_block_may_be_partial,
@@ -95,7 +120,7 @@ where
     for (prefill_tp, decode_tp) in SIZES {
         tracing::info!(prefill_tp, decode_tp, "ranks");
         let pair = || Pair::of_ranks(&make, *prefill_tp, *decode_tp);
-        cases! { pair;
+        cases! { pair, WHOLE_SUITE;
             delivery::bytes_arrive_equal,
             delivery::spans_arrive_in_any_order,
             delivery::last_block_may_be_partial,

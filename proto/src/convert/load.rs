@@ -83,7 +83,8 @@ impl TryFrom<v1::BlockEvents> for (u64, BlockEvent) {
     }
 }
 
-fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
+/// Hashes as they are written in every message.
+pub fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
     let mut bytes = BytesMut::with_capacity(hashes.len() * 16);
     for hash in hashes {
         bytes.put_u128(hash.0);
@@ -91,7 +92,8 @@ fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
     v1::BlockHashes { hashes: Bytes::from(bytes) }
 }
 
-fn hashes_from_wire(wire: &v1::BlockHashes) -> Result<Vec<BlockHash>, ConvertError> {
+/// The reverse.
+pub fn hashes_from_wire(wire: &v1::BlockHashes) -> Result<Vec<BlockHash>, ConvertError> {
     let (whole, rest) = wire.hashes.as_chunks::<16>();
     if !rest.is_empty() {
         return Err(ConvertError::Length { field: "blocks.hashes", wanted: 16, found: rest.len() });

@@ -69,6 +69,7 @@ impl From<Role> for v1::Role {
             Role::Prefill => Self::Prefill,
             Role::Decode => Self::Decode,
             Role::Both => Self::Both,
+            Role::Pool => Self::Pool,
         }
     }
 }
@@ -78,6 +79,7 @@ fn role_from_wire(role: i32) -> Result<Role, ConvertError> {
         Ok(v1::Role::Prefill) => Ok(Role::Prefill),
         Ok(v1::Role::Decode) => Ok(Role::Decode),
         Ok(v1::Role::Both) => Ok(Role::Both),
+        Ok(v1::Role::Pool) => Ok(Role::Pool),
         Ok(v1::Role::Unspecified) | Err(_) => Err(ConvertError::unknown("node.role", role)),
     }
 }

@@ -69,7 +69,7 @@ async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     town.state("a", &NodeState::Connecting).await;
     let old = NodeInfo { protocol: ProtocolRange { min: 0, max: 0 }, ..info("b", Role::Decode) };
     let _old = town.registry.announce(old).await.expect("announced");
-    let reason = "no common protocol version: this side speaks 1..1, the peer 0..0";
+    let reason = "no common protocol version: this side speaks 1..2, the peer 0..0";
     town.state("b", &NodeState::Refused(reason.to_owned())).await;
     let mut other = info("c", Role::Prefill);
     other.model.fingerprint = Fingerprint::new([("tokenizer".to_owned(), "other".to_owned())]);

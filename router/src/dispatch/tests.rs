@@ -279,3 +279,5 @@ async fn no_node_is_said_at_once() {
     assert!(matches!(failed, ServeError::NoNodes { .. }), "{failed:?}");
     assert_eq!(began.elapsed(), Duration::ZERO);
 }
+
+mod pool;

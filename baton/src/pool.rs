@@ -1,0 +1,53 @@
+//! `baton pool`: config, telemetry, bind, learn whose KV to keep, announce, serve, wait, drain.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use chassis::metrics::Metrics;
+use chassis::{Gate, Shutdown, World, telemetry};
+use pool_node::{Life, PoolConfig, RawPoolConfig, live};
+use registry::RegistryParts;
+use tracing::info;
+use types::Role;
+
+use crate::cli::ProcessArgs;
+use crate::exit::Failed;
+use crate::node::bind;
+
+/// How long the registry may take to hear that the node has left.
+const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
+
+pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
+    let raw: RawPoolConfig =
+        chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
+    let config = PoolConfig::resolve(raw).map_err(Failed::usage)?;
+    if args.check {
+        eprintln!("the configuration is valid");
+        return Ok(ExitCode::SUCCESS);
+    }
+    let _telemetry = telemetry::init(Role::Pool.as_str(), &config.log).map_err(Failed::start)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
+    runtime.block_on(serve(&config, args.stop_with_stdin))
+}
+
+async fn serve(config: &PoolConfig, with_stdin: bool) -> Result<ExitCode, Failed> {
+    let shutdown = if with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
+    let shutdown = shutdown.map_err(Failed::start)?;
+    let world = World::real();
+    let grpc = bind(&world, &config.listen).await?;
+    let admin = bind(&world, &config.admin).await?;
+    let bound = grpc.local_addr().map_err(Failed::start)?;
+    let id = config.id.clone().unwrap_or_else(|| node::life::default_id(Role::Pool, bound));
+    let announcing = Gate::new("registry");
+    let parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
+    let registry = registry::open(&config.registry_url, parts).map_err(Failed::usage)?;
+    let metrics = Metrics::new(Role::Pool.as_str());
+    let life = Life { config, id, world, metrics, registry: &*registry, shutdown, grpc, admin };
+    let ended = live(life).await;
+    let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
+    info!("stopped");
+    ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
+        pool_node::PoolNodeError::Drain(_) => Failed::drain(error),
+        error => Failed::start(error),
+    })
+}

@@ -1,0 +1,137 @@
+//! What a pool node is told: [`RawPoolConfig`] as written, [`PoolConfig`] as meant.
+
+use std::time::Duration;
+
+use chassis::byte_size::ByteSize;
+use chassis::telemetry::LogSettings;
+use kv_transfer::TransferSettings;
+use node::KvMemorySize;
+use node::config::{RegistrySection, TransferSection};
+use serde::{Deserialize, Serialize};
+use types::NodeId;
+
+use crate::error::PoolNodeError;
+
+/// A pool node's TOML file.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RawPoolConfig {
+    pub pool: PoolSection,
+    pub node: PoolNodeSection,
+    pub registry: RegistrySection,
+    pub transfer: TransferSection,
+    pub log: LogSettings,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PoolSection {
+    /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`.
+    pub memory: KvMemorySize,
+    /// Whose KV is kept: what requests call the model. Empty: the model of the first node that is in the registry. A node
+    /// keeps the KV of one model, as it was when the node started.
+    pub model: String,
+    /// Sequences that may be on their way in, or wait to be fetched, at one time. Beyond it the node refuses, and prefill
+    /// nodes hold KV themselves.
+    pub sequences_max: u32,
+}
+
+impl Default for PoolSection {
+    fn default() -> Self {
+        Self { memory: KvMemorySize::Bytes(ByteSize(1 << 30)), model: String::new(), sequences_max: 1024 }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PoolNodeSection {
+    /// The node's name, the same after every restart: it decides which sequences the node keeps. Empty: the machine's name
+    /// and the gRPC port.
+    pub id: String,
+    /// `host:port` of the gRPC services; port 0 takes a free one.
+    pub listen: String,
+    /// `host:port` of the admin pages.
+    pub admin: String,
+    /// The host that routers and peers are told to connect to. Empty: the one in `listen`.
+    pub advertise: String,
+    /// How long sequences that are here may wait to be fetched after the node was asked to stop.
+    pub drain_ms: u64,
+}
+
+impl Default for PoolNodeSection {
+    fn default() -> Self {
+        Self {
+            id: String::new(),
+            listen: "127.0.0.1:0".to_owned(),
+            admin: "127.0.0.1:0".to_owned(),
+            advertise: String::new(),
+            drain_ms: 30_000,
+        }
+    }
+}
+
+/// A pool node's configuration, checked.
+#[derive(Clone, Debug)]
+pub struct PoolConfig {
+    pub memory: KvMemorySize,
+    /// `None`: the first that comes.
+    pub model: Option<String>,
+    pub sequences_max: u32,
+    /// `None`: named after the machine and the port, once that is known.
+    pub id: Option<NodeId>,
+    pub listen: String,
+    pub admin: String,
+    pub advertise: Option<String>,
+    pub drain: Duration,
+    pub registry_url: String,
+    pub connectors: Vec<String>,
+    pub transfer: TransferSettings,
+    pub log: LogSettings,
+}
+
+impl PoolConfig {
+    pub fn resolve(raw: RawPoolConfig) -> Result<Self, PoolNodeError> {
+        let RawPoolConfig { pool, node, registry, transfer, log } = raw;
+        if transfer.connectors.is_empty() {
+            return Err(PoolNodeError::Config("transfer.connectors names no connector".to_owned()));
+        }
+        if pool.sequences_max == 0 {
+            return Err(PoolNodeError::Config("pool.sequences_max lets no sequence in".to_owned()));
+        }
+        Ok(Self {
+            memory: pool.memory,
+            model: (!pool.model.is_empty()).then_some(pool.model),
+            sequences_max: pool.sequences_max,
+            id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),
+            listen: node.listen,
+            admin: node.admin,
+            transfer: transfer.settings(&node.advertise),
+            advertise: (!node.advertise.is_empty()).then_some(node.advertise),
+            drain: Duration::from_millis(node.drain_ms),
+            registry_url: registry.url,
+            connectors: transfer.connectors,
+            log,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_a_configuration() {
+        let config = PoolConfig::resolve(RawPoolConfig::default()).expect("the defaults are valid");
+        assert_eq!((config.model, config.sequences_max), (None, 1024));
+    }
+
+    #[test]
+    fn what_means_nothing_is_refused() {
+        let mut raw = RawPoolConfig::default();
+        raw.transfer.connectors.clear();
+        PoolConfig::resolve(raw).expect_err("no connector");
+        let mut raw = RawPoolConfig::default();
+        raw.pool.sequences_max = 0;
+        PoolConfig::resolve(raw).expect_err("no sequence");
+    }
+}

@@ -1,0 +1,27 @@
+//! Why a pool node did not come up, or did not go down well.
+
+use chassis::StillHeld;
+use kernels::MemoryError;
+use node::NodeError;
+use registry::RegistryError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum PoolNodeError {
+    #[error("{0}")]
+    Config(String),
+    #[error("watch the registry")]
+    Watch(#[source] RegistryError),
+    /// No block of this model fits into the memory that was given.
+    #[error("`pool.memory`: {bytes} bytes are not one block, which takes {block_bytes}")]
+    TooSmall { bytes: u64, block_bytes: usize },
+    #[error("map memory for KV")]
+    Memory(#[source] MemoryError),
+    #[error("be a node")]
+    Node(#[from] NodeError),
+    #[error("announce")]
+    Announce(#[source] RegistryError),
+    #[error("describe services")]
+    Services(#[source] chassis::error::StartError),
+    #[error("drain")]
+    Drain(#[source] StillHeld),
+}

@@ -1,0 +1,113 @@
+//! A pool node's life: bind, learn whose KV to keep, announce, serve, wait, drain.
+
+use std::time::Duration;
+
+use chassis::admin::Readiness;
+use chassis::metrics::Metrics;
+use chassis::{Listener, Shutdown, World, spawn_guarded};
+use node::Ports;
+use node::metrics::NodeMetrics;
+use node::ports::advertised;
+use registry::Registry;
+use tracing::{error, info};
+use types::node::PROTOCOL;
+use types::{NodeId, NodeInfo, Role};
+
+use crate::config::PoolConfig;
+use crate::error::PoolNodeError;
+use crate::model::kept_model;
+use crate::parts::PoolParts;
+use crate::service::PoolService;
+use crate::status::StatusService;
+
+/// How often it is looked at whether the node is idle.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// What a pool node needs to live.
+#[derive(Debug)]
+pub struct Life<'a> {
+    pub config: &'a PoolConfig,
+    pub id: NodeId,
+    pub world: World,
+    pub metrics: Metrics,
+    pub registry: &'a dyn Registry,
+    /// Asked to stop, a node drains.
+    pub shutdown: Shutdown,
+    pub grpc: Box<dyn Listener>,
+    pub admin: Box<dyn Listener>,
+}
+
+/// Lives until `shutdown`.
+pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
+    let Life { config, id, world, metrics, registry, shutdown, grpc, admin } = life;
+    let host = config.advertise.as_deref();
+    let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
+    let readiness = Readiness::unready("no node is known whose KV could be kept");
+    let mut ports = Ports::admin(admin, readiness.clone(), metrics.clone());
+    let model = tokio::select! {
+        biased;
+        () = shutdown.wait() => {
+            ports.close().await;
+            return Ok(());
+        }
+        model = kept_model(registry, config.model.as_deref()) => model.map_err(PoolNodeError::Watch)?,
+    };
+    let parts = PoolParts::build(&id, config, model, world, &metrics).await?;
+
+    let draining = Shutdown::new();
+    let (services, _health) =
+        chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET]).map_err(PoolNodeError::Services)?;
+    let services = services.add_service(PoolService::new(parts.clone()).server());
+    ports.grpc(grpc, services.add_service(StatusService::new(parts.clone(), draining.clone()).server()));
+    let gauges = NodeMetrics::new(&metrics).follow(parts.shelf.pool().clone(), parts.sequences.clone());
+    let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
+    let _books = spawn_guarded(ports.gate(), "books", check_books(parts.clone()));
+
+    let info = node_info(&parts, id, address, admin_address);
+    let announcement = registry.announce(info.clone()).await.map_err(PoolNodeError::Announce)?;
+    readiness.set_ready();
+    info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
+        connectors = ?parts.connectors, model = info.model.name, blocks = parts.shelf.counts().total, "node is up");
+    shutdown.wait().await;
+
+    info!("draining");
+    draining.trigger();
+    readiness.set_unready("draining");
+    announcement.withdraw().await;
+    let drained = parts.gate.close(config.drain).await.map_err(PoolNodeError::Drain);
+    ports.close().await;
+    drained
+}
+
+/// Recounts all blocks once everybody who was here has left.
+async fn check_books(parts: PoolParts) {
+    let mut checked = 0;
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        let put = parts.metrics.tokens.get();
+        if parts.sequences.count() > 0 || put == checked {
+            continue;
+        }
+        checked = put;
+        if let Err(error) = parts.shelf.pool().integrity() {
+            parts.metrics.integrity_failures.inc();
+            error!(%error, "the books are wrong");
+        }
+    }
+}
+
+/// What the node says of itself.
+fn node_info(parts: &PoolParts, id: NodeId, address: String, admin: String) -> NodeInfo {
+    NodeInfo {
+        id,
+        epoch: parts.epoch,
+        role: Role::Pool,
+        pid: std::process::id(),
+        host: parts.host.to_string(),
+        address,
+        admin,
+        wires: parts.connectors.addresses(),
+        model: (*parts.model).clone(),
+        protocol: PROTOCOL,
+    }
+}

@@ -1,0 +1,93 @@
+//! Whose KV is kept: the registry knows. A pool node reads no model, so it needs neither its files nor its name.
+
+use futures::StreamExt as _;
+use registry::{MembershipEvent, Registry, RegistryError};
+use types::layout::Shard;
+use types::{KvLayout, ModelInfo, NodeInfo};
+
+/// Waits for a node whose KV is to be kept: of the model called `name`, or of any. Cancel-safe.
+pub(crate) async fn kept_model(
+    registry: &dyn Registry,
+    name: Option<&str>,
+) -> Result<ModelInfo, RegistryError> {
+    let mut events = registry.watch().await?;
+    while let Some(event) = events.next().await {
+        let nodes = match event {
+            MembershipEvent::Snapshot(nodes) => nodes,
+            MembershipEvent::Joined(node) => vec![node],
+            MembershipEvent::Left { .. } => continue,
+        };
+        if let Some(node) = nodes.into_iter().find(|node| makes_kv(node, name)) {
+            return Ok(ModelInfo { layout: whole(node.model.layout), ..node.model });
+        }
+    }
+    // A watch never ends.
+    std::future::pending().await
+}
+
+fn makes_kv(node: &NodeInfo, name: Option<&str>) -> bool {
+    !node.role.pools() && name.is_none_or(|name| node.model.name == name)
+}
+
+/// All heads in one memory, over however many ranks the nodes that compute spread them.
+fn whole(layout: KvLayout) -> KvLayout {
+    KvLayout { shard: Shard { tp_size: 1, ..layout.shard }, ..layout }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use chassis::{Gate, World};
+    use registry::MemoryRegistry;
+    use registry::memory::TTL;
+    use types::node::PROTOCOL;
+    use types::{Epoch, Fingerprint, KvDtype, NodeId, Role};
+
+    use super::*;
+
+    fn node(id: &str, role: Role, model: &str) -> NodeInfo {
+        NodeInfo {
+            id: NodeId::new(id),
+            epoch: Epoch(1),
+            role,
+            pid: 1,
+            host: String::new(),
+            address: format!("{id}:1"),
+            admin: format!("{id}:2"),
+            wires: vec![],
+            model: ModelInfo {
+                name: model.to_owned(),
+                context_tokens: 64,
+                vocab: 8,
+                eos_tokens: vec![],
+                layout: KvLayout::uniform(16, KvDtype::F32, 2, 2, 4),
+                fingerprint: Fingerprint::default(),
+            },
+            protocol: PROTOCOL,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_first_node_that_makes_kv_says_whose() {
+        let registry = MemoryRegistry::new(TTL, World::seeded(1), Gate::new("test"));
+        let mut waiting = Box::pin(kept_model(&registry, Some("wanted")));
+        let nobody = tokio::time::timeout(Duration::from_secs(60), &mut waiting).await;
+        assert!(nobody.is_err(), "nobody is there");
+        let mut announced = Vec::new();
+        for (id, role, model) in [
+            ("pool-0", Role::Pool, "wanted"),
+            ("decode-0", Role::Decode, "other"),
+            ("prefill-0", Role::Prefill, "wanted"),
+        ] {
+            announced.push(registry.announce(node(id, role, model)).await.expect("announced"));
+        }
+        assert_eq!(waiting.await.expect("found").name, "wanted");
+    }
+
+    #[test]
+    fn ranks_share_one_memory() {
+        let layout = KvLayout::uniform(16, KvDtype::F32, 2, 8, 4);
+        assert_eq!(whole(layout.clone().over_ranks(4).expect("8 is a multiple of 4")), layout);
+    }
+}

@@ -1,0 +1,87 @@
+//! What a pool node is made of: memory, the connectors over it, and the shelf.
+
+use std::sync::Arc;
+
+use chassis::metrics::Metrics;
+use chassis::{Gate, World};
+use kv_cache::KvMemory;
+use kv_pool::Shelf;
+use kv_transfer::{ConnectorParts, Faults, TransferMetrics};
+use node::life::host_id;
+use node::{Connectors, Counter};
+use types::{Epoch, ModelInfo, NodeId};
+
+use crate::config::PoolConfig;
+use crate::error::PoolNodeError;
+use crate::metrics::PoolMetrics;
+
+/// The parts that the node's services share. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct PoolParts {
+    pub world: World,
+    pub epoch: Epoch,
+    pub host: Arc<str>,
+    /// Whose KV is kept.
+    pub model: Arc<ModelInfo>,
+    pub shelf: Shelf,
+    pub connectors: Connectors,
+    /// Sequences that are on their way in, or wait to be fetched.
+    pub sequences: Counter,
+    pub sequences_max: u32,
+    /// Everything that works on a sequence is inside.
+    pub gate: Gate,
+    /// What the connectors run. It ends with them.
+    pub wires: Gate,
+    pub metrics: PoolMetrics,
+}
+
+impl PoolParts {
+    /// Takes the memory and binds the connectors.
+    pub async fn build(
+        id: &NodeId,
+        config: &PoolConfig,
+        model: ModelInfo,
+        world: World,
+        metrics: &Metrics,
+    ) -> Result<Self, PoolNodeError> {
+        let (epoch, host, wires) = (world.epoch(), Arc::<str>::from(host_id()), Gate::new("wires"));
+        let parts = ConnectorParts {
+            node: id.clone(),
+            epoch,
+            memory: memory(config, &model)?,
+            fingerprint: model.fingerprint.clone(),
+            world: world.clone(),
+            gate: wires.clone(),
+            settings: config.transfer.clone(),
+            metrics: TransferMetrics::new(metrics),
+            faults: Faults::none(),
+        };
+        let connectors = Connectors::build(&config.connectors, &host, &parts).await?;
+        Ok(Self {
+            world,
+            epoch,
+            host,
+            model: Arc::new(model),
+            shelf: Shelf::new(parts, connectors.all().to_vec()),
+            connectors,
+            sequences: Counter::default(),
+            sequences_max: config.sequences_max,
+            gate: Gate::new("sequences"),
+            wires,
+            metrics: PoolMetrics::new(metrics),
+        })
+    }
+}
+
+fn memory(config: &PoolConfig, model: &ModelInfo) -> Result<KvMemory, PoolNodeError> {
+    let refused = |why: String| PoolNodeError::Config(format!("pool.memory: {why}"));
+    let bytes = config.memory.bytes().map_err(|error| refused(error.to_string()))?;
+    let given =
+        usize::try_from(bytes).map_err(|_| refused("more than this machine can address".to_owned()))?;
+    let n_blocks = KvMemory::blocks_within(&model.layout, given);
+    if n_blocks == 0 {
+        let block_bytes = model.layout.group_indices().map(|group| model.layout.block_bytes(group)).sum();
+        return Err(PoolNodeError::TooSmall { bytes, block_bytes });
+    }
+    KvMemory::host(model.layout.clone(), n_blocks).map_err(PoolNodeError::Memory)
+}

@@ -1,0 +1,178 @@
+//! `baton.v1.Pool`: one stream is a sequence's life here, and its end, however it comes, gives everything back.
+//! The only file of this crate that knows what is said on it.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use chassis::{Task, spawn_guarded};
+use futures::{Stream, StreamExt as _};
+use kv_pool::{Incoming, PutRequest};
+use node::{Counted, PeerWires};
+use proto::v1;
+use proto::v1::pool_server::{Pool, PoolServer};
+use proto::v1::put_event::Event;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use tracing::{Instrument as _, info, info_span};
+use types::{Deadline, Landing, Refusal, RefusalKind, RequestId, TransferId};
+
+use crate::metrics::Outcome;
+use crate::parcels::Parcels;
+use crate::parts::PoolParts;
+
+/// A stream has two words at most.
+const EVENTS_MAX: usize = 2;
+
+/// The service of one pool node.
+#[derive(Clone, Debug)]
+pub struct PoolService {
+    node: PoolParts,
+    parcels: Parcels,
+}
+
+impl PoolService {
+    pub fn new(node: PoolParts) -> Self {
+        Self { node, parcels: Parcels::default() }
+    }
+
+    pub fn server(self) -> PoolServer<Self> {
+        PoolServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
+    }
+
+    fn parse(&self, request: v1::PutRequest) -> Result<(PutRequest, PeerWires), Status> {
+        let peer = request.prefill.ok_or_else(|| Status::invalid_argument("prefill is missing"))?;
+        let hashes = request.hashes.ok_or_else(|| Status::invalid_argument("hashes are missing"))?;
+        let left = Duration::from_millis(request.timeout_ms);
+        let deadline = self.node.world.now().into_std().checked_add(left);
+        let put = PutRequest {
+            transfer: self.node.world.transfer_id(),
+            request: RequestId::new(request.request_id),
+            hashes: proto::hashes_from_wire(&hashes)?,
+            n_tokens: request.n_tokens,
+            // Chosen when the peer is looked at.
+            connector: types::Scheme::new(""),
+            deadline: Deadline::at(
+                deadline.ok_or_else(|| Status::invalid_argument("timeout_ms is too long"))?,
+            ),
+        };
+        Ok((put, PeerWires::from(peer)))
+    }
+
+    /// Room for a sequence, on the best wire that its sender has too.
+    fn open(&self, mut put: PutRequest, peer: &PeerWires) -> Result<(Landing, Incoming, Counted), Refusal> {
+        let counted = self.node.sequences.enter(self.node.sequences_max).ok_or_else(|| {
+            Refusal::new(RefusalKind::Full, format!("{} sequences are here", self.node.sequences_max))
+        })?;
+        let no_wire = || Refusal::new(RefusalKind::Mismatch, format!("no wire in common with {}", peer.node));
+        put.connector = self.node.connectors.shared_with(peer).ok_or_else(no_wire)?.scheme();
+        let (landing, incoming) = self.node.shelf.put(put).map_err(|error| Refusal::from(&error))?;
+        self.node.metrics.tokens.inc_by(landing.n_tokens.into());
+        self.node.metrics.held_tokens.inc_by(landing.held_tokens.into());
+        Ok((landing, incoming, counted))
+    }
+
+    async fn deliver_parcel(&self, transfer: TransferId, landing: Landing) -> Result<(), Refusal> {
+        let unknown = || Refusal::new(RefusalKind::Failed, format!("nothing is stored for {transfer}"));
+        let parcel = self.parcels.get(transfer).ok_or_else(unknown)?;
+        parcel.deliver(landing).await.map_err(|error| Refusal::from(&error))
+    }
+}
+
+/// One sequence's life on this node. Dropped at any point, it gives everything back.
+#[derive(Debug)]
+struct Life {
+    service: PoolService,
+    events: mpsc::Sender<Event>,
+}
+
+impl Life {
+    /// Lives until the stream ends, or the sequence's deadline passes.
+    async fn live(self, put: PutRequest, peer: PeerWires) {
+        let deadline = put.deadline.instant().into();
+        let _ = tokio::time::timeout_at(deadline, self.until_late(put, peer)).await;
+    }
+
+    async fn until_late(&self, put: PutRequest, peer: PeerWires) {
+        let mut outcome = Outcome::new(&self.service.node.metrics.puts);
+        if let Err(refusal) = self.run(put, &peer, &mut outcome).await {
+            info!(refusal = %refusal, "not stored");
+            outcome.is(refusal.kind.code());
+            self.say(Event::Refused((&refusal).into())).await;
+        }
+    }
+
+    /// Once it is stored, a sequence stays until its stream ends.
+    async fn run(&self, put: PutRequest, peer: &PeerWires, outcome: &mut Outcome<'_>) -> Result<(), Refusal> {
+        let (landing, incoming, _counted) = self.service.open(put, peer)?;
+        let transfer = landing.transfer;
+        self.say(Event::Landing((&landing).into())).await;
+        let parcel = incoming.stored().await.map_err(|error| Refusal::from(&error))?;
+        let stored = v1::Stored { bytes: parcel.bytes() };
+        let _place = self.service.parcels.put(transfer, parcel);
+        outcome.is("stored");
+        self.say(Event::Stored(stored)).await;
+        self.events.closed().await;
+        Ok(())
+    }
+
+    /// A stream that nobody reads any more is dropped, and this life with it: an unsaid word is no loss.
+    async fn say(&self, event: Event) {
+        let _ = self.events.send(event).await;
+    }
+}
+
+/// The events of a life, and the task that lives it: they end together.
+#[derive(Debug)]
+struct Events {
+    events: ReceiverStream<Event>,
+    _life: Task<()>,
+}
+
+impl Stream for Events {
+    type Item = Result<v1::PutEvent, Status>;
+
+    fn poll_next(
+        mut self: Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        let event = self.events.poll_next_unpin(cx);
+        event.map(|event| event.map(|event| Ok(v1::PutEvent { event: Some(event) })))
+    }
+}
+
+#[tonic::async_trait]
+impl Pool for PoolService {
+    type PutStream = Pin<Box<dyn Stream<Item = Result<v1::PutEvent, Status>> + Send>>;
+
+    async fn put(&self, request: Request<v1::PutRequest>) -> Result<Response<Self::PutStream>, Status> {
+        let (put, peer) = self.parse(request.into_inner())?;
+        let span = info_span!("keep", request_id = %put.request, n_tokens = put.n_tokens);
+        let (events, received) = mpsc::channel(EVENTS_MAX);
+        let life = Life { service: self.clone(), events };
+        let life = spawn_guarded(&self.node.gate, "keep", life.live(put, peer).instrument(span));
+        if life.is_finished() && self.node.gate.is_closed() {
+            return Err(Status::unavailable("the node is stopping"));
+        }
+        Ok(Response::new(Box::pin(Events { events: ReceiverStream::new(received), _life: life })))
+    }
+
+    /// The landing's owner gives up at the request's deadline, and the delivery with it.
+    async fn deliver(
+        &self,
+        request: Request<v1::DeliverRequest>,
+    ) -> Result<Response<v1::DeliverAnswer>, Status> {
+        let request = request.into_inner();
+        let transfer = proto::transfer_from_wire(&request.transfer, "deliver.transfer")?;
+        let landing =
+            request.landing.ok_or_else(|| Status::invalid_argument("deliver.landing is missing"))?;
+        let landing = Landing::try_from(landing)?;
+        let mut outcome = Outcome::new(&self.node.metrics.deliveries);
+        let refused = self.deliver_parcel(transfer, landing).await.err();
+        if let Some(refusal) = &refused {
+            info!(%transfer, %refusal, "not delivered");
+        }
+        outcome.is(refused.as_ref().map_or("delivered", |refusal| refusal.kind.code()));
+        Ok(Response::new(v1::DeliverAnswer { refused: refused.as_ref().map(Into::into) }))
+    }
+}

@@ -1,0 +1,102 @@
+//! How the router speaks to a pool node.
+
+use std::time::Duration;
+
+use chassis::rpc::{MESSAGE_BYTES_MAX, call};
+use proto::v1;
+use proto::v1::pool_client::PoolClient;
+use proto::v1::put_event;
+use tokio::time::Instant;
+use types::{BlockHash, Landing, NodeInfo, Prompt, TransferId};
+
+use super::{Failure, NodeClient, QUESTION_TIMEOUT, peer_to_wire};
+
+impl NodeClient {
+    /// Has a pool node make room for the prompt's KV, which `prefill` is to send. Dropping the answer gives it up there.
+    pub async fn put(
+        &self,
+        prompt: &Prompt,
+        hashes: &[BlockHash],
+        prefill: &NodeInfo,
+    ) -> Result<PutCall, Failure> {
+        let request = v1::PutRequest {
+            request_id: prompt.id.to_string(),
+            hashes: Some(proto::hashes_to_wire(hashes)),
+            n_tokens: prompt.tokens.len() as u32,
+            prefill: Some(peer_to_wire(prefill)),
+            timeout_ms: prompt.deadline.left(self.world.now().into_std()).as_millis() as u64,
+        };
+        let mut client = PoolClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
+        let asked = self.world.now();
+        let opened = tokio::time::timeout(QUESTION_TIMEOUT, client.put(call(&prompt.id, request)));
+        let opened = opened.await.map_err(|_| self.silent())?;
+        let events = opened.map_err(|status| self.failure(&status))?.into_inner();
+        Ok(PutCall { client: self.clone(), events, asked, stored: None })
+    }
+
+    /// Has a pool node fill a landing with what it has stored. Ends when all of it is there; dropping the future aborts.
+    pub async fn fetch(&self, prompt: &Prompt, stored: TransferId, landing: &Landing) -> Result<(), Failure> {
+        let request =
+            v1::DeliverRequest { transfer: proto::transfer_to_wire(stored), landing: Some(landing.into()) };
+        let mut client = PoolClient::new(self.channel.clone()).max_encoding_message_size(MESSAGE_BYTES_MAX);
+        let answer = client.deliver(call(&prompt.id, request)).await;
+        let refused = answer.map_err(|status| self.failure(&status))?.into_inner().refused;
+        refused.map_or(Ok(()), |refusal| Err(self.refused(refusal)))
+    }
+}
+
+/// A prompt's life on a pool node. Dropping it gives up what is there for this prompt alone.
+#[derive(Debug)]
+pub struct PutCall {
+    client: NodeClient,
+    events: tonic::Streaming<v1::PutEvent>,
+    asked: Instant,
+    /// Its last word came while somebody waited for a failure. How long it took to come.
+    stored: Option<Duration>,
+}
+
+impl PutCall {
+    /// The first word: where the prefill node is to send the KV.
+    pub async fn opening(&mut self) -> Result<Landing, Failure> {
+        let client = self.client.clone();
+        let first = tokio::time::timeout(QUESTION_TIMEOUT, self.receive());
+        match first.await.map_err(|_| client.silent())?? {
+            put_event::Event::Landing(landing) => {
+                landing.try_into().map_err(|error: proto::ConvertError| client.nonsense(&error))
+            }
+            put_event::Event::Refused(_) | put_event::Event::Stored(_) => {
+                Err(client.nonsense(&"a stream that does not begin with a landing"))
+            }
+        }
+    }
+
+    /// Waits until all of the KV is there: how long that took since room was asked for. Cancel-safe.
+    pub async fn stored(&mut self) -> Result<Duration, Failure> {
+        if let Some(took) = self.stored {
+            return Ok(took);
+        }
+        match self.receive().await? {
+            put_event::Event::Stored(_) => Ok(*self.stored.insert(self.asked.elapsed())),
+            put_event::Event::Landing(_) | put_event::Event::Refused(_) => {
+                Err(self.client.nonsense(&"a second landing"))
+            }
+        }
+    }
+
+    /// Ends only when the KV will not be there. Cancel-safe.
+    pub async fn failure(&mut self) -> Failure {
+        match self.stored().await {
+            Ok(_) => std::future::pending().await,
+            Err(failure) => failure,
+        }
+    }
+
+    async fn receive(&mut self) -> Result<put_event::Event, Failure> {
+        let event = self.events.message().await.map_err(|status| self.client.failure(&status))?;
+        match event.and_then(|event| event.event) {
+            Some(put_event::Event::Refused(refusal)) => Err(self.client.refused(refusal)),
+            Some(event) => Ok(event),
+            None => Err(self.client.nonsense(&"the end of a stream that was not finished")),
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Which pool nodes keep a sequence: rendezvous hashing.
+//!
+//! Whoever knows the members comes to the same answer without asking anyone. When a node joins or leaves, only the
+//! sequences that it keeps, or kept, move.
+
+use crate::block::BlockHash;
+use crate::ids::NodeId;
+
+/// The nodes in the order in which they should keep a sequence, the first choice first.
+///
+/// A sequence is known by the hash of its first block, so that all sequences with a common beginning meet on one node,
+/// and a sequence is one transfer from one node.
+pub fn keepers<'a>(nodes: impl IntoIterator<Item = &'a NodeId>, first: BlockHash) -> Vec<&'a NodeId> {
+    let mut ranked: Vec<([u8; 32], &NodeId)> =
+        nodes.into_iter().map(|node| (rank(node, first), node)).collect();
+    ranked.sort_unstable_by(|a, b| b.cmp(a));
+    ranked.into_iter().map(|(_, node)| node).collect()
+}
+
+fn rank(node: &NodeId, first: BlockHash) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&first.0.to_le_bytes());
+    hasher.update(node.as_str().as_bytes());
+    hasher.finalize().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nodes(n: usize) -> Vec<NodeId> {
+        (0..n).map(|nth| NodeId::new(format!("pool-{nth}"))).collect()
+    }
+
+    fn hash(nth: u64) -> BlockHash {
+        BlockHash(u128::from(nth).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835))
+    }
+
+    #[test]
+    fn every_node_keeps_its_share() {
+        let nodes = nodes(5);
+        for node in &nodes {
+            let n_kept = (0..10_000).filter(|nth| keepers(&nodes, hash(*nth))[0] == node).count();
+            assert!((1_800..2_200).contains(&n_kept), "{node} keeps {n_kept} of 10000");
+        }
+    }
+
+    #[test]
+    fn nobody_keeps_where_nobody_is() {
+        assert!(keepers(&[], hash(1)).is_empty());
+        assert_eq!(keepers(&nodes(2), hash(1)).len(), 2);
+    }
+
+    /// Whoever kept a sequence keeps it, unless it is the one that left; and the order of the members is nothing.
+    #[test]
+    fn only_what_the_leaver_kept_moves() {
+        for n in 2..8 {
+            for (leaver, nth) in (0..n).flat_map(|leaver| (0..50).map(move |nth| (leaver, nth))) {
+                let before = nodes(n);
+                let mut after = before.clone();
+                let left = after.remove(leaver);
+                after.reverse();
+                let kept: Vec<_> =
+                    keepers(&before, hash(nth)).into_iter().filter(|node| **node != left).collect();
+                assert_eq!(kept, keepers(&after, hash(nth)));
+            }
+        }
+    }
+}
