@@ -143,7 +143,7 @@ fn open_folder(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError>
         Device::Cpu => cpu::open(settings, folder),
         Device::Cuda(_) => cuda::open(settings, folder),
         Device::Auto if settings.ranks.get() > 1 => {
-            warn!(ranks = settings.ranks, "a GPU is one rank: the CPU computes");
+            warn!(error = "a GPU is one rank", "no GPU is used: the CPU computes");
             cpu::open(settings, folder)
         }
         Device::Auto => match cuda::open(settings, folder) {

@@ -1,0 +1,154 @@
+//! Nodes of several tensor-parallel ranks, as many on both sides of a transfer or not: the tokens are those of one rank.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use baton_tests::check::prompts;
+use baton_tests::logs::A_NODE_DIES;
+use baton_tests::{Ask, Client, Failed, Up, executable, in_time};
+use futures::future::join_all;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+/// Ranks of prefill nodes, and of decode nodes.
+const SIZES: &[(&str, &str)] = &[("2", "1"), ("1", "2"), ("2", "2"), ("4", "2"), ("2", "4")];
+/// A mock with eight heads, whose steps take time.
+const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced-heads.toml");
+
+fn folder(model: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/models").join(model);
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+async fn up(connector: &str, model: &str, (prefill_tp, decode_tp): (&str, &str), more: &[&str]) -> Up {
+    let ranks = ["--model", model, "--prefill-tp", prefill_tp, "--decode-tp", decode_tp];
+    Up::start_over(connector, &[&ranks[..], more].concat()).await
+}
+
+/// Whole answers of a real model: tokens, and the log-probabilities of the best few of each step.
+async fn completions(client: &Client, model: &str) -> Vec<Value> {
+    let prompts = prompts(5, 8, 90);
+    let answers = prompts.iter().map(|prompt| {
+        let prompt: Vec<u32> = prompt.iter().map(|token| 2 + token % 90).collect();
+        completion(client, json!({ "model": model, "prompt": prompt }))
+    });
+    join_all(answers).await
+}
+
+async fn completion(client: &Client, mut body: Value) -> Value {
+    let more = json!({
+        "max_tokens": 20, "temperature": 0, "ignore_eos": true, "logprobs": 5, "return_token_ids": true,
+    });
+    body.as_object_mut().expect("fields").extend(more.as_object().expect("fields").clone());
+    let (status, _, body) = client.post("/v1/completions", body.to_string()).await;
+    assert_eq!(status, 200, "{body}");
+    let answer: Value = serde_json::from_str(&body).expect("JSON");
+    answer["choices"][0].clone()
+}
+
+/// Bytes of KV that arrived on a connector.
+async fn arrived(up: &Up, connector: &str) -> u64 {
+    let name = format!("baton_router_kv_arrived_bytes_total{{connector=\"{connector}\"}} ");
+    let metrics = up.client().get("/metrics").await.1;
+    metrics
+        .lines()
+        .find_map(|line| line.strip_prefix(&name))
+        .map_or(0, |bytes| bytes.parse().expect("a number"))
+}
+
+/// Every bit of every log-probability, and so every token.
+async fn answers_as_one_rank_does(model: &str, connector: &str, sizes: &[(&str, &str)]) {
+    let path = folder(model);
+    let one = up(connector, &path, ("1", "1"), &[]).await;
+    let expected = completions(&one.client(), model).await;
+    for sizes in sizes {
+        let several = up(connector, &path, *sizes, &[]).await;
+        let seen = completions(&several.client(), model).await;
+        assert_eq!(seen, expected, "{model} over {connector}, {sizes:?} ranks");
+        assert!(arrived(&several, connector).await > 0, "no KV travelled, {sizes:?} ranks");
+        several.baseline().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_answer_as_one_does_over_tcp() {
+    answers_as_one_rank_does("llama", "tcp", SIZES).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_answer_as_one_does_over_shm() {
+    answers_as_one_rank_does("llama", "shm", SIZES).await;
+}
+
+/// Two KV heads and two groups of layers: of four ranks, two hold each head.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_may_outnumber_the_heads() {
+    answers_as_one_rank_does("qwen2-window", "tcp", &[("4", "1"), ("1", "4")]).await;
+}
+
+/// The mock knows each head's KV again, and reads every bit of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_head_of_a_mock_finds_its_rank() {
+    let asks: Vec<Ask> = prompts(3, 24, 120).into_iter().map(|prompt| Ask::new(prompt, 30)).collect();
+    let one = Up::start(&["--colocated"]).await;
+    let expected = all(&one.client(), &asks).await;
+    for (connector, sizes) in
+        [("tcp", ("8", "1")), ("shm", ("1", "8")), ("tcp", ("4", "8")), ("shm", ("8", "2"))]
+    {
+        let several = up(connector, PACED, sizes, &[]).await;
+        let seen = all(&several.client(), &asks).await;
+        assert_eq!(seen, expected, "{connector}, {sizes:?} ranks");
+        several.baseline().await;
+    }
+}
+
+/// The tokens of all answers.
+async fn all(client: &Client, asks: &[Ask]) -> Vec<Result<Vec<u32>, Failed>> {
+    let tokens = async |ask| client.ask(ask).await.map(|answer| answer.tokens);
+    in_time("all answers", join_all(asks.iter().map(tokens))).await
+}
+
+/// 128 at once between nodes of four ranks and of two, and one of each is killed in the middle.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unequal_ranks_stand_load_and_a_kill() {
+    let ask = |prompt| Ask::new(prompt, 80).with("ignore_eos", true.into());
+    let asks: Vec<Ask> = prompts(7, 128, 100).into_iter().map(ask).collect();
+    let one = Up::start(&["--colocated"]).await;
+    let expected = all(&one.client(), &asks).await;
+    drop(one);
+    for connector in ["tcp", "shm"] {
+        let several = up(connector, PACED, ("4", "2"), &["--prefill", "2", "--decode", "2"]).await;
+        let (prefill, decode) = (several.of_role("prefill").await, several.of_role("decode").await);
+        several.expect_log(A_NODE_DIES);
+        let client = several.client();
+        let kill = async {
+            tokio::time::sleep(Duration::from_millis(150)).await;
+            several.signal(prefill[0].pid, Signal::KILL);
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            several.signal(decode[0].pid, Signal::KILL);
+        };
+        let seen = tokio::join!(all(&client, &asks), kill).0;
+        assert_eq!(seen, expected, "{connector}");
+        several.baseline().await;
+    }
+}
+
+#[test]
+fn ranks_that_cannot_share_the_heads_are_refused_at_the_start() {
+    for (model, ranks, reason) in [
+        (
+            "mock",
+            "3",
+            "tensor parallel: 2 KV heads do not spread over 3 ranks: the one number must divide the other",
+        ),
+        (folder("llama").as_str(), "3", "tensor parallel: 4 heads do not spread over 3 ranks"),
+        ("mock", "0", "model.tp: 0 ranks, of which there can be 1 to 64"),
+    ] {
+        let mut baton = Command::new(executable::baton());
+        baton.arg("both").env("BATON_MODEL__PATH", model).env("BATON_MODEL__TP", ranks);
+        let ended = baton.env("BATON_MODEL__DEVICE", "cpu").output().expect("baton runs");
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert!(!ended.status.success() && said.contains(reason), "{model}, {ranks} ranks: {said}");
+    }
+}
