@@ -5,8 +5,9 @@
 //! Suggested reading order: the traits ([`connector`]), waiting for KV ([`arrival`]), what a landing is on the node
 //! that granted it ([`landing`]) and why its blocks come back only once the wire is quiet ([`quiet`]); which pages are
 //! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`); which ranks have
-//! what for which of the other side's ([`reshard`], [`lanes`]) and how that lies in memory (`runs`); then the wires themselves ([`mod@connectors`]), the suite that each of them
-//! passes ([`conformance`]) and the faults that can be played on them ([`faults`]).
+//! what for which of the other side's ([`reshard`], [`lanes`]) and how that lies in memory (`runs`); then the wires
+//! themselves ([`mod@connectors`]), the suite that each of them passes ([`conformance`]) and the faults that can be
+//! played on them ([`faults`]).
 #![forbid(unsafe_code)]
 
 pub mod connector;

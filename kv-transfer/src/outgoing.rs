@@ -189,9 +189,7 @@ impl Sender {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
         let pages = Pages::of(&out.landing, Lanes::only());
         let frame_bytes = parts.settings.frame_bytes;
-        let layout = parts.memory.layout().clone();
-        let (of_pump, sent) = (Arc::clone(&out), Vec::new());
-        let pump = Pump { out: of_pump, wire: Arc::clone(&wire), layout, frame_bytes, sent };
+        let pump = Pump { out: Arc::clone(&out), wire: Arc::clone(&wire), frame_bytes, sent: Vec::new() };
         let pump = pump.start(&parts.gate, queue, refetches);
         Box::new(Self { out, wire, jobs, pages, metrics: parts.metrics.clone(), pump })
     }
@@ -266,8 +264,6 @@ impl Drop for Sender {
 struct Pump {
     out: Arc<Outgoing>,
     wire: Arc<dyn Wire>,
-    /// This side's.
-    layout: KvLayout,
     frame_bytes: usize,
     /// What was put, to be put again if it arrives wrong. Holds the leases until the receiver has verified.
     sent: Vec<SpanJob>,
@@ -356,10 +352,11 @@ impl Pump {
 
     /// Pieces of which a lane's part fits into one frame.
     fn cut(&self, span: &KvSpan) -> Vec<KvSpan> {
-        let (lanes, layers) = (&self.out.lanes, &self.layout.group(span.group).layers);
+        let Outgoing { landing, lanes, .. } = &*self.out;
+        let layers = &landing.layout.group(span.group).layers;
         let heads = |pos: u16| lanes.widest(layers[usize::from(pos)].n_kv_heads);
         let page_bytes = |pos: u16| {
-            let page = PageShape::new(&self.layout, span.group, pos);
+            let page = PageShape::new(&landing.layout, span.group, pos);
             page.n_parts * heads(pos) * page.head_bytes
         };
         let heads_max = span.layers.clone().map(heads).max().unwrap_or(1);

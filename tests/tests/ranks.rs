@@ -103,6 +103,17 @@ async fn every_head_of_a_mock_finds_its_rank() {
     }
 }
 
+/// A pool node keeps KV as one rank has it, whatever the others have.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unequal_ranks_share_a_pool() {
+    let asks: Vec<Ask> = prompts(9, 16, 120).into_iter().map(|prompt| Ask::new(prompt, 20)).collect();
+    let one = Up::start(&["--colocated"]).await;
+    let expected = all(&one.client(), &asks).await;
+    let several = up("tcp", PACED, ("4", "2"), &["--pool", "1"]).await;
+    assert_eq!(all(&several.client(), &asks).await, expected);
+    several.baseline().await;
+}
+
 /// The tokens of all answers.
 async fn all(client: &Client, asks: &[Ask]) -> Vec<Result<Vec<u32>, Failed>> {
     let tokens = async |ask| client.ask(ask).await.map(|answer| answer.tokens);
