@@ -39,7 +39,7 @@ pub fn model() -> MockSettings {
         [layout]
         block_tokens = 4
         n_layers = 2
-        n_kv_heads = 1
+        n_kv_heads = 2
         head_dim = 4
     ";
     MockSettings::parse("simulated", toml).expect("right settings")
@@ -109,7 +109,8 @@ impl NodeHost {
         settings.cost.step_ms = self.shape.step_ms;
         settings.cost.decode_row_ms = self.shape.step_ms / 20.0;
         settings.cost.prefill_token_ms = self.shape.prefill_token_ms;
-        Mock::new("mock", settings, self.shape.n_blocks, Pace::Modelled).expect("memory for a few blocks")
+        let NodeShape { ranks, n_blocks, .. } = self.shape;
+        Mock::over_ranks("mock", settings, ranks, n_blocks, Pace::Modelled).expect("memory for a few blocks")
     }
 
     fn failures(&self) -> Failures {

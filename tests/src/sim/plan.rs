@@ -1,6 +1,7 @@
 //! What a seed means: a cluster, what its clients ask, and what breaks when. All of it is drawn before the run begins.
 
 use std::fmt;
+use std::num::NonZero;
 use std::time::Duration;
 
 use router::dispatch::Order;
@@ -43,6 +44,8 @@ pub struct NodeShape {
     pub name: String,
     pub role: Role,
     pub n_blocks: u32,
+    /// Tensor-parallel ranks.
+    pub ranks: NonZero<u16>,
     pub step_ms: f64,
     pub prefill_token_ms: f64,
     pub growth_blocks: usize,
@@ -136,7 +139,8 @@ impl fmt::Display for Break {
 
 impl Plan {
     pub fn draw(seed: u64) -> Self {
-        let cluster = shape(&mut Chance::named(seed, "cluster"));
+        let mut cluster = shape(&mut Chance::named(seed, "cluster"));
+        spread(&mut Chance::named(seed, "ranks"), &mut cluster.nodes);
         let asks = asks(&mut Chance::named(seed, "asks"));
         let faults = faults(&mut Chance::named(seed, "faults"), &cluster);
         Self { seed, cluster, asks, faults }.besieged()
@@ -186,6 +190,15 @@ fn shape(chance: &mut Chance) -> Shape {
     }
 }
 
+/// In half of the clusters nodes have ranks, each its own number of them: of four, two hold the same head.
+fn spread(chance: &mut Chance, nodes: &mut [NodeShape]) {
+    if chance.one_in(2) {
+        for node in nodes {
+            node.ranks = NonZero::new(*chance.pick(&[1, 2, 4])).expect("none is zero");
+        }
+    }
+}
+
 fn node(chance: &mut Chance, name: String, role: Role) -> NodeShape {
     let is_slow = chance.one_in(6);
     let step_ms = *chance.pick(&[2.0, 8.0, 25.0]) * if is_slow { 6.0 } else { 1.0 };
@@ -197,6 +210,7 @@ fn node(chance: &mut Chance, name: String, role: Role) -> NodeShape {
         name,
         role,
         n_blocks: *chance.pick(&[BLOCKS_MIN, BLOCKS_MIN + 20, 160, 400]),
+        ranks: NonZero::<u16>::MIN,
         step_ms,
         prefill_token_ms: *chance.pick(&[0.05, 0.5, 2.0]),
         growth_blocks: chance.below(4) as usize,
@@ -205,7 +219,7 @@ fn node(chance: &mut Chance, name: String, role: Role) -> NodeShape {
         queue_ms_max: *chance.pick(&[200.0, 2000.0]),
         streams: chance.within(1..=3) as u16,
         stall_ms: *chance.pick(&[800, 2000, 5000]),
-        frame_bytes: 2 << 10,
+        frame_bytes: 4 << 10,
         failing_steps,
     }
 }
