@@ -8,7 +8,7 @@ use engine::backend::mock::Costs;
 use kv_transfer::{ConnectorParts, KvConnector};
 use proto::v1;
 use tracing::warn;
-use types::{KvLayout, NodeId, Scheme, WireAddress};
+use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress};
 
 use crate::error::NodeError;
 use crate::paced::Paced;
@@ -17,10 +17,9 @@ use crate::paced::Paced;
 const AUTO: &[&str] = &["cuda-ipc", "shm", "tcp"];
 /// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc"];
+const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
 /// The one of them that must work.
 const LAST_RESORT: &str = "tcp";
-/// Connectors that only reach a node on the same machine.
-const SAME_HOST_ONLY: &[&str] = &["loopback", "shm", "cuda-ipc"];
 /// Peers of which it is remembered that a faster connector does not reach them. Beyond it they are warned of again.
 const FALLBACKS_MAX: usize = 1024;
 
@@ -29,6 +28,8 @@ const FALLBACKS_MAX: usize = 1024;
 pub struct Connectors {
     host: Arc<str>,
     best_first: Arc<[Arc<dyn KvConnector>]>,
+    /// Those that it does without.
+    missing: Arc<[MissingWire]>,
     /// Peers and connectors of which a warning has said that they do not go together. Held for a look-up.
     fallbacks: Arc<Mutex<BTreeSet<(NodeId, Scheme)>>>,
 }
@@ -47,11 +48,13 @@ impl Connectors {
     /// What was asked for by name must work. Of those that `auto` stands for, one may be missing, with a warning.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
+        let mut missing = not_named(names);
         let on_card = parts.memory.on_card().is_some();
-        let all = names.iter().flat_map(|name| expand(name));
-        for (name, is_needed) in
-            all.filter(|(name, needed)| *needed || on_card || !BETWEEN_GPUS.contains(name))
-        {
+        for (name, is_needed) in names.iter().flat_map(|name| expand(name)) {
+            if !is_needed && !on_card && BETWEEN_GPUS.contains(&name) {
+                missing.push(MissingWire { scheme: Scheme::new(name), why: NOT_ON_A_GPU.to_owned() });
+                continue;
+            }
             match kv_transfer::build(name, parts.clone()).await {
                 Ok(connector) => best_first.push(connector),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
@@ -61,14 +64,15 @@ impl Connectors {
                         error = chain(&error),
                         "connector does not work here, going on without"
                     );
+                    missing.push(MissingWire { scheme: Scheme::new(name), why: chain(&error) });
                 }
             }
         }
-        Ok(Self::of(host.into(), best_first.into()))
+        Ok(Self::of(host.into(), best_first.into(), missing.into()))
     }
 
-    fn of(host: Arc<str>, best_first: Arc<[Arc<dyn KvConnector>]>) -> Self {
-        Self { host, best_first, fallbacks: Arc::default() }
+    fn of(host: Arc<str>, best_first: Arc<[Arc<dyn KvConnector>]>, missing: Arc<[MissingWire]>) -> Self {
+        Self { host, best_first, missing, fallbacks: Arc::default() }
     }
 
     /// The same connectors, each as slow as `costs` say.
@@ -78,12 +82,17 @@ impl Connectors {
         let pace = |inner: &Arc<dyn KvConnector>| -> Arc<dyn KvConnector> {
             Arc::new(Paced { inner: inner.clone(), costs, layout: layout.clone() })
         };
-        Self::of(self.host, self.best_first.iter().map(pace).collect())
+        Self::of(self.host, self.best_first.iter().map(pace).collect(), self.missing)
     }
 
     /// Where this node can be reached, best first.
     pub fn addresses(&self) -> Vec<WireAddress> {
         self.best_first.iter().map(|connector| connector.address()).collect()
+    }
+
+    /// Those that the node does without, and why.
+    pub fn missing(&self) -> Vec<MissingWire> {
+        self.missing.to_vec()
     }
 
     /// All of them, best first.
@@ -112,7 +121,7 @@ impl Connectors {
 
     /// Whether the two hosts, as they call themselves, may use it.
     fn is_for(&self, connector: &Arc<dyn KvConnector>, peer: &PeerWires) -> bool {
-        *self.host == *peer.host || !SAME_HOST_ONLY.contains(&connector.scheme().as_str())
+        *self.host == *peer.host || !connector.scheme().is_within_host()
     }
 
     fn fall_back(&self, peer: &PeerWires, scheme: Scheme, why: &'static str) {
@@ -124,6 +133,14 @@ impl Connectors {
             warn!(peer = %peer.node, connector = %scheme, why, "connector cannot be used, falling back");
         }
     }
+}
+
+/// Of those that `auto` would look at, the ones that the settings do not let it.
+fn not_named(names: &[String]) -> Vec<MissingWire> {
+    let is_named = |name: &str| names.iter().any(|named| named == name || named == "auto");
+    let why = format!("transfer.connectors is {}", names.join(", "));
+    let unnamed = AUTO.iter().filter(|name| !is_named(name));
+    unnamed.map(|name| MissingWire { scheme: Scheme::new(*name), why: why.clone() }).collect()
 }
 
 /// The connectors that a configured name stands for, and whether the node cannot do without.

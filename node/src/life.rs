@@ -74,6 +74,7 @@ fn node_info(parts: &NodeParts, life: &Life<'_>) -> Result<NodeInfo, NodeError> 
         address: advertised(advertise, &*life.grpc)?,
         admin: advertised(advertise, &*life.admin)?,
         wires: parts.connectors.addresses(),
+        without: parts.connectors.missing(),
         model: (*parts.model).clone(),
         protocol: PROTOCOL,
     })

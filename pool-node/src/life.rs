@@ -107,6 +107,7 @@ fn node_info(parts: &PoolParts, id: NodeId, address: String, admin: String) -> N
         address,
         admin,
         wires: parts.connectors.addresses(),
+        without: parts.connectors.missing(),
         model: (*parts.model).clone(),
         protocol: PROTOCOL,
     }

@@ -56,6 +56,7 @@ mod tests {
             address: format!("{id}:1"),
             admin: format!("{id}:2"),
             wires: vec![],
+            without: vec![],
             model: ModelInfo {
                 name: model.to_owned(),
                 context_tokens: 64,

@@ -13,7 +13,8 @@ use std::time::Duration;
 use futures::stream::{BoxStream, StreamExt as _};
 use tokio::time::timeout;
 use types::{
-    Epoch, Fingerprint, KvDtype, KvLayout, ModelInfo, NodeId, NodeInfo, Role, Scheme, TokenId, WireAddress,
+    Epoch, Fingerprint, KvDtype, KvLayout, MissingWire, ModelInfo, NodeId, NodeInfo, Role, Scheme, TokenId,
+    WireAddress,
 };
 
 use crate::{Announcement, Members, MembershipEvent, Registry, RegistryError, Standing};
@@ -174,6 +175,7 @@ pub fn node(id: &str, epoch: u64) -> NodeInfo {
         address: format!("{id}:1"),
         admin: format!("{id}:2"),
         wires: vec![wire("shm"), wire("tcp")],
+        without: vec![MissingWire { scheme: Scheme::new("cuda-ipc"), why: "no GPU".to_owned() }],
         model: ModelInfo {
             name: "mock".to_owned(),
             context_tokens: 2048,

@@ -11,9 +11,10 @@ use futures::future::join_all;
 use proto::v1;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use types::{BlockCounts, NodeInfo};
+use types::{BlockCounts, MissingWire, NodeInfo};
 
 use crate::cluster::{Cluster, NodeState};
+use crate::pairs::pairs;
 
 /// `/debug/cluster`, `/debug/kv` and `/metrics`.
 pub fn router(cluster: Cluster, metrics: Metrics) -> Router {
@@ -25,13 +26,16 @@ pub fn router(cluster: Cluster, metrics: Metrics) -> Router {
 }
 
 async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
-    let nodes: Vec<Value> =
-        cluster.everyone().iter().map(|(info, state)| node(&cluster, info, state)).collect();
-    Json(json!({ "nodes": nodes }))
+    let everyone = cluster.everyone();
+    let nodes: Vec<Value> = everyone.iter().map(|(info, state)| node(&cluster, info, state)).collect();
+    let infos: Vec<&NodeInfo> = everyone.iter().map(|(info, _)| &**info).collect();
+    let (pairs, pairs_left_out) = pairs(&infos);
+    Json(json!({ "nodes": nodes, "pairs": pairs, "pairs_left_out": pairs_left_out }))
 }
 
 fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     let connectors: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
+    let without: Vec<Value> = info.without.iter().map(missing).collect();
     let mut node = json!({
         "id": info.id.as_str(),
         "epoch": info.epoch.to_string(),
@@ -40,6 +44,7 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         "address": info.address,
         "admin": info.admin,
         "connectors": connectors,
+        "connectors_out": without,
         "model": info.model.name,
         "state": state.as_str(),
         "cached_blocks": cluster.cached(&info.id).hashes().map(HashSet::len),
@@ -48,6 +53,10 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         node["reason"] = json!(reason);
     }
     node
+}
+
+fn missing(missing: &MissingWire) -> Value {
+    json!({ "connector": missing.scheme.as_str(), "why": missing.why })
 }
 
 #[derive(Debug, Deserialize)]

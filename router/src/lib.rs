@@ -22,6 +22,7 @@ pub mod rpc;
 pub mod house;
 pub mod config;
 pub mod debug;
+mod pairs;
 pub mod metrics;
 pub mod error;
 

@@ -133,6 +133,7 @@ pub(crate) fn info(id: &str, role: Role) -> NodeInfo {
         address: format!("{id}:1"),
         admin: format!("{id}:2"),
         wires: vec![WireAddress { scheme: Scheme::new("tcp"), endpoint: format!("{id}:3") }],
+        without: vec![],
         model: ModelInfo {
             name: "mock".to_owned(),
             context_tokens: 1024,

@@ -153,6 +153,7 @@ fn a_node() -> NodeInfo {
         address: "10.0.0.2:7000".to_owned(),
         admin: "10.0.0.2:7001".to_owned(),
         wires: vec![landing.wire],
+        without: vec![],
         model,
         protocol: PROTOCOL,
     }

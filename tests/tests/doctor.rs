@@ -136,3 +136,44 @@ async fn kv_is_sent_to_a_peer_for_real() {
     assert_eq!(group(&report, "peer")[0]["level"], "bad", "{report}");
     up.baseline().await;
 }
+
+/// The reason of a connector that is out, in a list of them.
+fn why<'a>(out: &'a Value, connector: &str) -> Option<&'a str> {
+    let out = out.as_array().expect("a list");
+    out.iter().find(|out| out["connector"] == connector)?["why"].as_str()
+}
+
+/// A node that was told to use tcp goes without shared memory, and none of these has a GPU: doctor says so before, and
+/// the router of those that run, for each node and for each pair.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connectors_that_are_out_are_named_with_their_reason() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (text, connector, reason) in [
+        ("[model]\npath = \"mock\"\n", "cuda-ipc", "its KV is not on a GPU"),
+        ("[pool]\nmemory = \"1MiB\"\n", "cuda-ipc", "its KV is not on a GPU"),
+        ("[transfer]\nconnectors = [\"tcp\"]\n", "shm", "transfer.connectors is tcp"),
+    ] {
+        let (_, report) = doctor(&file(&folder, "node.toml", text));
+        let wanted = format!("{connector}: out: {reason}");
+        let said = group(&report, "connectors").iter().any(|finding| finding["found"] == wanted.as_str());
+        assert!(said, "{wanted} in {report}");
+    }
+    for (connector, used, out, reason) in [
+        ("auto", "shm", "cuda-ipc", "decode-0: its KV is not on a GPU"),
+        ("tcp", "tcp", "shm", "decode-0: transfer.connectors is tcp"),
+    ] {
+        let up = Up::start_over(connector, &["--prefill", "1", "--decode", "1", "--pool", "1"]).await;
+        let cluster = up.client().get_json("/debug/cluster").await;
+        let nodes = cluster["nodes"].as_array().expect("nodes");
+        assert!(nodes.iter().all(|node| why(&node["connectors_out"], out).is_some()), "{cluster}");
+        let pairs = cluster["pairs"].as_array().expect("pairs");
+        let ends =
+            |pair: &Value| format!("{} {}", pair["from"].as_str().unwrap(), pair["to"].as_str().unwrap());
+        let all: Vec<String> = pairs.iter().map(ends).collect();
+        assert_eq!(all, ["pool-0 decode-0", "prefill-0 decode-0", "prefill-0 pool-0"], "{cluster}");
+        let pair = &pairs[1];
+        assert_eq!(pair["connector"], used, "{cluster}");
+        let said = why(&pair["out"], out).expect("it is out");
+        assert!(reason.ends_with(said.split_once(": ").expect("node: why").1), "{said}");
+    }
+}

@@ -56,6 +56,7 @@ fn puppet(id: &str, min: u16, max: u16) -> NodeInfo {
         address: "127.0.0.1:1".to_owned(),
         admin: "127.0.0.1:1".to_owned(),
         wires: vec![],
+        without: vec![],
         model: ModelInfo {
             name: "puppet".to_owned(),
             context_tokens: 64,

@@ -19,7 +19,7 @@ pub use block::{BlockHash, BlockHasher, BlockIdx};
 pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
 pub use layout::{GroupIdx, KvDtype, KvLayout};
 pub use load::{BlockCounts, BlockEvent, NodeLoad};
-pub use node::{Fingerprint, ModelInfo, NodeInfo, ProtocolRange, Role};
+pub use node::{Fingerprint, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
 pub use prompt::{Deadline, Prompt, Sampling, StopRules, TokenId};
 pub use step::{FinishReason, Prefilled, Step, Usage};
 pub use transfer::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};

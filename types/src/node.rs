@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::ids::{Epoch, NodeId};
 use crate::layout::KvLayout;
-use crate::transfer::WireAddress;
+use crate::transfer::{Scheme, WireAddress};
 
 /// The versions of Baton's wire that this build speaks. N and N-1 always overlap.
 pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 1, max: 2 };
@@ -29,8 +29,17 @@ pub struct NodeInfo {
     pub admin: String,
     /// The wires on which KV can reach it, best first.
     pub wires: Vec<WireAddress>,
+    /// The wires that it does without, and why: for humans.
+    pub without: Vec<MissingWire>,
     pub model: ModelInfo,
     pub protocol: ProtocolRange,
+}
+
+/// A connector that a node has not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MissingWire {
+    pub scheme: Scheme,
+    pub why: String,
 }
 
 /// What a node was started to do. Routing and display read it; nothing below the two node crates does.

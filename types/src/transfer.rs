@@ -24,6 +24,16 @@ impl Scheme {
     }
 }
 
+/// Connectors that only reach a node on the same machine.
+const WITHIN_HOST: &[&str] = &["loopback", "shm", "cuda-ipc"];
+
+impl Scheme {
+    /// Whether it only reaches a node on the same machine.
+    pub fn is_within_host(&self) -> bool {
+        WITHIN_HOST.contains(&self.as_str())
+    }
+}
+
 impl fmt::Display for Scheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)

@@ -6,6 +6,7 @@ mod finding;
 mod report;
 mod address;
 mod clock;
+mod connectors;
 mod gpu;
 mod host;
 mod model;
@@ -52,5 +53,6 @@ async fn look(process: &ProcessFile) -> Vec<Finding> {
     findings.extend(clock::look());
     findings.extend(gpu::look());
     findings.extend(rdma::look());
+    findings.extend(connectors::look(process).await);
     findings
 }

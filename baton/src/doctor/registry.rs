@@ -5,7 +5,7 @@ use std::time::Duration;
 use chassis::{Gate, World};
 use futures::StreamExt as _;
 use registry::{MembershipEvent, RegistryError, RegistryParts};
-use types::{NodeInfo, Role};
+use types::{MissingWire, NodeInfo, Role};
 
 use crate::process_file::ProcessFile;
 
@@ -21,7 +21,10 @@ pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
     };
     let shown = registry::url::RegistryUrl::parse(url).map_or_else(|_| url.to_owned(), |url| url.to_string());
     match tokio::time::timeout(ANSWER_WITHIN, members(url)).await {
-        Ok(Ok(members)) => vec![Finding::ok(GROUP, format!("{shown}: answers; {}", who(&members)))],
+        Ok(Ok(members)) => {
+            let answers = Finding::ok(GROUP, format!("{shown}: answers; {}", who(&members)));
+            std::iter::once(answers).chain(members.iter().flat_map(goes_without)).collect()
+        }
         Ok(Err(error)) => vec![Finding::bad(GROUP, format!("{shown}: {error}"), advice(url))],
         Err(_) => {
             vec![Finding::bad(GROUP, format!("{shown}: no answer within {ANSWER_WITHIN:?}"), advice(url))]
@@ -48,6 +51,19 @@ fn who(members: &[NodeInfo]) -> String {
     };
     let (prefill, decode) = (count(Role::prefills), count(Role::decodes));
     format!("{prefill} prefill and {decode} decode nodes and {pool} are in it")
+}
+
+/// What a node that is there has said it goes without.
+fn goes_without(node: &NodeInfo) -> Vec<Finding> {
+    let note = |missing: &MissingWire| {
+        let found = format!("{} goes without {}: {}", node.id, missing.scheme, missing.why);
+        Finding::note(
+            GROUP,
+            found,
+            "nothing, if others carry its KV: /debug/cluster of the router says which",
+        )
+    };
+    node.without.iter().map(note).collect()
 }
 
 fn advice(url: &str) -> String {

@@ -198,6 +198,7 @@ fn peer(pair: &Pair, wires: Vec<WireAddress>) -> NodeInfo {
         role: Role::Decode,
         pid: 1,
         host: "host".to_owned(),
+        without: vec![],
         address: String::new(),
         admin: String::new(),
         wires,

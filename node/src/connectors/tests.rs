@@ -58,3 +58,27 @@ async fn a_connector_that_was_named_and_does_not_work_stops_the_start() {
         Connectors::build(&names, HERE, &Node::parts("near", layout())).await.expect_err("no such wire");
     assert!(matches!(error, NodeError::Connector(_)), "{error}");
 }
+
+/// What a node goes without is said with its reason: no GPU, or the settings.
+#[tokio::test]
+async fn what_is_missing_is_said_with_its_reason() {
+    let why = |node: &Connectors, scheme: &str| {
+        node.missing()
+            .into_iter()
+            .find(|missing| missing.scheme.as_str() == scheme)
+            .map(|missing| missing.why)
+    };
+    let auto = node("auto", &["auto"]).await;
+    assert_eq!(why(&auto, "cuda-ipc").as_deref(), Some("its KV is not on a GPU"));
+    assert_eq!((why(&auto, "shm"), why(&auto, "tcp")), (None, None));
+    let narrow = node("narrow", &["tcp"]).await;
+    assert_eq!(why(&narrow, "shm").as_deref(), Some("transfer.connectors is tcp"));
+}
+
+/// A connector that should work here and does not is left out with its error.
+#[tokio::test]
+async fn a_connector_that_fails_is_missing_with_its_error() {
+    let parts = Node::parts("no GPU", layout());
+    let failed = kv_transfer::build("cuda-ipc", parts).await.expect_err("there is no GPU memory");
+    assert!(!chain(&failed).is_empty());
+}

@@ -1,6 +1,6 @@
 //! What a node announces.
 
-use types::{Epoch, ModelInfo, NodeId, NodeInfo, ProtocolRange, Role, TokenId};
+use types::{Epoch, MissingWire, ModelInfo, NodeId, NodeInfo, ProtocolRange, Role, Scheme, TokenId};
 
 use super::{narrow, present};
 use crate::error::ConvertError;
@@ -34,6 +34,7 @@ impl From<&NodeInfo> for v1::NodeInfo {
             wires: node.wires.iter().map(Into::into).collect(),
             model: Some((&node.model).into()),
             protocol: Some(node.protocol.into()),
+            without: node.without.iter().map(Into::into).collect(),
         }
     }
 }
@@ -57,9 +58,22 @@ impl TryFrom<v1::NodeInfo> for NodeInfo {
             address: wire.address,
             admin: wire.admin,
             wires: wire.wires.into_iter().map(Into::into).collect(),
+            without: wire.without.into_iter().map(Into::into).collect(),
             model: present(wire.model, "node.model")?.try_into()?,
             protocol: present(wire.protocol, "node.protocol")?.try_into()?,
         })
+    }
+}
+
+impl From<&MissingWire> for v1::MissingWire {
+    fn from(missing: &MissingWire) -> Self {
+        Self { scheme: missing.scheme.to_string(), why: missing.why.clone() }
+    }
+}
+
+impl From<v1::MissingWire> for MissingWire {
+    fn from(wire: v1::MissingWire) -> Self {
+        Self { scheme: Scheme::new(wire.scheme), why: wire.why }
     }
 }
 

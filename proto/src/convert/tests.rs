@@ -148,6 +148,7 @@ fn a_node_comes_back_the_same() {
         address: "127.0.0.1:5".to_owned(),
         admin: "127.0.0.1:6".to_owned(),
         wires: vec![landing().wire],
+        without: vec![MissingWire { scheme: types::Scheme::new("cuda-ipc"), why: "no GPU".to_owned() }],
         model: ModelInfo {
             name: "m".to_owned(),
             context_tokens: 2048,

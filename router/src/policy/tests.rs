@@ -17,6 +17,7 @@ fn node(id: &str, role: Role) -> NodeView {
         address: "a".to_owned(),
         admin: "b".to_owned(),
         wires: vec![],
+        without: vec![],
         model: ModelInfo {
             name: "m".to_owned(),
             context_tokens: 1024,

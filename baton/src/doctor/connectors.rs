@@ -1,0 +1,116 @@
+//! Which connectors the process would have here, and why not the others: they are built as it would, over a little memory.
+
+use chassis::{Gate, World};
+use engine::Device;
+use kv_cache::KvMemory;
+use kv_transfer::{ConnectorParts, Faults, TransferMetrics, TransferSettings};
+use node::Connectors;
+use types::{Fingerprint, KvDtype, KvLayout, MissingWire, NodeId};
+
+use crate::process_file::ProcessFile;
+
+use super::finding::Finding;
+
+const GROUP: &str = "connectors";
+const N_BLOCKS: u32 = 4;
+
+pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
+    match process {
+        ProcessFile::Router(_) => Vec::new(),
+        ProcessFile::Node(config) => {
+            let may_be_on_gpu =
+                config.engine.device != Device::Cpu && !config.engine.model.starts_with("mock");
+            built(&config.connectors, &config.transfer, may_be_on_gpu).await
+        }
+        ProcessFile::Pool(config) => built(&config.connectors, &config.transfer, false).await,
+    }
+}
+
+async fn built(names: &[String], settings: &TransferSettings, may_be_on_gpu: bool) -> Vec<Finding> {
+    let parts = match parts(settings) {
+        Ok(parts) => parts,
+        Err(error) => return vec![Finding::bad(GROUP, format!("no memory to try: {error}"), "free some")],
+    };
+    match Connectors::build(names, &node::life::host_id(), &parts).await {
+        Ok(connectors) => {
+            let here = connectors.addresses().into_iter().map(|wire| works(wire.scheme.as_str()));
+            here.chain(connectors.missing().iter().map(|missing| is_out(missing, may_be_on_gpu))).collect()
+        }
+        Err(error) => {
+            let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
+            let found = format!("{}: {error}{}", names.join(", "), cause.unwrap_or_default());
+            let advice = "what transfer.connectors names must work; `auto` goes on with what does";
+            vec![Finding::bad(GROUP, found, advice)]
+        }
+    }
+}
+
+/// On a port of its own: the process may run already.
+fn parts(settings: &TransferSettings) -> Result<ConnectorParts, String> {
+    let world = World::real();
+    Ok(ConnectorParts {
+        node: NodeId::new("doctor"),
+        epoch: world.epoch(),
+        memory: KvMemory::host(KvLayout::uniform(16, KvDtype::F32, 1, 1, 4), N_BLOCKS)
+            .map_err(|error| error.to_string())?,
+        fingerprint: Fingerprint::default(),
+        world,
+        gate: Gate::new("doctor"),
+        settings: TransferSettings {
+            listen: "127.0.0.1:0".to_owned(),
+            advertise: String::new(),
+            ..settings.clone()
+        },
+        metrics: TransferMetrics::default(),
+        faults: Faults::none(),
+    })
+}
+
+fn works(scheme: &str) -> Finding {
+    Finding::ok(GROUP, format!("{scheme}: can be used here; --peer tries it with another node"))
+}
+
+/// What is between GPUs cannot be tried without the GPU's memory.
+fn is_out(missing: &MissingWire, may_be_on_gpu: bool) -> Finding {
+    let MissingWire { scheme, why } = missing;
+    if may_be_on_gpu && scheme.as_str() == "cuda-ipc" {
+        let found = format!("{scheme}: out, unless the node computes on a GPU");
+        return Finding::note(
+            GROUP,
+            found,
+            "see what is said of the GPU; the node's log and /debug/cluster say it for sure",
+        );
+    }
+    Finding::note(
+        GROUP,
+        format!("{scheme}: out: {why}"),
+        "nothing, if the others are enough: docs/connectors.md says what each needs",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::Level;
+
+    async fn found(names: &[&str]) -> Vec<Finding> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        built(&names, &TransferSettings::default(), false).await
+    }
+
+    #[tokio::test]
+    async fn what_is_out_is_said_with_its_reason() {
+        let findings = found(&["auto"]).await;
+        let says = |text: &str| findings.iter().any(|finding| finding.found.contains(text));
+        assert!(says("tcp: can be used") && says("cuda-ipc: out: its KV is not on a GPU"), "{findings:?}");
+        let narrow = found(&["tcp"]).await;
+        let says = |text: &str| narrow.iter().any(|finding| finding.found.contains(text));
+        assert!(says("shm: out: transfer.connectors is tcp"), "{narrow:?}");
+    }
+
+    #[tokio::test]
+    async fn what_was_named_and_does_not_work_is_in_the_way() {
+        let findings = found(&["cuda-ipc"]).await;
+        assert_eq!(findings[0].level, Level::Bad, "{findings:?}");
+    }
+}
