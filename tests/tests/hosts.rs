@@ -16,7 +16,9 @@ use futures::future::join_all;
 use serde_json::Value;
 use tempfile::TempDir;
 
-const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0", "decode-1"];
+const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0"];
+/// The nodes among them.
+const N_NODES: usize = 5;
 /// As long as a stream must be to have its host cut off in the middle.
 const TOKENS: u32 = 300;
 /// A tenth of what a host with half of the load receives and sends on a good cable.
@@ -47,7 +49,7 @@ fn image(hosts: &Hosts) -> TempDir {
     for library in libraries(&executable::baton()) {
         put(Path::new(&library), &library);
     }
-    for file in ["router.toml", "node.toml"] {
+    for file in ["router.toml", "node.toml", "pool.toml"] {
         put(&root().join("deploy/compose").join(file), &format!("/etc/baton/{file}"));
     }
     put(&root().join("tests/mocks/paced.toml"), "/etc/baton/paced.toml");
@@ -122,7 +124,9 @@ impl Cluster {
         for (variable, value) in service["environment"].as_object().into_iter().flatten() {
             command.env(variable, value.as_str().expect("a text"));
         }
-        command.envs(env.iter().copied());
+        // A pool node has no model.
+        let is_known = |variable: &str| !(name.starts_with("pool") && variable.starts_with("BATON_MODEL__"));
+        command.envs(env.iter().copied().filter(|(variable, _)| is_known(variable)));
         self.run(name, command);
     }
 
@@ -137,7 +141,7 @@ impl Cluster {
             let cluster = self.client.get_json("/debug/cluster").await;
             let nodes = cluster["nodes"].as_array().expect("a list of nodes").clone();
             let n_ready = nodes.iter().filter(|node| node["state"] == "ready").count();
-            (n_ready == 4 && nodes.len() == 4).then_some(())
+            (n_ready == N_NODES && nodes.len() == N_NODES).then_some(())
         })
         .await;
     }
@@ -203,7 +207,7 @@ async fn hosts_are_cut_off_and_come_back() {
         confined(cluster.pid(name));
     }
     disturbed(&cluster, &asks, &expected, || {}).await;
-    for host in ["decode-0", "prefill-0", "etcd"] {
+    for host in ["decode-0", "prefill-0", "pool-0", "etcd"] {
         disturbed(&cluster, &asks, &expected, || cluster.hosts.cut(host)).await;
         // While it is away, others do its work.
         disturbed(&cluster, &asks, &expected, || {}).await;
@@ -226,6 +230,7 @@ async fn bad_cables_change_no_token() {
         ("decode-0", Flaw { loss: 0.05, ..Flaw::default() }),
         ("prefill-0", Flaw { delay_ms: 50, ..Flaw::default() }),
         ("decode-1", Flaw { bytes_per_second: SLOW, ..Flaw::default() }),
+        ("pool-0", Flaw { loss: 0.05, delay_ms: 50, ..Flaw::default() }),
         ("etcd", Flaw { loss: 0.05, delay_ms: 50, ..Flaw::default() }),
     ] {
         let cable = cluster.hosts.bad_cable(host, flaw);
@@ -260,6 +265,14 @@ async fn compose_serves_the_demo_model() {
     assert_eq!(status, 200, "{answer}");
     let said = answer["choices"][0]["message"]["content"].as_str().expect("a text");
     assert!(said.contains("prompt"), "{said}");
+    // Longer than a block: its KV goes through the pool.
+    let ask =
+        serde_json::json!({ "model": "demo", "max_tokens": 4, "prompt": (100..140).collect::<Vec<u32>>() });
+    let (status, _, body) =
+        in_time("an answer", cluster.client.post("/v1/completions", ask.to_string())).await;
+    assert_eq!(status, 200, "{body}");
+    let pool = Client::new((cluster.hosts.addr_of("pool-0"), 7001).into()).get("/metrics").await.1;
+    assert!(pool.contains("baton_pool_deliveries_total{outcome=\"delivered\"} 1"), "{pool}");
 }
 
 /// Not root, with no capabilities and no way to any, in a root that is read-only.

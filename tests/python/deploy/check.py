@@ -58,10 +58,12 @@ def schemas_refuse():
 
 
 def same():
-    """The chart with an overlay's values gives the overlay's objects."""
-    for overlay in rendered.CHARTS:
-        ours = {name(thing): thing for thing in map(comparable, rendered.kustomize(rendered.K8S / "overlays" / overlay))}
-        charts = {name(thing): thing for thing in map(comparable, rendered.chart(overlay))}
+    """The chart with an overlay's values gives the overlay's objects, and so it does with the pool."""
+    pairs = {one: (rendered.kustomize(rendered.K8S / "overlays" / one), rendered.chart(one)) for one in rendered.CHARTS}
+    pairs["a pool"] = (rendered.with_component("pool"), rendered.pooled_chart())
+    for overlay, (kustomized, chart) in pairs.items():
+        ours = {name(thing): thing for thing in map(comparable, kustomized)}
+        charts = {name(thing): thing for thing in map(comparable, chart)}
         ours.pop("Namespace baton")
         assert ours.keys() == charts.keys(), (overlay, ours.keys() ^ charts.keys())
         for key in ours:
@@ -225,7 +227,7 @@ def compose():
     composed = yaml.safe_load((rendered.DEPLOY / "compose.yaml").read_text())
     services = composed["services"]
     ours = {service: about for service, about in services.items() if about["image"].startswith("baton")}
-    assert sorted(ours) == ["decode-0", "decode-1", "prefill-0", "prefill-1", "router"], sorted(ours)
+    assert sorted(ours) == ["decode-0", "decode-1", "pool-0", "prefill-0", "prefill-1", "router"], sorted(ours)
     for service, about in ours.items():
         executable.knows_command(about["command"])
         mounts = dict(volume.split(":")[1::-1] for volume in about["volumes"])
@@ -266,7 +268,7 @@ def metrics():
     for file in sorted(rendered.DEPLOY.rglob("*")):
         if file.is_file():
             for metric in re.findall(r"\bbaton_[a-z_]+\b", file.read_text()):
-                generic = re.sub(r"^baton_(prefill|decode|both)_", "baton_<role>_", metric)
+                generic = re.sub(r"^baton_(prefill|decode|both|pool)_", "baton_<role>_", metric)
                 assert f"`{generic}`" in documented, f"{file}: {metric}"
 
 

@@ -15,7 +15,7 @@ K8S = DEPLOY / "k8s"
 CHART = DEPLOY / "helm" / "baton"
 
 OVERLAYS = ["cpu-demo", "gpu", "gpu-rdma", "gpu-box"]
-COMPONENTS = ["gateway", "monitoring", "model-fetch"]
+COMPONENTS = ["gateway", "monitoring", "model-fetch", "pool"]
 # The chart's values files that give an overlay's result.
 CHARTS = {
     "cpu-demo": ["cpu-demo.yaml"],
@@ -23,7 +23,7 @@ CHARTS = {
     "gpu-rdma": ["gpu.yaml", "gpu-rdma.yaml"],
     "gpu-box": ["gpu-box.yaml"],
 }
-EVERYTHING_ON = {"gateway": {"enabled": True}, "monitoring": {"enabled": True}}
+EVERYTHING_ON = {"gateway": {"enabled": True}, "monitoring": {"enabled": True}, "pool": {"enabled": True}}
 
 
 @functools.cache
@@ -40,7 +40,12 @@ def kustomize(folder):
 def with_component(component):
     """The demo with one component: as somebody would add it in an overlay of their own."""
     with tempfile.TemporaryDirectory(dir=K8S) as folder:
-        where = {"resources": ["../overlays/cpu-demo"], "components": [f"../components/{component}"]}
+        where = {
+            "resources": ["../overlays/cpu-demo"],
+            "components": [f"../components/{component}"],
+            # The overlay has named its own images' tag; a component may bring another workload.
+            "images": [{"name": "baton", "newTag": "0.1.0"}],
+        }
         (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(where))
         return kustomize(folder)
 
@@ -48,6 +53,12 @@ def with_component(component):
 @functools.cache
 def chart(name):
     return helm.render(CHART, [DEPLOY / "helm" / file for file in CHARTS[name]])
+
+
+@functools.cache
+def pooled_chart():
+    """The demo with a pool."""
+    return helm.render(CHART, [DEPLOY / "helm" / file for file in [*CHARTS["cpu-demo"], "pool.yaml"]])
 
 
 @functools.cache
@@ -68,6 +79,7 @@ def all_of_them():
     results = {f"overlay {name}": kustomize(K8S / "overlays" / name) for name in OVERLAYS}
     results |= {f"component {name}": with_component(name) for name in COMPONENTS}
     results |= {f"chart {name}": chart(name) for name in CHARTS}
+    results["chart with a pool"] = pooled_chart()
     results["chart with everything on"] = whole_chart()
     results["chart with a monitored box"] = monitored_box()
     return results
