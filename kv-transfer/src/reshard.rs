@@ -15,6 +15,7 @@
 use std::ops::Range;
 
 use types::BlockIdx;
+use types::layout::RANKS_MAX;
 
 /// How one side spreads a model over its ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -199,7 +200,7 @@ impl Spread {
     fn check(self) -> Result<(), ReshardError> {
         let Self { n_heads, tp_size } = self;
         let is_even = n_heads > 0
-            && tp_size > 0
+            && (1..=RANKS_MAX).contains(&tp_size)
             && (n_heads.is_multiple_of(tp_size) || tp_size.is_multiple_of(n_heads));
         if is_even { Ok(()) } else { Err(ReshardError::Uneven { n_heads, tp_size }) }
     }

@@ -6,6 +6,7 @@ use baton_kv_transfer::TransferError;
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Pair, pages, whole};
 use baton_kv_transfer::connectors::tcp::frame::{Body, Frame, HEADER_BYTES, PAYLOAD_BYTES_MAX};
 use baton_kv_transfer::landing::Credentials;
+use baton_kv_transfer::reshard::Lane;
 use chassis::telemetry::Capture;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
@@ -190,6 +191,22 @@ async fn span_outside_its_landing_loses_the_link() {
     assert_serves_on(&pair).await;
 }
 
+/// Of ranks that the sender did not say it has, or that this side has not.
+#[tokio::test]
+async fn span_on_no_lane_loses_the_link() {
+    let pair = tcp_pair().await;
+    for lane in [Lane { from: 1, to: 0 }, Lane { from: 0, to: 1 }, Lane { from: 255, to: 255 }] {
+        let (landing, arrival) = pair.land(N_TOKENS);
+        let mut puppet = Puppet::linked(&pair.decode).await;
+        assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+        let body = Body::Span { span: pages(&landing).swap_remove(0), digests: Vec::new() };
+        puppet.write(&encoded(&Frame::new(landing.transfer, body).on(lane))).await;
+        let error = in_time(arrival.settle()).await.expect_err("its sender broke the protocol");
+        assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
+    }
+    assert_serves_on(&pair).await;
+}
+
 /// Cut off at every length, and then silent or gone.
 #[tokio::test]
 async fn truncated_frames_leave_nothing() {
@@ -232,6 +249,9 @@ async fn receiver_checks_rights_itself() {
         (Credentials { layout: 0, ..right }, "the two sides' layouts differ"),
         (Credentials { fingerprint: 0, ..right }, "the two sides' models differ"),
         (Credentials { n_tokens: 1, ..right }, "the two sides' lengths differ"),
+        (Credentials { tp_size: 0, ..right }, "2 KV heads do not spread over 0 ranks"),
+        (Credentials { tp_size: 3, ..right }, "2 KV heads do not spread over 3 ranks"),
+        (Credentials { tp_size: 65_534, ..right }, "2 KV heads do not spread over 65534 ranks"),
     ] {
         assert_eq!(refused(&pair, &landing, shown).await, reason);
     }
