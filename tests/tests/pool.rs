@@ -214,6 +214,10 @@ async fn a_cancel_storm_leaves_the_pool_at_its_baseline() {
     let args = ["--model", PACED, "--prefill", "1", "--decode", "1", "--pool", "2"];
     let up = Up::start_over("tcp", &args).await;
     let asks = asks(400);
+    // All wires are there before the storm: a request that is cancelled while its link is made leaves a stream of it
+    // behind, which the peer refuses with a warning.
+    let met = answers(&up.client(), &asks[..20]).await;
+    assert!(met.iter().all(Result::is_ok), "{met:?}");
     let storm = join_all(asks.iter().enumerate().map(|(idx, ask)| {
         let client = up.client();
         // Spread over every stage, from before the answer's head to mid-stream.
