@@ -16,8 +16,8 @@ const WHEN_STOPPED: &[&str] = &[
 /// What others say of a node that is killed, and `baton up` of its child.
 pub const A_NODE_DIES: &[&str] =
     &["node ended", "status stream broke", "members were silent for a whole lease"];
-/// What a router says of a pool node that does not do its part.
-pub const THE_POOL_FAILS: &[&str] = &["the pool failed"];
+/// What a router says of a pool node that does not do its part, and that node of a link that was being made just then.
+pub const THE_POOL_FAILS: &[&str] = &["the pool failed", "refused kv stream"];
 /// What is said where a process is stopped with its connections open, by it and of it.
 pub const A_NODE_STANDS_STILL: &[&str] = &[
     "status stream broke",
