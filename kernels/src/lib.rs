@@ -9,6 +9,7 @@ pub mod cuda;
 pub mod memory;
 mod page;
 mod regions;
+pub mod verbs;
 
 pub use borrow::PageBusy;
 pub use cuda::memory::DeviceMemory;

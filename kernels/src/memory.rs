@@ -14,6 +14,7 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use memmap2::MmapRaw;
 
@@ -24,7 +25,8 @@ use crate::regions::{RegionShape, Regions};
 
 /// Memory of this process, zero at first, mapped once and never moved.
 pub struct HostMemory {
-    mapping: MmapRaw,
+    /// Shared with devices that reach it: it is unmapped when the last of them has let go of it.
+    mapping: Arc<MmapRaw>,
     /// What other processes map to see it. Anonymous memory has none.
     file: Option<OwnedFd>,
     regions: Regions,
@@ -61,7 +63,7 @@ impl HostMemory {
         let regions = Regions::new(shapes)?;
         let bytes = regions.places().end();
         let mapping = mapping::private(bytes).map_err(|source| MemoryError::Map { bytes, source })?;
-        Ok(Self { mapping, file: None, regions })
+        Ok(Self { mapping: Arc::new(mapping), file: None, regions })
     }
 
     /// The same, for other processes to [read](peer::PeerMemory) if they are given its [`file`](Self::file).
@@ -70,7 +72,7 @@ impl HostMemory {
         let bytes = regions.places().end();
         let (mapping, file) =
             mapping::shared(bytes).map_err(|source| MemoryError::Share { bytes, source })?;
-        Ok(Self { mapping, file: Some(file), regions })
+        Ok(Self { mapping: Arc::new(mapping), file: Some(file), regions })
     }
 
     /// What another process maps to read this memory, if it is [`shared`](Self::shared).
@@ -122,6 +124,11 @@ impl HostMemory {
     /// The bytes of all pages.
     pub fn bytes(&self) -> usize {
         self.regions.places().bytes()
+    }
+
+    /// For devices that reach it by themselves.
+    pub(crate) fn mapping(&self) -> &Arc<MmapRaw> {
+        &self.mapping
     }
 
     fn at(&self, offset: usize) -> NonNull<u8> {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kernels::cuda::CudaError;
+use kernels::verbs::VerbsError;
 use kernels::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
 use types::{Refusal, RefusalKind, Verdict};
@@ -26,6 +27,8 @@ pub enum TransferError {
     Map { source: Arc<PeerMemoryError> },
     #[error("the GPU does not do it")]
     Device { source: Arc<CudaError> },
+    #[error("RDMA does not do it")]
+    Rdma { source: Arc<VerbsError> },
     #[error("the connection is lost")]
     ConnectionLost { source: Arc<io::Error> },
     #[error("{what} made no progress for {after:?}")]
@@ -90,6 +93,11 @@ impl TransferError {
         }
     }
 
+    /// Whether it says that this machine does not have what the wire is for, and nothing more: nobody has to act.
+    pub fn is_of_the_machine(&self) -> bool {
+        matches!(self, Self::Rdma { source } if matches!(**source, VerbsError::NoDevice))
+    }
+
     /// The word under which a node answers with this error; `None` for what is our own bug.
     fn refusal_kind(&self) -> Option<RefusalKind> {
         use TransferError as E;
@@ -98,7 +106,7 @@ impl TransferError {
                 Some(RefusalKind::Wire)
             }
             E::Corrupted { .. } | E::Closed | E::Listen { .. } | E::Cancelled => Some(RefusalKind::Wire),
-            E::Share { .. } | E::Map { .. } => Some(RefusalKind::Wire),
+            E::Share { .. } | E::Map { .. } | E::Rdma { .. } => Some(RefusalKind::Wire),
             E::Protocol(_) => Some(RefusalKind::Protocol),
             E::Fingerprint(_) | E::Layout(_) | E::Mismatch(_) => Some(RefusalKind::Mismatch),
             E::WrongDestination(_) | E::UnknownConnector { .. } => Some(RefusalKind::Mismatch),
@@ -119,6 +127,17 @@ impl TransferError {
 
     pub(crate) fn device(source: CudaError) -> Self {
         Self::Device { source: Arc::new(source) }
+    }
+
+    /// What only says that there is no connection any more is a lost connection, as on every other wire.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn rdma(source: VerbsError) -> Self {
+        match source {
+            VerbsError::Failed(failure) if failure.is_of_the_connection() => {
+                Self::lost(io::Error::other(source))
+            }
+            source => Self::Rdma { source: Arc::new(source) },
+        }
     }
 
     pub(crate) fn lost(source: io::Error) -> Self {

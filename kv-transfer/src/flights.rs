@@ -1,7 +1,7 @@
-//! Copies into a landing's pages that a card of this node makes while nobody holds the landing's lock.
+//! Copies that a device makes in its own time, of one landing or of one transfer on its way out.
 //!
-//! The processor copies under the lock, so a closed landing is quiet. A card is only told what to copy: it is at it for
-//! some microseconds more. So every such copy is a value, counted for as long as it lives.
+//! The processor copies under a landing's lock, so a closed landing is quiet. A device is only told what to copy: it is at
+//! it for some microseconds more. So every such copy is a value, counted for as long as it lives.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,14 +11,14 @@ use tokio::sync::Notify;
 
 use crate::quiet::Quiet;
 
-/// How many copies of one landing are under way.
+/// How many copies are under way.
 #[derive(Debug, Default)]
 pub(crate) struct Flights {
     n: AtomicUsize,
     landed: Notify,
 }
 
-/// One of them. Dropped when the card has said that it is done.
+/// One of them. Dropped when the device has said that it is done.
 #[derive(Debug)]
 #[must_use = "a flight that is not held counts as landed"]
 pub(crate) struct Flight {
@@ -48,7 +48,9 @@ impl Quiet for Flights {
 
     /// No flight can begin once the landing is closed.
     fn revoke(&self) -> bool {
-        self.n.load(Ordering::Acquire) == 0
+        // Written to, so that it is in one order with every take-off: whoever takes off after this look sees what
+        // was done before it.
+        self.n.fetch_add(0, Ordering::AcqRel) == 0
     }
 
     async fn proven(&self) {

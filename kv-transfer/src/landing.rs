@@ -5,14 +5,15 @@
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+use std::time::Duration;
 
 use chassis::guards::{Guard, stands};
 use chassis::{Gate, spawn_guarded};
 use kv_cache::{BlockLease, KvMemory, PageBusy};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
-use tokio::time::Instant;
-use tracing::warn;
+use tokio::time::{Instant, timeout};
+use tracing::{info, warn};
 use types::{Epoch, Fingerprint, Grant, GroupIdx, Handoff, KvLayout, KvSpan, Landing, TransferId};
 
 use crate::arrival::ArrivedKv;
@@ -27,6 +28,9 @@ use crate::pages::Pages;
 use crate::quiet::Quiet;
 use crate::reshard::{Heads, Lane};
 use crate::runs::Runs;
+
+/// A proof of quiet that takes longer than this is a matter for a human.
+const PROOF_IS_LATE_AFTER: Duration = Duration::from_secs(10);
 
 /// Who filled, or wanted to fill, a landing: told once how it ended.
 pub trait Opener: Debug + Send + Sync {
@@ -377,12 +381,16 @@ impl OpenLanding {
     fn retire(&self, lease: BlockLease) {
         let Some(quiet) = self.unproven() else { return drop(lease) };
         let n_blocks = lease.n_blocks();
-        warn!(transfer = %self.landing.transfer, blocks = n_blocks, awaited = quiet.awaited(), "quarantined");
+        let transfer = self.landing.transfer;
+        info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "quarantined");
         let quarantine = lease.quarantine(quiet.awaited());
         let counted = self.metrics.quarantined(n_blocks);
         let _entered = self.runtime.enter();
         let release = async move {
-            quiet.proven().await;
+            if timeout(PROOF_IS_LATE_AFTER, quiet.proven()).await.is_err() {
+                warn!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "still quarantined");
+                quiet.proven().await;
+            }
             quarantine.release();
             drop(counted);
         };

@@ -16,6 +16,7 @@ use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId}
 use crate::connector::{ConnectorParts, KvSender};
 use crate::digest::PageShape;
 use crate::error::TransferError;
+use crate::flights::Flights;
 use crate::landing::{Opener, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
@@ -56,13 +57,22 @@ pub(crate) struct Outgoing {
     /// Rung once, when there is an outcome. It wakes its waiters in order, so that a simulation can be repeated.
     settled: Notify,
     refetches: mpsc::Sender<Vec<LaneSpan>>,
+    /// Frames of KV that wait for the wire or are on it.
+    pub(crate) flights: Arc<Flights>,
 }
 
 impl Outgoing {
     pub(crate) fn new(landing: Landing, lanes: Lanes) -> (Arc<Self>, Refetches) {
         let (refetches, asked) = mpsc::channel(REFETCHES_QUEUED_MAX);
         (
-            Arc::new(Self { landing, lanes, outcome: OnceLock::new(), settled: Notify::new(), refetches }),
+            Arc::new(Self {
+                landing,
+                lanes,
+                outcome: OnceLock::new(),
+                settled: Notify::new(),
+                refetches,
+                flights: Arc::default(),
+            }),
             Refetches(asked),
         )
     }

@@ -117,10 +117,15 @@ impl Runs {
     /// Where the slices lie in the file of the rank's memory, which must have one.
     pub(crate) fn pieces(&self, memory: &KvMemory) -> Vec<Piece> {
         let memory = memory.rank(self.rank);
+        self.places(|layer_pos, page| memory.file_offset(self.group, layer_pos, page) as u64)
+    }
+
+    /// Where the slices lie, in a memory in which a layer's page of a block starts where `start_of` says.
+    pub(crate) fn places(&self, start_of: impl Fn(u16, u32) -> u64) -> Vec<Piece> {
         let pieces = |run: &Run| {
-            let start = memory.file_offset(self.group, run.layer_pos, run.blocks.start);
+            let start = start_of(run.layer_pos, run.blocks.start);
             let piece = move |slice: Range<usize>| Piece {
-                offset: (start + slice.start) as u64,
+                offset: start + slice.start as u64,
                 bytes: slice.len() as u32,
             };
             there_are(&run.slices(0)).cloned().map(piece).collect::<Vec<_>>()

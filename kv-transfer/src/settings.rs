@@ -18,6 +18,11 @@ pub struct TransferSettings {
     pub stall_ms: u64,
     /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
     pub frame_bytes: usize,
+    /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
+    pub rdma_listen: String,
+    /// `device`, `device:port` or `device:port:gid`, the last being an index. Empty: the first port that is up and has an
+    /// address that can be routed to.
+    pub rdma_device: String,
     /// Whether digests are made and compared. Off only to measure what they cost: a node has no such setting.
     #[serde(skip, default = "on")]
     pub digests: bool,
@@ -35,6 +40,8 @@ impl Default for TransferSettings {
             streams: 2,
             stall_ms: 5_000,
             frame_bytes: 512 << 10,
+            rdma_listen: String::new(),
+            rdma_device: String::new(),
             digests: true,
         }
     }

@@ -243,18 +243,25 @@ pub struct TransferSection {
     pub connectors: Vec<String>,
     /// `host:port` on which the tcp connector listens; port 0 takes a free one.
     pub listen: String,
-    /// TCP streams to each peer. Two keep two cores busy; more help where one flow is shaped.
+    /// TCP streams to each peer, and queue pairs with rdma. Two keep two cores busy; more help where one flow is shaped.
     pub streams: u16,
     /// How long a peer may be silent before the wire is taken for dead.
     pub stall_ms: u64,
     /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
     pub frame_bytes: usize,
+    /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
+    pub rdma_listen: String,
+    /// The RDMA port that KV goes over: `device`, `device:port` or `device:port:gid`, the last being an index into the
+    /// port's table, as in `mlx5_0:1:3`. Empty: the first port that is up and has an address that can be routed to.
+    pub rdma_device: String,
 }
 
 impl Default for TransferSection {
     fn default() -> Self {
-        let TransferSettings { listen, streams, stall_ms, frame_bytes, .. } = TransferSettings::default();
-        Self { connectors: vec!["auto".to_owned()], listen, streams, stall_ms, frame_bytes }
+        let TransferSettings { listen, streams, stall_ms, frame_bytes, rdma_listen, rdma_device, .. } =
+            TransferSettings::default();
+        let connectors = vec!["auto".to_owned()];
+        Self { connectors, listen, streams, stall_ms, frame_bytes, rdma_listen, rdma_device }
     }
 }
 
@@ -267,6 +274,8 @@ impl TransferSection {
             streams: self.streams,
             stall_ms: self.stall_ms,
             frame_bytes: self.frame_bytes,
+            rdma_listen: self.rdma_listen.clone(),
+            rdma_device: self.rdma_device.clone(),
             ..TransferSettings::default()
         }
     }

@@ -7,14 +7,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use engine::backend::mock::Costs;
 use kv_transfer::{ConnectorParts, KvConnector};
 use proto::v1;
-use tracing::warn;
+use tracing::{info, warn};
 use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress};
 
 use crate::error::NodeError;
 use crate::paced::Paced;
 
 /// What `auto` stands for: all connectors that work without being set up, fastest first.
-const AUTO: &[&str] = &["cuda-ipc", "shm", "tcp"];
+const AUTO: &[&str] = &["cuda-ipc", "shm", RDMA, "tcp"];
+/// Not in every executable.
+const RDMA: &str = "rdma";
 /// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc"];
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
@@ -45,7 +47,8 @@ pub struct PeerWires {
 impl Connectors {
     /// Builds the connectors called `names`, in this order of preference.
     ///
-    /// What was asked for by name must work. Of those that `auto` stands for, one may be missing, with a warning.
+    /// What was asked for by name must work. Of those that `auto` stands for, one may be missing, with a warning if the
+    /// machine looks as if it should work.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
         let mut missing = not_named(names);
@@ -58,6 +61,11 @@ impl Connectors {
             match kv_transfer::build(name, parts.clone()).await {
                 Ok(connector) => best_first.push(connector),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
+                // What most machines do not have is not worth a warning.
+                Err(error) if error.is_of_the_machine() => {
+                    info!(connector = name, error = chain(&error), "connector is not for this machine");
+                    missing.push(MissingWire { scheme: Scheme::new(name), why: chain(&error) });
+                }
                 Err(error) => {
                     warn!(
                         connector = name,
@@ -146,7 +154,8 @@ fn not_named(names: &[String]) -> Vec<MissingWire> {
 /// The connectors that a configured name stands for, and whether the node cannot do without.
 fn expand(name: &str) -> Vec<(&str, bool)> {
     if name == "auto" {
-        AUTO.iter().map(|name| (*name, *name == LAST_RESORT)).collect()
+        let is_there = |name: &&&str| cfg!(feature = "rdma") || **name != RDMA;
+        AUTO.iter().filter(is_there).map(|name| (*name, *name == LAST_RESORT)).collect()
     } else {
         vec![(name, true)]
     }

@@ -1,87 +1,73 @@
 //! RDMA devices, their ports, and the GID by which a peer would reach them.
-//!
-//! This version has no rdma connector. What is there is said all the same, so that a machine can be made ready.
 
-use std::path::{Path, PathBuf};
+#[cfg(feature = "rdma")]
+use std::path::Path;
+
+#[cfg(feature = "rdma")]
+use kv_transfer::connectors::rdma::port::{
+    DEVICES, best_gid, folders, is_up, link_layer, name_of, opens, state,
+};
 
 use super::finding::Finding;
 
 const GROUP: &str = "rdma";
-const NO_CONNECTOR: &str = "this version has no rdma connector; KV goes over tcp";
 
+#[cfg(not(feature = "rdma"))]
 pub(super) fn look() -> Vec<Finding> {
-    look_in(Path::new("/sys/class/infiniband"))
+    vec![Finding::note(GROUP, "this executable has no rdma connector", "build it with the feature `rdma`")]
 }
 
-fn look_in(class: &Path) -> Vec<Finding> {
-    let ports: Vec<PathBuf> =
-        folders(class).into_iter().flat_map(|device| folders(&device.join("ports"))).collect();
-    if ports.is_empty() {
-        return vec![Finding::note(GROUP, "no RDMA devices", NO_CONNECTOR)];
+#[cfg(feature = "rdma")]
+pub(super) fn look() -> Vec<Finding> {
+    look_in(Path::new(DEVICES), opens)
+}
+
+/// `opens` tries a device by its name, and says why it cannot be used.
+#[cfg(feature = "rdma")]
+fn look_in(devices: &Path, opens: impl Fn(&str) -> Result<(), String>) -> Vec<Finding> {
+    let devices = folders(devices);
+    if devices.is_empty() {
+        return vec![Finding::note(GROUP, "no RDMA devices", "KV between hosts goes over tcp")];
     }
-    ports.iter().map(|port| describe(port)).collect()
+    devices.iter().flat_map(|device| look_at(device, &opens)).collect()
 }
 
-fn folders(folder: &Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> =
-        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    found.sort();
-    found
-}
-
-fn describe(port: &Path) -> Finding {
-    let name = name_of(port);
-    let (state, link) = (read(&port.join("state")), read(&port.join("link_layer")));
-    if !state.contains("ACTIVE") {
-        let advice = format!("bring the link up (`rdma link`, `ip link`); {NO_CONNECTOR}");
-        return Finding::warn(GROUP, format!("{name} is {state}"), advice);
+#[cfg(feature = "rdma")]
+fn look_at(device: &Path, opens: &impl Fn(&str) -> Result<(), String>) -> Vec<Finding> {
+    let name = name_of(device);
+    if let Err(why) = opens(&name) {
+        let advice = "install libibverbs1 and ibverbs-providers (rdma-core); give a container /dev/infiniband, in Kubernetes by a device plugin";
+        return vec![Finding::warn(GROUP, format!("{name} cannot be used: {why}"), advice)];
     }
-    match gid(port) {
-        Some((index, gid, kind)) => Finding::note(
+    folders(&device.join("ports")).iter().map(|port| describe(&name, port)).collect()
+}
+
+#[cfg(feature = "rdma")]
+fn describe(device: &str, port: &Path) -> Finding {
+    let number = name_of(port);
+    let name = format!("{device} port {number}");
+    if !is_up(port) {
+        let advice = "bring the link up (`rdma link`, `ip link`)";
+        return Finding::warn(GROUP, format!("{name} is {}", state(port)), advice);
+    }
+    let link = link_layer(port);
+    match best_gid(port) {
+        Some(gid) => Finding::ok(
             GROUP,
-            format!("{name} is active on {link}, GID {index} {gid} ({kind})"),
-            NO_CONNECTOR,
+            format!(
+                "{name} is active on {link}, GID {} {} ({}): transfer.rdma_device = \"{device}:{number}:{}\"",
+                gid.index, gid.text, gid.kind, gid.index
+            ),
         ),
         None => Finding::warn(
             GROUP,
             format!("{name} is active on {link} and has no GID that a peer could route to"),
-            format!(
-                "give its network interface an IP address (RoCE v2 takes its GID from it); {NO_CONNECTOR}"
-            ),
+            "give its network interface an IP address (RoCE v2 takes its GID from it)",
         ),
     }
 }
 
-/// `mlx5_0 port 1`.
-fn name_of(port: &Path) -> String {
-    let part = |path: Option<&Path>| {
-        path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
-    };
-    let device = port.parent().and_then(Path::parent);
-    format!("{} port {}", part(device), part(Some(port)))
-}
-
-/// The GID to use: RoCE v2 with an IPv4 address if there is one, else any RoCE v2, else any that is not empty.
-fn gid(port: &Path) -> Option<(String, String, String)> {
-    let all: Vec<(String, String, String)> = folders(&port.join("gids"))
-        .iter()
-        .filter_map(|path| path.file_name().map(|name| name.to_string_lossy().into_owned()))
-        .map(|index| {
-            let kind = read(&port.join("gid_attrs/types").join(&index));
-            (index.clone(), read(&port.join("gids").join(&index)), kind)
-        })
-        .filter(|(_, gid, _)| gid.chars().any(|digit| !matches!(digit, '0' | ':')))
-        .collect();
-    let routable = |(_, gid, kind): &&(String, String, String)| kind == "RoCE v2" && gid.contains(":ffff:");
-    let second = |(_, _, kind): &&(String, String, String)| kind == "RoCE v2";
-    all.iter().find(routable).or_else(|| all.iter().find(second)).or_else(|| all.first()).cloned()
-}
-
-fn read(file: &Path) -> String {
-    std::fs::read_to_string(file).map(|text| text.trim().to_owned()).unwrap_or_default()
-}
-
-#[cfg(test)]
+#[cfg(all(test, feature = "rdma"))]
 mod tests {
     use super::*;
     use crate::doctor::finding::Level;
@@ -95,6 +81,7 @@ mod tests {
     #[test]
     fn ports_are_described() {
         let class = tempfile::tempdir().expect("a folder");
+        let look_in = |class| look_in(class, |_| Ok(()));
         assert_eq!(look_in(class.path())[0].found, "no RDMA devices");
         let port = class.path().join("mlx5_0/ports/1");
         put(&port, "state", "4: ACTIVE\n");
@@ -108,9 +95,19 @@ mod tests {
         let found = look_in(class.path());
         assert_eq!(
             found[0].found,
-            "mlx5_0 port 1 is active on Ethernet, GID 3 0000:0000:0000:0000:0000:ffff:0a00:0001 (RoCE v2)"
+            "mlx5_0 port 1 is active on Ethernet, GID 3 0000:0000:0000:0000:0000:ffff:0a00:0001 (RoCE v2): \
+             transfer.rdma_device = \"mlx5_0:1:3\""
         );
         put(&port, "state", "1: DOWN\n");
         assert!(look_in(class.path())[0].found.contains("DOWN"));
+    }
+
+    #[test]
+    fn a_device_that_does_not_open_is_said_with_the_reason() {
+        let class = tempfile::tempdir().expect("a folder");
+        put(&class.path().join("mlx5_0/ports/1"), "state", "4: ACTIVE\n");
+        let found = look_in(class.path(), |_| Err("libibverbs is not on this machine".to_owned()));
+        assert_eq!(found[0].level, Level::Warn);
+        assert_eq!(found[0].found, "mlx5_0 cannot be used: libibverbs is not on this machine");
     }
 }

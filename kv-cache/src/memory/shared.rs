@@ -1,7 +1,8 @@
-//! What another process needs to read this node's KV where it lies.
+//! What another process, or a device, needs to reach this node's KV where it lies.
 
 use std::os::fd::BorrowedFd;
 
+use kernels::HostMemory;
 use types::GroupIdx;
 
 use super::{KvMemory, Pages, RankMemory};
@@ -21,6 +22,22 @@ impl<'a> RankMemory<'a> {
             Pages::Host(pages) => pages.file(),
             Pages::Device(_) => None,
         }
+    }
+
+    /// The memory that all of the rank's pages lie in, for devices that reach it by themselves. `None`: it is a card's.
+    pub fn on_host(&self) -> Option<&'a HostMemory> {
+        match self.pages {
+            Pages::Host(pages) => Some(pages),
+            Pages::Device(_) => None,
+        }
+    }
+
+    /// Which of the memory's regions a layer lies in. Nodes of one layout number them alike.
+    ///
+    /// # Panics
+    /// If the group or the layer does not exist.
+    pub fn region(&self, group: GroupIdx, layer_pos: u16) -> u32 {
+        self.regions.of_layer(group, layer_pos)
     }
 
     /// Where one layer's share of a block starts in [`file`](Self::file). Neighbouring blocks are neighbours there.

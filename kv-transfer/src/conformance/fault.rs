@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::node::{BLOCK_TOKENS, Node, Pair, layout};
+use super::node::{BLOCK_TOKENS, Node, Pair, here, layout};
 use crate::connector::{ConnectorParts, LandRequest};
 use crate::error::TransferError;
 use crate::faults::{Fault, FaultKind};
@@ -84,7 +84,7 @@ pub async fn stalled_wire_fails_in_time(pair: Arc<Pair>) {
     let (delivered, arrived) = tokio::join!(deliver, arrival.settle());
     delivered.expect_err("nothing went through");
     arrived.expect_err("nothing came");
-    assert!(before.elapsed() < Duration::from_secs(5), "{:?}", before.elapsed());
+    assert!(before.elapsed() < here(Duration::from_secs(5)), "{:?}", before.elapsed());
 }
 
 fn with_stall(parts: ConnectorParts, stall_ms: u64) -> ConnectorParts {

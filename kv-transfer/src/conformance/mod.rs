@@ -106,7 +106,7 @@ pub async fn conformance_without<F>(
 }
 
 /// Prefill nodes of so many ranks, and decode nodes. Four heads: of eight ranks two hold each.
-const SIZES: &[(u16, u16)] = &[(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4), (8, 2), (2, 8)];
+pub const SIZES: &[(u16, u16)] = &[(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4), (8, 2), (2, 8)];
 
 /// Runs what can differ where ranks share heads, on connectors that carry the KV of several.
 ///
@@ -116,8 +116,21 @@ pub async fn conformance_of_ranks<F>(make: impl Fn(ConnectorParts) -> F + Send +
 where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
 {
+    conformance_between(SIZES, make).await;
+}
+
+/// The same, between these numbers of ranks alone.
+///
+/// # Panics
+/// As [`conformance`].
+pub async fn conformance_between<F>(
+    sizes: &[(u16, u16)],
+    make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static,
+) where
+    F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
+{
     let make: Make = Arc::new(move |parts| Box::pin(make(parts)));
-    for (prefill_tp, decode_tp) in SIZES {
+    for (prefill_tp, decode_tp) in sizes {
         tracing::info!(prefill_tp, decode_tp, "ranks");
         let pair = || Pair::of_ranks(&make, *prefill_tp, *decode_tp);
         cases! { pair, WHOLE_SUITE;
@@ -155,5 +168,7 @@ where
         pair.at_baseline().await;
     };
     tracing::info!(case = name, "conformance");
-    tokio::time::timeout(CASE_WITHIN, all).await.unwrap_or_else(|_| panic!("{name} does not end"));
+    tokio::time::timeout(node::here(CASE_WITHIN), all)
+        .await
+        .unwrap_or_else(|_| panic!("{name} does not end"));
 }

@@ -1,6 +1,7 @@
 //! Two nodes with KV that can be recognised, for conformance cases.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -48,6 +49,19 @@ pub fn lie_in(place: Place) {
     assert!(PLACE.set(place).is_ok(), "the suite's nodes have one place");
 }
 
+/// How many times slower than others the machine is that the suite runs on.
+static SLOWER: AtomicU32 = AtomicU32::new(1);
+
+/// From here on, all of the suite's patience is so many times longer: for a machine that is emulated.
+pub fn expect_slowness(times: u32) {
+    SLOWER.store(times.max(1), Ordering::Relaxed);
+}
+
+/// As long as it takes here.
+pub fn here(on_a_fast_machine: Duration) -> Duration {
+    on_a_fast_machine * SLOWER.load(Ordering::Relaxed)
+}
+
 fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     KvMemory::host(layout, n_blocks).expect("a few hundred KiB can be mapped")
 }
@@ -84,7 +98,8 @@ pub fn fingerprint() -> Fingerprint {
 
 /// Small frames, so that small transfers have many; a stall time that does not slow the suite down.
 pub fn settings() -> TransferSettings {
-    TransferSettings { frame_bytes: 1024, stall_ms: 2_000, ..TransferSettings::default() }
+    let stall_ms = here(Duration::from_secs(2)).as_millis() as u64;
+    TransferSettings { frame_bytes: 1024, stall_ms, ..TransferSettings::default() }
 }
 
 /// One node: memory, pool and connector.
@@ -194,7 +209,7 @@ impl Node {
             }
         };
         let name = &self.parts.node;
-        tokio::time::timeout(BASELINE_WITHIN, back)
+        tokio::time::timeout(here(BASELINE_WITHIN), back)
             .await
             .unwrap_or_else(|_| panic!("{name} is not at its baseline: {:?}", self.pool.counts()));
         self.pool.integrity().unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -297,7 +312,7 @@ impl Pair {
 
     /// A landing for a fresh sequence.
     pub fn land(&self, n_tokens: u32) -> (Landing, Arrival) {
-        self.land_for(n_tokens, LANDING_FOR)
+        self.land_for(n_tokens, here(LANDING_FOR))
     }
 
     pub fn land_for(&self, n_tokens: u32, within: Duration) -> (Landing, Arrival) {
@@ -313,7 +328,7 @@ impl Pair {
             n_tokens,
             held_tokens,
             source: Source::Peer,
-            deadline: self.decode.parts.world.deadline_in(LANDING_FOR),
+            deadline: self.decode.parts.world.deadline_in(here(LANDING_FOR)),
         }
     }
 

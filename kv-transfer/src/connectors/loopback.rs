@@ -119,7 +119,7 @@ impl Wire for Copying {
         piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
-        let span = SpanOut { out: Arc::clone(out), piece, from };
+        let span = SpanOut { out: Arc::clone(out), piece, from, flight: out.flights.begin() };
         let Some(fault) = self.parts.faults.next(span.runs(&self.parts).bytes()) else {
             return self.copy(&span, None).await;
         };

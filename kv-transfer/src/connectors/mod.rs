@@ -4,6 +4,8 @@ pub mod cuda_ipc;
 pub mod flaky;
 pub mod link;
 pub mod loopback;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod shm;
 pub mod tcp;
 
@@ -25,6 +27,8 @@ pub fn connectors() -> &'static [(&'static str, Build)] {
             Box::pin(async { Ok(cuda_ipc::listen(parts).await? as Arc<dyn KvConnector>) })
         }),
         (shm::SCHEME, |parts| Box::pin(async { Ok(shm::listen(parts).await? as Arc<dyn KvConnector>) })),
+        #[cfg(feature = "rdma")]
+        (rdma::SCHEME, |parts| Box::pin(async { Ok(rdma::listen(parts).await? as Arc<dyn KvConnector>) })),
         (tcp::SCHEME, |parts| Box::pin(async { Ok(tcp::listen(parts).await? as Arc<dyn KvConnector>) })),
     ]
 }

@@ -59,7 +59,7 @@ impl Door for Port {
 }
 
 /// The host that peers are told; IPv6 addresses keep their brackets.
-fn advertised_host(parts: &ConnectorParts) -> String {
+pub(super) fn advertised_host(parts: &ConnectorParts) -> String {
     if !parts.settings.advertise.is_empty() {
         return parts.settings.advertise.clone();
     }
@@ -90,4 +90,14 @@ impl Medium for Sockets {
     fn taken(&self, _slot: u16) -> Result<(), FrameError> {
         Err(FrameError::Unexpected("a slot of a stage that this wire does not have"))
     }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    async fn broken(&self) -> TransferError {
+        std::future::pending().await
+    }
+
+    fn close(&self) {}
 }

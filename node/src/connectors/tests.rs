@@ -25,6 +25,32 @@ async fn auto_prefers_shared_memory_on_one_host_and_tcp_between_two() {
     assert_eq!(chosen(&near, &peer(&far, "another machine")).as_deref(), Some("tcp"));
 }
 
+/// Between two machines: the fast path is tried before the one that always works.
+#[test]
+fn auto_is_ordered_by_speed_and_only_tcp_is_needed() {
+    let all = expand("auto");
+    assert_eq!(all, [("cuda-ipc", false), ("shm", false), ("rdma", false), ("tcp", true)]);
+}
+
+/// Not a warning: most machines are so.
+#[tokio::test]
+async fn a_machine_without_rdma_goes_on_without_it_and_says_so_once_asked() {
+    if std::path::Path::new("/sys/class/infiniband").exists() {
+        eprintln!("this machine has RDMA");
+        return;
+    }
+    let capture = Capture::spans("decode");
+    let _listening = capture.listen();
+    node("near", &["auto"]).await;
+    let lines: Vec<_> = capture.lines().iter().map(ToString::to_string).collect();
+    assert!(lines.iter().any(|line| line.contains("connector is not for this machine")), "{lines:?}");
+    assert!(lines.iter().all(|line| !line.contains("WARN")), "{lines:?}");
+    let names = ["rdma".to_owned()];
+    let error =
+        Connectors::build(&names, HERE, &Node::parts("far", layout())).await.expect_err("there is none");
+    assert!(chain(&error).contains("there is no RDMA device on this machine"), "{}", chain(&error));
+}
+
 #[tokio::test]
 async fn what_was_named_is_all_there_is() {
     let (near, far) = (node("near", &["shm"]).await, node("far", &["tcp"]).await);

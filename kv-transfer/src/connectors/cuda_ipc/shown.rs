@@ -140,6 +140,16 @@ impl Medium for Shown {
     fn taken(&self, _slot: u16) -> Result<(), FrameError> {
         Err(FrameError::Unexpected("a slot of a stage that this wire does not have"))
     }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    async fn broken(&self) -> TransferError {
+        std::future::pending().await
+    }
+
+    fn close(&self) {}
 }
 
 /// Bytes of KV that a frame is about.

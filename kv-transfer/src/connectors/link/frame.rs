@@ -84,6 +84,11 @@ pub enum Body {
     SpanAt { span: KvSpan, slot: Option<u16>, pieces: Vec<Piece>, digests: Vec<Digest> },
     /// receiver → sender: what lay in this slot of the stage is not needed any more.
     Taken { slot: u16 },
+    /// sender → receiver: some pages, which the sender's device has written where they belong. They are in place once the
+    /// receiver's device has had this number.
+    SpanWritten { span: KvSpan, number: u32, digests: Vec<Digest> },
+    /// sender → receiver: of a transfer that has ended without success, its device writes nothing any more.
+    Quiet,
     /// both ways, unasked: this side lives. Neither waits for the other's, which may be stuck behind much KV.
     Alive,
 }
@@ -144,6 +149,8 @@ mod kind {
     pub(super) const ALIVE: u8 = 11;
     pub(super) const SPAN_AT: u8 = 12;
     pub(super) const TAKEN: u8 = 13;
+    pub(super) const SPAN_WRITTEN: u8 = 14;
+    pub(super) const QUIET: u8 = 15;
 }
 
 /// Parses one whole frame, header and body, from the front of `bytes`. What follows it is not looked at.
@@ -203,14 +210,15 @@ impl Header {
 }
 
 fn goes_on_lanes(kind: u8) -> bool {
-    matches!(kind, kind::SPAN | kind::SPAN_AT | kind::REFETCH)
+    matches!(kind, kind::SPAN | kind::SPAN_AT | kind::SPAN_WRITTEN | kind::REFETCH)
 }
 
 fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {
     let max = match kind {
         kind::SPAN => SPAN_BODY_BYTES_MAX,
         kind::SPAN_AT => SPAN_AT_BODY_BYTES_MAX,
-        kind::HELLO..=kind::TAKEN => SMALL_BODY_BYTES_MAX,
+        kind::SPAN_WRITTEN => SPAN_AT_BODY_BYTES_MAX,
+        kind::HELLO..=kind::QUIET => SMALL_BODY_BYTES_MAX,
         unknown => return Err(FrameError::Kind(unknown)),
     };
     if len > max { Err(FrameError::BodyTooLong { len, max }) } else { Ok(len) }
@@ -247,6 +255,10 @@ fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result
             digests: fields.digests()?,
         },
         kind::TAKEN => Body::Taken { slot: fields.u16()? },
+        kind::SPAN_WRITTEN => {
+            Body::SpanWritten { span: fields.span()?, number: fields.u32()?, digests: fields.digests()? }
+        }
+        kind::QUIET => Body::Quiet,
         unknown => return Err(FrameError::Kind(unknown)),
     })
 }
@@ -350,6 +362,11 @@ fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
             fields.u16(*slot);
             kind::TAKEN
         }
+        Body::SpanWritten { span, number, digests } => {
+            fields.span(span).u32(*number).digests(digests);
+            kind::SPAN_WRITTEN
+        }
+        Body::Quiet => kind::QUIET,
     }
 }
 

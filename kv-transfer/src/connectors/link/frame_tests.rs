@@ -44,6 +44,15 @@ fn every_body() -> Vec<Body> {
         Body::Done,
         Body::Failed { code: 4, detail: "why".to_owned() },
         Body::Alive,
+        Body::SpanAt {
+            span: span(),
+            slot: Some(3),
+            pieces: vec![Piece { offset: 1 << 40, bytes: 9 }],
+            digests: vec![Digest(1)],
+        },
+        Body::Taken { slot: 3 },
+        Body::SpanWritten { span: span(), number: 0xffff_0001, digests: vec![Digest(7)] },
+        Body::Quiet,
     ]
 }
 
@@ -70,7 +79,7 @@ fn spans_say_between_which_ranks_they_go_and_nothing_else_does() {
         let mut bytes = Vec::new();
         frame.encode(&mut bytes);
         match frame.body {
-            Body::Span { .. } | Body::SpanAt { .. } | Body::Refetch { .. } => {
+            Body::Span { .. } | Body::SpanAt { .. } | Body::SpanWritten { .. } | Body::Refetch { .. } => {
                 assert_eq!(parse(&bytes), Ok(frame));
             }
             _ => assert_eq!(parse(&bytes), Err(FrameError::Reserved), "{frame:?}"),

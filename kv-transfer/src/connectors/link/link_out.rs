@@ -30,6 +30,7 @@ use crate::error::{TransferError, full_text};
 use crate::landing::Credentials;
 use crate::lanes::LaneSpan;
 use crate::outgoing::{Outgoing, Wire};
+use crate::quiet::Quiet as _;
 
 /// KV frames that wait for a stream, per stream: enough that none runs dry while a pump wakes up.
 const FRAMES_QUEUED_PER_STREAM: usize = 2;
@@ -75,6 +76,8 @@ struct Shared {
     spans: async_channel::Receiver<SpanOut>,
     /// Held for a look-up, never across an await.
     transfers: Mutex<BTreeMap<TransferId, Transfer>>,
+    /// For what is to be said later, if the link is still there then.
+    control: mpsc::WeakSender<Frame>,
     lost: OnceLock<TransferError>,
     closed: CancellationToken,
 }
@@ -137,6 +140,7 @@ impl Link {
             endpoint: endpoint.to_owned(),
             spans,
             transfers: Mutex::default(),
+            control: control.downgrade(),
             lost: OnceLock::new(),
             closed: CancellationToken::new(),
         });
@@ -176,11 +180,15 @@ impl Wire for Link {
         piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
-        let span = SpanOut { out: Arc::clone(out), piece, from };
+        let span = SpanOut { out: Arc::clone(out), piece, from, flight: out.flights.begin() };
         self.kv.send(span).await.map_err(|_| self.shared.why_lost())
     }
 
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {
+        if self.shared.medium.writes() {
+            // The handoff is also this side's word that its device is done with the receiver's pages.
+            out.flights.proven().await;
+        }
         self.say(Frame::new(out.transfer(), Body::Handoff(handoff))).await
     }
 
@@ -191,6 +199,7 @@ impl Wire for Link {
         if self.control.try_send(Frame::new(out.transfer(), Body::Failed { code, detail })).is_err() {
             self.shared.lose(TransferError::lost_because("too many control frames wait"));
         }
+        self.shared.say_when_quiet(out);
     }
 }
 
@@ -226,6 +235,7 @@ impl Shared {
         // A closed queue keeps what is in it. The leases in these frames must not wait for the next link to this peer.
         self.spans.close();
         while self.spans.try_recv().is_ok() {}
+        self.medium.close();
         let transfers: Vec<_> =
             std::mem::take(&mut *self.transfers()).into_values().map(|transfer| transfer.out).collect();
         if !transfers.is_empty() {
@@ -239,6 +249,22 @@ impl Shared {
         for out in transfers {
             out.settle(Err(error.clone()));
         }
+    }
+
+    /// Tells the receiver once nothing of a failed transfer is under way any more: it keeps the pages back until then.
+    fn say_when_quiet(&self, out: &Outgoing) {
+        if !self.medium.writes() {
+            return;
+        }
+        let (flights, control, transfer) = (Arc::clone(&out.flights), self.control.clone(), out.transfer());
+        let say = async move {
+            flights.proven().await;
+            if let Some(control) = control.upgrade() {
+                // A link that is lost by now says it by its end.
+                let _ = control.send(Frame::new(transfer, Body::Quiet)).await;
+            }
+        };
+        spawn_guarded(&self.parts.gate, "quiet word", say).detach();
     }
 
     fn why_lost(&self) -> TransferError {
@@ -260,6 +286,7 @@ impl Shared {
             let ended = tokio::select! {
                 biased;
                 () = shared.closed.cancelled() => return,
+                error = shared.medium.broken() => Err(error),
                 ended = shared.write_all(writer, control) => ended,
                 ended = shared.read_all(reader, is_first) => ended,
             };
@@ -330,7 +357,10 @@ impl Shared {
                 // Whoever asked may have gone away; then nobody needs the answer.
                 let _ = waiting.send(answer);
             }
-            (None, Err(error)) => transfer.out.settle(Err(error)),
+            (None, Err(error)) => {
+                transfer.out.settle(Err(error));
+                self.say_when_quiet(&transfer.out);
+            }
             (None, Ok(())) => {}
         });
     }

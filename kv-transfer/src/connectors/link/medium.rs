@@ -33,6 +33,16 @@ pub(in crate::connectors) trait Medium: Debug + Send + Sync + 'static {
 
     /// The receiver does not need this slot any more.
     fn taken(&self, slot: u16) -> Result<(), FrameError>;
+
+    /// Whether this side's device writes into the receiver's pages. Then the receiver gives them to nobody before it is
+    /// told that the device is done, and a handoff waits for it.
+    fn writes(&self) -> bool;
+
+    /// Ends when what the link goes over is broken; never, where the streams are all that there is.
+    async fn broken(&self) -> TransferError;
+
+    /// The link is lost: whatever is under way is given up, and holds no lease any more.
+    fn close(&self);
 }
 
 /// Where the KV of a link's frames is, if it is not in them, and who copies it.
@@ -42,6 +52,19 @@ pub(in crate::connectors) enum Apart {
     Host(Box<dyn Elsewhere>),
     /// In memory that a card sees.
     Card(Arc<dyn Fetch>),
+    /// Where it belongs: the sender's device writes it there.
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "no other wire's sender writes"))]
+    Here(Arc<dyn WrittenHere>),
+}
+
+/// The receiver's view of pages that a sender's device writes.
+#[async_trait]
+pub(in crate::connectors) trait WrittenHere: Debug + Send + Sync + 'static {
+    /// Waits until the sender's device has given this number: what it wrote before is in place then. Cancel-safe.
+    async fn number(&self, number: u32) -> Result<(), TransferError>;
+
+    /// Takes the sender's right to write away: when this returns, its device writes nothing here any more.
+    fn revoke(&self);
 }
 
 /// The receiver's view of KV on a card.
@@ -67,18 +90,24 @@ pub(in crate::connectors) trait Elsewhere: Debug + Send + Sync + 'static {
 
 /// A part of a frame's KV that lies in one piece: a place to copy from, and how far one has come.
 #[derive(Debug)]
-pub(super) struct Pieces<'a> {
+pub(in crate::connectors) struct Pieces<'a> {
     rest: &'a [Piece],
     done: usize,
 }
 
 impl<'a> Pieces<'a> {
-    pub(super) fn new(pieces: &'a [Piece]) -> Self {
+    pub(in crate::connectors) fn new(pieces: &'a [Piece]) -> Self {
         Self { rest: pieces, done: 0 }
     }
 
+    /// How many bytes lie together from here on; `None` at the end.
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "for wires that know both sides' pieces"))]
+    pub(in crate::connectors) fn rest(&self) -> Option<usize> {
+        Some(self.rest.first()?.bytes as usize - self.done)
+    }
+
     /// The next bytes, at most `bytes` of them: where they are, and how many.
-    pub(super) fn next(&mut self, bytes: usize) -> Option<(u64, usize)> {
+    pub(in crate::connectors) fn next(&mut self, bytes: usize) -> Option<(u64, usize)> {
         let piece = self.rest.first()?;
         let (offset, n) = (piece.offset + self.done as u64, bytes.min(piece.bytes as usize - self.done));
         self.done += n;

@@ -1,10 +1,12 @@
 //! Links of frames between two nodes: what the wires have in common that speak over streams.
 //!
 //! Suggested reading order: what travels ([`frame`]), how it is read and written (`stream`), what such wires differ in
-//! (`medium`), what a connector makes of it ([`wire`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's (`receiver`, `span_in`, `span_at`).
+//! (`medium`), what a connector makes of it ([`wire`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's (`receiver`, `span_in`, `span_at`,
+//! `span_written`).
 //!
-//! The receiver does the writing, so proof of quiet is in its own hands: see
-//! [`OpenLanding::while_open`](crate::landing::OpenLanding).
+//! Where the receiver does the writing, proof of quiet is in its own hands: see
+//! [`OpenLanding::while_open`](crate::landing::OpenLanding). Where the sender's device does, it is the sender's word
+//! (`words`), or its right taken away.
 
 pub mod frame;
 mod fields;
@@ -17,6 +19,8 @@ pub(super) mod span_out;
 pub(super) mod receiver;
 mod span_in;
 mod span_at;
+mod span_written;
+mod words;
 pub mod wire;
 
 use self::frame::PAYLOAD_BYTES_MAX;

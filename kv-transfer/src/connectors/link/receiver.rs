@@ -20,10 +20,12 @@ use types::{KvSpan, NodeId, TransferId};
 use super::code;
 use super::frame::{Body, Frame, FrameError, Hello, Piece, REFETCH_SPANS_MAX};
 use super::link_out::{STREAMS_MAX, alive_interval};
-use super::medium::{Apart, Fetch};
+use super::medium::Apart;
 use super::span_at::{At, copy_span};
 use super::span_in::read_span;
+use super::span_written::take_written;
 use super::stream::{FrameReader, FrameWriter, within};
+use super::words::Words;
 use crate::connector::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::{TransferError, full_text};
@@ -79,6 +81,8 @@ struct LinkIn {
     gone: CancellationToken,
     /// The landings that this link has opened, and that have not ended. Held for a look-up, never across an await.
     landings: Mutex<BTreeMap<TransferId, Arc<OpenLanding>>>,
+    /// What the sender has still to say about landings that its device writes into.
+    words: Words,
 }
 
 impl Receiver {
@@ -178,6 +182,7 @@ impl Receiver {
             answers,
             gone: CancellationToken::new(),
             landings: Mutex::default(),
+            words: Words::default(),
         });
         let _entered = self.enter(hello.link, &link)?;
         writer.write(&welcome).await?;
@@ -251,6 +256,7 @@ impl Drop for Entered<'_> {
         let link = self.receiver.links().remove(&self.id);
         if let Some(link) = link {
             link.gone.cancel();
+            link.revoke();
             link.fail_all();
         }
     }
@@ -264,15 +270,6 @@ fn log_end(from: impl Display, ended: Result<(), TransferError>) {
         }
         Err(error) => info!(%from, error = full_text(&error), "lost kv stream"),
     }
-}
-
-/// One frame whose KV a card is to fetch.
-#[derive(Debug)]
-struct Fetching {
-    landing: Arc<OpenLanding>,
-    span: LaneSpan,
-    digests: Vec<Digest>,
-    pieces: Vec<Piece>,
 }
 
 // === impl LinkIn ===
@@ -297,6 +294,11 @@ impl LinkIn {
                     let span = LaneSpan { lane, span };
                     self.take_span_at(frame.transfer, span, digests, (slot, pieces)).await?;
                 }
+                (Body::SpanWritten { span, number, digests }, _) => {
+                    let span = LaneSpan { lane, span };
+                    self.take_span_written(frame.transfer, span, digests, number).await?;
+                }
+                (Body::Quiet, Some(_)) => self.words.said(frame.transfer),
                 (Body::Open(shown), Some(landings)) => self.open(landings, frame.transfer, &shown),
                 (Body::Handoff(handoff), _) => self.with(frame.transfer, |landing| {
                     landing.handed_off(handoff).unwrap_or_else(|error| landing.fail(error));
@@ -314,6 +316,9 @@ impl LinkIn {
         match landings.open(transfer, shown, Arc::clone(self) as _) {
             Err(error) => self.answer(transfer, failed(&error)),
             Ok(landing) => {
+                if let Some(Apart::Here(_)) = self.elsewhere {
+                    landing.needs_proof(self.words.awaited_of(transfer));
+                }
                 self.answer(transfer, Body::Accepted);
                 self.landings().insert(transfer, Arc::clone(&landing));
                 // It may have ended between the two lines; then nobody else takes it out.
@@ -358,9 +363,13 @@ impl LinkIn {
             (Some(landing), Apart::Card(_)) if landing.lanes().len() > 1 => {
                 return Err(FrameError::Unexpected("KV of several ranks where a card is one").into());
             }
+            (Some(_), Apart::Here(_)) => {
+                return Err(FrameError::Unexpected("KV elsewhere, where it is to be written").into());
+            }
             (Some(landing), Apart::Card(card)) => {
-                let fetch = Fetching { landing, span, digests, pieces };
-                self.start_fetch(Arc::clone(card), fetch).await;
+                let (card, of, lane) = (Arc::clone(card), Arc::clone(&landing), span.lane);
+                let fetch = async move { card.fetch(&of, &span, &digests, &pieces).await };
+                self.start_fetch(transfer, lane, fetch).await;
             }
             (Some(landing), Apart::Host(host)) => {
                 let at = At { elsewhere: &**host, rank: span.lane.from, slot, pieces: &pieces };
@@ -374,22 +383,60 @@ impl LinkIn {
         Ok(())
     }
 
-    /// Has a card fetch one frame's KV while the next frames are read. Waits while it has enough to do.
-    async fn start_fetch(self: &Arc<Self>, card: Arc<dyn Fetch>, fetch: Fetching) {
+    /// As [`take_span`](Self::take_span), for KV that the sender's device has written where it belongs.
+    async fn take_span_written(
+        self: &Arc<Self>,
+        transfer: TransferId,
+        span: LaneSpan,
+        digests: Vec<Digest>,
+        number: u32,
+    ) -> Result<(), TransferError> {
+        let Some(Apart::Here(here)) = &self.elsewhere else {
+            return Err(FrameError::Unexpected("written KV on a link that gave no right to").into());
+        };
+        // Late ones, too: their numbers have to be taken.
+        let (here, landing, lane) = (Arc::clone(here), self.landing(transfer), span.lane);
+        let take = async move { take_written(&*here, landing.as_deref(), &span, &digests, number).await };
+        self.start_fetch(transfer, lane, take).await;
+        Ok(())
+    }
+
+    /// Waits for one frame's KV while the next frames are read. Waits first while enough others are waited for.
+    async fn start_fetch(
+        self: &Arc<Self>,
+        transfer: TransferId,
+        lane: Lane,
+        fetch: impl Future<Output = Result<Vec<KvSpan>, TransferError>> + Send + 'static,
+    ) {
         let room = Arc::clone(&self.fetches).acquire_owned().await;
         let link = Arc::clone(self);
         let fetch = async move {
             let _room = room;
-            let Fetching { landing, span, digests, pieces } = fetch;
-            match card.fetch(&landing, &span, &digests, &pieces).await {
-                Ok(wrong) => link.refetch(landing.landing().transfer, span.lane, &wrong),
-                Err(error) => {
-                    warn!(peer = %link.peer, error = full_text(&error), "refused kv of a link");
-                    link.gone.cancel();
-                }
+            match fetch.await {
+                Ok(wrong) => link.refetch(transfer, lane, &wrong),
+                Err(error) => link.refuse(&error),
             }
         };
         spawn_guarded(&self.gate, "kv fetch", fetch).detach();
+    }
+
+    /// Ends the link, because of what a frame's KV was.
+    fn refuse(&self, error: &TransferError) {
+        match error {
+            TransferError::ConnectionLost { .. } => {
+                info!(peer = %self.peer, error = full_text(error), "lost kv of a link");
+            }
+            error => warn!(peer = %self.peer, error = full_text(error), "refused kv of a link"),
+        }
+        self.gone.cancel();
+    }
+
+    /// From here on the sender's device writes nothing here.
+    fn revoke(&self) {
+        if let Some(Apart::Here(here)) = &self.elsewhere {
+            here.revoke();
+        }
+        self.words.all_said();
     }
 
     fn refetch(&self, transfer: TransferId, lane: Lane, wrong: &[KvSpan]) {
@@ -438,6 +485,9 @@ impl LinkIn {
 impl Opener for LinkIn {
     fn ended(&self, transfer: TransferId, outcome: Result<(), &TransferError>) {
         self.landings().remove(&transfer);
+        if outcome.is_ok() {
+            self.words.said(transfer);
+        }
         self.answer(
             transfer,
             match outcome {

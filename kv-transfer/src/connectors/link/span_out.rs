@@ -11,6 +11,7 @@ use crate::connector::ConnectorParts;
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
+use crate::flights::Flight;
 use crate::landing::PageAt;
 use crate::lanes::LaneSpan;
 use crate::outgoing::Outgoing;
@@ -22,6 +23,9 @@ pub(in crate::connectors) struct SpanOut {
     pub(in crate::connectors) out: Arc<Outgoing>,
     pub(in crate::connectors) piece: LaneSpan,
     pub(in crate::connectors) from: Arc<BlockLease>,
+    /// Until this has landed, the transfer may still be written to.
+    #[expect(dead_code, reason = "held for its Drop")]
+    pub(in crate::connectors) flight: Flight,
 }
 
 /// Writes one frame of KV on the stream itself, unless its transfer is over by now.
@@ -53,7 +57,8 @@ impl SpanOut {
     /// One page of them, or a part that lies within them.
     pub(in crate::connectors) fn page(&self, span: KvSpan) -> Self {
         let piece = LaneSpan { lane: self.piece.lane, span };
-        Self { out: Arc::clone(&self.out), piece, from: Arc::clone(&self.from) }
+        let (out, from) = (Arc::clone(&self.out), Arc::clone(&self.from));
+        Self { flight: out.flights.begin(), out, piece, from }
     }
 
     /// None at all where digests are turned off.

@@ -79,6 +79,16 @@ impl Medium for Shown {
     fn taken(&self, slot: u16) -> Result<(), FrameError> {
         self.stage.taken(slot)
     }
+
+    fn writes(&self) -> bool {
+        false
+    }
+
+    async fn broken(&self) -> TransferError {
+        std::future::pending().await
+    }
+
+    fn close(&self) {}
 }
 
 /// One frame that is about to point at its KV.

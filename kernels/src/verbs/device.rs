@@ -1,0 +1,156 @@
+//! A device that can do RDMA, and its ports.
+
+use std::ffi::CStr;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::error::VerbsError;
+use super::sys::{Context, DeviceAttr, DeviceEntry, Functions, PortAttr, functions};
+
+/// An opened device. Clones are the same; it is closed with the last of them and of what was made from it.
+#[derive(Clone)]
+pub struct Device {
+    pub(super) inner: Arc<Opened>,
+}
+
+pub(super) struct Opened {
+    pub(super) functions: &'static Functions,
+    pub(super) context: NonNull<Context>,
+    name: String,
+}
+
+// JUSTIFICATION: a pointer is neither by itself.
+// SAFETY: libibverbs may be called from all threads at once; it takes its own locks.
+unsafe impl Send for Opened {}
+// SAFETY: as above.
+unsafe impl Sync for Opened {}
+
+/// What a port is like now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortState {
+    pub is_active: bool,
+    /// The largest packet that it can send now, as a number of the interface: 1 is 256 bytes, 5 is 4096.
+    pub mtu: u32,
+    /// Its address within an InfiniBand subnet; zero on Ethernet.
+    pub lid: u16,
+}
+
+impl Device {
+    /// The names of all devices. None at all is an error, and says whether the library is missing or the device.
+    pub fn names() -> Result<Vec<String>, VerbsError> {
+        let list = List::get()?;
+        Ok(list.entries().map(|entry| list.name(entry)).collect())
+    }
+
+    pub fn open(name: &str) -> Result<Self, VerbsError> {
+        let list = List::get()?;
+        let Some(entry) = list.entries().find(|entry| list.name(*entry) == name) else {
+            let known: Vec<_> = list.entries().map(|entry| list.name(entry)).collect();
+            return Err(VerbsError::UnknownDevice { name: name.to_owned(), known: known.join(", ") });
+        };
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the entry is one of a list that lives until the end of this function.
+        let context = unsafe { (list.functions.ibv_open_device)(entry) };
+        let context = NonNull::new(context).ok_or_else(|| VerbsError::last("open the RDMA device"))?;
+        Ok(Self { inner: Arc::new(Opened { functions: list.functions, context, name: name.to_owned() }) })
+    }
+
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    pub fn port(&self, port: u8) -> Result<PortState, VerbsError> {
+        /// `IBV_PORT_ACTIVE`.
+        const ACTIVE: u32 = 4;
+        let mut attr = PortAttr::ZERO;
+        let (functions, context) = self.parts();
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the context is open, and there is more room than any version of the library fills.
+        let errno = unsafe { (functions.ibv_query_port)(context, port, &mut attr) };
+        VerbsError::check("ask for a port of the RDMA device", errno)?;
+        Ok(PortState { is_active: attr.state == ACTIVE, mtu: attr.active_mtu, lid: attr.lid })
+    }
+
+    /// One of the addresses by which a port is reached.
+    pub fn gid(&self, port: u8, index: u8) -> Result<[u8; 16], VerbsError> {
+        let mut gid = [0; 16];
+        let (functions, context) = self.parts();
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the context is open, and a GID has 16 bytes.
+        let errno = unsafe { (functions.ibv_query_gid)(context, port, index.into(), &mut gid) };
+        VerbsError::check("ask for a GID of the RDMA device", errno)?;
+        Ok(gid)
+    }
+
+    /// How many requests one queue can hold.
+    pub(super) fn requests_max(&self) -> Result<u32, VerbsError> {
+        let mut attr = DeviceAttr::ZERO;
+        let (functions, context) = self.parts();
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the context is open, and there is more room than the library fills.
+        let errno = unsafe { (functions.ibv_query_device)(context, &mut attr) };
+        VerbsError::check("ask what the RDMA device can do", errno)?;
+        Ok(u32::try_from(attr.max_qp_wr).unwrap_or(0))
+    }
+
+    pub(super) fn parts(&self) -> (&'static Functions, *mut Context) {
+        (self.inner.functions, self.inner.context.as_ptr())
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // JUSTIFICATION: a call into C.
+        // SAFETY: whatever was made from the context holds this value, so nothing of it is left.
+        unsafe { (self.functions.ibv_close_device)(self.context.as_ptr()) };
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Device({})", self.name())
+    }
+}
+
+/// The library's list of devices, freed with this value.
+struct List {
+    functions: &'static Functions,
+    first: NonNull<*mut DeviceEntry>,
+    n: usize,
+}
+
+impl List {
+    fn get() -> Result<Self, VerbsError> {
+        let functions = functions()?;
+        let mut n = 0;
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the pointer is to a number that outlives the call.
+        let first = unsafe { (functions.ibv_get_device_list)(&mut n) };
+        // Without the kernel's part there is no list at all.
+        let first = NonNull::new(first).ok_or(VerbsError::NoDevice)?;
+        let list = Self { functions, first, n: usize::try_from(n).unwrap_or(0) };
+        if list.n == 0 { Err(VerbsError::NoDevice) } else { Ok(list) }
+    }
+
+    fn entries(&self) -> impl Iterator<Item = *mut DeviceEntry> + '_ {
+        // JUSTIFICATION: an array of C.
+        // SAFETY: the library said that there are so many entries, and the list lives as long as `self`.
+        (0..self.n).map(|nth| unsafe { *self.first.as_ptr().add(nth) })
+    }
+
+    fn name(&self, entry: *mut DeviceEntry) -> String {
+        // JUSTIFICATION: a text of C.
+        // SAFETY: the entry is one of this list; its name ends with a zero and lives as long as the list.
+        let name = unsafe { CStr::from_ptr((self.functions.ibv_get_device_name)(entry)) };
+        name.to_string_lossy().into_owned()
+    }
+}
+
+impl Drop for List {
+    fn drop(&mut self) {
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the list was given by the library, and nobody has an entry of it any more.
+        unsafe { (self.functions.ibv_free_device_list)(self.first.as_ptr()) };
+    }
+}

@@ -1,0 +1,295 @@
+//! Hot path.
+//! One end of a reliable connection, and what its device is told over it.
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use super::completions::Completions;
+use super::error::VerbsError;
+use super::region::{Domain, Region};
+use super::sys::{AhAttr, Qp, QpAttr, QpCap, QpInit, RecvWr, SendWr, Sge};
+
+/// `IBV_QPT_RC`.
+const RELIABLE: u32 = 2;
+/// `IBV_ACCESS_REMOTE_WRITE`.
+const REMOTE_WRITE: u32 = 2;
+/// `enum ibv_wr_opcode`.
+const WRITE: u32 = 0;
+const WRITE_WITH_NUMBER: u32 = 1;
+/// `IBV_SEND_SIGNALED`.
+const SIGNALED: u32 = 2;
+
+/// One end of a connection. Dropped, it is destroyed: from then on its peer writes nothing here, whatever is under way.
+pub struct QueuePair {
+    qp: NonNull<Qp>,
+    room: Room,
+    domain: Domain,
+    #[expect(dead_code, reason = "held for its Drop: after this value's own")]
+    completions: Completions,
+}
+
+// JUSTIFICATION: a pointer is neither by itself.
+// SAFETY: as for the device: the library takes its own locks.
+unsafe impl Send for QueuePair {}
+// SAFETY: as above.
+unsafe impl Sync for QueuePair {}
+
+/// How much can be under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    pub writes: u32,
+    /// Numbers of the peer's that nobody has taken yet.
+    pub receives: u32,
+}
+
+/// Where one end is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address {
+    pub gid: [u8; 16],
+    /// Within an InfiniBand subnet; zero on Ethernet.
+    pub lid: u16,
+    pub number: u32,
+    /// The number of the first packet that it sends: 24 bits.
+    pub first_packet: u32,
+}
+
+/// How to get to the other end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PathTo {
+    pub peer: Address,
+    pub port: u8,
+    pub gid_index: u8,
+    /// The smaller one of both ends'.
+    pub mtu: u32,
+    /// Of this end.
+    pub first_packet: u32,
+    /// A packet that is not answered is sent again after 4.096 µs times two to the power of this.
+    pub timeout: u8,
+    /// How often, at most 7.
+    pub retries: u8,
+    /// How often one asks a peer that has no room for a number, at most 6; 7 is for ever.
+    pub retries_not_ready: u8,
+}
+
+/// Bytes to be copied from here to there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Copy {
+    /// Within this side's region.
+    pub from: u64,
+    /// The peer's address.
+    pub to: u64,
+    pub bytes: u32,
+}
+
+impl QueuePair {
+    /// Made, and not connected yet. There is as much room as asked for, or as the device has.
+    pub fn new(domain: &Domain, completions: &Completions, room: Room) -> Result<Self, VerbsError> {
+        let max = domain.inner.device.requests_max()?;
+        let room = Room { writes: room.writes.min(max), receives: room.receives.min(max) };
+        let cq = completions.inner.cq.as_ptr();
+        let cap = QpCap {
+            max_send_wr: room.writes,
+            max_recv_wr: room.receives,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline_data: 0,
+        };
+        let null = std::ptr::null_mut();
+        let (qp_context, srq) = (null, null);
+        let mut init =
+            QpInit { qp_context, send_cq: cq, recv_cq: cq, srq, cap, qp_type: RELIABLE, sq_sig_all: 0 };
+        // JUSTIFICATION: a call into C.
+        // SAFETY: domain and completions live as long as the queue pair, which holds both.
+        let qp = unsafe {
+            (domain.inner.device.inner.functions.ibv_create_qp)(domain.inner.pd.as_ptr(), &mut init)
+        };
+        let qp = NonNull::new(qp).ok_or_else(|| VerbsError::last("make a queue pair"))?;
+        Ok(Self { qp, room, domain: domain.clone(), completions: completions.clone() })
+    }
+
+    pub fn number(&self) -> u32 {
+        // JUSTIFICATION: a field of C.
+        // SAFETY: the structure lives until the queue pair is destroyed.
+        unsafe { self.qp.as_ref().qp_num }
+    }
+
+    /// What there is of what was asked for.
+    pub fn room(&self) -> Room {
+        self.room
+    }
+
+    /// Connects it to the other end: from here on it receives and sends.
+    pub fn connect(&self, path: &PathTo) -> Result<(), VerbsError> {
+        self.modify("prepare a queue pair", step::initial(path))?;
+        self.modify("let a queue pair receive", step::receiving(path))?;
+        self.modify("let a queue pair send", step::sending(path))
+    }
+
+    fn modify(&self, what: &'static str, (mut attr, mask): (QpAttr, i32)) -> Result<(), VerbsError> {
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the queue pair lives, and the structure is as large as the library's.
+        let errno = unsafe { (self.functions().ibv_modify_qp)(self.qp.as_ptr(), &mut attr, mask) };
+        VerbsError::check(what, errno)
+    }
+
+    /// Has everything copied, in this order, and then `number` given to the peer. One completion says that all is done:
+    /// it is called `id`.
+    ///
+    /// Whatever lies in `region` there must stay until then: the device reads it in its own time.
+    ///
+    /// # Panics
+    /// If nothing is to be copied, or something outside of the region.
+    pub fn write(
+        &self,
+        id: u64,
+        region: &Region,
+        key: u32,
+        copies: &[Copy],
+        number: u32,
+    ) -> Result<(), VerbsError> {
+        assert!(!copies.is_empty(), "a number comes with the last bytes");
+        let mut pieces: Vec<Sge> = copies.iter().map(|copy| piece(region, copy)).collect();
+        let mut requests: Vec<SendWr> =
+            copies.iter().zip(&mut pieces).map(|(copy, piece)| request(piece, copy.to, key)).collect();
+        let last = requests.last_mut().expect("there is one for each copy");
+        (last.wr_id, last.opcode, last.send_flags) = (id, WRITE_WITH_NUMBER, SIGNALED);
+        last.imm_be = number.to_be();
+        self.post(&mut requests)
+    }
+
+    fn post(&self, requests: &mut [SendWr]) -> Result<(), VerbsError> {
+        let first = requests.as_mut_ptr();
+        for nth in 1..requests.len() {
+            // JUSTIFICATION: a chain of C.
+            // SAFETY: the n-th request is one of the slice, which is not moved before the call returns.
+            requests[nth - 1].next = unsafe { first.add(nth) };
+        }
+        let (_, context) = self.domain.inner.device.parts();
+        let mut refused = std::ptr::null_mut();
+        // JUSTIFICATION: a function of C, by its pointer.
+        // SAFETY: the chain and its pieces live until the call returns, which copies them; each piece lies in a region
+        // of this domain, and a region that is given back too early is one that the device refuses.
+        let errno = unsafe { ((*context).post_send)(self.qp.as_ptr(), first, &mut refused) };
+        VerbsError::check("tell the RDMA device to write", errno)
+    }
+
+    /// Makes room for one number of the peer's.
+    pub fn receive(&self, id: u64) -> Result<(), VerbsError> {
+        let null = std::ptr::null_mut();
+        let mut request = RecvWr { wr_id: id, next: null, sg_list: std::ptr::null_mut(), num_sge: 0 };
+        let (_, context) = self.domain.inner.device.parts();
+        let mut refused = std::ptr::null_mut();
+        // JUSTIFICATION: a function of C, by its pointer.
+        // SAFETY: the request lives until the call returns, which copies it. It has no memory.
+        let errno = unsafe { ((*context).post_recv)(self.qp.as_ptr(), &mut request, &mut refused) };
+        VerbsError::check("make room for a peer's number", errno)
+    }
+
+    fn functions(&self) -> &'static super::sys::Functions {
+        self.domain.inner.device.inner.functions
+    }
+}
+
+fn piece(region: &Region, copy: &Copy) -> Sge {
+    let end = copy.from.checked_add(copy.bytes.into());
+    assert!(end.is_some_and(|end| end <= region.bytes() as u64), "{copy:?} is not in {region:?}");
+    Sge { addr: region.start() + copy.from, length: copy.bytes, lkey: region.own_key() }
+}
+
+fn request(piece: &mut Sge, remote_addr: u64, rkey: u32) -> SendWr {
+    SendWr {
+        wr_id: 0,
+        next: std::ptr::null_mut(),
+        sg_list: piece,
+        num_sge: 1,
+        opcode: WRITE,
+        send_flags: 0,
+        imm_be: 0,
+        remote_addr,
+        rkey,
+        _rest: [0; 19],
+    }
+}
+
+/// What is set on the way to a connection, and by which of the attributes' bits.
+mod step {
+    use super::{AhAttr, PathTo, QpAttr, REMOTE_WRITE};
+
+    const STATE: i32 = 1;
+    const ACCESS: i32 = 1 << 3;
+    const PKEY: i32 = 1 << 4;
+    const PORT: i32 = 1 << 5;
+    const PATH: i32 = 1 << 7;
+    const MTU: i32 = 1 << 8;
+    const TIMEOUT: i32 = 1 << 9;
+    const RETRIES: i32 = 1 << 10;
+    const RETRIES_NOT_READY: i32 = 1 << 11;
+    const THEIR_FIRST_PACKET: i32 = 1 << 12;
+    const READS: i32 = 1 << 13;
+    const NOT_READY_TIMER: i32 = 1 << 15;
+    const OUR_FIRST_PACKET: i32 = 1 << 16;
+    const READS_THERE: i32 = 1 << 17;
+    const THEIR_NUMBER: i32 = 1 << 20;
+    /// A peer without room for a number is asked again after 2.56 ms.
+    const NOT_READY_2_56_MS: u8 = 16;
+    const HOPS_MAX: u8 = 64;
+
+    pub(super) fn initial(path: &PathTo) -> (QpAttr, i32) {
+        let attr =
+            QpAttr { qp_state: 1, port_num: path.port, qp_access_flags: REMOTE_WRITE, ..QpAttr::default() };
+        (attr, STATE | ACCESS | PKEY | PORT)
+    }
+
+    pub(super) fn receiving(path: &PathTo) -> (QpAttr, i32) {
+        let attr = QpAttr {
+            qp_state: 2,
+            path_mtu: path.mtu,
+            dest_qp_num: path.peer.number,
+            rq_psn: path.peer.first_packet,
+            max_dest_rd_atomic: 1,
+            min_rnr_timer: NOT_READY_2_56_MS,
+            ah_attr: to(path),
+            ..QpAttr::default()
+        };
+        (attr, STATE | PATH | MTU | THEIR_NUMBER | THEIR_FIRST_PACKET | READS_THERE | NOT_READY_TIMER)
+    }
+
+    pub(super) fn sending(path: &PathTo) -> (QpAttr, i32) {
+        let attr = QpAttr {
+            qp_state: 3,
+            timeout: path.timeout,
+            retry_cnt: path.retries,
+            rnr_retry: path.retries_not_ready,
+            sq_psn: path.first_packet,
+            max_rd_atomic: 1,
+            ..QpAttr::default()
+        };
+        (attr, STATE | TIMEOUT | RETRIES | RETRIES_NOT_READY | OUR_FIRST_PACKET | READS)
+    }
+
+    fn to(path: &PathTo) -> AhAttr {
+        AhAttr {
+            dgid: path.peer.gid,
+            sgid_index: path.gid_index,
+            hop_limit: HOPS_MAX,
+            dlid: path.peer.lid,
+            is_global: 1,
+            port_num: path.port,
+            ..AhAttr::default()
+        }
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the queue pair was given by the library and is given back once.
+        unsafe { (self.functions().ibv_destroy_qp)(self.qp.as_ptr()) };
+    }
+}
+
+impl fmt::Debug for QueuePair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QueuePair({})", self.number())
+    }
+}

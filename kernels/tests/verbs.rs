@@ -1,0 +1,209 @@
+//! Verbs as they are, where there are any: in the VM of `tests/rdma-vm`, over Soft-RoCE.
+//!
+//! The ports are named in `TEST_RDMA_PORTS`, as `rxe1 rxe2`. Where there are none, these tests say so and do nothing.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::time::Duration;
+
+use baton_kernels::verbs::{
+    Address, Completion, Completions, Copy, Device, Domain, Done, Failure, PathTo, QueuePair, Region, Rights,
+    Room, VerbsError,
+};
+use baton_kernels::{HostMemory, RegionShape};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+const BYTES: usize = 1 << 20;
+const RETRIES: u8 = 3;
+/// Of these devices, with IPv4 addresses: RoCE v2.
+const GID_INDEX: u8 = 1;
+const WITHIN: Duration = Duration::from_secs(30);
+
+/// One side: its memory, and one queue pair.
+struct Side {
+    memory: HostMemory,
+    region: Region,
+    completions: Completions,
+    pair: QueuePair,
+    address: Address,
+}
+
+fn side(port: &str) -> Side {
+    let device = Device::open(port).expect("the port is named by whoever made it");
+    let domain = Domain::new(&device).expect("a domain");
+    let memory = HostMemory::shared(&[RegionShape { page_bytes: 4096, n_pages: (BYTES / 4096) as u32 }]);
+    let memory = memory.expect("a megabyte");
+    let region = domain.register(&memory, Rights::PeersWrite).expect("a megabyte can be locked");
+    let completions = Completions::new(&device, 64).expect("a completion queue");
+    let pair = QueuePair::new(&domain, &completions, Room { writes: 16, receives: 4 }).expect("a queue pair");
+    let gid = device.gid(1, GID_INDEX).expect("it has an address");
+    let address = Address { gid, lid: 0, number: pair.number(), first_packet: 77 };
+    Side { memory, region, completions, pair, address }
+}
+
+/// Two sides, connected; `None` where this is not to be tested.
+fn sides() -> Option<(Side, Side)> {
+    let Ok(named) = std::env::var("TEST_RDMA_PORTS") else {
+        eprintln!("no ports are named in TEST_RDMA_PORTS: run tests/rdma-vm/run.sh");
+        return None;
+    };
+    let ports: Vec<_> = named.split(' ').collect();
+    let (near, far) = (side(ports[0]), side(ports[ports.len() - 1]));
+    for (from, to) in [(&near, &far), (&far, &near)] {
+        let path = PathTo {
+            peer: to.address,
+            port: 1,
+            gid_index: GID_INDEX,
+            mtu: 3,
+            first_packet: 77,
+            timeout: 12,
+            retries: RETRIES,
+            retries_not_ready: RETRIES,
+        };
+        from.pair.connect(&path).expect("both ends are there");
+    }
+    Some((near, far))
+}
+
+impl Side {
+    /// Waits by the descriptor, as a connector does.
+    fn next(&self) -> Completion {
+        let mut seen = Vec::new();
+        while seen.is_empty() {
+            self.wait();
+            self.completions.take(&mut seen).expect("taken");
+        }
+        assert_eq!(seen.len(), 1, "{seen:?}");
+        seen[0]
+    }
+
+    /// Until all of `n` requests are done or one has failed, which takes with it what was asked for later.
+    fn wait_for(&self, n: usize) {
+        let mut seen: Vec<Completion> = Vec::new();
+        while seen.len() < n && seen.iter().all(|completion| completion.outcome.is_ok()) {
+            self.wait();
+            self.completions.take(&mut seen).expect("taken");
+        }
+    }
+
+    /// Until there is a completion that was not there when it was armed.
+    fn wait(&self) {
+        let within = Timespec::try_from(WITHIN).expect("a short time");
+        // JUSTIFICATION: a test waits for the descriptor without a runtime.
+        // SAFETY: the completions own it, and outlive the call.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.completions.as_raw_fd()) };
+        let n = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&within)).expect("polled");
+        assert_eq!(n, 1, "nothing is completed");
+        while self.completions.take_word().expect("words") {}
+        self.completions.arm().expect("armed");
+    }
+
+    fn write(&self, to: &Side, copies: &[Copy], key: u32, number: u32) {
+        let copies: Vec<_> =
+            copies.iter().map(|copy| Copy { to: to.region.start() + copy.to, ..*copy }).collect();
+        self.pair.write(u64::from(number), &self.region, key, &copies, number).expect("told");
+    }
+}
+
+fn copy(from: u64, to: u64, bytes: u32) -> Copy {
+    Copy { from, to, bytes }
+}
+
+#[test]
+fn what_was_written_is_there_with_its_number() {
+    let Some((near, far)) = sides() else { return };
+    near.memory
+        .write(0, 0..256)
+        .expect("idle")
+        .iter_mut()
+        .enumerate()
+        .for_each(|(at, byte)| *byte = at as u8 ^ (at >> 12) as u8);
+    far.pair.receive(5).expect("room");
+    near.write(
+        &far,
+        &[copy(0, 8192, 4096), copy(65_536, 0, 8192), copy(4096, 500_000, 100_000)],
+        far.region.key(),
+        0xabc,
+    );
+    let told = near.next();
+    assert_eq!((told.id, told.outcome), (0xabc, Ok(Done::Written)));
+    let received = far.next();
+    assert_eq!((received.id, received.outcome), (5, Ok(Done::Received { number: 0xabc })));
+    assert_eq!(received.queue_pair, far.pair.number());
+    let (ours, theirs) =
+        (near.memory.read(0, 0..256).expect("idle"), far.memory.read(0, 0..256).expect("idle"));
+    assert_eq!(ours[..4096], theirs[8192..12_288]);
+    assert_eq!(ours[65_536..73_728], theirs[..8192]);
+    assert_eq!(ours[4096..104_096], theirs[500_000..600_000]);
+    assert!(theirs[12_288..500_000].iter().all(|byte| *byte == 0), "nothing else was written");
+}
+
+#[test]
+fn a_wrong_key_opens_nothing_and_ends_the_connection() {
+    let Some((near, far)) = sides() else { return };
+    far.pair.receive(1).expect("room");
+    near.memory.write(0, 0..1).expect("idle").fill(9);
+    near.write(&far, &[copy(0, 0, 64)], far.region.key() ^ 0x5500, 1);
+    assert_eq!(near.next().outcome, Err(Failure::NoAccess));
+    near.write(&far, &[copy(0, 0, 64)], far.region.key(), 2);
+    assert_eq!(near.next().outcome, Err(Failure::Flushed), "a right key comes too late");
+    assert!(far.memory.read(0, 0..256).expect("idle").iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn nothing_is_written_outside_of_the_region() {
+    let Some((near, far)) = sides() else { return };
+    far.pair.receive(1).expect("room");
+    near.write(&far, &[copy(0, BYTES as u64 - 32, 64)], far.region.key(), 1);
+    assert_eq!(near.next().outcome, Err(Failure::NoAccess));
+}
+
+#[test]
+fn a_peer_without_room_for_a_number_is_asked_again_and_then_given_up() {
+    let Some((near, far)) = sides() else { return };
+    near.write(&far, &[copy(0, 0, 64)], far.region.key(), 1);
+    assert_eq!(near.next().outcome, Err(Failure::NotReady));
+}
+
+#[test]
+fn a_destroyed_queue_pair_lets_nobody_write_and_is_found_dead() {
+    let Some((near, far)) = sides() else { return };
+    near.memory.write(0, 0..256).expect("idle").fill(7);
+    let Side { memory, region, pair, .. } = far;
+    let (start, key) = (region.start(), region.key());
+    drop(pair);
+    let to = Copy { from: 0, to: start, bytes: BYTES as u32 };
+    near.pair.write(3, &near.region, key, &[to], 3).expect("told");
+    assert_eq!(near.next().outcome, Err(Failure::Unreachable));
+    assert!(
+        memory.read(0, 0..256).expect("idle").iter().all(|byte| *byte == 0),
+        "it was written all the same"
+    );
+}
+
+/// The proof of quiet: a stream of writes is cut off by the destruction (or is over by then, where both ends are one
+/// device), and not a byte changes afterwards.
+#[test]
+fn after_the_destruction_not_a_byte_changes() {
+    let Some((near, far)) = sides() else { return };
+    let Side { memory, region, pair, completions, .. } = far;
+    for nth in 0..4 {
+        pair.receive(nth).expect("room");
+    }
+    near.memory.write(0, 0..256).expect("idle").fill(7);
+    let whole = Copy { from: 0, to: region.start(), bytes: BYTES as u32 };
+    for number in 0..4 {
+        near.pair.write(number, &near.region, region.key(), &[whole], number as u32).expect("told");
+    }
+    drop((pair, completions));
+    memory.write(0, 0..256).expect("nobody else's").fill(1);
+    near.wait_for(4);
+    assert!(memory.read(0, 0..256).expect("idle").iter().all(|byte| *byte == 1), "it changed");
+}
+
+#[test]
+fn a_device_that_is_not_there_is_named_with_those_that_are() {
+    let Some(_) = sides() else { return };
+    let error = Device::open("mlx9_9").expect_err("there is none");
+    assert!(matches!(&error, VerbsError::UnknownDevice { known, .. } if known.contains("rxe")), "{error}");
+}

@@ -1,0 +1,45 @@
+//! Hot path. One frame whose KV the sender's device has written where it belongs: verified there.
+
+use types::KvSpan;
+
+use super::medium::WrittenHere;
+use super::span_in::{Checker, busy};
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::landing::{Claim, OpenLanding};
+use crate::lanes::LaneSpan;
+
+/// Bytes that are verified before other tasks have their turn.
+const BYTES_AT_ONCE: usize = 1 << 20;
+
+/// Waits for a span's KV and verifies it. Answers the pages that did not pass, and are to be written again.
+///
+/// The number is waited for in any case: it is one that the device gives once. A span is claimed after that, so a page
+/// whose second copy is being written while its first is verified fails, and is written again.
+pub(super) async fn take_written(
+    here: &dyn WrittenHere,
+    landing: Option<&OpenLanding>,
+    span: &LaneSpan,
+    digests: &[Digest],
+    number: u32,
+) -> Result<Vec<KvSpan>, TransferError> {
+    here.number(number).await?;
+    let Some(landing) = landing else { return Ok(Vec::new()) };
+    if landing.claim(span, digests.len())? == Claim::Skip {
+        return Ok(Vec::new());
+    }
+    let bytes = landing.runs(span).bytes();
+    let mut checker = Checker::new(span, digests);
+    let mut checked = 0;
+    while checked < bytes {
+        checked = bytes.min(checked + BYTES_AT_ONCE);
+        match landing.while_open(|memory| checker.check_until(checked, landing, memory)) {
+            None => return Ok(Vec::new()),
+            Some(looked) => looked.map_err(busy)?,
+        }
+        tokio::task::yield_now().await;
+    }
+    // A landing that has just failed has nothing to ask for.
+    let wrong = checker.wrong;
+    Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
+}

@@ -1,0 +1,110 @@
+//! What one connector has of a device: it is opened, and this node's memory is registered with it, once.
+
+use std::path::Path;
+use std::time::Duration;
+
+use kernels::verbs::{Completions, Device, Domain, QueuePair, Region, Rights, Room, VerbsError};
+use kv_cache::RankMemory;
+
+use super::greeting::RankThere;
+use super::port::{DEVICES, PortAt, Wanted, folders};
+use crate::connector::ConnectorParts;
+use crate::error::TransferError;
+use crate::landing::bad_request;
+
+/// A packet that is lost costs 134 ms at most, unless later ones show sooner that it is.
+const TIMEOUT_MAX: u8 = 15;
+/// As often as a device can, a packet is sent again.
+pub(super) const RETRIES: u8 = 7;
+
+#[derive(Debug)]
+pub(super) struct Adapter {
+    pub(super) port: PortAt,
+    pub(super) device: Device,
+    pub(super) domain: Domain,
+    pub(super) ranks: Vec<RankHere>,
+    pub(super) gid: [u8; 16],
+    pub(super) lid: u16,
+    pub(super) mtu: u32,
+    /// See [`kernels::verbs::PathTo`].
+    pub(super) timeout: u8,
+}
+
+/// One rank's memory, registered.
+#[derive(Debug)]
+pub(super) struct RankHere {
+    pub(super) region: Region,
+    /// Where its regions start, as a peer's device names it.
+    pub(super) starts: Vec<u64>,
+}
+
+impl Adapter {
+    pub(super) fn open(parts: &ConnectorParts) -> Result<Self, TransferError> {
+        let wanted = Wanted::parse(&parts.settings.rdma_device)?;
+        if folders(Path::new(DEVICES)).is_empty() {
+            return Err(TransferError::rdma(VerbsError::NoDevice));
+        }
+        // Asked before a port is chosen: without the library, that is what is to be said.
+        Device::names().map_err(TransferError::rdma)?;
+        let port = wanted.find(Path::new(DEVICES))?;
+        let device = Device::open(&port.device).map_err(TransferError::rdma)?;
+        let state = device.port(port.port).map_err(TransferError::rdma)?;
+        let gid = device.gid(port.port, port.gid_index).map_err(TransferError::rdma)?;
+        let domain = Domain::new(&device).map_err(TransferError::rdma)?;
+        let memory = &parts.memory;
+        let ranks = (0..memory.n_ranks())
+            .map(|rank| registered(&domain, memory.rank(rank)))
+            .collect::<Result<_, _>>()?;
+        let timeout = timeout_within(parts.settings.stall());
+        Ok(Self { port, device, domain, ranks, gid, lid: state.lid, mtu: state.mtu, timeout })
+    }
+
+    /// The memory that a peer may write into.
+    pub(super) fn ranks(&self) -> Vec<RankThere> {
+        let rank = |rank: &RankHere| RankThere { key: rank.region.key(), starts: rank.starts.clone() };
+        self.ranks.iter().map(rank).collect()
+    }
+
+    pub(super) fn completions(&self, n: u32) -> Result<Completions, TransferError> {
+        Completions::new(&self.device, n).map_err(TransferError::rdma)
+    }
+
+    pub(super) fn queue_pair(
+        &self,
+        completions: &Completions,
+        room: Room,
+    ) -> Result<QueuePair, TransferError> {
+        let pair = QueuePair::new(&self.domain, completions, room).map_err(TransferError::rdma)?;
+        if pair.room() == room {
+            Ok(pair)
+        } else {
+            Err(bad_request("the RDMA device's queues are too short"))
+        }
+    }
+}
+
+fn registered(domain: &Domain, rank: RankMemory<'_>) -> Result<RankHere, TransferError> {
+    let memory = rank.on_host().ok_or_else(|| bad_request("KV on a GPU does not go over rdma yet"))?;
+    let region = domain.register(memory, Rights::PeersWrite).map_err(TransferError::rdma)?;
+    let start = |nth| region.start() + memory.file_offset(nth, 0) as u64;
+    Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region })
+}
+
+/// The longest time between two attempts with which the peer is given up within the stall time.
+fn timeout_within(stall: Duration) -> u8 {
+    const UNIT: Duration = Duration::from_nanos(4096);
+    let within = |exponent: &u8| UNIT * (1 << exponent) * (u32::from(RETRIES) + 1) <= stall;
+    (1..=TIMEOUT_MAX).rev().find(within).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_attempts_lie_within_the_stall_time() {
+        for (stall_ms, expected) in [(5_000, 15), (2_000, 15), (1_000, 14), (200, 12), (0, 1)] {
+            assert_eq!(timeout_within(Duration::from_millis(stall_ms)), expected, "{stall_ms}");
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! Queue pairs of one link: made, told to the other end, connected, and destroyed all at once.
+
+use kernels::verbs::{Address, Completions, PathTo, QueuePair, Room};
+
+use super::adapter::{Adapter, RETRIES};
+use super::greeting::{End, RankThere};
+use crate::error::TransferError;
+
+/// A peer without room for a number is asked for ever: a peer that is gone shows by its silence on the link.
+const FOR_EVER: u8 = 7;
+/// Packets are numbered with 24 bits.
+const PACKET_BITS: u64 = (1 << 24) - 1;
+
+/// One end of a link's queue pairs, made and not connected yet.
+#[derive(Debug)]
+pub(super) struct Pairs {
+    pub(super) pairs: Vec<QueuePair>,
+    pub(super) completions: Completions,
+    first_packets: Vec<u32>,
+}
+
+impl Pairs {
+    /// `draw` gives the packets' first numbers: an old packet must not be taken for one of this connection's.
+    pub(super) fn new(
+        adapter: &Adapter,
+        n: u16,
+        room: Room,
+        draw: impl Fn() -> u64,
+    ) -> Result<Self, TransferError> {
+        // An error gives every request a completion of its own.
+        let completions = adapter.completions(u32::from(n) * (room.writes + room.receives))?;
+        let pairs = (0..n).map(|_| adapter.queue_pair(&completions, room)).collect::<Result<Vec<_>, _>>()?;
+        let first_packets = (0..n).map(|_| (draw() & PACKET_BITS) as u32).collect();
+        Ok(Self { pairs, completions, first_packets })
+    }
+
+    /// What the other end is told. `ranks`: the memory that it may write into.
+    pub(super) fn end(&self, adapter: &Adapter, ranks: Vec<RankThere>) -> End {
+        let address = |(pair, first_packet): (&QueuePair, &u32)| Address {
+            gid: adapter.gid,
+            lid: adapter.lid,
+            number: pair.number(),
+            first_packet: *first_packet,
+        };
+        let pairs = self.pairs.iter().zip(&self.first_packets).map(address).collect();
+        End { pairs, mtu: adapter.mtu, ranks }
+    }
+
+    /// Connects each to one of the other end's.
+    pub(super) fn connect(&self, adapter: &Adapter, to: &End) -> Result<(), TransferError> {
+        for ((pair, first_packet), peer) in self.pairs.iter().zip(&self.first_packets).zip(&to.pairs) {
+            let path = PathTo {
+                peer: *peer,
+                port: adapter.port.port,
+                gid_index: adapter.port.gid_index,
+                mtu: adapter.mtu.min(to.mtu),
+                first_packet: *first_packet,
+                timeout: adapter.timeout,
+                retries: RETRIES,
+                retries_not_ready: FOR_EVER,
+            };
+            pair.connect(&path).map_err(TransferError::rdma)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,48 @@
+//! The rdma connector over real verbs, where there are any: in the VM of `tests/rdma-vm`, over Soft-RoCE.
+//!
+//! The ports that it may use are named in `TEST_RDMA_PORTS`, as `rxe1 rxe2`. Where there are none, these tests say so and
+//! do nothing.
+
+use std::sync::Arc;
+
+use baton_kv_transfer::conformance::node::expect_slowness;
+use baton_kv_transfer::conformance::{conformance, conformance_between};
+use baton_kv_transfer::{ConnectorParts, KvConnector, build};
+
+/// The VM's processor is emulated, and shares the machine's with whatever else runs there.
+const SLOWER: u32 = 5;
+
+/// The ports of two nodes; none where this is not to be tested.
+fn ports() -> Option<[String; 2]> {
+    let Ok(named) = std::env::var("TEST_RDMA_PORTS") else {
+        eprintln!("no ports are named in TEST_RDMA_PORTS: run tests/rdma-vm/run.sh");
+        return None;
+    };
+    // Which case it is at: in a VM that is all there is to see.
+    let cases = tracing_subscriber::fmt().with_env_filter("warn,baton_kv_transfer::conformance=info");
+    let _ = cases.without_time().with_ansi(false).with_writer(std::io::stderr).try_init();
+    expect_slowness(SLOWER);
+    let mut named = named.split(' ').map(str::to_owned);
+    let first = named.next().expect("a name");
+    let second = named.next().unwrap_or_else(|| first.clone());
+    Some([first, second])
+}
+
+/// Decode nodes on the second port, all others on the first.
+async fn built([first, second]: [String; 2], mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
+    parts.settings.rdma_device = if parts.node.as_str() == "decode" { second } else { first };
+    build("rdma", parts).await.expect("the port is up")
+}
+
+#[tokio::test]
+async fn rdma() {
+    let Some(ports) = ports() else { return };
+    conformance(move |parts| built(ports.clone(), parts)).await;
+}
+
+/// All of them share one connection's queue pairs, and each has memory of its own.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rdma_between_ranks() {
+    let Some(ports) = ports() else { return };
+    conformance_between(&[(1, 2), (4, 1)], move |parts| built(ports.clone(), parts)).await;
+}
