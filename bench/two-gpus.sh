@@ -2,7 +2,7 @@
 # The table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill and one
 # decode node over each connector, two colocated nodes, and how much prompts disturb those who are being served.
 # Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
-# PARTS chooses: "ipc colocated disturbance tcp shm" by default.
+# PARTS chooses: "ipc colocated disturbance tcp shm" by default; there is also "nccl".
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 baton=${2:-target/release/baton}
@@ -89,6 +89,7 @@ disturbance() {
 for part in $parts; do
     case $part in
         ipc) pair cuda-ipc && rates ipc 1 3 5 ;;
+        nccl) pair nccl && rates nccl 1 3 5 ;;
         tcp) pair tcp && rates tcp 3 ;;
         shm) pair shm && rates shm 3 ;;
         colocated)

@@ -259,6 +259,13 @@ impl OpenLanding {
         Ok(Claim::Write)
     }
 
+    /// As [`claim`](Self::claim), for a span whose digests follow.
+    pub(crate) fn claim_promised(&self, span: &LaneSpan) -> Result<Claim, TransferError> {
+        // Asked before digests are counted: a span that is not part of the transfer has none.
+        let is_part = self.progress().pages.contains(span);
+        self.claim(span, if is_part { self.n_digests(span) } else { 0 })
+    }
+
     fn n_digests(&self, span: &LaneSpan) -> usize {
         let heads = |layer_pos| self.heads(span.lane, span.group, layer_pos).range().len();
         span.layers.clone().map(heads).sum::<usize>() * span.blocks.len()

@@ -20,7 +20,7 @@ use crate::flights::Flights;
 use crate::landing::{Opener, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
-use crate::pages::{Pages, cut, wanted_part};
+use crate::pages::{Pages, cut, cut_tall, wanted_part};
 use crate::reshard::Lane;
 
 /// Spans that wait for their fence or for the wire, per transfer.
@@ -30,7 +30,7 @@ const REFETCHES_QUEUED_MAX: usize = 64;
 /// Pages in one frame: bounds its digests.
 pub(crate) const FRAME_PAGES_MAX: usize = 1024;
 /// Digests in one frame: eight bytes each must fit into the frame's body.
-pub(crate) const FRAME_DIGESTS_MAX: usize = 8000;
+pub(crate) const FRAME_DIGESTS_MAX: usize = 8192;
 
 /// What a wire does for the transfers that go over it.
 #[async_trait]
@@ -198,8 +198,10 @@ impl Sender {
     ) -> Box<dyn KvSender> {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
         let pages = Pages::of(&out.landing, Lanes::only());
+        let tall_frames = parts.settings.tall_frames;
         let frame_bytes = parts.settings.frame_bytes;
-        let pump = Pump { out: Arc::clone(&out), wire: Arc::clone(&wire), frame_bytes, sent: Vec::new() };
+        let (of_pump, sent) = (Arc::clone(&out), Vec::new());
+        let pump = Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, sent };
         let pump = pump.start(&parts.gate, queue, refetches);
         Box::new(Self { out, wire, jobs, pages, metrics: parts.metrics.clone(), pump })
     }
@@ -275,6 +277,7 @@ struct Pump {
     out: Arc<Outgoing>,
     wire: Arc<dyn Wire>,
     frame_bytes: usize,
+    tall_frames: bool,
     /// What was put, to be put again if it arrives wrong. Holds the leases until the receiver has verified.
     sent: Vec<SpanJob>,
 }
@@ -370,7 +373,11 @@ impl Pump {
             page.n_parts * heads(pos) * page.head_bytes
         };
         let heads_max = span.layers.clone().map(heads).max().unwrap_or(1);
-        cut(page_bytes, span, self.frame_bytes, frame_pages(heads_max, lanes.len()))
+        let pages_max = frame_pages(heads_max, lanes.len());
+        match self.tall_frames {
+            true => cut_tall(page_bytes, span, self.frame_bytes, pages_max),
+            false => cut(page_bytes, span, self.frame_bytes, pages_max),
+        }
     }
 
     async fn put_again(&mut self, parts: Vec<LaneSpan>) -> Result<(), TransferError> {

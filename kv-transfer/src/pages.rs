@@ -179,6 +179,23 @@ pub(crate) fn cut(
     pieces
 }
 
+/// As [`cut`], into pieces of few blocks and all layers, as far as one block of all layers fits.
+pub(crate) fn cut_tall(
+    page_bytes: impl Fn(u16) -> usize,
+    span: &KvSpan,
+    bytes_max: usize,
+    pages_max: usize,
+) -> Vec<KvSpan> {
+    let column: usize = span.layers.clone().map(&page_bytes).sum();
+    let blocks_max = (bytes_max / column.max(1)).min(pages_max / span.layers.len().max(1));
+    if blocks_max == 0 {
+        return cut(page_bytes, span, bytes_max, pages_max);
+    }
+    let (start, end) = (span.blocks.start, span.blocks.end);
+    let of = |first: u32| KvSpan { blocks: first..end.min(first + blocks_max as u32), ..span.clone() };
+    (start..end).step_by(blocks_max).map(of).collect()
+}
+
 fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item = KvSpan> {
     let end = span.blocks.end;
     span.blocks.clone().step_by(n_blocks).map(move |start| KvSpan {

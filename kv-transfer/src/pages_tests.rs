@@ -125,3 +125,24 @@ proptest! {
         prop_assert_eq!(pages.n_claimed(), whole.layers.len() * whole.blocks.len());
     }
 }
+
+#[test]
+fn tall_pieces_have_all_layers_of_few_blocks() {
+    let column = 3 * 512;
+    for (n_blocks, blocks_max, expected) in
+        [(37, 16, &[16, 16, 5][..]), (8, 16, &[8]), (3, 1, &[1, 1, 1]), (1, 100, &[1])]
+    {
+        let pieces = cut_tall(|_| 512, &span(0..3, 2..2 + n_blocks), blocks_max * column, 1000);
+        let lengths: Vec<usize> = pieces.iter().map(|piece| piece.blocks.len()).collect();
+        assert_eq!(lengths, expected, "{n_blocks} blocks, {blocks_max} a piece");
+        let mut next = 2;
+        for piece in pieces {
+            assert_eq!((piece.blocks.start, piece.layers), (next, 0..3));
+            next = piece.blocks.end;
+        }
+    }
+    let few_pages = cut_tall(|_| 512, &span(0..3, 2..4), 1 << 20, 4);
+    assert_eq!(few_pages, [span(0..3, 2..3), span(0..3, 3..4)]);
+    // Not even one block of all layers fits: as others do it.
+    assert_eq!(cut_tall(|_| 512, &span(0..2, 2..4), 512, 100), cut(|_| 512, &span(0..2, 2..4), 512, 100));
+}

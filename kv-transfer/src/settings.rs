@@ -23,6 +23,10 @@ pub struct TransferSettings {
     /// `device`, `device:port` or `device:port:gid`, the last being an index. Empty: the first port that is up and has an
     /// address that can be routed to.
     pub rdma_device: String,
+    /// Whether a frame is few blocks of all layers that are computed, and not all blocks of few layers: for wires that copy
+    /// rectangles. Set by the connector.
+    #[serde(skip)]
+    pub tall_frames: bool,
     /// Whether digests are made and compared. Off only to measure what they cost: a node has no such setting.
     #[serde(skip, default = "on")]
     pub digests: bool,
@@ -42,6 +46,7 @@ impl Default for TransferSettings {
             frame_bytes: 512 << 10,
             rdma_listen: String::new(),
             rdma_device: String::new(),
+            tall_frames: false,
             digests: true,
         }
     }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use baton_kv_transfer::conformance::{conformance, conformance_of_ranks};
 use baton_kv_transfer::connectors::flaky::Flaky;
-use baton_kv_transfer::connectors::shm;
+use baton_kv_transfer::connectors::nccl::double::Double;
+use baton_kv_transfer::connectors::{nccl, shm};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 
 async fn built(name: &'static str, parts: ConnectorParts) -> Arc<dyn KvConnector> {
@@ -62,6 +63,28 @@ async fn shm_between_ranks() {
 async fn shm_between_ranks_through_a_stage() {
     let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
     conformance_of_ranks(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
+}
+
+/// Without NCCL and without GPUs: over the double. Cards run the same suite in `examples/gpu_conformance`.
+async fn nccl_over_the_double() {
+    let double = Double::default();
+    conformance(move |mut parts| {
+        let double = double.clone();
+        // The suite wants transfers of many frames; messages are many times larger than the setting.
+        parts.settings.frame_bytes = 8;
+        async move { nccl::listen_double(parts, &double).await.expect("a free port") as Arc<dyn KvConnector> }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn nccl() {
+    nccl_over_the_double().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nccl_on_many_threads() {
+    nccl_over_the_double().await;
 }
 
 /// Without faults of its own: the suite's are played by the connector inside.

@@ -114,6 +114,6 @@ async fn an_unknown_connector_is_refused_with_the_known_ones() {
     let error = build("pigeon", parts).await.map(|_| ()).expect_err("no such wire");
     assert_eq!(
         error.to_string(),
-        "no connector is called \"pigeon\"; there are loopback, cuda-ipc, shm, rdma, tcp"
+        "no connector is called \"pigeon\"; there are loopback, cuda-ipc, nccl, shm, rdma, tcp"
     );
 }

@@ -14,11 +14,11 @@ use crate::error::NodeError;
 use crate::paced::Paced;
 
 /// What `auto` stands for: all connectors that work without being set up, fastest first.
-const AUTO: &[&str] = &["cuda-ipc", "shm", RDMA, "tcp"];
+const AUTO: &[&str] = &["cuda-ipc", "nccl", "shm", RDMA, "tcp"];
 /// Not in every executable.
 const RDMA: &str = "rdma";
 /// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
-const BETWEEN_GPUS: &[&str] = &["cuda-ipc"];
+const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
 /// The one of them that must work.
 const LAST_RESORT: &str = "tcp";

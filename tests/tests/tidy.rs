@@ -39,7 +39,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
         &["node", "types", "proto", "registry", "chassis", "kernels", "kv-cache", "kv-pool", "kv-transfer"],
     ),
     ("router", &["types", "proto", "registry", "chassis"]),
-    ("bench", &["types", "chassis", "kv-cache", "kv-transfer"]),
+    ("bench", &["types", "chassis", "kernels", "kv-cache", "kv-transfer"]),
     ("hub", &[]),
 ];
 

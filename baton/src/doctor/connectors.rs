@@ -73,7 +73,7 @@ fn works(scheme: &str) -> Finding {
 /// What is between GPUs cannot be tried without the GPU's memory.
 fn is_out(missing: &MissingWire, may_be_on_gpu: bool) -> Finding {
     let MissingWire { scheme, why } = missing;
-    if may_be_on_gpu && scheme.as_str() == "cuda-ipc" {
+    if may_be_on_gpu && ["cuda-ipc", "nccl"].contains(&scheme.as_str()) {
         let found = format!("{scheme}: out, unless the node computes on a GPU");
         return Finding::note(
             GROUP,

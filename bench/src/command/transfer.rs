@@ -8,13 +8,13 @@ use clap::Args;
 
 use crate::command::{Ended, say, tell};
 use crate::error::{BenchError, Result, write_text};
-use crate::transfer::case::{Blocks, Case, Digests, Layers};
+use crate::transfer::case::{Blocks, Case, Digests, Layers, Memory};
 use crate::transfer::measure::{Measured, measure};
 use crate::transfer::report::TransferReport;
 
 #[derive(Clone, Debug, Args)]
 pub struct TransferArgs {
-    /// Connectors that work within one machine
+    /// Connectors that work within one machine: tcp, shm, loopback, cuda-ipc, nccl
     #[arg(long, value_delimiter = ',', default_value = "tcp,shm", value_name = "NAMES")]
     pub connectors: Vec<String>,
     /// Bytes of KV of one transfer
@@ -34,6 +34,9 @@ pub struct TransferArgs {
     /// Whether pages are verified. Off is for measuring only: nodes have no such setting
     #[arg(long, value_enum, value_delimiter = ',', default_value = "on,off")]
     pub digests: Vec<Digests>,
+    /// Where KV lies. Connectors between GPUs have it there in any case, on the first and the second GPU
+    #[arg(long, value_enum, default_value = "host")]
+    pub memory: Memory,
     /// Streams of the connector, and of the plain copy
     #[arg(long, default_value_t = 2)]
     pub streams: u16,
@@ -89,12 +92,20 @@ fn cases(args: &TransferArgs) -> Vec<Case> {
                         layers: *layers,
                         digests: *digests,
                         streams: args.streams,
+                        memory: memory_of(connector, args.memory),
                     }));
                 }
             }
         }
     }
     cases
+}
+
+/// Connectors that no host memory will do for.
+const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
+
+fn memory_of(connector: &str, wanted: Memory) -> Memory {
+    if BETWEEN_GPUS.contains(&connector) { Memory::Gpus } else { wanted }
 }
 
 /// A node's connectors run on as many threads as there are cores; the harness around them has one.

@@ -38,6 +38,16 @@ pub enum Digests {
     Off,
 }
 
+/// Where KV lies, on both sides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Memory {
+    #[default]
+    Host,
+    /// On the first GPU of this machine, and on the second.
+    Gpus,
+}
+
 /// One thing to measure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
@@ -47,6 +57,8 @@ pub struct Case {
     pub layers: Layers,
     pub digests: Digests,
     pub streams: u16,
+    #[serde(default)]
+    pub memory: Memory,
 }
 
 /// A message of so many bytes as layers of blocks.

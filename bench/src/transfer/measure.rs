@@ -41,7 +41,7 @@ pub struct Measured {
 /// Measures for about `within`, and at least [`N_PAIRS_MIN`] pairs.
 pub async fn measure(case: &Case, within: Duration) -> Result<Measured> {
     let ends = Ends::new(case).await?;
-    let mut plain = Plain::of(&case.connector, case.streams).await?;
+    let mut plain = Plain::of(case, &ends).await?;
     let mut pairs = Vec::new();
     let mut began = Instant::now();
     for nth in 0..N_WARM + N_PAIRS_MAX {
@@ -115,10 +115,11 @@ fn at(sorted: &[f64], share: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transfer::case::{Blocks, Digests, Layers};
+    use crate::transfer::case::{Blocks, Digests, Layers, Memory};
 
     fn case(connector: &str, blocks: Blocks, layers: Layers, digests: Digests) -> Case {
-        Case { connector: connector.to_owned(), bytes: 4 << 20, blocks, layers, digests, streams: 2 }
+        let (connector, memory) = (connector.to_owned(), Memory::Host);
+        Case { connector, bytes: 4 << 20, blocks, layers, digests, streams: 2, memory }
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,7 +1,7 @@
 //! The same bytes without a connector: what the path itself can do with as many streams.
 //!
 //! For tcp, a vectored send and receive over as many sockets; for everything within one host, as many threads that
-//! copy from page to page.
+//! copy from page to page; between GPUs, one copy of all bytes in one piece, wherever the blocks lie.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -13,6 +13,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 
 use crate::error::{BenchError, Result};
+use crate::transfer::cards::PlainCopy;
+use crate::transfer::case::{Case, Memory};
 use crate::transfer::ends::{Ends, GROUP, Run, failed};
 
 /// Slices in one call to the kernel.
@@ -25,6 +27,7 @@ const SLICE_BYTES: usize = 64 << 10;
 pub enum Plain {
     Sockets(Sockets),
     Threads { streams: u16 },
+    Cards(Box<PlainCopy>),
 }
 
 /// Connected once: making connections is not what is measured.
@@ -34,10 +37,16 @@ pub struct Sockets {
 }
 
 impl Plain {
-    pub async fn of(connector: &str, streams: u16) -> Result<Self> {
-        if connector != "tcp" {
-            return Ok(Self::Threads { streams });
+    pub async fn of(case: &Case, ends: &Ends) -> Result<Self> {
+        let (near, far) = ends.memories();
+        match (case.memory, case.connector.as_str()) {
+            (Memory::Gpus, _) => Ok(Self::Cards(Box::new(PlainCopy::between(near, far)?))),
+            (Memory::Host, "tcp") => Self::sockets(case.streams).await,
+            (Memory::Host, _) => Ok(Self::Threads { streams: case.streams }),
         }
+    }
+
+    async fn sockets(streams: u16) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await.map_err(BenchError::Prepare)?;
         let addr = listener.local_addr().map_err(BenchError::Prepare)?;
         let mut pairs = Vec::new();
@@ -55,6 +64,7 @@ impl Plain {
         match self {
             Self::Threads { streams } => copy_by_threads(ends, runs, usize::from(*streams)),
             Self::Sockets(sockets) => sockets.copy(ends, runs).await,
+            Self::Cards(plain) => plain.copy(ends.memories().1, ends.bytes()),
         }
     }
 }

@@ -150,7 +150,15 @@ mod tests {
     fn measured(bytes: u64, digests: Digests) -> Measured {
         let (connector, blocks, layers) = ("shm".to_owned(), Blocks::Contiguous, Layers::AtOnce);
         Measured {
-            case: Case { connector, bytes, blocks, layers, digests, streams: 2 },
+            case: Case {
+                connector,
+                bytes,
+                blocks,
+                layers,
+                digests,
+                streams: 2,
+                memory: crate::transfer::case::Memory::Host,
+            },
             n_pairs: 5,
             rate: 8e9,
             plain_rate: 1e10,

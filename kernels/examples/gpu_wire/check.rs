@@ -22,7 +22,7 @@ const SHAPES: &[(usize, usize, usize)] = &[
 const N_PAGES: u32 = 64;
 
 pub(crate) fn all(cards: &[Card; 2]) -> Outcome<usize> {
-    let mut n_checks = memory(cards)?;
+    let mut n_checks = memory(cards)? + rectangles(cards)?;
     for (n_parts, n_heads, run_bytes) in SHAPES {
         n_checks += pages(cards, PageRuns { n_parts: *n_parts, n_heads: *n_heads, run_bytes: *run_bytes })?;
     }
@@ -88,6 +88,7 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
     let two = Two::new(cards, &[RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }])?;
     let (near, far) =
         (Courier::new(&two.near, CourierSize::default())?, Courier::new(&two.far, CourierSize::default())?);
+    let by_engines = Courier::new(&two.far, CourierSize { engine_bytes_min: 0, ..CourierSize::default() })?;
     let mut n_checks = 0;
     let all: Vec<u32> = (0..N_PAGES).collect();
     let lengths = (16..=runs.run_bytes).step_by(if runs.run_bytes > 1024 { 112 } else { 16 });
@@ -105,6 +106,10 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
         let offsets: Vec<u64> = from.iter().map(|page| two.near.offset(0, *page)).collect();
         let errand = far.pull(&two.near_from_far, &offsets, &two.far, some(&to_places))?;
         let here = far.take(errand)?;
+        n_checks += ensure(arrived(&two, runs, &from, &to)?, "pages arrive as they are, by a kernel")?;
+        two.far.write(0, 0..N_PAGES)?.fill(0xee);
+        let errand = by_engines.fetch(&two.near_from_far, &offsets, &two.far, some(&to_places), true)?;
+        let engines = by_engines.take(errand)?;
         let source = two.near.read(0, 0..N_PAGES)?;
         let target = two.far.read(0, 0..N_PAGES)?;
         let page = |bytes: &[u8], page: u32| {
@@ -121,6 +126,57 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
             ensure(there == expected, &format!("{runs:?} of {valid} valid bytes: digests at the sender"))?;
         n_checks +=
             ensure(here == expected, &format!("{runs:?} of {valid} valid bytes: digests on the way"))?;
+        n_checks +=
+            ensure(engines == expected, &format!("{runs:?} of {valid} valid bytes: digests behind engines"))?;
+    }
+    Ok(n_checks)
+}
+
+/// Whether each page there is here now.
+fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool> {
+    let (source, target) = (two.near.read(0, 0..N_PAGES)?, two.far.read(0, 0..N_PAGES)?);
+    let (source, target): (Vec<_>, Vec<_>) =
+        (source.chunks(runs.page_bytes()).collect(), target.chunks(runs.page_bytes()).collect());
+    Ok(from.iter().zip(to).all(|(from, to)| source[*from as usize] == target[*to as usize]))
+}
+
+/// Rectangles over layers, some of whose blocks are neighbours on both sides, and nothing beside them is written.
+fn rectangles(cards: &[Card; 2]) -> Outcome<usize> {
+    const N_LAYERS: u32 = 5;
+    let runs = PageRuns { n_parts: 2, n_heads: 2, run_bytes: 1024 };
+    let shapes = [RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
+    let two = Two::new(cards, &shapes)?;
+    let size = CourierSize { engine_bytes_min: 0, ..CourierSize::default() };
+    let (near, far) = (Courier::new(&two.near, size)?, Courier::new(&two.far, size)?);
+    for layer in 0..N_LAYERS {
+        let seed = u64::from(layer) + 77;
+        two.near
+            .write(layer, 0..N_PAGES)?
+            .iter_mut()
+            .enumerate()
+            .for_each(|(at, cell)| *cell = byte(seed, at));
+        two.far.write(layer, 0..N_PAGES)?.fill(0xee);
+    }
+    let blocks: [(u32, u32); 6] = [(3, 40), (4, 41), (5, 42), (9, 7), (20, 9), (21, 10)];
+    let all = |of: fn(&(u32, u32)) -> u32| -> Vec<(u32, u32)> {
+        (0..N_LAYERS).flat_map(|layer| blocks.iter().map(move |block| (layer, of(block)))).collect()
+    };
+    let (there, here) = (all(|block| block.0), all(|block| block.1));
+    let some = |places| SomePages { places, n_of_layer: blocks.len(), runs, partial: None };
+    let offsets: Vec<u64> = there.iter().map(|(layer, page)| two.near.offset(*layer, *page)).collect();
+    let said = near.take(near.digest(&two.near, some(&there))?)?;
+    let seen = far.take(far.fetch(&two.near_from_far, &offsets, &two.far, some(&here), true)?)?;
+    let mut n_checks = ensure(said == seen, "digests of rectangles")?;
+    for layer in 0..N_LAYERS {
+        let (source, target) = (two.near.read(layer, 0..N_PAGES)?, two.far.read(layer, 0..N_PAGES)?);
+        for (page, bytes) in target.chunks(runs.page_bytes()).enumerate() {
+            let from = blocks.iter().find(|(_, to)| *to as usize == page).map(|(from, _)| *from as usize);
+            let right = match from {
+                Some(from) => bytes == &source[from * runs.page_bytes()..][..runs.page_bytes()],
+                None => bytes.iter().all(|byte| *byte == 0xee),
+            };
+            n_checks += ensure(right, "rectangles arrive as they are, and nothing beside them")?;
+        }
     }
     Ok(n_checks)
 }

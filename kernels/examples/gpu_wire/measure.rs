@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Card, Courier, CourierSize, PageRuns, SomePages};
+use baton_kernels::cuda::{Card, Courier, CourierSize, Errand, PageRuns, SomePages};
 use serde_json::{Value, json};
 
 use crate::{Outcome, Two};
@@ -25,7 +25,21 @@ enum What {
     Copy,
     Pull,
     Digest,
+    /// As the connector does it.
+    Fetch {
+        digests: bool,
+    },
 }
+
+/// How all pages are divided into errands.
+#[derive(Clone, Copy)]
+struct Errands {
+    n_layers: u32,
+    n_blocks: u32,
+}
+
+/// Two layers of all blocks.
+const FLAT: Errands = Errands { n_layers: 2, n_blocks: N_SENT };
 
 pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
     let shapes = [RegionShape { page_bytes: RUNS.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
@@ -34,65 +48,102 @@ pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
     let neighbours: Vec<u32> = (0..N_SENT).collect();
     let scattered: Vec<u32> = (0..N_SENT).map(|nth| nth * 2 * 181 % N_PAGES + nth % 2).collect();
     let mut lines = Vec::new();
-    let mut tell = |what: &str, blocks: &str, size: CourierSize, took: Duration| {
+    let mut tell = |what: &str, blocks: &str, size: CourierSize, errands: Errands, took: Duration| {
         let rate = bytes / took.as_secs_f64() / GIGABYTE;
         eprintln!(
-            "{what:8} {blocks:10} {} x {:2} multiprocessors: {rate:6.1} GB/s",
-            size.n_lanes, size.lane_multiprocessors
+            "{what:14} {blocks:10} {} x {:2} multiprocessors, {} engines, {:2} layers of {:3} blocks: {rate:6.1} GB/s",
+            size.n_lanes, size.lane_multiprocessors, size.n_engines, errands.n_layers, errands.n_blocks
         );
-        lines.push(json!({"what": what, "blocks": blocks, "lanes": size.n_lanes, "lane_multiprocessors": size.lane_multiprocessors, "gigabytes_per_second": rate}));
+        lines.push(json!({
+            "what": what, "blocks": blocks, "lanes": size.n_lanes,
+            "lane_multiprocessors": size.lane_multiprocessors, "engines": size.n_engines,
+            "digest_multiprocessors": size.digest_multiprocessors, "errand_layers": errands.n_layers,
+            "errand_blocks": errands.n_blocks, "gigabytes_per_second": rate,
+        }));
     };
-    let plain = CourierSize { n_lanes: 1, lane_multiprocessors: 0 };
+    let plain = CourierSize { n_lanes: 1, lane_multiprocessors: 0, ..CourierSize::default() };
     let courier = Courier::new(&two.far, plain)?;
     let took = median(|| Ok(courier.copy_plainly(&two.near_from_far, &two.far, bytes as usize)?))?;
-    tell("plain", "contiguous", plain, took);
-    for (n_lanes, lane_multiprocessors) in [(1, 16), (2, 8), (4, 4), (2, 4)] {
-        let size = CourierSize { n_lanes, lane_multiprocessors };
-        for (blocks, pages) in [("neighbours", &neighbours), ("scattered", &scattered)] {
-            for (name, what) in
-                [("copy", What::Copy), ("pull", What::Pull), ("push", What::Push), ("digest", What::Digest)]
-            {
-                tell(name, blocks, size, median_of(&two, size, what, pages)?);
+    tell("plain", "contiguous", plain, Errands { n_layers: N_LAYERS, n_blocks: N_SENT }, took);
+    let both = [("neighbours", &neighbours), ("scattered", &scattered)];
+    for (n_lanes, lane_multiprocessors) in [(1, 16), (2, 8), (4, 4)] {
+        let size = CourierSize { n_lanes, lane_multiprocessors, ..CourierSize::default() };
+        for (blocks, pages) in both {
+            for (name, what) in [("copy", What::Copy), ("pull", What::Pull), ("push", What::Push)] {
+                tell(name, blocks, size, FLAT, median_of(&two, size, what, pages, FLAT)?);
+            }
+        }
+    }
+    for digest_multiprocessors in [8, 16] {
+        let size = CourierSize { digest_multiprocessors, ..CourierSize::default() };
+        tell("digest", "scattered", size, FLAT, median_of(&two, size, What::Digest, &scattered, FLAT)?);
+    }
+    for n_engines in [1, 2, 4] {
+        let size = CourierSize { n_engines, engine_bytes_min: 0, ..CourierSize::default() };
+        for (n_layers, n_blocks) in [(32, 8), (32, 16), (32, 32), (8, 64), (2, 256), (1, 512)] {
+            let errands = Errands { n_layers, n_blocks };
+            for (blocks, pages) in both {
+                for (name, digests) in [("fetch", true), ("fetch, no digests", false)] {
+                    if blocks == "neighbours" && n_layers < 32 && n_blocks < N_SENT {
+                        continue;
+                    }
+                    let what = What::Fetch { digests };
+                    tell(name, blocks, size, errands, median_of(&two, size, what, pages, errands)?);
+                }
             }
         }
     }
     Ok(json!(lines))
 }
 
-fn median_of(two: &Two, size: CourierSize, what: What, pages: &[u32]) -> Outcome<Duration> {
+fn median_of(two: &Two, size: CourierSize, what: What, pages: &[u32], errands: Errands) -> Outcome<Duration> {
     let memory = if matches!(what, What::Digest | What::Push) { &two.near } else { &two.far };
     let courier = Courier::new(memory, size)?;
-    median(|| whole(two, &courier, what, pages))
+    median(|| whole(two, &courier, what, pages, errands))
 }
 
-/// All layers, two in an errand, as a sequence that is computed already is sent.
-fn whole(two: &Two, courier: &Courier, what: What, pages: &[u32]) -> Outcome<()> {
+/// All layers, some in an errand, as a sequence that is computed already is sent.
+fn whole(two: &Two, courier: &Courier, what: What, pages: &[u32], errands: Errands) -> Outcome<()> {
     let is_scattered = pages[2] != pages[1] + 1;
     let mut under_way = VecDeque::new();
-    for layers in 0..N_LAYERS / 2 {
-        let places: Vec<_> = (2 * layers..2 * layers + 2)
-            .flat_map(|layer| pages.iter().map(move |page| (layer, *page)))
-            .collect();
-        let some = SomePages { places: &places, n_of_layer: pages.len(), runs: RUNS, partial: None };
-        let mut offsets: Vec<u64> =
-            places.iter().map(|(region, page)| two.near.offset(*region, *page)).collect();
-        if is_scattered {
-            offsets.reverse();
-        }
-        under_way.push_back(match what {
-            What::Push => courier.push(&two.near, some, &two.far_from_near, &offsets)?,
-            What::Copy => courier.copy(&two.near_from_far, &offsets, &two.far, some)?,
-            What::Pull => courier.pull(&two.near_from_far, &offsets, &two.far, some)?,
-            What::Digest => courier.digest(&two.near, some)?,
-        });
-        if under_way.len() > AHEAD {
-            courier.take(under_way.pop_front().expect("there is one"))?;
+    for first in (0..N_LAYERS).step_by(errands.n_layers as usize) {
+        for blocks in pages.chunks(errands.n_blocks as usize) {
+            let layers = first..first + errands.n_layers;
+            let places: Vec<_> =
+                layers.flat_map(|layer| blocks.iter().map(move |page| (layer, *page))).collect();
+            under_way.push_back(start(two, courier, what, &places, blocks.len(), is_scattered)?);
+            if under_way.len() > AHEAD {
+                courier.take(under_way.pop_front().expect("there is one"))?;
+            }
         }
     }
     for errand in under_way {
         courier.take(errand)?;
     }
     Ok(())
+}
+
+fn start(
+    two: &Two,
+    courier: &Courier,
+    what: What,
+    places: &[(u32, u32)],
+    n_of_layer: usize,
+    is_scattered: bool,
+) -> Outcome<Errand> {
+    let some = SomePages { places, n_of_layer, runs: RUNS, partial: None };
+    let mut offsets: Vec<u64> = places.iter().map(|(region, page)| two.near.offset(*region, *page)).collect();
+    if is_scattered {
+        // Each layer's pages come in another order than they lie here.
+        offsets.chunks_mut(n_of_layer).for_each(<[u64]>::reverse);
+    }
+    Ok(match what {
+        What::Push => courier.push(&two.near, some, &two.far_from_near, &offsets)?,
+        What::Copy => courier.copy(&two.near_from_far, &offsets, &two.far, some)?,
+        What::Pull => courier.pull(&two.near_from_far, &offsets, &two.far, some)?,
+        What::Digest => courier.digest(&two.near, some)?,
+        What::Fetch { digests } => courier.fetch(&two.near_from_far, &offsets, &two.far, some, digests)?,
+    })
 }
 
 fn median(mut once: impl FnMut() -> Outcome<()>) -> Outcome<Duration> {

@@ -2,6 +2,10 @@
 //!
 //! A courier has streams of its own, of high priority, and uses few multiprocessors: the card's kernels hardly notice.
 //! Errands overlap: while one ends, the next is on its way already.
+//!
+//! There are two ways from card to card. Where pages lie in large rectangles, the card's copy engines
+//! move them at the wire's full rate, and a kernel digests what has come. Where they do not, a kernel moves and digests
+//! them in one pass.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -13,10 +17,13 @@ use cudarc::driver::sys::{
 };
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
 
+use super::engines::Engines;
 use super::error::ensure;
 use super::memory::DeviceMemory;
+use super::rectangles::{Moved, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
-use super::staging::Pinned;
+use super::slate::Slate;
+use super::slots::Slots;
 use super::{Card, CudaError};
 
 /// Threads of a kernel's block; a block has a multiprocessor for itself.
@@ -37,12 +44,25 @@ pub struct CourierSize {
     pub n_lanes: usize,
     /// Multiprocessors of each.
     pub lane_multiprocessors: u32,
+    /// Copy engines that one errand keeps busy.
+    pub n_engines: usize,
+    /// Multiprocessors that digest what copy engines have moved, and what a sender shows.
+    pub digest_multiprocessors: u32,
+    /// The smallest rectangle, on average, that is worth an engine's while: to begin one takes 3.5 microseconds.
+    pub engine_bytes_min: usize,
 }
 
 impl Default for CourierSize {
-    /// 16 multiprocessors, in four parts: the others fill the wire while one begins or ends an errand.
+    /// 16 multiprocessors, in four parts: the others fill the wire while one begins or ends an errand. Digests alone go one
+    /// errand after the other: what counts there is when the last one is done.
     fn default() -> Self {
-        Self { n_lanes: 4, lane_multiprocessors: 4 }
+        Self {
+            n_lanes: 4,
+            lane_multiprocessors: 4,
+            n_engines: 2,
+            digest_multiprocessors: 16,
+            engine_bytes_min: 8 << 20,
+        }
     }
 }
 
@@ -61,7 +81,11 @@ pub struct Courier {
     context: Arc<CudaContext>,
     kernels: WireKernels,
     lanes: Vec<Arc<CudaStream>>,
+    engines: Engines,
+    verifier: Arc<CudaStream>,
     size: CourierSize,
+    /// Held while engines and the kernel behind them are told of one errand, so that it waits for its own copies only.
+    order: Mutex<()>,
     /// Errands so far: they take turns on the lanes.
     n_errands: AtomicUsize,
     /// Of errands that are done, for the next ones.
@@ -90,19 +114,32 @@ pub struct SomePages<'a> {
     pub partial: Option<(usize, usize)>,
 }
 
+/// A place in a slot.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotAt<'a> {
+    pub slots: &'a Slots,
+    pub slot: usize,
+    pub offset: usize,
+}
+
+impl SlotAt<'_> {
+    /// Where so many pages lie from here on, one after the other.
+    fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
+        let (n_pages, page_bytes) = (some.places.len(), some.runs.page_bytes());
+        let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
+        let is_vectors =
+            self.slots.slot_bytes().is_multiple_of(VECTOR_BYTES) && self.offset.is_multiple_of(VECTOR_BYTES);
+        ensure("a slot", is_vectors, "pages that begin off a 16-byte edge")?;
+        Ok((0..n_pages as u64).map(move |nth| first + nth * page_bytes as u64))
+    }
+}
+
 /// Work under way on the card. [`Courier::take`] waits for it.
 #[must_use = "nobody knows how an errand ended that was not taken"]
 pub struct Errand {
     slate: Slate,
     done: CudaEvent,
     n_digests: usize,
-}
-
-/// What an errand is told, and what it answers, in memory of this machine that the card reads and writes itself.
-struct Slate {
-    context: Arc<CudaContext>,
-    told: Pinned,
-    answers: Pinned,
 }
 
 /// The fields of WirePages in wire.cu, in their order: it is copied as bytes.
@@ -169,28 +206,58 @@ impl Courier {
     /// A courier for the card that `memory` lies on.
     pub fn new(memory: &DeviceMemory, size: CourierSize) -> Result<Self, CudaError> {
         let context = Arc::clone(memory.context());
-        let lane = |_| context.new_stream_with_priority(urgent(&context));
-        let lanes: Result<_, _> = (0..size.n_lanes.max(1)).map(lane).collect();
-        let lanes = lanes.map_err(CudaError::during("make a stream"))?;
-        let kernels = memory.wire_kernels().clone();
-        Ok(Self { kernels, context, lanes, size, n_errands: AtomicUsize::new(0), slates: Mutex::default() })
+        let stream =
+            || context.new_stream_with_priority(urgent(&context)).map_err(CudaError::during("make a stream"));
+        let lanes = (0..size.n_lanes.max(1)).map(|_| stream()).collect::<Result<_, _>>()?;
+        let engines = (0..size.n_engines.max(1)).map(|_| stream()).collect::<Result<_, _>>()?;
+        let engines = Engines::over(engines);
+        let (verifier, kernels) = (stream()?, memory.wire_kernels().clone());
+        let (order, n_errands, slates) = (Mutex::default(), AtomicUsize::new(0), Mutex::default());
+        Ok(Self { kernels, lanes, engines, verifier, size, order, n_errands, slates, context })
     }
 
     /// Digests pages, a number for each head of each page: what [`take`](Self::take) answers.
     pub fn digest(&self, memory: &DeviceMemory, some: SomePages<'_>) -> Result<Errand, CudaError> {
         let shape = self.shape(&some, memory)?;
-        let addresses = addresses(memory, &some);
-        self.start(
-            Kind::Digest,
-            shape,
-            addresses.map(|page| (page, 0)),
-            some.places.len() * some.runs.n_heads,
-        )
+        self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
 
-    /// Copies pages of a peer's card, at these offsets of its memory, and digests them on the way.
+    /// Copies pages of a peer's card, at these offsets of its memory, whichever way is faster; digests them if `digests`.
     ///
     /// The peer must not write them until this is done, or they arrive as a mixture, which their digests tell.
+    pub fn fetch(
+        &self,
+        from: &RemoteMemory,
+        offsets: &[u64],
+        memory: &DeviceMemory,
+        to: SomePages<'_>,
+        digests: bool,
+    ) -> Result<Errand, CudaError> {
+        let shape = self.pulled(from, offsets, memory, &to)?;
+        let there = offsets.iter().map(|offset| from.address() + offset);
+        let pages: Vec<Moved> =
+            there.zip(addresses(memory, &to)).map(|(from, to)| Moved { from, to }).collect();
+        let rectangles = rectangles(&pages, to.n_of_layer, to.runs.page_bytes());
+        if mean_bytes(&rectangles) < self.size.engine_bytes_min {
+            return match digests {
+                true => self.pull(from, offsets, memory, to),
+                false => self.copy(from, offsets, memory, to),
+            };
+        }
+        self.bind()?;
+        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        // JUSTIFICATION: copy engines are told addresses.
+        // SAFETY: rectangles are made of pages, and `pulled` has checked that every page lies within memory that is mapped
+        // on both sides; whoever unmaps it waits for the card first. That nobody else uses the pages here is the leases'
+        // matter, as for kernels.
+        unsafe { self.engines.start(&rectangles, &self.verifier)? };
+        match digests {
+            true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
+            false => self.errand(self.slate(0, 0)?, 0, &self.verifier),
+        }
+    }
+
+    /// As [`fetch`](Self::fetch) with digests, by a kernel.
     pub fn pull(
         &self,
         from: &RemoteMemory,
@@ -200,8 +267,7 @@ impl Courier {
     ) -> Result<Errand, CudaError> {
         let shape = self.pulled(from, offsets, memory, &to)?;
         let there = offsets.iter().map(|offset| from.address() + offset);
-        let n_digests = to.places.len() * to.runs.n_heads;
-        self.start(Kind::Pull, shape, there.zip(addresses(memory, &to)), n_digests)
+        self.start(Kind::Pull, shape, there.zip(addresses(memory, &to)), n_digests(&to))
     }
 
     /// The other way: from here into a peer's memory.
@@ -214,8 +280,46 @@ impl Courier {
     ) -> Result<Errand, CudaError> {
         let shape = self.pulled(to, offsets, memory, &from)?;
         let there = offsets.iter().map(|offset| to.address() + offset);
-        let n_digests = from.places.len() * from.runs.n_heads;
-        self.start(Kind::Pull, shape, addresses(memory, &from).zip(there), n_digests)
+        self.start(Kind::Pull, shape, addresses(memory, &from).zip(there), n_digests(&from))
+    }
+
+    /// Lays pages one after the other into a slot, from an offset on, and digests them on the way if `digests`.
+    pub fn gather(
+        &self,
+        memory: &DeviceMemory,
+        from: SomePages<'_>,
+        to: SlotAt<'_>,
+        digests: bool,
+    ) -> Result<Errand, CudaError> {
+        let shape = self.shape(&from, memory)?;
+        let there = to.pages(&from)?;
+        self.start_moving(shape, addresses(memory, &from).zip(there), &from, digests)
+    }
+
+    /// The way back: from a slot into pages.
+    pub fn scatter(
+        &self,
+        from: SlotAt<'_>,
+        memory: &DeviceMemory,
+        to: SomePages<'_>,
+        digests: bool,
+    ) -> Result<Errand, CudaError> {
+        let shape = self.shape(&to, memory)?;
+        let there = from.pages(&to)?;
+        self.start_moving(shape, there.zip(addresses(memory, &to)), &to, digests)
+    }
+
+    fn start_moving(
+        &self,
+        shape: Shape,
+        pages: impl Iterator<Item = (u64, u64)>,
+        some: &SomePages<'_>,
+        digests: bool,
+    ) -> Result<Errand, CudaError> {
+        match digests {
+            true => self.start(Kind::Pull, shape, pages, n_digests(some)),
+            false => self.start(Kind::Copy, shape, pages, 0),
+        }
     }
 
     /// As [`pull`](Self::pull), without a look at the bytes: the measure for what digests cost.
@@ -240,7 +344,7 @@ impl Courier {
     ) -> Result<(), CudaError> {
         let fits = bytes <= from.bytes() && bytes <= memory.bytes();
         ensure("plain copy", fits, "more bytes than both memories have")?;
-        self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        self.bind()?;
         let lane = &self.lanes[0];
         // JUSTIFICATION: memory of cards is reached by address.
         // SAFETY: both ranges are mapped and as long as was just checked; who unmaps one waits for the card first.
@@ -324,19 +428,36 @@ impl Courier {
         pages: impl Iterator<Item = (u64, u64)>,
         n_digests: usize,
     ) -> Result<Errand, CudaError> {
-        self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
-        let turn = self.n_errands.fetch_add(1, Ordering::Relaxed);
-        let lane = Arc::clone(&self.lanes[turn % self.lanes.len()]);
+        self.bind()?;
+        let lane = self.lane(kind);
         let mut slate = self.slate(2 * shape.n_pages as usize, n_digests)?;
         let told = slate.told.words_mut(2 * shape.n_pages as usize);
         for (words, (from, to)) in told.chunks_exact_mut(2).zip(pages) {
             words.copy_from_slice(&[from, to]);
         }
-        self.launch(kind, shape, &slate, &lane)?;
+        self.launch(kind, shape, &slate, lane)?;
+        self.errand(slate, n_digests, lane)
+    }
+
+    /// Digests follow one another, behind what they look at; what moves takes turns.
+    fn lane(&self, kind: Kind) -> &CudaStream {
+        let turn = self.n_errands.fetch_add(1, Ordering::Relaxed);
+        match kind {
+            Kind::Digest => &self.verifier,
+            Kind::Pull | Kind::Copy => &self.lanes[turn % self.lanes.len()],
+        }
+    }
+
+    /// All that waits on the lane now.
+    fn errand(&self, slate: Slate, n_digests: usize, lane: &CudaStream) -> Result<Errand, CudaError> {
         // Whoever waits does not sleep: an errand takes less time than waking up.
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let done = lane.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
         Ok(Errand { slate, done, n_digests })
+    }
+
+    fn bind(&self) -> Result<(), CudaError> {
+        self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))
     }
 
     fn launch(&self, kind: Kind, shape: Shape, slate: &Slate, lane: &CudaStream) -> Result<(), CudaError> {
@@ -347,7 +468,11 @@ impl Courier {
             Kind::Digest => &self.kernels.digest,
             Kind::Copy => &self.kernels.copy,
         };
-        let grid = (self.size.lane_multiprocessors.max(1), 1, 1);
+        let n_multiprocessors = match kind {
+            Kind::Digest => self.size.digest_multiprocessors,
+            Kind::Pull | Kind::Copy => self.size.lane_multiprocessors,
+        };
+        let grid = (n_multiprocessors.max(1), 1, 1);
         let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
         // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `pulled` have
@@ -362,9 +487,8 @@ impl Courier {
 
     /// One that is large enough: a used one, or a new one.
     fn slate(&self, n_told: usize, n_answers: usize) -> Result<Slate, CudaError> {
-        let fits = |slate: &Slate| slate.told.n_words() >= n_told && slate.answers.n_words() >= n_answers;
         let mut slates = self.slates();
-        if let Some(nth) = slates.iter().position(fits) {
+        if let Some(nth) = slates.iter().position(|slate| slate.fits(n_told, n_answers)) {
             return Ok(slates.swap_remove(nth));
         }
         // What is too small now is so for good: errands of one node are alike.
@@ -398,6 +522,18 @@ fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterato
     some.places.iter().map(move |(region, page)| memory.page_address(*region, *page))
 }
 
+/// As the kernel that digests takes them: nothing is moved.
+fn to_look_at<'a>(
+    memory: &'a DeviceMemory,
+    some: &SomePages<'a>,
+) -> impl Iterator<Item = (u64, u64)> + use<'a> {
+    addresses(memory, some).map(|page| (page, 0))
+}
+
+fn n_digests(some: &SomePages<'_>) -> usize {
+    some.places.len() * some.runs.n_heads
+}
+
 impl fmt::Debug for Courier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Courier")
@@ -407,27 +543,10 @@ impl fmt::Debug for Courier {
     }
 }
 
-// === impl Errand, Slate ===
+// === impl Errand ===
 
 impl fmt::Debug for Errand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Errand({} digests)", self.n_digests)
-    }
-}
-
-impl Slate {
-    fn new(context: &Arc<CudaContext>, n_told: usize, n_answers: usize) -> Result<Self, CudaError> {
-        Ok(Self {
-            told: Pinned::new(context, n_told * size_of::<u64>())?,
-            answers: Pinned::new(context, n_answers * size_of::<u64>())?,
-            context: Arc::clone(context),
-        })
-    }
-}
-
-impl Drop for Slate {
-    fn drop(&mut self) {
-        // The card may still read and write it. Where waiting fails the context is lost and does neither.
-        let _ = self.context.synchronize();
     }
 }

@@ -32,6 +32,12 @@ pub enum CudaError {
     Cublas { call: &'static str, code: String },
     #[error("cuBLASLt has no way to multiply {n_rows} rows of {k} with a matrix of {n} rows")]
     NoProduct { n: usize, k: usize, n_rows: usize },
+    #[error("no NCCL: libnccl.so.2 is not on the loader's path (install NVIDIA's libnccl2)")]
+    NoNccl,
+    #[error("NCCL here is {version}, and {needed} or later is needed")]
+    NcclTooOld { version: i32, needed: i32 },
+    #[error("{call} of NCCL: {why}")]
+    Nccl { call: &'static str, why: String },
     #[error("no {bytes} bytes left on the GPU: {free_bytes} of {total_bytes} are free")]
     OutOfMemory { bytes: usize, free_bytes: usize, total_bytes: usize },
     #[error("{what}")]

@@ -1,9 +1,11 @@
-//! The suite that every connector passes, over the memory of two GPUs, and how fast `cuda-ipc` moves KV between them.
+//! The suite that every connector passes, over the memory of two GPUs, and how fast `cuda-ipc` and `nccl` move KV between
+//! them, beside a plain copy and NCCL alone.
 //!
 //! `gpu_conformance [--nvrtc FOLDER] [--out FILE] [--commit NAME]`: JSON to the file, a summary to stderr; fails where the
-//! suite does. Prefill nodes are on the first GPU, all others on the second.
+//! suite does. Nodes that send are on the first GPU, those that receive on the second.
 
 mod measure;
+mod nccl;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,8 +19,15 @@ use kv_cache::KvMemory;
 use serde_json::json;
 use types::KvLayout;
 
-/// Wires that are run over memory of GPUs: the one that is made for it, and one that goes by copies of the host.
-const WIRES: &[&str] = &["cuda-ipc", "tcp"];
+/// Wires that are run over memory of GPUs, and the setting for frames: frames of one page, tall ones, and a wire that goes
+/// by copies of the host.
+const RUNS: &[(&str, usize)] = &[("cuda-ipc", 16), ("cuda-ipc", 32), ("nccl", 8), ("tcp", 1024)];
+
+/// Nodes of the suite to whom KV is sent: they are on the second GPU, all others on the first.
+const RECEIVERS: &[&str] = &["decode", "mortal"];
+
+/// Joining a pair takes NCCL a second or two, more than the suite's wires may stand still.
+const NCCL_STALL_MS: u64 = 10_000;
 
 static CARDS: OnceLock<[Card; 2]> = OnceLock::new();
 
@@ -27,7 +36,8 @@ pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>
 /// Memory of the card that a node of this name is on.
 pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     let cards = CARDS.get().expect("the cards are opened first");
-    KvMemory::device(layout, n_blocks, &cards[usize::from(name != "prefill")]).expect("the card has room")
+    KvMemory::device(layout, n_blocks, &cards[usize::from(RECEIVERS.contains(&name))])
+        .expect("the card has room")
 }
 
 #[derive(Default)]
@@ -53,7 +63,7 @@ fn args() -> Args {
 }
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt().with_max_level(tracing::Level::INFO).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).init();
     match run(&args()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -70,38 +80,37 @@ fn run(args: &Args) -> Outcome<bool> {
     lie_in(memory);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(8).enable_all().build()?;
     let measured = runtime.block_on(measure::all())?;
-    let suites: Vec<_> = WIRES.iter().map(|wire| (*wire, passes(&runtime, wire))).collect();
+    let by_nccl = nccl::plainly();
+    eprintln!("{by_nccl}");
+    let suites: Vec<_> = RUNS.iter().map(|run| (*run, passes(&runtime, *run))).collect();
     let report = json!({
         "command": "gpu_conformance",
         "commit": args.commit,
         "cards": [cards[0].name(), cards[1].name()],
         "measured": measured,
-        "conformance": suites.iter().map(|(wire, passed)| json!({"wire": wire, "passed": passed})).collect::<Vec<_>>(),
+        "nccl_alone": by_nccl,
+        "conformance": suites.iter().map(|((wire, frame), passed)| json!({"wire": wire, "frame_bytes": frame, "passed": passed})).collect::<Vec<_>>(),
     });
     if let Some(out) = &args.out {
         std::fs::write(out, serde_json::to_string_pretty(&report)? + "\n")?;
     }
-    for (wire, passed) in &suites {
-        eprintln!("conformance of {wire}: {}", if *passed { "passed" } else { "FAILED" });
+    for ((wire, frame), passed) in &suites {
+        eprintln!("conformance of {wire}, frames of {frame}: {}", if *passed { "passed" } else { "FAILED" });
     }
     Ok(suites.iter().all(|(_, passed)| *passed))
 }
 
 /// Runs all cases; a case that fails has said so.
-fn passes(runtime: &tokio::runtime::Runtime, wire: &'static str) -> bool {
-    let suite = conformance(move |parts| small_frames(wire, parts));
+fn passes(runtime: &tokio::runtime::Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool {
+    let suite = conformance(move |mut parts: ConnectorParts| async move {
+        // The suite wants transfers of many frames; a card's are many times larger than the setting.
+        parts.settings.frame_bytes = frame_bytes;
+        if wire == "nccl" {
+            parts.settings.stall_ms = parts.settings.stall_ms.max(NCCL_STALL_MS);
+        }
+        build(wire, parts).await.expect("the connector works here")
+    });
     #[allow(clippy::disallowed_methods, reason = "a panic of the suite ends this task and not the report")]
     let task = runtime.spawn(suite);
     runtime.block_on(task).is_ok()
-}
-
-/// The suite wants transfers of many frames; a card's are many times larger than the setting.
-async fn small_frames(
-    wire: &'static str,
-    mut parts: ConnectorParts,
-) -> std::sync::Arc<dyn baton_kv_transfer::KvConnector> {
-    if wire == "cuda-ipc" {
-        parts.settings.frame_bytes = 8;
-    }
-    build(wire, parts).await.expect("the connector works here")
 }

@@ -18,6 +18,16 @@ const N_SENT: u32 = N_TOKENS / 16;
 const N_BLOCKS: u32 = 2 * N_SENT;
 const ROUNDS: usize = 15;
 
+#[derive(Clone, Copy)]
+struct How {
+    wire: &'static str,
+    /// Its frames are so many times larger than the setting.
+    frames_larger: usize,
+    digests: bool,
+    is_scattered: bool,
+    frame_bytes: usize,
+}
+
 struct Side {
     parts: ConnectorParts,
     pool: BlockPool,
@@ -28,11 +38,12 @@ fn layout() -> KvLayout {
     KvLayout::uniform(16, KvDtype::Bf16, 32, 8, 128)
 }
 
-async fn side(name: &str, memory: &KvMemory, digests: bool) -> Outcome<Side> {
-    let settings = TransferSettings { digests, ..TransferSettings::default() };
+async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Side> {
+    let frame_bytes = how.frame_bytes / how.frames_larger;
+    let settings = TransferSettings { digests: how.digests, frame_bytes, ..TransferSettings::default() };
     let parts = ConnectorParts { memory: memory.clone(), settings, ..Node::parts(name, layout()) };
     let pool = BlockPool::new(memory.layout(), memory.n_blocks());
-    let wire = build("cuda-ipc", parts.clone()).await?;
+    let wire = build(how.wire, parts.clone()).await?;
     Ok(Side { parts, pool, wire })
 }
 
@@ -70,18 +81,30 @@ pub(crate) async fn all() -> Outcome<Value> {
     let bytes = N_SENT as usize * layout().block_bytes(GroupIdx(0));
     let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far, bytes)?})];
     eprintln!("{}", lines[0]);
-    for digests in [true, false] {
-        for blocks in ["neighbours", "scattered"] {
-            let took = through_connector(&near, &far, digests, blocks == "scattered").await?;
-            let line = json!({
-                "what": "cuda-ipc", "blocks": blocks, "digests": digests,
-                "median_ms": took.as_secs_f64() * 1e3,
-                "gigabytes_per_second": bytes as f64 / took.as_secs_f64() / 1e9,
-            });
+    let wires = [
+        ("cuda-ipc", 64, 32 << 20),
+        ("cuda-ipc", 64, 64 << 20),
+        ("nccl", 128, 64 << 20),
+        ("nccl", 128, 32 << 20),
+    ];
+    for (wire, frames_larger, frame_bytes) in wires {
+        for (digests, is_scattered) in [(true, false), (true, true), (false, false), (false, true)] {
+            let how = How { wire, frames_larger, digests, is_scattered, frame_bytes };
+            let line = match through_connector(&near, &far, how).await {
+                Err(error) => json!({"what": wire, "error": error.to_string()}),
+                Ok(took) => json!({
+                    "what": wire, "blocks": if is_scattered { "scattered" } else { "neighbours" },
+                    "digests": digests, "frame_mib": frame_bytes >> 20,
+                    "median_ms": took.as_secs_f64() * 1e3,
+                    "gigabytes_per_second": bytes as f64 / took.as_secs_f64() / 1e9,
+                }),
+            };
             eprintln!("{line}");
             lines.push(line);
         }
     }
+    lines.push(json!({"what": "plain copy, again", "gigabytes_per_second": plainly(&near, &far, bytes)?}));
+    eprintln!("{}", lines[lines.len() - 1]);
     Ok(json!(lines))
 }
 
@@ -100,13 +123,9 @@ fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
 }
 
 /// From the first call of `send` to the arrival: all layers are computed already.
-async fn through_connector(
-    near: &KvMemory,
-    far: &KvMemory,
-    digests: bool,
-    scatter: bool,
-) -> Outcome<Duration> {
-    let (prefill, decode) = (side("prefill", near, digests).await?, side("decode", far, digests).await?);
+async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome<Duration> {
+    let (prefill, decode) = (side("prefill", near, how).await?, side("decode", far, how).await?);
+    let scatter = how.is_scattered;
     let (from, _between) =
         if scatter { prefill.scattered() } else { (prefill.lease(N_SENT as usize), vec![]) };
     let from = Arc::new(from);

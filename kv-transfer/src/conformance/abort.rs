@@ -172,7 +172,7 @@ pub async fn receiver_dies(pair: Arc<Pair>) {
 }
 
 pub async fn sender_dies(pair: Arc<Pair>) {
-    let third = pair.third(Node::parts("mortal", layout())).await;
+    let third = pair.third(Node::parts("mortal prefill", layout())).await;
     let from = third.computed(N_TOKENS, 6);
     let (landing, arrival) = pair.land(N_TOKENS);
     let to = types::Destination::Landing(landing.clone());

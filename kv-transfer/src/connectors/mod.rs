@@ -4,6 +4,7 @@ pub mod cuda_ipc;
 pub mod flaky;
 pub mod link;
 pub mod loopback;
+pub mod nccl;
 #[cfg(feature = "rdma")]
 pub mod rdma;
 pub mod shm;
@@ -26,6 +27,7 @@ pub fn connectors() -> &'static [(&'static str, Build)] {
         (cuda_ipc::SCHEME, |parts| {
             Box::pin(async { Ok(cuda_ipc::listen(parts).await? as Arc<dyn KvConnector>) })
         }),
+        (nccl::SCHEME, |parts| Box::pin(async { Ok(nccl::listen(parts).await? as Arc<dyn KvConnector>) })),
         (shm::SCHEME, |parts| Box::pin(async { Ok(shm::listen(parts).await? as Arc<dyn KvConnector>) })),
         #[cfg(feature = "rdma")]
         (rdma::SCHEME, |parts| Box::pin(async { Ok(rdma::listen(parts).await? as Arc<dyn KvConnector>) })),

@@ -15,7 +15,7 @@ const ERRANDS_MAX: usize = 64;
 
 /// A courier, and the thread that waits for its errands. The thread ends when this is dropped and all are done.
 #[derive(Debug)]
-pub(super) struct Carrier {
+pub(in crate::connectors) struct Carrier {
     courier: Arc<Courier>,
     waiting: mpsc::Sender<Job>,
 }
@@ -34,11 +34,11 @@ enum Job {
 
 /// Room for one errand.
 #[derive(Debug)]
-pub(super) struct Room<'a>(mpsc::Permit<'a, Job>);
+pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
 
 impl Carrier {
-    pub(super) fn start(memory: &KvMemory) -> Result<Self, TransferError> {
-        let courier = Courier::new(on_card(memory)?.memory(), CourierSize::default());
+    pub(in crate::connectors) fn start(memory: &KvMemory, size: CourierSize) -> Result<Self, TransferError> {
+        let courier = Courier::new(on_card(memory)?.memory(), size);
         let courier = Arc::new(courier.map_err(TransferError::device)?);
         let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
         let waits = Arc::clone(&courier);
@@ -49,17 +49,17 @@ impl Carrier {
         Ok(Self { courier, waiting })
     }
 
-    pub(super) fn courier(&self) -> &Courier {
+    pub(in crate::connectors) fn courier(&self) -> &Courier {
         &self.courier
     }
 
     /// Waits until an errand more may be under way.
-    pub(super) async fn room(&self) -> Result<Room<'_>, TransferError> {
+    pub(in crate::connectors) async fn room(&self) -> Result<Room<'_>, TransferError> {
         self.waiting.reserve().await.map(Room).map_err(|_| TransferError::Closed)
     }
 
     /// Gives a peer's memory back, which waits until the card does not use it.
-    pub(super) fn unmap(&self, remote: Arc<RemoteMemory>) {
+    pub(in crate::connectors) fn unmap(&self, remote: Arc<RemoteMemory>) {
         // Where there is no room it happens when this drops it, here and now.
         let _ = self.waiting.try_send(Job::Unmap(remote));
     }
@@ -67,7 +67,7 @@ impl Carrier {
 
 impl Room<'_> {
     /// Waits for an errand: its digests. Dropped early, the errand and its flight go on.
-    pub(super) async fn take(
+    pub(in crate::connectors) async fn take(
         self,
         errand: Errand,
         flight: Option<Flight>,

@@ -2,22 +2,24 @@
 //!
 //! A [link](super::link) over Unix sockets, as [`shm`] has one. The sender gives the receiver a file descriptor
 //! of its card's memory, once for each link; frames say where their KV lies in it, and the receiver's card pulls it over
-//! NVLink, digesting it on the way. So nobody writes another's memory: that a landing is quiet is this side's own
+//! NVLink, by its copy engines where the KV lies in large pieces and by a kernel where it does not. What the KV must be is
+//! said a moment later: the sender's card makes the digests while the receiver's copies. So nobody writes another's memory: that a landing is quiet is this side's own
 //! knowledge, and a sender that is stopped or killed in the middle of it can do no harm. Its memory lives for as long as
 //! the receiver has it mapped. See `docs/decisions/0010-gpus-pull.md`.
 //!
 //! Suggested reading order: how two processes find each other (`door`), who waits for a card (`carrier`), pages as a card
 //! is told of them (`pages`), the sender (`shown`) and the receiver (`pulled`).
 
-mod carrier;
+pub(super) mod carrier;
 mod door;
-mod pages;
+pub(super) mod pages;
 mod pulled;
 mod shown;
 
 use std::path::Path;
 use std::sync::Arc;
 
+use kernels::cuda::CourierSize;
 use tracing::info;
 use types::{Scheme, WireAddress};
 
@@ -34,7 +36,7 @@ use crate::landing::bad_request;
 pub const SCHEME: &str = "cuda-ipc";
 
 /// A card's frames are so many times larger than the setting: what it takes to be told of one is worth a megabyte.
-const FRAMES_LARGER: usize = 128;
+const FRAMES_LARGER: usize = 64;
 /// Frames of a link that are under way at one time: a stream has one.
 const STREAMS: u16 = 6;
 
@@ -44,7 +46,8 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
     check_pages(&parts)?;
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
     parts.settings.streams = STREAMS;
-    let carrier = Arc::new(Carrier::start(&parts.memory)?);
+    parts.settings.tall_frames = true;
+    let carrier = Arc::new(Carrier::start(&parts.memory, CourierSize::default())?);
     let folder = Path::new(shm::FOLDER);
     let refused = |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };
     let (listener, socket) = shm::door::bind(folder, parts.world.draw()).map_err(refused)?;
@@ -56,6 +59,6 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
 }
 
 /// The card's side of the memory. A connector is not made without.
-fn on_card(memory: &kv_cache::KvMemory) -> Result<kv_cache::OnCard<'_>, TransferError> {
+pub(super) fn on_card(memory: &kv_cache::KvMemory) -> Result<kv_cache::OnCard<'_>, TransferError> {
     memory.on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
 }

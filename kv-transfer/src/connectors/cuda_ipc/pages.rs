@@ -15,10 +15,10 @@ const VECTOR_BYTES: usize = 16;
 
 /// Neighbouring layers of a span whose pages are alike: what one errand takes.
 #[derive(Debug)]
-pub(super) struct Alike {
+pub(in crate::connectors) struct Alike {
     shape: PageShape,
     /// Region and page, layer by layer.
-    pub(super) places: Vec<(u32, u32)>,
+    pub(in crate::connectors) places: Vec<(u32, u32)>,
     n_blocks: usize,
     /// The block of the span that is filled in part, and how many bytes of each of its runs are valid.
     partial: Option<(usize, usize)>,
@@ -26,7 +26,7 @@ pub(super) struct Alike {
 
 /// Refuses memory whose pages no card can move. Where a token is not a multiple of 16 bytes either, which no real model's
 /// is, a sequence whose last block is filled in part is refused by the courier.
-pub(super) fn check(memory: &KvMemory) -> Result<(), TransferError> {
+pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferError> {
     on_card(memory)?;
     let layout = memory.layout();
     for group in layout.group_indices() {
@@ -41,7 +41,12 @@ pub(super) fn check(memory: &KvMemory) -> Result<(), TransferError> {
 }
 
 /// All pages of a span, whose blocks `table` has, in runs of layers that are alike.
-pub(super) fn alike(memory: OnCard<'_>, landing: &Landing, table: &[BlockIdx], span: &KvSpan) -> Vec<Alike> {
+pub(in crate::connectors) fn alike(
+    memory: OnCard<'_>,
+    landing: &Landing,
+    table: &[BlockIdx],
+    span: &KvSpan,
+) -> Vec<Alike> {
     let mut all: Vec<Alike> = Vec::new();
     for layer_pos in span.layers.clone() {
         let shape = PageShape::new(&landing.layout, span.group, layer_pos);
@@ -68,7 +73,7 @@ impl Alike {
         Self { shape, places: Vec::new(), n_blocks, partial: is_partial.then_some(partial) }
     }
 
-    pub(super) fn some(&self) -> SomePages<'_> {
+    pub(in crate::connectors) fn some(&self) -> SomePages<'_> {
         let PageShape { n_parts, n_heads, head_bytes, .. } = self.shape;
         SomePages {
             places: &self.places,
@@ -78,12 +83,8 @@ impl Alike {
         }
     }
 
-    pub(super) fn page_bytes(&self) -> usize {
+    pub(in crate::connectors) fn page_bytes(&self) -> usize {
         self.shape.page_bytes()
-    }
-
-    pub(super) fn n_heads(&self) -> usize {
-        self.shape.n_heads
     }
 
     /// Where the pages lie in what this node shows of its card, neighbours together.

@@ -12,9 +12,10 @@ use super::on_card;
 use super::pages::{Alike, Offsets, alike};
 use crate::connectors::link::frame::{FrameError, Piece};
 use crate::connectors::link::medium::Fetch;
+use crate::connectors::link::said::{Said, differing};
 use crate::digest::Digest;
 use crate::error::TransferError;
-use crate::landing::{Claim, OpenLanding, PageAt};
+use crate::landing::{Claim, OpenLanding};
 use crate::lanes::LaneSpan;
 
 /// A sender's memory, mapped for as long as its link lives.
@@ -41,11 +42,9 @@ impl Pulled {
         let courier = self.carrier.courier();
         let start = |memory: &KvMemory| {
             let memory = on_card(memory)?.memory();
-            match verifies {
-                true => courier.pull(&self.remote, offsets, memory, pages.some()),
-                false => courier.copy(&self.remote, offsets, memory, pages.some()),
-            }
-            .map_err(TransferError::device)
+            courier
+                .fetch(&self.remote, offsets, memory, pages.some(), verifies)
+                .map_err(TransferError::device)
         };
         let Some((errand, flight)) = landing.take_off(start) else { return Ok(None) };
         room.take(errand?, Some(flight)).await.map(Some)
@@ -64,23 +63,30 @@ impl Fetch for Pulled {
         &self,
         landing: &OpenLanding,
         span: &LaneSpan,
-        digests: &[Digest],
+        said: Said,
         pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError> {
-        let claim = landing.claim(span, digests.len())?;
+        let claim = match &said {
+            Said::Here(digests) => landing.claim(span, digests.len())?,
+            Said::Later(_) => landing.claim_promised(span)?,
+        };
         let errands = errands(landing, span, pieces)?;
         if claim == Claim::Skip {
             return Ok(Vec::new());
         }
-        let (mut bytes, mut here) = (0, Vec::with_capacity(digests.len()));
+        let (mut bytes, mut here) = (0, Vec::new());
         for (pages, offsets) in &errands {
-            match self.pull(landing, pages, offsets, !digests.is_empty()).await? {
-                Some(digests) => here.extend(digests),
+            match self.pull(landing, pages, offsets, said.is_something()).await? {
+                Some(digests) => here.extend(digests.into_iter().map(Digest)),
                 None => return Ok(Vec::new()),
             }
             bytes += offsets.len() * pages.page_bytes();
         }
-        let wrong = differing(span, errands.iter().map(|(pages, _)| pages), digests, &here);
+        let Some(said) = said.heard().await else { return Ok(Vec::new()) };
+        if said.len() != here.len() {
+            return Err(FrameError::Body("not as many digests as were promised").into());
+        }
+        let wrong = differing(landing, span, &said, &here);
         // A landing that has just failed has nothing to ask for.
         Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
     }
@@ -104,27 +110,4 @@ fn errands(
         return Err(FrameError::Body("the pieces are longer than their span").into());
     }
     Ok(errands)
-}
-
-/// The pages whose digests are not what the sender said. Without digests there is nothing to compare with.
-fn differing<'a>(
-    span: &KvSpan,
-    pages: impl Iterator<Item = &'a Alike>,
-    said: &[Digest],
-    here: &[u64],
-) -> Vec<KvSpan> {
-    let mut wrong = Vec::new();
-    if said.is_empty() {
-        return wrong;
-    }
-    let heads = pages.flat_map(|pages| std::iter::repeat_n(pages.n_heads(), pages.places.len()));
-    let mut at = 0;
-    for (page, n_heads) in PageAt::all(span).zip(heads) {
-        let digests = said[at..at + n_heads].iter().zip(&here[at..at + n_heads]);
-        if digests.into_iter().any(|(said, here)| said.0 != *here) {
-            wrong.push(page.span());
-        }
-        at += n_heads;
-    }
-    wrong
 }

@@ -1,7 +1,7 @@
 //! Hot path. What a sender shows: its card's memory, and where in it the KV of each frame lies.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use chassis::Stream;
@@ -9,10 +9,10 @@ use kv_cache::KvMemory;
 use types::{GroupIdx, KvSpan};
 
 use super::carrier::Carrier;
-use super::pages::{alike, page_of_bit};
+use super::pages::{Alike, alike, page_of_bit};
 use super::{door, on_card};
 use crate::connector::ConnectorParts;
-use crate::connectors::link::frame::{Body, Frame, FrameError};
+use crate::connectors::link::frame::{Body, Frame, FrameError, Piece};
 use crate::connectors::link::medium::Medium;
 use crate::connectors::link::span_out::{SpanOut, spoil};
 use crate::connectors::link::stream::FrameWriter;
@@ -26,7 +26,7 @@ pub(super) struct Shown {
     memory: KvMemory,
     carrier: Arc<Carrier>,
     /// Bits of this node's own pages that faults have flipped: KV cannot be spoilt on its way, for nobody sends it. They
-    /// are put right before the next frame leaves. Held for a look, never across an await.
+    /// are put right before the next frame leaves. Held while pages are spoilt or put right, never across an await.
     flipped: Mutex<Vec<Flipped>>,
 }
 
@@ -44,34 +44,58 @@ impl Shown {
         Ok(Arc::new(Self { memory: parts.memory.clone(), carrier, flipped: Mutex::default() }))
     }
 
-    /// The frame for some pages: their digests are made by the card, where they are.
-    async fn frame(&self, parts: &ConnectorParts, span: &SpanOut) -> Result<Frame, TransferError> {
+    /// Some pages, and where they lie.
+    fn pages(&self, span: &SpanOut) -> Result<(Vec<Alike>, Vec<Piece>), TransferError> {
         let card = on_card(&self.memory)?;
-        let table = span.from.table(span.piece.group);
-        let (mut pieces, mut digests) = (Vec::new(), Vec::new());
-        for pages in alike(card, &span.out.landing, table, &span.piece) {
-            pages.pieces(card, &mut pieces);
-            if parts.settings.digests {
-                let room = self.carrier.room().await?;
-                let errand = self.carrier.courier().digest(card.memory(), pages.some());
-                let made = room.take(errand.map_err(TransferError::device)?, None).await?;
-                digests.extend(made.into_iter().map(Digest));
-            }
+        let all = alike(card, &span.out.landing, span.from.table(span.piece.group), &span.piece);
+        let mut pieces = Vec::new();
+        all.iter().for_each(|pages| pages.pieces(card, &mut pieces));
+        Ok((all, pieces))
+    }
+
+    /// Digests are made by the card, where the pages are.
+    async fn digests(&self, all: &[Alike]) -> Result<Vec<Digest>, TransferError> {
+        let card = on_card(&self.memory)?;
+        let mut digests = Vec::new();
+        for pages in all {
+            let room = self.carrier.room().await?;
+            let errand = self.carrier.courier().digest(card.memory(), pages.some());
+            let made = room.take(errand.map_err(TransferError::device)?, None).await?;
+            digests.extend(made.into_iter().map(Digest));
         }
-        let body = Body::SpanAt { span: span.piece.span.clone(), slot: None, pieces, digests };
-        Ok(Frame::new(span.out.transfer(), body))
+        Ok(digests)
+    }
+
+    /// Shows the pages, and says what they are once that is known: the receiver copies meanwhile.
+    async fn show(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
+        let (all, pieces) = self.pages(span)?;
+        writer.write(&shown(span, pieces)).await?;
+        let digests = self.digests(&all).await?;
+        writer.write(&said(span, digests)).await
+    }
+
+    /// The same as one frame, where nothing is said of the pages.
+    async fn show_bare(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
+        let (_, pieces) = self.pages(span)?;
+        let body = Body::SpanAt { span: span.piece.span.clone(), slot: None, pieces, digests: Vec::new() };
+        writer.write(&Frame::new(span.out.transfer(), body)).await
     }
 
     fn flip(&self, span: &KvSpan, table: &[types::BlockIdx], bit: u64) -> Result<(), TransferError> {
         let (page, bit) = page_of_bit(self.memory.layout(), table, span, bit);
+        let mut flipped = self.flipped();
         self.flip_in(page, bit)?;
-        self.flipped.lock().unwrap_or_else(PoisonError::into_inner).push(Flipped { page, bit });
+        flipped.push(Flipped { page, bit });
         Ok(())
     }
 
     fn put_right(&self) -> Result<(), TransferError> {
-        let flipped = std::mem::take(&mut *self.flipped.lock().unwrap_or_else(PoisonError::into_inner));
-        flipped.into_iter().try_for_each(|Flipped { page, bit }| self.flip_in(page, bit))
+        let mut flipped = self.flipped();
+        flipped.drain(..).try_for_each(|Flipped { page, bit }| self.flip_in(page, bit))
+    }
+
+    fn flipped(&self) -> MutexGuard<'_, Vec<Flipped>> {
+        self.flipped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn flip_in(
@@ -88,22 +112,24 @@ impl Shown {
         &self,
         fault: FaultKind,
         writer: &mut FrameWriter,
-        mut frame: Frame,
         span: &SpanOut,
     ) -> Result<(), TransferError> {
+        let (all, pieces) = self.pages(span)?;
+        // Made before anything is spoilt.
+        let mut digests = self.digests(&all).await?;
         match fault {
             FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
             FaultKind::Stall => return std::future::pending().await,
             FaultKind::Delay(by) => tokio::time::sleep(by).await,
-            FaultKind::Duplicate => writer.write(&frame).await?,
-            FaultKind::FlipBit(bit) => self.flip(&span.piece, span.from.table(span.piece.group), bit)?,
-            FaultKind::WrongDigest => {
-                if let Body::SpanAt { digests, .. } = &mut frame.body {
-                    spoil(digests);
-                }
+            FaultKind::Duplicate => {
+                writer.write(&shown(span, pieces.clone())).await?;
+                writer.write(&said(span, digests.clone())).await?;
             }
+            FaultKind::FlipBit(bit) => self.flip(&span.piece, span.from.table(span.piece.group), bit)?,
+            FaultKind::WrongDigest => spoil(&mut digests),
         }
-        writer.write(&frame).await
+        writer.write(&shown(span, pieces)).await?;
+        writer.write(&said(span, digests)).await
     }
 }
 
@@ -129,11 +155,10 @@ impl Medium for Shown {
             return Ok(());
         }
         self.put_right()?;
-        let frame = self.frame(parts, &span).await?;
-        let n_pages = span.piece.layers.len() * span.piece.blocks.len();
-        match parts.faults.next(bytes_of(&frame, n_pages)) {
-            None => writer.write(&frame).await,
-            Some(fault) => self.write_with(fault, writer, frame, &span).await,
+        match parts.faults.next(span.page_bytes()) {
+            Some(fault) => self.write_with(fault, writer, &span).await,
+            None if parts.settings.digests => self.show(writer, &span).await,
+            None => self.show_bare(writer, &span).await,
         }
     }
 
@@ -152,10 +177,10 @@ impl Medium for Shown {
     fn close(&self) {}
 }
 
-/// Bytes of KV that a frame is about.
-fn bytes_of(frame: &Frame, n_pages: usize) -> usize {
-    match &frame.body {
-        Body::SpanAt { pieces, .. } => pieces.iter().map(|piece| piece.bytes as usize).sum(),
-        _ => n_pages,
-    }
+fn shown(span: &SpanOut, pieces: Vec<Piece>) -> Frame {
+    Frame::new(span.out.transfer(), Body::Shown { span: span.piece.span.clone(), pieces })
+}
+
+fn said(span: &SpanOut, digests: Vec<Digest>) -> Frame {
+    Frame::new(span.out.transfer(), Body::Digests { span: span.piece.span.clone(), digests })
 }

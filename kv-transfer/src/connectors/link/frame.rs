@@ -33,7 +33,7 @@ const CHECKED_BYTES: usize = 32;
 const MAGIC: [u8; 4] = *b"BTKV";
 
 /// The longest body of a span: its coordinates and 8 bytes per digest.
-pub const SPAN_BODY_BYTES_MAX: usize = 64 << 10;
+pub const SPAN_BODY_BYTES_MAX: usize = (64 << 10) + 64;
 /// The longest body of a span that lies elsewhere: the pieces that it lies in come on top.
 pub const SPAN_AT_BODY_BYTES_MAX: usize = SPAN_BODY_BYTES_MAX + (16 << 10);
 /// Pieces that one span can lie in.
@@ -82,6 +82,14 @@ pub enum Body {
     /// sender → receiver: some pages, where a mapping of each rank is shared: their KV lies in these pieces of it, layer by
     /// layer and block by block. `slot`: they lie in the sender's stage, and it waits for a `Taken`.
     SpanAt { span: KvSpan, slot: Option<u16>, pieces: Vec<Piece>, digests: Vec<Digest> },
+    /// sender → receiver: some pages whose KV a card may begin to copy, from these pieces of the sender's memory. Their
+    /// digests are still being made: the next [`Body::Digests`] of the same stream.
+    Shown { span: KvSpan, pieces: Vec<Piece> },
+    /// sender → receiver: what the pages that were last shown on this stream must be.
+    Digests { span: KvSpan, digests: Vec<Digest> },
+    /// sender → receiver: some pages, as the next message of the queue that the two have beside this link, layer by layer
+    /// and block by block. Messages are numbered from 0 on, without a gap.
+    Queued { number: u64, bytes: u32, span: KvSpan, digests: Vec<Digest> },
     /// receiver → sender: what lay in this slot of the stage is not needed any more.
     Taken { slot: u16 },
     /// sender → receiver: some pages, which the sender's device has written where they belong. They are in place once the
@@ -151,6 +159,9 @@ mod kind {
     pub(super) const TAKEN: u8 = 13;
     pub(super) const SPAN_WRITTEN: u8 = 14;
     pub(super) const QUIET: u8 = 15;
+    pub(super) const SHOWN: u8 = 16;
+    pub(super) const DIGESTS: u8 = 17;
+    pub(super) const QUEUED: u8 = 18;
 }
 
 /// Parses one whole frame, header and body, from the front of `bytes`. What follows it is not looked at.
@@ -215,10 +226,10 @@ fn goes_on_lanes(kind: u8) -> bool {
 
 fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {
     let max = match kind {
-        kind::SPAN => SPAN_BODY_BYTES_MAX,
+        kind::SPAN | kind::DIGESTS | kind::QUEUED => SPAN_BODY_BYTES_MAX,
         kind::SPAN_AT => SPAN_AT_BODY_BYTES_MAX,
         kind::SPAN_WRITTEN => SPAN_AT_BODY_BYTES_MAX,
-        kind::HELLO..=kind::QUIET => SMALL_BODY_BYTES_MAX,
+        kind::HELLO..=kind::SHOWN => SMALL_BODY_BYTES_MAX,
         unknown => return Err(FrameError::Kind(unknown)),
     };
     if len > max { Err(FrameError::BodyTooLong { len, max }) } else { Ok(len) }
@@ -259,6 +270,14 @@ fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result
             Body::SpanWritten { span: fields.span()?, number: fields.u32()?, digests: fields.digests()? }
         }
         kind::QUIET => Body::Quiet,
+        kind::QUEUED => Body::Queued {
+            number: fields.u64()?,
+            bytes: fields.u32()?,
+            span: fields.span()?,
+            digests: fields.digests()?,
+        },
+        kind::SHOWN => Body::Shown { span: fields.span()?, pieces: fields.pieces()? },
+        kind::DIGESTS => Body::Digests { span: fields.span()?, digests: fields.digests()? },
         unknown => return Err(FrameError::Kind(unknown)),
     })
 }
@@ -367,6 +386,18 @@ fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
             kind::SPAN_WRITTEN
         }
         Body::Quiet => kind::QUIET,
+        Body::Queued { number, bytes, span, digests } => {
+            fields.u64(*number).u32(*bytes).span(span).digests(digests);
+            kind::QUEUED
+        }
+        Body::Shown { span, pieces } => {
+            fields.span(span).pieces(pieces);
+            kind::SHOWN
+        }
+        Body::Digests { span, digests } => {
+            fields.span(span).digests(digests);
+            kind::DIGESTS
+        }
     }
 }
 

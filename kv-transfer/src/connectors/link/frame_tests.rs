@@ -53,6 +53,9 @@ fn every_body() -> Vec<Body> {
         Body::Taken { slot: 3 },
         Body::SpanWritten { span: span(), number: 0xffff_0001, digests: vec![Digest(7)] },
         Body::Quiet,
+        Body::Shown { span: span(), pieces: vec![Piece { offset: 64, bytes: 32 }] },
+        Body::Digests { span: span(), digests: vec![Digest(3)] },
+        Body::Queued { number: 4, bytes: 640, span: span(), digests: vec![Digest(3)] },
     ]
 }
 
@@ -140,8 +143,8 @@ fn lengths_are_refused_before_anything_is_read() {
         FrameError::BodyTooLong { len: u32::MAX as usize, max: SMALL_BODY_BYTES_MAX }
     );
     assert_eq!(
-        with(8, 65537, span.clone()),
-        FrameError::BodyTooLong { len: 65537, max: SPAN_BODY_BYTES_MAX }
+        with(8, SPAN_BODY_BYTES_MAX as u32 + 1, span.clone()),
+        FrameError::BodyTooLong { len: SPAN_BODY_BYTES_MAX + 1, max: SPAN_BODY_BYTES_MAX }
     );
     assert_eq!(
         with(12, u32::MAX, span),

@@ -9,10 +9,10 @@ use chassis::Stream;
 use types::KvSpan;
 
 use super::frame::{FrameError, Piece};
+use super::said::Said;
 use super::span_out::SpanOut;
 use super::stream::FrameWriter;
 use crate::connector::ConnectorParts;
-use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
@@ -52,9 +52,19 @@ pub(in crate::connectors) enum Apart {
     Host(Box<dyn Elsewhere>),
     /// In memory that a card sees.
     Card(Arc<dyn Fetch>),
+    /// In messages that come in the order of the frames that name them.
+    Queue(Box<dyn Posts>),
     /// Where it belongs: the sender's device writes it there.
     #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "no other wire's sender writes"))]
     Here(Arc<dyn WrittenHere>),
+}
+
+/// The receiver's end of a queue of messages.
+#[async_trait]
+pub(in crate::connectors) trait Posts: Debug + Send + Sync + 'static {
+    /// Asks for the message of this number, which must be the next one: of so many bytes. Waits for room, not for the
+    /// message. What is answered fetches it; dropped instead, the message comes all the same, and is forgotten.
+    async fn post(&self, number: u64, bytes: u32) -> Result<Arc<dyn Fetch>, TransferError>;
 }
 
 /// The receiver's view of pages that a sender's device writes.
@@ -70,14 +80,15 @@ pub(in crate::connectors) trait WrittenHere: Debug + Send + Sync + 'static {
 /// The receiver's view of KV on a card.
 #[async_trait]
 pub(in crate::connectors) trait Fetch: Debug + Send + Sync + 'static {
-    /// Copies a span into the landing's pages and verifies it. Answers the pages that did not pass.
+    /// Copies a span into the landing's pages and verifies it. Answers the pages that did not pass. It does not wait for
+    /// what is said of them before it copies.
     ///
     /// Dropped in the middle, it leaves the card to its copies, which the landing waits for.
     async fn fetch(
         &self,
         landing: &OpenLanding,
         span: &LaneSpan,
-        digests: &[Digest],
+        said: Said,
         pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError>;
 }

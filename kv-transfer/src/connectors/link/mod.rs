@@ -1,7 +1,7 @@
 //! Links of frames between two nodes: what the wires have in common that speak over streams.
 //!
 //! Suggested reading order: what travels ([`frame`]), how it is read and written (`stream`), what such wires differ in
-//! (`medium`), what a connector makes of it ([`wire`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's (`receiver`, `span_in`, `span_at`,
+//! (`medium`, `said`), what a connector makes of it ([`wire`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's (`receiver`, `span_in`, `span_at`,
 //! `span_written`).
 //!
 //! Where the receiver does the writing, proof of quiet is in its own hands: see
@@ -13,6 +13,7 @@ mod fields;
 mod code;
 pub(super) mod stream;
 pub(super) mod medium;
+pub(super) mod said;
 pub(super) mod links;
 mod link_out;
 pub(super) mod span_out;

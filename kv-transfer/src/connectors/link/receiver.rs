@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use chassis::{Gate, Stream, spawn_guarded};
 use futures::future::BoxFuture;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use types::node::PROTOCOL;
@@ -21,6 +21,7 @@ use super::code;
 use super::frame::{Body, Frame, FrameError, Hello, Piece, REFETCH_SPANS_MAX};
 use super::link_out::{STREAMS_MAX, alive_interval};
 use super::medium::Apart;
+use super::said::Said;
 use super::span_at::{At, copy_span};
 use super::span_in::read_span;
 use super::span_written::take_written;
@@ -272,6 +273,25 @@ fn log_end(from: impl Display, ended: Result<(), TransferError>) {
     }
 }
 
+/// What a stream has shown, and has not said what it must be.
+#[derive(Debug)]
+struct Owed {
+    transfer: TransferId,
+    span: KvSpan,
+    digests: oneshot::Sender<Vec<Digest>>,
+}
+
+impl Owed {
+    fn pay(self, transfer: TransferId, span: &KvSpan, digests: Vec<Digest>) -> Result<(), FrameError> {
+        if (self.transfer, &self.span) != (transfer, span) {
+            return Err(FrameError::Unexpected("digests of other pages than were shown"));
+        }
+        // Whoever fetched may have gone away with the landing.
+        let _ = self.digests.send(digests);
+        Ok(())
+    }
+}
+
 // === impl LinkIn ===
 
 impl LinkIn {
@@ -281,11 +301,23 @@ impl LinkIn {
         reader: &mut FrameReader,
         landings: Option<&Landings>,
     ) -> Result<(), TransferError> {
+        let mut owed: Option<Owed> = None;
         loop {
             let next = if landings.is_some() { reader.next_in_time().await? } else { reader.next().await? };
             let Some(frame) = next else { return Ok(()) };
             let lane = frame.lane;
             match (frame.body, landings) {
+                (Body::Shown { span, pieces }, _) if owed.is_none() => {
+                    owed = Some(self.take_shown(frame.transfer, LaneSpan { lane, span }, pieces).await?);
+                }
+                (Body::Queued { number, bytes, span, digests }, _) => {
+                    let span = LaneSpan { lane, span };
+                    self.take_queued(frame.transfer, (number, bytes), span, digests).await?;
+                }
+                (Body::Digests { span, digests }, _) => {
+                    let owed = owed.take().ok_or(FrameError::Unexpected("digests of nothing"))?;
+                    owed.pay(frame.transfer, &span, digests)?;
+                }
                 (Body::Span { span, digests }, _) => {
                     let span = LaneSpan { lane, span };
                     self.take_span(reader, frame.transfer, &span, &digests, frame.payload_bytes).await?;
@@ -368,8 +400,13 @@ impl LinkIn {
             }
             (Some(landing), Apart::Card(card)) => {
                 let (card, of, lane) = (Arc::clone(card), Arc::clone(&landing), span.lane);
-                let fetch = async move { card.fetch(&of, &span, &digests, &pieces).await };
+                let fetch = async move { card.fetch(&of, &span, Said::Here(digests), &pieces).await };
                 self.start_fetch(transfer, lane, fetch).await;
+            }
+            (Some(_), Apart::Queue(_)) => {
+                return Err(
+                    FrameError::Unexpected("KV in pieces, of a link whose KV comes in messages").into()
+                );
             }
             (Some(landing), Apart::Host(host)) => {
                 let at = At { elsewhere: &**host, rank: span.lane.from, slot, pieces: &pieces };
@@ -379,6 +416,51 @@ impl LinkIn {
         }
         if let Some(slot) = slot {
             self.answer(transfer, Body::Taken { slot });
+        }
+        Ok(())
+    }
+
+    /// As [`take_span_at`](Self::take_span_at), for KV on a card that may be copied before its digests are there.
+    async fn take_shown(
+        self: &Arc<Self>,
+        transfer: TransferId,
+        span: LaneSpan,
+        pieces: Vec<Piece>,
+    ) -> Result<Owed, TransferError> {
+        let Some(Apart::Card(card)) = &self.elsewhere else {
+            return Err(FrameError::Unexpected("KV on a card, of a link that shares none").into());
+        };
+        let (digests, said) = oneshot::channel();
+        match self.landing(transfer) {
+            None => debug!(%transfer, "late span"),
+            Some(landing) => {
+                let (card, of) = (Arc::clone(card), span.clone());
+                let fetch = async move { card.fetch(&landing, &of, Said::Later(said), &pieces).await };
+                self.start_fetch(transfer, span.lane, fetch).await;
+            }
+        }
+        Ok(Owed { transfer, span: span.span, digests })
+    }
+
+    /// As [`take_span_at`](Self::take_span_at), for KV that comes as a message. It comes whether anyone wants it or not.
+    async fn take_queued(
+        self: &Arc<Self>,
+        transfer: TransferId,
+        (number, bytes): (u64, u32),
+        span: LaneSpan,
+        digests: Vec<Digest>,
+    ) -> Result<(), TransferError> {
+        let Some(Apart::Queue(queue)) = &self.elsewhere else {
+            return Err(FrameError::Unexpected("a message, of a link that has no queue").into());
+        };
+        let message = queue.post(number, bytes).await?;
+        match self.landing(transfer) {
+            None => debug!(%transfer, "late span"),
+            Some(landing) => {
+                let lane = span.lane;
+                let fetch = async move { message.fetch(&landing, &span, Said::Here(digests), &[]).await };
+                self.start_fetch(transfer, lane, fetch).await;
+            }
         }
         Ok(())
     }

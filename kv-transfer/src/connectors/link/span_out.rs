@@ -61,17 +61,25 @@ impl SpanOut {
         Self { flight: out.flights.begin(), out, piece, from }
     }
 
+    /// Of whole pages: what wires between nodes of one rank move.
+    pub(in crate::connectors) fn page_bytes(&self) -> usize {
+        let layout = &self.out.landing.layout;
+        let page_bytes = |layer_pos| PageShape::new(layout, self.piece.group, layer_pos).page_bytes();
+        self.piece.layers.clone().map(page_bytes).sum::<usize>() * self.piece.blocks.len()
+    }
+
     /// None at all where digests are turned off.
     pub(in crate::connectors) fn digests(
         &self,
         parts: &ConnectorParts,
     ) -> Result<Vec<Digest>, TransferError> {
+        if parts.settings.digests { self.digests_of(&parts.memory) } else { Ok(Vec::new()) }
+    }
+
+    pub(in crate::connectors) fn digests_of(&self, memory: &KvMemory) -> Result<Vec<Digest>, TransferError> {
         let mut digests = Vec::new();
-        if !parts.settings.digests {
-            return Ok(digests);
-        }
-        let (layout, lane) = (parts.memory.layout(), self.piece.lane);
-        let memory = parts.memory.rank(lane.from);
+        let (layout, lane) = (memory.layout(), self.piece.lane);
+        let memory = memory.rank(lane.from);
         let table = self.from.table(self.piece.group);
         for at in PageAt::all(&self.piece) {
             let place = table[at.block as usize].0;

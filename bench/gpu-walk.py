@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""The walk between two GPUs, with real processes: equal tokens, cancelled requests, a node killed, stopped, and back.
+
+Usage: bench/gpu-walk.py BATON OUT.json [CONNECTOR...]     two GPUs, CUDA's libraries on the loader's path, no packages
+
+Each connector gets a fresh prefill node on the first GPU and a fresh decode node on the second. Requests whose tokens are
+compared go one at a time, so that both sides compute in the same shapes; their prompts are never seen twice. What is
+compared with is one node on the first GPU that does both.
+"""
+import json, os, random, signal, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+BATON, OUT, CONNECTORS = sys.argv[1], sys.argv[2], sys.argv[3:] or ["cuda-ipc", "nccl", "shm", "tcp"]
+SHAPE = os.environ.get("SHAPE", "bench/shapes/llama-3.2-1b")
+HTTP, LOGS = "http://127.0.0.1:8000", tempfile.mkdtemp(prefix="gpu-walk-")
+DEVICES = os.environ.get("DEVICES", "cuda:0 cuda:1").split()
+VOCABULARY = int(os.environ.get("VOCABULARY", 100_000))
+WITHIN, READY_WITHIN = 30, 150
+BROKEN = ["cuda-ipc", "nccl"]  # those whose nodes are also killed and stopped
+
+
+def fetch(path, body=None, timeout=WITHIN, **headers):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(HTTP + path, data, {"content-type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return answer.read().decode()
+
+
+def prompt(seed):
+    draw = random.Random(seed)
+    return [draw.randrange(10, VOCABULARY) for _ in range(draw.choice([17, 160, 700, 1500, 3000]))]
+
+
+def model():
+    return json.loads(fetch("/v1/models"))["data"][0]["id"]
+
+
+def ask(seed, tokens=48, timeout=WITHIN):
+    """The tokens, or the word under which it failed."""
+    deadline = {"x-baton-timeout-ms": str(int(timeout * 1000))}
+    try:
+        body = {"model": model(), "prompt": prompt(seed), "max_tokens": tokens, "temperature": 0,
+                "ignore_eos": True, "return_token_ids": True}
+        return json.loads(fetch("/v1/completions", body, timeout + 3, **deadline))["choices"][0]["token_ids"]
+    except urllib.error.HTTPError as refused:
+        return "refused: " + json.loads(refused.read() or "{}").get("error", {}).get("code", str(refused.code))
+    except Exception as lost:
+        return f"lost: {type(lost).__name__}"
+
+
+def until(what, look, within=WITHIN):
+    end = time.time() + within
+    while time.time() < end:
+        try:
+            if look():
+                return
+        except (OSError, ValueError, KeyError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"not within {within} s: {what}")
+
+
+class Cluster:
+    def __init__(self, nodes, connector=None):
+        self.connector, self.nodes = connector, {}
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        settings["BATON_LOG__LEVEL"] = "info"
+        self.router = self.spawn("router", settings)
+        for port, (role, device) in enumerate(nodes, 7200):
+            of_node = {**settings, "BATON_NODE__ID": role, "BATON_NODE__LISTEN": f"127.0.0.1:{port}",
+                       "BATON_TRANSFER__LISTEN": f"127.0.0.1:{port + 50}", "BATON_MODEL__PATH": SHAPE,
+                       "BATON_MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DEVICE": device,
+                       "BATON_MODEL__KV_MEMORY": "4GiB", "BATON_SCHEDULER__STEP_TOKENS_MAX": "4096"}
+            if connector:
+                of_node["BATON_TRANSFER__CONNECTORS"] = json.dumps([connector])
+            self.nodes[role] = (of_node, self.spawn(role, of_node))
+        self.ready()
+
+    def spawn(self, role, settings):
+        log = open(f"{LOGS}/{self.connector}-{role}.log", "a")
+        return subprocess.Popen([BATON, role], env=settings, stdout=log, stderr=log)
+
+    def ready(self):
+        def all_ready():
+            known = {node["id"]: node for node in json.loads(fetch("/debug/cluster", timeout=2))["nodes"]}
+            is_ready = lambda role, pid: known[role]["state"] == "ready" and known[role]["pid"] == pid
+            return all(is_ready(role, process.pid) for role, (_, process) in self.nodes.items())
+        until("every node to be usable", all_ready, READY_WITHIN)
+
+    def signal(self, role, which):
+        os.kill(self.nodes[role][1].pid, which)
+
+    def revive(self, role):
+        settings, process = self.nodes[role]
+        process.kill(), process.wait()
+        self.nodes[role] = (settings, self.spawn(role, settings))
+        self.ready()
+
+    def baseline(self):
+        def quiet():
+            nodes = json.loads(fetch("/debug/kv", timeout=2))["nodes"]
+            return len(nodes) == len(self.nodes) and all(node["leased"] == node["quarantined"] == 0 for node in nodes)
+        until("no block leased or quarantined", quiet)
+
+    def stop(self):
+        for _, process in self.nodes.values():
+            process.kill(), process.wait()
+        self.router.kill(), self.router.wait()
+
+
+def disturbed(cluster, seeds, disturb):
+    """Sixteen requests, and something that happens among them: how each of them ended."""
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask, seed, 200, 20) for seed in seeds]
+        time.sleep(0.3)
+        disturb()
+        ended = [answer.result() for answer in asked]
+    words = {}
+    for answer in ended:
+        word = answer if isinstance(answer, str) else "all tokens" if len(answer) == 200 else "too few tokens"
+        words[word] = words.get(word, 0) + 1
+    assert not any("too few" in word or word.startswith("lost: Timeout") for word in words), words
+    return words
+
+
+def storm(n=120):
+    def one(seed):
+        try:
+            body = {"model": model(), "prompt": prompt(seed), "max_tokens": 200, "temperature": 0,
+                    "ignore_eos": True, "stream": True}
+            fetch("/v1/completions", body, timeout=0.02 + seed % 40 * 0.02)
+        except Exception:
+            pass
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(one, range(50_000, 50_000 + n)))
+
+
+def walk(connector, expected):
+    steps, seeds = {}, iter(expected)
+    def equal(n):
+        pairs = [(expected[seed], ask(seed)) for seed in (next(seeds) for _ in range(n))]
+        assert all(wanted == seen for wanted, seen in pairs), [seen for wanted, seen in pairs if wanted != seen][:2]
+        return f"{n} of {n} equal"
+    def step(name, run):
+        began = time.time()
+        steps[name] = {"passed": False}
+        outcome = run()
+        steps[name] = {"passed": True, "outcome": outcome, "seconds": round(time.time() - began, 1)}
+        print(connector, name, steps[name], flush=True)
+    cluster = Cluster([("prefill", DEVICES[0]), ("decode", DEVICES[1])], connector)
+    try:
+        step("equal tokens", lambda: equal(10))
+        step("the connector was used", lambda: next(
+            line for line in fetch("/metrics").splitlines()
+            if line.startswith(f'baton_router_kv_arrived_bytes_total{{connector="{connector}"}}')))
+        step("cancel storm", lambda: (storm(), cluster.baseline()) and "120 cancelled, blocks at the baseline")
+        step("equal after the storm", lambda: equal(2))
+        for nth, (role, what) in enumerate([("prefill", "kill -9"), ("decode", "SIGSTOP"), ("decode", "kill -9")]):
+            if connector not in BROKEN:
+                break
+            many = range(60_000 + 100 * nth, 60_016 + 100 * nth)
+            def stop():
+                cluster.signal(role, signal.SIGSTOP), time.sleep(7), cluster.signal(role, signal.SIGCONT)
+            strike = stop if what == "SIGSTOP" else lambda: cluster.signal(role, signal.SIGKILL)
+            step(f"{what} of the {role} node", lambda: disturbed(cluster, many, strike))
+            if what == "kill -9":
+                step(f"the {role} node is back at its address", lambda: cluster.revive(role) or "ready")
+            step(f"baseline after {what} of the {role} node", lambda: (cluster.ready(), cluster.baseline()) and "no block held")
+            step(f"equal after {what} of the {role} node", lambda: equal(3))
+    except Exception as error:
+        steps["error"] = {"passed": False, "outcome": f"{type(error).__name__}: {error}"}
+        print(connector, steps["error"], flush=True)
+        for role in ("router", "prefill", "decode"):
+            print(subprocess.run(["tail", "-n", "12", f"{LOGS}/{connector}-{role}.log"], capture_output=True, text=True).stdout[-2500:])
+    finally:
+        cluster.stop()
+    return steps
+
+
+def main():
+    began = time.time()
+    colocated = Cluster([("both", DEVICES[0])])
+    expected = {seed: ask(seed) for seed in range(1000, 1024)}
+    colocated.stop()
+    assert all(isinstance(tokens, list) and len(tokens) == 48 for tokens in expected.values()), expected
+    print(f"reference after {time.time() - began:.0f} s", flush=True)
+    steps = {connector: walk(connector, expected) for connector in CONNECTORS}
+    passed = all(step["passed"] for of in steps.values() for step in of.values())
+    with open(OUT, "w") as out:
+        json.dump({"command": "bench/gpu-walk.py", "shape": SHAPE, "passed": passed, "connectors": steps}, out, indent=1)
+        out.write("\n")
+    print("all passed" if passed else "FAILED")
+    sys.exit(0 if passed else 1)
+
+
+main()

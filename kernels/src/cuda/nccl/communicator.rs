@@ -1,0 +1,154 @@
+//! One end of a pair: messages in the order in which both ends ask for them.
+//!
+//! Nothing here waits. One thread has the communicator and looks after it, because NCCL wants its calls one at a time; it
+//! asks [`is_settled`](Communicator::is_settled) between any two of them.
+
+use std::ffi::c_int;
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaEvent, CudaStream};
+
+use super::super::CudaError;
+use super::super::slots::Slots;
+use super::library::{BYTES, CommHandle, Config, Nccl, UniqueId};
+
+const N_RANKS: c_int = 2;
+
+/// Which end of the pair this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rank {
+    Sender = 0,
+    Receiver = 1,
+}
+
+/// See the module. Dropped, it is aborted and its stream is empty: from then on no message is written anywhere.
+pub struct Communicator {
+    nccl: &'static Nccl,
+    handle: Option<CommHandle>,
+    rank: Rank,
+    slots: Arc<Slots>,
+    stream: Arc<CudaStream>,
+}
+
+/// One message on its way.
+#[derive(Debug)]
+pub struct Message(CudaEvent);
+
+// JUSTIFICATION: the handle makes the type not Send by itself.
+// SAFETY: NCCL does not care which thread calls, as long as it is one at a time, which `&mut self` sees to.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// Begins to join the pair. Both ends must do so with the same id.
+    pub fn join(slots: Arc<Slots>, id: UniqueId, rank: Rank) -> Result<Self, CudaError> {
+        let nccl = Nccl::load()?;
+        let context = Arc::clone(slots.context());
+        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
+        let mut this = Self { nccl, handle: None, rank, slots, stream };
+        let (mut handle, mut config) = (std::ptr::null_mut(), Config::without_blocking());
+        // JUSTIFICATION: NCCL is a C library.
+        // SAFETY: both pointers are to values that outlive the call, of the form that nccl.h says.
+        let status =
+            unsafe { (nccl.init_rank)(&raw mut handle, N_RANKS, id, rank as c_int, &raw mut config) };
+        this.handle = (!handle.is_null()).then_some(handle);
+        nccl.checked("ncclCommInitRankConfig", status)?;
+        Ok(this)
+    }
+
+    /// Whether the last call has come to its end, which is when the next one may be made.
+    pub fn is_settled(&mut self) -> Result<bool, CudaError> {
+        let mut status = 0;
+        // JUSTIFICATION: as above.
+        // SAFETY: the handle is alive, and the pointer is to a number that outlives the call.
+        let asked = unsafe { (self.nccl.async_error)(self.handle()?, &raw mut status) };
+        self.nccl.checked("ncclCommGetAsyncError", asked)?;
+        self.nccl.checked("a message between GPUs", status)
+    }
+
+    /// Queues the sending of a slot's first bytes. Whoever calls has filled it, and leaves it alone until the message is
+    /// [done](Message::is_done).
+    pub fn send(&mut self, slot: usize, bytes: usize) -> Result<(), CudaError> {
+        let from = self.slots.address(slot, 0, bytes)?;
+        let (handle, stream) = (self.handle()?, self.stream.cu_stream());
+        // JUSTIFICATION: as above.
+        // SAFETY: the bytes are the slot's, which lives as long as this value, which is dropped no earlier than its stream is
+        // empty.
+        let status =
+            unsafe { (self.nccl.send)(from as *const _, bytes, BYTES, self.peer(), handle, stream.cast()) };
+        self.nccl.checked("ncclSend", status).map(|_| ())
+    }
+
+    /// Queues the arrival of the next message in a slot.
+    pub fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), CudaError> {
+        let to = self.slots.address(slot, 0, bytes)?;
+        let (handle, stream) = (self.handle()?, self.stream.cu_stream());
+        // JUSTIFICATION: as above.
+        // SAFETY: as above.
+        let status =
+            unsafe { (self.nccl.receive)(to as *mut _, bytes, BYTES, self.peer(), handle, stream.cast()) };
+        self.nccl.checked("ncclRecv", status).map(|_| ())
+    }
+
+    /// Of the last call, once it has settled.
+    pub fn message(&self) -> Result<Message, CudaError> {
+        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        let event = self.stream.record_event(Some(flags));
+        event.map(Message).map_err(CudaError::during("record an event"))
+    }
+
+    /// Begins to end it in good order: both ends do so, with nothing under way. Then it settles once more.
+    pub fn finalize(&mut self) -> Result<(), CudaError> {
+        // JUSTIFICATION: as above.
+        // SAFETY: the handle is alive.
+        let status = unsafe { (self.nccl.finalize)(self.handle()?) };
+        self.nccl.checked("ncclCommFinalize", status).map(|_| ())
+    }
+
+    /// Ends it, once it has been finalized and has settled.
+    pub fn destroy(mut self) -> Result<(), CudaError> {
+        let Some(handle) = self.handle.take() else { return Ok(()) };
+        // JUSTIFICATION: as above.
+        // SAFETY: the handle is alive, and nobody has it any more.
+        let status = unsafe { (self.nccl.destroy)(handle) };
+        self.nccl.checked("ncclCommDestroy", status).map(|_| ())
+    }
+
+    fn handle(&self) -> Result<CommHandle, CudaError> {
+        self.handle.ok_or_else(|| CudaError::Nccl { call: "a communicator", why: "there is none".to_owned() })
+    }
+
+    fn peer(&self) -> c_int {
+        N_RANKS - 1 - self.rank as c_int
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        let _ = self.stream.context().bind_to_thread();
+        if let Some(handle) = self.handle.take() {
+            // JUSTIFICATION: as above. Where it was destroyed there is no handle.
+            // SAFETY: the handle is alive, and nobody has it any more.
+            let _ = unsafe { (self.nccl.abort)(handle) };
+        }
+        // What was aborted leaves the card in its own time.
+        let _ = self.stream.synchronize();
+    }
+}
+
+impl Message {
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        self.0.try_is_complete().map_err(CudaError::during("ask the GPU"))
+    }
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator")
+            .field("rank", &self.rank)
+            .field("slots", &self.slots)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,168 @@
+//! The dozen functions of NCCL that are needed here, out of the library that is found at run time.
+//!
+//! Bindings of our own, because those at hand look for names that only development packages have: what users install is
+//! `libnccl.so.2`.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use super::super::CudaError;
+
+/// The name of every release since 2015, and the one of development packages.
+const NAMES: &[&str] = &["libnccl.so.2", "libnccl.so"];
+/// Where packages put it when the loader does not know.
+const USUAL_FOLDERS: &[&str] = &["/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64"];
+/// The first release whose communicators can be made without blocking and be given up from the outside.
+const VERSION_MIN: c_int = 21_800;
+
+pub(super) type CommHandle = *mut c_void;
+type Status = c_int;
+
+pub(super) const SUCCESS: Status = 0;
+pub(super) const IN_PROGRESS: Status = 7;
+/// Messages are bytes.
+pub(super) const BYTES: c_int = 1;
+
+/// What two processes find each other by. Anyone may know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct UniqueId(pub [u8; 128]);
+
+/// `ncclConfig_t` as release 2.18 has it. Later ones look at its size and version, and take the rest as not set.
+#[repr(C)]
+pub(super) struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    ctas_min: c_int,
+    ctas_max: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    /// Nothing waits; all else is NCCL's choice.
+    pub(super) fn without_blocking() -> Self {
+        let not_set = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: VERSION_MIN as c_uint,
+            blocking: 0,
+            cga_cluster_size: not_set,
+            ctas_min: not_set,
+            ctas_max: not_set,
+            net_name: std::ptr::null(),
+            split_share: not_set,
+        }
+    }
+}
+
+macro_rules! functions {
+    ($($field:ident = $name:literal: fn($($argument:ty),*);)*) => {
+        /// NCCL, loaded for good.
+        #[derive(Debug)]
+        pub struct Nccl {
+            version: c_int,
+            error_text: unsafe extern "C" fn(Status) -> *const c_char,
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> Status,)*
+        }
+
+        impl Nccl {
+            fn of(library: &'static Library) -> Option<Self> {
+                // JUSTIFICATION: a library's functions are found by name.
+                // SAFETY: the signatures are those of nccl.h, which have not changed since the releases that have these names.
+                unsafe {
+                    Some(Self {
+                        version: 0,
+                        error_text: *library.get(b"ncclGetErrorString\0").ok()?,
+                        $($field: *library.get(concat!($name, "\0").as_bytes()).ok()?,)*
+                    })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    get_version = "ncclGetVersion": fn(*mut c_int);
+    get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId);
+    init_rank = "ncclCommInitRankConfig": fn(*mut CommHandle, c_int, UniqueId, c_int, *mut Config);
+    async_error = "ncclCommGetAsyncError": fn(CommHandle, *mut Status);
+    send = "ncclSend": fn(*const c_void, usize, c_int, c_int, CommHandle, *mut c_void);
+    receive = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, CommHandle, *mut c_void);
+    finalize = "ncclCommFinalize": fn(CommHandle);
+    destroy = "ncclCommDestroy": fn(CommHandle);
+    abort = "ncclCommAbort": fn(CommHandle);
+}
+
+impl Nccl {
+    /// Looks for the library, once for this process.
+    pub fn load() -> Result<&'static Self, CudaError> {
+        static LOADED: OnceLock<Option<Nccl>> = OnceLock::new();
+        let nccl = LOADED.get_or_init(found).as_ref().ok_or(CudaError::NoNccl)?;
+        match nccl.version >= VERSION_MIN {
+            true => Ok(nccl),
+            false => Err(CudaError::NcclTooOld { version: nccl.version, needed: VERSION_MIN }),
+        }
+    }
+
+    /// As in its header: 22803 is 2.28.3.
+    pub fn version(&self) -> i32 {
+        self.version
+    }
+
+    /// For one communicator. The process that asks is the one that the other finds.
+    pub fn unique_id(&self) -> Result<UniqueId, CudaError> {
+        let mut id = UniqueId([0; 128]);
+        // JUSTIFICATION: NCCL is a C library.
+        // SAFETY: it writes 128 bytes.
+        let status = unsafe { (self.get_unique_id)(&raw mut id) };
+        self.checked("ncclGetUniqueId", status)?;
+        Ok(id)
+    }
+
+    /// True where a call is done, false where it goes on.
+    pub(super) fn checked(&self, call: &'static str, status: Status) -> Result<bool, CudaError> {
+        match status {
+            SUCCESS => Ok(true),
+            IN_PROGRESS => Ok(false),
+            _ => Err(CudaError::Nccl { call, why: self.text_of(status) }),
+        }
+    }
+
+    fn text_of(&self, status: Status) -> String {
+        // JUSTIFICATION: as above.
+        // SAFETY: NCCL has a text that lives for ever for every number, known or not.
+        unsafe { CStr::from_ptr((self.error_text)(status)) }.to_string_lossy().into_owned()
+    }
+}
+
+fn found() -> Option<Nccl> {
+    let library: &'static Library = Box::leak(Box::new(candidates().find_map(opened)?));
+    let mut nccl = Nccl::of(library)?;
+    let mut version = 0;
+    // JUSTIFICATION: as above.
+    // SAFETY: it writes one number.
+    (unsafe { (nccl.get_version)(&raw mut version) } == SUCCESS).then_some(())?;
+    nccl.version = version;
+    Some(nccl)
+}
+
+fn candidates() -> impl Iterator<Item = PathBuf> {
+    let by_name = NAMES.iter().map(PathBuf::from);
+    let by_place =
+        USUAL_FOLDERS.iter().flat_map(|folder| NAMES.iter().map(move |name| Path::new(folder).join(name)));
+    by_name.chain(by_place)
+}
+
+fn opened(path: PathBuf) -> Option<Library> {
+    // JUSTIFICATION: there is no other way to have a library at run time that may be missing.
+    // SAFETY: loading NCCL runs its initializers, which take no arguments of ours.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.ok()
+}

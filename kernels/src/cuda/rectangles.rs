@@ -1,0 +1,130 @@
+//! Pages as copy engines are told of them: rows of neighbouring pages, one above the other in layers that lie equally far
+//! from each other.
+//!
+//! Memory is `[layer][block]`: blocks that are neighbours on both sides are one run of bytes, and lie in all layers alike.
+//! An engine takes such a rectangle at once, so that 32 layers of a block that has no neighbour cost one call and not 32.
+
+/// Rows can lie so far from each other: what every driver takes.
+const PITCH_MAX: u64 = (1 << 31) - 1;
+
+/// Where one page is, and where it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Moved {
+    pub(super) from: u64,
+    pub(super) to: u64,
+}
+
+/// `n_rows` runs of `row_bytes`, on either side so many bytes from the one to the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Rectangle {
+    pub(super) first: Moved,
+    pub(super) row_bytes: usize,
+    pub(super) n_rows: usize,
+    pub(super) pitch: Moved,
+}
+
+impl Rectangle {
+    fn bytes(&self) -> usize {
+        self.row_bytes * self.n_rows
+    }
+}
+
+/// The rectangles that these pages are, layer by layer `n_of_layer` of them.
+pub(super) fn rectangles(pages: &[Moved], n_of_layer: usize, page_bytes: usize) -> Vec<Rectangle> {
+    let layers: Vec<&[Moved]> = pages.chunks(n_of_layer).collect();
+    if let Some(pitch) = common_pitch(&layers) {
+        return runs(layers[0], page_bytes, layers.len(), pitch).collect();
+    }
+    let alone = Moved { from: 0, to: 0 };
+    layers.iter().flat_map(|layer| runs(layer, page_bytes, 1, alone)).collect()
+}
+
+/// Of one of them; 0 where there is none.
+pub(super) fn mean_bytes(rectangles: &[Rectangle]) -> usize {
+    rectangles.iter().map(Rectangle::bytes).sum::<usize>() / rectangles.len().max(1)
+}
+
+/// How far the layers lie from each other, if it is the same for all of them and all of their pages.
+fn common_pitch(layers: &[&[Moved]]) -> Option<Moved> {
+    let (first, second) = (layers.first()?, layers.get(1)?);
+    let between = |above: &Moved, below: &Moved| {
+        let pitch = Moved { from: below.from.checked_sub(above.from)?, to: below.to.checked_sub(above.to)? };
+        (pitch.from.max(pitch.to) <= PITCH_MAX).then_some(pitch)
+    };
+    let pitch = between(first.first()?, second.first()?)?;
+    let is_even = |pair: &[&[Moved]]| {
+        pair[0].len() == pair[1].len()
+            && pair[0].iter().zip(pair[1]).all(|(above, below)| between(above, below) == Some(pitch))
+    };
+    layers.windows(2).all(is_even).then_some(pitch)
+}
+
+/// Neighbours of one layer.
+fn runs(layer: &[Moved], page_bytes: usize, n_rows: usize, pitch: Moved) -> impl Iterator<Item = Rectangle> {
+    let bytes = page_bytes as u64;
+    let follows = move |one: &Moved, next: &Moved| {
+        next.from.checked_sub(one.from) == Some(bytes) && next.to.checked_sub(one.to) == Some(bytes)
+    };
+    layer.chunk_by(follows).map(move |run| Rectangle {
+        first: run[0],
+        row_bytes: run.len() * page_bytes,
+        n_rows,
+        pitch,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = 64 << 10;
+    const LAYER: (u64, u64) = (1 << 30, 1 << 28);
+
+    /// Pages of `n_layers` layers: of each block its place there and its place here.
+    fn pages(n_layers: u64, blocks: &[(u64, u64)]) -> Vec<Moved> {
+        let at = |layer: u64, (from, to): &(u64, u64)| Moved {
+            from: layer * LAYER.0 + from * PAGE as u64,
+            to: layer * LAYER.1 + to * PAGE as u64,
+        };
+        (0..n_layers).flat_map(|layer| blocks.iter().map(move |block| at(layer, block))).collect()
+    }
+
+    #[test]
+    fn neighbours_of_all_layers_are_one_rectangle() {
+        let found = rectangles(&pages(4, &[(3, 7), (4, 8)]), 2, PAGE);
+        let first = Moved { from: 3 * PAGE as u64, to: 7 * PAGE as u64 };
+        let pitch = Moved { from: LAYER.0, to: LAYER.1 };
+        assert_eq!(found, [Rectangle { first, row_bytes: 2 * PAGE, n_rows: 4, pitch }]);
+    }
+
+    #[test]
+    fn each_block_without_a_neighbour_is_a_rectangle() {
+        let blocks = [(3, 7), (5, 8), (6, 20)];
+        let found = rectangles(&pages(8, &blocks), 3, PAGE);
+        assert_eq!(found.iter().map(|one| (one.row_bytes, one.n_rows)).collect::<Vec<_>>(), [(PAGE, 8); 3]);
+        assert_eq!(mean_bytes(&found), 8 * PAGE);
+    }
+
+    #[test]
+    fn layers_that_lie_unevenly_are_taken_one_by_one() {
+        let blocks: Vec<_> = (0..8).map(|block| (block, block)).collect();
+        let mut uneven = pages(3, &blocks);
+        uneven[2 * 8..].iter_mut().for_each(|page| page.to += 4096);
+        let found = rectangles(&uneven, 8, PAGE);
+        assert_eq!(
+            found.iter().map(|one| (one.row_bytes, one.n_rows)).collect::<Vec<_>>(),
+            [(8 * PAGE, 1); 3]
+        );
+    }
+
+    #[test]
+    fn no_pages_are_no_rectangle() {
+        assert_eq!(mean_bytes(&rectangles(&[], 1, PAGE)), 0);
+    }
+
+    #[test]
+    fn layers_too_far_from_each_other_are_no_rectangle() {
+        let page = |nth: u64| Moved { from: nth << 32, to: nth << 20 };
+        assert_eq!(common_pitch(&[&[page(0)], &[page(1)]]), None);
+    }
+}

@@ -1,0 +1,40 @@
+//! What an errand is told, and what it answers.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaContext;
+
+use super::CudaError;
+use super::staging::Pinned;
+
+/// Memory of this machine that the card reads and writes itself.
+pub(super) struct Slate {
+    context: Arc<CudaContext>,
+    pub(super) told: Pinned,
+    pub(super) answers: Pinned,
+}
+
+impl Slate {
+    pub(super) fn new(
+        context: &Arc<CudaContext>,
+        n_told: usize,
+        n_answers: usize,
+    ) -> Result<Self, CudaError> {
+        Ok(Self {
+            told: Pinned::new(context, n_told * size_of::<u64>())?,
+            answers: Pinned::new(context, n_answers * size_of::<u64>())?,
+            context: Arc::clone(context),
+        })
+    }
+
+    pub(super) fn fits(&self, n_told: usize, n_answers: usize) -> bool {
+        self.told.n_words() >= n_told && self.answers.n_words() >= n_answers
+    }
+}
+
+impl Drop for Slate {
+    fn drop(&mut self) {
+        // The card may still read and write it. Where waiting fails the context is lost and does neither.
+        let _ = self.context.synchronize();
+    }
+}

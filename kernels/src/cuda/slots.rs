@@ -1,0 +1,87 @@
+//! Equal pieces of a card's memory that belong to no page: what a message lies in on its way.
+
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, result};
+
+use super::CudaError;
+use super::error::ensure;
+use super::mapped::no_room;
+use super::memory::DeviceMemory;
+
+/// `n_slots` times `slot_bytes` of one card.
+pub struct Slots {
+    context: Arc<CudaContext>,
+    start: u64,
+    slot_bytes: usize,
+    n_slots: usize,
+}
+
+impl Slots {
+    /// On the card that `memory` lies on.
+    pub fn new(memory: &DeviceMemory, n_slots: usize, slot_bytes: usize) -> Result<Self, CudaError> {
+        let context = Arc::clone(memory.context());
+        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        let bytes = n_slots * slot_bytes;
+        // JUSTIFICATION: memory of the card is reached by address.
+        // SAFETY: what is in it is nobody's promise: a slot is filled before it is read, by whoever says how much of it counts.
+        let start = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|source| no_room(bytes, source))?;
+        Ok(Self { context, start, slot_bytes, n_slots })
+    }
+
+    pub fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    pub fn len(&self) -> usize {
+        self.n_slots
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.n_slots == 0
+    }
+
+    /// Flips one bit of a slot, and waits for it: a fault that a test plays.
+    pub fn flip(&self, slot: usize, bit: usize) -> Result<(), CudaError> {
+        let address = self.address(slot, bit / 8, 1)?;
+        self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        let mut byte = [0u8];
+        // JUSTIFICATION: memory of the card is reached by address.
+        // SAFETY: the byte is one of the slot's, by `address`; whose the slot is, is the caller's matter.
+        unsafe { result::memcpy_dtoh_sync(&mut byte, address) }
+            .and_then(|()| {
+                byte[0] ^= 1 << (bit % 8);
+                // SAFETY: as above.
+                unsafe { result::memcpy_htod_sync(address, &byte) }
+            })
+            .map_err(CudaError::during("copy a byte of the GPU"))
+    }
+
+    /// Where so many bytes from an offset of a slot lie.
+    pub(super) fn address(&self, slot: usize, offset: usize, bytes: usize) -> Result<u64, CudaError> {
+        let fits = slot < self.n_slots && offset.checked_add(bytes).is_some_and(|end| end <= self.slot_bytes);
+        ensure("a slot", fits, "more bytes than it has")?;
+        Ok(self.start + (slot * self.slot_bytes + offset) as u64)
+    }
+
+    pub(super) fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+}
+
+impl Drop for Slots {
+    fn drop(&mut self) {
+        // The card may still be at work on it. Where waiting fails the context is lost, memory and all.
+        let _ = self.context.synchronize();
+        // JUSTIFICATION: the counterpart of `new`.
+        // SAFETY: the memory came from `malloc_sync`, is this value's alone, and nothing uses it any more.
+        let _ = unsafe { result::free_sync(self.start) };
+    }
+}
+
+impl fmt::Debug for Slots {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slots({} of {} bytes)", self.n_slots, self.slot_bytes)
+    }
+}

@@ -1,0 +1,90 @@
+//! How fast NCCL alone sends one contiguous buffer: what the connector over it is held against.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use baton_kv_transfer::conformance::node::layout;
+use kernels::cuda::Slots;
+use kernels::cuda::nccl::{Communicator, Nccl, Rank, UniqueId};
+use serde_json::{Value, json};
+
+use crate::{Outcome, memory};
+
+const SIZES: &[usize] = &[16 << 20, 64 << 20, 256 << 20, 1 << 30];
+const ROUNDS: usize = 9;
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// Rates of `ncclSend` and `ncclRecv` by size, or why there are none.
+pub(crate) fn plainly() -> Value {
+    match rates() {
+        Ok(rates) => json!(rates),
+        Err(error) => json!({"error": error.to_string()}),
+    }
+}
+
+fn rates() -> Outcome<Vec<Value>> {
+    let id = Nccl::load()?.unique_id()?;
+    let far =
+        std::thread::spawn(move || end("decode", id, Rank::Receiver).map_err(|error| error.to_string()));
+    let near = end("prefill", id, Rank::Sender)?;
+    let far = far.join().expect("no panic")?;
+    let line = |(size, (near, far)): (&usize, (&Duration, &Duration))| {
+        let took = near.max(far).as_secs_f64();
+        json!({"bytes": size, "median_ms": took * 1e3, "gigabytes_per_second": *size as f64 / took / 1e9})
+    };
+    Ok(SIZES.iter().zip(near.iter().zip(&far)).map(line).collect())
+}
+
+/// The median of each size, as one end sees it.
+fn end(name: &str, id: UniqueId, rank: Rank) -> Outcome<Vec<Duration>> {
+    let memory = memory(name, layout(), 1);
+    let largest = SIZES.iter().max().copied().unwrap_or(0);
+    let slots = Arc::new(Slots::new(memory.on_card().expect("on a card").memory(), 1, largest)?);
+    let mut pair = Communicator::join(slots, id, rank)?;
+    settle(&mut pair)?;
+    let mut medians = Vec::new();
+    for size in SIZES {
+        let mut took = Vec::new();
+        for _ in 0..ROUNDS + 2 {
+            // Both ends begin at about the same time: the one that is early waits for the other.
+            one(&mut pair, rank, 16)?;
+            let start = now();
+            one(&mut pair, rank, *size)?;
+            took.push(start.elapsed());
+        }
+        let mut took = took.split_off(2);
+        took.sort();
+        medians.push(took[ROUNDS / 2]);
+    }
+    Ok(medians)
+}
+
+fn one(pair: &mut Communicator, rank: Rank, bytes: usize) -> Outcome<()> {
+    match rank {
+        Rank::Sender => pair.send(0, bytes)?,
+        Rank::Receiver => pair.receive(0, bytes)?,
+    }
+    settle(pair)?;
+    let message = pair.message()?;
+    until(|| Ok(message.is_done()?))
+}
+
+fn settle(pair: &mut Communicator) -> Outcome<()> {
+    until(|| Ok(pair.is_settled()?))
+}
+
+fn until(mut is_so: impl FnMut() -> Outcome<bool>) -> Outcome<()> {
+    let start = now();
+    while !is_so()? {
+        if start.elapsed() > WITHIN {
+            return Err("NCCL stands still".into());
+        }
+        std::hint::spin_loop();
+    }
+    Ok(())
+}
+
+fn now() -> Instant {
+    #[allow(clippy::disallowed_methods, reason = "a measurement of real time")]
+    Instant::now()
+}

@@ -1,0 +1,126 @@
+//! One end of a pair's queue: its slots, and messages in the order in which they are put there.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::fabric::{End, PairId, Stage};
+use super::thread::{Job, PairThread};
+use crate::connectors::link::stream::within;
+use crate::error::TransferError;
+
+/// Messages that wait for their turn. Each has a slot, so there are never more.
+const JOBS_MAX: usize = 16;
+
+/// How a pair stands.
+#[derive(Clone, Debug)]
+pub(super) enum Standing {
+    Joining,
+    Ready,
+    Lost(TransferError),
+}
+
+/// See the module. Dropped, the communicator ends: in good order where nothing is under way.
+#[derive(Debug)]
+pub struct Cable {
+    stage: Arc<dyn Stage>,
+    jobs: mpsc::Sender<Job>,
+    free: async_channel::Receiver<usize>,
+    give_back: async_channel::Sender<usize>,
+    standing: watch::Receiver<Standing>,
+    stall: Duration,
+}
+
+/// The right to one slot. Dropped, it is free for the next message.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) nth: usize,
+    give_back: async_channel::Sender<usize>,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        // There is room for all slots, and where nobody waits for one any more nothing is lost.
+        let _ = self.give_back.try_send(self.nth);
+    }
+}
+
+impl Cable {
+    /// Joins the pair, on a thread of its own.
+    pub(super) fn start(
+        stage: Arc<dyn Stage>,
+        id: PairId,
+        end: End,
+        stall: Duration,
+    ) -> Result<Self, TransferError> {
+        let (jobs, queue) = mpsc::channel(JOBS_MAX);
+        let (tell, standing) = watch::channel(Standing::Joining);
+        let n_slots = stage.n_slots();
+        let (give_back, free) = async_channel::bounded(n_slots);
+        (0..n_slots).for_each(|nth| give_back.try_send(nth).expect("there is room for all slots"));
+        let thread = PairThread { stage: Arc::clone(&stage), id, end, stall, queue };
+        std::thread::Builder::new()
+            .name("kv pair".to_owned())
+            .spawn(move || thread.run(&tell))
+            .map_err(TransferError::lost)?;
+        Ok(Self { stage, jobs, free, give_back, standing, stall })
+    }
+
+    pub(super) fn stage(&self) -> &dyn Stage {
+        &*self.stage
+    }
+
+    /// Waits until both ends have joined.
+    pub(super) async fn ready(&self) -> Result<(), TransferError> {
+        self.until(|standing| matches!(standing, Standing::Ready)).await
+    }
+
+    /// Waits for a free slot, not longer than a message may stand still.
+    pub(super) async fn slot(&self) -> Result<Slot, TransferError> {
+        let free = async {
+            tokio::select! {
+                biased;
+                lost = self.lost() => Err(lost),
+                nth = self.free.recv() => nth.map_err(|_| TransferError::Closed),
+            }
+        };
+        let nth = within(self.stall, "waiting for a slot of the pair", free).await?;
+        Ok(Slot { nth, give_back: self.give_back.clone() })
+    }
+
+    /// Puts a message into the queue: of so many bytes, from or into this slot. Calls count in their order. The answer
+    /// comes when the message is done; the slot is taken until then, whether anyone waits or not.
+    pub(super) async fn put(
+        &self,
+        slot: Arc<Slot>,
+        bytes: usize,
+    ) -> Result<oneshot::Receiver<Result<(), TransferError>>, TransferError> {
+        let (done, answer) = oneshot::channel();
+        let put = async { self.jobs.send(Job { slot, bytes, done }).await.map_err(|_| self.why_lost()) };
+        within(self.stall, "the queue of the pair", put).await?;
+        Ok(answer)
+    }
+
+    /// Ends when the pair is lost: why.
+    pub(super) async fn lost(&self) -> TransferError {
+        self.until(|_| false).await.err().unwrap_or(TransferError::Closed)
+    }
+
+    /// Ends when the pair stands so, or is lost.
+    async fn until(&self, is_so: impl Fn(&Standing) -> bool) -> Result<(), TransferError> {
+        let mut standing = self.standing.clone();
+        let seen = standing.wait_for(|now| is_so(now) || matches!(now, Standing::Lost(_))).await;
+        match seen.map_err(|_| TransferError::Closed)?.clone() {
+            Standing::Lost(error) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    fn why_lost(&self) -> TransferError {
+        match &*self.standing.borrow() {
+            Standing::Lost(error) => error.clone(),
+            _ => TransferError::Closed,
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Hot path. NCCL between cards.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use kernels::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
+use kernels::cuda::{CourierSize, SlotAt, Slots};
+use kv_cache::KvMemory;
+
+use super::fabric::{Communicator, End, Fabric, PairId, Stage};
+use crate::connectors::cuda_ipc::carrier::Carrier;
+use crate::connectors::cuda_ipc::on_card;
+use crate::connectors::cuda_ipc::pages::alike;
+use crate::connectors::link::span_out::SpanOut;
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::landing::OpenLanding;
+use crate::lanes::LaneSpan;
+
+/// One message is on its way while the next is gathered and the last is scattered.
+const N_SLOTS: usize = 3;
+
+/// Gathers and scatters on as many multiprocessors as keep up with the wire, one message after the other.
+const COURIER: CourierSize = CourierSize {
+    n_lanes: 2,
+    lane_multiprocessors: 16,
+    n_engines: 1,
+    digest_multiprocessors: 1,
+    engine_bytes_min: 0,
+};
+
+/// One node's card.
+#[derive(Debug)]
+pub(super) struct CardFabric {
+    memory: KvMemory,
+    carrier: Arc<Carrier>,
+    slot_bytes: usize,
+}
+
+impl CardFabric {
+    pub(super) fn new(memory: &KvMemory, slot_bytes: usize) -> Result<Self, TransferError> {
+        Nccl::load().map_err(TransferError::device)?;
+        let carrier = Arc::new(Carrier::start(memory, COURIER)?);
+        Ok(Self { memory: memory.clone(), carrier, slot_bytes })
+    }
+}
+
+impl Fabric for CardFabric {
+    fn id(&self) -> Result<PairId, TransferError> {
+        let nccl = Nccl::load().map_err(TransferError::device)?;
+        Ok(nccl.unique_id().map_err(TransferError::device)?.0)
+    }
+
+    fn stage(&self) -> Result<Arc<dyn Stage>, TransferError> {
+        let slots = Slots::new(on_card(&self.memory)?.memory(), N_SLOTS, self.slot_bytes);
+        let slots = Arc::new(slots.map_err(TransferError::device)?);
+        Ok(Arc::new(CardStage { memory: self.memory.clone(), carrier: Arc::clone(&self.carrier), slots }))
+    }
+}
+
+/// Slots of the card, and the kernels that fill and empty them.
+#[derive(Debug)]
+struct CardStage {
+    memory: KvMemory,
+    carrier: Arc<Carrier>,
+    slots: Arc<Slots>,
+}
+
+#[async_trait]
+impl Stage for CardStage {
+    fn n_slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    fn slot_bytes(&self) -> usize {
+        self.slots.slot_bytes()
+    }
+
+    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Vec<Digest>, TransferError> {
+        let card = on_card(&self.memory)?;
+        let table = span.from.table(span.piece.group);
+        let (mut offset, mut made) = (0, Vec::new());
+        for pages in alike(card, &span.out.landing, table, &span.piece) {
+            let room = self.carrier.room().await?;
+            let to = SlotAt { slots: &self.slots, slot, offset };
+            let errand = self.carrier.courier().gather(card.memory(), pages.some(), to, digests);
+            made.extend(room.take(errand.map_err(TransferError::device)?, None).await?);
+            offset += pages.places.len() * pages.page_bytes();
+        }
+        Ok(made.into_iter().map(Digest).collect())
+    }
+
+    async fn scatter(
+        &self,
+        slot: usize,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+        digests: bool,
+    ) -> Result<Option<Vec<Digest>>, TransferError> {
+        let table = &landing.landing().tables[usize::from(span.group.0)];
+        let (mut offset, mut here) = (0, Vec::new());
+        for pages in alike(on_card(&self.memory)?, landing.landing(), table, span) {
+            let room = self.carrier.room().await?;
+            let from = SlotAt { slots: &self.slots, slot, offset };
+            let start = |memory: &KvMemory| {
+                let courier = self.carrier.courier();
+                courier
+                    .scatter(from, on_card(memory)?.memory(), pages.some(), digests)
+                    .map_err(TransferError::device)
+            };
+            let Some((errand, flight)) = landing.take_off(start) else { return Ok(None) };
+            here.extend(room.take(errand?, Some(flight)).await?);
+            offset += pages.places.len() * pages.page_bytes();
+        }
+        Ok(Some(here.into_iter().map(Digest).collect()))
+    }
+
+    fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError> {
+        self.slots.flip(slot, bit).map_err(TransferError::device)
+    }
+
+    fn join(self: Arc<Self>, id: PairId, end: End) -> Result<Box<dyn Communicator>, TransferError> {
+        let rank = match end {
+            End::Sender => Rank::Sender,
+            End::Receiver => Rank::Receiver,
+        };
+        let inner = nccl::Communicator::join(Arc::clone(&self.slots), UniqueId(id), rank);
+        let inner = inner.map_err(TransferError::device)?;
+        Ok(Box::new(OverNccl { inner, is_unmarked: false, messages: VecDeque::new() }))
+    }
+}
+
+/// A communicator, and the messages that it has under way.
+#[derive(Debug)]
+struct OverNccl {
+    inner: nccl::Communicator,
+    /// The last message was queued, but the call has not settled when anyone last asked.
+    is_unmarked: bool,
+    messages: VecDeque<Message>,
+}
+
+impl Communicator for OverNccl {
+    fn is_settled(&mut self) -> Result<bool, TransferError> {
+        let is_settled = self.inner.is_settled().map_err(TransferError::device)?;
+        if is_settled && std::mem::take(&mut self.is_unmarked) {
+            self.messages.push_back(self.inner.message().map_err(TransferError::device)?);
+        }
+        Ok(is_settled)
+    }
+
+    fn send(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
+        self.is_unmarked = true;
+        self.inner.send(slot, bytes).map_err(TransferError::device)
+    }
+
+    fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
+        self.is_unmarked = true;
+        self.inner.receive(slot, bytes).map_err(TransferError::device)
+    }
+
+    fn n_done(&mut self) -> Result<usize, TransferError> {
+        // A peer that has failed is known here before any of its messages is.
+        self.is_settled()?;
+        let mut n_done = 0;
+        while let Some(first) = self.messages.front() {
+            if !first.is_done().map_err(TransferError::device)? {
+                break;
+            }
+            self.messages.pop_front();
+            n_done += 1;
+        }
+        Ok(n_done)
+    }
+
+    fn finalize(&mut self) -> Result<(), TransferError> {
+        self.inner.finalize().map_err(TransferError::device)
+    }
+
+    fn destroy(self: Box<Self>) {
+        // What it still holds is given up with it, if it refuses.
+        let _ = self.inner.destroy();
+    }
+}

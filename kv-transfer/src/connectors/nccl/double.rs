@@ -1,0 +1,258 @@
+//! The double of NCCL and of a card: slots and messages are host memory of this process. For tests, and nothing else.
+//!
+//! It keeps what the connector builds on: messages come in the order in which both ends ask for them, one that nobody asks
+//! for waits, and one whose other end is gone never comes. It can be made to stand still.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use kv_cache::KvMemory;
+
+use super::fabric::{Communicator, End, Fabric, ID_BYTES, PairId, Stage};
+use crate::connectors::link::span_out::{SpanOut, copy_out};
+use crate::digest::{Digest, PageShape};
+use crate::error::TransferError;
+use crate::faults::flip;
+use crate::landing::{OpenLanding, PageAt};
+use crate::lanes::LaneSpan;
+use crate::runs::Runs;
+
+const N_SLOTS: usize = 3;
+
+/// The way between nodes of one process. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub struct Double {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    n_ids: AtomicU64,
+    /// Held for a look-up.
+    pairs: Mutex<HashMap<PairId, Arc<Mutex<Queue>>>>,
+    stands_still: AtomicBool,
+    n_given_up: AtomicUsize,
+    n_ended: AtomicUsize,
+}
+
+/// What is between the two ends of a pair.
+#[derive(Debug, Default)]
+struct Queue {
+    n_joined: usize,
+    messages: VecDeque<Vec<u8>>,
+    /// Messages that were sent, and that were received, of those that the end was not told of.
+    n_sent: usize,
+    n_received: usize,
+}
+
+impl Double {
+    pub(super) fn fabric(&self, memory: &KvMemory, slot_bytes: usize) -> HostFabric {
+        HostFabric { double: self.clone(), memory: memory.clone(), slot_bytes }
+    }
+
+    /// From here on, no message is done, or all that wait are.
+    pub fn stand_still(&self, stands_still: bool) {
+        self.inner.stands_still.store(stands_still, Ordering::Release);
+    }
+
+    /// Ends of pairs that were given up: what NCCL calls to abort.
+    pub fn n_given_up(&self) -> usize {
+        self.inner.n_given_up.load(Ordering::Acquire)
+    }
+
+    /// Ends of pairs that have ended in good order.
+    pub fn n_ended(&self) -> usize {
+        self.inner.n_ended.load(Ordering::Acquire)
+    }
+
+    /// Pairs that there have ever been.
+    pub fn n_pairs(&self) -> usize {
+        locked(&self.inner.pairs).len()
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One node's way to the others.
+#[derive(Debug)]
+pub(super) struct HostFabric {
+    double: Double,
+    memory: KvMemory,
+    slot_bytes: usize,
+}
+
+impl Fabric for HostFabric {
+    fn id(&self) -> Result<PairId, TransferError> {
+        let nth = self.double.inner.n_ids.fetch_add(1, Ordering::Relaxed);
+        let mut id = [0; ID_BYTES];
+        id[..8].copy_from_slice(&nth.to_le_bytes());
+        Ok(id)
+    }
+
+    fn stage(&self) -> Result<Arc<dyn Stage>, TransferError> {
+        let slots = (0..N_SLOTS).map(|_| Mutex::new(vec![0; self.slot_bytes])).collect();
+        let (double, memory) = (self.double.clone(), self.memory.clone());
+        Ok(Arc::new(HostStage { double, memory, slot_bytes: self.slot_bytes, slots }))
+    }
+}
+
+#[derive(Debug)]
+struct HostStage {
+    double: Double,
+    memory: KvMemory,
+    slot_bytes: usize,
+    /// Each is one owner's at a time; the lock says so to the compiler.
+    slots: Vec<Mutex<Vec<u8>>>,
+}
+
+impl HostStage {
+    /// Copies a slot's bytes into pages.
+    fn lay(&self, slot: usize, memory: &KvMemory, runs: &Runs) -> Result<(), TransferError> {
+        let (slot, mut done) = (locked(&self.slots[slot]), 0);
+        while done < runs.bytes() {
+            let mut pages = runs.write(memory, done).map_err(busy)?;
+            for mut slice in pages.slices() {
+                let end = done + slice.len();
+                slice.copy_from_slice(&slot[done..end]);
+                done = end;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn busy(busy: kv_cache::PageBusy) -> TransferError {
+    TransferError::Memory(busy.to_string())
+}
+
+#[async_trait]
+impl Stage for HostStage {
+    fn n_slots(&self) -> usize {
+        N_SLOTS
+    }
+
+    fn slot_bytes(&self) -> usize {
+        self.slot_bytes
+    }
+
+    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Vec<Digest>, TransferError> {
+        let table = span.from.table(span.piece.group);
+        let runs = Runs::sent(self.memory.layout(), &span.out.lanes, table, &span.piece);
+        copy_out(&self.memory, &runs, &mut locked(&self.slots[slot])[..runs.bytes()])?;
+        if digests { span.digests_of(&self.memory) } else { Ok(Vec::new()) }
+    }
+
+    async fn scatter(
+        &self,
+        slot: usize,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+        digests: bool,
+    ) -> Result<Option<Vec<Digest>>, TransferError> {
+        let (layout, table) =
+            (&landing.landing().layout, &landing.landing().tables[usize::from(span.group.0)]);
+        let runs = landing.runs(span);
+        let mut here = Vec::new();
+        let laid = landing.while_open(|memory| {
+            self.lay(slot, memory, &runs)?;
+            for at in PageAt::all(span).filter(|_| digests) {
+                let place = table[at.block as usize].0;
+                let page = memory.read(at.group, at.layer_pos, place..place + 1).map_err(busy)?;
+                let shape = PageShape::new(layout, at.group, at.layer_pos);
+                shape.digest_page(&page, landing.landing().valid_tokens(at.block), &mut here);
+            }
+            Ok(())
+        });
+        laid.transpose().map(|laid| laid.map(|()| here))
+    }
+
+    fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError> {
+        flip(&mut locked(&self.slots[slot]), bit as u64);
+        Ok(())
+    }
+
+    fn join(self: Arc<Self>, id: PairId, end: End) -> Result<Box<dyn Communicator>, TransferError> {
+        let queue = Arc::clone(locked(&self.double.inner.pairs).entry(id).or_default());
+        locked(&queue).n_joined += 1;
+        Ok(Box::new(HostCommunicator { stage: self, queue, end, wanted: VecDeque::new(), is_over: false }))
+    }
+}
+
+#[derive(Debug)]
+struct HostCommunicator {
+    stage: Arc<HostStage>,
+    queue: Arc<Mutex<Queue>>,
+    end: End,
+    /// Where the next messages go, and how long they are to be.
+    wanted: VecDeque<(usize, usize)>,
+    is_over: bool,
+}
+
+impl HostCommunicator {
+    /// Lays messages that are there where they were asked for.
+    fn take(&mut self, queue: &mut Queue) -> Result<(), TransferError> {
+        while let Some((slot, bytes)) = self.wanted.front().copied() {
+            let Some(message) = queue.messages.pop_front() else { break };
+            if message.len() != bytes {
+                return Err(TransferError::lost_because("a message of another length than was asked for"));
+            }
+            locked(&self.stage.slots[slot])[..bytes].copy_from_slice(&message);
+            self.wanted.pop_front();
+            (queue.n_sent, queue.n_received) = (queue.n_sent + 1, queue.n_received + 1);
+        }
+        Ok(())
+    }
+}
+
+impl Communicator for HostCommunicator {
+    fn is_settled(&mut self) -> Result<bool, TransferError> {
+        Ok(locked(&self.queue).n_joined == 2)
+    }
+
+    fn send(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
+        let message = locked(&self.stage.slots[slot])[..bytes].to_vec();
+        locked(&self.queue).messages.push_back(message);
+        Ok(())
+    }
+
+    fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
+        self.wanted.push_back((slot, bytes));
+        Ok(())
+    }
+
+    fn n_done(&mut self) -> Result<usize, TransferError> {
+        if self.stage.double.inner.stands_still.load(Ordering::Acquire) {
+            return Ok(0);
+        }
+        let queue = Arc::clone(&self.queue);
+        let mut queue = locked(&queue);
+        match self.end {
+            End::Sender => Ok(std::mem::take(&mut queue.n_sent)),
+            End::Receiver => {
+                self.take(&mut queue)?;
+                Ok(std::mem::take(&mut queue.n_received))
+            }
+        }
+    }
+
+    fn finalize(&mut self) -> Result<(), TransferError> {
+        Ok(())
+    }
+
+    fn destroy(mut self: Box<Self>) {
+        self.is_over = true;
+        self.stage.double.inner.n_ended.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+impl Drop for HostCommunicator {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.stage.double.inner.n_given_up.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+}

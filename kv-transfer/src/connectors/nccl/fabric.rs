@@ -1,0 +1,87 @@
+//! What the connector needs of a card and of NCCL: little enough that host memory can stand in for both.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use crate::connectors::link::span_out::SpanOut;
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::landing::OpenLanding;
+use crate::lanes::LaneSpan;
+
+/// What two ends of a pair find each other by. The receiver learns it from the sender's greeting.
+pub(super) const ID_BYTES: usize = 128;
+pub(super) type PairId = [u8; ID_BYTES];
+
+/// Which end of a pair this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    Sender,
+    Receiver,
+}
+
+/// One node's way to have communicators.
+pub(super) trait Fabric: Debug + Send + Sync {
+    /// For one pair that this node is the sender of.
+    fn id(&self) -> Result<PairId, TransferError>;
+
+    /// Slots for one pair.
+    fn stage(&self) -> Result<Arc<dyn Stage>, TransferError>;
+}
+
+/// The slots of one end of a pair, between which messages go.
+#[async_trait]
+pub(super) trait Stage: Debug + Send + Sync {
+    fn n_slots(&self) -> usize;
+    fn slot_bytes(&self) -> usize;
+
+    /// Lays a span's pages into a slot, one after the other. Answers their digests, or none where they are not wanted.
+    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Vec<Digest>, TransferError>;
+
+    /// Lays what is in a slot into a landing's pages. Answers their digests as they are there; `None` once the landing is
+    /// closed, and then no page was touched.
+    async fn scatter(
+        &self,
+        slot: usize,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+        digests: bool,
+    ) -> Result<Option<Vec<Digest>>, TransferError>;
+
+    /// Spoils one bit of a slot: a fault that a test plays.
+    fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError>;
+
+    /// Begins to join the pair of this id, with messages between these slots. Called on the pair's own thread.
+    fn join(self: Arc<Self>, id: PairId, end: End) -> Result<Box<dyn Communicator>, TransferError>;
+}
+
+/// One end of a pair's queue of messages. It belongs to one thread, and none of its methods waits.
+///
+/// ```text
+/// right:  send, is_settled until true, send, is_settled until true, …; n_done at any time
+/// wrong:  send, send
+/// ```
+///
+/// Dropped, it is given up: whatever was under way, from then on no slot is read or written.
+pub(super) trait Communicator: Debug + Send {
+    /// Whether the last call, or the joining, has come to its end: the next call may be made. A message may be under way
+    /// still.
+    fn is_settled(&mut self) -> Result<bool, TransferError>;
+
+    /// Queues a slot's first bytes.
+    fn send(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;
+
+    /// Queues the arrival of the next message, which is as long.
+    fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;
+
+    /// How many messages are done that were not counted before. They are done in their order.
+    fn n_done(&mut self) -> Result<usize, TransferError>;
+
+    /// Begins to end it in good order: nothing is under way.
+    fn finalize(&mut self) -> Result<(), TransferError>;
+
+    /// Ends it, once that has settled.
+    fn destroy(self: Box<Self>);
+}

@@ -1,0 +1,98 @@
+//! KV from one GPU to another by NCCL: wherever it finds a way, on one host or across.
+//!
+//! A [link](super::link) with one stream, over TCP, tells what comes; the KV itself comes as messages of a queue that the
+//! pair of nodes has for itself (`cable`): one communicator, made with the link and ended with it, so that neither end's
+//! next life meets it. NCCL knows no names: the two ends must ask for messages in the same order. So the sender numbers
+//! them in its frames, and the receiver asks for them in that order, whatever has become of their transfers: a message
+//! that nobody wants any more is received all the same, and forgotten.
+//!
+//! NCCL never sees a page. A message goes from a slot of the sender's card, into which a kernel has gathered and digested
+//! pages, to a slot of the receiver's, from which a kernel scatters and digests them. So a landing is quiet when this node's
+//! own kernels are done, as with `cuda-ipc`, and a transfer that is cancelled costs nobody a communicator. Those are given
+//! up only where the peer is dead or stands still, and what was under way is tried again with a new one. See
+//! `docs/decisions/0011-nccl-between-slots.md`.
+//!
+//! Suggested reading order: what is needed of the card and of NCCL (`fabric`), the queue of a pair (`cable`), how two
+//! processes find each other (`door`), the sender (`sending`) and the receiver (`receiving`); then NCCL on cards (`card`),
+//! and the double over host memory with which tests see to the rest (`double`).
+
+mod card;
+mod door;
+pub mod double;
+mod fabric;
+mod receiving;
+mod sending;
+mod thread;
+
+pub mod cable;
+
+use std::sync::Arc;
+
+use tracing::info;
+use types::{Scheme, WireAddress};
+
+use self::card::CardFabric;
+use self::door::PairDoor;
+use self::double::Double;
+use self::fabric::Fabric;
+use self::sending::Sending;
+use super::link::check_pages;
+use super::link::wire::Wire;
+use crate::connector::ConnectorParts;
+use crate::error::TransferError;
+use crate::landing::bad_request;
+
+pub const SCHEME: &str = "nccl";
+
+/// A message is so many times larger than the setting for frames: it takes NCCL some microseconds to begin one.
+const MESSAGES_LARGER: usize = 128;
+
+/// Listens beside `tcp`. Refused where the KV is not on a card, cannot be moved 16 bytes at a time, or there is no NCCL.
+pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
+    super::cuda_ipc::pages::check(&parts.memory)?;
+    let bytes = slot_bytes(&parts)?;
+    let fabric = Arc::new(CardFabric::new(&parts.memory, bytes)?);
+    listen_over(parts, fabric).await
+}
+
+/// The same without a GPU and without NCCL: pages, slots and messages of the double, which is host memory.
+pub async fn listen_double(parts: ConnectorParts, double: &Double) -> Result<Arc<Wire>, TransferError> {
+    let bytes = slot_bytes(&parts)?;
+    let fabric = Arc::new(double.fabric(&parts.memory, bytes));
+    listen_over(parts, fabric).await
+}
+
+async fn listen_over(mut parts: ConnectorParts, fabric: Arc<dyn Fabric>) -> Result<Arc<Wire>, TransferError> {
+    if parts.memory.layout().shard.tp_size != 1 {
+        return Err(bad_request("this connector carries nodes of one rank"));
+    }
+    parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER);
+    parts.settings.tall_frames = true;
+    // The order of frames is the order of messages.
+    parts.settings.streams = 1;
+    let host = host(&parts.settings.listen).to_owned();
+    let refused = |source| TransferError::Listen { addr: host.clone(), source: Arc::new(source) };
+    // The port of the setting is tcp's.
+    let listener = parts.world.net().listen(&format!("{host}:0")).await.map_err(refused)?;
+    let port = listener.local_addr().map_err(refused)?.port();
+    let advertised = if parts.settings.advertise.is_empty() { &host } else { &parts.settings.advertise };
+    let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: format!("{advertised}:{port}") };
+    info!(endpoint = address.endpoint, "kv transfer by nccl");
+    let door = PairDoor::new(listener, Arc::clone(&fabric), &parts);
+    let medium = move |parts: &ConnectorParts| Ok(Arc::new(Sending::new(parts, Arc::clone(&fabric))) as _);
+    Ok(Wire::start(parts, address, None, Box::new(door), Box::new(medium)))
+}
+
+/// What one slot has to hold: a frame's KV, or the largest page.
+fn slot_bytes(parts: &ConnectorParts) -> Result<usize, TransferError> {
+    let largest = check_pages(parts)?;
+    Ok(parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER).max(largest).next_multiple_of(SLOT_ALIGN))
+}
+
+/// Slots begin on edges that any kernel likes.
+const SLOT_ALIGN: usize = 256;
+
+/// Of `host:port`; IPv6 addresses keep their brackets.
+fn host(listen: &str) -> &str {
+    listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host)
+}

@@ -1,0 +1,142 @@
+//! Hot path. The sender's end of a pair: frames that name their KV by its number in the queue.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use chassis::{Stream, World};
+
+use super::cable::{Cable, Slot};
+use super::door;
+use super::fabric::{End, Fabric};
+use crate::connector::ConnectorParts;
+use crate::connectors::link::frame::{Body, Frame, FrameError};
+use crate::connectors::link::medium::Medium;
+use crate::connectors::link::span_out::{SpanOut, spoil};
+use crate::connectors::link::stream::FrameWriter;
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::faults::FaultKind;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Sending {
+    world: World,
+    fabric: Arc<dyn Fabric>,
+    stall: Duration,
+    /// From the first stream on.
+    cable: OnceLock<Cable>,
+    /// Messages so far.
+    n_messages: AtomicU64,
+}
+
+impl Sending {
+    pub(super) fn new(parts: &ConnectorParts, fabric: Arc<dyn Fabric>) -> Self {
+        let (world, stall) = (parts.world.clone(), parts.settings.stall());
+        Self { world, fabric, stall, cable: OnceLock::new(), n_messages: AtomicU64::new(0) }
+    }
+
+    fn cable(&self) -> Result<&Cable, TransferError> {
+        self.cable.get().ok_or(TransferError::Closed)
+    }
+
+    /// A slot with a span's KV, and its digests.
+    async fn gathered(&self, span: &SpanOut, digests: bool) -> Result<(Slot, Vec<Digest>), TransferError> {
+        let cable = self.cable()?;
+        let slot = cable.slot().await?;
+        let digests = cable.stage().gather(slot.nth, span, digests).await?;
+        Ok((slot, digests))
+    }
+
+    /// The frame, and then the message that it names. One stream writes, so their orders are the same.
+    async fn put(
+        &self,
+        writer: &mut FrameWriter,
+        span: &SpanOut,
+        (slot, digests): (Slot, Vec<Digest>),
+    ) -> Result<(), TransferError> {
+        let (number, bytes) = (self.n_messages.fetch_add(1, Ordering::Relaxed), span.page_bytes());
+        let body = Body::Queued { number, bytes: bytes as u32, span: span.piece.span.clone(), digests };
+        writer.write(&Frame::new(span.out.transfer(), body)).await?;
+        // Nobody waits for it: the receiver says what has become of the transfer.
+        self.cable()?.put(Arc::new(slot), bytes).await.map(|_| ())
+    }
+
+    async fn write_with(
+        &self,
+        fault: FaultKind,
+        writer: &mut FrameWriter,
+        (parts, span): (&ConnectorParts, &SpanOut),
+    ) -> Result<(), TransferError> {
+        let (slot, mut digests) = self.gathered(span, parts.settings.digests).await?;
+        match fault {
+            FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
+            FaultKind::Stall => return std::future::pending().await,
+            FaultKind::Delay(by) => tokio::time::sleep(by).await,
+            FaultKind::WrongDigest => spoil(&mut digests),
+            FaultKind::FlipBit(bit) => {
+                let bit = (bit % (span.page_bytes() as u64 * 8)) as usize;
+                self.cable()?.stage().flip(slot.nth, bit)?;
+            }
+            FaultKind::Duplicate => {
+                let again = self.gathered(span, parts.settings.digests).await?;
+                self.put(writer, span, again).await?;
+            }
+        }
+        self.put(writer, span, (slot, digests)).await
+    }
+}
+
+#[async_trait]
+impl Medium for Sending {
+    /// The pair is joined before the link is there, so that the first transfer does not wait for it.
+    async fn connect(&self, endpoint: &str, _stream: u16) -> io::Result<Stream> {
+        let id = self.fabric.id().map_err(io::Error::other)?;
+        let mut stream = self.world.net().connect(endpoint).await?;
+        door::greet(&mut stream, &id).await?;
+        let stage = self.fabric.stage().map_err(io::Error::other)?;
+        let cable = Cable::start(stage, id, End::Sender, self.stall).map_err(io::Error::other)?;
+        cable.ready().await.map_err(io::Error::other)?;
+        self.cable.set(cable).map_err(|_| io::Error::other("a link has one stream"))?;
+        Ok(stream)
+    }
+
+    async fn write_span(
+        &self,
+        writer: &mut FrameWriter,
+        parts: &ConnectorParts,
+        span: SpanOut,
+    ) -> Result<(), TransferError> {
+        if span.out.is_over() {
+            return Ok(());
+        }
+        match parts.faults.next(span.page_bytes()) {
+            Some(fault) => self.write_with(fault, writer, (parts, &span)).await,
+            None => {
+                let gathered = self.gathered(&span, parts.settings.digests).await?;
+                self.put(writer, &span, gathered).await
+            }
+        }
+    }
+
+    fn taken(&self, _slot: u16) -> Result<(), FrameError> {
+        Err(FrameError::Unexpected("a slot of a stage that this wire does not have"))
+    }
+
+    /// What is received is scattered by the receiver.
+    fn writes(&self) -> bool {
+        false
+    }
+
+    async fn broken(&self) -> TransferError {
+        match self.cable() {
+            Ok(cable) => cable.lost().await,
+            Err(error) => error,
+        }
+    }
+
+    /// The cable is dropped with this, and its thread sees to the rest.
+    fn close(&self) {}
+}

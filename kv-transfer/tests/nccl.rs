@@ -1,0 +1,158 @@
+//! What a queue for each pair of nodes promises, over the double: no GPU and no NCCL are here.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, Pair, layout, whole};
+use baton_kv_transfer::connectors::nccl::{self, double::Double};
+use baton_kv_transfer::{ConnectorParts, KvConnector, TransferError, TransferSettings};
+use futures::future::join_all;
+use kv_cache::LayerFence;
+
+const N_TOKENS: u32 = 5 * BLOCK_TOKENS;
+const STALL_MS: u64 = 400;
+const WITHIN: Duration = Duration::from_secs(20);
+
+async fn pair_over(double: &Double) -> Pair {
+    let double = double.clone();
+    let make: Make = Arc::new(move |parts: ConnectorParts| {
+        let (double, settings) = (double.clone(), parts.settings.clone());
+        // A message is many times larger than the setting: these are of a few pages.
+        let settings = TransferSettings { stall_ms: STALL_MS, frame_bytes: 16, ..settings };
+        let parts = ConnectorParts { settings, ..parts };
+        Box::pin(async move {
+            nccl::listen_double(parts, &double).await.expect("a free port") as Arc<dyn KvConnector>
+        })
+    });
+    Pair::new(&make).await
+}
+
+/// Named where it is called: there is more than one wait in each test.
+#[track_caller]
+fn in_time<T>(what: impl Future<Output = T>) -> impl Future<Output = T> {
+    let caller = std::panic::Location::caller();
+    async move {
+        let done = tokio::time::timeout(WITHIN, what).await;
+        done.unwrap_or_else(|_| panic!("not in time: {caller}"))
+    }
+}
+
+/// Ends of pairs are seen to by threads of their own.
+async fn until(what: impl Fn() -> bool) {
+    in_time(async {
+        while !what() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await;
+}
+
+/// The receiver gives up after a few turns. What was under way then comes all the same, and is forgotten.
+async fn cancelled(pair: &Pair, nth: u64) {
+    let from = pair.prefill.computed(N_TOKENS, nth);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let mut sender = pair.open(&landing).await.expect("granted");
+    for span in whole(&landing) {
+        sender.send(span, Arc::clone(&from), LayerFence::open()).await.expect("room");
+    }
+    in_time(arrival.progress(nth as usize % 3)).await;
+    drop(arrival);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn interleaved_transfers_share_one_queue_and_a_third_of_them_is_cancelled() {
+    let double = Double::default();
+    let pair = Arc::new(pair_over(&double).await);
+    let one = |nth: u64| {
+        let pair = Arc::clone(&pair);
+        async move {
+            match nth % 3 {
+                0 => cancelled(&pair, nth).await,
+                _ => pair.transfer(N_TOKENS, nth).await,
+            }
+        }
+    };
+    in_time(join_all((0..64).map(one))).await;
+    pair.at_baseline().await;
+    assert_eq!((double.n_pairs(), double.n_given_up()), (1, 0), "a cancelled transfer costs nobody a pair");
+}
+
+#[tokio::test]
+async fn a_message_that_stands_still_costs_the_pair_and_the_next_transfer_has_a_new_one() {
+    let double = Double::default();
+    let pair = pair_over(&double).await;
+    pair.transfer(N_TOKENS, 1).await;
+    double.stand_still(true);
+    let from = pair.prefill.computed(N_TOKENS, 2);
+    let landings: Vec<_> = (0..3).map(|_| pair.land(N_TOKENS)).collect();
+    let began = tokio::time::Instant::now();
+    let all = landings.into_iter().map(|(landing, arrival)| {
+        let (pair, from) = (&pair, &from);
+        async move { tokio::join!(pair.deliver(&landing, from), arrival.settle()) }
+    });
+    for (delivered, arrived) in in_time(join_all(all)).await {
+        delivered.expect_err("nothing came through");
+        let error = arrived.expect_err("nothing came");
+        assert!(matches!(error, TransferError::ConnectionLost { .. } | TransferError::Peer(_)), "{error}");
+    }
+    assert!(began.elapsed() < Duration::from_millis(4 * STALL_MS), "{:?}", began.elapsed());
+    drop(from);
+    pair.at_baseline().await;
+    until(|| double.n_given_up() + double.n_ended() == 2).await;
+    assert!(double.n_given_up() > 0);
+    double.stand_still(false);
+    pair.transfer(N_TOKENS, 3).await;
+    assert_eq!(double.n_pairs(), 2);
+}
+
+/// A landing's pages are written by this node alone, out of a slot: that they are quiet does not hang on the peer.
+#[tokio::test]
+async fn blocks_are_free_at_once_although_messages_stand_still() {
+    let double = Double::default();
+    let pair = pair_over(&double).await;
+    pair.transfer(N_TOKENS, 1).await;
+    double.stand_still(true);
+    let from = pair.prefill.computed(N_TOKENS, 2);
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let mut sender = pair.open(&landing).await.expect("granted");
+    for span in whole(&landing) {
+        sender.send(span, Arc::clone(&from), LayerFence::open()).await.expect("room");
+    }
+    drop(arrival);
+    assert!(pair.decode.is_at_baseline());
+    double.stand_still(false);
+    drop(sender);
+    pair.transfer(N_TOKENS, 3).await;
+    assert_eq!((double.n_pairs(), double.n_given_up()), (1, 0));
+}
+
+#[tokio::test]
+async fn each_pair_of_nodes_has_a_queue_of_its_own() {
+    let double = Double::default();
+    let pair = pair_over(&double).await;
+    let third = pair.third(Node::parts("prefill-1", layout())).await;
+    for (nth, sender) in [&pair.prefill, &third, &pair.prefill, &third].into_iter().enumerate() {
+        let from = sender.computed(N_TOKENS, nth as u64);
+        let (landing, arrival) = pair.land(N_TOKENS);
+        let to = types::Destination::Landing(landing.clone());
+        let mut kv = in_time(sender.connector.open(&to)).await.expect("granted");
+        for span in whole(&landing) {
+            kv.send(span, Arc::clone(&from), LayerFence::open()).await.expect("room");
+        }
+        let handoff = baton_kv_transfer::conformance::node::handoff(&landing);
+        let (delivered, arrived) = tokio::join!(kv.finish(handoff), arrival.settle());
+        delivered.expect("delivered");
+        pair.check(&arrived.expect("arrived"), N_TOKENS, nth as u64);
+    }
+    assert_eq!(double.n_pairs(), 2);
+}
+
+#[tokio::test]
+async fn a_pair_ends_in_good_order_with_its_nodes() {
+    let double = Double::default();
+    let pair = pair_over(&double).await;
+    pair.transfer(N_TOKENS, 1).await;
+    drop(pair);
+    until(|| double.n_ended() + double.n_given_up() == 2).await;
+    assert_eq!(double.n_given_up(), 0);
+}
