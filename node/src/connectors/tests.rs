@@ -29,7 +29,7 @@ async fn auto_prefers_shared_memory_on_one_host_and_tcp_between_two() {
 #[test]
 fn auto_is_ordered_by_speed_and_only_tcp_is_needed() {
     let all = expand("auto");
-    assert_eq!(all, [("cuda-ipc", false), ("shm", false), ("rdma", false), ("tcp", true)]);
+    assert_eq!(all, [("cuda-ipc", false), ("nccl", false), ("shm", false), ("rdma", false), ("tcp", true)]);
 }
 
 /// Not a warning: most machines are so.
