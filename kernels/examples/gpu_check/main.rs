@@ -2,7 +2,7 @@
 //!
 //! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]`:
 //! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
-//! runs on Hopper what other cards run; `--only` is rows, products or attention.
+//! runs on Hopper what other cards run; `--only` is rows, products, attention or sample.
 #![allow(clippy::print_stdout)]
 
 mod draw;
@@ -10,6 +10,7 @@ mod verdict;
 mod check_rows;
 mod check_products;
 mod check_attention;
+mod check_sample;
 mod measure;
 
 use std::path::PathBuf;
@@ -91,6 +92,9 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     if is_wanted("attention") {
         check_attention::all(&card, &mut verdicts)?;
+    }
+    if is_wanted("sample") {
+        check_sample::all(&card, &mut verdicts)?;
     }
     let measured = if args.measures { measure::all(&card, is_wanted)? } else { json!(null) };
     let report = json!({

@@ -43,8 +43,8 @@ pub use graph::Graph;
 pub use matmul::{Answer, ProductShape, Products};
 pub use memory::DeviceMemory;
 pub use ops::{
-    DecodeAttention, FeedTokens, KvPages, NOWHERE, PrefillAttention, PrefillSequence, RopeWriteKv,
-    SKINNY_FORMS, SkinnyForm,
+    DecodeAttention, DrawRow, EDIT_WORDS, Edit, FeedTokens, KvPages, NOWHERE, Outcome, PrefillAttention,
+    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, TOP_MAX,
 };
 pub use pinned::Pinned;
 pub use remote::RemoteMemory;

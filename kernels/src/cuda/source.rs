@@ -49,6 +49,7 @@ pub const SOURCES: &[Source] = &[
     source!("rope.cu", ["rope_write_kv_64", "rope_write_kv_128"], "pages.cuh"),
     source!("argmax.cu", ["argmax_parts", "argmax_rows"]),
     source!("feed.cu", ["feed_tokens", "keep_tokens"]),
+    source!("sample.cu", ["sample_tokens"]),
     source!("bias.cu", ["add_bias"]),
     source!("dummy.cu", ["dummy_weights"]),
     source!("probe.cu", ["probe_read", "probe_copy"]),

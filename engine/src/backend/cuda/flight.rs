@@ -4,24 +4,33 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kernels::cpu::Processor;
-use kernels::cuda::{Card, CudaError, Event, NOWHERE, Pinned, View};
+use kernels::cuda::{Card, CudaError, Event, Outcome, Pinned, View};
 use kv_cache::FenceSignal;
-use types::{Sampling, TokenId};
+use types::TokenId;
 
+use super::draws::{self, Drawer};
 use crate::error::RowError;
 use crate::sampler::Drawing;
-use crate::step::{Row, RowInput, SampleSpec, Sampled, SlotId, StepOutput};
+use crate::step::{Row, RowInput, Sampled, SlotId, StepOutput};
 
 /// A step that was launched.
 #[derive(Debug)]
 pub(super) struct Flight {
     pub(super) number: u64,
     rows: Vec<FlightRow>,
-    /// What the card draws, on its way to the host.
-    drawn: Pinned<u32>,
-    end: Event,
+    arrival: Arrival,
     pub(super) signal: Arc<FenceSignal>,
     pub(super) phase: Phase,
+}
+
+/// What the card draws, on its way to the host.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    pub(super) drawn: Pinned<u32>,
+    /// Where log-probabilities are wanted.
+    pub(super) outcomes: Option<Pinned<u32>>,
+    /// Reached when both are there.
+    pub(super) end: Event,
 }
 
 #[derive(Debug)]
@@ -36,7 +45,9 @@ struct FlightRow {
     slot: SlotId,
     /// Where its token stands among the drawn.
     place: Result<Option<u32>, RowError>,
-    /// How the host draws, where the card's likeliest token will not do.
+    /// Which of the outcomes is the row's, where log-probabilities are wanted.
+    outcome: Option<usize>,
+    /// How the host draws what the card cannot.
     by_host: Option<HostDraw>,
 }
 
@@ -61,11 +72,13 @@ impl Flight {
         number: u64,
         rows: &[Row<'_>],
         places: Vec<Result<Option<u32>, RowError>>,
-        (drawn, end): (Pinned<u32>, Event),
+        drawers: &[Drawer],
+        arrival: Arrival,
         signal: Arc<FenceSignal>,
     ) -> Self {
-        let rows = rows.iter().zip(places).map(|(row, place)| FlightRow::of(row, place)).collect();
-        Self { number, rows, drawn, end, signal, phase: Phase::OnCard }
+        let rows = rows.iter().zip(places).zip(drawers);
+        let rows = rows.map(|((row, place), drawer)| FlightRow::of(row, place, *drawer)).collect();
+        Self { number, rows, arrival, signal, phase: Phase::OnCard }
     }
 
     pub(super) fn is_done(&self) -> bool {
@@ -114,14 +127,22 @@ impl Flight {
         logits: View<'_, f32>,
         previous: &HashMap<SlotId, TokenId>,
     ) -> Result<StepOutput, CudaError> {
-        self.end.wait()?;
-        let drawn = self.drawn.numbers()?;
+        let Arrival { drawn, outcomes, end } = &mut self.arrival;
+        end.wait()?;
+        let drawn = drawn.numbers()?;
+        let outcomes = outcomes.as_mut().map(Pinned::numbers).transpose()?;
         let mut rows = Vec::with_capacity(self.rows.len());
         for row in &mut self.rows {
             let outcome = match (&row.place, &mut row.by_host) {
                 (Err(error), _) => Err(error.clone()),
                 (Ok(None), _) => Ok(None),
-                (Ok(Some(place)), None) => token(drawn[*place as usize]).map(Some),
+                (Ok(Some(place)), None) => draws::token(drawn[*place as usize]).map(|token| {
+                    let words = row.outcome.zip(outcomes.as_deref());
+                    let logprobs = words.map(|(nth, words)| {
+                        draws::logprobs(Outcome::of_words(&words[nth * Outcome::WORDS..]))
+                    });
+                    Some(Sampled { token, logprobs })
+                }),
                 (Ok(Some(place)), Some(draw)) => {
                     let first = *place as usize * sampler.vocab;
                     let mut logits = card.download(logits.slice(first..first + sampler.vocab))?;
@@ -134,37 +155,22 @@ impl Flight {
     }
 
     /// What it was launched with, to be used again.
-    pub(super) fn into_drawn(self) -> Pinned<u32> {
-        self.drawn
-    }
-}
-
-fn token(drawn: u32) -> Result<Sampled, RowError> {
-    match drawn {
-        NOWHERE => Err(RowError::Sample("no logit is finite".to_owned())),
-        token => Ok(Sampled { token: TokenId(token), logprobs: None }),
+    pub(super) fn into_arrival(self) -> Arrival {
+        self.arrival
     }
 }
 
 impl FlightRow {
-    fn of(row: &Row<'_>, place: Result<Option<u32>, RowError>) -> Self {
-        let needs_host = |spec: &&SampleSpec<'_>| !is_likeliest(spec);
-        let by_host = row.sample.as_ref().filter(needs_host).map(|spec| HostDraw {
+    fn of(row: &Row<'_>, place: Result<Option<u32>, RowError>, drawer: Drawer) -> Self {
+        let host_draws = row.sample.as_ref().filter(|_| drawer == Drawer::Host);
+        let by_host = host_draws.map(|spec| HostDraw {
             drawing: Drawing::of(spec),
             follows_previous: row.input == RowInput::Previous,
             position: row.start + row.input.n_tokens(),
         });
-        Self { slot: row.slot, place, by_host }
+        let outcome = if let Drawer::Card { nth, is_told: true } = drawer { Some(nth) } else { None };
+        Self { slot: row.slot, place, outcome, by_host }
     }
-}
-
-/// Whether the likeliest token is the one to draw, and nothing else is asked for.
-fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
-    let Sampling { temperature, logprobs, logit_bias, .. } = spec.sampling;
-    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = spec.sampling;
-    let is_plain = *temperature == 0.0 && logprobs.is_none() && logit_bias.is_empty();
-    let looks_back = *repetition_penalty != 1.0 || *presence_penalty != 0.0 || *frequency_penalty != 0.0;
-    is_plain && !looks_back && spec.index >= spec.stop.min_tokens
 }
 
 impl HostDraw {
@@ -180,30 +186,5 @@ impl HostDraw {
             self.drawing.remember(*token);
         }
         self.drawing.draw(&sampler.processor, logits, self.position, &sampler.eos_tokens)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use types::StopRules;
-
-    use super::*;
-
-    #[test]
-    fn the_card_draws_what_is_plainly_the_likeliest() {
-        let plain = Sampling::default();
-        for (sampling, min_tokens, expected) in [
-            (plain.clone(), 0, true),
-            (plain.clone(), 5, false),
-            (Sampling { temperature: 0.5, ..plain.clone() }, 0, false),
-            (Sampling { logprobs: Some(0), ..plain.clone() }, 0, false),
-            (Sampling { logit_bias: vec![(TokenId(1), 1.0)], ..plain.clone() }, 0, false),
-            (Sampling { presence_penalty: 0.5, ..plain.clone() }, 0, false),
-            (Sampling { top_p: 0.5, seed: 7, ..plain }, 0, true),
-        ] {
-            let stop = StopRules { min_tokens, ..StopRules::default() };
-            let spec = SampleSpec { sampling: &sampling, stop: &stop, history: &[], n_prompt: 0, index: 4 };
-            assert_eq!(is_likeliest(&spec), expected, "{sampling:?}, {min_tokens}");
-        }
     }
 }

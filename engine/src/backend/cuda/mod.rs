@@ -2,13 +2,15 @@
 //!
 //! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `weights`,
 //! `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`decoder`),
-//! which steps are recorded (`ladder`, `recorded`), and what becomes of a step (`flight`, `watch`).
+//! which steps are recorded (`ladder`, `recorded`), how tokens are drawn (`draws`), and what becomes of a step (`flight`,
+//! `watch`).
 //!
 //! Sums in bf16 depend on how many rows are multiplied together, so a row's numbers differ in their last bits from one
 //! batch to another; how far that may go, and what is compared, is in `docs/specification.md`.
 
 mod budget;
 mod decoder;
+mod draws;
 mod flight;
 mod heads;
 mod ladder;
@@ -27,7 +29,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
-use kernels::cuda::{Card, CudaError, Event, Pinned, Products};
+use kernels::cuda::{Buffer, Card, CudaError, Event, Outcome, Pinned, Products, SampleTokens};
 use kv_cache::{FenceSignal, KvMemory, OnCard};
 use types::{ModelInfo, TokenId};
 
@@ -38,7 +40,8 @@ use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, StepLimits};
 use crate::error::{BackendError, OpenError, RowError};
 use crate::step::{Launched, Row, SlotId, StepBatch, StepOutput};
 use decoder::{Decoder, Pass};
-use flight::{Flight, HostSampler, Phase};
+use draws::{Drawer, Draws};
+use flight::{Arrival, Flight, HostSampler, Phase};
 use plan::{Bounds, Dims, Fed, Plan};
 use recorded::Recorded;
 use watch::{Watch, WatchedStep};
@@ -70,7 +73,10 @@ pub struct CudaBackend {
 #[derive(Debug)]
 struct Staging {
     words: VecDeque<Pinned<u32>>,
+    draws: VecDeque<Pinned<u32>>,
+    edits: VecDeque<Pinned<u32>>,
     drawn: Vec<Pinned<u32>>,
+    outcomes: Vec<Pinned<u32>>,
 }
 
 /// The line in the table of backends: `name` is a model's folder.
@@ -160,6 +166,9 @@ impl CudaBackend {
         signal: FenceSignal,
     ) -> Result<Flight, CudaError> {
         let written = if plan.dims.n_tokens == 0 { Vec::new() } else { self.run(plan, rows)? };
+        let (draws, drawers) = Draws::of(rows, &plan.places, &self.sampler.eos_tokens);
+        self.draw(&draws, plan.dims)?;
+        let outcomes = self.outcomes(&draws, &drawers)?;
         let mut drawn = match self.staging.drawn.pop() {
             Some(drawn) => drawn,
             None => self.card.pinned(self.limits.rows)?,
@@ -173,7 +182,41 @@ impl CudaBackend {
             self.watch.watch(WatchedStep { written, signal: Arc::clone(&signal) });
         }
         let places = std::mem::take(&mut plan.places);
-        Ok(Flight::new(self.n_launched, rows, places, (drawn, end), signal))
+        Ok(Flight::new(self.n_launched, rows, places, &drawers, Arrival { drawn, outcomes, end }, signal))
+    }
+
+    /// Has tokens drawn where the likeliest will not do: the next step reads them on the card as it reads the others.
+    fn draw(&mut self, draws: &Draws, dims: Dims) -> Result<(), CudaError> {
+        if draws.n_rows() == 0 {
+            return Ok(());
+        }
+        let Self { card, space, staging, decoder, .. } = self;
+        send(card, &mut staging.draws, &draws.rows, &mut space.draws)?;
+        send(card, &mut staging.edits, &draws.edits, &mut space.edits)?;
+        let (n, vocab) = (dims.n_wanted, decoder.sizes.vocab);
+        card.sample_tokens(SampleTokens {
+            drawn: space.drawn.view_mut().slice(0..n),
+            outcomes: space.outcomes.view_mut(),
+            logits: space.logits.view_mut().slice(0..n * vocab),
+            best: space.best.slice(0..n),
+            tokens: space.tokens.slice(0..dims.n_tokens),
+            draws: space.draws.slice(0..draws.rows.len()),
+            edits: space.edits.view_mut().slice(0..draws.edits.len()),
+        })
+    }
+
+    /// What the card tells of its draws, on its way to the host, if anything is wanted of it.
+    fn outcomes(&mut self, draws: &Draws, drawers: &[Drawer]) -> Result<Option<Pinned<u32>>, CudaError> {
+        if !drawers.iter().any(|drawer| matches!(drawer, Drawer::Card { is_told: true, .. })) {
+            return Ok(None);
+        }
+        let mut outcomes = match self.staging.outcomes.pop() {
+            Some(outcomes) => outcomes,
+            None => self.card.pinned(self.limits.rows * Outcome::WORDS)?,
+        };
+        let told = self.space.outcomes.slice(0..draws.n_rows() * Outcome::WORDS);
+        self.card.receive(told, &mut outcomes)?;
+        Ok(Some(outcomes))
     }
 
     fn check_size(&self, dims: Dims) -> Result<(), BackendError> {
@@ -186,6 +229,30 @@ impl CudaBackend {
             dims.n_tokens, dims.n_wanted
         )))
     }
+}
+
+impl Staging {
+    fn keep(&mut self, arrival: Arrival) {
+        self.drawn.push(arrival.drawn);
+        self.outcomes.extend(arrival.outcomes);
+    }
+}
+
+/// Copies words to the card, by the buffer that was used longest ago.
+fn send(
+    card: &Card,
+    by: &mut VecDeque<Pinned<u32>>,
+    words: &[u32],
+    to: &mut Buffer<u32>,
+) -> Result<(), CudaError> {
+    if words.is_empty() {
+        return Ok(());
+    }
+    let staged = by.front_mut().expect("there are always two");
+    staged.numbers()?[..words.len()].copy_from_slice(words);
+    card.send(staged, to.view_mut().slice(0..words.len()))?;
+    by.rotate_left(1);
+    Ok(())
 }
 
 /// What a pass works with.
@@ -263,7 +330,7 @@ impl Backend for CudaBackend {
         if outcome.is_ok() {
             flight.signal.layers_done(self.decoder.places.len() as u16);
         }
-        self.staging.drawn.push(flight.into_drawn());
+        self.staging.keep(flight.into_arrival());
         outcome.map_err(|error| BackendError::DeviceLost(in_full(&error)))
     }
 }

@@ -129,8 +129,12 @@ fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
 
 impl Staging {
     fn new(card: &Card, space: &super::Workspace, limits: StepLimits) -> Result<Self, OpenError> {
+        let two = |len: usize| Ok::<_, CudaError>([card.pinned(len)?, card.pinned(len)?].into());
         Ok(Self {
-            words: [card.pinned(space.words.len())?, card.pinned(space.words.len())?].into(),
+            words: two(space.words.len())?,
+            draws: two(space.draws.len())?,
+            edits: two(space.edits.len())?,
+            outcomes: Vec::new(),
             drawn: vec![card.pinned(limits.rows)?, card.pinned(limits.rows)?],
         })
     }

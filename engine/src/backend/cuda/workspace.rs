@@ -1,7 +1,8 @@
 //! What a step computes in: taken once, as large as the largest step needs it.
 
-use kernels::cuda::{Bf16, Buffer, Card, CudaError, DecodeAttention};
+use kernels::cuda::{Bf16, Buffer, Card, CudaError, DecodeAttention, DrawRow, EDIT_WORDS, Outcome};
 
+use super::draws::EDITS_MAX;
 use super::ladder::Ladder;
 use super::weights::Sizes;
 use crate::backend::StepLimits;
@@ -44,6 +45,10 @@ pub(super) struct Workspace {
     /// What this step draws, and the next may read.
     pub(super) drawn: Buffer<u32>,
     pub(super) tokens: Buffer<u32>,
+    /// How tokens are drawn that are not simply the likeliest: rows and edits, and what becomes of them.
+    pub(super) draws: Buffer<u32>,
+    pub(super) edits: Buffer<u32>,
+    pub(super) outcomes: Buffer<u32>,
     /// The step's plan, as the host wrote it.
     pub(super) words: Buffer<u32>,
     pub(super) parts: Buffer<f32>,
@@ -79,7 +84,8 @@ impl WorkspaceShape {
         let of_row = 2 * hidden + 4 * vocab + 8;
         let parts = 4 * self.part_numbers + 8 * self.n_parts;
         let indices = 8 * self.n_keys + 4 * (self.n_words + self.limits.tokens);
-        2 * of_token * self.limits.tokens + of_row * self.limits.rows + parts + indices
+        let draws = 4 * (self.limits.rows * (DrawRow::WORDS + Outcome::WORDS) + EDITS_MAX * EDIT_WORDS);
+        2 * of_token * self.limits.tokens + of_row * self.limits.rows + parts + indices + draws
     }
 
     pub(super) fn take(&self, card: &Card) -> Result<Workspace, CudaError> {
@@ -99,6 +105,9 @@ impl WorkspaceShape {
             best: card.buffer(rows)?,
             drawn: card.buffer(rows)?,
             tokens: card.buffer(tokens)?,
+            draws: card.buffer(rows * DrawRow::WORDS)?,
+            edits: card.buffer(EDITS_MAX * EDIT_WORDS)?,
+            outcomes: card.buffer(rows * Outcome::WORDS)?,
             words: card.buffer(self.n_words)?,
             parts: card.buffer(self.part_numbers)?,
             part_sums: card.buffer(self.n_parts)?,

@@ -12,6 +12,7 @@ mod prefill;
 mod probe;
 mod few_rows;
 mod feed;
+mod sample;
 mod bias;
 mod dummy;
 
@@ -20,6 +21,7 @@ pub use feed::{FeedTokens, NOWHERE};
 pub use few_rows::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use rope::RopeWriteKv;
+pub use sample::{DrawRow, EDIT_WORDS, Edit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 
 use super::buffer::{Bf16, Element, View, ViewMut};

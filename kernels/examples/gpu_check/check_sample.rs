@@ -1,0 +1,260 @@
+//! Draws: against plain sorting and summing in f64.
+
+use baton_kernels::cuda::{Card, CudaError, DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, SampleTokens};
+
+use super::draw::Draw;
+use super::verdict::Verdicts;
+
+/// How near to the edge of a token's share, of all weight, a draw may fall on its wrong side.
+const EDGE: f64 = 1e-5;
+/// Positions that are drawn for, with each set of rules.
+const N_ROWS: usize = 40;
+
+/// Rules of a draw.
+#[derive(Clone, Copy, Debug)]
+struct Rules {
+    temperature: f32,
+    top_k: u32,
+    top_p: f32,
+    min_p: f32,
+    edits: bool,
+}
+
+const ALL: Rules = Rules { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, edits: false };
+
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    for width in [1, 5, 1000, 32_003, 128_256] {
+        for rules in [
+            Rules { temperature: 0.0, ..ALL },
+            Rules { temperature: 0.0, edits: true, ..ALL },
+            ALL,
+            Rules { temperature: 0.3, ..ALL },
+            Rules { temperature: 1.7, edits: true, ..ALL },
+            Rules { top_k: 1, ..ALL },
+            Rules { top_k: 50, ..ALL },
+            Rules { top_p: 0.9, ..ALL },
+            Rules { top_p: 0.0, ..ALL },
+            Rules { min_p: 0.05, ..ALL },
+            Rules { temperature: 0.8, top_k: 200, top_p: 0.95, min_p: 0.001, edits: true },
+        ] {
+            check(card, verdicts, width, rules)?;
+        }
+    }
+    nothing_to_draw(card, verdicts)
+}
+
+/// One row's wishes, and the logits that it draws from.
+struct Case {
+    draw: DrawRow,
+    raw: Vec<f32>,
+    edits: Vec<Edit>,
+    in_flight: u32,
+}
+
+fn case(source: &mut Draw, row: usize, width: usize, rules: Rules, first_edit: usize) -> Case {
+    // A few values only in every fourth row: many tokens alike.
+    let raw = (0..width)
+        .map(|_| if row % 4 == 3 { source.below(30) as f32 - 20.0 } else { source.number() * 12.0 })
+        .collect();
+    let mut edits = vec![];
+    if rules.edits {
+        for nth in 0..width.min(20) {
+            edits.push(Edit {
+                token: (nth * width / width.min(20)) as u32,
+                bias: source.number(),
+                n_said: source.below(3) as u32,
+                is_forbidden: width > 1 && nth % 7 == 6,
+                is_seen: nth % 2 == 0,
+            });
+        }
+    }
+    let draw = DrawRow {
+        row: row as u32,
+        in_flight: rules.edits.then_some(row as u32),
+        temperature: rules.temperature,
+        top_k: rules.top_k,
+        top_p: rules.top_p,
+        min_p: rules.min_p,
+        seed: source.bits(),
+        position: row as u64,
+        n_top: Some((row % 21) as u32),
+        first_edit: first_edit as u32,
+        n_edits: edits.len() as u32,
+        repetition: 1.2,
+        presence: 0.3,
+        frequency: 0.1,
+    };
+    Case { draw, raw, edits, in_flight: source.below(width) as u32 }
+}
+
+impl Case {
+    fn edited(&self) -> Vec<f32> {
+        let mut logits = self.raw.clone();
+        let mut edits = self.edits.clone();
+        if self.draw.in_flight.is_some() {
+            match edits.iter_mut().find(|edit| edit.token == self.in_flight) {
+                Some(edit) => (edit.n_said, edit.is_seen) = (edit.n_said + 1, true),
+                None => {
+                    edits.push(Edit { token: self.in_flight, n_said: 1, is_seen: true, ..Edit::default() })
+                }
+            }
+        }
+        for edit in edits {
+            let logit = &mut logits[edit.token as usize];
+            *logit += edit.bias;
+            if edit.is_forbidden {
+                *logit = f32::NEG_INFINITY;
+            }
+            if edit.is_seen {
+                let by = self.draw.repetition;
+                *logit = if *logit > 0.0 { *logit / by } else { *logit * by };
+            }
+            if edit.n_said > 0 {
+                *logit -= self.draw.frequency * edit.n_said as f32 + self.draw.presence;
+            }
+        }
+        logits
+    }
+
+    /// Tokens in the order of drawing, with their weights.
+    fn kept(&self) -> Vec<(u32, f64)> {
+        let logits = self.edited();
+        let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let by = 1.0 / f64::from(self.draw.temperature);
+        let weight = |logit: f32| ((f64::from(logit) - f64::from(best)) * by).exp();
+        let mut kept: Vec<(u32, f64)> = (0..).zip(logits.iter().map(|logit| weight(*logit))).collect();
+        let DrawRow { top_k, top_p, min_p, .. } = self.draw;
+        if top_k == 0 && top_p >= 1.0 && min_p <= 0.0 {
+            return kept;
+        }
+        kept.retain(|one| one.1 >= f64::from(min_p));
+        kept.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        if top_k > 0 {
+            kept.truncate(top_k as usize);
+        }
+        if top_p < 1.0 {
+            let wanted = kept.iter().map(|one| one.1).sum::<f64>() * f64::from(top_p);
+            let mut sum = 0.0;
+            let is_last = |one: &(u32, f64)| {
+                sum += one.1;
+                sum >= wanted
+            };
+            let end = kept.iter().position(is_last).unwrap_or(kept.len() - 1);
+            kept.truncate(end + 1);
+        }
+        kept
+    }
+
+    /// Whether `token` is the one that `uniform` falls on, or as good as beside it.
+    fn is_right(&self, token: u32, uniform: f64) -> bool {
+        if self.draw.temperature == 0.0 {
+            let logits = self.edited();
+            let best = (0..logits.len()).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b]));
+            return best == Some(token as usize);
+        }
+        let kept = self.kept();
+        let total: f64 = kept.iter().map(|one| one.1).sum();
+        let Some(nth) = kept.iter().position(|one| one.0 == token) else { return false };
+        let before: f64 = kept[..nth].iter().map(|one| one.1).sum::<f64>() / total;
+        let after = before + kept[nth].1 / total;
+        (before - EDGE..after + EDGE).contains(&uniform)
+    }
+
+    fn has_right_thoughts(&self, outcome: &Outcome) -> bool {
+        let total: f64 = self.raw.iter().map(|logit| f64::from(*logit).exp()).sum();
+        let logprob = |token: u32| (f64::from(self.raw[token as usize]).exp() / total).ln();
+        let is_near =
+            |token: u32, logit: f32| (f64::from(outcome.logprob(logit)) - logprob(token)).abs() < 1e-3;
+        let mut order: Vec<u32> = (0..self.raw.len() as u32).collect();
+        order.sort_by(|a, b| self.raw[*b as usize].total_cmp(&self.raw[*a as usize]).then(a.cmp(b)));
+        order.truncate(self.draw.n_top.unwrap_or(0) as usize);
+        let mut told: Vec<u32> = outcome.top.iter().map(|one| one.0).collect();
+        told.sort_unstable();
+        order.sort_unstable();
+        told == order
+            && is_near(outcome.token, outcome.chosen)
+            && outcome.top.iter().all(|(token, logit)| is_near(*token, *logit))
+    }
+}
+
+/// The same numbers as the processor draws (`engine/src/sampler/draw.rs`).
+fn uniform(seed: u64, position: u64) -> f64 {
+    let (low, high) = (|wide: u64| wide as u32, |wide: u64| (wide >> 32) as u32);
+    let (mut counter, mut key) = ([low(position), high(position), 0, 0], [low(seed), high(seed)]);
+    for _ in 0..10 {
+        let left = 0xD251_1F53_u64 * u64::from(counter[0]);
+        let right = 0xCD9E_8D57_u64 * u64::from(counter[2]);
+        counter =
+            [high(right) ^ counter[1] ^ key[0], low(right), high(left) ^ counter[3] ^ key[1], low(left)];
+        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+    }
+    let bits = (u64::from(counter[0]) << 32 | u64::from(counter[1])) >> 11;
+    bits as f64 / (1_u64 << 53) as f64
+}
+
+fn check(card: &Card, verdicts: &mut Verdicts, width: usize, rules: Rules) -> Result<(), CudaError> {
+    let mut source = Draw::new(6);
+    let mut cases: Vec<Case> = vec![];
+    for row in 0..N_ROWS {
+        let first_edit = cases.iter().map(|case| case.edits.len()).sum();
+        cases.push(case(&mut source, row, width, rules, first_edit));
+    }
+    let outcomes = run(card, width, &cases)?;
+    let is_drawn = cases.iter().zip(&outcomes).all(|(case, outcome)| {
+        (outcome.token as usize) < width
+            && case.is_right(outcome.token, uniform(case.draw.seed, case.draw.position))
+    });
+    verdicts.holds(format!("sample_tokens {width}, {rules:?}"), is_drawn);
+    let are_told = cases.iter().zip(&outcomes).all(|(case, outcome)| case.has_right_thoughts(outcome));
+    verdicts.holds(format!("log-probabilities {width}, {rules:?}"), are_told);
+    // Alone as in company.
+    let alone = run(card, width, &cases[N_ROWS - 1..])?;
+    verdicts.holds(format!("sample_tokens alone {width}, {rules:?}"), alone.last() == outcomes.last());
+    Ok(())
+}
+
+/// The rows that are not drawn lie between those that are, and stay as they are.
+fn run(card: &Card, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaError> {
+    let n_rows = N_ROWS;
+    let mut logits = vec![f32::NAN; n_rows * width];
+    let (mut draws, mut edits, mut tokens) = (vec![], vec![], vec![NOWHERE; n_rows]);
+    for case in cases {
+        let (row, first) = (case.draw.row as usize, edits.len() / EDIT_WORDS);
+        logits[row * width..(row + 1) * width].copy_from_slice(&case.raw);
+        draws.extend(DrawRow { first_edit: first as u32, ..case.draw }.to_words());
+        edits.extend(case.edits.iter().flat_map(|edit| edit.to_words()));
+        tokens[row] = case.in_flight;
+    }
+    let mut logits = card.upload(&logits)?;
+    let mut keys = card.buffer::<u64>(card.argmax_keys(n_rows, width))?;
+    let (mut best, mut drawn) = (card.buffer::<u32>(n_rows)?, card.upload(&vec![7; n_rows])?);
+    let mut outcomes = card.upload(&vec![u32::MAX; cases.len() * Outcome::WORDS])?;
+    card.argmax(best.view_mut(), keys.view_mut(), logits.view())?;
+    card.sample_tokens(SampleTokens {
+        drawn: drawn.view_mut(),
+        outcomes: outcomes.view_mut(),
+        logits: logits.view_mut(),
+        best: best.view(),
+        tokens: card.upload(&tokens)?.view(),
+        draws: card.upload(&draws)?.view(),
+        edits: card.upload(&edits)?.view_mut(),
+    })?;
+    let (drawn, words) = (card.download(drawn.view())?, card.download(outcomes.view())?);
+    let outcomes: Vec<Outcome> = words.chunks(Outcome::WORDS).map(Outcome::of_words).collect();
+    let fits = (0..n_rows as u32).all(|row| {
+        let case = cases.iter().position(|case| case.draw.row == row);
+        drawn[row as usize] == case.map_or(7, |nth| outcomes[nth].token)
+    });
+    // What does not fit is no token, and so seen by the caller.
+    Ok(if fits { outcomes } else { vec![Outcome { token: NOWHERE, ..outcomes[0].clone() }; cases.len()] })
+}
+
+fn nothing_to_draw(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    for logit in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut case = case(&mut Draw::new(7), 0, 100, ALL, 0);
+        case.raw.fill(logit);
+        let token = run(card, 100, &[case])?[0].token;
+        verdicts.holds(format!("sample_tokens of {logit}"), token == NOWHERE);
+    }
+    Ok(())
+}

@@ -1,0 +1,226 @@
+//! Tokens drawn on the card, where the likeliest one will not do.
+
+use super::{Card, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
+use crate::cuda::card::grid;
+
+/// Threads of a row, as in `sample.cu`.
+const THREADS: u32 = 1024;
+/// The most likeliest tokens that a row's outcome tells.
+pub const TOP_MAX: usize = 20;
+/// Words of an edit.
+pub const EDIT_WORDS: usize = 4;
+
+/// How one row is drawn from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DrawRow {
+    /// Which row of the logits, and where its token goes.
+    pub row: u32,
+    /// Where among the step's tokens one stands that belongs to the history, and that the host does not know.
+    pub in_flight: Option<u32>,
+    /// 0 takes the likeliest.
+    pub temperature: f32,
+    /// 0 keeps all.
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub seed: u64,
+    pub position: u64,
+    /// How many of the likeliest tokens are told, with log-probabilities; `None`: nothing is.
+    pub n_top: Option<u32>,
+    /// Which of the edits are this row's.
+    pub first_edit: u32,
+    pub n_edits: u32,
+    pub repetition: f32,
+    pub presence: f32,
+    pub frequency: f32,
+}
+
+/// What is done to one token's logit before a draw. A row edits each token once.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Edit {
+    pub token: u32,
+    pub bias: f32,
+    /// How often the model has said it.
+    pub n_said: u32,
+    /// It may not be said yet.
+    pub is_forbidden: bool,
+    /// It was said, or stands in the prompt.
+    pub is_seen: bool,
+}
+
+/// What became of a row whose log-probabilities were wanted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    /// [`NOWHERE`] where no logit is finite.
+    pub token: u32,
+    /// The model's own logits: the greatest one, and the drawn token's.
+    pub best: f32,
+    pub chosen: f32,
+    /// The sum of all exponentials, by the greatest.
+    pub total: f64,
+    /// The likeliest tokens and their logits, in any order.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// What [`Card::sample_tokens`] needs.
+#[derive(Debug)]
+pub struct SampleTokens<'a> {
+    /// One for each row of logits: those of rows that are drawn are overwritten.
+    pub drawn: ViewMut<'a, u32>,
+    /// [`Outcome::WORDS`] for each draw. Whole only where log-probabilities are wanted.
+    pub outcomes: ViewMut<'a, u32>,
+    /// Used up where a row has edits.
+    pub logits: ViewMut<'a, f32>,
+    /// The likeliest token of each row.
+    pub best: View<'a, u32>,
+    /// The step's.
+    pub tokens: View<'a, u32>,
+    /// [`DrawRow::WORDS`] for each draw, of a row each.
+    pub draws: View<'a, u32>,
+    /// [`EDIT_WORDS`] for each edit.
+    pub edits: ViewMut<'a, u32>,
+}
+
+impl Card {
+    /// Draws a token for each of some rows: `drawn[row]` is it, or [`NOWHERE`] where no logit is finite.
+    ///
+    /// Sums are of whole numbers, so a draw depends on its row alone.
+    pub fn sample_tokens(&self, sample: SampleTokens<'_>) -> Result<(), CudaError> {
+        let kernel = "sample_tokens";
+        let SampleTokens { drawn, outcomes, logits, best, tokens, draws, edits } = &sample;
+        self.check_places(kernel, &[], &[drawn, outcomes, logits, best, tokens, draws, edits])?;
+        let n_draws = rows_of(kernel, draws.len(), DrawRow::WORDS)?;
+        if n_draws == 0 {
+            return Ok(());
+        }
+        ensure(kernel, n_draws <= GRID_SIDE_MAX, "too many draws")?;
+        ensure(kernel, !drawn.is_empty() && best.len() == drawn.len(), "likeliest tokens of other rows")?;
+        ensure(kernel, outcomes.len() >= n_draws * Outcome::WORDS, "too little room for outcomes")?;
+        let width = number(kernel, rows_of(kernel, logits.len(), drawn.len())?)?;
+        ensure(kernel, width > 0, "rows of nothing")?;
+        let (n_rows, n_tokens) = (number(kernel, drawn.len())?, number(kernel, tokens.len())?);
+        let n_edits = number(kernel, rows_of(kernel, edits.len(), EDIT_WORDS)?)?;
+        let config = grid(n_draws, 1, THREADS);
+        launch!(
+            self,
+            kernel,
+            config,
+            &drawn.address,
+            &outcomes.address,
+            &logits.address,
+            &best.address,
+            &tokens.address,
+            &draws.address,
+            &edits.address,
+            &width,
+            &n_rows,
+            &n_tokens,
+            &n_edits
+        )
+    }
+}
+
+impl DrawRow {
+    /// As many as `DrawRow` in `sample.cu` has.
+    pub const WORDS: usize = 16;
+
+    pub fn to_words(self) -> [u32; Self::WORDS] {
+        let [seed, position] = [self.seed, self.position].map(|wide| [wide as u32, (wide >> 32) as u32]);
+        [
+            self.row,
+            self.in_flight.unwrap_or(NOWHERE),
+            self.temperature.to_bits(),
+            self.top_k,
+            self.top_p.to_bits(),
+            self.min_p.to_bits(),
+            seed[0],
+            seed[1],
+            position[0],
+            position[1],
+            self.n_top.map_or(0, |n_top| n_top + 1),
+            self.first_edit,
+            self.n_edits,
+            self.repetition.to_bits(),
+            self.presence.to_bits(),
+            self.frequency.to_bits(),
+        ]
+    }
+}
+
+impl Edit {
+    pub fn to_words(self) -> [u32; EDIT_WORDS] {
+        let flags = u32::from(self.is_forbidden) | u32::from(self.is_seen) << 1;
+        [self.token, self.bias.to_bits(), self.n_said, flags]
+    }
+}
+
+impl Outcome {
+    /// As many as `Outcome` in `sample.cu` has.
+    pub const WORDS: usize = 6 + 2 * TOP_MAX;
+    /// What a weight of one is counted as there.
+    const WEIGHT_OF_BEST: f64 = (1_u64 << 40) as f64;
+
+    /// # Panics
+    /// If there are fewer than [`Self::WORDS`].
+    pub fn of_words(words: &[u32]) -> Self {
+        let n_top = (words[1] as usize).min(TOP_MAX);
+        let total = u64::from(words[5]) << 32 | u64::from(words[4]);
+        let (tokens, logits) = words[6..Self::WORDS].split_at(TOP_MAX);
+        let top =
+            tokens.iter().zip(logits).take(n_top).map(|(token, logit)| (*token, f32::from_bits(*logit)));
+        Self {
+            token: words[0],
+            best: f32::from_bits(words[2]),
+            chosen: f32::from_bits(words[3]),
+            total: total as f64 / Self::WEIGHT_OF_BEST,
+            top: top.collect(),
+        }
+    }
+
+    /// The logarithm of the share that a logit of the model's own gives a token.
+    pub fn logprob(&self, logit: f32) -> f32 {
+        (f64::from(logit) - f64::from(self.best) - self.total.ln()) as f32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_stand_where_the_kernel_reads_them() {
+        let draw = DrawRow {
+            row: 3,
+            in_flight: None,
+            temperature: 0.5,
+            top_k: 40,
+            top_p: 0.9,
+            min_p: 0.1,
+            seed: 0x1_0000_0002,
+            position: 7,
+            n_top: Some(0),
+            first_edit: 11,
+            n_edits: 2,
+            repetition: 1.1,
+            presence: 0.2,
+            frequency: 0.3,
+        };
+        let words = draw.to_words();
+        assert_eq!(words[..2], [3, NOWHERE]);
+        assert_eq!(words[6..13], [2, 1, 7, 0, 1, 11, 2]);
+        let edit = Edit { token: 5, bias: -1.0, n_said: 2, is_forbidden: true, is_seen: true };
+        assert_eq!(edit.to_words(), [5, (-1.0_f32).to_bits(), 2, 3]);
+    }
+
+    #[test]
+    fn an_outcome_is_read_back() {
+        let mut words = vec![0; Outcome::WORDS];
+        words[..6].copy_from_slice(&[9, 2, 4.0_f32.to_bits(), 3.0_f32.to_bits(), 0, 1 << 9]);
+        words[6..8].copy_from_slice(&[9, 1]);
+        words[6 + TOP_MAX..8 + TOP_MAX].copy_from_slice(&[4.0_f32.to_bits(), 3.5_f32.to_bits()]);
+        let outcome = Outcome::of_words(&words);
+        assert_eq!((outcome.token, outcome.total), (9, 2.0));
+        assert_eq!(outcome.top, [(9, 4.0), (1, 3.5)]);
+        assert!((outcome.logprob(4.0) + 2.0_f32.ln()).abs() < 1e-6);
+    }
+}
