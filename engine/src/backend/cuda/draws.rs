@@ -145,11 +145,9 @@ pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
 }
 
 /// What the model thought, best first.
-pub(super) fn logprobs(outcome: Outcome) -> Logprobs {
+pub(super) fn logprobs(outcome: &Outcome) -> Logprobs {
     let chosen = outcome.logprob(outcome.chosen);
-    let mut top = outcome.top.clone();
-    top.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-    let top = top.into_iter().map(|(token, logit)| (TokenId(token), outcome.logprob(logit)));
+    let top = outcome.top.iter().map(|(token, logit)| (TokenId(*token), outcome.logprob(*logit)));
     Logprobs { chosen, top: top.collect() }
 }
 

@@ -139,7 +139,7 @@ impl Flight {
                 (Ok(Some(place)), None) => draws::token(drawn[*place as usize]).map(|token| {
                     let words = row.outcome.zip(outcomes.as_deref());
                     let logprobs = words.map(|(nth, words)| {
-                        draws::logprobs(Outcome::of_words(&words[nth * Outcome::WORDS..]))
+                        draws::logprobs(&Outcome::of_words(&words[nth * Outcome::WORDS..]))
                     });
                     Some(Sampled { token, logprobs })
                 }),

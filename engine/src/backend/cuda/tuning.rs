@@ -1,6 +1,11 @@
 //! Which way of multiplying is fastest for the shapes of a model, found out once for each kind of card.
+//!
+//! Each shape is measured by itself first. For few rows the best ways are then tried in the company that they run in: one
+//! kernel begins while the one before it ends, and two that are fast by themselves may stand in each other's way.
 
-use kernels::cuda::matmul::{Choices, RUNGS};
+use std::collections::BTreeMap;
+
+use kernels::cuda::matmul::{Choice, Choices, RUNGS};
 use kernels::cuda::{Answer, Bf16, Card, CudaError, ProductShape, Products, View};
 use tracing::{info, warn};
 
@@ -9,6 +14,11 @@ use super::decoder::Decoder;
 use super::weights::all_of;
 use super::workspace::Workspace;
 use crate::backend::StepLimits;
+
+/// Products of more rows are long, and what comes before and after them counts little.
+const ROWS_IN_COMPANY_MAX: usize = 128;
+/// Runs of which the fastest counts.
+const N_TIMES: usize = 4;
 
 /// One of a model's products: its matrices are alike, one in each layer.
 struct Kind<'a> {
@@ -27,7 +37,11 @@ impl Kind<'_> {
     fn shapes(&self) -> impl Iterator<Item = ProductShape> + '_ {
         let n_needed = RUNGS.iter().take_while(|rung| **rung < self.rows_max).count() + 1;
         let rungs = RUNGS.iter().take(n_needed).filter(|rung| **rung <= self.rows_max);
-        rungs.map(|n_rows| ProductShape { n: self.n(), k: self.k, n_rows: *n_rows, is_wide: self.is_wide })
+        rungs.map(|n_rows| self.shape(*n_rows))
+    }
+
+    fn shape(&self, n_rows: usize) -> ProductShape {
+        ProductShape { n: self.n(), k: self.k, n_rows, is_wide: self.is_wide }
     }
 }
 
@@ -40,7 +54,8 @@ pub(super) fn tune(
     limits: StepLimits,
     settings: &CudaSettings,
 ) -> Result<(), CudaError> {
-    let about = format!("{} {}, cuBLASLt {}", card.name(), card.arch(), products.library_version());
+    let about =
+        format!("{} {}, cuBLASLt {}, in company", card.name(), card.arch(), products.library_version());
     let file = settings.choices_file(&about);
     if let Some(file) = &file {
         products.adopt(Choices::read(file, &about));
@@ -56,8 +71,12 @@ pub(super) fn tune(
     }
     info!(shapes = missing.len(), "measure matrix products");
     fill(card, space)?;
+    let mut best = BTreeMap::new();
     for (kind, shape) in missing {
-        measure(card, products, kind, shape, space)?;
+        best.insert(shape, measure(card, products, kind, shape, space)?);
+    }
+    for n_rows in RUNGS.iter().filter(|rung| **rung <= ROWS_IN_COMPANY_MAX.min(limits.tokens)) {
+        try_together(card, products, &kinds, *n_rows, &best, space)?;
     }
     if let Some(file) = file
         && let Err(error) = products.choices().write(&file, &about)
@@ -93,7 +112,13 @@ fn measure(
     kind: &Kind<'_>,
     shape: ProductShape,
     space: &mut Workspace,
-) -> Result<(), CudaError> {
+) -> Result<Vec<Choice>, CudaError> {
+    let (y, x) = rooms(shape, space);
+    products.tune(card, shape, y, &kind.matrices, x)
+}
+
+/// What a product of this shape reads, and where its answer goes.
+fn rooms(shape: ProductShape, space: &mut Workspace) -> (Answer<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, is_wide } = shape;
     let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
     // Rows as wide as `k`, from wherever there are enough, and room for the answer elsewhere.
@@ -106,5 +131,63 @@ fn measure(
         let room = room.expect("what each product of a layer gives has a room");
         Answer::Narrow(room.view_mut().slice(0..n_rows * n))
     };
-    products.tune(card, shape, y, &kind.matrices, x)
+    (y, x)
+}
+
+/// Tries the next best ways of each of a layer's products, and keeps those with which all layers' products together take
+/// less time.
+fn try_together(
+    card: &Card,
+    products: &mut Products,
+    kinds: &[Kind<'_>],
+    n_rows: usize,
+    best: &BTreeMap<ProductShape, Vec<Choice>>,
+    space: &mut Workspace,
+) -> Result<(), CudaError> {
+    let of_layers: Vec<&Kind<'_>> = kinds.iter().filter(|kind| !kind.is_wide).collect();
+    let mut least = time_together(card, products, &of_layers, n_rows, space)?;
+    for kind in &of_layers {
+        let shape = kind.shape(n_rows);
+        let Some([first, others @ ..]) = best.get(&shape).map(Vec::as_slice) else { continue };
+        let mut kept = *first;
+        for choice in others {
+            products.prefer(shape, *choice);
+            let time = time_together(card, products, &of_layers, n_rows, space)?;
+            if time < least {
+                (least, kept) = (time, *choice);
+            }
+        }
+        products.prefer(shape, kept);
+    }
+    Ok(())
+}
+
+/// Milliseconds of the products of all layers, recorded as they are in decode steps.
+fn time_together(
+    card: &Card,
+    products: &mut Products,
+    kinds: &[&Kind<'_>],
+    n_rows: usize,
+    space: &mut Workspace,
+) -> Result<f32, CudaError> {
+    let n_layers = kinds.iter().map(|kind| kind.matrices.len()).min().unwrap_or(0);
+    let mut all = || {
+        for layer in 0..n_layers {
+            for kind in kinds {
+                let (y, x) = rooms(kind.shape(n_rows), space);
+                products.multiply(card, y, kind.matrices[layer], x, kind.k)?;
+            }
+        }
+        Ok(())
+    };
+    // Code is loaded when it first runs, which cannot be recorded.
+    all()?;
+    let mut graph = card.record(&mut all)?;
+    let mut least = f32::INFINITY;
+    for _ in 0..N_TIMES {
+        let start = card.mark()?;
+        graph.launch()?;
+        least = least.min(start.ms_until(&card.mark()?)?);
+    }
+    Ok(least)
 }

@@ -58,6 +58,9 @@ enum Way {
     Lt(Plan),
 }
 
+/// Ways that [`Products::tune`] answers.
+const BEST_MAX: usize = 3;
+
 /// Shapes that a model never tires of asking for would fill memory; beyond this many, all are made again.
 const WAYS_MAX: usize = 4096;
 
@@ -145,6 +148,7 @@ impl Products {
     }
 
     /// Measures every way that there is for this shape, over matrices that no cache holds together, and keeps the best.
+    /// Answers the few best, the best one first: which is best in company is for [`Self::prefer`] to find out.
     pub fn tune(
         &mut self,
         card: &Card,
@@ -152,8 +156,8 @@ impl Products {
         mut y: Answer<'_>,
         matrices: &[View<'_, Bf16>],
         x: View<'_, Bf16>,
-    ) -> Result<(), CudaError> {
-        let mut best: Option<(f32, Choice)> = None;
+    ) -> Result<Vec<Choice>, CudaError> {
+        let mut timed: Vec<(f32, Choice)> = Vec::new();
         for choice in self.candidates(card, shape)? {
             let way = match choice {
                 Choice::Skinny(form) => Way::Skinny(form),
@@ -163,14 +167,20 @@ impl Products {
             let time = tuning::time(card, matrices.len(), shape.n_rows, |nth| {
                 self.lt.run_way(card, &way, y.reborrow(), matrices[nth], x, shape.k)
             })?;
-            if best.is_none_or(|(least, _)| time < least) {
-                best = Some((time, choice));
-            }
+            timed.push((time, choice));
         }
-        if let Some((_, choice)) = best {
-            self.choices.keep(shape, choice);
+        timed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        timed.truncate(BEST_MAX);
+        if let Some((_, choice)) = timed.first() {
+            self.prefer(shape, *choice);
         }
-        Ok(())
+        Ok(timed.into_iter().map(|(_, choice)| choice).collect())
+    }
+
+    /// Does products of this shape in this way from now on.
+    pub fn prefer(&mut self, shape: ProductShape, choice: Choice) {
+        self.choices.keep(shape, choice);
+        self.ways.clear();
     }
 
     fn candidates(&self, card: &Card, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {

@@ -58,7 +58,7 @@ pub struct Outcome {
     pub chosen: f32,
     /// The sum of all exponentials, by the greatest.
     pub total: f64,
-    /// The likeliest tokens and their logits, in any order.
+    /// The likeliest tokens and their logits, best first; of equals, the lower token.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -166,14 +166,15 @@ impl Outcome {
         let n_top = (words[1] as usize).min(TOP_MAX);
         let total = u64::from(words[5]) << 32 | u64::from(words[4]);
         let (tokens, logits) = words[6..Self::WORDS].split_at(TOP_MAX);
-        let top =
-            tokens.iter().zip(logits).take(n_top).map(|(token, logit)| (*token, f32::from_bits(*logit)));
+        let top = tokens.iter().zip(logits).take(n_top);
+        let mut top: Vec<_> = top.map(|(token, logit)| (*token, f32::from_bits(*logit))).collect();
+        top.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
         Self {
             token: words[0],
             best: f32::from_bits(words[2]),
             chosen: f32::from_bits(words[3]),
             total: total as f64 / Self::WEIGHT_OF_BEST,
-            top: top.collect(),
+            top,
         }
     }
 
@@ -216,8 +217,8 @@ mod tests {
     fn an_outcome_is_read_back() {
         let mut words = vec![0; Outcome::WORDS];
         words[..6].copy_from_slice(&[9, 2, 4.0_f32.to_bits(), 3.0_f32.to_bits(), 0, 1 << 9]);
-        words[6..8].copy_from_slice(&[9, 1]);
-        words[6 + TOP_MAX..8 + TOP_MAX].copy_from_slice(&[4.0_f32.to_bits(), 3.5_f32.to_bits()]);
+        words[6..8].copy_from_slice(&[1, 9]);
+        words[6 + TOP_MAX..8 + TOP_MAX].copy_from_slice(&[3.5_f32.to_bits(), 4.0_f32.to_bits()]);
         let outcome = Outcome::of_words(&words);
         assert_eq!((outcome.token, outcome.total), (9, 2.0));
         assert_eq!(outcome.top, [(9, 4.0), (1, 3.5)]);
