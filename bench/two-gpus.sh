@@ -2,11 +2,11 @@
 # The table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill and one
 # decode node over each connector, two colocated nodes, and how much prompts disturb those who are being served.
 # Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
-# PARTS chooses: "ipc colocated disturbance tcp shm" by default; there is also "nccl".
+# PARTS chooses: "ipc seeds colocated disturbance kills nccl tcp shm" by default.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 baton=${2:-target/release/baton}
-parts=${PARTS:-ipc colocated disturbance tcp shm}
+parts=${PARTS:-ipc seeds colocated disturbance kills nccl tcp shm}
 shape=${SHAPE:-bench/shapes/llama-3.1-8b}
 devices=(${DEVICES:-cuda:0 cuda:1})
 prompt=${PROMPT:-8192} answer=${ANSWER:-256}
@@ -52,7 +52,7 @@ trap stop EXIT
 bench() { # NAME ARGUMENT…
     local name=$1
     shift
-    timeout "${PATIENCE:-150}" "$baton" bench serve --url $url --seed 1 --quiet --label "$name" --out "$out/$name.json" "$@" \
+    timeout "${PATIENCE:-150}" "$baton" bench serve --url $url --seed "${SEED:-1}" --quiet --label "$name" --out "$out/$name.json" "$@" \
         >"$out/$name.txt" 2>&1
     local code=$?
     echo "== $name: $code" && tail -n 24 "$out/$name.txt"
@@ -86,6 +86,29 @@ disturbance() {
     wait $!
 }
 
+# The same rate at other arrival times.
+seeds() { # RATE
+    for seed in 2 3 4 5 6; do
+        SEED=$seed bench "ipc-${1}rps-seed$seed" --rate "$1" --requests 60 --input-tokens "$prompt" \
+            --output-tokens "$answer" --slo ttft=2s,tbt=25ms
+    done
+}
+
+# Two nodes of each kind, of which one is killed while streams run: all of them must complete.
+kills() {
+    local kv=$BATON_MODEL__KV_MEMORY wire='BATON_TRANSFER__CONNECTORS=["cuda-ipc"]'
+    export BATON_MODEL__KV_MEMORY=20GiB
+    for nth in 0 1; do
+        node prefill "${devices[0]}" $nth "$wire" && node decode "${devices[1]}" $nth "$wire"
+    done
+    serve 4 || return
+    bench kills-warm --concurrency 4 --requests 8 --input-tokens 2048 --output-tokens 32
+    bench kills --concurrency 16 --requests 64 --input-tokens 2048 --output-tokens "$answer" &
+    sleep 4 && kill -9 "${pids[1]}" && sleep 3 && kill -9 "${pids[0]}"
+    wait $!
+    export BATON_MODEL__KV_MEMORY=$kv
+}
+
 for part in $parts; do
     case $part in
         ipc) pair cuda-ipc && rates ipc 1 3 5 ;;
@@ -98,6 +121,8 @@ for part in $parts; do
             node both "${devices[0]}" 0 && node both "${devices[1]}" 1 && serve 2 && rates colocated 1 3 5
             export BATON_SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}
             ;;
+        seeds) pair cuda-ipc && seeds 3 ;;
+        kills) kills ;;
         disturbance) pair cuda-ipc && disturbance ;;
     esac
     stop

@@ -209,6 +209,9 @@ fn check(card: &Card, verdicts: &mut Verdicts, width: usize, rules: Rules) -> Re
     verdicts.holds(format!("log-probabilities {width}, {rules:?}"), are_told);
     // Alone as in company.
     let alone = run(card, width, &cases[N_ROWS - 1..])?;
+    if alone.last() != outcomes.last() {
+        eprintln!("{:?}\n{:?}", alone.last(), outcomes.last());
+    }
     verdicts.holds(format!("sample_tokens alone {width}, {rules:?}"), alone.last() == outcomes.last());
     Ok(())
 }

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::CudaBackend;
 use super::decoder::{Decoder, Pass};
-use super::plan::{BLOCK_TOKENS, Dims};
+use super::plan::Dims;
 use super::weights::{LayerWeights, Linear, all_of};
 use super::workspace::Workspace;
 
@@ -63,7 +63,8 @@ impl CudaBackend {
     pub fn profile_decode(&mut self, rows: usize, length: usize) -> Result<DecodeProfile, CudaError> {
         let n_groups = self.model.layout.groups.len();
         let dims = Dims::of_decodes(n_groups, rows, length);
-        self.write_profile_words(dims, length)?;
+        let words = dims.measured_words(length, self.memory.n_blocks());
+        self.card.write(self.space.words.view_mut().slice(0..words.len()), &words)?;
         let parts: [Part; 8] = [
             ("qkv products", |decoder, pass| decoder.products_of(pass, |layer| &layer.qkv)),
             ("rope, KV written", Decoder::all_ropes),
@@ -98,26 +99,6 @@ impl CudaBackend {
             let end = card.mark()?;
             start.ms_until(&end)
         })
-    }
-
-    /// Sequences of that length, with blocks from one end of the memory to the other.
-    fn write_profile_words(&mut self, dims: Dims, length: usize) -> Result<(), CudaError> {
-        let sections = dims.sections();
-        let n_blocks = self.memory.n_blocks();
-        let mut words = vec![0_u32; dims.n_words()];
-        words[sections.from.clone()].fill(kernels::cuda::NOWHERE);
-        words[sections.lengths.clone()].fill(length as u32);
-        words[sections.positions.clone()].fill(length as u32 - 1);
-        for group in 0..dims.n_groups {
-            for (nth, word) in words[sections.decode_tables(group)].iter_mut().enumerate() {
-                *word = nth as u32 % n_blocks;
-            }
-            let last = |row: usize| ((row + 1) * dims.decode_blocks - 1) as u32 % n_blocks;
-            for (row, word) in words[sections.slots(group)].iter_mut().enumerate() {
-                *word = last(row) * BLOCK_TOKENS as u32 + (length as u32 - 1) % BLOCK_TOKENS as u32;
-            }
-        }
-        self.card.write(self.space.words.view_mut().slice(0..words.len()), &words)
     }
 
     fn read_rate(&mut self) -> Result<f64, CudaError> {

@@ -63,12 +63,12 @@ impl CudaBackend {
         let memory = KvMemory::device(described.layout.clone(), n_blocks, &card)
             .map_err(|error| OpenError::KvMemory(error.to_string()))?;
         let (decoder, weights) = described.load(&card, settings, n_blocks as usize)?;
-        tuning::tune(&card, &mut products, &decoder, &mut space, limits, settings)?;
         let n_groups = described.layout.groups.len();
         let ladder = settings.graphs.then(|| Ladder::new(limits.rows, tokens_max));
         let mut recorded = Recorded::new(ladder.clone(), n_groups, space.words.len());
         {
             let mut work = Work::of(&card, &decoder, &mut products, &mut space, &memory);
+            tuning::tune(&mut work, n_groups, limits, settings)?;
             if let Some(ladder) = &ladder {
                 warm_up(&mut work, ladder, n_groups)?;
             }

@@ -94,6 +94,25 @@ impl Dims {
     pub(super) fn n_words(&self) -> usize {
         self.sections().chunk_tables.end
     }
+
+    /// A step that is only measured: sequences of that length, with blocks from one end of the memory to the other.
+    pub(super) fn measured_words(&self, length: usize, n_blocks: u32) -> Vec<u32> {
+        let sections = self.sections();
+        let mut words = vec![0_u32; self.n_words()];
+        words[sections.from.clone()].fill(NOWHERE);
+        words[sections.lengths.clone()].fill(length as u32);
+        words[sections.positions.clone()].fill(length as u32 - 1);
+        for group in 0..self.n_groups {
+            for (nth, word) in words[sections.decode_tables(group)].iter_mut().enumerate() {
+                *word = nth as u32 % n_blocks;
+            }
+            let last = |row: usize| ((row + 1) * self.decode_blocks - 1) as u32 % n_blocks;
+            for (row, word) in words[sections.slots(group)].iter_mut().enumerate() {
+                *word = last(row) * BLOCK_TOKENS as u32 + (length as u32 - 1) % BLOCK_TOKENS as u32;
+            }
+        }
+        words
+    }
 }
 
 impl Sections {

@@ -1,6 +1,6 @@
 //! Which way of multiplying is fastest for the shapes of a model, found out once for each kind of card.
 //!
-//! Each shape is measured by itself first. For few rows the best ways are then tried in the company that they run in: one
+//! Each shape is measured by itself first. For few rows the best ways are then tried in whole decode steps: one
 //! kernel begins while the one before it ends, and two that are fast by themselves may stand in each other's way.
 
 use std::collections::BTreeMap;
@@ -9,14 +9,17 @@ use kernels::cuda::matmul::{Choice, Choices, RUNGS};
 use kernels::cuda::{Answer, Bf16, Card, CudaError, ProductShape, Products, View};
 use tracing::{info, warn};
 
-use super::CudaSettings;
 use super::decoder::Decoder;
+use super::plan::{BLOCK_TOKENS, Dims};
 use super::weights::all_of;
 use super::workspace::Workspace;
+use super::{CudaSettings, Work};
 use crate::backend::StepLimits;
 
 /// Products of more rows are long, and what comes before and after them counts little.
 const ROWS_IN_COMPANY_MAX: usize = 128;
+/// Tokens of each sequence of the steps that they are tried in.
+const TOKENS_IN_COMPANY: usize = 1024;
 /// Runs of which the fastest counts.
 const N_TIMES: usize = 4;
 
@@ -47,13 +50,13 @@ impl Kind<'_> {
 
 /// Reads what is remembered, measures what is not, and remembers that.
 pub(super) fn tune(
-    card: &Card,
-    products: &mut Products,
-    decoder: &Decoder,
-    space: &mut Workspace,
+    work: &mut Work<'_>,
+    n_groups: usize,
     limits: StepLimits,
     settings: &CudaSettings,
 ) -> Result<(), CudaError> {
+    let (card, decoder) = (work.card, work.decoder);
+    let Work { products, space, .. } = &mut *work;
     let about =
         format!("{} {}, cuBLASLt {}, in company", card.name(), card.arch(), products.library_version());
     let file = settings.choices_file(&about);
@@ -75,13 +78,33 @@ pub(super) fn tune(
     for (kind, shape) in missing {
         best.insert(shape, measure(card, products, kind, shape, space)?);
     }
-    for n_rows in RUNGS.iter().filter(|rung| **rung <= ROWS_IN_COMPANY_MAX.min(limits.tokens)) {
-        try_together(card, products, &kinds, *n_rows, &best, space)?;
-    }
+    in_company(work, n_groups, limits, &kinds, &best)?;
     if let Some(file) = file
-        && let Err(error) = products.choices().write(&file, &about)
+        && let Err(error) = work.products.choices().write(&file, &about)
     {
         warn!(%error, "measurements of matrix products are not kept");
+    }
+    Ok(())
+}
+
+/// Steps of few rows, one number after the other.
+fn in_company(
+    work: &mut Work<'_>,
+    n_groups: usize,
+    limits: StepLimits,
+    kinds: &[Kind<'_>],
+    best: &BTreeMap<ProductShape, Vec<Choice>>,
+) -> Result<(), CudaError> {
+    let n_blocks = work.decoder.n_blocks;
+    let length = TOKENS_IN_COMPANY.min(n_blocks * BLOCK_TOKENS);
+    for n_rows in RUNGS.iter().copied().filter(|rung| *rung <= ROWS_IN_COMPANY_MAX.min(limits.rows)) {
+        let dims = Dims::of_decodes(n_groups, n_rows, length);
+        let shapes: Vec<ProductShape> = kinds.iter().map(|kind| kind.shape(n_rows)).collect();
+        let words = dims.measured_words(length, n_blocks as u32);
+        if words.len() <= work.space.words.len() {
+            work.card.write(work.space.words.view_mut().slice(0..words.len()), &words)?;
+            try_in_company(work, &shapes, dims, best)?;
+        }
     }
     Ok(())
 }
@@ -134,55 +157,35 @@ fn rooms(shape: ProductShape, space: &mut Workspace) -> (Answer<'_>, View<'_, Bf
     (y, x)
 }
 
-/// Tries the next best ways of each of a layer's products, and keeps those with which all layers' products together take
-/// less time.
-fn try_together(
-    card: &Card,
-    products: &mut Products,
-    kinds: &[Kind<'_>],
-    n_rows: usize,
+/// Tries the next best ways of each product in a whole decode step, and keeps those with which it takes less time.
+fn try_in_company(
+    work: &mut Work<'_>,
+    shapes: &[ProductShape],
+    dims: Dims,
     best: &BTreeMap<ProductShape, Vec<Choice>>,
-    space: &mut Workspace,
 ) -> Result<(), CudaError> {
-    let of_layers: Vec<&Kind<'_>> = kinds.iter().filter(|kind| !kind.is_wide).collect();
-    let mut least = time_together(card, products, &of_layers, n_rows, space)?;
-    for kind in &of_layers {
-        let shape = kind.shape(n_rows);
-        let Some([first, others @ ..]) = best.get(&shape).map(Vec::as_slice) else { continue };
+    let mut least = time_step(work, dims)?;
+    for shape in shapes {
+        let Some([first, others @ ..]) = best.get(shape).map(Vec::as_slice) else { continue };
         let mut kept = *first;
         for choice in others {
-            products.prefer(shape, *choice);
-            let time = time_together(card, products, &of_layers, n_rows, space)?;
+            work.products.prefer(*shape, *choice);
+            let time = time_step(work, dims)?;
             if time < least {
                 (least, kept) = (time, *choice);
             }
         }
-        products.prefer(shape, kept);
+        work.products.prefer(*shape, kept);
     }
     Ok(())
 }
 
-/// Milliseconds of the products of all layers, recorded as they are in decode steps.
-fn time_together(
-    card: &Card,
-    products: &mut Products,
-    kinds: &[&Kind<'_>],
-    n_rows: usize,
-    space: &mut Workspace,
-) -> Result<f32, CudaError> {
-    let n_layers = kinds.iter().map(|kind| kind.matrices.len()).min().unwrap_or(0);
-    let mut all = || {
-        for layer in 0..n_layers {
-            for kind in kinds {
-                let (y, x) = rooms(kind.shape(n_rows), space);
-                products.multiply(card, y, kind.matrices[layer], x, kind.k)?;
-            }
-        }
-        Ok(())
-    };
+/// Milliseconds of a whole decode step, recorded as those that are served.
+fn time_step(work: &mut Work<'_>, dims: Dims) -> Result<f32, CudaError> {
     // Code is loaded when it first runs, which cannot be recorded.
-    all()?;
-    let mut graph = card.record(&mut all)?;
+    work.forward(dims, &[], |_| Ok(()))?;
+    let card = work.card;
+    let mut graph = card.record(|| work.forward(dims, &[], |_| Ok(())))?;
     let mut least = f32::INFINITY;
     for _ in 0..N_TIMES {
         let start = card.mark()?;
