@@ -91,6 +91,24 @@ async fn sender_that_falls_silent_fails_its_landings_before_their_deadline() {
     in_time(pair.at_baseline()).await;
 }
 
+/// Found by simulation: a sender said that it lived as often as its own patience asked for, which was too seldom for a
+/// receiver with less of it, and every link between the two died while nothing was sent.
+#[tokio::test]
+async fn a_patient_sender_keeps_a_link_to_an_impatient_receiver() {
+    let mut pair = Pair::new(&make_tcp_with_stall(1_000)).await;
+    pair.prefill = Node::new(&make_tcp_with_stall(60_000), Node::parts("prefill", layout())).await;
+    let (landing, arrival) = pair.land(N_TOKENS);
+    let from = pair.prefill.computed(N_TOKENS, 1);
+    let mut sender = pair.open(&landing).await.expect("accepted");
+    // Longer than the receiver's patience: the KV is being computed.
+    tokio::time::sleep(Duration::from_millis(2_200)).await;
+    for span in whole(&landing) {
+        sender.send(span, Arc::clone(&from), LayerFence::open()).await.expect("the link lives");
+    }
+    in_time(sender.finish(handoff(&landing))).await.expect("the link lives");
+    pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
+}
+
 /// A receiver that accepts and then neither reads nor says anything.
 #[tokio::test]
 async fn receiver_that_falls_silent_fails_its_senders() {

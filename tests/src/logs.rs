@@ -14,8 +14,14 @@ const WHEN_STOPPED: &[&str] = &[
     "router tasks still run",
 ];
 /// What others say of a node that is killed, and `baton up` of its child.
-pub const A_NODE_DIES: &[&str] =
-    &["node ended", "status stream broke", "members were silent for a whole lease"];
+///
+/// A request that was routed just before may find the wires within the machine gone already, and take another.
+pub const A_NODE_DIES: &[&str] = &[
+    "node ended",
+    "status stream broke",
+    "members were silent for a whole lease",
+    "connector cannot be used, falling back",
+];
 /// What a router says of a pool node that does not do its part, and that node of a link that was being made just then.
 pub const THE_POOL_FAILS: &[&str] = &["the pool failed", "refused kv stream"];
 /// What is said where a process is stopped with its connections open, by it and of it.

@@ -39,7 +39,9 @@ pub(super) const STREAMS_MAX: u16 = 64;
 /// Control frames that wait. Each transfer has at most a few.
 const CONTROL_QUEUED_MAX: usize = 1024;
 /// A side says that it lives this many times within the time after which it is taken for dead.
-pub(super) const ALIVE_PER_STALL: u32 = 4;
+const ALIVE_PER_STALL: u32 = 4;
+/// The longest silence of this side, however patient it is: its peer may be set to be less so.
+const SILENT_MAX: Duration = Duration::from_millis(200);
 
 /// From which version of the protocol on frames say between which ranks their KV goes.
 const RANKS_SINCE: u16 = 2;
@@ -375,7 +377,8 @@ impl Shared {
 }
 
 pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
-    let mut interval = tokio::time::interval((stall / ALIVE_PER_STALL).max(Duration::from_millis(1)));
+    let every = (stall / ALIVE_PER_STALL).clamp(Duration::from_millis(1), SILENT_MAX);
+    let mut interval = tokio::time::interval(every);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     interval
 }
