@@ -41,6 +41,19 @@ async fn version_2_to_3_is_spoken_as_2() {
     let mut puppet = Puppet::connect(&pair.decode).await;
     puppet.say(Body::Hello(hello(2, 3))).await;
     assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 2, .. })));
+    assert_a_transfer(&pair, &mut puppet).await;
+}
+
+/// Between nodes of one rank each; version 1 knows no others.
+#[tokio::test]
+async fn version_1_is_still_spoken() {
+    let pair = tcp_pair().await;
+    let mut puppet = Puppet::linked(&pair.decode).await;
+    assert_a_transfer(&pair, &mut puppet).await;
+}
+
+/// From the opening to the last word, by a puppet that is linked.
+async fn assert_a_transfer(pair: &Pair, puppet: &mut Puppet) {
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
     assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
@@ -50,22 +63,6 @@ async fn version_2_to_3_is_spoken_as_2() {
     puppet.hand_off(&landing).await;
     assert_eq!(puppet.hear().await, Some(Body::Done));
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
-}
-
-/// Between nodes of one rank each; version 1 knows no others.
-#[tokio::test]
-async fn version_1_is_still_spoken() {
-    let pair = tcp_pair().await;
-    let mut puppet = Puppet::linked(&pair.decode).await;
-    let from = pair.prefill.computed(N_TOKENS, 2);
-    let (landing, arrival) = pair.land(N_TOKENS);
-    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
-    for span in whole(&landing) {
-        puppet.send(&landing, span, &pair.prefill, &from).await;
-    }
-    puppet.hand_off(&landing).await;
-    assert_eq!(puppet.hear().await, Some(Body::Done));
-    pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 2);
 }
 
 /// A receiver that speaks version 1 has no words for a sender's ranks.

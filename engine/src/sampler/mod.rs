@@ -21,6 +21,8 @@ use types::{Sampling, StopRules, TokenId};
 use crate::error::RowError;
 use crate::step::{SampleSpec, Sampled};
 
+pub(crate) use rules::looks_back;
+
 /// How to draw one token: what a [`SampleSpec`] says, kept until the step has run.
 #[derive(Clone, Debug)]
 pub struct Drawing {

@@ -14,7 +14,7 @@ struct Counts {
 }
 
 /// Whether earlier tokens matter.
-pub(super) fn looks_back(sampling: &Sampling) -> bool {
+pub(crate) fn looks_back(sampling: &Sampling) -> bool {
     let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
     *repetition_penalty != 1.0 || *presence_penalty != 0.0 || *frequency_penalty != 0.0
 }

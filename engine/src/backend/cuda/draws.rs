@@ -7,6 +7,7 @@ use types::step::Logprobs;
 use types::{Sampling, TokenId};
 
 use crate::error::RowError;
+use crate::sampler::looks_back;
 use crate::step::{Row, RowInput, SampleSpec};
 
 /// Edits of one step that the card has room for. Rows beyond it are drawn by the host.
@@ -103,12 +104,6 @@ fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     let Sampling { temperature, logprobs, logit_bias, .. } = spec.sampling;
     let is_plain = *temperature == 0.0 && logprobs.is_none() && logit_bias.is_empty();
     is_plain && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
-}
-
-/// Whether earlier tokens matter.
-fn looks_back(sampling: &Sampling) -> bool {
-    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = sampling;
-    *repetition_penalty != 1.0 || *presence_penalty != 0.0 || *frequency_penalty != 0.0
 }
 
 /// What changes logits before the draw, by token (as `sampler/rules.rs` does it on the processor).

@@ -155,7 +155,7 @@ const KINDS: &[fn(&LayerWeights) -> &Linear] =
     &[|layer| &layer.qkv, |layer| &layer.o, |layer| &layer.gate_up, |layer| &layer.down];
 
 /// The least of some times, the first left out: it may load something.
-fn least(mut time: impl FnMut() -> Result<f32, CudaError>) -> Result<f64, CudaError> {
+pub(super) fn least(mut time: impl FnMut() -> Result<f32, CudaError>) -> Result<f64, CudaError> {
     time()?;
     let mut least = f32::INFINITY;
     for _ in 0..N_TIMES {

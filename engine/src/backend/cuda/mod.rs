@@ -150,12 +150,8 @@ impl CudaBackend {
 
     /// The step's words, by the buffer that was used longest ago.
     fn send(&mut self, plan: &Plan<'_>) -> Result<(), CudaError> {
-        let n_words = plan.dims.n_words();
-        let words = self.staging.words.front_mut().expect("there are always two");
-        plan.write(&mut words.numbers()?[..n_words]);
-        self.card.send(words, self.space.words.view_mut().slice(0..n_words))?;
-        self.staging.words.rotate_left(1);
-        Ok(())
+        let Self { card, staging, space, .. } = self;
+        send(card, &mut staging.words, plan.dims.n_words(), |words| plan.write(words), &mut space.words)
     }
 
     /// Puts the step onto the card: how far its KV is, layer by layer, and its tokens on their way back.
@@ -191,8 +187,9 @@ impl CudaBackend {
             return Ok(());
         }
         let Self { card, space, staging, decoder, .. } = self;
-        send(card, &mut staging.draws, &draws.rows, &mut space.draws)?;
-        send(card, &mut staging.edits, &draws.edits, &mut space.edits)?;
+        let Draws { rows, edits } = draws;
+        send(card, &mut staging.draws, rows.len(), |to| to.copy_from_slice(rows), &mut space.draws)?;
+        send(card, &mut staging.edits, edits.len(), |to| to.copy_from_slice(edits), &mut space.edits)?;
         let (n, vocab) = (dims.n_wanted, decoder.sizes.vocab);
         card.sample_tokens(SampleTokens {
             drawn: space.drawn.view_mut().slice(0..n),
@@ -238,19 +235,20 @@ impl Staging {
     }
 }
 
-/// Copies words to the card, by the buffer that was used longest ago.
+/// Writes words and copies them to the card, by the buffer that was used longest ago.
 fn send(
     card: &Card,
     by: &mut VecDeque<Pinned<u32>>,
-    words: &[u32],
+    n_words: usize,
+    write: impl FnOnce(&mut [u32]),
     to: &mut Buffer<u32>,
 ) -> Result<(), CudaError> {
-    if words.is_empty() {
+    if n_words == 0 {
         return Ok(());
     }
     let staged = by.front_mut().expect("there are always two");
-    staged.numbers()?[..words.len()].copy_from_slice(words);
-    card.send(staged, to.view_mut().slice(0..words.len()))?;
+    write(&mut staged.numbers()?[..n_words]);
+    card.send(staged, to.view_mut().slice(0..n_words))?;
     by.rotate_left(1);
     Ok(())
 }

@@ -10,6 +10,7 @@ use kernels::cuda::{Answer, Bf16, Card, CudaError, ProductShape, Products, View}
 use tracing::{info, warn};
 
 use super::decoder::Decoder;
+use super::limits::least;
 use super::plan::{BLOCK_TOKENS, Dims};
 use super::weights::all_of;
 use super::workspace::Workspace;
@@ -20,8 +21,6 @@ use crate::backend::StepLimits;
 const ROWS_IN_COMPANY_MAX: usize = 128;
 /// Tokens of each sequence of the steps that they are tried in.
 const TOKENS_IN_COMPANY: usize = 1024;
-/// Runs of which the fastest counts.
-const N_TIMES: usize = 4;
 
 /// One of a model's products: its matrices are alike, one in each layer.
 struct Kind<'a> {
@@ -164,15 +163,15 @@ fn try_in_company(
     dims: Dims,
     best: &BTreeMap<ProductShape, Vec<Choice>>,
 ) -> Result<(), CudaError> {
-    let mut least = time_step(work, dims)?;
+    let mut shortest = time_step(work, dims)?;
     for shape in shapes {
         let Some([first, others @ ..]) = best.get(shape).map(Vec::as_slice) else { continue };
         let mut kept = *first;
         for choice in others {
             work.products.prefer(*shape, *choice);
             let time = time_step(work, dims)?;
-            if time < least {
-                (least, kept) = (time, *choice);
+            if time < shortest {
+                (shortest, kept) = (time, *choice);
             }
         }
         work.products.prefer(*shape, kept);
@@ -181,16 +180,14 @@ fn try_in_company(
 }
 
 /// Milliseconds of a whole decode step, recorded as those that are served.
-fn time_step(work: &mut Work<'_>, dims: Dims) -> Result<f32, CudaError> {
+fn time_step(work: &mut Work<'_>, dims: Dims) -> Result<f64, CudaError> {
     // Code is loaded when it first runs, which cannot be recorded.
     work.forward(dims, &[], |_| Ok(()))?;
     let card = work.card;
     let mut graph = card.record(|| work.forward(dims, &[], |_| Ok(())))?;
-    let mut least = f32::INFINITY;
-    for _ in 0..N_TIMES {
+    least(|| {
         let start = card.mark()?;
         graph.launch()?;
-        least = least.min(start.ms_until(&card.mark()?)?);
-    }
-    Ok(least)
+        start.ms_until(&card.mark()?)
+    })
 }
