@@ -168,8 +168,22 @@ async fn flipped_header_bit_is_refused() {
 async fn frames_out_of_place_are_refused() {
     is_refused(&encoded(&Frame::of_link(Body::Alive)), false, "anything before a hello").await;
     is_refused(&encoded(&Frame::of_link(Body::Done)), true, "a frame that only receivers send").await;
+}
+
+/// Its link may have ended while the sender still made its streams, so nobody is warned of it.
+#[tokio::test]
+async fn a_stream_without_its_link_is_closed() {
+    let capture = Capture::spans("decode");
+    let _listening = capture.listen();
+    let pair = tcp_pair().await;
+    let mut puppet = Puppet::connect(&pair.decode).await;
     let other = Body::Hello(baton_kv_transfer::connectors::tcp::frame::Hello { stream: 1, ..hello(1, 1) });
-    is_refused(&encoded(&Frame::of_link(other)), false, "a stream of an unknown link").await;
+    puppet.write(&encoded(&Frame::of_link(other))).await;
+    assert_eq!(puppet.hear().await, None);
+    assert_serves_on(&pair).await;
+    assert_eq!(refusals(&capture), Vec::<String>::new());
+    let lines: Vec<_> = capture.lines().into_iter().map(|line| line.to_string()).collect();
+    assert!(lines.iter().any(|line| line.contains("its link has ended, or never began")), "{lines:?}");
 }
 
 #[tokio::test]

@@ -203,9 +203,12 @@ impl Receiver {
         mut reader: FrameReader,
         mut writer: FrameWriter,
     ) -> Result<(), TransferError> {
+        // A link can end while the sender still makes its other streams: no fault of theirs.
         let link = self.links().get(&hello.link).cloned();
-        let link = link.filter(|link| link.peer == hello.node && hello.stream < STREAMS_MAX);
-        let link = link.ok_or(FrameError::Unexpected("a stream of an unknown link"))?;
+        let link = link.ok_or_else(|| TransferError::lost_because("its link has ended, or never began"))?;
+        if link.peer != hello.node || hello.stream >= STREAMS_MAX {
+            return Err(FrameError::Unexpected("a stream that its link does not have").into());
+        }
         // However this stream ends, its link ends with it.
         let _gone = link.gone.clone().drop_guard();
         writer.write(&welcome).await?;
