@@ -18,6 +18,9 @@ pub struct TransferSettings {
     pub stall_ms: u64,
     /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
     pub frame_bytes: usize,
+    /// Multiprocessors of a GPU on which KV is moved and digested. 0: as many as the connector was measured best with,
+    /// 16 for cuda-ipc and 32 for a message of nccl.
+    pub gpu_multiprocessors: u32,
     /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
     pub rdma_listen: String,
     /// `device`, `device:port` or `device:port:gid`, the last being an index. Empty: the first port that is up and has an
@@ -44,6 +47,7 @@ impl Default for TransferSettings {
             streams: 2,
             stall_ms: 5_000,
             frame_bytes: 512 << 10,
+            gpu_multiprocessors: 0,
             rdma_listen: String::new(),
             rdma_device: String::new(),
             tall_frames: false,
@@ -53,6 +57,11 @@ impl Default for TransferSettings {
 }
 
 impl TransferSettings {
+    /// How many multiprocessors a connector takes that likes so many best.
+    pub(crate) fn multiprocessors(&self, liked: u32) -> u32 {
+        if self.gpu_multiprocessors == 0 { liked } else { self.gpu_multiprocessors }
+    }
+
     pub fn stall(&self) -> Duration {
         Duration::from_millis(self.stall_ms)
     }

@@ -52,17 +52,23 @@ pub struct CourierSize {
     pub engine_bytes_min: usize,
 }
 
-impl Default for CourierSize {
-    /// 16 multiprocessors, in four parts: the others fill the wire while one begins or ends an errand. Digests alone go one
-    /// errand after the other: what counts there is when the last one is done.
-    fn default() -> Self {
+impl CourierSize {
+    /// So many multiprocessors, in four parts: the others fill the wire while one begins or ends an errand. Digests alone go
+    /// one errand after the other: what counts there is when the last one is done.
+    pub fn of(multiprocessors: u32) -> Self {
         Self {
             n_lanes: 4,
-            lane_multiprocessors: 4,
+            lane_multiprocessors: multiprocessors.div_ceil(4),
             n_engines: 2,
-            digest_multiprocessors: 16,
+            digest_multiprocessors: multiprocessors,
             engine_bytes_min: 8 << 20,
         }
+    }
+}
+
+impl Default for CourierSize {
+    fn default() -> Self {
+        Self::of(16)
     }
 }
 

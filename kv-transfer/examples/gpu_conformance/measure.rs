@@ -26,6 +26,7 @@ struct How {
     digests: bool,
     is_scattered: bool,
     frame_bytes: usize,
+    multiprocessors: u32,
 }
 
 struct Side {
@@ -40,7 +41,12 @@ fn layout() -> KvLayout {
 
 async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Side> {
     let frame_bytes = how.frame_bytes / how.frames_larger;
-    let settings = TransferSettings { digests: how.digests, frame_bytes, ..TransferSettings::default() };
+    let settings = TransferSettings {
+        digests: how.digests,
+        frame_bytes,
+        gpu_multiprocessors: how.multiprocessors,
+        ..TransferSettings::default()
+    };
     let parts = ConnectorParts { memory: memory.clone(), settings, ..Node::parts(name, layout()) };
     let pool = BlockPool::new(memory.layout(), memory.n_blocks());
     let wire = build(how.wire, parts.clone()).await?;
@@ -82,19 +88,23 @@ pub(crate) async fn all() -> Outcome<Value> {
     let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far, bytes)?})];
     eprintln!("{}", lines[0]);
     let wires = [
-        ("cuda-ipc", 64, 32 << 20),
-        ("cuda-ipc", 64, 64 << 20),
-        ("nccl", 128, 64 << 20),
-        ("nccl", 128, 32 << 20),
+        ("cuda-ipc", 64, 32 << 20, 16),
+        ("cuda-ipc", 64, 24 << 20, 16),
+        ("cuda-ipc", 64, 16 << 20, 16),
+        ("nccl", 128, 64 << 20, 32),
+        ("nccl", 128, 64 << 20, 16),
+        ("nccl", 128, 64 << 20, 48),
+        ("nccl", 128, 64 << 20, 64),
+        ("nccl", 128, 32 << 20, 32),
     ];
-    for (wire, frames_larger, frame_bytes) in wires {
+    for (wire, frames_larger, frame_bytes, multiprocessors) in wires {
         for (digests, is_scattered) in [(true, false), (true, true), (false, false), (false, true)] {
-            let how = How { wire, frames_larger, digests, is_scattered, frame_bytes };
+            let how = How { wire, frames_larger, digests, is_scattered, frame_bytes, multiprocessors };
             let line = match through_connector(&near, &far, how).await {
                 Err(error) => json!({"what": wire, "error": error.to_string()}),
                 Ok(took) => json!({
                     "what": wire, "blocks": if is_scattered { "scattered" } else { "neighbours" },
-                    "digests": digests, "frame_mib": frame_bytes >> 20,
+                    "digests": digests, "frame_mib": frame_bytes >> 20, "multiprocessors": multiprocessors,
                     "median_ms": took.as_secs_f64() * 1e3,
                     "gigabytes_per_second": bytes as f64 / took.as_secs_f64() / 1e9,
                 }),

@@ -37,6 +37,8 @@ pub const SCHEME: &str = "cuda-ipc";
 
 /// A card's frames are so many times larger than the setting: what it takes to be told of one is worth a megabyte.
 const FRAMES_LARGER: usize = 64;
+/// They keep the wire full, and prompts hardly notice that they are gone.
+const MULTIPROCESSORS: u32 = 16;
 /// Frames of a link that are under way at one time: a stream has one.
 const STREAMS: u16 = 6;
 
@@ -47,7 +49,8 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
     parts.settings.streams = STREAMS;
     parts.settings.tall_frames = true;
-    let carrier = Arc::new(Carrier::start(&parts.memory, CourierSize::default())?);
+    let size = CourierSize::of(parts.settings.multiprocessors(MULTIPROCESSORS));
+    let carrier = Arc::new(Carrier::start(&parts.memory, size)?);
     let folder = Path::new(shm::FOLDER);
     let refused = |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };
     let (listener, socket) = shm::door::bind(folder, parts.world.draw()).map_err(refused)?;

@@ -17,18 +17,13 @@ use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
+use crate::settings::TransferSettings;
 
-/// One message is on its way while the next is gathered and the last is scattered.
-const N_SLOTS: usize = 3;
+/// One message is on its way while the next is gathered and the last is scattered, and one more is ready to go.
+const N_SLOTS: usize = 4;
 
-/// Gathers and scatters on as many multiprocessors as keep up with the wire, one message after the other.
-const COURIER: CourierSize = CourierSize {
-    n_lanes: 2,
-    lane_multiprocessors: 16,
-    n_engines: 1,
-    digest_multiprocessors: 1,
-    engine_bytes_min: 0,
-};
+/// A message is gathered and scattered by so many: with 16 that takes longer than to send it.
+const MULTIPROCESSORS: u32 = 32;
 
 /// One node's card.
 #[derive(Debug)]
@@ -39,9 +34,15 @@ pub(super) struct CardFabric {
 }
 
 impl CardFabric {
-    pub(super) fn new(memory: &KvMemory, slot_bytes: usize) -> Result<Self, TransferError> {
+    pub(super) fn new(
+        memory: &KvMemory,
+        settings: &TransferSettings,
+        slot_bytes: usize,
+    ) -> Result<Self, TransferError> {
         Nccl::load().map_err(TransferError::device)?;
-        let carrier = Arc::new(Carrier::start(memory, COURIER)?);
+        let lane_multiprocessors = settings.multiprocessors(MULTIPROCESSORS);
+        let size = CourierSize { n_lanes: 2, lane_multiprocessors, ..CourierSize::default() };
+        let carrier = Arc::new(Carrier::start(memory, size)?);
         Ok(Self { memory: memory.clone(), carrier, slot_bytes })
     }
 }

@@ -51,7 +51,7 @@ const MESSAGES_LARGER: usize = 128;
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
     super::cuda_ipc::pages::check(&parts.memory)?;
     let bytes = slot_bytes(&parts)?;
-    let fabric = Arc::new(CardFabric::new(&parts.memory, bytes)?);
+    let fabric = Arc::new(CardFabric::new(&parts.memory, &parts.settings, bytes)?);
     listen_over(parts, fabric).await
 }
 
