@@ -14,7 +14,7 @@ use scheduler::{NewSequence, Source};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
-use tracing::{Instrument as _, info, info_span};
+use tracing::{Instrument as _, info, info_span, trace};
 use types::{Prompt, Refusal, RefusalKind};
 
 use crate::reservations::{PrefillOffer, Reservation, Reservations};
@@ -72,6 +72,7 @@ impl Life {
                 self.decode(Source::Fresh { lease: None, cached_tokens: 0 }).await
             }
             Reservation::Landing { landing, arrival, arriving } => {
+                trace!(target: "walk", request = %self.prompt.id, transfer = %landing.transfer, "room granted");
                 self.say(Event::Landing((&*landing).into())).await;
                 self.receive(arrival, arriving).await
             }
@@ -83,6 +84,7 @@ impl Life {
         let arrived = arrival.settle().instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
         drop(arriving);
+        trace!(target: "walk", request = %self.prompt.id, "kv whole");
         info!(bytes = arrived.bytes, connector = %arrived.scheme, waited_ms = arrived.waited.as_millis() as u64, "kv arrived");
         self.say(arrived_event(&arrived)).await;
         let ArrivedKv { lease, handoff, .. } = arrived;
@@ -157,6 +159,7 @@ impl Decode for DecodeService {
     async fn run(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::RunStream>, Status> {
         let (prompt, offer) = self.parse(request.into_inner())?;
         let span = info_span!("decode", request_id = %prompt.id, n_tokens = prompt.tokens.len());
+        trace!(target: "walk", request = %prompt.id, "prompt came");
         let (events, received) = mpsc::channel(STEPS_MAX);
         let life = Life { service: self.clone(), prompt, events };
         let life = spawn_guarded(&self.node.gate, "decode", life.live(offer).instrument(span));

@@ -13,7 +13,7 @@ use kv_cache::{BlockLease, KvMemory, PageBusy};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
-use tracing::{info, warn};
+use tracing::{info, trace, warn};
 use types::{Epoch, Fingerprint, Grant, GroupIdx, Handoff, KvLayout, KvSpan, Landing, TransferId};
 
 use crate::arrival::ArrivedKv;
@@ -314,6 +314,7 @@ impl OpenLanding {
         bytes: usize,
         wrong: &[KvSpan],
     ) -> Result<(), TransferError> {
+        trace!(target: "walk", transfer = %self.landing.transfer, layers = ?span.layers, bytes, "pages in place");
         let mut progress = self.progress();
         progress.bytes += bytes as u64;
         let hopeless = progress.pages.arrived(span, wrong);
@@ -334,6 +335,7 @@ impl OpenLanding {
         if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
             return Err(TransferError::Mismatch("the handoff is for another sequence".to_owned()));
         }
+        trace!(target: "walk", transfer = %self.landing.transfer, "handoff came");
         self.progress().handoff = Some(handoff);
         self.complete();
         Ok(())

@@ -11,6 +11,7 @@ use async_trait::async_trait;
 use chassis::{Gate, Task, spawn_guarded};
 use kv_cache::{BlockLease, LayerFence};
 use tokio::sync::{Notify, mpsc};
+use tracing::trace;
 use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId};
 
 use crate::connector::{ConnectorParts, KvSender};
@@ -320,6 +321,7 @@ impl Pump {
         let mut first = job.span.layers.start;
         while first < job.span.layers.end {
             let end = self.computed_until(&job, first).await?;
+            trace!(target: "walk", transfer = %self.out.transfer(), layers = ?(first..end), "layers to the wire");
             self.put(KvSpan { layers: first..end, ..job.span.clone() }, &job.from).await?;
             first = end;
         }

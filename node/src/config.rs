@@ -60,6 +60,9 @@ pub struct SchedulerSection {
     pub queue_ms_max: f64,
     /// Blocks that are left free for each running sequence to grow into.
     pub growth_blocks: usize,
+    /// On a GPU, a step is launched shortly before the one before it ends, so that KV which arrives meanwhile is part of
+    /// it. `false`: a step always waits behind the one that runs.
+    pub launch_late: bool,
 }
 
 impl Default for SchedulerSection {
@@ -71,6 +74,7 @@ impl Default for SchedulerSection {
             waiting_max: settings.waiting_max,
             queue_ms_max: settings.queue_ms_max,
             growth_blocks: settings.growth_blocks,
+            launch_late: settings.launch_late,
         }
     }
 }
@@ -83,6 +87,7 @@ impl SchedulerSection {
             waiting_max: self.waiting_max,
             queue_ms_max: self.queue_ms_max,
             growth_blocks: self.growth_blocks,
+            launch_late: self.launch_late,
             ..SchedulerSettings::default()
         }
     }
@@ -249,6 +254,9 @@ pub struct TransferSection {
     pub stall_ms: u64,
     /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
     pub frame_bytes: usize,
+    /// Multiprocessors of a GPU on which KV is moved and digested. 0: as many as the connector was measured best with, 16
+    /// for cuda-ipc and 32 for a message of nccl.
+    pub gpu_multiprocessors: u32,
     /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
     pub rdma_listen: String,
     /// The RDMA port that KV goes over: `device`, `device:port` or `device:port:gid`, the last being an index into the
@@ -258,10 +266,17 @@ pub struct TransferSection {
 
 impl Default for TransferSection {
     fn default() -> Self {
-        let TransferSettings { listen, streams, stall_ms, frame_bytes, rdma_listen, rdma_device, .. } =
-            TransferSettings::default();
-        let connectors = vec!["auto".to_owned()];
-        Self { connectors, listen, streams, stall_ms, frame_bytes, rdma_listen, rdma_device }
+        let settings = TransferSettings::default();
+        Self {
+            connectors: vec!["auto".to_owned()],
+            listen: settings.listen,
+            streams: settings.streams,
+            stall_ms: settings.stall_ms,
+            frame_bytes: settings.frame_bytes,
+            gpu_multiprocessors: settings.gpu_multiprocessors,
+            rdma_listen: settings.rdma_listen,
+            rdma_device: settings.rdma_device,
+        }
     }
 }
 
@@ -274,6 +289,7 @@ impl TransferSection {
             streams: self.streams,
             stall_ms: self.stall_ms,
             frame_bytes: self.frame_bytes,
+            gpu_multiprocessors: self.gpu_multiprocessors,
             rdma_listen: self.rdma_listen.clone(),
             rdma_device: self.rdma_device.clone(),
             ..TransferSettings::default()

@@ -14,7 +14,7 @@ use proto::v1::prefill_answer::Answer;
 use proto::v1::prefill_server::{Prefill, PrefillServer};
 use scheduler::{NewSequence, Source};
 use tonic::{Request, Response, Status};
-use tracing::{Instrument as _, info, info_span};
+use tracing::{Instrument as _, info, info_span, trace};
 use types::{Destination, Landing, Prefilled, Prompt, Refusal, RefusalKind};
 
 use crate::outbox::{DeliveryError, First, deliver, hold, outbox};
@@ -190,6 +190,7 @@ impl Prefill for PrefillService {
     async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Answers>, Status> {
         let (prompt, to) = self.parse(request.into_inner())?;
         let span = info_span!("prefill", request_id = %prompt.id, n_tokens = prompt.tokens.len());
+        trace!(target: "walk", request = %prompt.id, "prompt came");
         let service = self.clone();
         let answers = async move {
             match service.run_prompt(prompt, to).await {

@@ -6,7 +6,7 @@
 
 use futures::Stream;
 use tokio::time::Instant;
-use tracing::{info, warn};
+use tracing::{info, trace, warn};
 use types::{Prompt, RefusalKind, Step, TokenId, Verdict};
 
 use crate::admission::Permit;
@@ -144,6 +144,7 @@ impl Continuation {
     /// Books a step that is about to be given out.
     fn give(&mut self, step: Step) -> Step {
         self.dispatch.whereabouts().moved();
+        trace!(target: "walk", request = %self.prompt.id, index = step.index, "step given out");
         let metrics = &self.dispatch.parts().metrics;
         let now = self.dispatch.parts().world.now();
         match self.sent.len() {

@@ -13,7 +13,7 @@ use chassis::World;
 use chassis::guards::{Guard, stands};
 use futures::StreamExt as _;
 use tokio::time::Instant;
-use tracing::{debug, info};
+use tracing::{debug, info, trace};
 use types::{
     Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, RefusalKind, Step, Usage, Verdict,
 };
@@ -158,6 +158,7 @@ impl Dispatch {
         let mut decode = self.client(decode)?.decode(prompt, offer).await?;
         let opening = decode.opening().await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
+        trace!(target: "walk", request = %prompt.id, "answered with room");
         match (opening, prefill) {
             (Opening::Landing(landing), Some(prefill)) => {
                 let to = Destination::Landing(*landing);
@@ -215,6 +216,7 @@ impl Serve for Dispatch {
         let mut outcome = Outcome::new(&self.parts.metrics);
         let permit = outcome.note(self.parts.admission.admit())?;
         let accepted = self.parts.world.now();
+        trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "accepted");
         let started = outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt, By::Both)).await)?;
         self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
         info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token");

@@ -20,6 +20,18 @@ use crate::worker::{Event, Next, Worker, WorkerParts};
 /// How often a worker without sequences says that it is alive.
 const IDLE_BEAT: Duration = Duration::from_secs(1);
 
+/// What a runtime's timers tell apart. Shorter waits are a thread's to sleep.
+const TIMER_TICK: Duration = Duration::from_millis(1);
+
+/// Whose time a driver waits in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Clock {
+    /// A thread's own, which has nothing else to do and may sleep to the microsecond.
+    Thread,
+    /// The runtime's, which may be a simulation's.
+    Runtime,
+}
+
 /// A worker that nobody drives yet. Dropping it is the worker's death.
 #[derive(Debug)]
 pub struct Driver {
@@ -52,7 +64,7 @@ impl Driver {
     pub fn on_thread(self) -> Result<WorkerThread, SchedulerError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let runtime = runtime.map_err(SchedulerError::Thread)?;
-        let run = move || runtime.block_on(self.drive());
+        let run = move || runtime.block_on(self.drive(Clock::Thread));
         let thread = std::thread::Builder::new().name("worker".to_owned()).spawn(run);
         Ok(WorkerThread { thread: thread.map_err(SchedulerError::Thread)? })
     }
@@ -60,11 +72,12 @@ impl Driver {
     /// Drives the worker as a task, as in a simulation: the same loop, on the caller's clock. The backend must be one
     /// that only models its costs, or the caller's thread is blocked for every step.
     pub async fn drive_simulated(self) {
-        self.drive().await;
+        self.drive(Clock::Runtime).await;
     }
 
-    async fn drive(mut self) {
+    async fn drive(mut self, clock: Clock) {
         loop {
+            self.linger(clock).await;
             self.turn();
             match self.worker.next() {
                 Next::Launch => {}
@@ -74,6 +87,18 @@ impl Driver {
             }
         }
         self.farewell.said();
+    }
+
+    /// Waits as long as the next launch is better for it.
+    async fn linger(&mut self, clock: Clock) {
+        let Some(until) = self.worker.launch_at() else { return };
+        self.report();
+        let left = until.saturating_duration_since(Instant::now());
+        match clock {
+            Clock::Thread => std::thread::sleep(left),
+            Clock::Runtime if left > TIMER_TICK => sleep_until(until - TIMER_TICK).await,
+            Clock::Runtime => {}
+        }
     }
 
     /// Everything new, then one launch.

@@ -14,6 +14,8 @@ pub(crate) struct Flight {
     pub(crate) launched_at: Instant,
     /// When a step that is only modelled ends.
     pub(crate) due: Option<Instant>,
+    /// It was launched late on purpose: the step before tells how late that was.
+    pub(crate) is_late: bool,
     /// Blocks of sequences that ended or were preempted while this step was under way. It may still write into them,
     /// so they go back when it is collected and no sooner.
     pub(crate) held: Vec<Room>,
@@ -26,15 +28,16 @@ pub(crate) struct FlightRow {
 }
 
 impl Flight {
-    /// `after`: when the device is done with the step before.
+    /// `before`: the step that the device does first.
     pub(crate) fn new(
         launched: Launched,
         rows: Vec<FlightRow>,
         now: Instant,
-        after: Option<Instant>,
+        before: Option<&Self>,
+        is_late: bool,
     ) -> Self {
-        let starts_at = after.map_or(now, |after| after.max(now));
+        let starts_at = before.and_then(|before| before.due).map_or(now, |free| free.max(now));
         let due = launched.modelled_cost().map(|cost| starts_at + cost);
-        Self { launched, rows, launched_at: now, due, held: Vec::new() }
+        Self { launched, rows, launched_at: now, due, is_late, held: Vec::new() }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Suggested reading order: what comes in ([`submission`], [`handle`]) and where results go ([`sink`]); the pure
 //! parts: who comes first ([`rank`]), what a step holds ([`batcher`]), who gives way ([`growth`]), what it will take
-//! ([`load`]); a sequence's life (`sequence`, `room`); the state machine ([`worker`]) and what turns its crank
-//! ([`driver`]).
+//! ([`load`]); a sequence's life (`sequence`, `room`); a step's (`flight`, `lead`); the state machine ([`worker`]) and what turns its
+//! crank ([`driver`]).
 #![forbid(unsafe_code)]
 
 pub mod submission;
@@ -17,6 +17,7 @@ pub mod load;
 mod sequence;
 mod room;
 mod flight;
+mod lead;
 pub mod worker;
 pub mod driver;
 pub mod settings;

@@ -22,6 +22,8 @@ pub struct SchedulerMetrics {
     pub(crate) discarded_rows: IntCounter,
     pub(crate) preemptions: IntCounter,
     pub(crate) failed_steps: IntCounter,
+    /// Steps behind which the next one stood late, or all but late.
+    pub(crate) tight_launches: IntCounter,
     pub(crate) queue_seconds: Histogram,
     pub(crate) integrity_failures: IntCounter,
     ended: IntCounterVec,
@@ -43,6 +45,10 @@ impl SchedulerMetrics {
                 .counter("discarded_rows_total", "Rows computed for sequences that had ended meanwhile."),
             preemptions: metrics.counter("preemptions_total", "Sequences whose blocks were taken away."),
             failed_steps: metrics.counter("failed_steps_total", "Steps that the backend failed."),
+            tight_launches: metrics.counter(
+                "tight_launches_total",
+                "Steps launched when the step before had ended, or was about to: more than a few in a hundred, and the device stands still.",
+            ),
             queue_seconds: metrics
                 .latency("queue_seconds", "From a sequence's submission to its first step."),
             integrity_failures: metrics

@@ -5,7 +5,7 @@ use std::time::Duration;
 use engine::{Row, RowInput, SampleSpec, Sampled, SlotId};
 use kv_cache::{BlockLease, Holder, Holding, LayerFence};
 use tokio::time::Instant;
-use tracing::Span;
+use tracing::{Span, trace};
 use types::{
     BlockHash, BlockHasher, BlockIdx, FinishReason, KvLayout, KvSpan, ModelInfo, Prompt, Refusal,
     RefusalKind, Step, TokenId, Usage,
@@ -287,6 +287,9 @@ impl Sequence {
         now: Instant,
     ) -> Option<Duration> {
         let queued = self.started.is_none().then(|| now.saturating_duration_since(self.submitted));
+        if queued.is_some() {
+            trace!(target: "walk", request = %self.prompt.id, n_tokens, "first launch");
+        }
         self.started.get_or_insert(now);
         if self.samples(n_tokens) {
             self.n_pending += 1;
@@ -318,6 +321,7 @@ impl Sequence {
         self.n_pending -= 1;
         self.n_steps_sent += 1;
         self.tokens.push(token);
+        trace!(target: "walk", request = %self.prompt.id, index, "step");
         let finish = self.finish_of(token, index, model);
         self.outlet.step(Step { token, index, logprobs, finish }, self.timing(now));
         let is_last_here = self.n_steps_sent == self.extent.steps_max;

@@ -24,6 +24,9 @@ pub struct SchedulerSettings {
     pub growth_blocks: usize,
     /// 2 launches a step before the previous one is collected; 1 does not.
     pub steps_in_flight_max: usize,
+    /// On a device that runs by itself, a step is launched shortly before the one before it ends, so that whoever arrives
+    /// meanwhile is part of it. Otherwise as soon as there is room for it.
+    pub launch_late: bool,
 }
 
 impl Default for SchedulerSettings {
@@ -36,6 +39,7 @@ impl Default for SchedulerSettings {
             age_bound: Duration::from_secs(10),
             growth_blocks: 2,
             steps_in_flight_max: STEPS_IN_FLIGHT_MAX,
+            launch_late: true,
         }
     }
 }

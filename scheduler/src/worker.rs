@@ -25,7 +25,8 @@ use types::{KvLayout, ModelInfo, NodeLoad, Refusal, RefusalKind};
 use crate::error::SchedulerError;
 use crate::flight::Flight;
 use crate::growth::{self, Grower};
-use crate::load::{StepCosts, WorkerLoad};
+use crate::lead::Lead;
+use crate::load::{StepCosts, StepShape, WorkerLoad};
 use crate::metrics::SchedulerMetrics;
 use crate::rank::SequenceId;
 use crate::sequence::{self, Sequence};
@@ -85,9 +86,11 @@ pub(crate) struct Worker {
     flights: VecDeque<Flight>,
     has_just_launched: bool,
     costs: StepCosts,
+    lead: Lead,
     steps_total: u64,
-    /// When the step collected last ended.
+    /// When the step collected last ended, and how long the device was busy with it.
     last_step: Option<Instant>,
+    last_took: Duration,
     last_progress: Instant,
     /// The pool's books were checked since something last ran.
     is_checked: bool,
@@ -116,8 +119,10 @@ impl Worker {
             flights: VecDeque::new(),
             has_just_launched: false,
             costs: StepCosts::default(),
+            lead: Lead::default(),
             steps_total: 0,
             last_step: None,
+            last_took: Duration::ZERO,
             is_checked: true,
             lost: None,
         })
@@ -141,6 +146,27 @@ impl Worker {
             Some(flight) => Next::Collect(flight.due),
             None => Next::Wait(self.next_look()),
         }
+    }
+
+    /// When a step is best launched behind the one that runs. `None`: as soon as there is room for it.
+    pub(crate) fn launch_at(&self) -> Option<Instant> {
+        let runs_late = self.settings.launch_late && self.backend.runs_by_itself();
+        if !runs_late || self.flights.len() != 1 {
+            return None;
+        }
+        self.lead.before(self.end_of(self.flights.front()?)?)
+    }
+
+    /// When a step without prompts ends, as far as that is known.
+    fn end_of(&self, flight: &Flight) -> Option<Instant> {
+        let StepShape { n_running, n_prefill_tokens } = StepShape::of(&flight.rows);
+        let mean = Duration::from_secs_f64(self.costs.running_ms(n_running) / 1e3);
+        if n_prefill_tokens > 0 || mean.is_zero() {
+            return None;
+        }
+        let began = self.last_step.map_or(flight.launched_at, |last| last.max(flight.launched_at));
+        // One step that took a second raises the mean for many that do not.
+        Some(flight.due.unwrap_or_else(|| began + mean.min(self.last_took)))
     }
 
     /// When to look again if nothing happens.

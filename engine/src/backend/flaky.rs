@@ -74,4 +74,8 @@ impl<B: Backend> Backend for Flaky<B> {
         }
         Ok(output)
     }
+
+    fn runs_by_itself(&self) -> bool {
+        self.inner.runs_by_itself()
+    }
 }

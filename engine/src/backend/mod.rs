@@ -63,6 +63,11 @@ pub trait Backend: Debug + Send + 'static {
     /// Waits for the oldest step. After an error its KV is not to be read, and its fence is broken where it was not
     /// open yet.
     fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError>;
+
+    /// Whether a launched step runs with nobody's help, so that the next one need not stand behind it from the beginning.
+    fn runs_by_itself(&self) -> bool {
+        false
+    }
 }
 
 /// What a backend is opened with.

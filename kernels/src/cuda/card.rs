@@ -46,7 +46,7 @@ pub(super) struct Grid {
 
 /// A place in the stream, to measure the time between two.
 #[derive(Debug)]
-pub struct Marker(CudaEvent);
+pub struct Marker(pub(super) CudaEvent);
 
 // === impl Card ===
 

@@ -3,9 +3,9 @@
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
 
-use super::{Card, CudaError};
+use super::{Card, CudaError, Marker};
 
-/// Reached when all work before it is done. To measure time there is [`Marker`](super::Marker).
+/// Reached when all work before it is done.
 #[derive(Debug)]
 pub struct Event(pub(super) CudaEvent);
 
@@ -13,6 +13,11 @@ impl Event {
     /// Sleeps until it is reached. An error says that the card failed before.
     pub fn wait(&self) -> Result<(), CudaError> {
         self.0.synchronize().map_err(CudaError::during("wait for the GPU"))
+    }
+
+    /// Milliseconds of the card's time since `marker`, once this is reached.
+    pub fn ms_since(&self, marker: &Marker) -> Result<f32, CudaError> {
+        marker.0.elapsed_ms(&self.0).map_err(CudaError::during("measure between two events"))
     }
 
     /// Whether [`wait`](Self::wait) would return at once.

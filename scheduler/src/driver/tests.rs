@@ -257,6 +257,40 @@ async fn a_refused_sink_hears_nothing() {
     assert!(!recorded.has_ended());
 }
 
+/// How long a short prompt that comes in the middle of a step waits for its token.
+async fn joins_after(settings: SchedulerSettings) -> Duration {
+    let node = start(costly(), settings);
+    let (_running, recorded) = submit(&node.handle, endless("a", 20, 60)).expect("let in");
+    until(&node.handle, || recorded.tokens().len() == 20).await;
+    tokio::time::sleep(Duration::from_millis(3)).await;
+    let came = Instant::now();
+    let (_joining, joined) = submit(&node.handle, endless("b", 1, 5)).expect("let in");
+    until(&node.handle, || !joined.tokens().is_empty()).await;
+    let waited = came.elapsed();
+    until(&node.handle, || recorded.has_ended() && joined.has_ended()).await;
+    assert_eq!(recorded.tokens(), alone(&endless("a", 20, 60)));
+    assert_eq!(joined.tokens(), alone(&endless("b", 1, 5)));
+    waited
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_comes_in_the_middle_of_a_step_is_part_of_the_next() {
+    let step = Duration::from_millis(10);
+    let late = joins_after(roomy()).await;
+    let early = joins_after(SchedulerSettings { launch_late: false, ..roomy() }).await;
+    assert!(late > step && late <= step * 2, "{late:?}: the rest of one step, and one step");
+    assert_eq!(early, late + step, "a step stood behind the one that ran");
+}
+
+#[tokio::test(start_paused = true)]
+async fn launching_late_costs_the_device_nothing() {
+    let node = start(costly(), roomy());
+    let began = Instant::now();
+    let (_ticket, recorded) = submit(&node.handle, endless("a", 20, 200)).expect("let in");
+    until(&node.handle, || recorded.has_ended()).await;
+    assert_eq!(began.elapsed(), Duration::from_millis(30 + 199 * 10), "the device was never idle");
+}
+
 /// The one test with a thread and a clock that runs: what production does.
 #[tokio::test]
 async fn a_thread_of_its_own() {

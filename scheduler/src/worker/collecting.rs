@@ -1,9 +1,11 @@
 //! Hot path.
 //! Collecting a step: its tokens go to the sinks, its blocks to whoever may use them now.
 
+use std::time::Duration;
+
 use engine::{RowError, Sampled};
 use tokio::time::Instant;
-use tracing::{error, warn};
+use tracing::{error, trace, warn};
 use types::Verdict;
 
 use super::{Worker, failed};
@@ -14,9 +16,13 @@ use crate::sequence::After;
 impl Worker {
     /// Waits for the oldest step, and takes in what came of it.
     pub(super) fn collect(&mut self) {
-        let Some(Flight { launched, rows, launched_at, held, .. }) = self.flights.pop_front() else { return };
+        let Some(Flight { launched, rows, launched_at, due, held, .. }) = self.flights.pop_front() else {
+            return;
+        };
+        let asked = self.world.now();
         let outcome = self.backend.collect(launched);
         let now = self.world.now();
+        self.note_launch_behind(due, now.saturating_duration_since(asked));
         self.note_step(StepShape::of(&rows), launched_at, now);
         match outcome {
             Ok(output) => {
@@ -30,17 +36,29 @@ impl Worker {
         drop(held);
     }
 
+    /// How much of a step was left when the next one stood behind it: until it was `due`, or as long as it was `waited` for.
+    fn note_launch_behind(&mut self, due: Option<Instant>, waited: Duration) {
+        let Some(next) = self.flights.front().filter(|next| next.is_late) else { return };
+        let spare = due.map_or(waited, |due| due.saturating_duration_since(next.launched_at));
+        if self.lead.learn(spare) {
+            self.metrics.tight_launches.inc();
+        }
+    }
+
     /// The device was busy with this step since its launch, or since it was done with the one before.
     fn note_step(&mut self, shape: StepShape, launched_at: Instant, now: Instant) {
         let began = self.last_step.map_or(launched_at, |last| last.max(launched_at));
         let took = now.saturating_duration_since(began);
         self.costs.observe(shape, took);
+        let StepShape { n_running, n_prefill_tokens } = shape;
+        trace!(target: "walk", n_running, n_prefill_tokens, took_us = took.as_micros() as u64, "step collected");
         self.metrics.steps.inc();
         self.metrics.step_seconds.observe(took.as_secs_f64());
         self.metrics.step_tokens.observe((shape.n_running + shape.n_prefill_tokens) as f64);
         self.metrics.prefill_tokens.inc_by(shape.n_prefill_tokens as u64);
         self.steps_total += 1;
         self.last_step = Some(now);
+        self.last_took = took;
         self.last_progress = now;
     }
 

@@ -216,8 +216,8 @@ impl Worker {
                 self.metrics.queue_seconds.observe(queued.as_secs_f64());
             }
         }
-        let after = self.flights.back().and_then(|flight| flight.due);
-        self.flights.push_back(Flight::new(launched, rows, now, after));
+        let is_late = self.launch_at().is_some();
+        self.flights.push_back(Flight::new(launched, rows, now, self.flights.back(), is_late));
         self.has_just_launched = true;
     }
 }

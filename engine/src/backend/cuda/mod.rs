@@ -31,6 +31,7 @@ use std::sync::Arc;
 
 use kernels::cuda::{Buffer, Card, CudaError, Event, Outcome, Pinned, Products, SampleTokens};
 use kv_cache::{FenceSignal, KvMemory, OnCard};
+use tracing::{Level, enabled};
 use types::{ModelInfo, TokenId};
 
 pub use limits::{CudaLimits, DecodeProfile, ProductRate};
@@ -161,6 +162,7 @@ impl CudaBackend {
         rows: &[Row<'_>],
         signal: FenceSignal,
     ) -> Result<Flight, CudaError> {
+        let began = enabled!(target: "walk", Level::TRACE).then(|| self.card.mark()).transpose()?;
         let written = if plan.dims.n_tokens == 0 { Vec::new() } else { self.run(plan, rows)? };
         let (draws, drawers) = Draws::of(rows, &plan.places, &self.sampler.eos_tokens);
         self.draw(&draws, plan.dims)?;
@@ -175,7 +177,7 @@ impl CudaBackend {
         let end = self.card.event()?;
         let signal = Arc::new(signal);
         if !written.is_empty() {
-            self.watch.watch(WatchedStep { written, signal: Arc::clone(&signal) });
+            self.watch.watch(WatchedStep { began, written, signal: Arc::clone(&signal) });
         }
         let places = std::mem::take(&mut plan.places);
         Ok(Flight::new(self.n_launched, rows, places, &drawers, Arrival { drawn, outcomes, end }, signal))
@@ -330,6 +332,10 @@ impl Backend for CudaBackend {
         }
         self.staging.keep(flight.into_arrival());
         outcome.map_err(|error| BackendError::DeviceLost(in_full(&error)))
+    }
+
+    fn runs_by_itself(&self) -> bool {
+        true
     }
 }
 

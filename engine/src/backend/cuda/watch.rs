@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use kernels::cuda::Event;
+use kernels::cuda::{Event, Marker};
 use kv_cache::FenceSignal;
+use tracing::trace;
 
 use crate::backend::STEPS_IN_FLIGHT_MAX;
 
@@ -17,9 +18,10 @@ pub(super) struct Watch {
     thread: Option<thread::JoinHandle<()>>,
 }
 
-/// One step: an event for each layer, in their order.
+/// One step: an event for each layer, in their order. It began at a mark, where somebody wants to know.
 #[derive(Debug)]
 pub(super) struct WatchedStep {
+    pub(super) began: Option<Marker>,
     pub(super) written: Vec<Event>,
     pub(super) signal: Arc<FenceSignal>,
 }
@@ -57,5 +59,15 @@ fn run(steps: &Receiver<WatchedStep>) {
             }
             step.signal.layers_done(n_done);
         }
+        step.tell();
+    }
+}
+
+impl WatchedStep {
+    /// When the KV of each layer was there, by the card's clock.
+    fn tell(&self) {
+        let Some(began) = &self.began else { return };
+        let layers: Result<Vec<f32>, _> = self.written.iter().map(|layer| layer.ms_since(began)).collect();
+        trace!(target: "walk", layers_ms = ?layers.unwrap_or_default(), "layers on the card");
     }
 }

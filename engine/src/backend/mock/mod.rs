@@ -181,6 +181,11 @@ impl Backend for Mock {
             None => Err(BackendError::Order(format!("step {} is not in flight", step.step()))),
         }
     }
+
+    /// A modelled step is over when its time has come. One that sleeps does so in `collect`.
+    fn runs_by_itself(&self) -> bool {
+        self.pace == Pace::Modelled
+    }
 }
 
 /// What a mock says of itself. Mocks of one layout understand each other's KV, whatever their costs.

@@ -1,0 +1,80 @@
+//! How long before the end of one step the next is launched.
+//!
+//! With a step always waiting behind the one that runs, whoever arrives waits for the end of both. Launched shortly before
+//! the other's end, it costs the device nothing, and whoever arrived meanwhile is part of it. How shortly is learnt: from
+//! how much of the running step was left when the next one stood behind it.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Less than this was left: a device that is a little faster, or a thread that is a little slower, and it stands still.
+const TIGHT: Duration = Duration::from_micros(100);
+const FIRST: Duration = Duration::from_millis(2);
+const LEAST: Duration = Duration::from_micros(200);
+const MOST: Duration = Duration::from_millis(50);
+/// What one tight launch adds, and sixty-four others take away again.
+const WIDER: Duration = Duration::from_micros(256);
+const NARROWER: Duration = Duration::from_micros(4);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Lead(Duration);
+
+impl Default for Lead {
+    fn default() -> Self {
+        Self(FIRST)
+    }
+}
+
+impl Lead {
+    /// When to launch behind a step that ends then.
+    pub(crate) fn before(self, end: Instant) -> Option<Instant> {
+        end.checked_sub(self.0)
+    }
+
+    /// So much was left of the running step. Returns whether that was too little.
+    pub(crate) fn learn(&mut self, spare: Duration) -> bool {
+        let is_tight = spare < TIGHT;
+        let next = if is_tight { self.0 + WIDER } else { self.0.saturating_sub(NARROWER) };
+        self.0 = next.clamp(LEAST, MOST);
+        is_tight
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Steps of 6 ms and up to `jitter` less: what lead comes of it, and how many of the last thousand were tight.
+    fn after(jitter: Duration, launch_takes: Duration) -> (Duration, usize) {
+        let mut lead = Lead::default();
+        let mut n_tight = 0;
+        for nth in 0..4000_u32 {
+            let early = jitter * (nth * 7919 % 1000) / 1000;
+            let is_tight = lead.learn(lead.0.saturating_sub(launch_takes).saturating_sub(early));
+            n_tight += usize::from(is_tight && nth >= 3000);
+        }
+        (lead.0, n_tight)
+    }
+
+    #[test]
+    fn it_is_as_short_as_the_device_allows() {
+        for (jitter_us, launch_us, least_us, most_us) in
+            [(0, 50, 200, 420), (0, 400, 480, 780), (500, 100, 650, 980), (3000, 200, 3000, 3600)]
+        {
+            let (lead, n_tight) = after(Duration::from_micros(jitter_us), Duration::from_micros(launch_us));
+            let (least, most) = (Duration::from_micros(least_us), Duration::from_micros(most_us));
+            assert!((least..=most).contains(&lead), "{lead:?} for {jitter_us} and {launch_us} us");
+            assert!(n_tight <= 20, "{n_tight} of 1000 were tight");
+        }
+    }
+
+    #[test]
+    fn it_has_bounds() {
+        let mut lead = Lead::default();
+        (0..10_000).for_each(|_| assert!(lead.learn(Duration::ZERO)));
+        assert_eq!(lead.0, MOST);
+        (0..100_000).for_each(|_| assert!(!lead.learn(Duration::from_secs(1))));
+        assert_eq!(lead.0, LEAST);
+    }
+}
