@@ -2,11 +2,12 @@
 # The table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill and one
 # decode node over each connector, two colocated nodes, and how much prompts disturb those who are being served.
 # Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
-# PARTS chooses: "ipc seeds colocated disturbance kills nccl tcp shm" by default.
+# PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "four" wants four GPUs, and in
+# DATA the Mooncake conversation trace: two prefill and two decode nodes against four colocated ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 baton=${2:-target/release/baton}
-parts=${PARTS:-ipc seeds colocated disturbance kills nccl tcp shm}
+parts=${PARTS:-ipc picture seeds colocated disturbance kills nccl tcp shm}
 shape=${SHAPE:-bench/shapes/llama-3.1-8b}
 devices=(${DEVICES:-cuda:0 cuda:1})
 prompt=${PROMPT:-8192} answer=${ANSWER:-256}
@@ -28,14 +29,16 @@ node() { # ROLE DEVICE PORT [VARIABLE=VALUE…]
 }
 
 # A router and the nodes that were named before; the first start on a card takes as long as it takes to measure products.
-serve() {
+serve() { # NODES [VARIABLE=VALUE…]
+    local n_nodes=$1
+    shift
     # What is said to nodes in the environment is nothing that a router knows.
-    env -i PATH="$PATH" HOME="${HOME:-/tmp}" BATON_LOG__LEVEL="$BATON_LOG__LEVEL" BATON_ROUTER__WAIT_MS=120000 \
+    env -i PATH="$PATH" HOME="${HOME:-/tmp}" BATON_LOG__LEVEL="$BATON_LOG__LEVEL" BATON_ROUTER__WAIT_MS=120000 "$@" \
         "$baton" router >>"$out/router.log" 2>&1 &
     pids+=($!)
     for _ in $(seq 300); do
         ready=$(curl -s $url/debug/cluster | grep -o '"state": *"ready"' | wc -l)
-        [ "$ready" -ge "$1" ] && return 0
+        [ "$ready" -ge "$n_nodes" ] && return 0
         sleep 0.5
     done
     echo "the nodes were not ready" >&2
@@ -86,6 +89,42 @@ disturbance() {
     wait $!
 }
 
+# One request of the 3 req/s run, every moment named. Its nodes log each mark of the walk, so it is a run of its own.
+picture() {
+    local logs=(BATON_LOG__FORMAT=json BATON_LOG__LEVEL=warn,walk=trace)
+    node prefill "${devices[0]}" picture 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]' "${logs[@]}"
+    node decode "${devices[1]}" picture 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]' "${logs[@]}"
+    serve 2 "${logs[@]}" || return
+    rates picture 3
+    bench/timeline.py "$out/one-request.svg" "$out/router.log" "$out"/*-picture.log
+}
+
+# Four GPUs: prefill and decode apart, and all four doing both, on a window of a recorded conversation trace.
+four() {
+    local slow load
+    devices=(${DEVICES:-cuda:0 cuda:1 cuda:2 cuda:3})
+    load=(--workload mooncake --data "$DATA" --input-max "${INPUT_MAX:-16384}" --output-max "$answer" --seed 1
+        --warmup 5s --slo ttft=2s,tbt=25ms)
+    for shape_of in apart colocated; do
+        for nth in 0 1; do
+            if [ $shape_of = apart ]; then
+                node prefill "${devices[nth]}" $nth 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]'
+                node decode "${devices[nth + 2]}" $nth 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]'
+            else
+                local chunks=BATON_SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
+                node both "${devices[nth]}" $nth "$chunks" && node both "${devices[nth + 2]}" $((nth + 2)) "$chunks"
+            fi
+        done
+        serve 4 || return
+        bench "four-$shape_of-warm" --concurrency 8 --requests 16 --input-tokens "$prompt" --output-tokens 32
+        for slow in ${SLOWDOWNS:-1 0.5}; do
+            bench "four-$shape_of-slowdown-$slow" "${load[@]}" --slowdown "$slow" \
+                --requests "$(awk "BEGIN { print int(${WINDOW:-45} * 3.4 / $slow) }")"
+        done
+        stop
+    done
+}
+
 # The same rate at other arrival times.
 seeds() { # RATE
     for seed in 2 3 4 5 6; do
@@ -121,6 +160,8 @@ for part in $parts; do
             node both "${devices[0]}" 0 && node both "${devices[1]}" 1 && serve 2 && rates colocated 1 3 5
             export BATON_SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}
             ;;
+        picture) picture ;;
+        four) four ;;
         seeds) pair cuda-ipc && seeds 3 ;;
         kills) kills ;;
         disturbance) pair cuda-ipc && disturbance ;;
