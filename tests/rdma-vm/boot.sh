@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Boots the VM, runs one job in it, and ends with the job's status.
 # Usage: boot.sh CACHE JOB [SECONDS]   JOB: a folder that is laid over the VM's root; its /job/run is what is run.
-# Ends with 124 when the job takes too long, and with 125 when it is the VM that failed. The kernel's words: CACHE/serial.
+# Ends with 124 when the job takes too long, and with 125 when it is the VM that failed. The kernel's words: CACHE/serial-JOB.
 set -euo pipefail
 
 cache=$1 job=$2 seconds=${3:-240}
 work=$(mktemp -d "$cache/boot.XXXXXX")
-serial=$cache/serial
+serial=$cache/serial-$(basename "$job")
 emulator=
 cleanup() {
     [ -z "$emulator" ] || kill "$emulator" 2>/dev/null || true

@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
 # Runs the tests of the rdma connector in a VM that has RDMA devices, over Soft-RoCE. See README.md beside this file.
-# Usage: run.sh [NAME...]   only these of the job's parts: verbs conformance
+# Usage: run.sh [NAME...]   only these of the job's parts: verbs conformance walk
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 cache=$PWD/.cache/rdma-vm
 harness=$PWD/tests/rdma-vm
 parts=("$@")
-[ $# -gt 0 ] || parts=(verbs conformance)
-job=$(mktemp -d "${TMPDIR:-/tmp}/rdma-job.XXXXXX")
-trap 'rm -rf "$job"' EXIT
+[ $# -gt 0 ] || parts=(verbs conformance walk)
+jobs=$(mktemp -d "${TMPDIR:-/tmp}/rdma-jobs.XXXXXX")
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$jobs"' EXIT
 
-# Puts a program into the VM, without its debug information and with the libraries that it is linked to.
+# Puts a program into one of the VMs, without its debug information and with the libraries that it is linked to.
 put() {
-    local library
+    local job=$jobs/$1 library
     mkdir -p "$job/job"
-    strip -o "$job/job/$2" "$1"
-    for library in $(ldd "$1" | grep -oE '/[^ ]+'); do
+    strip -o "$job/job/$3" "$2"
+    for library in $(ldd "$2" | grep -oE '/[^ ]+'); do
         mkdir -p "$job$(dirname "$library")" && cp -L "$library" "$job$library"
     done
 }
 
-# The executable of one of a package's integration tests.
-test_of() {
-    cargo test --quiet --package "$1" --test "$2" --no-run --message-format=json \
-        | grep -o '"executable":"[^"]*/'"${2//-/_}"'-[^"]*"' | tail -1 | cut -d'"' -f4
+# The executable of an integration test. Of the whole workspace, so that what its other tests are made of is used again.
+test_called() {
+    cargo test --quiet --workspace --test "$1" --no-run --message-format=json \
+        | grep -o '"executable":"[^"]*/'"$1"'-[^"]*"' | tail -1 | cut -d'"' -f4
 }
 
 # Several calls at once would build the same cache.
@@ -36,13 +36,39 @@ if ! cat "$harness/prepare.sh" "$harness/init" | cmp -s - "$cache/built-by"; the
 fi
 flock -u 9
 
+# Two VMs, each on a core of its own: the wire by itself, and whole nodes.
 for part in "${parts[@]}"; do
+    vm=wire
     case $part in
-        verbs) put "$(test_of baton-kernels verbs)" verbs ;;
-        conformance) put "$(test_of baton-kv-transfer rdma)" conformance ;;
+        verbs) put wire "$(test_called verbs)" verbs ;;
+        conformance) put wire "$(test_called rdma)" conformance ;;
+        walk)
+            vm=walk
+            cargo build --quiet --package baton
+            put walk "${CARGO_TARGET_DIR:-$PWD/target}/debug/baton" baton
+            put walk "$(test_called rdma_walk)" walk
+            # Its models, where the test looks for them.
+            mkdir -p "$jobs/walk$PWD/tests" "$jobs/walk$PWD/engine/tests/models"
+            cp -r tests/mocks "$jobs/walk$PWD/tests/"
+            cp -r engine/tests/models/llama "$jobs/walk$PWD/engine/tests/models/"
+            ;;
         *) echo "there is no part $part" >&2 && exit 2 ;;
     esac
+    echo "$part" >>"$jobs/$vm/job/parts"
 done
-cp "$harness/job" "$job/job/run"
-printf '%s\n' "${parts[@]}" >"$job/job/parts"
-"$harness/boot.sh" "$cache" "$job" "${TEST_VM_SECONDS:-600}"
+
+boot() {
+    cp "$harness/job" "$jobs/$1/job/run"
+    "$harness/boot.sh" "$cache" "$jobs/$1" "${TEST_VM_SECONDS:-900}"
+}
+
+status=0
+if [ -d "$jobs/walk" ] && [ -d "$jobs/wire" ]; then
+    boot walk >"$jobs/said" 2>&1 &
+    boot wire || status=$?
+    wait $! || status=$?
+    cat "$jobs/said"
+else
+    for one in "$jobs"/w*; do boot "$(basename "$one")" || status=$?; done
+fi
+exit $status

@@ -101,6 +101,18 @@ impl Client {
         (status, String::from_utf8_lossy(&body).into_owned())
     }
 
+    /// What a counter on the metrics page has come to; 0 while it is not on it. `name` is with its labels.
+    pub async fn counter(&self, name: &str) -> u64 {
+        let page = self.get("/metrics").await.1;
+        let of = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok();
+        page.lines().find_map(of).unwrap_or(0)
+    }
+
+    /// Bytes of KV that have arrived on a connector, as the router counts them.
+    pub async fn kv_arrived(&self, connector: &str) -> u64 {
+        self.counter(&format!("baton_router_kv_arrived_bytes_total{{connector=\"{connector}\"}}")).await
+    }
+
     /// Posts any body, and returns status, headers and body.
     pub async fn post(&self, path: &str, body: impl Into<Bytes>) -> (StatusCode, hyper::HeaderMap, String) {
         let request = Request::post(path).header("host", "test").header("content-type", "application/json");

@@ -12,6 +12,9 @@ use crate::{eventually, free_addr, in_time};
 /// A mock whose steps take time, so that there is always a stream in the middle.
 pub const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
 
+/// Variables of a process's environment.
+pub type Settings = Vec<(&'static str, String)>;
+
 /// All processes of a cluster. They end with the value.
 #[derive(Debug)]
 pub struct Fleet {
@@ -41,39 +44,39 @@ impl Fleet {
     }
 
     /// The same, with settings of the nodes.
-    pub async fn start_narrow(
+    pub async fn start_narrow(model: &str, n_prefill: usize, n_decode: usize, of_nodes: Settings) -> Self {
+        Self::start_each(model, n_prefill, n_decode, Vec::new(), |_| of_nodes.clone()).await
+    }
+
+    /// The same, with settings of the router, and of the nodes by their role.
+    pub async fn start_each(
         model: &str,
         n_prefill: usize,
         n_decode: usize,
-        of_nodes: Vec<(&'static str, String)>,
+        of_router: Settings,
+        of_role: impl Fn(&'static str) -> Settings,
     ) -> Self {
         let roles = [("prefill", n_prefill), ("decode", n_decode)];
-        Self::start_all(model, &roles, Vec::new(), of_nodes).await
+        Self::start_all(model, &roles, of_router, of_role).await
     }
 
     /// The same, with settings of the router.
-    pub async fn start_with(
-        model: &str,
-        n_prefill: usize,
-        n_decode: usize,
-        of_router: Vec<(&'static str, String)>,
-    ) -> Self {
-        let roles = [("prefill", n_prefill), ("decode", n_decode)];
-        Self::start_all(model, &roles, of_router, Vec::new()).await
+    pub async fn start_with(model: &str, n_prefill: usize, n_decode: usize, of_router: Settings) -> Self {
+        Self::start_each(model, n_prefill, n_decode, of_router, |_| Vec::new()).await
     }
 
     /// The same, with so many pool nodes too.
     pub async fn start_pooled(model: &str, n_prefill: usize, n_decode: usize, n_pool: usize) -> Self {
         let roles = [("prefill", n_prefill), ("decode", n_decode), ("pool", n_pool)];
         let prefill_first = vec![("BATON_ROUTER__ORDER", "prefill-first".to_owned())];
-        Self::start_all(model, &roles, prefill_first, Vec::new()).await
+        Self::start_all(model, &roles, prefill_first, |_| Vec::new()).await
     }
 
     async fn start_all(
         model: &str,
         roles: &[(&'static str, usize)],
-        of_router: Vec<(&'static str, String)>,
-        of_nodes: Vec<(&'static str, String)>,
+        of_router: Settings,
+        of_role: impl Fn(&'static str) -> Settings,
     ) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let (http, grpc) = (free_addr(), free_addr());
@@ -83,8 +86,8 @@ impl Fleet {
         let router = Process::start(folder.path(), "router", "router", settings);
         eventually("the registry to listen", async || tokio::net::TcpStream::connect(grpc).await.ok()).await;
         let names = roles.iter().flat_map(|(role, n)| (0..*n).map(move |nth| (*role, nth)));
-        let more = |(role, nth)| FleetNode::start(&folder, role, nth, model, grpc, &of_nodes);
-        let nodes = names.map(more).collect();
+        let start = |(role, nth)| FleetNode::start(&folder, role, nth, model, grpc, of_role(role));
+        let nodes = names.map(start).collect();
         let fleet = Self { router, http, grpc, nodes, _folder: folder };
         fleet.all_ready().await;
         fleet
@@ -151,7 +154,7 @@ impl FleetNode {
         nth: usize,
         model: &str,
         registry: SocketAddr,
-        more: &[(&'static str, String)],
+        more: Settings,
     ) -> Self {
         let name = format!("{role}-{nth}");
         let (grpc, admin, kv) = (free_addr(), free_addr(), free_addr());
@@ -164,7 +167,7 @@ impl FleetNode {
             ("BATON_REGISTRY__URL", format!("embedded://{registry}")),
         ];
         let model = (role != "pool").then(|| ("BATON_MODEL__PATH", model.to_owned()));
-        let settings = settings.into_iter().chain(model).chain(more.iter().cloned()).collect();
+        let settings = settings.into_iter().chain(model).chain(more).collect();
         let process = Process::start(folder.path(), &name, role, settings);
         Self { name, role, process, grpc, admin, kv }
     }

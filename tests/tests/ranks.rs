@@ -47,16 +47,6 @@ async fn completion(client: &Client, mut body: Value) -> Value {
     answer["choices"][0].clone()
 }
 
-/// Bytes of KV that arrived on a connector.
-async fn arrived(up: &Up, connector: &str) -> u64 {
-    let name = format!("baton_router_kv_arrived_bytes_total{{connector=\"{connector}\"}} ");
-    let metrics = up.client().get("/metrics").await.1;
-    metrics
-        .lines()
-        .find_map(|line| line.strip_prefix(&name))
-        .map_or(0, |bytes| bytes.parse().expect("a number"))
-}
-
 /// Every bit of every log-probability, and so every token.
 async fn answers_as_one_rank_does(model: &str, connector: &str, sizes: &[(&str, &str)]) {
     let path = folder(model);
@@ -66,7 +56,7 @@ async fn answers_as_one_rank_does(model: &str, connector: &str, sizes: &[(&str, 
         let several = up(connector, &path, *sizes, &[]).await;
         let seen = completions(&several.client(), model).await;
         assert_eq!(seen, expected, "{model} over {connector}, {sizes:?} ranks");
-        assert!(arrived(&several, connector).await > 0, "no KV travelled, {sizes:?} ranks");
+        assert!(several.client().kv_arrived(connector).await > 0, "no KV travelled, {sizes:?} ranks");
         several.baseline().await;
     }
 }
