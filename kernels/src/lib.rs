@@ -10,6 +10,7 @@ pub mod memory;
 mod page;
 mod regions;
 pub mod verbs;
+pub mod xxh3;
 
 pub use borrow::PageBusy;
 pub use cuda::memory::DeviceMemory;
@@ -17,3 +18,4 @@ pub use memory::peer::{OutsidePeer, PeerMemory, PeerMemoryError};
 pub use memory::{HostMemory, MemoryError};
 pub use page::{PageMut, PageRef};
 pub use regions::RegionShape;
+pub use xxh3::{Parts, Stores};

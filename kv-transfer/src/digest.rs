@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use twox_hash::XxHash3_64;
+use kernels::xxh3;
 use types::KvLayout;
 use types::layout::{Attention, GroupIdx};
 
@@ -16,6 +16,18 @@ use crate::reshard::HeadShape;
 /// Two hashes of contiguous runs instead of one over both: neither side has to gather K and V first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Digest(pub u64);
+
+impl Digest {
+    /// Of the hashes of a head's K and V, or of its latent vectors alone.
+    pub(crate) fn of_parts(hashes: impl Iterator<Item = u64>) -> Self {
+        let (mut parts, mut n) = ([0u8; 16], 0);
+        for hash in hashes {
+            parts[n..n + 8].copy_from_slice(&hash.to_le_bytes());
+            n += 8;
+        }
+        Self(xxh3::hash(&parts[..n]))
+    }
+}
 
 /// How one layer's page is divided on one rank: `[K|V][kv_head][token][dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,13 +61,11 @@ impl PageShape {
     /// The digest of one head of `page`, over its first `n_tokens` tokens.
     pub fn digest(&self, page: &[u8], head: usize, n_tokens: u16) -> Digest {
         let valid = usize::from(n_tokens) * self.token_bytes;
-        let mut parts = [0u8; 16];
-        for part in 0..self.n_parts {
+        let hash = |part| {
             let start = (part * self.n_heads + head) * self.head_bytes;
-            let hash = XxHash3_64::oneshot(&page[start..start + valid]);
-            parts[part * 8..part * 8 + 8].copy_from_slice(&hash.to_le_bytes());
-        }
-        Digest(XxHash3_64::oneshot(&parts[..self.n_parts * 8]))
+            xxh3::hash(&page[start..start + valid])
+        };
+        Digest::of_parts((0..self.n_parts).map(hash))
     }
 
     /// The digests of all heads of `page`, appended to `digests`.

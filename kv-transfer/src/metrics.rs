@@ -117,7 +117,8 @@ impl Drop for QuarantinedBlocks {
     }
 }
 
-fn wanted_bytes(landing: &Landing) -> u64 {
+/// Of one rank.
+pub(crate) fn wanted_bytes(landing: &Landing) -> u64 {
     let layout = &landing.layout;
     let block_bytes: usize = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
     (landing.wanted_blocks().len() * block_bytes) as u64

@@ -10,6 +10,8 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::SealFlags;
 
+use crate::xxh3::{self, Parts, Stores};
+
 /// A file of memory that its owner cannot shrink, mapped for reading.
 pub struct PeerMemory {
     mapping: MmapRaw,
@@ -60,19 +62,39 @@ impl PeerMemory {
     ///
     /// Where the owner writes at the same time, the copy is a mixture of old and new bytes.
     pub fn copy(&self, offset: u64, into: &mut [u8]) -> Result<(), OutsidePeer> {
-        let outside = OutsidePeer { offset, len: into.len(), bytes: self.bytes() };
-        let start = usize::try_from(offset).map_err(|_| outside)?;
-        if start.checked_add(into.len()).is_none_or(|end| end > self.bytes()) {
-            return Err(outside);
-        }
+        let from = self.at(offset, into.len())?;
         // JUSTIFICATION: a slice of this memory must not exist, because another process may write it.
         // SAFETY: the source range lies within the mapping, which is sealed against shrinking and lives as long as
         // `self`; the target is a slice of this process's own memory, which nobody else can reach, so the two do not
         // overlap. Bytes that change during the copy come out as some mixture, and any mixture of bytes is a byte.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.mapping.as_ptr().add(start), into.as_mut_ptr(), into.len());
+            std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
         }
         Ok(())
+    }
+
+    /// As [`copy`](Self::copy), and tells `each` part's XXH3-64 of what was copied.
+    pub fn copy_hashed(
+        &self,
+        offset: u64,
+        into: &mut [u8],
+        parts: Parts,
+        stores: Stores,
+        each: impl FnMut(u64),
+    ) -> Result<(), OutsidePeer> {
+        let from = self.at(offset, into.len())?;
+        // JUSTIFICATION: as above.
+        // SAFETY: as above.
+        unsafe { xxh3::copy_parts(from, into, parts, stores, each) };
+        Ok(())
+    }
+
+    /// Where `len` bytes start.
+    fn at(&self, offset: u64, len: usize) -> Result<*const u8, OutsidePeer> {
+        let outside = OutsidePeer { offset, len, bytes: self.bytes() };
+        let start = usize::try_from(offset).map_err(|_| outside)?;
+        let lies_inside = start.checked_add(len).is_some_and(|end| end <= self.bytes());
+        lies_inside.then(|| self.mapping.as_ptr().wrapping_add(start)).ok_or(outside)
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use chassis::Stream;
+use kernels::{Parts, Stores};
 use types::KvSpan;
 
 use super::frame::{FrameError, Piece};
@@ -93,10 +94,30 @@ pub(in crate::connectors) trait Fetch: Debug + Send + Sync + 'static {
     ) -> Result<Vec<KvSpan>, TransferError>;
 }
 
+/// Where bytes lie at the sender.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::connectors) struct Place {
+    /// In whose pages.
+    pub(in crate::connectors) rank: u16,
+    /// In a slot of its stage, and not in pages.
+    pub(in crate::connectors) slot: Option<u16>,
+    pub(in crate::connectors) offset: u64,
+}
+
 /// The receiver's view of KV that is not in the frames of a link.
 pub(in crate::connectors) trait Elsewhere: Debug + Send + Sync + 'static {
-    /// Copies one piece, or a part of it, of the pages of the sender's `rank` or of a slot of its stage. Never waits.
-    fn copy(&self, rank: u16, slot: Option<u16>, offset: u64, into: &mut [u8]) -> Result<(), TransferError>;
+    /// Copies one piece, or a part of it. Never waits.
+    fn copy(&self, from: Place, into: &mut [u8]) -> Result<(), TransferError>;
+
+    /// The same, and tells `each` part's XXH3-64 of what was copied.
+    fn copy_hashed(
+        &self,
+        from: Place,
+        into: &mut [u8],
+        parts: Parts,
+        stores: Stores,
+        each: &mut dyn FnMut(u64),
+    ) -> Result<(), TransferError>;
 }
 
 /// A part of a frame's KV that lies in one piece: a place to copy from, and how far one has come.

@@ -3,10 +3,10 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use kernels::PeerMemory;
+use kernels::{OutsidePeer, Parts, PeerMemory, Stores};
 
 use crate::connectors::link::frame::FrameError;
-use crate::connectors::link::medium::Elsewhere;
+use crate::connectors::link::medium::{Elsewhere, Place};
 use crate::error::TransferError;
 
 #[derive(Debug)]
@@ -30,10 +30,31 @@ impl Seen {
     }
 }
 
-impl Elsewhere for Seen {
-    fn copy(&self, rank: u16, slot: Option<u16>, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let memory = if slot.is_some() { Some(&self.stage) } else { self.pages.get(usize::from(rank)) };
-        let memory = memory.ok_or(FrameError::Unexpected("KV in pages that are not shown"))?;
-        memory.copy(offset, into).map_err(|_| FrameError::Body("a piece lies outside what is shown").into())
+impl Seen {
+    fn memory(&self, place: Place) -> Result<&PeerMemory, FrameError> {
+        let of_rank = || self.pages.get(usize::from(place.rank));
+        let memory = if place.slot.is_some() { Some(&self.stage) } else { of_rank() };
+        memory.ok_or(FrameError::Unexpected("KV in pages that are not shown"))
     }
+}
+
+impl Elsewhere for Seen {
+    fn copy(&self, from: Place, into: &mut [u8]) -> Result<(), TransferError> {
+        self.memory(from)?.copy(from.offset, into).map_err(outside)
+    }
+
+    fn copy_hashed(
+        &self,
+        from: Place,
+        into: &mut [u8],
+        parts: Parts,
+        stores: Stores,
+        each: &mut dyn FnMut(u64),
+    ) -> Result<(), TransferError> {
+        self.memory(from)?.copy_hashed(from.offset, into, parts, stores, each).map_err(outside)
+    }
+}
+
+fn outside(_: OutsidePeer) -> TransferError {
+    FrameError::Body("a piece lies outside what is shown").into()
 }

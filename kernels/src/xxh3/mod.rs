@@ -1,0 +1,152 @@
+//! Hot path.
+//! XXH3-64, of bytes where they are or while they are copied: one pass over memory instead of two.
+//!
+//! On a processor with AVX2 the long way of the hash is written out here, because nobody else's copies as it goes, and
+//! asks for memory ahead of its use. Everything else is the crate's.
+
+use twox_hash::XxHash3_64;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+
+/// Where copied bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stores {
+    /// Through the caches, as any others: they are read again soon, and are few.
+    Cached,
+    /// Past them, into memory: nothing of theirs is fetched first only to be overwritten, and nothing else is driven out.
+    Streamed,
+}
+
+/// The hash of `bytes`.
+pub fn hash(bytes: &[u8]) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(hash) = avx2::hash(bytes) {
+        return hash;
+    }
+    XxHash3_64::oneshot(bytes)
+}
+
+/// Parts of memory, one behind the other, each of which is hashed by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts {
+    pub bytes: usize,
+    /// So many of its first bytes are hashed.
+    pub hashed: usize,
+}
+
+/// Fills `into` with what lies at `from`, and tells `each` part's hash of what `into` holds then.
+///
+/// # Safety
+/// `into.len()` bytes can be read at `from`, and are none of `into`'s. Others may write them meanwhile: then `into` holds
+/// some mixture.
+pub(crate) unsafe fn copy_parts(
+    from: *const u8,
+    into: &mut [u8],
+    parts: Parts,
+    stores: Stores,
+    mut each: impl FnMut(u64),
+) {
+    for (nth, part) in into.chunks_mut(parts.bytes.max(1)).enumerate() {
+        let from = from.wrapping_add(nth * parts.bytes);
+        let (hashed, beyond) = part.split_at_mut(parts.hashed.min(part.len()));
+        // JUSTIFICATION: the source has no slice.
+        // SAFETY: passed on to the caller; what is streamed is settled below, before anyone can look at it.
+        each(unsafe { copy(from, hashed, stores) });
+        let from = from.wrapping_add(hashed.len());
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(from, beyond.as_mut_ptr(), beyond.len()) };
+    }
+    #[cfg(target_arch = "x86_64")]
+    if stores == Stores::Streamed {
+        avx2::settle();
+    }
+}
+
+/// Fills `into` with what lies at `from`, and answers the hash of what `into` holds then.
+///
+/// # Safety
+/// As [`copy_parts`]; and what is streamed must be settled before it is looked at.
+unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    // JUSTIFICATION: the source has no slice.
+    // SAFETY: passed on to the caller.
+    if let Some(hash) = unsafe { avx2::copy(from, into, stores) } {
+        return hash;
+    }
+    let _ = stores;
+    // JUSTIFICATION: as above.
+    // SAFETY: the source can be read and does not overlap the target, by the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+    XxHash3_64::oneshot(into)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(n: usize) -> Vec<u8> {
+        let mut state = n as u64 | 1;
+        let step = |_| {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (state >> 56) as u8
+        };
+        (0..n).map(step).collect()
+    }
+
+    /// Around every length at which the hash is computed in another way.
+    fn lengths() -> impl Iterator<Item = usize> {
+        let edges = [0, 16, 128, 240, 256, 1024, 1088, 2048, 4096, 8192, 65_536];
+        edges.into_iter().flat_map(|edge: usize| edge.saturating_sub(3)..edge + 67)
+    }
+
+    #[test]
+    fn it_is_the_hash_that_everybody_computes() {
+        for n in lengths() {
+            let bytes = bytes(n);
+            assert_eq!(hash(&bytes), XxHash3_64::oneshot(&bytes), "{n} bytes");
+        }
+    }
+
+    #[test]
+    fn a_copy_is_whole_and_its_hash_is_its_own() {
+        for n in lengths() {
+            let from = bytes(n + 1);
+            for (stores, at) in [(Stores::Cached, 0), (Stores::Streamed, 0), (Stores::Streamed, 1)] {
+                let mut into = vec![0xee; n + 66];
+                // One that starts where a vector does, and one that does not.
+                let at = into.as_ptr().align_offset(64) + at;
+                let (parts, mut hashes) = (Parts { bytes: n, hashed: n }, Vec::new());
+                let each = |hash| hashes.push(hash);
+                // JUSTIFICATION: the source is a pointer.
+                // SAFETY: there are `n` bytes behind the first, and they are another vector's.
+                unsafe { copy_parts(from[1..].as_ptr(), &mut into[at..at + n], parts, stores, each) };
+                assert_eq!(into[at..at + n], from[1..], "{n} bytes, {stores:?}");
+                let expected = if n == 0 { Vec::new() } else { vec![XxHash3_64::oneshot(&from[1..])] };
+                assert_eq!(hashes, expected, "{n} bytes, {stores:?}");
+                assert!(into[..at].iter().chain(&into[at + n..]).all(|byte| *byte == 0xee), "{n} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn each_part_is_hashed_by_itself_and_copied_whole() {
+        for (n_parts, parts) in [
+            (3, Parts { bytes: 4096, hashed: 4096 }),
+            (4, Parts { bytes: 512, hashed: 320 }),
+            (5, Parts { bytes: 64, hashed: 32 }),
+        ] {
+            let from = bytes(n_parts * parts.bytes);
+            for stores in [Stores::Cached, Stores::Streamed] {
+                let (mut into, mut hashes) = (vec![0; from.len()], Vec::new());
+                // JUSTIFICATION: the source is a pointer.
+                // SAFETY: the vectors are as long as each other.
+                unsafe { copy_parts(from.as_ptr(), &mut into, parts, stores, |hash| hashes.push(hash)) };
+                assert_eq!(into, from);
+                let expected =
+                    from.chunks(parts.bytes).map(|part| XxHash3_64::oneshot(&part[..parts.hashed]));
+                assert_eq!(hashes, expected.collect::<Vec<_>>(), "{parts:?}, {stores:?}");
+            }
+        }
+    }
+}
