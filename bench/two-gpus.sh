@@ -10,7 +10,7 @@ out=$1 baton=${2:-target/release/baton}
 parts=${PARTS:-ipc picture seeds colocated disturbance kills nccl tcp shm}
 shape=${SHAPE:-bench/shapes/llama-3.1-8b}
 devices=(${DEVICES:-cuda:0 cuda:1})
-prompt=${PROMPT:-8192} answer=${ANSWER:-256}
+prompt=${PROMPT:-8192} answer=${ANSWER:-256} rates=${RATES:-1 3 5}
 url=http://127.0.0.1:8000
 mkdir -p "$out"
 
@@ -103,7 +103,7 @@ picture() {
 four() {
     local slow load
     devices=(${DEVICES:-cuda:0 cuda:1 cuda:2 cuda:3})
-    load=(--workload mooncake --data "$DATA" --input-max "${INPUT_MAX:-16384}" --output-max "$answer" --seed 1
+    load=(--workload mooncake --data "$DATA" --input-max "${INPUT_MAX:-16384}" --output-max "$answer"
         --warmup 5s --slo ttft=2s,tbt=25ms)
     for shape_of in apart colocated; do
         for nth in 0 1; do
@@ -150,14 +150,14 @@ kills() {
 
 for part in $parts; do
     case $part in
-        ipc) pair cuda-ipc && rates ipc 1 3 5 ;;
-        nccl) pair nccl && rates nccl 1 3 5 ;;
+        ipc) pair cuda-ipc && rates ipc $rates ;;
+        nccl) pair nccl && rates nccl $rates ;;
         tcp) pair tcp && rates tcp 3 ;;
         shm) pair shm && rates shm 3 ;;
         colocated)
             # Prompts in chunks, as a node must that also decodes.
             export BATON_SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
-            node both "${devices[0]}" 0 && node both "${devices[1]}" 1 && serve 2 && rates colocated 1 3 5
+            node both "${devices[0]}" 0 && node both "${devices[1]}" 1 && serve 2 && rates colocated $rates
             export BATON_SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}
             ;;
         picture) picture ;;
