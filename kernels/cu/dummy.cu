@@ -6,12 +6,15 @@ __device__ __forceinline__ u64 mixed(u64 key) {
     return x ^ (x >> 31);
 }
 
+// Part of a larger matrix: `out` has rows of `width` numbers, of which the first `n_real` are those from `first` on, a `stride`
+// further in each row; the others are zero. All are multiples of 4.
 extern "C" __global__ void __launch_bounds__(256)
-dummy_weights(bf16* out, u64 n, u64 key, float scale) {
+dummy_weights(bf16* out, u64 n, u64 key, float scale, u64 first, u64 width, u64 n_real, u64 stride) {
     in_turn();
-    u64 stride = (u64)gridDim.x * blockDim.x * 4;
-    for (u64 at = ((u64)blockIdx.x * blockDim.x + threadIdx.x) * 4; at < n; at += stride) {
-        u64 draw = mixed(key + at);
-        for (u64 i = at; i < at + 4 && i < n; i++, draw >>= 16) out[i] = narrow((float)(short)draw * scale);
+    u64 step = (u64)gridDim.x * blockDim.x * 4;
+    for (u64 at = ((u64)blockIdx.x * blockDim.x + threadIdx.x) * 4; at < n; at += step) {
+        u64 row = at / width, column = at % width, draw = mixed(key + first + row * stride + column);
+        for (u64 i = at; i < at + 4 && i < n; i++, draw >>= 16)
+            out[i] = column < n_real ? narrow((float)(short)draw * scale) : 0;
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]`:
 //! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
-//! runs on Hopper what other cards run; `--only` is rows, products, attention or sample.
+//! runs on Hopper what other cards run; `--only` is rows, products, attention, sample, or
+//! ranks, which needs two GPUs.
 #![allow(clippy::print_stdout)]
 
 mod draw;
@@ -11,6 +12,7 @@ mod check_rows;
 mod check_products;
 mod check_attention;
 mod check_sample;
+mod check_ranks;
 mod measure;
 
 use std::path::PathBuf;
@@ -96,6 +98,10 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     if is_wanted("sample") {
         check_sample::all(&card, &mut verdicts)?;
     }
+    let mut ranks = json!(null);
+    if is_wanted("ranks") {
+        ranks = check_ranks::all(args.nvrtc.as_deref(), &args.cache, args.measures, &mut verdicts)?;
+    }
     let measured = if args.measures { measure::all(&card, is_wanted)? } else { json!(null) };
     let report = json!({
         "command": "gpu_check",
@@ -105,6 +111,7 @@ fn run(args: &Args) -> Result<bool, CudaError> {
         "multiprocessors": card.n_multiprocessors(),
         "checks": verdicts.to_json(),
         "measured": measured,
+        "ranks": ranks,
     });
     if let Some(out) = &args.out {
         let text = serde_json::to_string_pretty(&report).expect("a report is JSON");

@@ -51,6 +51,11 @@ pub struct Marker(pub(super) CudaEvent);
 // === impl Card ===
 
 impl Card {
+    /// How many there are. None is an error.
+    pub fn count() -> Result<usize, CudaError> {
+        library::driver()
+    }
+
     /// Opens a card: loads the libraries, compiles what the cache does not have, loads all kernels.
     ///
     /// `nvrtc_folder` is for where NVRTC is not on the loader's path, as with CUDA from Python packages.

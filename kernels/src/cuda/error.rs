@@ -13,6 +13,14 @@ pub enum CudaError {
     NoDevice,
     #[error("there is no GPU number {ordinal}: the driver finds {n_cards}")]
     NoSuchDevice { ordinal: usize, n_cards: usize },
+    #[error(
+        "GPU {from} cannot reach GPU {to}'s memory, which several GPUs of one model need (nvidia-smi topo -p2p r)"
+    )]
+    NotReachable { from: usize, to: usize },
+    #[error("{n_ranks} ranks from GPU {first} on are one GPU each, and the driver finds {n_cards}")]
+    TooFewCards { first: usize, n_ranks: usize, n_cards: usize },
+    #[error("one of the GPUs that share the model is lost: {why}")]
+    PeerLost { why: String },
     #[error("no NVRTC: libnvrtc.so is not on the loader's path{place} (install CUDA's runtime compiler)")]
     NoNvrtc { place: String },
     #[error(

@@ -22,6 +22,7 @@ mod mapped;
 pub(crate) mod staging;
 pub mod memory;
 pub mod remote;
+pub mod peers;
 mod tensor_map;
 mod slate;
 mod rectangles;
@@ -43,9 +44,10 @@ pub use graph::Graph;
 pub use matmul::{Answer, ProductShape, Products};
 pub use memory::DeviceMemory;
 pub use ops::{
-    DecodeAttention, DrawRow, EDIT_WORDS, Edit, FeedTokens, KvPages, NOWHERE, Outcome, PrefillAttention,
-    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, TOP_MAX,
+    DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Edit, FeedTokens, KvPages, NOWHERE, Outcome,
+    PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX,
 };
+pub use peers::{LostFlag, PEERS_MAX, Peers, Shown, Together};
 pub use pinned::Pinned;
 pub use remote::RemoteMemory;
 pub use slots::Slots;

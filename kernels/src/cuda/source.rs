@@ -51,6 +51,7 @@ pub const SOURCES: &[Source] = &[
     source!("feed.cu", ["feed_tokens", "keep_tokens"]),
     source!("sample.cu", ["sample_tokens"]),
     source!("bias.cu", ["add_bias"]),
+    source!("ranks.cu", ["sum_few_rows", "sum_many_rows", "gather_columns"]),
     source!("dummy.cu", ["dummy_weights"]),
     source!("probe.cu", ["probe_read", "probe_copy"]),
     source!("wire.cu", ["wire_pull", "wire_digest", "wire_copy"]),

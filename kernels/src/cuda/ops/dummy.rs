@@ -1,23 +1,59 @@
 //! Weights that are made up where they are needed.
 
-use super::{Bf16, Card, CudaError, ViewMut, launch};
+use super::{Bf16, Card, CudaError, ViewMut, ensure, launch};
 use crate::cuda::card::grid;
 
 const THREADS: u32 = 256;
 /// Blocks of threads for each multiprocessor: enough to fill it.
 const BLOCKS_AT_ONCE: usize = 8;
 
+/// Which numbers of a larger matrix: rows of `width`, of which the first `n_real` are those from `first` on, in each row a
+/// `stride` further; the others are zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DummyPart {
+    pub first: usize,
+    pub width: usize,
+    pub n_real: usize,
+    pub stride: usize,
+}
+
 impl Card {
     /// Random numbers between plus and minus `32768 * scale`, the same for the same key on every machine: number `i` is
     /// 16 bits of the draw for `key + i`, rounded down to a multiple of four.
     pub fn dummy_weights(&self, out: ViewMut<'_, Bf16>, key: u64, scale: f32) -> Result<(), CudaError> {
+        let n = out.len();
+        let padded = n.next_multiple_of(4);
+        self.dummy_part(
+            out,
+            key,
+            scale,
+            DummyPart { first: 0, width: padded, n_real: padded, stride: padded },
+        )
+    }
+
+    /// Part of such a matrix. All of `part` are multiples of 4.
+    pub fn dummy_part(
+        &self,
+        out: ViewMut<'_, Bf16>,
+        key: u64,
+        scale: f32,
+        part: DummyPart,
+    ) -> Result<(), CudaError> {
         let kernel = "dummy_weights";
         self.check_places(kernel, &[], &[&out])?;
+        let DummyPart { first, width, n_real, stride } = part;
+        let are_fours = [first, width, n_real, stride].iter().all(|n| n.is_multiple_of(4));
+        ensure(
+            kernel,
+            are_fours && (width > 0 || out.is_empty()),
+            "numbers that are not drawn four by four",
+        )?;
         let n = out.len() as u64;
         if n == 0 {
             return Ok(());
         }
+        let [first, width, n_real, stride] = [first, width, n_real, stride].map(|n| n as u64);
         let config = grid(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE, 1, THREADS);
-        launch!(self, kernel, config, &out.address, &n, &key, &scale)
+        launch!(self, kernel, config, &out.address, &n, &key, &scale, &first, &width, &n_real, &stride)
     }
 }

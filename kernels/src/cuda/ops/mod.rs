@@ -15,11 +15,14 @@ mod feed;
 mod sample;
 mod bias;
 mod dummy;
+mod ranks;
 
 pub use decode::DecodeAttention;
+pub use dummy::DummyPart;
 pub use feed::{FeedTokens, NOWHERE};
 pub use few_rows::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
 pub use prefill::{PrefillAttention, PrefillSequence};
+pub use ranks::SumRows;
 pub use rope::RopeWriteKv;
 pub use sample::{DrawRow, EDIT_WORDS, Edit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};

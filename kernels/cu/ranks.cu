@@ -1,0 +1,269 @@
+// What the cards of one model do together: each has a part of every sum, and all of them need the sum.
+//
+// They reach each other's memory (NVLink). A few rows are thrown: each card writes its part into the others' inboxes, every
+// second word a number that says which round it is of, so that whoever reads sees by itself what has come; one way over
+// the wire is all the waiting there is. Many rows are shared out: a card fetches the others' parts of its own rows, and
+// gives all of them what it makes of these; flags say when parts may be fetched, and when all have been given.
+//
+// All cards launch the same kernels in the same order. A card that does not come within the patience of the others is
+// lost, which the host is told; whoever waits goes on with anything.
+constexpr u32 RANKS_MAX = 8;
+constexpr u32 FEW_THREADS = 1024, MANY_THREADS = 256, GATHER_THREADS = 256;
+constexpr u32 READY = 0, DONE = RANKS_MAX;  // places of flags, one for each sender
+constexpr u32 LOOK_AFTER = 1024;            // tries in vain before anything but the wire is looked at
+constexpr u64 ASK_AFTER = 50'000'000;       // nanoseconds in vain before the host is asked: all threads ask, which takes its time
+
+// The same thing on each rank's card.
+struct OfRanks { u64 at[RANKS_MAX]; };
+
+struct Ranks {
+    u64 lost;      // a word of the host's memory: not zero once somebody did not come
+    u64 known;     // a word of this card's: not zero once it knows
+    u64 patience;  // nanoseconds
+    u32 n, me;
+};
+
+// 4 numbers of bf16 and, twice, the round they are of: halves of 8 bytes come whole.
+struct alignas(16) Packet { u32 low, low_round, high, high_round; };
+
+struct Waiting {
+    u32 tries = 0;
+    u64 since = 0;
+};
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Called after each try in vain: whether to go on without. What one card waits for is cheap to look at, or its own being late
+// would make the others late.
+__device__ __forceinline__ bool is_lost(Waiting& waiting, const Ranks& ranks) {
+    if (++waiting.tries % LOOK_AFTER != 0) return false;
+    volatile u32* known = reinterpret_cast<volatile u32*>(ranks.known);
+    if (*known != 0) return true;
+    u64 now = nanoseconds();
+    if (waiting.since == 0) waiting.since = now;
+    if (now - waiting.since < ASK_AFTER) return false;
+    volatile u32* lost = reinterpret_cast<volatile u32*>(ranks.lost);
+    bool is_over = now - waiting.since >= ranks.patience;
+    if (!is_over && *lost == 0) return false;
+    if (is_over) *lost = 1;
+    *known = 1;
+    __threadfence_system();
+    return true;
+}
+
+__device__ __forceinline__ void throw_packet(u64 to, Four four, u32 round) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(four.pair[0]), "r"(round), "r"(four.pair[1]), "r"(round) : "memory");
+}
+
+__device__ __forceinline__ Four catch_packet(u64 at, u32 round, const Ranks& ranks) {
+    Packet packet;
+    Waiting waiting;
+    do {
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(packet.low), "=r"(packet.low_round), "=r"(packet.high), "=r"(packet.high_round)
+                     : "l"(at) : "memory");
+    } while ((packet.low_round != round || packet.high_round != round) && !is_lost(waiting, ranks));
+    return {packet.low, packet.high};
+}
+
+__device__ __forceinline__ void raise(u64 flag, u32 round) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(round) : "memory");
+}
+
+__device__ __forceinline__ void await(u64 flag, u32 round, const Ranks& ranks) {
+    u32 seen;
+    Waiting waiting;
+    do {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    } while ((int)(seen - round) < 0 && !is_lost(waiting, ranks));
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float of_warp[THREADS / 32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+    __syncthreads();
+    float sum = 0.f;
+#pragma unroll
+    for (u32 warp = 0; warp < THREADS / 32; warp++) sum += of_warp[warp];
+    return sum;
+}
+
+// === few rows ===
+
+// A block of threads for each row. Inboxes are [round % 2][sender][row][packet]: whoever throws the round after the next has
+// caught the next, which its thrower began after it had caught this one.
+template <u32 PARTS>
+__device__ __forceinline__ void sum_few(bf16* out, bf16* residual, const bf16* part, const bf16* weight, u32 width, float epsilon,
+                                        const OfRanks& inboxes, u32* rounds, u32 rows_max, const Ranks& ranks) {
+    in_turn();
+    u32 row = blockIdx.x, n_packets = width / 4, before = rounds[row], round = before + 1;
+    u64 first = (u64)row * width;
+    auto place = [&](u32 sender, u32 at) {
+        return (((u64)(before % 2 * ranks.n + sender) * rows_max + row) * n_packets + at) * sizeof(Packet);
+    };
+    Four mine[PARTS];
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        u32 at = i * FEW_THREADS + threadIdx.x;
+        if (at >= n_packets) break;
+        mine[i] = *reinterpret_cast<const Four*>(part + first + at * 4);
+        for (u32 rank = 0; rank < ranks.n; rank++)
+            if (rank != ranks.me) throw_packet(inboxes.at[rank] + place(ranks.me, at), mine[i], round);
+    }
+    float squares = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        u32 at = i * FEW_THREADS + threadIdx.x;
+        if (at >= n_packets) break;
+        Four* kept = reinterpret_cast<Four*>(residual + first + at * 4);
+        Four old = *kept;
+        float sum[4] = {};
+        for (u32 rank = 0; rank < ranks.n; rank++) {  // in one order on all cards
+            Four x = rank == ranks.me ? mine[i] : catch_packet(inboxes.at[ranks.me] + place(rank, at), round, ranks);
+            sum[0] += low(x.pair[0]), sum[1] += high(x.pair[0]), sum[2] += low(x.pair[1]), sum[3] += high(x.pair[1]);
+        }
+        mine[i].pair[0] = narrow(sum[0] + low(old.pair[0]), sum[1] + high(old.pair[0]));
+        mine[i].pair[1] = narrow(sum[2] + low(old.pair[1]), sum[3] + high(old.pair[1]));
+        *kept = mine[i];
+#pragma unroll
+        for (u32 j = 0; j < 2; j++) {
+            float a = low(mine[i].pair[j]), b = high(mine[i].pair[j]);
+            squares += a * a + b * b;
+        }
+    }
+    float scale = rsqrtf(block_sum<FEW_THREADS>(squares) / width + epsilon);
+    if (threadIdx.x == 0) rounds[row] = round;  // all threads have read it
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        u32 at = i * FEW_THREADS + threadIdx.x;
+        if (at >= n_packets) break;
+        Four by = *reinterpret_cast<const Four*>(weight + at * 4), normed;
+#pragma unroll
+        for (u32 j = 0; j < 2; j++)
+            normed.pair[j] = narrow(low(mine[i].pair[j]) * scale * low(by.pair[j]), high(mine[i].pair[j]) * scale * high(by.pair[j]));
+        *reinterpret_cast<Four*>(out + first + at * 4) = normed;
+    }
+}
+
+// residual += the sum of all ranks' parts; out = norm(residual)
+extern "C" __global__ void __launch_bounds__(FEW_THREADS)
+sum_few_rows(bf16* out, bf16* residual, const bf16* part, const bf16* weight, u32 width, float epsilon,
+             const __grid_constant__ OfRanks inboxes, u32* rounds, u32 rows_max, const __grid_constant__ Ranks ranks) {
+    if (width <= FEW_THREADS * 4) sum_few<1>(out, residual, part, weight, width, epsilon, inboxes, rounds, rows_max, ranks);
+    else sum_few<4>(out, residual, part, weight, width, epsilon, inboxes, rounds, rows_max, ranks);
+}
+
+// === many rows, and columns ===
+
+// What a round of flags is counted by, on each card: the round, and how many blocks of threads are through with it.
+struct Turn { u32 round, n_through; };
+
+// All ranks' cards have come so far: what was computed before may be fetched, and what is given to them is not in use.
+__device__ __forceinline__ void meet(u32 round, const OfRanks& flags, const Ranks& ranks) {
+    u32 rank = threadIdx.x;
+    bool is_other = rank < ranks.n && rank != ranks.me;
+    if (blockIdx.x == 0 && is_other) {
+        __threadfence_system();
+        raise(flags.at[rank] + 4 * (READY + ranks.me), round);
+    }
+    if (is_other) await(flags.at[ranks.me] + 4 * (READY + rank), round, ranks);
+    __syncthreads();
+}
+
+// The last block of threads tells the others that everything is given, and waits until they say so.
+__device__ __forceinline__ void part_from(u32 round, Turn* turn, const OfRanks& flags, const Ranks& ranks) {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        is_last = atomicAdd(&turn->n_through, 1) == gridDim.x - 1;
+        if (is_last) turn->n_through = 0, turn->round = round;
+    }
+    __syncthreads();
+    u32 rank = threadIdx.x;
+    if (!is_last || rank >= ranks.n || rank == ranks.me) return;
+    __threadfence_system();
+    raise(flags.at[rank] + 4 * (DONE + ranks.me), round);
+    await(flags.at[ranks.me] + 4 * (DONE + rank), round, ranks);
+}
+
+// A block of threads for each of this rank's rows, which are every n-th one.
+template <u32 PARTS>
+__device__ __forceinline__ void sum_many(const OfRanks& outs, bf16* residual, const OfRanks& parts, const bf16* weight, u32 width,
+                                         float epsilon, const Ranks& ranks) {
+    u64 first = ((u64)blockIdx.x * ranks.n + ranks.me) * width;
+    Eight part[PARTS];
+    float squares = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        u32 at = (i * MANY_THREADS + threadIdx.x) * 8;
+        if (at >= width) break;
+        Eight old = load8(residual + first + at);
+        float sum[8] = {};
+        for (u32 rank = 0; rank < ranks.n; rank++) {
+            Eight x = once8(reinterpret_cast<const bf16*>(parts.at[rank]) + first + at);
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) sum[2 * j] += low(x.pair[j]), sum[2 * j + 1] += high(x.pair[j]);
+        }
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            part[i].pair[j] = narrow(sum[2 * j] + low(old.pair[j]), sum[2 * j + 1] + high(old.pair[j]));
+            float a = low(part[i].pair[j]), b = high(part[i].pair[j]);
+            squares += a * a + b * b;
+        }
+        store8(residual + first + at, part[i]);
+    }
+    float scale = rsqrtf(block_sum<MANY_THREADS>(squares) / width + epsilon);
+#pragma unroll
+    for (u32 i = 0; i < PARTS; i++) {
+        u32 at = (i * MANY_THREADS + threadIdx.x) * 8;
+        if (at >= width) break;
+        Eight by = load8(weight + at), normed;
+#pragma unroll
+        for (u32 j = 0; j < 4; j++)
+            normed.pair[j] = narrow(low(part[i].pair[j]) * scale * low(by.pair[j]), high(part[i].pair[j]) * scale * high(by.pair[j]));
+        for (u32 rank = 0; rank < ranks.n; rank++) store8(reinterpret_cast<bf16*>(outs.at[rank]) + first + at, normed);
+    }
+}
+
+// As sum_few_rows, but each rank keeps the residual of its own rows only.
+extern "C" __global__ void __launch_bounds__(MANY_THREADS)
+sum_many_rows(const __grid_constant__ OfRanks outs, bf16* residual, const __grid_constant__ OfRanks parts, const bf16* weight,
+              u32 n_rows, u32 width, float epsilon, const __grid_constant__ OfRanks flags, Turn* turn,
+              const __grid_constant__ Ranks ranks) {
+    in_turn();
+    u32 round = turn->round + 1;
+    meet(round, flags, ranks);
+    if (blockIdx.x * ranks.n + ranks.me < n_rows) {
+        if (width <= MANY_THREADS * 8) sum_many<1>(outs, residual, parts, weight, width, epsilon, ranks);
+        else if (width <= 2 * MANY_THREADS * 8) sum_many<2>(outs, residual, parts, weight, width, epsilon, ranks);
+        else sum_many<8>(outs, residual, parts, weight, width, epsilon, ranks);
+    }
+    part_from(round, turn, flags, ranks);
+}
+
+// Each rank has some columns of every row, as many as the others; all get all of them. Of the last rank's, those that the
+// whole rows do not have are left out.
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
+gather_columns(const __grid_constant__ OfRanks outs, const float* part, u32 n_rows, u32 part_width, u32 width,
+               const __grid_constant__ OfRanks flags, Turn* turn, const __grid_constant__ Ranks ranks) {
+    in_turn();
+    u32 round = turn->round + 1, n_fours = part_width / 4, first = ranks.me * part_width;
+    meet(round, flags, ranks);
+    u64 n_all = (u64)n_rows * n_fours;
+    for (u64 nth = (u64)blockIdx.x * GATHER_THREADS + threadIdx.x; nth < n_all; nth += (u64)gridDim.x * GATHER_THREADS) {
+        u32 row = nth / n_fours, column = first + nth % n_fours * 4;
+        if (column >= width) continue;
+        float4 four = reinterpret_cast<const float4*>(part)[nth];
+        for (u32 rank = 0; rank < ranks.n; rank++)
+            reinterpret_cast<float4*>(outs.at[rank])[((u64)row * width + column) / 4] = four;
+    }
+    part_from(round, turn, flags, ranks);
+}

@@ -1,0 +1,405 @@
+//! What two cards do together: every number of it, then thousands of rounds in graphs whose inputs are never those of the
+//! rounds just before, and how long one takes.
+
+use std::path::Path;
+use std::time::Duration;
+
+use baton_kernels::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph, Peers, Shown, SumRows, Together};
+use serde_json::{Value, json};
+
+use super::check_rows::POISON;
+use super::draw::{Draw, wide};
+use super::verdict::{BF16_ERROR, Verdicts};
+
+const EPSILON: f32 = 1e-5;
+const PATIENCE: Duration = Duration::from_secs(5);
+const FEW_ROWS: usize = 256;
+/// Different inputs that rounds take in turn: what an inbox held one and two rounds ago is never what is due.
+const N_INPUTS: usize = 3;
+const ROUNDS_OF_GRAPH: usize = 96;
+const GRAPHS: usize = 40;
+
+/// One card, with what it shows.
+struct Side {
+    card: Card,
+    part: Buffer<Bf16>,
+    out: Buffer<Bf16>,
+    whole: Buffer<f32>,
+}
+
+impl Side {
+    fn open(ordinal: usize, nvrtc: Option<&Path>, cache: &Cache, n: usize) -> Result<Self, CudaError> {
+        let card = Card::open(ordinal, nvrtc, cache)?;
+        let (part, out, whole) = (card.buffer(n)?, card.buffer(n)?, card.buffer(n)?);
+        Ok(Self { card, part, out, whole })
+    }
+
+    fn shown(&self) -> Shown<'_> {
+        Shown { part: self.part.view(), out: self.out.view(), whole: self.whole.view() }
+    }
+}
+
+pub(crate) fn all(
+    nvrtc: Option<&Path>,
+    cache: &Cache,
+    measures: bool,
+    verdicts: &mut Verdicts,
+) -> Result<Value, CudaError> {
+    if Card::count()? < 2 {
+        eprintln!("ranks: there is one GPU, and two are needed: left out");
+        return Ok(json!(null));
+    }
+    let n = 8192 * 4096;
+    let mut sides = [Side::open(0, nvrtc, cache, n)?, Side::open(1, nvrtc, cache, n)?];
+    for width in [8, 40, 4096, 5120, 16_384] {
+        let mut peers = peers(&sides, width, PATIENCE)?;
+        for n_rows in [1, 3, 17, FEW_ROWS] {
+            sums(&mut sides, &mut peers, verdicts, (n_rows, width), false)?;
+        }
+        for n_rows in [1, 2, 5, 300, 1031] {
+            sums(&mut sides, &mut peers, verdicts, (n_rows, width), true)?;
+        }
+        for n_rows in [1, 7, 33] {
+            gathered(&mut sides, &mut peers, verdicts, (n_rows, width, 0))?;
+            gathered(&mut sides, &mut peers, verdicts, (n_rows, width, 4))?;
+        }
+    }
+    for (rows, is_many) in [
+        ((1, 4096), false),
+        ((5, 4096), false),
+        ((FEW_ROWS, 256), false),
+        ((5, 4096), true),
+        ((301, 256), true),
+    ] {
+        rounds(&mut sides, verdicts, rows, is_many)?;
+    }
+    let times = if measures { times(&mut sides)? } else { json!(null) };
+    lost(&mut sides, verdicts)?;
+    Ok(times)
+}
+
+fn peers(sides: &[Side; 2], width: usize, patience: Duration) -> Result<[Peers; 2], CudaError> {
+    let together = Together { few_rows: FEW_ROWS, width, patience };
+    let cards = [&sides[0].card, &sides[1].card];
+    let all = Peers::all(&cards, &[sides[0].shown(), sides[1].shown()], together)?;
+    Ok(all.try_into().expect("one for each card"))
+}
+
+fn sum(
+    side: &mut Side,
+    peers: &mut Peers,
+    (residual, weight): (&mut Buffer<Bf16>, &Buffer<Bf16>),
+    n: usize,
+    is_many: bool,
+) -> Result<(), CudaError> {
+    let sum = SumRows {
+        out: side.out.view_mut().slice(0..n),
+        residual: residual.view_mut().slice(0..n),
+        part: side.part.slice(0..n),
+        weight: weight.view(),
+        epsilon: EPSILON,
+    };
+    if is_many { side.card.sum_many_rows(peers, sum) } else { side.card.sum_few_rows(peers, sum) }
+}
+
+/// The order in which cards add.
+fn added(old: Bf16, parts: [Bf16; 2]) -> Bf16 {
+    let [a, b] = parts.map(f32::from);
+    Bf16::from((0.0 + a + b) + f32::from(old))
+}
+
+fn normed(rows: &[Bf16], weight: &[Bf16]) -> Vec<f64> {
+    let weight = wide(weight);
+    let of_row = |row: &[f64]| -> Vec<f64> {
+        let squares: f64 = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+        let scale = 1.0 / (squares + f64::from(EPSILON)).sqrt();
+        row.iter().zip(&weight).map(|(x, w)| x * scale * w).collect()
+    };
+    wide(rows).chunks(weight.len()).flat_map(of_row).collect()
+}
+
+/// One sum; a row more than is summed stays poisoned, and so does whatever else there is.
+fn sums(
+    sides: &mut [Side; 2],
+    peers: &mut [Peers; 2],
+    verdicts: &mut Verdicts,
+    (n_rows, width): (usize, usize),
+    is_many: bool,
+) -> Result<(), CudaError> {
+    let mut draw = Draw::new((n_rows * width) as u64);
+    let (n, more) = (n_rows * width, (n_rows + 1) * width);
+    let (residual, weight) = (draw.narrow(n, 2.0), draw.narrow(width, 1.5));
+    let parts = [draw.narrow(n, 3.0), draw.narrow(n, 1.0)];
+    let (mut residuals, mut weights) = (Vec::new(), Vec::new());
+    for (side, part) in sides.iter_mut().zip(&parts) {
+        side.card.fill(side.out.view_mut().slice(0..more), POISON)?;
+        side.card.write(side.part.view_mut().slice(0..n), part)?;
+        residuals.push(side.card.upload(&residual)?);
+        weights.push(side.card.upload(&weight)?);
+        side.card.synchronize()?;
+    }
+    for nth in [0, 1] {
+        sum(&mut sides[nth], &mut peers[nth], (&mut residuals[nth], &weights[nth]), n, is_many)?;
+    }
+    let expected: Vec<Bf16> = (0..n).map(|i| added(residual[i], [parts[0][i], parts[1][i]])).collect();
+    let what = if is_many { "sum_many_rows" } else { "sum_few_rows" };
+    for (nth, side) in sides.iter().enumerate() {
+        let name = format!("{what} {n_rows}x{width}, card {nth}");
+        let found = side.card.download(residuals[nth].view())?;
+        let is_own = |row: usize| !is_many || row % 2 == nth;
+        let is_right = (0..n).all(|i| found[i] == if is_own(i / width) { expected[i] } else { residual[i] });
+        verdicts.holds(format!("{name}: residual"), is_right);
+        let out = side.card.download(side.out.slice(0..more))?;
+        verdicts.compare(name.clone(), &wide(&out[..n]), &normed(&expected, &weight), BF16_ERROR);
+        verdicts.holds(format!("{name}: nothing else"), wide(&out[n..]).iter().all(|x| x.is_nan()));
+        verdicts.holds(format!("{name}: nobody lost"), !peers[nth].lost_flag().is_raised());
+    }
+    Ok(())
+}
+
+/// Columns of both cards; the last ones of the second are `n_left_out` too many.
+fn gathered(
+    sides: &mut [Side; 2],
+    peers: &mut [Peers; 2],
+    verdicts: &mut Verdicts,
+    (n_rows, part_width, n_left_out): (usize, usize, usize),
+) -> Result<(), CudaError> {
+    let width = 2 * part_width - n_left_out;
+    let (n, n_part) = (n_rows * width, n_rows * part_width);
+    let number = |nth: usize, i: usize| (nth * n_part + i) as f32;
+    let mut parts = Vec::new();
+    for (nth, side) in sides.iter_mut().enumerate() {
+        side.card.fill(side.whole.view_mut().slice(0..n + 4), POISON)?;
+        parts.push(side.card.upload(&(0..n_part).map(|i| number(nth, i)).collect::<Vec<_>>())?);
+        side.card.synchronize()?;
+    }
+    for (nth, side) in sides.iter_mut().enumerate() {
+        let whole = side.whole.view_mut().slice(0..n);
+        side.card.gather_columns(&mut peers[nth], whole, parts[nth].view(), n_rows)?;
+    }
+    for (nth, side) in sides.iter().enumerate() {
+        let whole = side.card.download(side.whole.slice(0..n + 4))?;
+        let expected = |i: usize| {
+            let (row, column) = (i / width, i % width);
+            number(column / part_width, row * part_width + column % part_width)
+        };
+        let is_right = (0..n).all(|i| whole[i] == expected(i)) && whole[n..].iter().all(|x| x.is_nan());
+        verdicts.holds(
+            format!("gather_columns {n_rows}x{part_width}, {n_left_out} left out, card {nth}"),
+            is_right,
+        );
+    }
+    Ok(())
+}
+
+/// Thousands of sums, one on top of the other, each of other parts than the two before it.
+fn rounds(
+    sides: &mut [Side; 2],
+    verdicts: &mut Verdicts,
+    (n_rows, width): (usize, usize),
+    is_many: bool,
+) -> Result<(), CudaError> {
+    let n = n_rows * width;
+    let mut peers = peers(sides, width, PATIENCE)?;
+    let mut draw = Draw::new(77);
+    let weight = draw.narrow(width, 1.5);
+    let ones = vec![Bf16::from(1.0); width];
+    let (mut graphs, mut residuals, mut parts, mut kept) = (vec![], vec![], vec![], vec![]);
+    for (nth, side) in sides.iter_mut().enumerate() {
+        let inputs: Vec<Vec<Bf16>> = (0..N_INPUTS).map(|_| draw.narrow(n, 1.0)).collect();
+        let on_card = inputs.iter().map(|input| side.card.upload(input)).collect::<Result<Vec<_>, _>>()?;
+        let (by, ones) = (side.card.upload(&weight)?, side.card.upload(&ones)?);
+        let mut residual = side.card.upload(&vec![Bf16::default(); n])?;
+        // Parts are what a norm makes of the inputs: written by the card, in the order of its work.
+        let mut of_side = Vec::new();
+        for input in &on_card {
+            side.card.rms_norm(side.part.view_mut().slice(0..n), input.view(), ones.view(), EPSILON)?;
+            of_side.push(side.card.download(side.part.slice(0..n))?);
+        }
+        let peers = &mut peers[nth];
+        let Side { card, part, out, .. } = side;
+        graphs.push(card.record(|| {
+            for round in 0..ROUNDS_OF_GRAPH {
+                card.rms_norm(
+                    part.view_mut().slice(0..n),
+                    on_card[round % N_INPUTS].view(),
+                    ones.view(),
+                    EPSILON,
+                )?;
+                let sum = SumRows {
+                    out: out.view_mut().slice(0..n),
+                    residual: residual.view_mut(),
+                    part: part.slice(0..n),
+                    weight: by.view(),
+                    epsilon: EPSILON,
+                };
+                if is_many { card.sum_many_rows(peers, sum)? } else { card.sum_few_rows(peers, sum)? }
+            }
+            Ok(())
+        })?);
+        card.synchronize()?;
+        residuals.push(residual);
+        parts.push(of_side);
+        // What a graph works on outlives it.
+        kept.push((on_card, by, ones));
+    }
+    for _ in 0..GRAPHS {
+        graphs.iter_mut().try_for_each(Graph::launch)?;
+    }
+    let mut expected = vec![Bf16::default(); n];
+    for round in 0..GRAPHS * ROUNDS_OF_GRAPH {
+        let [a, b] =
+            [&parts[0][round % ROUNDS_OF_GRAPH % N_INPUTS], &parts[1][round % ROUNDS_OF_GRAPH % N_INPUTS]];
+        for (i, sum) in expected.iter_mut().enumerate() {
+            *sum = added(*sum, [a[i], b[i]]);
+        }
+    }
+    let what = if is_many { "sum_many_rows" } else { "sum_few_rows" };
+    for (nth, side) in sides.iter().enumerate() {
+        let name = format!("{} rounds of {what} {n_rows}x{width}, card {nth}", GRAPHS * ROUNDS_OF_GRAPH);
+        let found = side.card.download(residuals[nth].view())?;
+        let is_own = |row: usize| !is_many || row % 2 == nth;
+        let is_right = (0..n).all(|i| !is_own(i / width) || found[i] == expected[i]);
+        verdicts.holds(name.clone(), is_right && !peers[nth].lost_flag().is_raised());
+        let out = side.card.download(side.out.slice(0..n))?;
+        verdicts.compare(format!("{name}: norm"), &wide(&out), &normed(&expected, &weight), BF16_ERROR);
+    }
+    drop((graphs, kept));
+    Ok(())
+}
+
+/// A card whose peer does not come gives up in its time, and says so.
+fn lost(sides: &mut [Side; 2], verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let mut peers = peers(sides, 4096, Duration::from_millis(100))?;
+    let side = &mut sides[0];
+    let (mut residual, weight) = (side.card.buffer(4096)?, side.card.buffer(4096)?);
+    for is_many in [false, true] {
+        let start = side.card.mark()?;
+        sum(side, &mut peers[0], (&mut residual, &weight), 4096, is_many)?;
+        let ms = start.ms_until(&side.card.mark()?)?;
+        verdicts.holds(format!("a lost card is given up ({ms:.0} ms)"), ms < 2000.0);
+        verdicts.holds("all cards are told of a lost one", peers[1].lost_flag().is_raised());
+    }
+    Ok(())
+}
+
+fn times(sides: &mut [Side; 2]) -> Result<Value, CudaError> {
+    let width = 4096;
+    let mut lines = Vec::new();
+    for n_rows in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192] {
+        let mut peers = peers(sides, width, PATIENCE)?;
+        let mut line = json!({"rows": n_rows, "bytes": n_rows * width * 2});
+        for (name, is_many) in [("few_us", false), ("many_us", true)] {
+            if is_many || n_rows <= FEW_ROWS {
+                let us = time(sides, &mut peers, n_rows * width, is_many)?;
+                line[name] = json!(us);
+            }
+        }
+        line["alone_us"] = json!(alone(&mut sides[0], n_rows * width)?);
+        eprintln!("sum of {n_rows} rows over two cards, and their norm: {line}");
+        lines.push(line);
+    }
+    let mut peers = peers(sides, width, PATIENCE)?;
+    for n_rows in [1, 8, 64, 256] {
+        let us = time_gather(sides, &mut peers, n_rows)?;
+        eprintln!("gather_columns {n_rows} rows of 128256: {us:.1} us");
+        lines.push(json!({"gather_rows": n_rows, "us": us}));
+    }
+    Ok(json!(lines))
+}
+
+const N_TIMED: usize = 64;
+const N_TIMES: usize = 11;
+
+/// Microseconds of one launch of graphs of many, by the middle of some runs.
+fn middle(sides: &[Side; 2], graphs: &mut [Graph]) -> Result<f64, CudaError> {
+    let mut times = Vec::new();
+    for _ in 0..N_TIMES {
+        let start = sides[0].card.mark()?;
+        graphs.iter_mut().try_for_each(Graph::launch)?;
+        times.push(f64::from(start.ms_until(&sides[0].card.mark()?)?) * 1e3 / N_TIMED as f64);
+        sides[1].card.synchronize()?;
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[N_TIMES / 2])
+}
+
+fn time(sides: &mut [Side; 2], peers: &mut [Peers; 2], n: usize, is_many: bool) -> Result<f64, CudaError> {
+    let mut kept = Vec::new();
+    for side in sides.iter() {
+        kept.push((
+            side.card.upload(&vec![Bf16::default(); n])?,
+            side.card.upload(&vec![Bf16::from(1.0); 4096])?,
+        ));
+    }
+    // The first ones load code, which cannot be recorded.
+    for nth in [0, 1] {
+        let (residual, weight) = &mut kept[nth];
+        sum(&mut sides[nth], &mut peers[nth], (residual, weight), n, is_many)?;
+    }
+    let mut graphs = Vec::new();
+    for nth in [0, 1] {
+        let (residual, weight) = &mut kept[nth];
+        let (Side { card, part, out, .. }, peers) = (&mut sides[nth], &mut peers[nth]);
+        graphs.push(card.record(|| {
+            for _ in 0..N_TIMED {
+                let sum = SumRows {
+                    out: out.view_mut().slice(0..n),
+                    residual: residual.view_mut(),
+                    part: part.slice(0..n),
+                    weight: weight.view(),
+                    epsilon: EPSILON,
+                };
+                if is_many { card.sum_many_rows(peers, sum)? } else { card.sum_few_rows(peers, sum)? }
+            }
+            Ok(())
+        })?);
+    }
+    let time = middle(sides, &mut graphs)?;
+    drop(graphs);
+    Ok(time)
+}
+
+/// The same without anybody else.
+fn alone(side: &mut Side, n: usize) -> Result<f64, CudaError> {
+    let Side { card, part, out, .. } = side;
+    let mut residual = card.upload(&vec![Bf16::default(); n])?;
+    let weight = card.upload(&vec![Bf16::from(1.0); 4096])?;
+    let mut run = || {
+        let (out, residual) = (out.view_mut().slice(0..n), residual.view_mut());
+        card.add_rms_norm(out, residual, part.slice(0..n), weight.view(), EPSILON)
+    };
+    run()?;
+    let mut graph = card.record(|| (0..N_TIMED).try_for_each(|_| run()))?;
+    let mut least = f32::INFINITY;
+    for _ in 0..N_TIMES {
+        let start = card.mark()?;
+        graph.launch()?;
+        least = least.min(start.ms_until(&card.mark()?)?);
+    }
+    Ok(f64::from(least) * 1e3 / N_TIMED as f64)
+}
+
+fn time_gather(sides: &mut [Side; 2], peers: &mut [Peers; 2], n_rows: usize) -> Result<f64, CudaError> {
+    let (n, n_part) = (n_rows * 128_256, n_rows * 64_128);
+    let mut parts = Vec::new();
+    for side in sides.iter() {
+        parts.push(side.card.upload(&vec![0.5_f32; n_part])?);
+    }
+    for (nth, side) in sides.iter_mut().enumerate() {
+        let whole = side.whole.view_mut().slice(0..n.min(8192 * 4096));
+        side.card.gather_columns(&mut peers[nth], whole, parts[nth].view(), n_rows)?;
+    }
+    let mut graphs = Vec::new();
+    for (nth, side) in sides.iter_mut().enumerate() {
+        let (Side { card, whole, .. }, peers, part) = (side, &mut peers[nth], &parts[nth]);
+        graphs.push(card.record(|| {
+            (0..N_TIMED).try_for_each(|_| {
+                card.gather_columns(peers, whole.view_mut().slice(0..n), part.view(), n_rows)
+            })
+        })?);
+    }
+    let time = middle(sides, &mut graphs)?;
+    drop(graphs);
+    Ok(time)
+}

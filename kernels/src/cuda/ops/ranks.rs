@@ -1,0 +1,153 @@
+//! What the cards of one model do together: sums of parts, and rows of columns. All of them launch the same, in the same
+//! order; what each is given here is its own part of it.
+
+use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
+use crate::cuda::card::grid;
+use crate::cuda::peers::Peers;
+
+/// Threads of a row that is thrown, as in `ranks.cu`.
+const FEW_THREADS: u32 = 1024;
+/// Threads of a row that is fetched, and of columns, as in `ranks.cu`.
+const MANY_THREADS: u32 = 256;
+/// The widest row that both can keep in registers.
+const WIDTH_MAX: usize = 16_384;
+/// Blocks of threads that gather columns: enough for the wire, and not more than there is work for.
+const GATHER_BLOCKS_MAX: usize = 264;
+
+/// `residual += ` the sum of all ranks' parts, then `out = norm(residual) * weight`, row by row.
+#[derive(Debug)]
+pub struct SumRows<'a> {
+    pub out: ViewMut<'a, Bf16>,
+    pub residual: ViewMut<'a, Bf16>,
+    pub part: View<'a, Bf16>,
+    pub weight: View<'a, Bf16>,
+    pub epsilon: f32,
+}
+
+impl SumRows<'_> {
+    /// Rows, and their width.
+    fn check(&self, card: &Card, kernel: &'static str, peers: &Peers) -> Result<(usize, usize), CudaError> {
+        let Self { out, residual, part, weight, .. } = self;
+        card.check_places(kernel, &[out, residual, part, weight], &[])?;
+        ensure(kernel, peers.rounds.view().ordinal() == card.ordinal(), "another card's place")?;
+        let width = weight.len();
+        ensure(kernel, width.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        ensure(kernel, width <= WIDTH_MAX, "rows wider than 16,384")?;
+        let are_alike = out.len() == part.len() && residual.len() == part.len();
+        ensure(kernel, are_alike, "output, residual and part that are not of one length")?;
+        Ok((rows_of(kernel, part.len(), width)?, width))
+    }
+}
+
+impl Card {
+    /// Sums as many rows as fit into the ranks' inboxes, with the shortest wait. Every rank has all of the residual.
+    pub fn sum_few_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
+        let kernel = "sum_few_rows";
+        let (n_rows, width) = sum.check(self, kernel, peers)?;
+        let rooms = peers.together;
+        ensure(kernel, width == rooms.width, "rows of another width than inboxes have")?;
+        ensure(kernel, n_rows <= rooms.few_rows, "more rows than inboxes have")?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let (width, rows_max) = (number(kernel, width)?, number(kernel, rooms.few_rows)?);
+        let config = grid(n_rows, 1, FEW_THREADS);
+        let SumRows { out, residual, part, weight, epsilon } = sum;
+        let rounds = peers.rounds.view_mut().address;
+        launch!(
+            self,
+            kernel,
+            config,
+            &out.address,
+            &residual.address,
+            &part.address,
+            &weight.address,
+            &width,
+            &epsilon,
+            &peers.inboxes,
+            &rounds,
+            &rows_max,
+            &peers.ranks
+        )
+    }
+
+    /// Sums any number of rows, with the least on the wire. Each rank has the residual of every n-th row only, and so must
+    /// all sums over these rows be done this way.
+    ///
+    /// `out` and `part` are the beginnings of what was shown.
+    pub fn sum_many_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
+        let kernel = "sum_many_rows";
+        let (n_rows, width) = sum.check(self, kernel, peers)?;
+        let me = peers.me();
+        let are_shown = sum.part.address == peers.parts.at[me] && sum.out.address == peers.outs.at[me];
+        let fit = sum.part.len() <= peers.shown[0] && sum.out.len() <= peers.shown[1];
+        ensure(kernel, are_shown && fit, "rows that were not shown to the others")?;
+        if n_rows == 0 {
+            return Ok(());
+        }
+        let config = grid(n_rows.div_ceil(peers.n_ranks()), 1, MANY_THREADS);
+        let (n_rows, width) = (number(kernel, n_rows)?, number(kernel, width)?);
+        let SumRows { residual, weight, epsilon, .. } = sum;
+        let turn = peers.turn.view_mut().address;
+        launch!(
+            self,
+            kernel,
+            config,
+            &peers.outs,
+            &residual.address,
+            &peers.parts,
+            &weight.address,
+            &n_rows,
+            &width,
+            &epsilon,
+            &peers.flags,
+            &turn,
+            &peers.ranks
+        )
+    }
+
+    /// Gives every rank all columns of the rows of which each has `part`, as many columns as the others. `whole` is the
+    /// beginning of what was shown; columns beyond its rows' width are left out.
+    pub fn gather_columns(
+        &self,
+        peers: &mut Peers,
+        whole: ViewMut<'_, f32>,
+        part: View<'_, f32>,
+        n_rows: usize,
+    ) -> Result<(), CudaError> {
+        let kernel = "gather_columns";
+        self.check_places(kernel, &[&whole, &part], &[])?;
+        if n_rows == 0 {
+            return ensure(kernel, whole.is_empty() && part.is_empty(), "columns without rows");
+        }
+        ensure(
+            kernel,
+            whole.len().is_multiple_of(n_rows) && part.len().is_multiple_of(n_rows),
+            "uneven rows",
+        )?;
+        let (width, part_width) = (whole.len() / n_rows, part.len() / n_rows);
+        let are_fours = width.is_multiple_of(4) && part_width.is_multiple_of(4);
+        ensure(kernel, are_fours, "columns that are not a multiple of 4")?;
+        ensure(kernel, part_width * peers.n_ranks() >= width, "fewer columns than the whole rows have")?;
+        let is_shown = whole.address == peers.wholes.at[peers.me()] && whole.len() <= peers.shown[2];
+        ensure(kernel, is_shown, "rows that were not shown to the others")?;
+        let n_blocks = (part.len() / 4).div_ceil(MANY_THREADS as usize).clamp(1, GATHER_BLOCKS_MAX);
+        let config = grid(n_blocks, 1, MANY_THREADS);
+        let (n_rows, width) = (number(kernel, n_rows)?, number(kernel, width)?);
+        let part_width = number(kernel, part_width)?;
+        let turn = peers.turn.view_mut().address;
+        launch!(
+            self,
+            kernel,
+            config,
+            &peers.wholes,
+            &part.address,
+            &n_rows,
+            &part_width,
+            &width,
+            &peers.flags,
+            &turn,
+            &peers.ranks
+        )
+    }
+}
