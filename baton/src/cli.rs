@@ -101,7 +101,8 @@ pub(crate) struct UpArgs {
     /// separated by commas, the nodes take one each in turn, prefill nodes first.
     #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
     pub(crate) device: Vec<Device>,
-    /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads.
+    /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads, or so many GPUs from the node's
+    /// device on.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) prefill_tp: u16,
     /// Those of each decode node, which may be more or fewer. With `--colocated`, the one node's.

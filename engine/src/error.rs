@@ -121,13 +121,16 @@ impl From<CudaError> for OpenError {
 impl OpenError {
     /// There is no GPU here that can be used, whatever the model.
     pub fn is_no_gpu(&self) -> bool {
-        use CudaError::{CardTooOld, DriverTooOld, NoCublas, NoDevice, NoDriver, NoNvrtc, NoSuchDevice};
+        use CudaError::{
+            CardTooOld, DriverTooOld, NoCublas, NoDevice, NoDriver, NoNvrtc, NoSuchDevice, TooFewCards,
+        };
         matches!(
             self,
             Self::Cuda(
                 NoDriver
                     | NoDevice
                     | NoSuchDevice { .. }
+                    | TooFewCards { .. }
                     | NoNvrtc { .. }
                     | NoCublas { .. }
                     | DriverTooOld { .. }

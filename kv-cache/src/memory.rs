@@ -60,24 +60,28 @@ impl KvMemory {
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// Memory of a card for `n_blocks` blocks. [`read`](Self::read) and [`write`](Self::write) go by copies in host
-    /// memory; kernels reach it by [`on_card`](Self::on_card).
+    /// Memory of cards for `n_blocks` blocks, one card for each rank. [`RankMemory::read`] and [`RankMemory::write`] go by
+    /// copies in host memory; kernels reach it by [`RankMemory::on_card`].
     ///
     /// # Panics
-    /// If the layout has several ranks: each would have a card of its own.
-    pub fn device(layout: KvLayout, n_blocks: u32, card: &Card) -> Result<Self, MemoryError> {
-        assert_eq!(layout.shard.tp_size, 1, "a card is one rank");
+    /// If there is not one card for each of the layout's ranks.
+    pub fn device(layout: KvLayout, n_blocks: u32, cards: &[&Card]) -> Result<Self, MemoryError> {
+        assert_eq!(usize::from(layout.shard.tp_size), cards.len(), "a card is one rank");
         let regions = Regions::of(&layout);
-        let ranks = [Pages::Device(DeviceMemory::new(&regions.shapes(n_blocks), card)?)].into();
+        let shapes = regions.shapes(n_blocks);
+        let rank = |card: &&Card| Ok(Pages::Device(DeviceMemory::new(&shapes, card)?));
+        let ranks = cards.iter().map(rank).collect::<Result<_, MemoryError>>()?;
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// What kernels see of it, if it lies on a card.
+    /// What kernels see of it, if all of it lies on one card.
     pub fn on_card(&self) -> Option<OnCard<'_>> {
-        match &*self.inner.ranks {
-            [Pages::Device(memory)] => Some(OnCard { memory, regions: &self.inner.regions }),
-            _ => None,
-        }
+        if self.n_ranks() == 1 { self.rank(0).on_card() } else { None }
+    }
+
+    /// Whether it lies on cards, one or several.
+    pub fn is_on_cards(&self) -> bool {
+        self.inner.ranks.iter().all(|pages| matches!(pages, Pages::Device(_)))
     }
 
     /// How many blocks fit into `bytes`: never more, so that the regions' sum stays within what was given.
@@ -144,6 +148,14 @@ impl KvMemory {
 }
 
 impl<'a> RankMemory<'a> {
+    /// What kernels see of it, if it lies on a card.
+    pub fn on_card(&self) -> Option<OnCard<'a>> {
+        match self.pages {
+            Pages::Device(memory) => Some(OnCard { memory, regions: self.regions }),
+            Pages::Host(_) => None,
+        }
+    }
+
     /// As [`KvMemory::read`], the rank's share of each page.
     ///
     /// # Panics

@@ -146,18 +146,19 @@ pub struct ModelSection {
     /// What requests call the model. Empty: the folder's name. The same on all nodes of a model, and on the router.
     pub name: String,
     /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:1` for a certain GPU.
+    /// With `tp`, that GPU and those after it.
     pub device: String,
     /// Which of a GPU's kernels are used. Empty: its own. `sm_90`: those of every card from there on, for comparison.
     pub gpu_arch: String,
     /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`; for a
-    /// GPU an amount. The same KV type and block size must be set on all nodes of a model.
+    /// GPU an amount, of all its ranks together. The same KV type and block size must be set on all nodes of a model.
     pub kv_memory: KvMemorySize,
     /// `bf16` or `f32`. A mock has its own.
     pub kv_dtype: String,
     /// Threads that compute; 0: as many as there are cores.
     pub threads: usize,
-    /// Tensor-parallel ranks: so many groups of threads, each with its share of the heads and memory of its own for their KV.
-    /// Prefill and decode nodes may differ in it. A GPU is one rank.
+    /// Tensor-parallel ranks: so many groups of threads, or so many GPUs, each with its share of the heads and memory of its
+    /// own for their KV. Prefill and decode nodes may differ in it.
     pub tp: u16,
     /// `no`, or `q8`: weights as blocks of 8-bit numbers, quicker and less exact.
     pub quantize: String,

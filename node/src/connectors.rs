@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::backend::mock::Costs;
+use kv_cache::KvMemory;
 use kv_transfer::{ConnectorParts, KvConnector};
 use proto::v1;
 use tracing::{info, warn};
@@ -20,6 +21,7 @@ const RDMA: &str = "rdma";
 /// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
+const ON_SEVERAL_GPUS: &str = "its KV is spread over several GPUs, and this connector moves what lies on one";
 /// The one of them that must work.
 const LAST_RESORT: &str = "tcp";
 /// Peers of which it is remembered that a faster connector does not reach them. Beyond it they are warned of again.
@@ -52,10 +54,10 @@ impl Connectors {
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
         let mut missing = not_named(names);
-        let on_card = parts.memory.on_card().is_some();
+        let why_not_between_gpus = not_between_gpus(&parts.memory);
         for (name, is_needed) in names.iter().flat_map(|name| expand(name)) {
-            if !is_needed && !on_card && BETWEEN_GPUS.contains(&name) {
-                missing.push(MissingWire { scheme: Scheme::new(name), why: NOT_ON_A_GPU.to_owned() });
+            if let Some(why) = why_not_between_gpus.filter(|_| !is_needed && BETWEEN_GPUS.contains(&name)) {
+                missing.push(MissingWire { scheme: Scheme::new(name), why: why.to_owned() });
                 continue;
             }
             match kv_transfer::build(name, parts.clone()).await {
@@ -140,6 +142,15 @@ impl Connectors {
         if told.insert((peer.node.clone(), scheme.clone())) {
             warn!(peer = %peer.node, connector = %scheme, why, "connector cannot be used, falling back");
         }
+    }
+}
+
+/// Why no connector between GPUs is for this memory.
+fn not_between_gpus(memory: &KvMemory) -> Option<&'static str> {
+    match (memory.on_card(), memory.is_on_cards()) {
+        (Some(_), _) => None,
+        (None, true) => Some(ON_SEVERAL_GPUS),
+        (None, false) => Some(NOT_ON_A_GPU),
     }
 }
 

@@ -1,5 +1,6 @@
 //! What can be typed behind `baton bench engine`.
 
+use std::num::NonZero;
 use std::path::PathBuf;
 
 use chassis::byte_size::ByteSize;
@@ -27,6 +28,9 @@ pub(crate) struct EngineArgs {
     /// What computes: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.
     #[arg(long, default_value = "auto", value_name = "DEVICE")]
     pub(crate) device: Device,
+    /// Tensor-parallel ranks: so many GPUs from the device's on, or groups of threads.
+    #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "RANKS")]
+    pub(crate) tp: NonZero<u16>,
     /// Where weights come from.
     #[arg(long, value_enum, default_value_t = Weights::Dummy)]
     pub(crate) weights: Weights,
@@ -116,12 +120,13 @@ impl EngineArgs {
     }
 
     pub(crate) fn cpu(&self) -> CpuSettings {
-        CpuSettings { load_format: self.load_format(), ..CpuSettings::default() }
+        CpuSettings { load_format: self.load_format(), ranks: self.tp, ..CpuSettings::default() }
     }
 
     pub(crate) fn cuda(&self) -> CudaSettings {
         CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
+            ranks: self.tp,
             limits: StepLimits { tokens: self.step_tokens.max(self.request_step_tokens), rows: self.rows },
             load_format: self.load_format(),
             libraries: self.cuda_libraries.clone(),

@@ -46,7 +46,11 @@ impl Opened {
     pub(super) fn device(&self) -> String {
         match self {
             Self::Cpu(_) => "cpu".to_owned(),
-            Self::Cuda(backend) => format!("{} ({})", backend.card().name(), backend.card().arch()),
+            Self::Cuda(backend) => {
+                let (card, n_ranks) = (backend.card(), backend.n_ranks());
+                let times = if n_ranks > 1 { format!("{n_ranks} × ") } else { String::new() };
+                format!("{times}{} ({})", card.name(), card.arch())
+            }
         }
     }
 

@@ -27,7 +27,7 @@ pub(super) fn memory(side: Side, layout: KvLayout, n_blocks: u32) -> Result<KvMe
             CARDS.get_or_init(|| opened)
         }
     };
-    KvMemory::device(layout, n_blocks, &cards[usize::from(side == Side::Far)]).map_err(failed)
+    KvMemory::device(layout, n_blocks, &[&cards[usize::from(side == Side::Far)]]).map_err(failed)
 }
 
 fn open(ordinal: usize) -> Result<Card> {

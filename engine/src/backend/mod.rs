@@ -81,7 +81,7 @@ pub struct EngineSettings {
     pub gpu_arch: Option<String>,
     /// The largest step that there will be: a GPU takes its memory before the first one.
     pub limits: StepLimits,
-    /// Tensor-parallel ranks, which share the heads. A GPU is one.
+    /// Tensor-parallel ranks, which share the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
     /// Memory for KV, of all ranks together. The regions' sum never exceeds it.
     pub kv_bytes: usize,
@@ -110,6 +110,7 @@ impl EngineSettings {
     pub fn cuda(&self) -> cuda::CudaSettings {
         cuda::CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
+            ranks: self.ranks,
             arch: self.gpu_arch.clone(),
             limits: self.limits,
             load_format: self.cpu.load_format,
@@ -147,10 +148,6 @@ fn open_folder(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError>
     match settings.device {
         Device::Cpu => cpu::open(settings, folder),
         Device::Cuda(_) => cuda::open(settings, folder),
-        Device::Auto if settings.ranks.get() > 1 => {
-            warn!(error = "a GPU is one rank", "no GPU is used: the CPU computes");
-            cpu::open(settings, folder)
-        }
         Device::Auto => match cuda::open(settings, folder) {
             Err(error) if error.is_no_gpu() => {
                 warn!(%error, "no GPU is used: the CPU computes");

@@ -36,7 +36,7 @@ pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>
 /// Memory of the card that a node of this name is on.
 pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     let cards = CARDS.get().expect("the cards are opened first");
-    KvMemory::device(layout, n_blocks, &cards[usize::from(RECEIVERS.contains(&name))])
+    KvMemory::device(layout, n_blocks, &[&cards[usize::from(RECEIVERS.contains(&name))]])
         .expect("the card has room")
 }
 

@@ -9,9 +9,11 @@ use crate::error::OpenError;
 /// Left for the driver, for code that is loaded late, and for graphs.
 const SPARE_BYTES: usize = 1 << 30;
 
-/// Bytes, by what they are for.
+/// Bytes of one rank's card, by what they are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Budget {
+    /// Cards that share the model, each with as much.
+    pub(super) n_ranks: usize,
     pub(super) weights: usize,
     /// What a step computes in.
     pub(super) workspace: usize,
@@ -19,8 +21,10 @@ pub(super) struct Budget {
 }
 
 impl Budget {
+    /// `kv` is for all ranks together.
     pub(super) fn of(sizes: Sizes, workspace: &WorkspaceShape, kv: usize) -> Self {
-        Self { weights: sizes.bytes(), workspace: workspace.bytes(), kv }
+        let n_ranks = sizes.share.n_ranks;
+        Self { n_ranks, weights: sizes.bytes(), workspace: workspace.bytes(), kv: kv.div_ceil(n_ranks) }
     }
 
     fn without_kv(self) -> usize {
@@ -37,11 +41,16 @@ impl Budget {
 
     fn refusal(self, free_bytes: usize) -> String {
         let advice = match free_bytes.checked_sub(self.without_kv()) {
-            Some(left) => format!("set model.kv_memory to {} at most", Mib(left)),
+            Some(left) => format!("set model.kv_memory to {} at most", Mib(left * self.n_ranks)),
             None => "a smaller model, fewer tokens per step, or a larger GPU".to_owned(),
         };
+        let whose = if self.n_ranks == 1 {
+            String::new()
+        } else {
+            format!("on each of {} GPUs that share the model: ", self.n_ranks)
+        };
         format!(
-            "{} of weights + {} to compute in + {} of KV + {} spare = {}, and the GPU has {} free: {advice}",
+            "{whose}{} of weights + {} to compute in + {} of KV + {} spare = {}, and the GPU has {} free: {advice}",
             Mib(self.weights),
             Mib(self.workspace),
             Mib(self.kv),
@@ -66,7 +75,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_refused_with_the_sum() {
-        let budget = Budget { weights: 15 << 30, workspace: 1 << 30, kv: 100 << 30 };
+        let budget = Budget { n_ranks: 1, weights: 15 << 30, workspace: 1 << 30, kv: 100 << 30 };
         budget.check(140 << 30).expect("it fits");
         assert_eq!(
             budget.check(64 << 30).expect_err("too much KV").to_string(),
@@ -75,5 +84,14 @@ mod tests {
         );
         let error = budget.check(8 << 30).expect_err("not even the weights").to_string();
         assert!(error.ends_with("a smaller model, fewer tokens per step, or a larger GPU"), "{error}");
+    }
+    #[test]
+    fn the_sum_is_that_of_each_card_and_the_advice_is_for_all_of_them() {
+        let budget = Budget { n_ranks: 2, weights: 8 << 30, workspace: 1 << 30, kv: 50 << 30 };
+        assert_eq!(
+            budget.check(40 << 30).expect_err("too much KV").to_string(),
+            "on each of 2 GPUs that share the model: 8192 MiB of weights + 1024 MiB to compute in + 51200 MiB of KV + \
+             1024 MiB spare = 61440 MiB, and the GPU has 40960 MiB free: set model.kv_memory to 61440 MiB at most"
+        );
     }
 }

@@ -2,8 +2,8 @@
 //! A decoder on the card: one plan for all architectures, which differ in their [`Parts`](crate::model::Parts) only.
 
 use kernels::cuda::{
-    Answer, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvPages, PrefillAttention,
-    PrefillSequence, Products, RopeWriteKv, View, ViewMut,
+    Answer, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvPages, Peers, PrefillAttention,
+    PrefillSequence, Products, RopeWriteKv, SumRows, View, ViewMut,
 };
 use kv_cache::OnCard;
 use types::GroupIdx;
@@ -43,6 +43,8 @@ pub(super) struct LayerPlace {
 pub(super) struct Pass<'a> {
     pub(super) card: &'a Card,
     pub(super) products: &'a mut Products,
+    /// The other ranks' cards, if there are others.
+    pub(super) peers: Option<&'a mut Peers>,
     pub(super) space: &'a mut Workspace,
     pub(super) kv: OnCard<'a>,
     pub(super) dims: Dims,
@@ -77,7 +79,7 @@ impl Decoder {
             drawn: drawn.view(),
         })?;
         let rows = residual.view_mut().slice(0..n * hidden);
-        pass.card.embedding(rows, self.weights.embed.view(), tokens.slice(0..n))?;
+        pass.card.embedding(rows, self.weights.embedding(), tokens.slice(0..n))?;
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
         let normed = normed.view_mut().slice(0..n * hidden);
         pass.card.rms_norm(normed, residual.slice(0..n * hidden), first.view(), self.epsilon)
@@ -104,20 +106,33 @@ impl Decoder {
         written(nth)?;
         self.attend_decodes(pass, place)?;
         self.attend_chunks(pass, place)?;
-        let Workspace { attended, given, normed, residual, .. } = &mut *pass.space;
+        let Workspace { attended, given, .. } = &mut *pass.space;
         linear(
             (pass.card, pass.products),
             &mut given.view_mut().slice(0..n * hidden),
             &layer.o,
             attended.slice(0..n * q_width),
         )?;
-        pass.card.add_rms_norm(
-            normed.view_mut().slice(0..n * hidden),
-            residual.view_mut().slice(0..n * hidden),
-            given.slice(0..n * hidden),
-            layer.mlp_norm.view(),
-            self.epsilon,
-        )
+        self.add_given(pass, &layer.mlp_norm)
+    }
+
+    /// Adds to the residual what a part of a layer gives, of which each rank has a part, and norms the sum.
+    pub(super) fn add_given(&self, pass: &mut Pass<'_>, norm: &Buffer<Bf16>) -> Result<(), CudaError> {
+        let numbers = 0..pass.dims.n_tokens * self.sizes.hidden;
+        let Workspace { given, normed, residual, .. } = &mut *pass.space;
+        let (out, residual) =
+            (normed.view_mut().slice(numbers.clone()), residual.view_mut().slice(numbers.clone()));
+        let (part, weight, epsilon) = (given.slice(numbers), norm.view(), self.epsilon);
+        match pass.peers.as_deref_mut() {
+            None => pass.card.add_rms_norm(out, residual, part, weight, epsilon),
+            Some(peers) => {
+                let sum = SumRows { out, residual, part, weight, epsilon };
+                match pass.dims.n_tokens <= peers.few_rows() {
+                    true => pass.card.sum_few_rows(peers, sum),
+                    false => pass.card.sum_many_rows(peers, sum),
+                }
+            }
+        }
     }
 
     pub(super) fn write_kv(
@@ -191,7 +206,7 @@ impl Decoder {
     /// The feed-forward part, and what comes after it: the norm of the next layer, or the last one.
     fn mlp(&self, pass: &mut Pass<'_>, layer: &LayerWeights, after: &Buffer<Bf16>) -> Result<(), CudaError> {
         let (n, Sizes { hidden, intermediate, .. }) = (pass.dims.n_tokens, self.sizes);
-        let Workspace { normed, gate_up, gated, given, residual, .. } = &mut *pass.space;
+        let Workspace { normed, gate_up, gated, given, .. } = &mut *pass.space;
         linear(
             (pass.card, pass.products),
             &mut gate_up.view_mut().slice(0..n * 2 * intermediate),
@@ -209,22 +224,16 @@ impl Decoder {
             &layer.down,
             gated.slice(0..n * intermediate),
         )?;
-        pass.card.add_rms_norm(
-            normed.view_mut().slice(0..n * hidden),
-            residual.view_mut().slice(0..n * hidden),
-            given.slice(0..n * hidden),
-            after.view(),
-            self.epsilon,
-        )
+        self.add_given(pass, after)
     }
 
     /// The rows that are wanted to logits, and the likeliest token of each.
     pub(super) fn draw(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
-        let (n, Sizes { hidden, vocab, .. }) = (pass.dims.n_wanted, self.sizes);
+        let (n, Sizes { hidden, vocab, head_rows, .. }) = (pass.dims.n_wanted, self.sizes);
         if n == 0 {
             return Ok(());
         }
-        let Workspace { normed, wanted, logits, keys, best, drawn, words, .. } = &mut *pass.space;
+        let Workspace { normed, wanted, logits, own_logits, keys, best, drawn, words, .. } = &mut *pass.space;
         let rows = if n == pass.dims.n_tokens {
             normed.slice(0..n * hidden)
         } else {
@@ -234,8 +243,14 @@ impl Decoder {
             pass.card.embedding(wanted.view_mut().slice(0..n * hidden), from, indices)?;
             wanted.slice(0..n * hidden)
         };
-        let answer = Answer::Wide(logits.view_mut().slice(0..n * vocab));
-        pass.products.multiply(pass.card, answer, self.weights.head().view(), rows, hidden)?;
+        // Each rank has the logits of some tokens, and all draw from all.
+        let own = if pass.peers.is_some() { &mut *own_logits } else { &mut *logits };
+        let answer = Answer::Wide(own.view_mut().slice(0..n * head_rows));
+        pass.products.multiply(pass.card, answer, self.weights.head(), rows, hidden)?;
+        if let Some(peers) = pass.peers.as_deref_mut() {
+            let (whole, part) = (logits.view_mut().slice(0..n * vocab), own_logits.slice(0..n * head_rows));
+            pass.card.gather_columns(peers, whole, part, n)?;
+        }
         let logits = logits.slice(0..n * vocab);
         pass.card.argmax(best.view_mut().slice(0..n), keys.view_mut(), logits)?;
         pass.card.keep_tokens(drawn.view_mut().slice(0..n), best.slice(0..n), logits)

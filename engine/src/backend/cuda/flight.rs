@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kernels::cpu::Processor;
-use kernels::cuda::{Card, CudaError, Event, Outcome, Pinned, View};
+use kernels::cuda::{Card, CudaError, Event, LostFlag, Outcome, Pinned, View};
 use kv_cache::FenceSignal;
 use types::TokenId;
 
 use super::draws::{self, Drawer};
+use super::workspace::PATIENCE;
 use crate::error::RowError;
 use crate::sampler::Drawing;
 use crate::step::{Row, RowInput, Sampled, SlotId, StepOutput};
@@ -31,6 +32,16 @@ pub(super) struct Arrival {
     pub(super) outcomes: Option<Pinned<u32>>,
     /// Reached when both are there.
     pub(super) end: Event,
+    /// Reached when the other ranks are through.
+    pub(super) others: Vec<Event>,
+}
+
+/// Where logits lie, for what the host draws, and who says that they are nothing.
+#[derive(Debug)]
+pub(super) struct Source<'a> {
+    pub(super) card: &'a Card,
+    pub(super) logits: View<'a, f32>,
+    pub(super) lost: Option<&'a LostFlag>,
 }
 
 #[derive(Debug)]
@@ -100,15 +111,14 @@ impl Flight {
     /// those of this one.
     pub(super) fn finish(
         &mut self,
-        card: &Card,
+        source: &Source<'_>,
         sampler: &HostSampler,
-        logits: View<'_, f32>,
         previous: &mut HashMap<SlotId, TokenId>,
     ) {
         if self.is_done() {
             return;
         }
-        let rows = self.outcomes(card, sampler, logits, previous);
+        let rows = self.outcomes(source, sampler, previous);
         previous.clear();
         if let Ok(output) = &rows {
             for (row, outcome) in self.rows.iter().zip(&output.rows) {
@@ -122,13 +132,15 @@ impl Flight {
 
     fn outcomes(
         &mut self,
-        card: &Card,
+        source: &Source<'_>,
         sampler: &HostSampler,
-        logits: View<'_, f32>,
         previous: &HashMap<SlotId, TokenId>,
     ) -> Result<StepOutput, CudaError> {
-        let Arrival { drawn, outcomes, end } = &mut self.arrival;
+        let Arrival { drawn, outcomes, end, others } = &mut self.arrival;
         end.wait()?;
+        source.check()?;
+        others.iter().try_for_each(Event::wait)?;
+        source.check()?;
         let drawn = drawn.numbers()?;
         let outcomes = outcomes.as_mut().map(Pinned::numbers).transpose()?;
         let mut rows = Vec::with_capacity(self.rows.len());
@@ -145,7 +157,8 @@ impl Flight {
                 }),
                 (Ok(Some(place)), Some(draw)) => {
                     let first = *place as usize * sampler.vocab;
-                    let mut logits = card.download(logits.slice(first..first + sampler.vocab))?;
+                    let mut logits =
+                        source.card.download(source.logits.slice(first..first + sampler.vocab))?;
                     draw.draw(row.slot, sampler, &mut logits, previous).map(Some)
                 }
             };
@@ -158,6 +171,22 @@ impl Flight {
     pub(super) fn into_arrival(self) -> Arrival {
         self.arrival
     }
+}
+
+impl Source<'_> {
+    /// Refuses what was computed while a rank was away.
+    fn check(&self) -> Result<(), CudaError> {
+        match self.lost {
+            Some(lost) if lost.is_raised() => Err(peer_lost()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What a raised flag means.
+pub(super) fn peer_lost() -> CudaError {
+    let why = format!("a GPU waited for another for {} s in vain", PATIENCE.as_secs());
+    CudaError::PeerLost { why }
 }
 
 impl FlightRow {

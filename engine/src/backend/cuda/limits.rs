@@ -6,6 +6,7 @@ use serde::Serialize;
 use super::CudaBackend;
 use super::decoder::{Decoder, Pass};
 use super::plan::Dims;
+use super::rank::{Order, PREPARE_WITHIN, Tools};
 use super::weights::{LayerWeights, Linear, all_of};
 use super::workspace::Workspace;
 
@@ -46,108 +47,115 @@ pub struct DecodeProfile {
 type Part = (&'static str, fn(&Decoder, &mut Pass<'_>) -> Result<(), CudaError>);
 
 impl CudaBackend {
+    /// Of the first rank's card, and of its share of the weights.
     pub fn limits(&mut self) -> Result<CudaLimits, CudaError> {
-        let read_bytes_per_s = self.read_rate()?;
+        let tools = &mut self.rank.tools;
+        let read_bytes_per_s = read_rate(tools)?;
         let rows = PRODUCT_ROWS.into_iter().filter(|rows| *rows <= self.limits.tokens);
         let rows: Vec<usize> = rows.collect();
-        let products = rows.into_iter().map(|rows| self.product_rate(rows)).collect::<Result<_, _>>()?;
+        let products = rows.into_iter().map(|rows| product_rate(tools, rows)).collect::<Result<_, _>>()?;
         Ok(CudaLimits {
-            gpu: self.card.name().to_owned(),
+            gpu: tools.card.name().to_owned(),
             weight_bytes: self.weight_bytes,
             read_bytes_per_s,
             products,
         })
     }
 
-    /// The parts of a step of so many rows, of sequences of so many tokens.
+    /// The parts of a step of so many rows, of sequences of so many tokens, on the first rank's card.
     pub fn profile_decode(&mut self, rows: usize, length: usize) -> Result<DecodeProfile, CudaError> {
-        let n_groups = self.model.layout.groups.len();
-        let dims = Dims::of_decodes(n_groups, rows, length);
-        let words = dims.measured_words(length, self.memory.n_blocks());
-        self.card.write(self.space.words.view_mut().slice(0..words.len()), &words)?;
-        let parts: [Part; 8] = [
-            ("qkv products", |decoder, pass| decoder.products_of(pass, |layer| &layer.qkv)),
-            ("rope, KV written", Decoder::all_ropes),
-            ("attention", Decoder::all_attention),
-            ("o products", |decoder, pass| decoder.products_of(pass, |layer| &layer.o)),
-            ("gate and up products", |decoder, pass| decoder.products_of(pass, |layer| &layer.gate_up)),
-            ("down products", |decoder, pass| decoder.products_of(pass, |layer| &layer.down)),
-            ("norms and gates", Decoder::all_small),
-            ("output layer and argmax", |decoder, pass| decoder.draw(pass)),
-        ];
-        let mut times = Vec::with_capacity(parts.len());
-        for (name, work) in parts {
-            times.push((name, self.time_recorded(dims, work)?));
-        }
-        let step_ms = self.time_recorded(dims, |decoder, pass| decoder.forward(pass, |_| Ok(())))?;
-        Ok(DecodeProfile { rows, length, parts: times, step_ms })
+        self.helpers.begin(&Order::Profile { rows, length })?;
+        let profile = profile_decode(&mut self.rank.tools, rows, length)?;
+        self.helpers.finish(PREPARE_WITHIN)?;
+        Ok(profile)
     }
+}
 
-    fn time_recorded(
-        &mut self,
-        dims: Dims,
-        work: impl Fn(&Decoder, &mut Pass<'_>) -> Result<(), CudaError>,
-    ) -> Result<f64, CudaError> {
-        let Self { card, decoder, products, space, memory, .. } = self;
-        let kv = memory.on_card().expect("the backend's memory was taken on its card");
-        let mut pass = Pass { card, products, space, kv, dims, sections: dims.sections(), sequences: &[] };
-        work(decoder, &mut pass)?;
-        let mut graph = card.record(|| work(decoder, &mut pass))?;
+pub(super) fn profile_decode(
+    tools: &mut Tools,
+    rows: usize,
+    length: usize,
+) -> Result<DecodeProfile, CudaError> {
+    let dims = Dims::of_decodes(tools.memory.layout().groups.len(), rows, length);
+    tools.lay(&dims.measured_words(length, tools.memory.n_blocks()))?;
+    let parts: [Part; 8] = [
+        ("qkv products", |decoder, pass| decoder.products_of(pass, |layer| &layer.qkv)),
+        ("rope, KV written", Decoder::all_ropes),
+        ("attention", Decoder::all_attention),
+        ("o products", |decoder, pass| decoder.products_of(pass, |layer| &layer.o)),
+        ("gate and up products", |decoder, pass| decoder.products_of(pass, |layer| &layer.gate_up)),
+        ("down products", |decoder, pass| decoder.products_of(pass, |layer| &layer.down)),
+        ("norms and gates", Decoder::all_small),
+        ("output layer and argmax", |decoder, pass| decoder.draw(pass)),
+    ];
+    let mut times = Vec::with_capacity(parts.len());
+    for (name, work) in parts {
+        times.push((name, time_recorded(tools, dims, work)?));
+    }
+    let step_ms = time_recorded(tools, dims, |decoder, pass| decoder.forward(pass, |_| Ok(())))?;
+    Ok(DecodeProfile { rows, length, parts: times, step_ms })
+}
+
+fn time_recorded(
+    tools: &mut Tools,
+    dims: Dims,
+    work: impl Fn(&Decoder, &mut Pass<'_>) -> Result<(), CudaError>,
+) -> Result<f64, CudaError> {
+    tools.pass(dims, &[], |decoder, pass| {
+        work(decoder, pass)?;
+        let card = pass.card;
+        let mut graph = card.record(|| work(decoder, pass))?;
         least(|| {
             let start = card.mark()?;
             graph.launch()?;
             let end = card.mark()?;
             start.ms_until(&end)
         })
-    }
+    })
+}
 
-    fn read_rate(&mut self) -> Result<f64, CudaError> {
-        let Self { card, decoder, space, .. } = self;
-        let layers = &decoder.weights.layers;
-        let matrices: Vec<View<'_, _>> = KINDS
-            .iter()
-            .flat_map(|kind| all_of(layers, *kind))
-            .chain([decoder.weights.head().view()])
-            .collect();
-        let bytes: usize = matrices.iter().map(|matrix| 2 * matrix.len()).sum();
-        let ms = least(|| {
-            let start = card.mark()?;
-            for matrix in &matrices {
-                card.probe_read(space.best.view_mut(), *matrix)?;
-            }
-            let end = card.mark()?;
-            start.ms_until(&end)
-        })?;
-        Ok(bytes as f64 / ms * 1e3)
-    }
+fn read_rate(tools: &mut Tools) -> Result<f64, CudaError> {
+    let Tools { card, decoder, space, .. } = tools;
+    let layers = &decoder.weights.layers;
+    let matrices: Vec<View<'_, _>> =
+        KINDS.iter().flat_map(|kind| all_of(layers, *kind)).chain([decoder.weights.head()]).collect();
+    let bytes: usize = matrices.iter().map(|matrix| 2 * matrix.len()).sum();
+    let ms = least(|| {
+        let start = card.mark()?;
+        for matrix in &matrices {
+            card.probe_read(space.best.view_mut(), *matrix)?;
+        }
+        let end = card.mark()?;
+        start.ms_until(&end)
+    })?;
+    Ok(bytes as f64 / ms * 1e3)
+}
 
-    fn product_rate(&mut self, rows: usize) -> Result<ProductRate, CudaError> {
-        let Self { card, decoder, products, space, memory, .. } = self;
-        let kv = memory.on_card().expect("the backend's memory was taken on its card");
-        let dims = Dims { n_tokens: rows, ..Dims::default() };
-        let mut pass = Pass { card, products, space, kv, dims, sections: dims.sections(), sequences: &[] };
-        card.dummy_weights(pass.space.normed.view_mut(), 3, 1.0 / 32768.0)?;
-        card.dummy_weights(pass.space.attended.view_mut(), 4, 1.0 / 32768.0)?;
-        card.dummy_weights(pass.space.gated.view_mut(), 5, 1.0 / 32768.0)?;
-        let ms = least(|| {
-            let start = card.mark()?;
+fn product_rate(tools: &mut Tools, rows: usize) -> Result<ProductRate, CudaError> {
+    let Tools { card, space, .. } = tools;
+    card.dummy_weights(space.normed.view_mut(), 3, 1.0 / 32768.0)?;
+    card.dummy_weights(space.attended.view_mut(), 4, 1.0 / 32768.0)?;
+    card.dummy_weights(space.gated.view_mut(), 5, 1.0 / 32768.0)?;
+    let dims = Dims { n_tokens: rows, ..Dims::default() };
+    let ms = tools.pass(dims, &[], |decoder, pass| {
+        least(|| {
+            let start = pass.card.mark()?;
             for kind in KINDS {
-                decoder.products_of(&mut pass, *kind)?;
+                decoder.products_of(pass, *kind)?;
             }
-            let end = card.mark()?;
+            let end = pass.card.mark()?;
             start.ms_until(&end)
-        });
-        let ms = ms?;
-        let numbers: usize =
-            KINDS.iter().flat_map(|kind| all_of(&decoder.weights.layers, *kind)).map(|view| view.len()).sum();
-        let per_second = |what: usize| what as f64 / ms * 1e3;
-        Ok(ProductRate {
-            rows,
-            ms,
-            flop_per_s: per_second(2 * rows * numbers),
-            weight_bytes_per_s: per_second(2 * numbers),
         })
-    }
+    })?;
+    let layers = &tools.decoder.weights.layers;
+    let numbers: usize = KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(|view| view.len()).sum();
+    let per_second = |what: usize| what as f64 / ms * 1e3;
+    Ok(ProductRate {
+        rows,
+        ms,
+        flop_per_s: per_second(2 * rows * numbers),
+        weight_bytes_per_s: per_second(2 * numbers),
+    })
 }
 
 /// The matrices of a layer.
@@ -192,14 +200,12 @@ impl Decoder {
     }
 
     fn all_small(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
-        let (n, hidden, intermediate) = (pass.dims.n_tokens, self.sizes.hidden, self.sizes.intermediate);
-        let Workspace { normed, residual, given, gated, gate_up, .. } = &mut *pass.space;
+        let (n, intermediate) = (pass.dims.n_tokens, self.sizes.intermediate);
         for layer in &self.weights.layers {
-            for weight in [&layer.attention_norm, &layer.mlp_norm] {
-                let (out, sum) = (normed.view_mut(), residual.view_mut());
-                let (out, sum) = (out.slice(0..n * hidden), sum.slice(0..n * hidden));
-                pass.card.add_rms_norm(out, sum, given.slice(0..n * hidden), weight.view(), self.epsilon)?;
+            for norm in [&layer.attention_norm, &layer.mlp_norm] {
+                self.add_given(pass, norm)?;
             }
+            let Workspace { gated, gate_up, .. } = &mut *pass.space;
             let gated = gated.view_mut().slice(0..n * intermediate);
             pass.card.silu_mul(gated, gate_up.slice(0..n * 2 * intermediate), intermediate)?;
         }

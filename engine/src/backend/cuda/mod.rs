@@ -1,9 +1,9 @@
-//! A GPU as a backend: weights and KV on one card, whole steps launched ahead of the card's work.
+//! A GPU as a backend, or several: weights and KV on cards, whole steps launched ahead of the cards' work.
 //!
-//! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `weights`,
-//! `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`decoder`),
-//! which steps are recorded (`ladder`, `recorded`), how tokens are drawn (`draws`), and what becomes of a step (`flight`,
-//! `watch`).
+//! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `share`, `weights`,
+//! `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`rank`, `decoder`),
+//! which steps are recorded (`ladder`, `recorded`), how tokens are drawn (`draws`), how several cards go on together
+//! (`lockstep`), and what becomes of a step (`flight`, `watch`).
 //!
 //! Sums in bf16 depend on how many rows are multiplied together, so a row's numbers differ in their last bits from one
 //! batch to another; how far that may go, and what is compared, is in `docs/specification.md`.
@@ -15,10 +15,13 @@ mod flight;
 mod heads;
 mod ladder;
 mod limits;
+mod lockstep;
 mod opening;
 mod plan;
+mod rank;
 mod recorded;
 pub mod settings;
+mod share;
 mod tuning;
 mod upload;
 mod watch;
@@ -29,8 +32,8 @@ use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
-use kernels::cuda::{Buffer, Card, CudaError, Event, Outcome, Pinned, Products, SampleTokens};
-use kv_cache::{FenceSignal, KvMemory, OnCard};
+use kernels::cuda::{Card, CudaError, LostFlag, Outcome, Pinned};
+use kv_cache::{FenceSignal, KvMemory};
 use tracing::{Level, enabled};
 use types::{ModelInfo, TokenId};
 
@@ -40,15 +43,14 @@ pub use settings::CudaSettings;
 use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, StepLimits};
 use crate::error::{BackendError, OpenError, RowError};
 use crate::step::{Launched, Row, SlotId, StepBatch, StepOutput};
-use decoder::{Decoder, Pass};
 use draws::{Drawer, Draws};
 use flight::{Arrival, Flight, HostSampler, Phase};
+use lockstep::Helpers;
 use plan::{Bounds, Dims, Fed, Plan};
-use recorded::Recorded;
+use rank::{Done, LAUNCH_WITHIN, Order, Rank, Step};
 use watch::{Watch, WatchedStep};
-use workspace::Workspace;
 
-/// A model on a card.
+/// A model on a card, or on several that share it. The first one's work is done on the caller's thread.
 // Fields are dropped in their order: what works on memory goes before the memory.
 #[derive(Debug)]
 pub struct CudaBackend {
@@ -56,26 +58,21 @@ pub struct CudaBackend {
     limits: StepLimits,
     watch: Watch,
     flights: VecDeque<Flight>,
-    recorded: Recorded,
     /// The tokens of the step that was finished last.
     previous: HashMap<SlotId, TokenId>,
     n_launched: u64,
     sampler: HostSampler,
-    staging: Staging,
-    products: Products,
-    space: Workspace,
-    decoder: Decoder,
+    arrivals: Arrivals,
+    helpers: Helpers<Rank>,
+    lost: Option<LostFlag>,
+    rank: Rank,
     memory: KvMemory,
     weight_bytes: usize,
-    card: Card,
 }
 
-/// What steps take turns with on their way to the card and back.
+/// What steps take turns with on their way back.
 #[derive(Debug)]
-struct Staging {
-    words: VecDeque<Pinned<u32>>,
-    draws: VecDeque<Pinned<u32>>,
-    edits: VecDeque<Pinned<u32>>,
+struct Arrivals {
     drawn: Vec<Pinned<u32>>,
     outcomes: Vec<Pinned<u32>>,
 }
@@ -83,26 +80,28 @@ struct Staging {
 /// The line in the table of backends: `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
-    if engine.ranks.get() > 1 {
-        return Err(OpenError::Ranks("several GPUs as one node are not implemented: one rank is".to_owned()));
-    }
     Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv_bytes, &engine.cuda())?))
 }
 
 impl CudaBackend {
-    /// Bytes of all weight matrices: what a decode step reads.
+    /// Bytes of all weight matrices on one card: what a decode step reads there.
     pub fn weight_bytes(&self) -> usize {
         self.weight_bytes
     }
 
-    /// The card, to measure what it can do at most.
+    /// The first card, to measure what it can do at most.
     pub fn card(&self) -> &Card {
-        &self.card
+        &self.rank.tools.card
+    }
+
+    /// How many cards share the model.
+    pub fn n_ranks(&self) -> u16 {
+        self.memory.n_ranks()
     }
 
     /// The steps that are recorded as graphs, and how many had to be recorded after the start.
     pub fn n_recorded(&self) -> (usize, usize) {
-        self.recorded.counts()
+        self.rank.recorded.counts()
     }
 
     /// What stands for a slot's token in flight.
@@ -117,91 +116,68 @@ impl CudaBackend {
 
     /// Steps whose tokens the host draws are finished before their logits are written over.
     fn finish_what_needs_the_host(&mut self) {
-        let Self { card, sampler, space, previous, flights, .. } = self;
+        let Self { rank, lost, sampler, previous, flights, .. } = self;
         if flights.iter().any(|flight| !flight.is_done() && flight.needs_host()) {
+            let source = rank.tools.source(lost.as_ref());
             for flight in flights.iter_mut() {
-                flight.finish(card, sampler, space.logits.view(), previous);
+                flight.finish(&source, sampler, previous);
             }
         }
     }
 
-    fn run(&mut self, plan: &mut Plan<'_>, rows: &[Row<'_>]) -> Result<Vec<Event>, CudaError> {
-        if plan.is_decode_only()
-            && let Some(rung) = self.recorded.rung(rows.len(), plan.length_max())
-        {
-            plan.padded(self.recorded.dims(rung), rows);
-            self.send(plan)?;
-            let work = Work::of(&self.card, &self.decoder, &mut self.products, &mut self.space, &self.memory);
-            self.recorded.launch(rung, work)?;
-            return Ok(Vec::new());
-        }
-        self.send(plan)?;
-        let mut events = Vec::with_capacity(self.decoder.places.len());
-        let card = &self.card;
-        Work::of(card, &self.decoder, &mut self.products, &mut self.space, &self.memory).forward(
-            plan.dims,
-            &plan.sequences(),
-            |_| {
-                events.push(card.event()?);
-                Ok(())
-            },
-        )?;
-        Ok(events)
-    }
-
-    /// The step's words, by the buffer that was used longest ago.
-    fn send(&mut self, plan: &Plan<'_>) -> Result<(), CudaError> {
-        let Self { card, staging, space, .. } = self;
-        send(card, &mut staging.words, plan.dims.n_words(), |words| plan.write(words), &mut space.words)
-    }
-
-    /// Puts the step onto the card: how far its KV is, layer by layer, and its tokens on their way back.
+    /// Puts the step onto all cards: how far its KV is, layer by layer, and its tokens on their way back.
     fn start(
         &mut self,
         plan: &mut Plan<'_>,
         rows: &[Row<'_>],
         signal: FenceSignal,
     ) -> Result<Flight, CudaError> {
-        let began = enabled!(target: "walk", Level::TRACE).then(|| self.card.mark()).transpose()?;
-        let written = if plan.dims.n_tokens == 0 { Vec::new() } else { self.run(plan, rows)? };
-        let (draws, drawers) = Draws::of(rows, &plan.places, &self.sampler.eos_tokens);
-        self.draw(&draws, plan.dims)?;
-        let outcomes = self.outcomes(&draws, &drawers)?;
-        let mut drawn = match self.staging.drawn.pop() {
-            Some(drawn) => drawn,
-            None => self.card.pinned(self.limits.rows)?,
-        };
-        if plan.dims.n_wanted > 0 {
-            self.card.receive(self.space.drawn.slice(0..plan.dims.n_wanted), &mut drawn)?;
+        let began = enabled!(target: "walk", Level::TRACE).then(|| self.card().mark()).transpose()?;
+        let rung =
+            if plan.is_decode_only() { self.rank.recorded.rung(rows.len(), plan.length_max()) } else { None };
+        if let Some(rung) = rung {
+            plan.padded(self.rank.recorded.dims(rung), rows);
         }
-        let end = self.card.event()?;
+        let (draws, drawers) = Draws::of(rows, &plan.places, &self.sampler.eos_tokens);
+        let mut words = Vec::new();
+        if self.helpers.are_there() {
+            words.resize(plan.dims.n_words(), 0);
+            plan.write(&mut words);
+        }
+        let step = Arc::new(Step { dims: plan.dims, rung, sequences: plan.sequences(), draws, words });
+        let all = self.launch_on_all(&step, plan)?;
+        let outcomes = self.outcomes(&step.draws, &drawers)?;
+        let mut drawn = match self.arrivals.drawn.pop() {
+            Some(drawn) => drawn,
+            None => self.card().pinned(self.limits.rows)?,
+        };
+        let (card, space) = (self.card(), &self.rank.tools.space);
+        if plan.dims.n_wanted > 0 {
+            card.receive(space.drawn.slice(0..plan.dims.n_wanted), &mut drawn)?;
+        }
+        let end = card.event()?;
         let signal = Arc::new(signal);
-        if !written.is_empty() {
-            self.watch.watch(WatchedStep { began, written, signal: Arc::clone(&signal) });
+        let (mut written, mut others) = (Vec::with_capacity(all.len()), Vec::new());
+        for done in all {
+            written.push(done.written);
+            others.extend(done.end);
+        }
+        if written.iter().all(|of_rank| !of_rank.is_empty()) {
+            let lost = self.lost.clone();
+            self.watch.watch(WatchedStep { began, written, lost, signal: Arc::clone(&signal) });
         }
         let places = std::mem::take(&mut plan.places);
-        Ok(Flight::new(self.n_launched, rows, places, &drawers, Arrival { drawn, outcomes, end }, signal))
+        let arrival = Arrival { drawn, outcomes, end, others };
+        Ok(Flight::new(self.n_launched, rows, places, &drawers, arrival, signal))
     }
 
-    /// Has tokens drawn where the likeliest will not do: the next step reads them on the card as it reads the others.
-    fn draw(&mut self, draws: &Draws, dims: Dims) -> Result<(), CudaError> {
-        if draws.n_rows() == 0 {
-            return Ok(());
-        }
-        let Self { card, space, staging, decoder, .. } = self;
-        let Draws { rows, edits } = draws;
-        send(card, &mut staging.draws, rows.len(), |to| to.copy_from_slice(rows), &mut space.draws)?;
-        send(card, &mut staging.edits, edits.len(), |to| to.copy_from_slice(edits), &mut space.edits)?;
-        let (n, vocab) = (dims.n_wanted, decoder.sizes.vocab);
-        card.sample_tokens(SampleTokens {
-            drawn: space.drawn.view_mut().slice(0..n),
-            outcomes: space.outcomes.view_mut(),
-            logits: space.logits.view_mut().slice(0..n * vocab),
-            best: space.best.slice(0..n),
-            tokens: space.tokens.slice(0..dims.n_tokens),
-            draws: space.draws.slice(0..draws.rows.len()),
-            edits: space.edits.view_mut().slice(0..draws.edits.len()),
-        })
+    /// On this rank's card while the others put it onto theirs: this one's events first.
+    fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<Done>, CudaError> {
+        self.helpers.begin(&Order::Step(Arc::clone(step)))?;
+        let written = self.rank.launch(step, |words| plan.write(words))?;
+        let mut all = vec![Done { written, end: None }];
+        all.extend(self.helpers.finish(LAUNCH_WITHIN)?);
+        Ok(all)
     }
 
     /// What the card tells of its draws, on its way to the host, if anything is wanted of it.
@@ -209,18 +185,36 @@ impl CudaBackend {
         if !drawers.iter().any(|drawer| matches!(drawer, Drawer::Card { is_told: true, .. })) {
             return Ok(None);
         }
-        let mut outcomes = match self.staging.outcomes.pop() {
+        let mut outcomes = match self.arrivals.outcomes.pop() {
             Some(outcomes) => outcomes,
-            None => self.card.pinned(self.limits.rows * Outcome::WORDS)?,
+            None => self.card().pinned(self.limits.rows * Outcome::WORDS)?,
         };
-        let told = self.space.outcomes.slice(0..draws.n_rows() * Outcome::WORDS);
-        self.card.receive(told, &mut outcomes)?;
+        let told = self.rank.tools.space.outcomes.slice(0..draws.n_rows() * Outcome::WORDS);
+        self.card().receive(told, &mut outcomes)?;
         Ok(Some(outcomes))
+    }
+
+    /// A mistake in a step is that step's; a card that refuses work will refuse all of it. Where ranks share the model the
+    /// others may have begun what this one could not, so there nothing goes on.
+    fn launch_failed(&self, error: &CudaError) -> BackendError {
+        match (&self.lost, error) {
+            (None, CudaError::Argument { .. } | CudaError::NoProduct { .. }) => {
+                BackendError::Launch(in_full(error))
+            }
+            (None, _) => BackendError::DeviceLost(in_full(error)),
+            (Some(lost), _) => {
+                lost.raise();
+                BackendError::DeviceLost(in_full(error))
+            }
+        }
     }
 
     fn check_size(&self, dims: Dims) -> Result<(), BackendError> {
         let StepLimits { tokens, rows } = self.limits;
-        if dims.n_tokens <= tokens && dims.n_wanted <= rows && dims.n_words() <= self.space.words.len() {
+        if dims.n_tokens <= tokens
+            && dims.n_wanted <= rows
+            && dims.n_words() <= self.rank.tools.space.words.len()
+        {
             return Ok(());
         }
         Err(BackendError::Launch(format!(
@@ -230,62 +224,10 @@ impl CudaBackend {
     }
 }
 
-impl Staging {
+impl Arrivals {
     fn keep(&mut self, arrival: Arrival) {
         self.drawn.push(arrival.drawn);
         self.outcomes.extend(arrival.outcomes);
-    }
-}
-
-/// Writes words and copies them to the card, by the buffer that was used longest ago.
-fn send(
-    card: &Card,
-    by: &mut VecDeque<Pinned<u32>>,
-    n_words: usize,
-    write: impl FnOnce(&mut [u32]),
-    to: &mut Buffer<u32>,
-) -> Result<(), CudaError> {
-    if n_words == 0 {
-        return Ok(());
-    }
-    let staged = by.front_mut().expect("there are always two");
-    write(&mut staged.numbers()?[..n_words]);
-    card.send(staged, to.view_mut().slice(0..n_words))?;
-    by.rotate_left(1);
-    Ok(())
-}
-
-/// What a pass works with.
-#[derive(Debug)]
-struct Work<'a> {
-    card: &'a Card,
-    decoder: &'a Decoder,
-    products: &'a mut Products,
-    space: &'a mut Workspace,
-    kv: OnCard<'a>,
-}
-
-impl<'a> Work<'a> {
-    fn of(
-        card: &'a Card,
-        decoder: &'a Decoder,
-        products: &'a mut Products,
-        space: &'a mut Workspace,
-        memory: &'a KvMemory,
-    ) -> Self {
-        let kv = memory.on_card().expect("the backend's memory was taken on its card");
-        Self { card, decoder, products, space, kv }
-    }
-
-    fn forward(
-        &mut self,
-        dims: Dims,
-        sequences: &[kernels::cuda::PrefillSequence],
-        written: impl FnMut(usize) -> Result<(), CudaError>,
-    ) -> Result<(), CudaError> {
-        let Self { card, decoder, products, space, kv } = self;
-        let sections = dims.sections();
-        decoder.forward(&mut Pass { card, products, space, kv: *kv, dims, sections, sequences }, written)
     }
 }
 
@@ -302,12 +244,17 @@ impl Backend for CudaBackend {
         if self.flights.len() == STEPS_IN_FLIGHT_MAX {
             return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
         }
+        if self.lost.as_ref().is_some_and(LostFlag::is_raised) {
+            return Err(BackendError::DeviceLost(in_full(&flight::peer_lost())));
+        }
         self.finish_what_needs_the_host();
-        let bounds = Bounds { vocab: self.decoder.sizes.vocab, n_groups: self.model.layout.groups.len() };
+        let bounds =
+            Bounds { vocab: self.rank.tools.decoder.sizes.vocab, n_groups: self.model.layout.groups.len() };
         let mut plan = Plan::of(batch.rows, bounds, |slot| self.previous_of(slot));
         self.check_size(plan.dims)?;
         let (signal, fence) = FenceSignal::new();
-        let flight = self.start(&mut plan, batch.rows, signal).map_err(launch_failed)?;
+        let flight = self.start(&mut plan, batch.rows, signal);
+        let flight = flight.map_err(|error| self.launch_failed(&error))?;
         let number = flight.number;
         self.flights.push_back(flight);
         self.n_launched += 1;
@@ -324,13 +271,14 @@ impl Backend for CudaBackend {
             Some(_) => {}
         }
         let mut flight = self.flights.pop_front().expect("it was just looked at");
-        flight.finish(&self.card, &self.sampler, self.space.logits.view(), &mut self.previous);
+        let source = self.rank.tools.source(self.lost.as_ref());
+        flight.finish(&source, &self.sampler, &mut self.previous);
         let phase = std::mem::replace(&mut flight.phase, Phase::OnCard);
         let Phase::Done(outcome) = phase else { unreachable!("a step that was finished is done") };
         if outcome.is_ok() {
-            flight.signal.layers_done(self.decoder.places.len() as u16);
+            flight.signal.layers_done(self.rank.tools.decoder.places.len() as u16);
         }
-        self.staging.keep(flight.into_arrival());
+        self.arrivals.keep(flight.into_arrival());
         outcome.map_err(|error| BackendError::DeviceLost(in_full(&error)))
     }
 
@@ -341,16 +289,12 @@ impl Backend for CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // Steps that nobody collected may still write. Where waiting fails, the card writes nothing any more.
-        let _ = self.card.synchronize();
-    }
-}
-
-/// A mistake in a step is that step's; a card that refuses work will refuse all of it.
-fn launch_failed(error: CudaError) -> BackendError {
-    match error {
-        CudaError::Argument { .. } | CudaError::NoProduct { .. } => BackendError::Launch(in_full(&error)),
-        _ => BackendError::DeviceLost(in_full(&error)),
+        // Cards reach each other's memory, so none gives its own back before all have done what they were told. Steps that
+        // nobody collected may still write. Where waiting fails, the card writes nothing any more.
+        let others = self.helpers.end();
+        for rank in others.iter().chain([&self.rank]) {
+            let _ = rank.tools.card.synchronize();
+        }
     }
 }
 

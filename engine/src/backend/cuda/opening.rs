@@ -1,11 +1,13 @@
-//! Everything that is done once: the card, the weights, the memory, the graphs.
+//! Everything that is done once: the cards, the weights, the memory, the graphs.
 
 use std::collections::{HashMap, VecDeque};
 use std::num::NonZero;
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use kernels::cpu::{Arithmetic, Processor};
-use kernels::cuda::{Card, CudaError, Products};
+use kernels::cuda::{Card, CudaError, Peers, Products};
 use kv_cache::KvMemory;
 use tracing::info;
 use types::layout::{Attention, Shard};
@@ -16,13 +18,16 @@ use super::decoder::{Decoder, LayerPlace};
 use super::flight::HostSampler;
 use super::heads::Heads;
 use super::ladder::Ladder;
-use super::plan::{BLOCK_TOKENS, Dims};
+use super::lockstep::{Helpers, Opened};
+use super::plan::BLOCK_TOKENS;
+use super::rank::{Order, PREPARE_WITHIN, Rank, Tools};
 use super::recorded::Recorded;
+use super::share::Share;
 use super::upload::Upload;
 use super::watch::Watch;
 use super::weights::{Loader, Origin, Sizes};
-use super::workspace::WorkspaceShape;
-use super::{CudaBackend, CudaSettings, Staging, Work, tuning};
+use super::workspace::{Workspace, WorkspaceShape};
+use super::{Arrivals, CudaBackend, CudaSettings, tuning};
 use crate::backend::{StepLimits, cpu};
 use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
@@ -34,90 +39,76 @@ const RECORDED_TOKENS: usize = 9216;
 /// Threads that draw what the card does not.
 const SAMPLER_THREADS: usize = 4;
 
+/// How long the other ranks may take to load their weights, once this one has its own.
+const LOAD_WITHIN: Duration = Duration::from_secs(1800);
+
 /// A model's description, and what follows from it before a card is touched.
 #[derive(Debug)]
 struct Described {
     folder: ModelFolder,
     architecture: &'static Architecture,
     heads: Heads,
-    sizes: Sizes,
     layout: KvLayout,
+    n_blocks: u32,
+    /// Tokens of the longest sequence.
+    tokens_max: usize,
+    settings: CudaSettings,
+}
+
+/// A card with all its memory taken, and no weights yet.
+#[derive(Debug)]
+struct Empty {
+    sizes: Sizes,
+    products: Products,
+    peers: Option<Peers>,
+    space: Workspace,
+    memory: KvMemory,
+    card: Card,
 }
 
 impl CudaBackend {
-    /// Puts the model of a folder onto a card. All memory is taken here, and what will not fit is refused with the sum.
+    /// Puts the model of a folder onto a card, or onto several. All memory is taken here, and what will not fit is refused
+    /// with the sum.
     pub fn open(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
-        let card = open_card(settings)?;
-        let mut products = Products::open(&card, settings.libraries.as_deref())?;
-        info!(gpu = card.name(), kernels_compiled = card.n_compiled(), "use GPU");
-        let described = Described::of(folder, settings)?;
-        let config = &described.folder.config;
-        let n_blocks = described.n_blocks(kv_bytes)?;
-        let limits = settings.limits;
-        let tokens_max = config.context_tokens.min(n_blocks as usize * BLOCK_TOKENS);
-        let shape = described.workspace(&card, limits, tokens_max, n_blocks as usize);
-        let budget = Budget::of(described.sizes, &shape, kv_bytes);
-        budget.check(card.memory()?.0)?;
-
-        let mut space = shape.take(&card)?;
-        let memory = KvMemory::device(described.layout.clone(), n_blocks, &card)
-            .map_err(|error| OpenError::KvMemory(error.to_string()))?;
-        let (decoder, weights) = described.load(&card, settings, n_blocks as usize)?;
-        let n_groups = described.layout.groups.len();
-        let ladder = settings.graphs.then(|| Ladder::new(limits.rows, tokens_max));
-        let mut recorded = Recorded::new(ladder.clone(), n_groups, space.words.len());
-        {
-            let mut work = Work::of(&card, &decoder, &mut products, &mut space, &memory);
-            tuning::tune(&mut work, n_groups, limits, settings)?;
-            if let Some(ladder) = &ladder {
-                warm_up(&mut work, ladder, n_groups)?;
-            }
-            recorded.record_up_to(RECORDED_TOKENS, &mut work, |done, of| {
-                if done == of || done % 100 == 0 {
-                    info!(done, of, "record decode steps");
-                }
-            })?;
-        }
-        let staging = Staging::new(&card, &space, limits)?;
+        let cards = open_cards(settings)?;
+        let described = Arc::new(Described::of(folder, kv_bytes, settings)?);
+        let (empty, weight_bytes) = described.take(cards, kv_bytes)?;
+        let memory = empty.first().map(|first| first.memory.clone()).expect("there is a first rank");
+        let (mut rank, mut helpers) = described.load_all(empty)?;
+        let lost = rank.tools.peers.as_ref().map(Peers::lost_flag);
+        described.prepare(&mut rank, &mut helpers)?;
+        let (limits, card) = (settings.limits, &rank.tools.card);
+        let arrivals = Arrivals {
+            outcomes: Vec::new(),
+            drawn: vec![card.pinned(limits.rows)?, card.pinned(limits.rows)?],
+        };
         Ok(Self {
-            model: described.model_info(&weights)?,
+            model: described.model_info()?,
             limits,
             watch: Watch::start().map_err(LoadError::Threads)?,
             flights: VecDeque::new(),
-            recorded,
             previous: HashMap::new(),
             n_launched: 0,
-            sampler: sampler(config)?,
-            staging,
-            products,
-            space,
-            decoder,
+            sampler: sampler(&described.folder.config)?,
+            arrivals,
+            helpers,
+            lost,
+            rank,
             memory,
-            weight_bytes: budget.weights,
-            card,
+            weight_bytes,
         })
     }
 }
 
-/// The card, with its own kernels unless others are named.
-fn open_card(settings: &CudaSettings) -> Result<Card, CudaError> {
-    let (libraries, arch) = (settings.libraries.as_deref(), settings.arch.as_deref());
-    Card::open_as(settings.ordinal, libraries, &settings.kernel_cache(), arch)
-}
-
-/// Runs each number of rows once: code is loaded when it first runs, which cannot be recorded.
-fn warm_up(work: &mut Work<'_>, ladder: &Ladder, n_groups: usize) -> Result<(), OpenError> {
-    // All words are nowhere: tokens and slots that do not exist, sequences of no length.
-    let words = work.space.words.view_mut();
-    work.card.fill(words, 0xff)?;
-    for rows in ladder.rows() {
-        let dims = Dims::of_decodes(n_groups, *rows, BLOCK_TOKENS);
-        let lengths = dims.sections().lengths;
-        work.card.fill(work.space.words.view_mut().slice(lengths), 0)?;
-        work.forward(dims, &[], |_| Ok(()))?;
-        work.card.fill(work.space.words.view_mut(), 0xff)?;
+/// The cards, one for each rank, with their own kernels unless others are named.
+fn open_cards(settings: &CudaSettings) -> Result<Vec<Card>, CudaError> {
+    let (first, n_ranks, n_cards) = (settings.ordinal, usize::from(settings.ranks.get()), Card::count()?);
+    if n_ranks > 1 && first + n_ranks > n_cards {
+        return Err(CudaError::TooFewCards { first, n_ranks, n_cards });
     }
-    Ok(work.card.synchronize()?)
+    let (libraries, arch) = (settings.libraries.as_deref(), settings.arch.as_deref());
+    let open = |ordinal| Card::open_as(ordinal, libraries, &settings.kernel_cache(), arch);
+    (first..first + n_ranks).map(open).collect()
 }
 
 fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
@@ -127,21 +118,9 @@ fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
     Ok(HostSampler { processor, eos_tokens: config.eos_tokens.clone(), vocab: config.vocab })
 }
 
-impl Staging {
-    fn new(card: &Card, space: &super::Workspace, limits: StepLimits) -> Result<Self, OpenError> {
-        let two = |len: usize| Ok::<_, CudaError>([card.pinned(len)?, card.pinned(len)?].into());
-        Ok(Self {
-            words: two(space.words.len())?,
-            draws: two(space.draws.len())?,
-            edits: two(space.edits.len())?,
-            outcomes: Vec::new(),
-            drawn: vec![card.pinned(limits.rows)?, card.pinned(limits.rows)?],
-        })
-    }
-}
-
 impl Described {
-    fn of(folder: &Path, settings: &CudaSettings) -> Result<Self, OpenError> {
+    /// `kv_bytes` are for all ranks together.
+    fn of(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
         let folder = ModelFolder::open(folder)?;
         let config = &folder.config;
         let architecture =
@@ -154,8 +133,8 @@ impl Described {
             let wrong = format!("KV in {} is not implemented on a GPU: bf16 is", settings.kv_dtype);
             return Err(OpenError::CudaModel(wrong));
         }
+        Share::check(config, usize::from(settings.ranks.get()))?;
         let heads = Heads::of(config.head_dim)?;
-        let sizes = Sizes::of(config, heads)?;
         let windows = (architecture.windows)(config);
         let layout = KvLayout {
             block_tokens: BLOCK_TOKENS as u16,
@@ -163,92 +142,174 @@ impl Described {
             groups: cpu::groups(config.n_kv_heads as u16, heads.padded as u16, &windows),
             shard: Shard::WHOLE,
         };
-        Ok(Self { architecture, heads, sizes, layout, folder })
+        let layout = layout.over_ranks(settings.ranks.get());
+        let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
+        let n_blocks = n_blocks(&layout, kv_bytes)?;
+        let tokens_max = config.context_tokens.min(n_blocks as usize * BLOCK_TOKENS);
+        Ok(Self { architecture, heads, layout, n_blocks, tokens_max, settings: settings.clone(), folder })
     }
 
-    fn n_blocks(&self, kv_bytes: usize) -> Result<u32, OpenError> {
-        let n_blocks = KvMemory::blocks_within(&self.layout, kv_bytes);
-        let block_bytes = || self.layout.group_indices().map(|group| self.layout.block_bytes(group)).sum();
-        if n_blocks > 0 {
-            Ok(n_blocks)
-        } else {
-            Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes: block_bytes() })
+    /// Takes the memory of all cards but that of weights, whose bytes on each card are answered too.
+    fn take(&self, cards: Vec<Card>, kv_bytes: usize) -> Result<(Vec<Empty>, usize), OpenError> {
+        let mut taken = Vec::with_capacity(cards.len());
+        let (mut weight_bytes, mut together) = (0, None);
+        for (share, card) in Share::of_all(cards.len()).zip(cards) {
+            let products = Products::open(&card, self.settings.libraries.as_deref())?;
+            info!(gpu = card.name(), kernels_compiled = card.n_compiled(), rank = share.nth, "use GPU");
+            let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
+            let shape = self.workspace(&card, sizes);
+            let budget = Budget::of(sizes, &shape, kv_bytes);
+            budget.check(card.memory()?.0)?;
+            (weight_bytes, together) = (budget.weights, shape.together());
+            let space = shape.take(&card)?;
+            taken.push((sizes, products, space, card));
         }
+        let all: Vec<&Card> = taken.iter().map(|(_, _, _, card)| card).collect();
+        let memory = KvMemory::device(self.layout.clone(), self.n_blocks, &all)
+            .map_err(|error| OpenError::KvMemory(error.to_string()))?;
+        let shown: Vec<_> = taken.iter().map(|(_, _, space, _)| space.shown()).collect();
+        let peers = together.map(|together| Peers::all(&all, &shown, together)).transpose()?;
+        let mut peers = peers.into_iter().flatten();
+        let empty = |(sizes, products, space, card)| Empty {
+            sizes,
+            products,
+            peers: peers.next(),
+            space,
+            memory: memory.clone(),
+            card,
+        };
+        Ok((taken.into_iter().map(empty).collect(), weight_bytes))
     }
 
-    fn workspace(
-        &self,
-        card: &Card,
-        limits: StepLimits,
-        tokens_max: usize,
-        n_blocks: usize,
-    ) -> WorkspaceShape {
-        let n_words = words_max(limits, self.layout.groups.len(), tokens_max, n_blocks);
-        WorkspaceShape::of(card, self.sizes, limits, self.heads.padded, tokens_max, n_words)
+    fn workspace(&self, card: &Card, sizes: Sizes) -> WorkspaceShape {
+        let limits = self.settings.limits;
+        let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max, self.n_blocks as usize);
+        WorkspaceShape::of(card, sizes, limits, self.heads.padded, self.tokens_max, n_words)
     }
 
-    fn load(
-        &self,
-        card: &Card,
-        settings: &CudaSettings,
-        n_blocks: usize,
-    ) -> Result<(Decoder, String), OpenError> {
+    /// All ranks load their weights at the same time: the first one here, the others on threads of their own.
+    fn load_all(self: &Arc<Self>, empty: Vec<Empty>) -> Result<(Rank, Helpers<Rank>), OpenError> {
+        let mut empty = empty.into_iter();
+        let first = empty.next().expect("there is a first rank");
+        let mut helpers = Helpers::none();
+        let opened: Vec<Opened<OpenError>> = empty
+            .map(|empty| {
+                let described = Arc::clone(self);
+                helpers.start(move || described.load(empty)).map_err(LoadError::Threads)
+            })
+            .collect::<Result<_, _>>()?;
+        let rank = self.load(first)?;
+        for (nth, opened) in (1..).zip(opened) {
+            let silent = |_| OpenError::Ranks(format!("rank {nth} did not load its weights"));
+            opened.recv_timeout(LOAD_WITHIN).map_err(silent)??;
+        }
+        Ok((rank, helpers))
+    }
+
+    fn load(&self, empty: Empty) -> Result<Rank, OpenError> {
+        let Empty { sizes, products, peers, space, memory, card } = empty;
+        let decoder = self.decoder(&card, sizes)?;
+        let recorded = Recorded::new(self.ladder(), self.layout.groups.len(), space.words.len());
+        Ok(Rank::new(Tools { products, peers, space, decoder, memory, card }, recorded)?)
+    }
+
+    fn ladder(&self) -> Option<Ladder> {
+        let CudaSettings { graphs, limits, .. } = self.settings;
+        graphs.then(|| Ladder::new(limits.rows, self.tokens_max))
+    }
+
+    /// Finds out what is fastest, and records steps: all ranks do the same at the same time.
+    fn prepare(&self, rank: &mut Rank, helpers: &mut Helpers<Rank>) -> Result<(), OpenError> {
+        let Rank { recorded, tools, .. } = rank;
+        tuning::tune(tools, helpers, self.settings.limits, &self.settings)?;
+        if let Some(ladder) = self.ladder() {
+            helpers.begin(&Order::WarmUp(ladder.clone()))?;
+            tools.warm_up(&ladder)?;
+            helpers.finish(PREPARE_WITHIN)?;
+        }
+        helpers.begin(&Order::Record(RECORDED_TOKENS))?;
+        recorded.record_up_to(RECORDED_TOKENS, tools, |done, of| {
+            if done == of || done % 100 == 0 {
+                info!(done, of, "record decode steps");
+            }
+        })?;
+        helpers.finish(PREPARE_WITHIN)?;
+        Ok(())
+    }
+
+    fn decoder(&self, card: &Card, sizes: Sizes) -> Result<Decoder, OpenError> {
         let config = &self.folder.config;
         let host = Processor::new(Arithmetic::F32, NonZero::<usize>::MIN).map_err(LoadError::Threads)?;
         let (checkpoint, dummy);
-        let (origin, name) = match settings.load_format {
+        let origin = match self.settings.load_format {
             LoadFormat::Safetensors => {
                 checkpoint = Checkpoint::open(self.folder.path())?;
-                let name = fingerprint::of_weights(&checkpoint);
-                (Origin::Host(&checkpoint as &dyn crate::load::TensorSource), name)
+                Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
             }
             // Narrow heads are moved apart, which the host does.
             LoadFormat::Dummy { seed } if self.heads.are_padded() => {
                 dummy = Dummy { seed, processor: &host };
-                (Origin::Host(&dummy), format!("dummy, seed {seed}"))
+                Origin::Host(&dummy)
             }
-            LoadFormat::Dummy { seed } => (Origin::Card { seed }, format!("dummy, seed {seed}")),
+            LoadFormat::Dummy { seed } => Origin::Card { seed },
         };
-        let (heads, sizes) = (self.heads, self.sizes);
+        let heads = self.heads;
         let upload = Upload::new(card, sizes.bytes())?;
         let loader =
             Loader { origin, config, parts: (self.architecture.parts)(config), heads, sizes, upload };
         let turns = heads.turns(&config.rope.frequencies(config.head_dim), config.context_tokens);
-        let decoder = Decoder {
+        Ok(Decoder {
             weights: loader.load()?,
             sizes,
             heads,
             epsilon: config.norm_epsilon,
             turns: card.upload(&turns)?,
             places: places(&self.layout),
-            n_blocks,
+            n_blocks: self.n_blocks as usize,
             chunk_tokens: None,
-        };
-        Ok((decoder, name))
+        })
     }
 
-    fn model_info(&self, weights: &str) -> Result<ModelInfo, OpenError> {
+    /// What the weights are told apart by.
+    fn weights(&self) -> Result<String, LoadError> {
+        match self.settings.load_format {
+            LoadFormat::Safetensors => Ok(fingerprint::of_weights(&Checkpoint::open(self.folder.path())?)),
+            LoadFormat::Dummy { seed } => Ok(format!("dummy, seed {seed}")),
+        }
+    }
+
+    fn model_info(&self) -> Result<ModelInfo, OpenError> {
         let config = &self.folder.config;
         Ok(ModelInfo {
             name: self.folder.name(),
             context_tokens: config.context_tokens as u32,
             vocab: config.vocab as u32,
             eos_tokens: config.eos_tokens.clone(),
-            fingerprint: self.fingerprint(weights)?,
+            fingerprint: self.fingerprint()?,
             layout: self.layout.clone(),
         })
     }
 
-    fn fingerprint(&self, weights: &str) -> Result<Fingerprint, LoadError> {
+    fn fingerprint(&self) -> Result<Fingerprint, LoadError> {
         let tokenizer = self.folder.tokenizer()?;
         let parts = [
-            ("weights", weights.to_owned()),
+            ("weights", self.weights()?),
             ("dtype", "bf16".to_owned()),
             ("arithmetic", "bf16 on a GPU".to_owned()),
             ("rope", self.folder.config.rope.fingerprint()),
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
         ];
         Ok(fingerprint::fingerprint(&self.layout, parts))
+    }
+}
+
+fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenError> {
+    match KvMemory::blocks_within(layout, kv_bytes) {
+        0 => {
+            let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
+            Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes })
+        }
+        n_blocks => Ok(n_blocks),
     }
 }
 

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use kernels::cuda::{CudaError, Graph};
 
-use super::Work;
 use super::ladder::{Ladder, Rung};
 use super::plan::Dims;
+use super::rank::Tools;
 
 /// The most graphs that are kept.
 const GRAPHS_MAX: usize = 2048;
@@ -47,9 +47,9 @@ impl Recorded {
     }
 
     /// Runs the step that lies ready, whose size this is.
-    pub(super) fn launch(&mut self, rung: Rung, mut work: Work<'_>) -> Result<(), CudaError> {
+    pub(super) fn launch(&mut self, rung: Rung, tools: &mut Tools) -> Result<(), CudaError> {
         if !self.graphs.contains_key(&rung) {
-            self.record(rung, &mut work)?;
+            self.record(rung, tools)?;
         }
         self.graphs.get_mut(&rung).expect("it is recorded").launch()
     }
@@ -58,27 +58,30 @@ impl Recorded {
     pub(super) fn record_up_to(
         &mut self,
         length: usize,
-        work: &mut Work<'_>,
+        tools: &mut Tools,
         mut told: impl FnMut(usize, usize),
     ) -> Result<(), CudaError> {
         let rungs: Vec<Rung> = self.ladder.iter().flat_map(Ladder::rungs).collect();
         let rungs: Vec<Rung> =
             rungs.into_iter().filter(|rung| rung.length <= length && self.has_room(*rung)).collect();
         for (nth, rung) in rungs.iter().enumerate() {
-            self.record(*rung, work)?;
+            self.record(*rung, tools)?;
             told(nth + 1, rungs.len());
         }
         self.n_at_start = self.graphs.len();
         Ok(())
     }
 
-    fn record(&mut self, rung: Rung, work: &mut Work<'_>) -> Result<(), CudaError> {
+    fn record(&mut self, rung: Rung, tools: &mut Tools) -> Result<(), CudaError> {
         if self.graphs.len() >= GRAPHS_MAX {
             // The longest of the fewest rows are met least.
             self.graphs.pop_last();
         }
         let dims = self.dims(rung);
-        let graph = work.card.record(|| work.forward(dims, &[], |_| Ok(())))?;
+        let graph = tools.pass(dims, &[], |decoder, pass| {
+            let card = pass.card;
+            card.record(|| decoder.forward(pass, |_| Ok(())))
+        })?;
         self.graphs.insert(rung, graph);
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! What a GPU is told beside the model and the memory for KV.
 
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
 use kernels::cuda::Cache;
@@ -11,8 +12,10 @@ use crate::cpu::LoadFormat;
 /// How a GPU computes.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
-    /// Which GPU, as the driver counts.
+    /// Which GPU, as the driver counts; of several, the first one.
     pub ordinal: usize,
+    /// Tensor-parallel ranks: so many GPUs, one after the other, each with its share of the model.
+    pub ranks: NonZero<u16>,
     pub limits: StepLimits,
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
@@ -32,6 +35,7 @@ impl Default for CudaSettings {
     fn default() -> Self {
         Self {
             ordinal: 0,
+            ranks: NonZero::<u16>::MIN,
             limits: StepLimits::default(),
             load_format: LoadFormat::Safetensors,
             kv_dtype: KvDtype::Bf16,

@@ -9,12 +9,14 @@ use kernels::cuda::matmul::{Choice, Choices, RUNGS};
 use kernels::cuda::{Answer, Bf16, Card, CudaError, ProductShape, Products, View};
 use tracing::{info, warn};
 
+use super::CudaSettings;
 use super::decoder::Decoder;
 use super::limits::least;
+use super::lockstep::Helpers;
 use super::plan::{BLOCK_TOKENS, Dims};
+use super::rank::{Order, PREPARE_WITHIN, Rank, Tools};
 use super::weights::all_of;
 use super::workspace::Workspace;
-use super::{CudaSettings, Work};
 use crate::backend::StepLimits;
 
 /// Products of more rows are long, and what comes before and after them counts little.
@@ -47,15 +49,15 @@ impl Kind<'_> {
     }
 }
 
-/// Reads what is remembered, measures what is not, and remembers that.
+/// Reads what is remembered, measures what is not, and remembers that. All ranks' products are of the same shapes, and done
+/// in the same ways: the first one's choice.
 pub(super) fn tune(
-    work: &mut Work<'_>,
-    n_groups: usize,
+    tools: &mut Tools,
+    helpers: &mut Helpers<Rank>,
     limits: StepLimits,
     settings: &CudaSettings,
 ) -> Result<(), CudaError> {
-    let (card, decoder) = (work.card, work.decoder);
-    let Work { products, space, .. } = &mut *work;
+    let Tools { card, decoder, products, space, .. } = tools;
     let about =
         format!("{} {}, cuBLASLt {}, in company", card.name(), card.arch(), products.library_version());
     let file = settings.choices_file(&about);
@@ -69,7 +71,7 @@ pub(super) fn tune(
         .filter(|(_, shape)| products.choices().get(*shape).is_none())
         .collect();
     if missing.is_empty() || !settings.tunes {
-        return Ok(());
+        return choose(tools, helpers);
     }
     info!(shapes = missing.len(), "measure matrix products");
     fill(card, space)?;
@@ -77,32 +79,45 @@ pub(super) fn tune(
     for (kind, shape) in missing {
         best.insert(shape, measure(card, products, kind, shape, space)?);
     }
-    in_company(work, n_groups, limits, &kinds, &best)?;
+    let shapes: Vec<ProductShape> = kinds.iter().map(|kind| kind.shape(1)).collect();
+    in_company(tools, helpers, limits, &shapes, &best)?;
     if let Some(file) = file
-        && let Err(error) = work.products.choices().write(&file, &about)
+        && let Err(error) = tools.products.choices().write(&file, &about)
     {
         warn!(%error, "measurements of matrix products are not kept");
+    }
+    choose(tools, helpers)
+}
+
+/// The other ranks do as this one.
+fn choose(tools: &Tools, helpers: &mut Helpers<Rank>) -> Result<(), CudaError> {
+    if helpers.are_there() {
+        helpers.begin(&Order::Choose(tools.products.choices().clone()))?;
+        helpers.finish(PREPARE_WITHIN)?;
     }
     Ok(())
 }
 
 /// Steps of few rows, one number after the other.
 fn in_company(
-    work: &mut Work<'_>,
-    n_groups: usize,
+    tools: &mut Tools,
+    helpers: &mut Helpers<Rank>,
     limits: StepLimits,
-    kinds: &[Kind<'_>],
+    shapes: &[ProductShape],
     best: &BTreeMap<ProductShape, Vec<Choice>>,
 ) -> Result<(), CudaError> {
-    let n_blocks = work.decoder.n_blocks;
+    let (n_blocks, n_groups) = (tools.decoder.n_blocks, tools.memory.layout().groups.len());
     let length = TOKENS_IN_COMPANY.min(n_blocks * BLOCK_TOKENS);
     for n_rows in RUNGS.iter().copied().filter(|rung| *rung <= ROWS_IN_COMPANY_MAX.min(limits.rows)) {
         let dims = Dims::of_decodes(n_groups, n_rows, length);
-        let shapes: Vec<ProductShape> = kinds.iter().map(|kind| kind.shape(n_rows)).collect();
+        let shapes: Vec<ProductShape> =
+            shapes.iter().map(|shape| ProductShape { n_rows, ..*shape }).collect();
         let words = dims.measured_words(length, n_blocks as u32);
-        if words.len() <= work.space.words.len() {
-            work.card.write(work.space.words.view_mut().slice(0..words.len()), &words)?;
-            try_in_company(work, &shapes, dims, best)?;
+        if words.len() <= tools.space.words.len() {
+            helpers.begin(&Order::Lay(words.as_slice().into()))?;
+            tools.lay(&words)?;
+            helpers.finish(PREPARE_WITHIN)?;
+            try_in_company(tools, helpers, &shapes, dims, best)?;
         }
     }
     Ok(())
@@ -111,7 +126,7 @@ fn in_company(
 fn kinds(decoder: &Decoder, limits: StepLimits) -> Vec<Kind<'_>> {
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
     let of_layers = |matrices, k| Kind { matrices, k, rows_max: limits.tokens, is_wide: false };
-    let head = vec![decoder.weights.head().view()];
+    let head = vec![decoder.weights.head()];
     vec![
         of_layers(all_of(layers, |layer| &layer.qkv), sizes.hidden),
         of_layers(all_of(layers, |layer| &layer.o), sizes.q_width),
@@ -158,36 +173,48 @@ fn rooms(shape: ProductShape, space: &mut Workspace) -> (Answer<'_>, View<'_, Bf
 
 /// Tries the next best ways of each product in a whole decode step, and keeps those with which it takes less time.
 fn try_in_company(
-    work: &mut Work<'_>,
+    tools: &mut Tools,
+    helpers: &mut Helpers<Rank>,
     shapes: &[ProductShape],
     dims: Dims,
     best: &BTreeMap<ProductShape, Vec<Choice>>,
 ) -> Result<(), CudaError> {
-    let mut shortest = time_step(work, dims)?;
+    let mut shortest = time_together(tools, helpers, dims)?;
     for shape in shapes {
         let Some([first, others @ ..]) = best.get(shape).map(Vec::as_slice) else { continue };
         let mut kept = *first;
         for choice in others {
-            work.products.prefer(*shape, *choice);
-            let time = time_step(work, dims)?;
+            tools.products.prefer(*shape, *choice);
+            let time = time_together(tools, helpers, dims)?;
             if time < shortest {
                 (shortest, kept) = (time, *choice);
             }
         }
-        work.products.prefer(*shape, kept);
+        tools.products.prefer(*shape, kept);
     }
     Ok(())
 }
 
+/// As [`time_step`], on all ranks at once.
+fn time_together(tools: &mut Tools, helpers: &mut Helpers<Rank>, dims: Dims) -> Result<f64, CudaError> {
+    choose(tools, helpers)?;
+    helpers.begin(&Order::TimeStep(dims))?;
+    let time = time_step(tools, dims)?;
+    helpers.finish(PREPARE_WITHIN)?;
+    Ok(time)
+}
+
 /// Milliseconds of a whole decode step, recorded as those that are served.
-fn time_step(work: &mut Work<'_>, dims: Dims) -> Result<f64, CudaError> {
-    // Code is loaded when it first runs, which cannot be recorded.
-    work.forward(dims, &[], |_| Ok(()))?;
-    let card = work.card;
-    let mut graph = card.record(|| work.forward(dims, &[], |_| Ok(())))?;
-    least(|| {
-        let start = card.mark()?;
-        graph.launch()?;
-        start.ms_until(&card.mark()?)
+pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError> {
+    tools.pass(dims, &[], |decoder, pass| {
+        // Code is loaded when it first runs, which cannot be recorded.
+        decoder.forward(pass, |_| Ok(()))?;
+        let card = pass.card;
+        let mut graph = card.record(|| decoder.forward(pass, |_| Ok(())))?;
+        least(|| {
+            let start = card.mark()?;
+            graph.launch()?;
+            start.ms_until(&card.mark()?)
+        })
     })
 }

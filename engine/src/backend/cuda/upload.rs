@@ -1,5 +1,7 @@
 //! Weights on their way to the card: while it copies one piece, the host reads the next.
 
+use std::ops::Range;
+
 use kernels::cuda::{Bf16, Card, CudaError, Pinned, ViewMut};
 use tracing::info;
 
@@ -37,14 +39,47 @@ impl<'a> Upload<'a> {
         self.card
     }
 
-    /// Numbers as a file has them, low byte first.
-    pub(super) fn put_bytes(&mut self, to: ViewMut<'_, Bf16>, bytes: &[u8]) -> Result<(), CudaError> {
+    /// Numbers as a file has them, low byte first; zeroes after them, if `to` has room for more.
+    pub(super) fn put_bytes(&mut self, mut to: ViewMut<'_, Bf16>, bytes: &[u8]) -> Result<(), CudaError> {
         let numbers = bytes.as_chunks::<2>().0;
-        self.put_with(to, |nth, number| *number = Bf16(u16::from_le_bytes(numbers[nth])))
+        if numbers.len() < to.len() {
+            let rest = numbers.len()..to.len();
+            self.card.fill(to.reborrow().slice(rest), 0)?;
+        }
+        self.put_with(to.slice(0..numbers.len()), |start, piece| {
+            for (number, bytes) in piece.iter_mut().zip(&numbers[start..]) {
+                *number = Bf16(u16::from_le_bytes(*bytes));
+            }
+        })
+    }
+
+    /// Some columns of rows of `cols` numbers, each with zeroes after them up to `width`.
+    pub(super) fn put_columns(
+        &mut self,
+        to: ViewMut<'_, Bf16>,
+        bytes: &[u8],
+        cols: usize,
+        columns: Range<usize>,
+        width: usize,
+    ) -> Result<(), CudaError> {
+        let numbers = bytes.as_chunks::<2>().0;
+        self.put_with(to, |start, piece| {
+            let (mut row, mut column, mut rest) = (start / width, start % width, piece);
+            while !rest.is_empty() {
+                let (here, after) = rest.split_at_mut((width - column).min(rest.len()));
+                let from = &numbers[row * cols..(row + 1) * cols][columns.clone()];
+                let from = from.get(column..).unwrap_or_default();
+                here.fill(Bf16::default());
+                for (number, bytes) in here.iter_mut().zip(from) {
+                    *number = Bf16(u16::from_le_bytes(*bytes));
+                }
+                (row, column, rest) = (row + 1, 0, after);
+            }
+        })
     }
 
     pub(super) fn put(&mut self, to: ViewMut<'_, Bf16>, numbers: &[Bf16]) -> Result<(), CudaError> {
-        self.put_with(to, |nth, number| *number = numbers[nth])
+        self.put_with(to, |start, piece| piece.copy_from_slice(&numbers[start..start + piece.len()]))
     }
 
     /// Counts what came onto the card in another way.
@@ -52,19 +87,18 @@ impl<'a> Upload<'a> {
         self.progress.add(n_numbers * size_of::<Bf16>());
     }
 
+    /// Piece by piece: `fill` is told where a piece begins.
     fn put_with(
         &mut self,
         mut to: ViewMut<'_, Bf16>,
-        fill: impl Fn(usize, &mut Bf16),
+        fill: impl Fn(usize, &mut [Bf16]),
     ) -> Result<(), CudaError> {
         let mut start = 0;
         while start < to.len() {
             let piece = &mut self.pieces[self.turn];
             self.turn = (self.turn + 1) % 2;
             let end = (start + piece.len()).min(to.len());
-            for (nth, number) in piece.numbers()?[..end - start].iter_mut().enumerate() {
-                fill(start + nth, number);
-            }
+            fill(start, &mut piece.numbers()?[..end - start]);
             self.card.send(piece, to.reborrow().slice(start..end))?;
             start = end;
         }

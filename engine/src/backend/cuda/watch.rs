@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use kernels::cuda::{Event, Marker};
+use kernels::cuda::{CudaError, Event, LostFlag, Marker};
 use kv_cache::FenceSignal;
 use tracing::trace;
 
@@ -18,11 +18,13 @@ pub(super) struct Watch {
     thread: Option<thread::JoinHandle<()>>,
 }
 
-/// One step: an event for each layer, in their order. It began at a mark, where somebody wants to know.
+/// One step: for each rank, an event for each layer, in their order. It began at a mark, where somebody wants to know.
 #[derive(Debug)]
 pub(super) struct WatchedStep {
     pub(super) began: Option<Marker>,
-    pub(super) written: Vec<Event>,
+    pub(super) written: Vec<Vec<Event>>,
+    /// Says that what was computed is nothing.
+    pub(super) lost: Option<LostFlag>,
     pub(super) signal: Arc<FenceSignal>,
 }
 
@@ -53,8 +55,9 @@ impl Drop for Watch {
 
 fn run(steps: &Receiver<WatchedStep>) {
     while let Ok(step) = steps.recv() {
-        for (event, n_done) in step.written.iter().zip(1..) {
-            if event.wait().is_err() {
+        let n_layers = step.written.iter().map(Vec::len).min().unwrap_or(0);
+        for (layer, n_done) in (0..n_layers).zip(1..) {
+            if step.wait(layer).is_err() || step.lost.as_ref().is_some_and(LostFlag::is_raised) {
                 break;
             }
             step.signal.layers_done(n_done);
@@ -64,10 +67,16 @@ fn run(steps: &Receiver<WatchedStep>) {
 }
 
 impl WatchedStep {
-    /// When the KV of each layer was there, by the card's clock.
+    /// Until all ranks have written a layer.
+    fn wait(&self, layer: usize) -> Result<(), CudaError> {
+        self.written.iter().try_for_each(|of_rank| of_rank[layer].wait())
+    }
+
+    /// When the KV of each layer was there, by the first rank's clock.
     fn tell(&self) {
         let Some(began) = &self.began else { return };
-        let layers: Result<Vec<f32>, _> = self.written.iter().map(|layer| layer.ms_since(began)).collect();
+        let of_first = self.written.first().map_or(&[][..], Vec::as_slice);
+        let layers: Result<Vec<f32>, _> = of_first.iter().map(|layer| layer.ms_since(began)).collect();
         trace!(target: "walk", layers_ms = ?layers.unwrap_or_default(), "layers on the card");
     }
 }

@@ -1,9 +1,12 @@
-//! A model's weights on the card. Matrices that read the same rows are one matrix there.
+//! A model's weights on the card: a rank's share of them. Matrices that read the same rows are one matrix there.
+
+use std::ops::Range;
 
 use kernels::cpu::{Format, Matrix};
-use kernels::cuda::{Bf16, Buffer, Card, View, ViewMut};
+use kernels::cuda::{Bf16, Buffer, Card, DummyPart, View, ViewMut};
 
 use super::heads::Heads;
+use super::share::Share;
 use super::upload::Upload;
 use crate::error::{LoadError, OpenError};
 use crate::load::{TensorSource, dummy};
@@ -12,11 +15,13 @@ use crate::model::{ModelConfig, Parts};
 /// All weights, in the order in which a pass meets them.
 #[derive(Debug)]
 pub(super) struct CudaWeights {
-    pub(super) embed: Buffer<Bf16>,
+    /// All of it, on every rank: a step reads no more than its tokens' rows.
+    embed: Buffer<Bf16>,
     pub(super) layers: Vec<LayerWeights>,
     pub(super) norm: Buffer<Bf16>,
     /// `None`: the embedding is the output layer too.
     head: Option<Buffer<Bf16>>,
+    sizes: Sizes,
 }
 
 #[derive(Debug)]
@@ -40,43 +45,50 @@ pub(super) struct Linear {
     pub(super) bias: Option<Buffer<Bf16>>,
 }
 
-/// The sizes of a model's matrices on the card.
+/// The sizes of a model's matrices on the card, the same on all ranks but for which share it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
+    pub(super) share: Share,
     pub(super) hidden: usize,
+    /// The rank's.
     pub(super) intermediate: usize,
+    /// The model's.
     pub(super) vocab: usize,
+    /// Rows of the output layer, the rank's.
+    pub(super) head_rows: usize,
     pub(super) n_layers: usize,
-    /// All heads of q, as wide as on the card.
+    /// The rank's heads of q, as wide as on the card.
     pub(super) q_width: usize,
-    /// All heads of k, or of v.
+    /// The rank's heads of k, or of v.
     pub(super) kv_width: usize,
     pub(super) is_tied: bool,
 }
 
 impl Sizes {
-    pub(super) fn of(config: &ModelConfig, heads: Heads) -> Result<Self, OpenError> {
-        let sizes = Self {
+    pub(super) fn of(config: &ModelConfig, heads: Heads, share: Share) -> Result<Self, OpenError> {
+        Self::check(config)?;
+        Ok(Self {
+            share,
             hidden: config.hidden,
-            intermediate: config.intermediate,
+            intermediate: share.width(config.intermediate),
             vocab: config.vocab,
+            head_rows: share.width(config.vocab),
             n_layers: config.n_layers,
-            q_width: config.n_heads * heads.padded,
-            kv_width: config.n_kv_heads * heads.padded,
+            q_width: share.heads(config.n_heads).len() * heads.padded,
+            kv_width: share.heads(config.n_kv_heads).len() * heads.padded,
             is_tied: config.tied,
-        };
-        sizes.check()
+        })
     }
 
     /// Kernels move 8 numbers at a time.
-    fn check(self) -> Result<Self, OpenError> {
+    fn check(config: &ModelConfig) -> Result<(), OpenError> {
         let widths = [
-            ("hidden_size", self.hidden),
-            ("intermediate_size", self.intermediate),
-            ("vocab_size", self.vocab),
+            ("hidden_size", config.hidden),
+            ("intermediate_size", config.intermediate),
+            ("vocab_size", config.vocab),
         ];
         match widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
-            None => Ok(self),
+            None => Ok(()),
             Some((name, width)) => {
                 let wrong = format!("{name} is {width}, and the GPU's kernels need a multiple of 8");
                 Err(OpenError::CudaModel(wrong))
@@ -92,8 +104,13 @@ impl Sizes {
     pub(super) fn numbers(self) -> usize {
         let attention = (self.qkv_width() + self.q_width) * self.hidden;
         let layer = attention + 3 * self.intermediate * self.hidden;
-        let vocabulary = self.vocab * self.hidden * if self.is_tied { 1 } else { 2 };
-        self.n_layers * layer + vocabulary
+        let head = if self.is_tied { 0 } else { self.head_rows * self.hidden };
+        self.n_layers * layer + self.embed_rows() * self.hidden + head
+    }
+
+    /// Rows of the embedding, and zeroes up to the end of the last rank's output layer where that is the same.
+    fn embed_rows(self) -> usize {
+        if self.is_tied { self.head_rows * self.share.n_ranks } else { self.vocab }
     }
 
     pub(super) fn bytes(self) -> usize {
@@ -129,26 +146,45 @@ enum Padded {
     Columns,
 }
 
+/// Which part of a matrix the rank has, as the checkpoint counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Part {
+    Rows(Range<usize>),
+    Columns(Range<usize>),
+}
+
 impl CudaWeights {
-    pub(super) fn head(&self) -> &Buffer<Bf16> {
-        self.head.as_ref().unwrap_or(&self.embed)
+    /// A row for each token.
+    pub(super) fn embedding(&self) -> View<'_, Bf16> {
+        self.embed.slice(0..self.sizes.vocab * self.sizes.hidden)
+    }
+
+    /// The rank's rows of the output layer.
+    pub(super) fn head(&self) -> View<'_, Bf16> {
+        let Sizes { head_rows, hidden, share, .. } = self.sizes;
+        match &self.head {
+            Some(head) => head.view(),
+            None => self.embed.slice(share.nth * head_rows * hidden..(share.nth + 1) * head_rows * hidden),
+        }
     }
 }
 
 impl Loader<'_> {
     pub(super) fn load(mut self) -> Result<CudaWeights, OpenError> {
-        let Sizes { hidden, vocab, .. } = self.sizes;
+        let sizes = self.sizes;
         let layers = 0..self.config.n_layers;
-        let embed = self.matrix("model.embed_tokens.weight", vocab, hidden)?;
+        let embed = self.vocabulary("model.embed_tokens.weight", sizes.embed_rows(), 0..sizes.vocab)?;
         let layers =
             layers.map(|nth| self.layer(&format!("model.layers.{nth}"))).collect::<Result<_, _>>()?;
-        let norm = self.vector("model.norm.weight", hidden)?;
+        let norm = self.vector("model.norm.weight", sizes.hidden)?;
         let head = match self.config.tied {
             true => None,
-            false => Some(self.matrix("lm_head.weight", vocab, hidden)?),
+            false => {
+                Some(self.vocabulary("lm_head.weight", sizes.head_rows, sizes.share.range(sizes.vocab))?)
+            }
         };
         self.card().synchronize()?;
-        Ok(CudaWeights { embed, layers, norm, head })
+        Ok(CudaWeights { embed, layers, norm, head, sizes })
     }
 
     fn layer(&mut self, layer: &str) -> Result<LayerWeights, OpenError> {
@@ -167,18 +203,25 @@ impl Loader<'_> {
 
     fn qkv(&mut self, attention: &str) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, kv_width, .. } = self.sizes;
-        let (q, kv) = (self.config.n_heads * self.heads.real, self.config.n_kv_heads * self.heads.real);
+        let (n_heads, n_kv_heads) = (self.config.n_heads, self.config.n_kv_heads);
         let mut weight = self.card().buffer(self.sizes.qkv_width() * hidden)?;
         let mut bias = self.biases(self.parts.qkv_bias, self.sizes.qkv_width())?;
-        let parts = [("q_proj", q, q_width), ("k_proj", kv, kv_width), ("v_proj", kv, kv_width)];
+        let parts = [
+            ("q_proj", n_heads, q_width),
+            ("k_proj", n_kv_heads, kv_width),
+            ("v_proj", n_kv_heads, kv_width),
+        ];
         let mut first = 0;
-        for (name, n_rows, n_padded) in parts {
-            let name = format!("{attention}.{name}");
+        for (name, n_heads, n_padded) in parts {
+            let (name, n_rows, rows) =
+                (format!("{attention}.{name}"), self.of_heads(n_heads), self.heads_here(n_heads));
             let to = weight.view_mut().slice(first * hidden..(first + n_padded) * hidden);
-            self.put_matrix(to, &format!("{name}.weight"), (n_rows, hidden), Padded::Rows)?;
+            let part = Part::Rows(rows.clone());
+            self.put_matrix(to, &format!("{name}.weight"), (n_rows, hidden), (Padded::Rows, part))?;
             if let Some(bias) = &mut bias {
                 let to = bias.view_mut().slice(first..first + n_padded);
-                self.put_vector(to, &format!("{name}.bias"), n_rows, 1.0)?;
+                let numbers = &self.numbers_of(&format!("{name}.bias"), n_rows)?[rows];
+                self.put_heads(to, numbers, 1.0)?;
             }
             first += n_padded;
         }
@@ -188,33 +231,42 @@ impl Loader<'_> {
     fn o(&mut self, attention: &str) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, .. } = self.sizes;
         let mut weight = self.card().buffer(hidden * q_width)?;
-        let shape = (hidden, self.config.n_heads * self.heads.real);
+        let n_heads = self.config.n_heads;
+        let (shape, part) = ((hidden, self.of_heads(n_heads)), Part::Columns(self.heads_here(n_heads)));
         let name = format!("{attention}.o_proj");
-        self.put_matrix(weight.view_mut(), &format!("{name}.weight"), shape, Padded::Columns)?;
+        self.put_matrix(weight.view_mut(), &format!("{name}.weight"), shape, (Padded::Columns, part))?;
         let bias = self.bias(self.parts.o_bias, &name, hidden)?;
         Ok(Linear { weight, columns: q_width, bias })
     }
 
     fn gate_up(&mut self, mlp: &str) -> Result<Linear, OpenError> {
-        let Sizes { hidden, intermediate, .. } = self.sizes;
+        let Sizes { hidden, intermediate, share, .. } = self.sizes;
+        let (n_rows, rows) = (self.config.intermediate, share.range(self.config.intermediate));
         let mut weight = self.card().buffer(2 * intermediate * hidden)?;
         let mut bias = self.biases(self.parts.mlp_bias, 2 * intermediate)?;
         for (nth, name) in ["gate_proj", "up_proj"].into_iter().enumerate() {
             let name = format!("{mlp}.{name}");
-            let rows = nth * intermediate..(nth + 1) * intermediate;
-            let to = weight.view_mut().slice(rows.start * hidden..rows.end * hidden);
-            self.put_matrix(to, &format!("{name}.weight"), (intermediate, hidden), Padded::Neither)?;
+            let here = nth * intermediate..(nth + 1) * intermediate;
+            let to = weight.view_mut().slice(here.start * hidden..here.end * hidden);
+            let part = Part::Rows(rows.clone());
+            self.put_matrix(to, &format!("{name}.weight"), (n_rows, hidden), (Padded::Neither, part))?;
             if let Some(bias) = &mut bias {
-                self.put_vector(bias.view_mut().slice(rows), &format!("{name}.bias"), intermediate, 1.0)?;
+                let mut numbers = self.numbers_of(&format!("{name}.bias"), n_rows)?[rows.clone()].to_vec();
+                numbers.resize(intermediate, 0.0);
+                self.put_numbers(bias.view_mut().slice(here), &numbers)?;
             }
         }
         Ok(Linear { weight, columns: hidden, bias })
     }
 
     fn down(&mut self, mlp: &str) -> Result<Linear, OpenError> {
-        let Sizes { hidden, intermediate, .. } = self.sizes;
+        let Sizes { hidden, intermediate, share, .. } = self.sizes;
         let name = format!("{mlp}.down_proj");
-        let weight = self.matrix(&format!("{name}.weight"), hidden, intermediate)?;
+        let mut weight = self.card().buffer(hidden * intermediate)?;
+        let n_columns = self.config.intermediate;
+        let part = Part::Columns(share.range(n_columns));
+        let to = weight.view_mut();
+        self.put_matrix(to, &format!("{name}.weight"), (hidden, n_columns), (Padded::Neither, part))?;
         let bias = self.bias(self.parts.mlp_bias, &name, hidden)?;
         Ok(Linear { weight, columns: intermediate, bias })
     }
@@ -223,8 +275,8 @@ impl Loader<'_> {
         let Heads { real, padded } = self.heads;
         let mut norm = |name: &str| -> Result<Buffer<Bf16>, OpenError> {
             let mut to = self.card().buffer(padded)?;
-            let factor = self.heads.norm_factor();
-            self.put_vector(to.view_mut(), &format!("{attention}.{name}.weight"), real, factor)?;
+            let numbers = self.numbers_of(&format!("{attention}.{name}.weight"), real)?;
+            self.put_heads(to.view_mut(), &numbers, self.heads.norm_factor())?;
             Ok(to)
         };
         Ok([norm("q_norm")?, norm("k_norm")?])
@@ -236,16 +288,34 @@ impl Loader<'_> {
         self.upload.card()
     }
 
-    fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Buffer<Bf16>, OpenError> {
-        let mut to = self.card().buffer(rows * cols)?;
-        self.put_matrix(to.view_mut(), name, (rows, cols), Padded::Neither)?;
+    /// Numbers of so many heads, one after the other, as the checkpoint has them.
+    fn of_heads(&self, n_heads: usize) -> usize {
+        n_heads * self.heads.real
+    }
+
+    /// Those of the rank's.
+    fn heads_here(&self, n_heads: usize) -> Range<usize> {
+        let heads = self.sizes.share.heads(n_heads);
+        heads.start * self.heads.real..heads.end * self.heads.real
+    }
+
+    /// Rows of tokens, and zeroes up to `n_rows`.
+    fn vocabulary(
+        &mut self,
+        name: &str,
+        n_rows: usize,
+        tokens: Range<usize>,
+    ) -> Result<Buffer<Bf16>, OpenError> {
+        let Sizes { hidden, vocab, .. } = self.sizes;
+        let mut to = self.card().buffer(n_rows * hidden)?;
+        self.put_matrix(to.view_mut(), name, (vocab, hidden), (Padded::Neither, Part::Rows(tokens)))?;
         Ok(to)
     }
 
     fn vector(&mut self, name: &str, len: usize) -> Result<Buffer<Bf16>, OpenError> {
         let mut to = self.card().buffer(len)?;
         let numbers = self.numbers_of(name, len)?;
-        self.upload.put(to.view_mut(), &numbers.into_iter().map(Bf16::from).collect::<Vec<_>>())?;
+        self.put_numbers(to.view_mut(), &numbers)?;
         Ok(to)
     }
 
@@ -253,23 +323,22 @@ impl Loader<'_> {
         if are_there { Ok(Some(self.card().buffer(len)?)) } else { Ok(None) }
     }
 
+    /// A bias of sums over all ranks: one of them adds it.
     fn bias(&mut self, is_there: bool, name: &str, len: usize) -> Result<Option<Buffer<Bf16>>, OpenError> {
-        if is_there { self.vector(&format!("{name}.bias"), len).map(Some) } else { Ok(None) }
+        let is_here = is_there && self.sizes.share.is_first();
+        if is_here { self.vector(&format!("{name}.bias"), len).map(Some) } else { Ok(None) }
     }
 
-    /// A vector whose numbers belong to heads.
-    fn put_vector(
-        &mut self,
-        to: ViewMut<'_, Bf16>,
-        name: &str,
-        len: usize,
-        factor: f32,
-    ) -> Result<(), OpenError> {
-        let numbers = self.numbers_of(name, len)?;
+    fn put_numbers(&mut self, to: ViewMut<'_, Bf16>, numbers: &[f32]) -> Result<(), OpenError> {
+        let narrow: Vec<Bf16> = numbers.iter().map(|number| Bf16::from(*number)).collect();
+        Ok(self.upload.put(to, &narrow)?)
+    }
+
+    /// Numbers that belong to heads.
+    fn put_heads(&mut self, to: ViewMut<'_, Bf16>, numbers: &[f32], factor: f32) -> Result<(), OpenError> {
         let mut padded = vec![Bf16::default(); to.len()];
-        for (nth, number) in numbers.into_iter().enumerate() {
-            let place = if to.len() == len { nth } else { self.heads.place(nth) };
-            padded[place] = Bf16::from(number * factor);
+        for (nth, number) in numbers.iter().enumerate() {
+            padded[self.heads.place(nth)] = Bf16::from(number * factor);
         }
         Ok(self.upload.put(to, &padded)?)
     }
@@ -281,49 +350,77 @@ impl Loader<'_> {
         }
     }
 
+    /// The part of a matrix of `shape` that is the rank's. What `to` has room for beyond it is filled with zeroes.
     fn put_matrix(
         &mut self,
         to: ViewMut<'_, Bf16>,
         name: &str,
-        (rows, cols): (usize, usize),
-        padded: Padded,
+        shape: (usize, usize),
+        (padded, part): (Padded, Part),
     ) -> Result<(), OpenError> {
         let is_padded = padded != Padded::Neither && self.heads.are_padded();
+        let (rows, cols) = shape;
         let source = match self.origin {
             Origin::Host(source) => source,
             Origin::Card { seed } => {
-                let n_numbers = to.len();
-                self.card().dummy_weights(to, dummy::key(seed, name), dummy::scale(cols))?;
+                let (n_numbers, key) = (to.len(), dummy::key(seed, name));
+                self.card().dummy_part(to, key, dummy::scale(cols), part.made_up(shape, n_numbers))?;
                 self.upload.count(n_numbers);
                 return Ok(());
             }
         };
         let matrix = source.matrix(name, rows, cols)?;
         if !is_padded && matrix.format() == Format::Bf16 {
-            return Ok(self.upload.put_bytes(to, matrix.bytes())?);
+            match part {
+                Part::Rows(rows) => {
+                    self.upload.put_bytes(to, &matrix.bytes()[2 * rows.start * cols..2 * rows.end * cols])?;
+                }
+                Part::Columns(columns) => {
+                    let width = to.len() / rows;
+                    self.upload.put_columns(to, matrix.bytes(), cols, columns, width)?;
+                }
+            }
+            return Ok(());
         }
         let padded = if is_padded { padded } else { Padded::Neither };
-        let numbers = self.spread(&matrix, to.len(), padded);
+        let numbers = self.spread(&matrix, to.len(), padded, &part);
         Ok(self.upload.put(to, &numbers)?)
     }
 
-    /// A matrix in bf16 with its heads filled up, `n_numbers` in all.
-    fn spread(&self, matrix: &Matrix, n_numbers: usize, padded: Padded) -> Vec<Bf16> {
-        let n_columns = match padded {
-            Padded::Columns => n_numbers / matrix.rows(),
-            Padded::Neither | Padded::Rows => matrix.cols(),
+    /// Part of a matrix in bf16 with its heads filled up, `n_numbers` in all.
+    fn spread(&self, matrix: &Matrix, n_numbers: usize, padded: Padded, part: &Part) -> Vec<Bf16> {
+        let (rows, columns, width) = match part {
+            Part::Rows(rows) => (rows.clone(), 0..matrix.cols(), matrix.cols()),
+            Part::Columns(columns) => (0..matrix.rows(), columns.clone(), n_numbers / matrix.rows()),
         };
         let mut numbers = vec![Bf16::default(); n_numbers];
         let mut row = vec![0.0; matrix.cols()];
-        for nth in 0..matrix.rows() {
-            matrix.read_row(nth, &mut row);
-            let first = n_columns * if padded == Padded::Rows { self.heads.place(nth) } else { nth };
-            for (column, number) in row.iter().enumerate() {
+        for (nth, from) in rows.enumerate() {
+            matrix.read_row(from, &mut row);
+            let first = width * if padded == Padded::Rows { self.heads.place(nth) } else { nth };
+            for (column, number) in row[columns.clone()].iter().enumerate() {
                 let column = if padded == Padded::Columns { self.heads.place(column) } else { column };
                 numbers[first + column] = Bf16::from(*number);
             }
         }
         numbers
+    }
+}
+
+impl Part {
+    /// The same part of a matrix that is made up.
+    fn made_up(&self, (rows, cols): (usize, usize), n_numbers: usize) -> DummyPart {
+        match self {
+            Self::Rows(range) => DummyPart {
+                first: range.start * cols,
+                width: n_numbers,
+                n_real: range.len() * cols,
+                stride: n_numbers,
+            },
+            Self::Columns(range) => {
+                DummyPart { first: range.start, width: n_numbers / rows, n_real: range.len(), stride: cols }
+            }
+        }
     }
 }
 
@@ -385,10 +482,43 @@ mod tests {
     }
 
     #[test]
-    fn an_8b_model_is_as_large_as_it_is() {
+    fn an_8b_model_is_as_large_as_it_is_and_ranks_have_their_shares() {
         let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/llama-3.1-8b");
         let config = ModelFolder::open(&config).expect("it opens").config;
-        let sizes = Sizes::of(&config, Heads::of(config.head_dim).expect("128")).expect("multiples of 8");
-        assert_eq!(sizes.numbers(), 8_030_261_248 - (2 * 32 + 1) * 4096, "all but the norms");
+        let sizes = |share| {
+            Sizes::of(&config, Heads::of(config.head_dim).expect("128"), share).expect("multiples of 8")
+        };
+        let norms = (2 * 32 + 1) * 4096;
+        assert_eq!(sizes(Share::WHOLE).numbers(), 8_030_261_248 - norms, "all but the norms");
+        let embedding = 128_256 * 4096;
+        for share in Share::of_all(2) {
+            // The embedding is whole on both.
+            assert_eq!(2 * sizes(share).numbers(), 8_030_261_248 - norms + embedding);
+        }
+    }
+    /// Which number of the whole matrix each number is that the card makes up, as `dummy.cu` counts; `None` for zeroes.
+    fn made_up(part: &Part, shape: (usize, usize), n_numbers: usize) -> Vec<Option<usize>> {
+        let DummyPart { first, width, n_real, stride } = part.made_up(shape, n_numbers);
+        let number = |at: usize| (at % width < n_real).then(|| first + at / width * stride + at % width);
+        (0..n_numbers).map(number).collect()
+    }
+
+    #[test]
+    fn ranks_make_up_the_numbers_that_one_rank_would() {
+        let (rows, cols) = (40, 16);
+        for share in Share::of_all(2) {
+            let (range, width) = (share.range(40), share.width(40));
+            let of_rows = made_up(&Part::Rows(range.clone()), (rows, cols), width * cols);
+            for (at, number) in of_rows.into_iter().enumerate() {
+                let row = range.start + at / cols;
+                assert_eq!(number, (row < range.end).then_some(row * cols + at % cols), "{share:?}");
+            }
+            // The same of columns, where the matrix lies on its side.
+            let of_columns = made_up(&Part::Columns(range.clone()), (cols, rows), cols * width);
+            for (at, number) in of_columns.into_iter().enumerate() {
+                let (row, column) = (at / width, range.start + at % width);
+                assert_eq!(number, (column < range.end).then_some(row * rows + column), "{share:?}");
+            }
+        }
     }
 }

@@ -1,11 +1,22 @@
 //! What a step computes in: taken once, as large as the largest step needs it.
 
-use kernels::cuda::{Bf16, Buffer, Card, CudaError, DecodeAttention, DrawRow, EDIT_WORDS, Outcome};
+use std::time::Duration;
+
+use kernels::cuda::{
+    Bf16, Buffer, Card, CudaError, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, Shown, Together,
+};
 
 use super::draws::EDITS_MAX;
 use super::ladder::Ladder;
 use super::weights::Sizes;
 use crate::backend::StepLimits;
+
+/// How long a card waits for the others of its model. They have equal shares of the work, so one that is later than this
+/// will not come: the device counts as lost.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+/// Up to so many bytes ranks sum up rows with the shortest wait; beyond it, with the least on the wire. Where the two meet
+/// on two H200s.
+const FEW_BYTES_MAX: usize = 1 << 20;
 
 /// How large it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +51,8 @@ pub(super) struct Workspace {
     pub(super) wanted: Buffer<Bf16>,
     /// (wanted, vocab)
     pub(super) logits: Buffer<f32>,
+    /// (wanted, the rank's tokens), if there are several ranks.
+    pub(super) own_logits: Buffer<f32>,
     pub(super) keys: Buffer<u64>,
     pub(super) best: Buffer<u32>,
     /// What this step draws, and the next may read.
@@ -85,7 +98,22 @@ impl WorkspaceShape {
         let parts = 4 * self.part_numbers + 8 * self.n_parts;
         let indices = 8 * self.n_keys + 4 * (self.n_words + self.limits.tokens);
         let draws = 4 * (self.limits.rows * (DrawRow::WORDS + Outcome::WORDS) + EDITS_MAX * EDIT_WORDS);
-        2 * of_token * self.limits.tokens + of_row * self.limits.rows + parts + indices + draws
+        let of_ranks = self
+            .together()
+            .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
+        2 * of_token * self.limits.tokens + of_row * self.limits.rows + parts + indices + draws + of_ranks
+    }
+
+    /// What ranks agree on, if there are several.
+    pub(super) fn together(&self) -> Option<Together> {
+        let width = self.sizes.hidden;
+        let few_rows = (FEW_BYTES_MAX / (width * size_of::<Bf16>())).clamp(1, self.limits.rows);
+        let together = Together { few_rows, width, patience: PATIENCE };
+        (self.sizes.share.n_ranks > 1).then_some(together)
+    }
+
+    fn n_own_logits(&self) -> usize {
+        if self.sizes.share.n_ranks > 1 { self.limits.rows * self.sizes.head_rows } else { 0 }
     }
 
     pub(super) fn take(&self, card: &Card) -> Result<Workspace, CudaError> {
@@ -101,6 +129,7 @@ impl WorkspaceShape {
             gated: card.buffer(tokens * intermediate)?,
             wanted: card.buffer(rows * hidden)?,
             logits: card.buffer(rows * vocab)?,
+            own_logits: card.buffer(self.n_own_logits())?,
             keys: card.buffer(self.n_keys)?,
             best: card.buffer(rows)?,
             drawn: card.buffer(rows)?,
@@ -112,6 +141,13 @@ impl WorkspaceShape {
             parts: card.buffer(self.part_numbers)?,
             part_sums: card.buffer(self.n_parts)?,
         })
+    }
+}
+
+impl Workspace {
+    /// What the other ranks' cards reach.
+    pub(super) fn shown(&self) -> Shown<'_> {
+        Shown { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }
     }
 }
 

@@ -63,5 +63,10 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
 
 /// The card's side of the memory. A connector is not made without.
 pub(super) fn on_card(memory: &kv_cache::KvMemory) -> Result<kv_cache::OnCard<'_>, TransferError> {
-    memory.on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
+    memory.on_card().ok_or_else(|| {
+        bad_request(match memory.is_on_cards() {
+            true => "this node's KV is spread over several GPUs, and this connector moves what lies on one",
+            false => "this node's KV is not on a GPU",
+        })
+    })
 }

@@ -1,0 +1,279 @@
+//! Ranks on threads of their own, which do the same things in the same order as the first one, on its caller's thread.
+//!
+//! Each order is answered before the next one is given, so no rank is ever more than one order ahead. A rank that ends,
+//! fails or does not answer in time is lost, and with it the model: whoever asks hears why, and no order is given any more.
+
+use std::fmt;
+use std::io;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use kernels::cuda::CudaError;
+use tracing::error;
+
+/// How long a rank may take to end. One that takes longer is left behind, with what it has.
+const END_WITHIN: Duration = Duration::from_secs(30);
+
+/// What a rank is, as its thread sees it.
+pub(super) trait Performer: Send + Sized + 'static {
+    type Order: Clone + Send + 'static;
+    type Answer: Send + 'static;
+
+    fn perform(&mut self, order: Self::Order) -> Result<Self::Answer, CudaError>;
+}
+
+/// All ranks but the first.
+pub(super) struct Helpers<P: Performer> {
+    helpers: Vec<Helper<P>>,
+    /// One of them was lost.
+    is_over: bool,
+}
+
+/// One of them.
+struct Helper<P: Performer> {
+    /// `None` once the thread was told to end.
+    orders: Option<SyncSender<P::Order>>,
+    answers: Receiver<Result<P::Answer, CudaError>>,
+    /// What the thread owned, when it has ended well.
+    thread: Option<JoinHandle<P>>,
+}
+
+/// How one of them came to be: answered once.
+pub(super) type Opened<E> = Receiver<Result<(), E>>;
+
+impl<P: Performer> Helpers<P> {
+    /// No other ranks.
+    pub(super) fn none() -> Self {
+        Self { helpers: Vec::new(), is_over: false }
+    }
+
+    /// Starts the next rank's thread, which first makes what it owns.
+    pub(super) fn start<E: Send + 'static>(
+        &mut self,
+        open: impl FnOnce() -> Result<P, E> + Send + 'static,
+    ) -> io::Result<Opened<E>> {
+        let nth = self.helpers.len() + 1;
+        let (orders, orders_in) = sync_channel(1);
+        let (answers_out, answers) = sync_channel(1);
+        let (opened_out, opened) = sync_channel(1);
+        let run = move || {
+            let mut performer = match open() {
+                Ok(performer) => performer,
+                Err(error) => {
+                    let _ = opened_out.send(Err(error));
+                    // Nobody gives orders to a rank that is not there.
+                    panic!("rank {nth} was not opened");
+                }
+            };
+            let _ = opened_out.send(Ok(()));
+            run(&mut performer, &orders_in, &answers_out);
+            performer
+        };
+        let thread = thread::Builder::new().name(format!("rank-{nth}")).spawn(run)?;
+        self.helpers.push(Helper { orders: Some(orders), answers, thread: Some(thread) });
+        Ok(opened)
+    }
+
+    pub(super) fn are_there(&self) -> bool {
+        !self.helpers.is_empty()
+    }
+
+    /// Gives all of them an order, and does not wait.
+    pub(super) fn begin(&mut self, order: &P::Order) -> Result<(), CudaError> {
+        if self.is_over {
+            return Err(lost("it was lost before".to_owned()));
+        }
+        for (nth, helper) in self.helpers.iter().zip(1..).map(|(helper, nth)| (nth, helper)) {
+            let orders = helper.orders.as_ref().expect("they are told to end when this is dropped");
+            if let Err(refused) = orders.try_send(order.clone()) {
+                self.is_over = true;
+                return Err(lost(match refused {
+                    TrySendError::Full(_) => format!("rank {nth} still has an order to carry out"),
+                    TrySendError::Disconnected(_) => format!("rank {nth} has ended"),
+                }));
+            }
+        }
+        Ok(())
+    }
+
+    /// What all of them answer to the last order, each in its time.
+    pub(super) fn finish(&mut self, within: Duration) -> Result<Vec<P::Answer>, CudaError> {
+        let mut answers = Vec::with_capacity(self.helpers.len());
+        for (nth, helper) in (1..).zip(&self.helpers) {
+            let why = match helper.answers.recv_timeout(within) {
+                Ok(Ok(answer)) => {
+                    answers.push(answer);
+                    continue;
+                }
+                Ok(Err(error)) => format!("rank {nth}: {}", super::in_full(&error)),
+                Err(RecvTimeoutError::Timeout) => {
+                    format!("rank {nth} did not answer within {} s", within.as_secs_f64())
+                }
+                Err(RecvTimeoutError::Disconnected) => format!("rank {nth} has ended"),
+            };
+            self.is_over = true;
+            return Err(lost(why));
+        }
+        Ok(answers)
+    }
+
+    /// Has all of them end: what they owned, of those that end in time.
+    pub(super) fn end(&mut self) -> Vec<P> {
+        self.helpers.iter_mut().for_each(|helper| helper.orders = None);
+        self.helpers.drain(..).zip(1..).filter_map(|(helper, nth)| helper.end(nth)).collect()
+    }
+}
+
+impl<P: Performer> Helper<P> {
+    fn end(mut self, nth: usize) -> Option<P> {
+        loop {
+            // Answers that nobody waited for come first.
+            match self.answers.recv_timeout(END_WITHIN) {
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    error!(rank = nth, "a rank does not end and is left behind");
+                    return None;
+                }
+            }
+        }
+        // If it panicked, its panic was printed.
+        self.thread.take()?.join().ok()
+    }
+}
+
+fn run<P: Performer>(
+    performer: &mut P,
+    orders: &Receiver<P::Order>,
+    answers: &SyncSender<Result<P::Answer, CudaError>>,
+) {
+    while let Ok(order) = orders.recv() {
+        if answers.send(performer.perform(order)).is_err() {
+            return;
+        }
+    }
+}
+
+fn lost(why: String) -> CudaError {
+    CudaError::PeerLost { why }
+}
+
+impl<P: Performer> Drop for Helpers<P> {
+    fn drop(&mut self) {
+        drop(self.end());
+    }
+}
+
+impl<P: Performer> fmt::Debug for Helpers<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Helpers({}, lost: {})", self.helpers.len(), self.is_over)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Condvar, Mutex};
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    /// Remembers its orders, and does something else at some of them.
+    #[derive(Debug)]
+    struct Puppet {
+        nth: usize,
+        orders: Vec<u32>,
+        /// Held shut until a test opens it.
+        door: Arc<(Mutex<bool>, Condvar)>,
+    }
+
+    const FAIL: u32 = 100;
+    const DIE: u32 = 101;
+    const STAND_STILL: u32 = 102;
+
+    impl Performer for Puppet {
+        type Order = u32;
+        type Answer = (usize, u32);
+
+        fn perform(&mut self, order: u32) -> Result<(usize, u32), CudaError> {
+            // The last of them is the one that misbehaves.
+            match order {
+                FAIL if self.nth == 2 => return Err(CudaError::NoDevice),
+                DIE if self.nth == 2 => panic!("as the test wants"),
+                STAND_STILL if self.nth == 2 => {
+                    let (is_open, opened) = &*self.door;
+                    drop(opened.wait_while(is_open.lock().unwrap(), |is_open| !*is_open).unwrap());
+                }
+                _ => {}
+            }
+            self.orders.push(order);
+            Ok((self.nth, order))
+        }
+    }
+
+    fn two() -> (Helpers<Puppet>, Arc<(Mutex<bool>, Condvar)>) {
+        let (mut helpers, door) = (Helpers::none(), Arc::default());
+        for nth in [1, 2] {
+            let door = Arc::clone(&door);
+            let open = move || Ok::<_, CudaError>(Puppet { nth, orders: vec![], door });
+            let opened = helpers.start(open).expect("a thread");
+            opened.recv_timeout(SOON).expect("it answers").expect("it opens");
+        }
+        (helpers, door)
+    }
+
+    fn told(
+        helpers: &mut Helpers<Puppet>,
+        order: u32,
+        within: Duration,
+    ) -> Result<Vec<(usize, u32)>, String> {
+        let answered = helpers.begin(&order).and_then(|()| helpers.finish(within));
+        answered.map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn all_ranks_do_the_same_things_in_the_same_order() {
+        let (mut helpers, _door) = two();
+        for order in 0..50 {
+            assert_eq!(told(&mut helpers, order, SOON), Ok(vec![(1, order), (2, order)]));
+        }
+        let owned = helpers.end();
+        assert_eq!(owned.len(), 2);
+        assert!(owned.iter().all(|puppet| puppet.orders == (0..50).collect::<Vec<_>>()));
+    }
+
+    #[test]
+    fn a_rank_that_fails_or_dies_is_named_and_nothing_is_asked_of_the_others_any_more() {
+        for (order, why) in [
+            (FAIL, "rank 2: a CUDA driver is here, but it finds no GPU (is one visible to this process?)"),
+            (DIE, "rank 2 has ended"),
+        ] {
+            let (mut helpers, _door) = two();
+            told(&mut helpers, 1, SOON).expect("all is well");
+            let error = told(&mut helpers, order, SOON).expect_err("one is lost");
+            assert_eq!(error, format!("one of the GPUs that share the model is lost: {why}"));
+            let error = told(&mut helpers, 2, SOON).expect_err("it stays so");
+            assert!(error.ends_with("it was lost before"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_stands_still_holds_nobody_up_for_ever() {
+        let (mut helpers, door) = two();
+        let error = told(&mut helpers, STAND_STILL, Duration::from_millis(20)).expect_err("it does not come");
+        assert!(error.ends_with("rank 2 did not answer within 0.02 s"), "{error}");
+        *door.0.lock().unwrap() = true;
+        door.1.notify_all();
+        assert_eq!(helpers.end().len(), 2, "late, but both end");
+    }
+
+    #[test]
+    fn a_rank_that_cannot_be_opened_says_why() {
+        let mut helpers = Helpers::<Puppet>::none();
+        let opened = helpers.start(|| Err(CudaError::NoNccl)).expect("a thread");
+        let refused = opened.recv_timeout(SOON).expect("it answers").expect_err("it cannot");
+        assert!(matches!(refused, CudaError::NoNccl));
+        assert!(helpers.end().is_empty());
+    }
+}
