@@ -207,3 +207,16 @@ fn a_device_that_is_not_there_is_named_with_those_that_are() {
     let error = Device::open("mlx9_9").expect_err("there is none");
     assert!(matches!(&error, VerbsError::UnknownDevice { known, .. } if known.contains("rxe")), "{error}");
 }
+
+/// Soft-RoCE takes no memory of other devices, and its library says so. Further than to that answer this is tested nowhere.
+#[test]
+fn memory_by_dmabuf_is_refused_by_a_driver_that_does_not_take_it() {
+    let Some((near, _)) = sides() else { return };
+    let name = Device::names().expect("there are some").remove(0);
+    let domain = Domain::new(&Device::open(&name).expect("it is there")).expect("a domain");
+    let file = near.memory.file().expect("it is shared");
+    let refused =
+        domain.register_dmabuf(file, 1 << 21, BYTES, Rights::PeersWrite).expect_err("it is no dmabuf");
+    let VerbsError::RegisterDmabuf { bytes, source } = refused else { panic!("{refused}") };
+    assert_eq!((bytes, source.raw_os_error()), (BYTES, Some(rustix::io::Errno::OPNOTSUPP.raw_os_error())));
+}

@@ -114,10 +114,10 @@ impl Runs {
         self.bytes
     }
 
-    /// Where the slices lie in the file of the rank's memory, which must have one.
+    /// Where the slices lie in the rank's memory, or in its file.
     pub(crate) fn pieces(&self, memory: &KvMemory) -> Vec<Piece> {
         let memory = memory.rank(self.rank);
-        self.places(|layer_pos, page| memory.file_offset(self.group, layer_pos, page) as u64)
+        self.places(|layer_pos, page| memory.offset(self.group, layer_pos, page))
     }
 
     /// Where the slices lie, in a memory in which a layer's page of a block starts where `start_of` says.

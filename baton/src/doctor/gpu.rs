@@ -27,12 +27,17 @@ const FOLDERS: &[&str] = &[
 ];
 
 pub(super) fn look() -> Vec<Finding> {
-    let Some(driver) = driver(Path::new("/proc/driver/nvidia/version")) else {
+    let Some(driver) = driver_here() else {
         return vec![Finding::note(GROUP, "no NVIDIA driver", NOT_USED)];
     };
     let mut findings = vec![Finding::note(GROUP, format!("{driver}; {} GPUs", n_gpus()), USED)];
     findings.extend(LIBRARIES.iter().map(|(library, what_for)| found_or_not(library, what_for)));
     findings
+}
+
+/// What the driver of this machine's GPUs says of itself.
+pub(super) fn driver_here() -> Option<String> {
+    driver(Path::new("/proc/driver/nvidia/version"))
 }
 
 /// The driver's own line about itself.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 #[cfg(feature = "rdma")]
 use kv_transfer::connectors::rdma::port::{
-    DEVICES, best_gid, folders, is_up, link_layer, name_of, opens, state,
+    DEVICES, best_gid, folders, is_up, knows_dmabuf, link_layer, name_of, opens, state,
 };
 
 use super::finding::Finding;
@@ -19,7 +19,32 @@ pub(super) fn look() -> Vec<Finding> {
 
 #[cfg(feature = "rdma")]
 pub(super) fn look() -> Vec<Finding> {
-    look_in(Path::new(DEVICES), opens)
+    let mut findings = look_in(Path::new(DEVICES), opens);
+    if !folders(Path::new(DEVICES)).is_empty() {
+        findings.extend(gpu_memory(super::gpu::driver_here().as_deref(), knows_dmabuf));
+    }
+    findings
+}
+
+/// Whether KV on a GPU can go over rdma, as far as can be seen without a GPU's library. `driver`: its own line about
+/// itself.
+#[cfg(feature = "rdma")]
+fn gpu_memory(driver: Option<&str>, knows_dmabuf: impl Fn() -> Result<(), String>) -> Option<Finding> {
+    let does_not =
+        |why: &str, advice| Finding::note(GROUP, format!("KV on a GPU does not go over rdma: {why}"), advice);
+    let driver = driver?;
+    Some(match knows_dmabuf() {
+        Err(why) => does_not(&why, "install rdma-core 34 or later"),
+        Ok(()) if !driver.contains("Open Kernel Module") => {
+            let advice = "install it with open kernel modules, which give GPU memory to other devices";
+            does_not(&format!("the driver is {driver}"), advice)
+        }
+        Ok(()) => Finding::note(
+            GROUP,
+            "KV on a GPU may go over rdma (dmabuf)",
+            "whether the RDMA device's driver takes it, a node says when it starts",
+        ),
+    })
 }
 
 /// `opens` tries a device by its name, and says why it cannot be used.
@@ -100,6 +125,19 @@ mod tests {
         );
         put(&port, "state", "1: DOWN\n");
         assert!(look_in(class.path())[0].found.contains("DOWN"));
+    }
+
+    #[test]
+    fn whether_gpu_memory_can_be_registered_is_said_with_the_reason() {
+        let (open, closed) =
+            ("NVIDIA UNIX Open Kernel Module for x86_64  580.1", "NVIDIA UNIX x86_64 Kernel Module  580.1");
+        assert!(gpu_memory(None, || Ok(())).is_none(), "there is no GPU");
+        let found = |driver, knows: Result<(), &str>| {
+            gpu_memory(Some(driver), || knows.map_err(str::to_owned)).expect("there is a GPU").found
+        };
+        assert_eq!(found(open, Ok(())), "KV on a GPU may go over rdma (dmabuf)");
+        assert!(found(closed, Ok(())).contains("the driver is NVIDIA UNIX x86_64"));
+        assert!(found(open, Err("libibverbs is too old")).contains("libibverbs is too old"));
     }
 
     #[test]

@@ -10,9 +10,10 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use cudarc::driver::sys::{
-    self, CUdevice_attribute as Attribute, CUmemAccess_flags, CUmemAccessDesc,
-    CUmemAllocationGranularity_flags, CUmemAllocationHandleType as HandleType, CUmemAllocationProp,
-    CUmemAllocationType, CUmemLocation, CUmemLocationType,
+    self, CUGPUDirectRDMAWritesOrdering, CUdevice_attribute as Attribute, CUflushGPUDirectRDMAWritesScope,
+    CUflushGPUDirectRDMAWritesTarget, CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
+    CUmemAllocationHandleType as HandleType, CUmemAllocationProp, CUmemAllocationType, CUmemLocation,
+    CUmemLocationType, CUmemRangeHandleType,
 };
 use cudarc::driver::{CudaContext, DriverError, result};
 
@@ -22,7 +23,7 @@ use super::CudaError;
 const SHARED_AS: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 /// Memory of this card or of a peer's, reachable from this card's kernels.
-pub(super) struct Mapped {
+pub(crate) struct Mapped {
     // Dropped in this order, and after the unmapping in `drop`.
     reserved: Reserved,
     physical: Physical,
@@ -95,6 +96,55 @@ impl Mapped {
                 .map_err(CudaError::during("export GPU memory"))?;
             Ok(OwnedFd::from_raw_fd(fd))
         }
+    }
+
+    /// Something that another device of this machine can reach it by: all of it, from its first byte on.
+    pub(super) fn dmabuf(&self) -> Result<OwnedFd, CudaError> {
+        let context = &self.reserved.context;
+        bind(context)?;
+        let supported = Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
+        // An older driver knows neither the question nor the call.
+        if context.attribute(supported).is_ok_and(|supported| supported != 0) {
+            self.exported_as_dmabuf()
+        } else {
+            Err(CudaError::NoDmabuf)
+        }
+    }
+
+    fn exported_as_dmabuf(&self) -> Result<OwnedFd, CudaError> {
+        let mut fd: i32 = -1;
+        let kind = CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+        // JUSTIFICATION: as above.
+        // SAFETY: the range is mapped, and made of whole pages; the driver writes a file descriptor of this process, which
+        // nobody else knows yet.
+        unsafe {
+            sys::cuMemGetHandleForAddressRange((&raw mut fd).cast(), self.address(), self.bytes(), kind, 0)
+                .result()
+                .map_err(CudaError::during("give GPU memory to other devices (dmabuf)"))?;
+            Ok(OwnedFd::from_raw_fd(fd))
+        }
+    }
+
+    /// Returns when kernels that are launched from here on see what other devices have said that they have written.
+    pub(super) fn settle_writes(&self) -> Result<(), CudaError> {
+        let context = &self.reserved.context;
+        bind(context)?;
+        let ordering = context
+            .attribute(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
+            .map_err(CudaError::during("ask in which order the GPU sees a device's writes"))?;
+        if ordering >= CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as i32 {
+            return Ok(());
+        }
+        // JUSTIFICATION: as above.
+        // SAFETY: the call has no pointers; the context is this thread's.
+        unsafe {
+            sys::cuFlushGPUDirectRDMAWrites(
+                CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                CUflushGPUDirectRDMAWritesScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
+            )
+        }
+        .result()
+        .map_err(CudaError::during("have the GPU see a device's writes"))
     }
 
     pub(super) fn address(&self) -> u64 {

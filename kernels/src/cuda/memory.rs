@@ -30,7 +30,7 @@ pub struct DeviceMemory {
     /// What moves its pages to and from other cards.
     kernels: WireKernels,
     regions: Regions,
-    mapped: Mapped,
+    mapped: Arc<Mapped>,
 }
 
 impl DeviceMemory {
@@ -43,7 +43,7 @@ impl DeviceMemory {
 
     fn taken(card: &Card, regions: Regions) -> Result<Self, CudaError> {
         let context = card.context();
-        let mapped = Mapped::take(context, regions.places().end())?;
+        let mapped = Arc::new(Mapped::take(context, regions.places().end())?);
         let staging = Staging::new(context)?;
         // JUSTIFICATION: nobody shall find in fresh KV what another process has left there.
         // SAFETY: the whole range is mapped and nobody else knows it yet.
@@ -112,6 +112,17 @@ impl DeviceMemory {
         Ok((self.mapped.export()?, self.mapped.bytes()))
     }
 
+    /// Something that another device of this machine reaches the memory by, the address of its first byte, and how many
+    /// bytes it has.
+    pub fn dmabuf(&self) -> Result<(OwnedFd, u64, usize), CudaError> {
+        Ok((self.mapped.dmabuf()?, self.mapped.address(), self.mapped.bytes()))
+    }
+
+    /// Returns when the card sees what other devices have said that they have written.
+    pub fn settle_writes(&self) -> Result<(), CudaError> {
+        self.mapped.settle_writes()
+    }
+
     pub fn shape(&self, region: u32) -> RegionShape {
         self.regions.places().shape(region)
     }
@@ -140,6 +151,11 @@ impl DeviceMemory {
 
     pub(super) fn page_address(&self, region: u32, page: u32) -> u64 {
         self.mapped.address() + self.offset(region, page)
+    }
+
+    /// For devices that reach it by themselves.
+    pub(crate) fn mapped(&self) -> &Arc<Mapped> {
+        &self.mapped
     }
 
     pub(super) fn wire_kernels(&self) -> &WireKernels {

@@ -18,7 +18,7 @@ pub mod card;
 pub mod pinned;
 pub mod event;
 pub mod graph;
-mod mapped;
+pub(crate) mod mapped;
 pub(crate) mod staging;
 pub mod memory;
 pub mod remote;

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use crate::cuda::CudaError;
+
 /// What went wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum VerbsError {
@@ -22,6 +24,18 @@ pub enum VerbsError {
     },
     #[error("lock {bytes} bytes of memory for RDMA (`ulimit -l` must allow it)")]
     Register {
+        bytes: usize,
+        #[source]
+        source: io::Error,
+    },
+    #[error("libibverbs does not know memory of other devices (dmabuf): it is older than rdma-core 34")]
+    NoDmabuf(#[source] libloading::Error),
+    #[error("take GPU memory for RDMA")]
+    Export(#[source] CudaError),
+    #[error(
+        "register {bytes} bytes of another device's memory for RDMA (the RDMA device's driver must take dmabuf)"
+    )]
+    RegisterDmabuf {
         bytes: usize,
         #[source]
         source: io::Error,

@@ -19,4 +19,4 @@ pub use completions::{Completion, Completions, Done};
 pub use device::{Device, PortState};
 pub use error::{Failure, VerbsError};
 pub use queue_pair::{Address, Copy, PathTo, QueuePair, Room};
-pub use region::{Domain, Region, Rights};
+pub use region::{Domain, Region, Rights, knows_dmabuf};

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -9,7 +10,9 @@ use memmap2::MmapRaw;
 
 use super::device::Device;
 use super::error::VerbsError;
-use super::sys::Mr;
+use super::sys::{Mr, register_dmabuf};
+use crate::cuda::mapped::Mapped;
+use crate::cuda::memory::DeviceMemory;
 use crate::memory::HostMemory;
 
 /// What belongs together: queue pairs reach the memory of their own domain and no other. Clones are the same.
@@ -45,8 +48,18 @@ pub struct Region {
     bytes: usize,
     #[expect(dead_code, reason = "held for its Drop: after this value's own")]
     domain: Domain,
-    memory: Option<Arc<MmapRaw>>,
+    memory: Option<Held>,
     functions: &'static super::sys::Functions,
+}
+
+/// What must not be given back before the device has let go of it.
+enum Held {
+    #[expect(dead_code, reason = "held for its Drop")]
+    Host(Arc<MmapRaw>),
+    #[expect(dead_code, reason = "held for its Drop")]
+    Card(Arc<Mapped>),
+    /// The file holds it.
+    File,
 }
 
 // JUSTIFICATION: a pointer is neither by itself.
@@ -71,11 +84,7 @@ impl Domain {
     /// file do that is mapped: whoever gives the key away looks at a page only after the peer has said that it is done
     /// with it, and trusts what it finds by its digest alone.
     pub fn register(&self, memory: &HostMemory, rights: Rights) -> Result<Region, VerbsError> {
-        /// `IBV_ACCESS_LOCAL_WRITE`, without which there is no remote one.
-        const LOCAL_WRITE: i32 = 1;
-        /// `IBV_ACCESS_REMOTE_WRITE`.
-        const REMOTE_WRITE: i32 = 2;
-        let access = if rights == Rights::PeersWrite { LOCAL_WRITE | REMOTE_WRITE } else { LOCAL_WRITE };
+        let access = rights.as_access();
         let (mapping, bytes) = (memory.mapping(), memory.mapping().len());
         let functions = self.inner.device.inner.functions;
         // JUSTIFICATION: a call into C.
@@ -85,8 +94,57 @@ impl Domain {
         };
         let refused = || VerbsError::Register { bytes, source: io::Error::last_os_error() };
         let mr = NonNull::new(mr).ok_or_else(refused)?;
-        let start = mapping.as_ptr() as u64;
-        Ok(Region { mr, start, bytes, domain: self.clone(), memory: Some(Arc::clone(mapping)), functions })
+        let (start, memory) = (mapping.as_ptr() as u64, Some(Held::Host(Arc::clone(mapping))));
+        Ok(Region { mr, start, bytes, domain: self.clone(), memory, functions })
+    }
+
+    /// The same for all of a card's `memory`, which the device reaches past the processor: what is written there is to be
+    /// looked at by the card, once it has [settled](DeviceMemory::settle_writes).
+    pub fn register_card(&self, memory: &DeviceMemory, rights: Rights) -> Result<Region, VerbsError> {
+        // Asked before the driver is: without the function, that is what is to be said.
+        register_dmabuf()?;
+        let (file, start, bytes) = memory.dmabuf().map_err(VerbsError::Export)?;
+        let mut region = self.register_dmabuf(file.as_fd(), start, bytes, rights)?;
+        region.memory = Some(Held::Card(Arc::clone(memory.mapped())));
+        Ok(region)
+    }
+
+    /// The same for `bytes` of another device's memory, from the first one that `file` shows on. Requests and peers call
+    /// that byte `start`, which must lie in its page as the byte does in its own.
+    pub fn register_dmabuf(
+        &self,
+        file: BorrowedFd<'_>,
+        start: u64,
+        bytes: usize,
+        rights: Rights,
+    ) -> Result<Region, VerbsError> {
+        let (register, functions) = (register_dmabuf()?, self.inner.device.inner.functions);
+        let (domain, fd) = (self.inner.pd.as_ptr(), file.as_raw_fd());
+        // JUSTIFICATION: a call into C.
+        // SAFETY: the file is open. The kernel holds what it shows until the device has let go of it, and refuses a file
+        // that shows no device's memory, or less of it.
+        let mr = unsafe { register(domain, 0, bytes, start, fd, rights.as_access()) };
+        let refused = || VerbsError::RegisterDmabuf { bytes, source: io::Error::last_os_error() };
+        let mr = NonNull::new(mr).ok_or_else(refused)?;
+        Ok(Region { mr, start, bytes, domain: self.clone(), memory: Some(Held::File), functions })
+    }
+}
+
+/// Whether the library can register memory of other devices. Which devices' drivers take it shows when one is asked to.
+pub fn knows_dmabuf() -> Result<(), VerbsError> {
+    register_dmabuf().map(|_| ())
+}
+
+impl Rights {
+    fn as_access(self) -> i32 {
+        /// `IBV_ACCESS_LOCAL_WRITE`, without which there is no remote one.
+        const LOCAL_WRITE: i32 = 1;
+        /// `IBV_ACCESS_REMOTE_WRITE`.
+        const REMOTE_WRITE: i32 = 2;
+        match self {
+            Self::Own => LOCAL_WRITE,
+            Self::PeersWrite => LOCAL_WRITE | REMOTE_WRITE,
+        }
     }
 }
 

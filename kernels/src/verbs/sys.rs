@@ -74,6 +74,26 @@ pub(super) fn functions() -> Result<&'static Functions, VerbsError> {
     Ok(FUNCTIONS.get_or_init(|| functions))
 }
 
+/// Registers memory of another device: domain, offset in the file, bytes, address, file, rights.
+pub(super) type RegisterDmabuf = unsafe extern "C" fn(*mut c_void, u64, usize, u64, c_int, c_int) -> *mut Mr;
+
+/// The one function that a library may lack which has all others: it came with rdma-core 34.
+pub(super) fn register_dmabuf() -> Result<RegisterDmabuf, VerbsError> {
+    static FUNCTION: OnceLock<RegisterDmabuf> = OnceLock::new();
+    if let Some(function) = FUNCTION.get() {
+        return Ok(*function);
+    }
+    // JUSTIFICATION: as above.
+    // SAFETY: as above.
+    let library = unsafe { Library::new(LIBRARY) }.map_err(VerbsError::NoLibrary)?;
+    // JUSTIFICATION: as above.
+    // SAFETY: the type is that of the function of this name in `verbs.h`.
+    let function = unsafe { library.get::<RegisterDmabuf>("ibv_reg_dmabuf_mr") };
+    let function = *function.map_err(VerbsError::NoDmabuf)?;
+    std::mem::forget(library);
+    Ok(*FUNCTION.get_or_init(|| function))
+}
+
 /// Only ever behind a pointer.
 #[repr(C)]
 pub(super) struct DeviceEntry {

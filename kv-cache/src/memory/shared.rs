@@ -40,12 +40,16 @@ impl<'a> RankMemory<'a> {
         self.regions.of_layer(group, layer_pos)
     }
 
-    /// Where one layer's share of a block starts in [`file`](Self::file). Neighbouring blocks are neighbours there.
+    /// Where one layer's share of a block starts in the rank's memory, and so in its [`file`](Self::file) if it has one.
+    /// Neighbouring blocks are neighbours there.
     ///
     /// # Panics
-    /// If the group, the layer or the block does not exist, or there is no file.
-    pub fn file_offset(&self, group: GroupIdx, layer_pos: u16, block: u32) -> usize {
-        let Pages::Host(pages) = self.pages else { panic!("memory of a card has no file") };
-        pages.file_offset(self.regions.of_layer(group, layer_pos), block)
+    /// If the group, the layer or the block does not exist.
+    pub fn offset(&self, group: GroupIdx, layer_pos: u16, block: u32) -> u64 {
+        let region = self.regions.of_layer(group, layer_pos);
+        match self.pages {
+            Pages::Host(pages) => pages.file_offset(region, block) as u64,
+            Pages::Device(pages) => pages.offset(region, block),
+        }
     }
 }

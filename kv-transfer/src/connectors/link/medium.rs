@@ -14,6 +14,7 @@ use super::said::Said;
 use super::span_out::SpanOut;
 use super::stream::FrameWriter;
 use crate::connector::ConnectorParts;
+use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
@@ -73,6 +74,14 @@ pub(in crate::connectors) trait Posts: Debug + Send + Sync + 'static {
 pub(in crate::connectors) trait WrittenHere: Debug + Send + Sync + 'static {
     /// Waits until the sender's device has given this number: what it wrote before is in place then. Cancel-safe.
     async fn number(&self, number: u32) -> Result<(), TransferError>;
+
+    /// What the pages of a claimed span are, where it is not the processor that looks; `None`: it is. No digests at all:
+    /// the landing has ended.
+    async fn look(
+        &self,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+    ) -> Result<Option<Vec<Digest>>, TransferError>;
 
     /// Takes the sender's right to write away: when this returns, its device writes nothing here any more.
     fn revoke(&self);

@@ -3,6 +3,7 @@
 use types::KvSpan;
 
 use super::medium::WrittenHere;
+use super::said::differing;
 use super::span_in::{Checker, busy};
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -29,6 +30,11 @@ pub(super) async fn take_written(
         return Ok(Vec::new());
     }
     let bytes = landing.runs(span).bytes();
+    if !digests.is_empty()
+        && let Some(seen) = here.look(landing, span).await?
+    {
+        return Ok(compared(landing, span, digests, &seen, bytes));
+    }
     let mut checker = Checker::new(span, digests);
     let mut checked = 0;
     while checked < bytes {
@@ -42,4 +48,20 @@ pub(super) async fn take_written(
     // A landing that has just failed has nothing to ask for.
     let wrong = checker.wrong;
     Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
+}
+
+/// As somebody else has looked at them.
+fn compared(
+    landing: &OpenLanding,
+    span: &LaneSpan,
+    said: &[Digest],
+    seen: &[Digest],
+    bytes: usize,
+) -> Vec<KvSpan> {
+    if seen.is_empty() {
+        return Vec::new();
+    }
+    let wrong = differing(landing, span, said, seen);
+    // A landing that has just failed has nothing to ask for.
+    landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default()
 }

@@ -4,8 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use kernels::verbs::{Completions, Device, Domain, QueuePair, Region, Rights, Room, VerbsError};
-use kv_cache::RankMemory;
+use kv_cache::KvMemory;
 
+use super::card::CardLook;
 use super::greeting::RankThere;
 use super::port::{DEVICES, PortAt, Wanted, folders};
 use crate::connector::ConnectorParts;
@@ -23,6 +24,8 @@ pub(super) struct Adapter {
     pub(super) device: Device,
     pub(super) domain: Domain,
     pub(super) ranks: Vec<RankHere>,
+    /// Where the memory is a card's: who looks at it.
+    pub(super) card: Option<CardLook>,
     pub(super) gid: [u8; 16],
     pub(super) lid: u16,
     pub(super) mtu: u32,
@@ -52,11 +55,11 @@ impl Adapter {
         let gid = device.gid(port.port, port.gid_index).map_err(TransferError::rdma)?;
         let domain = Domain::new(&device).map_err(TransferError::rdma)?;
         let memory = &parts.memory;
-        let ranks = (0..memory.n_ranks())
-            .map(|rank| registered(&domain, memory.rank(rank)))
-            .collect::<Result<_, _>>()?;
+        let ranks =
+            (0..memory.n_ranks()).map(|rank| registered(&domain, memory, rank)).collect::<Result<_, _>>()?;
+        let card = memory.on_card().map(|_| CardLook::at(memory)).transpose()?;
         let timeout = timeout_within(parts.settings.stall());
-        Ok(Self { port, device, domain, ranks, gid, lid: state.lid, mtu: state.mtu, timeout })
+        Ok(Self { port, device, domain, ranks, card, gid, lid: state.lid, mtu: state.mtu, timeout })
     }
 
     /// The memory that a peer may write into.
@@ -83,8 +86,17 @@ impl Adapter {
     }
 }
 
-fn registered(domain: &Domain, rank: RankMemory<'_>) -> Result<RankHere, TransferError> {
-    let memory = rank.on_host().ok_or_else(|| bad_request("KV on a GPU does not go over rdma yet"))?;
+/// Host memory as it is, a card's by dmabuf.
+fn registered(domain: &Domain, memory: &KvMemory, tp_rank: u16) -> Result<RankHere, TransferError> {
+    if let Some(card) = memory.on_card() {
+        let memory = card.memory();
+        let region = domain.register_card(memory, Rights::PeersWrite).map_err(TransferError::rdma)?;
+        let start = |nth| region.start() + memory.offset(nth, 0);
+        return Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region });
+    }
+    let on_host = memory.rank(tp_rank).on_host();
+    let memory = on_host
+        .ok_or_else(|| bad_request("KV that is spread over several GPUs does not go over rdma yet"))?;
     let region = domain.register(memory, Rights::PeersWrite).map_err(TransferError::rdma)?;
     let start = |nth| region.start() + memory.file_offset(nth, 0) as u64;
     Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region })

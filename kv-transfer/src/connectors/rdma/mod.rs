@@ -2,14 +2,15 @@
 //!
 //! A [link](super::link) over TCP, on which frames say which pages were written and what their digests are, and beside it
 //! some queue pairs over which the KV itself goes, as one-sided writes whose last one brings a number. Memory is
-//! registered once, for the pool. A landing that fails keeps its blocks back until the sender's word that its device is
+//! registered once, for the pool: a card's by dmabuf, so that the device reaches it without a copy. A landing that fails keeps its blocks back until the sender's word that its device is
 //! done with them, or until this side's queue pairs are destroyed: see `docs/decisions/0011-rdma-by-hand.md`.
 //!
 //! Suggested reading order: which port of which device (`port`), what a connector has of it (`adapter`), how two ends
 //! find each other (`greeting`), queue pairs (`pairs`) and what they have done (`watch`), the sender (`writing`,
-//! `under_way`) and the receiver (`written`).
+//! `under_way`) and the receiver (`written`), and who looks at pages that are not the processor's (`card`).
 
 mod adapter;
+mod card;
 mod door;
 mod greeting;
 mod pairs;

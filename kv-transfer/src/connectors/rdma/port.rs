@@ -116,6 +116,11 @@ pub fn opens(device: &str) -> Result<(), String> {
     Device::open(device).map(|_| ()).map_err(|error| full_text(&TransferError::rdma(error)))
 }
 
+/// Whether memory of other devices, such as a GPU's, can be registered, as far as the library goes. If not, why.
+pub fn knows_dmabuf() -> Result<(), String> {
+    kernels::verbs::knows_dmabuf().map_err(|error| full_text(&TransferError::rdma(error)))
+}
+
 /// What the system says of a port: `4: ACTIVE`. `port` is its folder, as everywhere.
 pub fn state(port: &Path) -> String {
     read(&port.join("state"))

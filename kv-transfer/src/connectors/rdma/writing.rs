@@ -113,6 +113,16 @@ impl Writing {
         written.map(|()| number)
     }
 
+    /// Made where the pages are; none at all where digests are turned off.
+    async fn digests(&self, span: &SpanOut) -> Result<Vec<Digest>, TransferError> {
+        let on_card = self.adapter.card.as_ref().filter(|_| self.parts.settings.digests);
+        let made = match on_card {
+            Some(card) => card.sent(span).await?,
+            None => None,
+        };
+        made.map_or_else(|| span.digests(&self.parts), Ok)
+    }
+
     /// From where in this side's memory to where in the receiver's: what lies together on both sides is one copy.
     fn copies(&self, there: &End, span: &SpanOut) -> Vec<Copy> {
         let (group, lane) = (span.piece.group, span.piece.lane);
@@ -236,7 +246,7 @@ impl Medium for Writing {
         if span.out.is_over() {
             return Ok(());
         }
-        let digests = span.digests(parts)?;
+        let digests = self.digests(&span).await?;
         match parts.faults.next(span.runs(parts).bytes()) {
             None => self.send(writer, span, digests).await,
             Some(fault) => self.send_with(fault, writer, span, digests).await,

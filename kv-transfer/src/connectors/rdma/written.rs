@@ -15,7 +15,10 @@ use super::watch::watch;
 use crate::connector::ConnectorParts;
 use crate::connectors::link::frame::FrameError;
 use crate::connectors::link::medium::WrittenHere;
+use crate::digest::Digest;
 use crate::error::TransferError;
+use crate::landing::OpenLanding;
+use crate::lanes::LaneSpan;
 
 /// Numbers that one queue pair takes before this side has looked.
 const RECEIVES: u32 = 256;
@@ -25,6 +28,7 @@ const NUMBERS_MAX: usize = 64 << 10;
 /// What a sender may write here, and has written.
 #[derive(Debug)]
 pub(super) struct Written {
+    adapter: Arc<Adapter>,
     numbers: Arc<Numbers>,
     /// Taken out to be destroyed. Held for a look-up, never across an await.
     pairs: Arc<Mutex<Vec<QueuePair>>>,
@@ -67,7 +71,7 @@ impl Written {
             let Err(error) = watch(completions, |completion| taking.take(completion)).await;
             taking.numbers.lose(error);
         });
-        Ok((Self { numbers, pairs, watching }, end))
+        Ok((Self { adapter: Arc::clone(adapter), numbers, pairs, watching }, end))
     }
 }
 
@@ -75,6 +79,17 @@ impl Written {
 impl WrittenHere for Written {
     async fn number(&self, number: u32) -> Result<(), TransferError> {
         self.numbers.wait(number).await
+    }
+
+    async fn look(
+        &self,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+    ) -> Result<Option<Vec<Digest>>, TransferError> {
+        match &self.adapter.card {
+            Some(card) => card.written(landing, span).await,
+            None => Ok(None),
+        }
     }
 
     fn revoke(&self) {

@@ -1,0 +1,78 @@
+//! Hot path. Pages on a card, which the device reads and writes past the processor: the card itself makes their digests.
+
+use kernels::cuda::CourierSize;
+use kv_cache::KvMemory;
+use types::{BlockIdx, KvSpan, Landing};
+
+use crate::connectors::cuda_ipc::carrier::Carrier;
+use crate::connectors::cuda_ipc::on_card;
+use crate::connectors::cuda_ipc::pages::{self, Alike, alike};
+use crate::connectors::link::span_out::SpanOut;
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::landing::OpenLanding;
+use crate::lanes::LaneSpan;
+
+/// Looks at one card's pages.
+#[derive(Debug)]
+pub(super) struct CardLook {
+    memory: KvMemory,
+    carrier: Carrier,
+}
+
+impl CardLook {
+    /// Refused where pages are not such as a card can digest.
+    pub(super) fn at(memory: &KvMemory) -> Result<Self, TransferError> {
+        pages::check(memory)?;
+        Ok(Self { memory: memory.clone(), carrier: Carrier::start(memory, CourierSize::default())? })
+    }
+
+    /// What the pages of a span are that is about to be written; `None` where only some heads of each page are meant,
+    /// which the processor digests in a copy.
+    pub(super) async fn sent(&self, span: &SpanOut) -> Result<Option<Vec<Digest>>, TransferError> {
+        if span.out.lanes.len() > 1 {
+            return Ok(None);
+        }
+        let all = self.pages(&span.out.landing, span.from.table(span.piece.group), &span.piece)?;
+        let mut digests = Vec::new();
+        for pages in &all {
+            let room = self.carrier.room().await?;
+            let errand = self.carrier.courier().digest(on_card(&self.memory)?.memory(), pages.some());
+            digests.extend(room.take(errand.map_err(TransferError::device)?, None).await?);
+        }
+        Ok(Some(digests.into_iter().map(Digest).collect()))
+    }
+
+    /// What the pages of a span are that a peer's device has written here; `None` as above.
+    ///
+    /// A landing that has ended has no pages any more: then there are no digests.
+    pub(super) async fn written(
+        &self,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+    ) -> Result<Option<Vec<Digest>>, TransferError> {
+        let card = on_card(&self.memory)?.memory();
+        card.settle_writes().map_err(TransferError::device)?;
+        if landing.lanes().len() > 1 {
+            return Ok(None);
+        }
+        let table = &landing.landing().tables[usize::from(span.group.0)];
+        let mut digests = Vec::new();
+        for pages in self.pages(landing.landing(), table, span)? {
+            let room = self.carrier.room().await?;
+            let look = |_: &KvMemory| self.carrier.courier().digest(card, pages.some());
+            let Some((errand, flight)) = landing.take_off(look) else { return Ok(Some(Vec::new())) };
+            digests.extend(room.take(errand.map_err(TransferError::device)?, Some(flight)).await?);
+        }
+        Ok(Some(digests.into_iter().map(Digest).collect()))
+    }
+
+    fn pages(
+        &self,
+        landing: &Landing,
+        table: &[BlockIdx],
+        span: &KvSpan,
+    ) -> Result<Vec<Alike>, TransferError> {
+        Ok(alike(on_card(&self.memory)?, landing, table, span))
+    }
+}
