@@ -147,6 +147,12 @@ impl OpenError {
 /// A model's weights could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
+    #[error("write {path}")]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("read {path}")]
     Read {
         path: PathBuf,

@@ -17,6 +17,7 @@ struct DecodeShape {
     u32 chunk_blocks;    // blocks a block of threads takes
     u32 window;          // the last tokens a query sees
     float scale;
+    u32 rows_of_table;   // rows that follow one another and share a table
 };
 
 template <u32 HEAD>
@@ -56,7 +57,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     u32 from = max(chunk * shape.chunk_blocks, first_seen / BLOCK_TOKENS);
     u32 to = min((chunk + 1) * shape.chunk_blocks, n_pages);
     if (gridDim.x > 1 && chunk * shape.chunk_blocks >= n_pages) return;  // nobody reads this part
-    const u32* table = tables + (u64)row * shape.table_stride;
+    const u32* table = tables + (u64)(row / shape.rows_of_table) * shape.table_stride;
 
     // q as the flat side of the first product: column g is a head; the order along dim is that of K's lanes.
     u32 query[HEAD / 32][4];

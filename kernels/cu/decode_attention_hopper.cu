@@ -3,7 +3,11 @@
 // What is computed is described there; the parts that chunks leave are merged by its `merge_parts`. A warp takes every
 // WARPS-th page of its block's chunk through a ring of its own, so that no warp waits for another until the end. A page
 // lies there as tiles of 64 dims: K's, then V's.
-constexpr u32 WARPS = 4, RING = 3;
+//
+// The tokens of a prompt are many queries of one sequence: so that they do not read the KV before them one by one, some
+// that follow one another go along it together, in tiles of 8 heads of one query or of two, or more. What a head of a query
+// adds up, and in which order, is what it adds up alone: columns of a product know nothing of each other.
+constexpr u32 WARPS = 4, RING = 3, MANY = 3;
 
 struct DecodeShape {
     u32 n_q_heads, n_kv_heads;
@@ -13,16 +17,22 @@ struct DecodeShape {
     u32 chunk_blocks;    // blocks a block of threads takes
     u32 window;          // the last tokens a query sees
     float scale;
+    u32 rows_of_table;   // rows that follow one another and share a table
 };
 
 constexpr u32 TOWER_BYTES = BLOCK_TOKENS * TILE_ROW_BYTES;
 
 // The heads of one tile of the group that shares a KV head, in one sequence.
 struct Work {
-    u32 row, kv_head, first_head, n_heads;
-    u32 length, first_seen;  // in tokens
-    u32 from, to;            // in blocks
+    u32 row, n_rows;  // the first, and how many queries there are
+    u32 kv_head, first_head, n_heads;
+    u32 per_tile;  // queries
+    u32 length;    // in tokens; of the last query
+    u32 from, to;  // in blocks
 };
+
+// What a query sees: tokens from the first to before the end.
+struct Seen { u32 first, end; };
 
 template <u32 HEAD>
 __device__ __forceinline__ void bring_page(u32 to, const TensorMap& of_pages, u32 block, const DecodeShape& shape, u32 kv_head, u32 full) {
@@ -35,7 +45,7 @@ __device__ __forceinline__ void bring_page(u32 to, const TensorMap& of_pages, u3
                       ((block * 2 + part) * shape.n_kv_heads + kv_head) * BLOCK_TOKENS, full, EVICT_FIRST);
 }
 
-// What a warp has of its pages: lane (g, t) keeps heads 2t and 2t + 1.
+// What a warp has of its pages: lane (g, t) keeps columns 2t and 2t + 1, heads of one query or of two.
 template <u32 HEAD>
 struct Part {
     float greatest[2] = {-INF, -INF}, sum[2] = {0.f, 0.f};
@@ -44,7 +54,7 @@ struct Part {
 
 // Adds a page: scores[token][head] = K * q, weights, output[dim][head] += transpose(V) * weights.
 template <u32 HEAD>
-__device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (&query)[HEAD / 16][2], const Work& work, u32 at,
+__device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (&query)[HEAD / 16][2], const Seen (&seen)[2], u32 length, u32 at,
                                          bool is_there, float scale) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float score[4] = {};
@@ -54,11 +64,11 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
         matrices(k, page + i / 4 * TOWER_BYTES + chunk_place(lane % 16, i % 4 * 2 + lane / 16));
         mma(score, k[0], k[1], k[2], k[3], query[i][0], query[i][1]);
     }
-    // Tokens g and g + 8 of the page, of heads 2t and 2t + 1.
+    // Tokens g and g + 8 of the page, of columns 2t and 2t + 1.
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         u32 token = at * BLOCK_TOKENS + g + i / 2 * 8;
-        score[i] = token >= work.first_seen && token < work.length ? score[i] * scale : -INF;
+        score[i] = token >= seen[i % 2].first && token < seen[i % 2].end ? score[i] * scale : -INF;
         if (!is_there) score[i] = __int_as_float(0x7fc00000);  // nobody overlooks NaN
     }
     float by[2];
@@ -68,10 +78,11 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
 #pragma unroll
         for (int of = 4; of < 32; of *= 2) most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, of));
         most = fmaxf(most, part.greatest[i]);
-        by[i] = power2(part.greatest[i] - most);  // 0 at first: -INF - number
+        float base = most == -INF ? 0.f : most;   // a query may see nothing up to here
+        by[i] = power2(part.greatest[i] - base);  // 0 at first: -INF - number
         part.greatest[i] = most;
-        score[i] = power2(score[i] - most);
-        score[i + 2] = power2(score[i + 2] - most);
+        score[i] = power2(score[i] - base);
+        score[i + 2] = power2(score[i + 2] - base);
     }
     // What is summed is what the second product sees: shares rounded to bf16.
     u32 early = narrow(score[0], score[1]), late = narrow(score[2], score[3]);
@@ -81,7 +92,7 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
     late = transposed(late);
     // What was there before this sequence may be NaN, which no share cancels: masks of tokens 2t, 2t + 1, and 8 later.
     u32 token = at * BLOCK_TOKENS + 2 * t;
-    auto mask = [&](u32 of) { return (of < work.length ? 0xffffu : 0) | (of + 1 < work.length ? 0xffff0000u : 0); };
+    auto mask = [&](u32 of) { return (of < length ? 0xffffu : 0) | (of + 1 < length ? 0xffff0000u : 0); };
     u32 first_mask = mask(token), second_mask = mask(token + 8);
 #pragma unroll
     for (u32 i = 0; i < HEAD / 16; i++) {
@@ -97,13 +108,13 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
     }
 }
 
-// The warps' parts, brought to the greatest of their scores, added up in the order of warps.
+// The warps' parts of a tile, brought to the greatest of their scores, added up in the order of warps.
 template <u32 HEAD>
-__device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sums, Part<HEAD>& part, const Work& work,
+__device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sums, Part<HEAD>& part, const Work& work, u32 tile,
                                        const DecodeShape& shape, float* room) {
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float2* of_warp = reinterpret_cast<float2*>(room);  // [warp][head]
-    float* added = room + WARPS * 8 * 2;                // [warp][head][HEAD + 4]
+    float2* of_warp = reinterpret_cast<float2*>(room);  // [warp][column]
+    float* added = room + WARPS * 8 * 2;                // [warp][column][HEAD + 4]
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
 #pragma unroll
@@ -117,22 +128,23 @@ __device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sum
         for (u32 j = 0; j < 4; j++)
             added[(warp * 8 + 2 * t + j % 2) * (HEAD + 4) + i * 16 + g + j / 2 * 8] = part.output[i][j];
     __syncthreads();
-    for (u32 at = threadIdx.x; at < work.n_heads * HEAD; at += WARPS * 32) {
-        u32 head = at / HEAD, dim = at % HEAD;
+    u32 first_query = tile * work.per_tile, n_queries = min(work.n_rows - first_query, work.per_tile);
+    for (u32 at = threadIdx.x; at < n_queries * work.n_heads * HEAD; at += WARPS * 32) {
+        u32 column = at / HEAD, dim = at % HEAD, head = column % work.n_heads;
         float most = -INF, total = 0.f, number = 0.f;
         bool is_nan = false;
 #pragma unroll
-        for (u32 i = 0; i < WARPS; i++) most = fmaxf(most, of_warp[i * 8 + head].x);
+        for (u32 i = 0; i < WARPS; i++) most = fmaxf(most, of_warp[i * 8 + column].x);
 #pragma unroll
         for (u32 i = 0; i < WARPS; i++) {
-            float2 of = of_warp[i * 8 + head];
+            float2 of = of_warp[i * 8 + column];
             is_nan |= of.y != of.y;
             float share = of.x == -INF ? 0.f : power2(of.x - most);
             total += share * of.y;
-            if (share > 0.f) number += share * added[(i * 8 + head) * (HEAD + 4) + dim];
+            if (share > 0.f) number += share * added[(i * 8 + column) * (HEAD + 4) + dim];
         }
         if (is_nan) number = __int_as_float(0x7fc00000);
-        u64 q_head = (u64)work.row * shape.n_q_heads + work.first_head + head;
+        u64 row = work.row + first_query + column / work.n_heads, q_head = row * shape.n_q_heads + work.first_head + head;
         if (gridDim.x == 1) {
             out[q_head * HEAD + dim] = narrow(total > 0.f || is_nan ? number / total : 0.f);
         } else {
@@ -143,9 +155,10 @@ __device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sum
     }
 }
 
-template <u32 HEAD>
+// So many tiles of one query each; or, of queries that share a table, as many as each tile holds.
+template <u32 HEAD, u32 TILES>
 __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sums, const bf16* q, const TensorMap& of_pages,
-                                       const u32* tables, const u32* lengths, const DecodeShape& shape) {
+                                       const u32* tables, const u32* lengths, const DecodeShape& shape, u32 n_rows) {
     constexpr u32 PAGE_BYTES = 2 * HEAD / TILE_COLUMNS * TOWER_BYTES;
     extern __shared__ Eight shared[];
     __shared__ u64 barriers[WARPS * RING];
@@ -154,9 +167,12 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     u32 mine = ring + warp * RING * PAGE_BYTES, full = shared_address(barriers) + warp * RING * 8;
     u32 group = shape.n_q_heads / shape.n_kv_heads, tiles_of_group = (group + 7) / 8, tile = blockIdx.y % tiles_of_group;
     Work work;
-    work.row = blockIdx.z, work.kv_head = blockIdx.y / tiles_of_group;
+    work.kv_head = blockIdx.y / tiles_of_group;
     work.n_heads = min(group - tile * 8, 8u), work.first_head = work.kv_head * group + tile * 8;
-    const u32* table = tables + (u64)work.row * shape.table_stride;
+    work.per_tile = TILES == 1 ? 1 : 8 / group > 0 ? 8 / group : 1;
+    work.row = blockIdx.z * TILES * work.per_tile;
+    work.n_rows = TILES == 1 ? 1 : min(n_rows - work.row, TILES * work.per_tile);
+    const u32* table = tables + (u64)(work.row / shape.rows_of_table) * shape.table_stride;
     u32 first = blockIdx.x * shape.chunk_blocks;
 
     next_may_come();
@@ -171,10 +187,22 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     // result. Without a window, the first ones are read before the length is known.
     auto block_at = [&](u32 at) { return at < shape.table_stride ? table[at] : 0; };
     u32 here = block_at(first + warp + lane * WARPS), ahead = block_at(first + warp + (lane + 32) * WARPS);
-    work.length = lengths[work.row];
-    work.first_seen = work.length > shape.window ? work.length - shape.window : 0;
+    // Which of the tile's queries a column belongs to; those beyond the last are that one again, and not written.
+    auto query_of = [&](u32 tile, u32 column) {
+        return min(tile * work.per_tile + min(column / work.n_heads, work.per_tile - 1), work.n_rows - 1);
+    };
+    auto seen_by = [&](u32 query) -> Seen {
+        u32 end = lengths[work.row + query];
+        return {end > shape.window ? end - shape.window : 0, end};
+    };
+    Seen seen[TILES][2];
+#pragma unroll
+    for (u32 i = 0; i < TILES; i++)
+#pragma unroll
+        for (u32 j = 0; j < 2; j++) seen[i][j] = seen_by(query_of(i, 2 * t + j));
+    work.length = lengths[work.row + work.n_rows - 1];
     u32 n_pages = (work.length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-    work.from = max(first, work.first_seen / BLOCK_TOKENS);
+    work.from = max(first, seen_by(0).first / BLOCK_TOKENS);
     work.to = min(first + shape.chunk_blocks, n_pages);
     if (gridDim.x > 1 && first >= n_pages) return;  // nobody reads this part
     u32 n_mine = work.to > work.from + warp ? (work.to - work.from - warp + WARPS - 1) / WARPS : 0;
@@ -188,15 +216,20 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     };
     for (u32 nth = 0; nth < min(RING, n_mine); nth++) bring(nth);
 
-    // q as the flat side of the first product: column g is a head.
-    u32 query[HEAD / 16][2];
-    const bf16* of_q = q + (u64)work.row * shape.q_stride + (u64)(work.first_head + min(g, work.n_heads - 1)) * HEAD + t * 2;
+    // q as the flat side of the first product: column g is a head of a query.
+    u32 query[TILES][HEAD / 16][2];
 #pragma unroll
-    for (u32 i = 0; i < HEAD / 16; i++)
+    for (u32 nth = 0; nth < TILES; nth++) {
+        bool is_column = g < work.per_tile * work.n_heads;
+        u64 row = work.row + query_of(nth, g), head = work.first_head + g % work.n_heads;
+        const bf16* of_q = q + row * shape.q_stride + head * HEAD + t * 2;
 #pragma unroll
-        for (u32 j = 0; j < 2; j++) query[i][j] = g < work.n_heads ? *reinterpret_cast<const u32*>(of_q + i * 16 + j * 8) : 0;
+        for (u32 i = 0; i < HEAD / 16; i++)
+#pragma unroll
+            for (u32 j = 0; j < 2; j++) query[nth][i][j] = is_column ? *reinterpret_cast<const u32*>(of_q + i * 16 + j * 8) : 0;
+    }
 
-    Part<HEAD> part;
+    Part<HEAD> part[TILES];
     float scale = shape.scale * LOG2E;
     for (u32 nth = 0; nth < n_mine; nth++) {
         if (nth - base == 32) {
@@ -206,13 +239,18 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
         }
         bool is_there = __shfl_sync(FULL_WARP, here, nth % 32) < shape.n_blocks;
         barrier_wait(full + nth % RING * 8, nth / RING % 2);
-        add_page<HEAD>(part, mine + nth % RING * PAGE_BYTES, query, work, work.from + warp + nth * WARPS, is_there, scale);
+#pragma unroll
+        for (u32 i = 0; i < TILES; i++)
+            add_page<HEAD>(part[i], mine + nth % RING * PAGE_BYTES, query[i], seen[i], work.length, work.from + warp + nth * WARPS, is_there, scale);
         __syncwarp();
         if (nth + RING < n_mine) bring(nth + RING);
     }
-    __syncthreads();  // the rings are free
     float* room = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + (ring - shared_address(shared)));
-    add_up<HEAD>(out, parts, part_sums, part, work, shape, room);
+#pragma unroll
+    for (u32 i = 0; i < TILES; i++) {
+        __syncthreads();  // the rings are free, or what was added up before is read
+        if (i * work.per_tile < work.n_rows) add_up<HEAD>(out, parts, part_sums, part[i], work, i, shape, room);
+    }
 }
 
 #define DECODE(HEAD)                                                                                                      \
@@ -220,7 +258,13 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     decode_attention_hopper_##HEAD(bf16* out, float* parts, float2* part_sums, const bf16* q,                             \
                                    const __grid_constant__ TensorMap of_pages, const u32* tables, const u32* lengths,     \
                                    DecodeShape shape) {                                                                   \
-        decode<HEAD>(out, parts, part_sums, q, of_pages, tables, lengths, shape);                                         \
+        decode<HEAD, 1>(out, parts, part_sums, q, of_pages, tables, lengths, shape, 0);                                   \
+    }                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)                                                           \
+    decode_attention_hopper_many_##HEAD(bf16* out, float* parts, float2* part_sums, const bf16* q,                        \
+                                        const __grid_constant__ TensorMap of_pages, const u32* tables,                    \
+                                        const u32* lengths, DecodeShape shape, u32 n_rows) {                              \
+        decode<HEAD, MANY>(out, parts, part_sums, q, of_pages, tables, lengths, shape, n_rows);                           \
     }
 DECODE(64)
 DECODE(128)

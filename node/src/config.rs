@@ -150,6 +150,10 @@ pub struct ModelSection {
     pub device: String,
     /// Which of a GPU's kernels are used. Empty: its own. `sm_90`: those of every card from there on, for comparison.
     pub gpu_arch: String,
+    /// A sequence's tokens are exactly the same alone and in any company, in whatever chunks, computed again or elsewhere, on
+    /// GPUs of one kind; that takes time. Without it they are as near as bf16 has them. CPUs and mocks always are exact. Not
+    /// with `tp` on GPUs. The same on all nodes of a model.
+    pub deterministic: bool,
     /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`; for a
     /// GPU an amount, of all its ranks together. The same KV type and block size must be set on all nodes of a model.
     pub kv_memory: KvMemorySize,
@@ -173,6 +177,7 @@ impl Default for ModelSection {
             name: String::new(),
             device: "auto".to_owned(),
             gpu_arch: String::new(),
+            deterministic: false,
             kv_memory: KvMemorySize::Bytes(ByteSize(64 << 20)),
             kv_dtype: "bf16".to_owned(),
             threads: 0,
@@ -217,7 +222,17 @@ impl ModelSection {
         let ranks = ranks.ok_or_else(|| {
             NodeError::Config(format!("model.tp: {} ranks, of which there can be 1 to {RANKS_MAX}", self.tp))
         })?;
-        Ok(EngineSettings { model, device, gpu_arch, limits, ranks, kv_bytes, pace: Pace::Sleeping, cpu })
+        Ok(EngineSettings {
+            model,
+            device,
+            gpu_arch,
+            deterministic: self.deterministic,
+            limits,
+            ranks,
+            kv_bytes,
+            pace: Pace::Sleeping,
+            cpu,
+        })
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use chassis::byte_size::ByteSize;
 use clap::{Args, ValueEnum};
-use engine::measure::{Offline, Workload};
+use engine::measure::{DrawnBy, Offline, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
 
 /// The bundled model and the smallest ones that there are of each architecture.
@@ -40,6 +40,15 @@ pub(crate) struct EngineArgs {
     /// Rows of the decode steps that are measured.
     #[arg(long, value_delimiter = ',', default_value = "1,8,32,64,128,256", value_name = "N,…")]
     pub(crate) batches: Vec<usize>,
+    /// Draw their tokens in these ways, one after the other.
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_value = "greedy,top-p,penalties",
+        value_name = "WAY,…"
+    )]
+    pub(crate) draws: Vec<Draws>,
     /// Tokens of each sequence before its first decode step.
     #[arg(long, default_value_t = 1024, value_name = "N")]
     pub(crate) context: usize,
@@ -67,9 +76,17 @@ pub(crate) struct EngineArgs {
     /// Say where the time of a decode step goes, too. On a GPU.
     #[arg(long)]
     pub(crate) profile: bool,
-    /// Compare the GPU with the CPU instead: tokens and log-probabilities, alone, in company, in chunks.
+    /// Compare the GPU with the CPU instead, alone, in company, in chunks; and, deterministic, with itself, exactly. With
+    /// `--deterministic` the named model is compared with itself and nothing else.
     #[arg(long)]
     pub(crate) check: bool,
+    /// Write made-up weights of the model's shape into this folder instead, as a checkpoint: to measure how fast it is
+    /// loaded, by `--model FOLDER --weights safetensors`.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) write_weights: Option<PathBuf>,
+    /// Compute every row the same in any company, for comparison: what `model.deterministic` is for nodes. On a GPU.
+    #[arg(long)]
+    pub(crate) deterministic: bool,
     /// Launch each kernel of a decode step by itself instead of recorded steps, for comparison.
     #[arg(long)]
     pub(crate) no_graphs: bool,
@@ -95,10 +112,31 @@ pub(crate) enum Weights {
     Safetensors,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Draws {
+    /// The likeliest.
+    Greedy,
+    /// Temperature 0.8, top-p 0.9.
+    TopP,
+    /// The same with a repetition and a presence penalty.
+    Penalties,
+}
+
+impl Draws {
+    fn meant(self) -> DrawnBy {
+        match self {
+            Self::Greedy => DrawnBy::Greedy,
+            Self::TopP => DrawnBy::TopP,
+            Self::Penalties => DrawnBy::Penalties,
+        }
+    }
+}
+
 impl EngineArgs {
     pub(crate) fn workload(&self) -> Workload {
         Workload {
             batches: self.batches.clone(),
+            draws: self.draws.iter().map(|draws| draws.meant()).collect(),
             context_tokens: self.context,
             prompts: self.prompts.clone(),
             offline: (self.requests > 0).then_some(Offline {
@@ -131,6 +169,7 @@ impl EngineArgs {
             load_format: self.load_format(),
             libraries: self.cuda_libraries.clone(),
             arch: self.arch.clone(),
+            deterministic: self.deterministic,
             graphs: !self.no_graphs,
             ..CudaSettings::default()
         }

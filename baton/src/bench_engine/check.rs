@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use engine::equality::{Comparison, Tolerance, compare};
+use engine::equality::{Comparison, Tolerance, alike, compare};
 use engine::{CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, TokenId};
@@ -20,10 +20,17 @@ const LIMITS: StepLimits = StepLimits { tokens: 2048, rows: 256 };
 /// narrow as these. One and a half times the worst that was seen (`docs/measurements`).
 const TOLERANCE: Tolerance = Tolerance { epsilon: 0.3, logprob: 0.5, logprob_share: 0.05 };
 
+/// KV of a model that is compared with itself: as many sequences as a crowd has.
+const ALIKE_KV_BYTES: usize = 24 << 30;
+/// Prompts that it is compared over: a few tokens, some chunks of attention, and what lies on and beside their edges.
+const ALIKE_PROMPTS: [u32; 6] = [1, 33, 130, 512, 513, 1100];
+
 /// One model's comparison.
 #[derive(Debug, Serialize)]
 pub(super) struct Checked {
     model: String,
+    /// What it was compared with.
+    with: &'static str,
     tolerance: Tolerance,
     recorded: Comparison,
     launched: Comparison,
@@ -39,8 +46,8 @@ impl Checked {
         all.merge(self.launched.clone());
         let verdict = if self.is_equal() { "equal" } else { "NOT EQUAL" };
         let mut line = format!(
-            "{}: {verdict}; {} tokens, {} near ties, log-probabilities within {:.3}, other tokens over leads of {:.3}",
-            self.model, all.n_tokens, all.n_near_ties, all.worst_logprob, all.worst_lead
+            "{}: {verdict} to {}; {} tokens, {} near ties, log-probabilities within {:.3}, other tokens over leads of {:.3}",
+            self.model, self.with, all.n_tokens, all.n_near_ties, all.worst_logprob, all.worst_lead
         );
         for wrong in all.wrong.iter().take(5) {
             line.push_str(&format!("\n  {wrong}"));
@@ -55,14 +62,46 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed>
     let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(Failed::start)?;
     let vocab = engine::Backend::model(&reference).vocab;
     let prompts = prompts(folder, vocab)?;
+    let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     let mut compared = |graphs: bool| -> Result<Comparison, Failed> {
-        let settings =
-            CudaSettings { graphs, load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
-        let mut subject = CudaBackend::open(folder, KV_BYTES, &settings).map_err(Failed::start)?;
+        let mut subject = opened(folder, KV_BYTES, &settings, graphs)?;
         compare(&mut reference, &mut subject, &prompts, N_STEPS, TOLERANCE).map_err(Failed::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
-    Ok(Checked { model: folder.display().to_string(), tolerance: TOLERANCE, recorded, launched })
+    let model = folder.display().to_string();
+    Ok(Checked { model, with: "the CPU", tolerance: TOLERANCE, recorded, launched })
+}
+
+/// A model that is to be the same in any company against itself, to the last bit.
+pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
+    let settings = CudaSettings { deterministic: true, ..args.cuda() };
+    let (settings, kv_bytes) = match args.deterministic {
+        true => (settings, ALIKE_KV_BYTES),
+        false => {
+            (CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..settings }, KV_BYTES)
+        }
+    };
+    let compared = |graphs: bool| -> Result<Comparison, Failed> {
+        let mut subject = opened(folder, kv_bytes, &settings, graphs)?;
+        let vocab = engine::Backend::model(&subject).vocab;
+        let prompts = match args.deterministic {
+            true => ALIKE_PROMPTS.map(|len| any(len, vocab)).to_vec(),
+            false => prompts(folder, vocab)?,
+        };
+        alike(&mut subject, &prompts, N_STEPS).map_err(Failed::work)
+    };
+    let (recorded, launched) = (compared(true)?, compared(false)?);
+    let model = folder.display().to_string();
+    Ok(Checked { model, with: "itself, to the last bit", tolerance: Tolerance::NONE, recorded, launched })
+}
+
+fn opened(
+    folder: &Path,
+    kv_bytes: usize,
+    settings: &CudaSettings,
+    graphs: bool,
+) -> Result<CudaBackend, Failed> {
+    CudaBackend::open(folder, kv_bytes, &CudaSettings { graphs, ..settings.clone() }).map_err(Failed::start)
 }
 
 #[derive(Deserialize)]
@@ -85,6 +124,10 @@ fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, Failed> {
             return Ok(golden.prompts.into_iter().map(|prompt| tokens(prompt.prompt_ids)).collect());
         }
     }
-    let any = |len: u32| tokens((0..len).map(|nth| (nth * 7 + len) % vocab).collect());
-    Ok([5, 33, 16, 100].map(any).to_vec())
+    Ok([5, 33, 16, 100].map(|len| any(len, vocab)).to_vec())
+}
+
+/// Any tokens, others for each length.
+fn any(len: u32, vocab: u32) -> Vec<TokenId> {
+    (0..len).map(|nth| TokenId((nth * 7 + len) % vocab)).collect()
 }

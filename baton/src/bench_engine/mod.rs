@@ -5,9 +5,11 @@ mod check;
 mod opened;
 mod report;
 
+use std::path::Path;
 use std::process::ExitCode;
 
-use engine::backend::cuda::{CudaLimits, DecodeProfile};
+use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
+use engine::load::made;
 use engine::measure::{Measured, measure};
 use serde::Serialize;
 
@@ -26,6 +28,8 @@ struct Report {
     device: String,
     /// Seconds until the first step could be launched.
     open_s: f64,
+    /// On a GPU: how long the weights alone took.
+    loaded: Option<Loaded>,
     /// Decode steps that were recorded at the start, and after it.
     recorded: Option<(usize, usize)>,
     limits: Option<CudaLimits>,
@@ -35,6 +39,9 @@ struct Report {
 }
 
 pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
+    if let Some(folder) = &args.write_weights {
+        return write_weights(&args.model, folder);
+    }
     let report = if args.check { checked(args)? } else { measured(args)? };
     if let Some(file) = &args.out {
         let text = serde_json::to_string_pretty(&report).map_err(Failed::work)?;
@@ -45,12 +52,22 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// A checkpoint to be loaded, with all cores at work.
+fn write_weights(model: &Path, folder: &Path) -> Result<ExitCode, Failed> {
+    let started = tokio::time::Instant::now();
+    let bytes = made::write(model, folder, 1).map_err(Failed::work)?;
+    let seconds = started.elapsed().as_secs_f64();
+    report::tell(&format!("{:.2} GB of weights in {}: {seconds:.1} s", bytes as f64 / 1e9, folder.display()));
+    Ok(ExitCode::SUCCESS)
+}
+
 fn measured(args: &EngineArgs) -> Result<Report, Failed> {
     let started = tokio::time::Instant::now();
     let mut opened = Opened::open(args)?;
     let mut report = Report::new(args, opened.device());
     report.open_s = started.elapsed().as_secs_f64();
     report::tell(&format!("{} on {}: open after {:.1} s", report.model, report.device, report.open_s));
+    report.loaded = opened.loaded();
     report.limits = opened.limits()?;
     let measured = measure(opened.backend(), &args.workload(), &mut report::tell);
     report.measured = Some(measured.map_err(Failed::work)?);
@@ -63,15 +80,26 @@ fn measured(args: &EngineArgs) -> Result<Report, Failed> {
 
 fn checked(args: &EngineArgs) -> Result<Report, Failed> {
     let mut report = Report::new(args, "cuda".to_owned());
+    if args.deterministic {
+        report.add(check::check_alike(&args.model, args)?);
+        return Ok(report);
+    }
     for folder in args.check_folders() {
-        let checked = check::check(&folder, args)?;
-        report::tell(&checked.line());
-        report.checks.push(checked);
+        report.add(check::check(&folder, args)?);
+        // Several GPUs add up in an order of their own.
+        if args.cuda().ranks.get() == 1 {
+            report.add(check::check_alike(&folder, args)?);
+        }
     }
     Ok(report)
 }
 
 impl Report {
+    fn add(&mut self, checked: check::Checked) {
+        report::tell(&checked.line());
+        self.checks.push(checked);
+    }
+
     fn new(args: &EngineArgs, device: String) -> Self {
         Self {
             command: std::env::args().collect::<Vec<_>>().join(" "),
@@ -80,6 +108,7 @@ impl Report {
             model: args.model.display().to_string(),
             device,
             open_s: 0.0,
+            loaded: None,
             recorded: None,
             limits: None,
             measured: None,

@@ -1,6 +1,6 @@
 //! A backend that is measured, and what only a GPU can tell of itself.
 
-use engine::backend::cuda::{CudaLimits, DecodeProfile};
+use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
 use engine::{Backend, CpuBackend, CudaBackend, Device};
 
 use super::args::EngineArgs;
@@ -51,6 +51,13 @@ impl Opened {
                 let times = if n_ranks > 1 { format!("{n_ranks} × ") } else { String::new() };
                 format!("{times}{} ({})", card.name(), card.arch())
             }
+        }
+    }
+
+    pub(super) fn loaded(&self) -> Option<Loaded> {
+        match self {
+            Self::Cpu(_) => None,
+            Self::Cuda(backend) => Some(backend.loaded()),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 
-use engine::backend::cuda::{CudaLimits, DecodeProfile};
+use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
 use engine::measure::Measured;
 
 use super::Report;
@@ -10,6 +10,10 @@ use super::Report;
 /// Results go to standard output; a reader who has left is no error.
 pub(super) fn say(report: &Report) {
     let mut text = String::new();
+    if let Some(Loaded { bytes, seconds }) = report.loaded {
+        let gb = bytes as f64 / 1e9;
+        text.push_str(&format!("weights of {gb:.2} GB loaded in {seconds:.2} s: {:.2} GB/s\n", gb / seconds));
+    }
     if let Some(limits) = &report.limits {
         text.push_str(&of_limits(limits));
     }
@@ -48,8 +52,8 @@ fn of_measured(measured: &Measured) -> String {
     let mut text = String::new();
     for times in &measured.decode {
         text.push_str(&format!(
-            "decode step, {:>4} rows of {} tokens: {:>9.3} ms (p99 {:.3})\n",
-            times.rows, times.context_tokens, times.step_ms.median, times.step_ms.p99
+            "decode step, {:>4} rows of {} tokens, {}: {:>9.3} ms (p99 {:.3})\n",
+            times.rows, times.context_tokens, times.drawn_by, times.step_ms.median, times.step_ms.p99
         ));
     }
     for times in &measured.prompts {

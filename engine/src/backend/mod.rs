@@ -79,6 +79,8 @@ pub struct EngineSettings {
     pub device: Device,
     /// As in [`CudaSettings::arch`](cuda::CudaSettings::arch).
     pub gpu_arch: Option<String>,
+    /// As in [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic); the other backends always are.
+    pub deterministic: bool,
     /// The largest step that there will be: a GPU takes its memory before the first one.
     pub limits: StepLimits,
     /// Tensor-parallel ranks, which share the heads: groups of threads, or GPUs.
@@ -112,6 +114,7 @@ impl EngineSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
             ranks: self.ranks,
             arch: self.gpu_arch.clone(),
+            deterministic: self.deterministic,
             limits: self.limits,
             load_format: self.cpu.load_format,
             kv_dtype: self.cpu.kv_dtype,
@@ -167,7 +170,17 @@ mod tests {
         let cpu = cpu::CpuSettings::default();
         let (device, limits) = (Device::Cpu, StepLimits::default());
         let (model, gpu_arch, ranks) = (model.to_owned(), None, NonZero::<u16>::MIN);
-        open(&EngineSettings { model, device, gpu_arch, limits, ranks, kv_bytes, pace: Pace::Modelled, cpu })
+        open(&EngineSettings {
+            model,
+            device,
+            gpu_arch,
+            deterministic: false,
+            limits,
+            ranks,
+            kv_bytes,
+            pace: Pace::Modelled,
+            cpu,
+        })
     }
 
     #[test]

@@ -4,6 +4,8 @@
 //! token must be the reference's, unless the reference's own lead of it over the next best was below ε; and wherever
 //! log-probabilities are looked at, they must agree within bounds. A row is computed alone, in company, in chunks,
 //! over a cached prefix, recomputed after it was thrown out, and with the token in flight.
+//!
+//! A backend that promises that company changes nothing is compared with itself, and nothing may differ ([`alike`]).
 
 mod script;
 
@@ -23,6 +25,11 @@ pub struct Tolerance {
     pub logprob: f32,
     /// So much more for each unit of the log-probability: what is unlikely is rounded more coarsely.
     pub logprob_share: f32,
+}
+
+impl Tolerance {
+    /// To the last bit.
+    pub const NONE: Self = Self { epsilon: 0.0, logprob: 0.0, logprob_share: 0.0 };
 }
 
 /// What was compared, and how it went.
@@ -130,22 +137,33 @@ pub fn compare(
     n_steps: usize,
     tolerance: Tolerance,
 ) -> Result<Comparison, CompareError> {
-    let mut truths = Vec::with_capacity(prompts.len());
-    for prompt in prompts {
-        truths.push(script::truth(reference, prompt, n_steps)?);
-    }
+    let truths = truths(reference, prompts, n_steps)?;
     let mut comparison = Comparison::default();
     let mut script = Script { backend: subject, tolerance, comparison: &mut comparison };
-    for truth in &truths {
-        script.alone(truth)?;
-        script.in_chunks(truth, 16)?;
-        script.in_chunks(truth, 7)?;
-        script.after_a_cached_prefix(truth)?;
-        script.recomputed(truth)?;
-        script.unseen(truth)?;
-    }
-    script.together(&truths)?;
+    script.every_way(&truths)?;
     Ok(comparison)
+}
+
+/// Compares what a backend says alone with what it says in any company, in other chunks, computed again: to the last bit.
+pub fn alike(
+    backend: &mut dyn Backend,
+    prompts: &[Vec<TokenId>],
+    n_steps: usize,
+) -> Result<Comparison, CompareError> {
+    let truths = truths(backend, prompts, n_steps)?;
+    let mut comparison = Comparison::default();
+    let mut script = Script { backend, tolerance: Tolerance::NONE, comparison: &mut comparison };
+    script.every_way(&truths)?;
+    script.in_a_crowd(&truths)?;
+    Ok(comparison)
+}
+
+fn truths(
+    reference: &mut dyn Backend,
+    prompts: &[Vec<TokenId>],
+    n_steps: usize,
+) -> Result<Vec<Truth>, CompareError> {
+    prompts.iter().map(|prompt| script::truth(reference, prompt, n_steps)).collect()
 }
 
 #[cfg(test)]

@@ -8,6 +8,10 @@ use crate::step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatc
 
 /// Alternatives that are looked at beside each token.
 const N_TOP: u8 = 20;
+/// Rows of a crowd: more than a product of few rows has, and no whole number of anything.
+const CROWD: usize = 141;
+/// Tokens at a prompt's end that every other lane of a crowd computes one by one.
+const ONE_BY_ONE: usize = 40;
 
 /// A backend on trial.
 #[derive(Debug)]
@@ -56,20 +60,32 @@ impl Truth {
 }
 
 impl Script<'_> {
+    pub(super) fn every_way(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
+        for truth in truths {
+            self.alone(truth)?;
+            self.in_chunks(truth, 16)?;
+            self.in_chunks(truth, 7)?;
+            self.after_a_cached_prefix(truth)?;
+            self.recomputed(truth)?;
+            self.unseen(truth)?;
+        }
+        self.together(truths)
+    }
+
     /// The prompt at once, then token by token.
-    pub(super) fn alone(&mut self, truth: &Truth) -> Result<(), CompareError> {
+    fn alone(&mut self, truth: &Truth) -> Result<(), CompareError> {
         self.in_chunks(truth, truth.prompt.len())
     }
 
     /// The prompt in pieces.
-    pub(super) fn in_chunks(&mut self, truth: &Truth, chunk: usize) -> Result<(), CompareError> {
+    fn in_chunks(&mut self, truth: &Truth, chunk: usize) -> Result<(), CompareError> {
         let company = if chunk >= truth.prompt.len() { "alone" } else { "in chunks" };
         self.prefill(company, 0, truth, 0, chunk)?;
         self.go_on(company, truth, 1)
     }
 
     /// Blocks of the prompt's beginning are there already: the rest is computed over them.
-    pub(super) fn after_a_cached_prefix(&mut self, truth: &Truth) -> Result<(), CompareError> {
+    fn after_a_cached_prefix(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "after a cached prefix";
         let cached = truth.prompt.len().saturating_sub(1) / 16 * 16;
         self.prefill(company, 0, truth, cached, truth.prompt.len())?;
@@ -77,7 +93,7 @@ impl Script<'_> {
     }
 
     /// Thrown out half-way and computed again, its own tokens and all, over blocks that hold something else.
-    pub(super) fn recomputed(&mut self, truth: &Truth) -> Result<(), CompareError> {
+    fn recomputed(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let (company, tokens) = ("recomputed", truth.tokens());
         let half = truth.steps.len() / 2;
         let n_known = truth.prompt.len() + half;
@@ -92,7 +108,7 @@ impl Script<'_> {
 
     /// Nothing is looked at: the card draws, and each token feeds the next step before the host knows it. From the first
     /// token that differs near a tie on, the two go different ways.
-    pub(super) fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
+    fn unseen(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "in flight";
         let prompt = Piece { lane: 0, input: RowInput::Tokens(&truth.prompt), start: 0, draws: Some(false) };
         let mut in_flight = launch(self.backend, 1, &[prompt])?;
@@ -117,7 +133,7 @@ impl Script<'_> {
     }
 
     /// All of them in each step: chunks of some beside single tokens of others.
-    pub(super) fn together(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
+    fn together(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
         let company = "together";
         let tokens: Vec<Vec<TokenId>> = truths.iter().map(Truth::tokens).collect();
         let mut n_computed = vec![0; truths.len()];
@@ -147,6 +163,56 @@ impl Script<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Each of them many times over, their single tokens all in one step: more rows than a kernel takes at once. Of every
+    /// other lane the end of the prompt is computed token by token too.
+    pub(super) fn in_a_crowd(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
+        let company = "in a crowd";
+        let tokens: Vec<Vec<TokenId>> = truths.iter().map(Truth::tokens).collect();
+        let n_lanes = self.crowd(&tokens);
+        let nth = |lane: usize| lane % truths.len();
+        let mut n_computed = Vec::with_capacity(n_lanes);
+        for lane in 0..n_lanes {
+            let one_by_one = if lane % 2 == 0 { 1 } else { ONE_BY_ONE };
+            let at_once = truths[nth(lane)].prompt.len().saturating_sub(one_by_one);
+            let input = RowInput::Tokens(&tokens[nth(lane)][..at_once]);
+            if at_once > 0 {
+                step(self.backend, company, n_lanes, &[Piece { lane, input, start: 0, draws: None }])?;
+            }
+            n_computed.push(at_once);
+        }
+        loop {
+            let going = (0..n_lanes).filter(|lane| n_computed[*lane] + 1 < tokens[nth(*lane)].len());
+            let pieces: Vec<Piece<'_>> = going
+                .map(|lane| {
+                    let start = n_computed[lane];
+                    let draws = (start + 1 >= truths[nth(lane)].prompt.len()).then_some(true);
+                    let input = RowInput::Tokens(&tokens[nth(lane)][start..=start]);
+                    Piece { lane, input, start, draws }
+                })
+                .collect();
+            if pieces.is_empty() {
+                return Ok(());
+            }
+            let drawn = step(self.backend, company, n_lanes, &pieces)?;
+            for (piece, drawn) in pieces.iter().zip(drawn) {
+                n_computed[piece.lane] += 1;
+                let truth = &truths[nth(piece.lane)];
+                if piece.draws.is_some() {
+                    self.see(company, truth, n_computed[piece.lane] - truth.prompt.len(), drawn);
+                }
+            }
+        }
+    }
+
+    /// As many lanes as a crowd has, or as there are blocks for.
+    fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
+        let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
+        let layout = &self.backend.model().layout;
+        // Blocks of a lane are taken two by two.
+        let of_lane = layout.groups.len() * (layout.blocks_for(longest) + 2);
+        CROWD.min(self.backend.memory().n_blocks() as usize / of_lane)
     }
 
     fn prefill(

@@ -16,22 +16,31 @@ fn prompts() -> Vec<Vec<TokenId>> {
     vec![prompt(5), prompt(33), prompt(48)]
 }
 
-const EXACT: Tolerance = Tolerance { epsilon: 0.0, logprob: 0.0, logprob_share: 0.0 };
-
 #[test]
 fn the_processor_is_equal_to_itself_in_any_company() {
     for model in ["mistral", "qwen3"] {
         let (mut reference, mut subject) = (opened(model, KvDtype::Bf16), opened(model, KvDtype::Bf16));
-        let comparison = compare(&mut reference, &mut subject, &prompts(), 6, EXACT).expect("it is compared");
+        let comparison =
+            compare(&mut reference, &mut subject, &prompts(), 6, Tolerance::NONE).expect("it is compared");
         assert!(comparison.is_equal(), "{model}: {:?}", comparison.wrong);
         assert_eq!(comparison.n_tokens, 3 * (6 * 4 + 3 + 6) + 3 * 6, "{model}");
     }
 }
 
 #[test]
+fn the_processor_is_alike_in_a_crowd_too() {
+    let comparison = alike(&mut opened("qwen2", KvDtype::Bf16), &prompts(), 3).expect("it is compared");
+    assert!(comparison.is_equal(), "{:?}", comparison.wrong);
+    // Beside every way that is compared with a reference, each lane of the crowd draws three tokens.
+    let of_crowd = comparison.n_tokens - (3 * (3 * 4 + 2 + 3) + 3 * 3);
+    assert!(of_crowd.is_multiple_of(3) && of_crowd >= 3 * 100, "{of_crowd}");
+}
+
+#[test]
 fn kv_of_another_precision_is_near_and_not_the_same() {
     let (mut reference, mut subject) = (opened("qwen2", KvDtype::F32), opened("qwen2", KvDtype::Bf16));
-    let exact = compare(&mut reference, &mut subject, &prompts(), 4, EXACT).expect("it is compared");
+    let exact =
+        compare(&mut reference, &mut subject, &prompts(), 4, Tolerance::NONE).expect("it is compared");
     assert!(!exact.is_equal());
     let near = Tolerance { epsilon: 0.1, logprob: 0.1, logprob_share: 0.0 };
     let near = compare(&mut reference, &mut subject, &prompts(), 4, near).expect("it is compared");

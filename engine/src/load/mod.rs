@@ -1,12 +1,13 @@
 //! Weights: from a folder as it is published, or made up.
 //!
 //! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files' ([`checkpoint`]),
-//! none at all ([`dummy`]), what architectures see of it ([`weights`]), and what two nodes compare ([`fingerprint`]).
+//! none at all ([`dummy`], and [`made`] as a folder), what architectures see of it ([`weights`]), and what two nodes compare ([`fingerprint`]).
 
 pub mod folder;
 pub mod safetensors;
 pub mod checkpoint;
 pub mod dummy;
+pub mod made;
 pub mod weights;
 pub mod fingerprint;
 #[cfg(test)]

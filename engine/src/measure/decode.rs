@@ -20,15 +20,18 @@ pub(super) fn measure(
 ) -> Result<Vec<DecodeTimes>, MeasureError> {
     let Some(n_lanes) = workload.batches.iter().max().copied() else { return Ok(Vec::new()) };
     let context = workload.context_tokens;
-    let lanes = Lanes::new(backend, n_lanes, context, context + N_WARM + N_TIMED + 1)?;
+    let mut lanes = Lanes::new(backend, n_lanes, context, context + N_WARM + N_TIMED + 1)?;
     for nth in 0..n_lanes {
         prompts::compute(backend, &lanes, nth, context, workload.step_tokens)?;
     }
     let mut all = Vec::with_capacity(workload.batches.len());
-    for rows in &workload.batches {
-        let times = steps(backend, &lanes, *rows, context)?;
-        told(&format!("decode of {rows} rows at {context} tokens: {:.3} ms", times.median));
-        all.push(DecodeTimes { rows: *rows, context_tokens: context, step_ms: times });
+    for drawn_by in workload.draws.iter().copied() {
+        lanes.draw_by(drawn_by);
+        for rows in workload.batches.iter().copied() {
+            let times = steps(backend, &lanes, rows, context)?;
+            told(&format!("decode of {rows} rows at {context} tokens, {drawn_by}: {:.3} ms", times.median));
+            all.push(DecodeTimes { rows, context_tokens: context, drawn_by, step_ms: times });
+        }
     }
     Ok(all)
 }

@@ -2,7 +2,7 @@
 
 use types::{BlockIdx, Sampling, StopRules, TokenId};
 
-use super::MeasureError;
+use super::{DrawnBy, MeasureError};
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch};
 
@@ -57,6 +57,11 @@ impl Lanes {
         Ok(Self { lanes: (0..n_lanes).map(lane).collect(), sampling: Sampling::default(), stop })
     }
 
+    /// Greedy, until this says otherwise.
+    pub(super) fn draw_by(&mut self, drawn_by: DrawnBy) {
+        self.sampling = drawn_by.sampling();
+    }
+
     pub(super) fn launch(
         &self,
         backend: &mut dyn Backend,
@@ -84,8 +89,13 @@ impl Lanes {
             Part::Next { position, is_in_flight: true } => (RowInput::Previous, position, true),
             Part::Next { position, .. } => (RowInput::Tokens(&lane.prompt[..1]), position, true),
         };
-        let spec =
-            SampleSpec { sampling: &self.sampling, stop: &self.stop, history: &[], n_prompt: 0, index: 0 };
+        let spec = SampleSpec {
+            sampling: &self.sampling,
+            stop: &self.stop,
+            history: &lane.prompt,
+            n_prompt: lane.prompt.len(),
+            index: 0,
+        };
         Row { slot: SlotId(nth as u64), input, start, tables, sample: is_drawn.then_some(spec) }
     }
 }

@@ -8,9 +8,11 @@ mod lanes;
 mod offline;
 mod prompts;
 
+use std::fmt;
 use std::time::Duration;
 
 use serde::Serialize;
+use types::Sampling;
 
 use crate::backend::Backend;
 use crate::error::{BackendError, RowError};
@@ -20,6 +22,8 @@ use crate::error::{BackendError, RowError};
 pub struct Workload {
     /// Rows of decode steps.
     pub batches: Vec<usize>,
+    /// How tokens are drawn in them.
+    pub draws: Vec<DrawnBy>,
     /// Tokens of each sequence before the first decode step.
     pub context_tokens: usize,
     /// Prompts of one request at a time.
@@ -27,6 +31,39 @@ pub struct Workload {
     pub offline: Option<Offline>,
     /// The most tokens of a step, as the backend was opened with.
     pub step_tokens: usize,
+}
+
+/// Ways of drawing tokens that cost a device differently.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DrawnBy {
+    /// The likeliest.
+    Greedy,
+    /// At random, with a temperature, of the best that have nine tenths of all weight together.
+    TopP,
+    /// The same, and what was said before, the prompt included, is less likely.
+    Penalties,
+}
+
+impl DrawnBy {
+    fn sampling(self) -> Sampling {
+        let top_p = Sampling { temperature: 0.8, top_p: 0.9, seed: 1, ..Sampling::default() };
+        match self {
+            Self::Greedy => Sampling::default(),
+            Self::TopP => top_p,
+            Self::Penalties => Sampling { repetition_penalty: 1.1, presence_penalty: 0.2, ..top_p },
+        }
+    }
+}
+
+impl fmt::Display for DrawnBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Greedy => "greedy",
+            Self::TopP => "temperature and top-p",
+            Self::Penalties => "temperature, top-p and penalties",
+        })
+    }
 }
 
 /// Requests that are all there at once.
@@ -54,6 +91,7 @@ pub struct Measured {
 pub struct DecodeTimes {
     pub rows: usize,
     pub context_tokens: usize,
+    pub drawn_by: DrawnBy,
     pub step_ms: Times,
 }
 

@@ -9,6 +9,7 @@ fn mock() -> Mock {
 fn everything_that_is_asked_for_is_measured() {
     let workload = Workload {
         batches: vec![1, 3],
+        draws: vec![DrawnBy::Greedy, DrawnBy::Penalties],
         context_tokens: 40,
         prompts: vec![30, 100],
         offline: Some(Offline {
@@ -22,8 +23,8 @@ fn everything_that_is_asked_for_is_measured() {
     };
     let mut lines = 0;
     let measured = measure(&mut mock(), &workload, &mut |_| lines += 1).expect("it is measured");
-    assert_eq!(lines, 5);
-    assert_eq!(measured.decode.iter().map(|times| times.rows).collect::<Vec<_>>(), [1, 3]);
+    assert_eq!(lines, 7);
+    assert_eq!(measured.decode.iter().map(|times| times.rows).collect::<Vec<_>>(), [1, 3, 1, 3]);
     assert_eq!(measured.prompts.iter().map(|times| times.prompt_tokens).collect::<Vec<_>>(), [30, 100]);
     let offline = measured.offline.expect("it was asked for");
     // Three lanes of 24 tokens each, two turns and a third of one, at no more than 16 tokens a step.
@@ -34,6 +35,7 @@ fn everything_that_is_asked_for_is_measured() {
 fn too_little_memory_is_said_in_blocks() {
     let workload = Workload {
         batches: vec![1 << 20],
+        draws: vec![DrawnBy::Greedy],
         context_tokens: 40,
         prompts: vec![],
         offline: None,

@@ -68,6 +68,8 @@ impl Drawing {
         position: usize,
         eos_tokens: &[TokenId],
     ) -> Result<Sampled, RowError> {
+        // What the model says must be sound, whatever becomes of it below: the card looks at it before the rules too.
+        best(logits)?;
         let thought = self.sampling.logprobs.map(|n_top| logprobs::Thought::of(processor, logits, n_top));
         rules::apply(self, logits, eos_tokens);
         let best = best(logits)?;
@@ -134,15 +136,23 @@ fn better_first(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
 }
 
-/// The token with the highest logit; of several, the lowest.
+/// The token with the highest logit; of several, the lowest. NaN is higher than all, and no token: it says that something
+/// went wrong in the model, which no other logit makes good.
 fn best(logits: &[f32]) -> Result<Candidate, RowError> {
     let mut best = Candidate { token: 0, weight: f32::NEG_INFINITY };
+    let mut is_sound = true;
     for (weight, token) in logits.iter().zip(0..) {
+        is_sound &= !weight.is_nan();
         if *weight > best.weight {
             best = Candidate { token, weight: *weight };
         }
     }
-    if best.weight.is_finite() { Ok(best) } else { Err(RowError::Sample("no logit is finite".to_owned())) }
+    if is_sound && best.weight.is_finite() { Ok(best) } else { Err(no_token()) }
+}
+
+/// Why there is none, wherever it is drawn.
+pub(crate) fn no_token() -> RowError {
+    RowError::Sample("the best logit is not a finite number".to_owned())
 }
 
 /// The candidate in whose share of the whole `uniform` falls.

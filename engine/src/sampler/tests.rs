@@ -150,10 +150,15 @@ fn bias_and_forbidden_tokens() {
 #[test]
 fn nothing_to_draw_is_said() {
     let greedy = drawing(Sampling::default());
-    for logits in [[f32::NAN; 3], [f32::NEG_INFINITY; 3], [f32::INFINITY, 0.0, 0.0]] {
+    let among_others = [[0.0, f32::NAN, 1.0], [0.0, 1.0, -f32::NAN], [f32::INFINITY, 0.0, 0.0]];
+    for logits in [[f32::NAN; 3], [f32::NEG_INFINITY; 3]].into_iter().chain(among_others) {
         let error = greedy.draw(&processor(), &mut logits.to_vec(), 0, &[]).expect_err("no logit to take");
-        assert_eq!(error, RowError::Sample("no logit is finite".to_owned()));
+        assert_eq!(error, no_token());
     }
+    // Not even where the token that spoils the row may not be drawn.
+    let stop = StopRules { min_tokens: 3, stop_tokens: vec![TokenId(1)], ..StopRules::default() };
+    let forbidding = Drawing { stop, ..drawing(Sampling::default()) };
+    forbidding.draw(&processor(), &mut [0.0, f32::NAN, 1.0], 0, &[]).expect_err("a row that is spoilt");
 }
 
 #[test]

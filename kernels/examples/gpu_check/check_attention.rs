@@ -7,6 +7,7 @@ use baton_kernels::cuda::{
 
 use super::check_rows::POISON;
 use super::draw::{Draw, wide};
+use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// Sequences in scattered pages, with NaN wherever no token lies.
@@ -81,10 +82,11 @@ impl Scene {
     }
 }
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    let lengths = [1, 16, 17, 63, 64, 65, 200, 777, 1, 1024];
-    for heads in [(64, 3, 1), (128, 8, 2), (128, 32, 8), (128, 7, 1), (64, 16, 1), (128, 4, 4)] {
-        let scene = Scene::new(6, heads, &lengths);
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+    let lengths = extent.of(&[1, 16, 17, 63, 64, 65, 200, 777, 1, 1024], 7);
+    let all_heads = [(64, 3, 1), (128, 8, 2), (128, 7, 1), (128, 32, 8), (64, 16, 1), (128, 4, 4)];
+    for heads in extent.of(&all_heads, 3) {
+        let scene = Scene::new(6, *heads, lengths);
         for (chunk_tokens, window) in
             [(2048, usize::MAX), (64, usize::MAX), (256, usize::MAX), (64, 100), (1024, 33)]
         {
@@ -92,8 +94,12 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError>
         }
     }
     spoilt(card, verdicts)?;
-    for heads in [(64, 2, 1), (128, 4, 1), (128, 3, 3)] {
-        let scene = Scene::new(7, heads, &[1, 5, 64, 130, 300, 257]);
+    let alike_in = [((128, 4, 1), 300), ((128, 8, 2), usize::MAX), ((64, 7, 1), usize::MAX)];
+    for (heads, window) in extent.of(&alike_in, 0) {
+        alike(card, verdicts, *heads, *window)?;
+    }
+    for heads in extent.of(&[(64, 2, 1), (128, 4, 1), (128, 3, 3)], 2) {
+        let scene = Scene::new(7, *heads, &[1, 5, 64, 130, 300, 257]);
         // Whole prompts; the tails after a cached prefix; one token each; and nothing of one of them.
         for queries in [[1, 5, 64, 130, 300, 257], [1, 2, 33, 129, 70, 1], [1; 6], [0, 0, 1, 0, 299, 256]] {
             prefill(card, verdicts, &scene, &queries, usize::MAX)?;
@@ -103,8 +109,8 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError>
     }
     // Many tiles of tokens, and windows that end within one.
     let scene = Scene::new(12, (128, 4, 2), &[1300, 640, 769, 1151, 128, 1024]);
-    for window in [usize::MAX, 500, 128] {
-        prefill(card, verdicts, &scene, &[200, 640, 129, 30, 128, 1], window)?;
+    for window in extent.of(&[usize::MAX, 500, 128], 0) {
+        prefill(card, verdicts, &scene, &[200, 640, 129, 30, 128, 1], *window)?;
     }
     Ok(())
 }
@@ -139,6 +145,7 @@ fn decode(
         pages: card.upload(&scene.pages)?.view(),
         kv: scene.kv,
         tables: card.upload(&scene.tables)?.view(),
+        rows_of_table: 1,
         lengths: card.upload(&lengths)?.view(),
         length_max,
         chunk_tokens,
@@ -162,6 +169,55 @@ fn decode(
     Ok(())
 }
 
+/// Tokens of one sequence, by its one table: what each gives is, bit by bit, what it gives as the only row of a step that is
+/// no longer than itself.
+fn alike(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    heads: (usize, usize, usize),
+    window: usize,
+) -> Result<(), CudaError> {
+    let (head_dim, n_q_heads, n_kv_heads) = heads;
+    let (width, length, chunk_tokens) = (n_q_heads * head_dim, 1100, 256);
+    let scene = Scene::new(13, heads, &[length]);
+    let q = card.upload(&Draw::new(14).narrow(length * width, 1.0))?;
+    let (pages, tables) = (card.upload(&scene.pages)?, card.upload(&scene.tables)?);
+    let lengths = card.upload(&(1..=length as u32).collect::<Vec<_>>())?;
+    let n_parts = DecodeAttention::n_parts(length, n_q_heads, length, chunk_tokens);
+    let mut parts = card.buffer::<f32>(DecodeAttention::parts_numbers(n_parts, head_dim))?;
+    let mut part_sums = card.buffer::<[f32; 2]>(n_parts)?;
+    let mut attended = |rows: std::ops::Range<usize>| -> Result<Vec<Bf16>, CudaError> {
+        let mut out = card.buffer::<Bf16>(rows.len() * width)?;
+        card.decode_attention(DecodeAttention {
+            out: out.view_mut(),
+            parts: parts.view_mut(),
+            part_sums: part_sums.view_mut(),
+            q: q.slice(rows.start * width..rows.end * width),
+            q_stride: width,
+            n_q_heads,
+            pages: pages.view(),
+            kv: scene.kv,
+            tables: tables.view(),
+            rows_of_table: rows.len(),
+            lengths: lengths.slice(rows.clone()),
+            length_max: rows.end,
+            chunk_tokens,
+            window,
+            scale: scene.scale,
+        })?;
+        card.download(out.view())
+    };
+    let together = attended(0..length)?;
+    let mut is_same = true;
+    for row in [0, 1, 15, 16, 255, 256, 257, 299, 300, 511, 512, 700, 1023, 1024, 1099] {
+        is_same &= attended(row..row + 1)? == together[row * width..(row + 1) * width];
+    }
+    is_same &= attended(500..900)? == together[500 * width..900 * width];
+    let name = format!("decode_attention {head_dim} {n_q_heads}/{n_kv_heads}, alone and in company");
+    verdicts.holds(name, is_same);
+    Ok(())
+}
+
 /// A table that names a block that is not there must not pass for an answer.
 fn spoilt(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut scene = Scene::new(9, (128, 4, 2), &[40, 40]);
@@ -182,6 +238,7 @@ fn spoilt(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
             pages: pages.view(),
             kv: scene.kv,
             tables: tables.view(),
+            rows_of_table: 1,
             lengths: card.upload(&[40, 40])?.view(),
             length_max: 40,
             chunk_tokens,

@@ -5,23 +5,26 @@ use baton_kernels::cuda::{Bf16, Card, CudaError, SKINNY_FORMS, SkinnyForm};
 
 use super::check_rows::POISON;
 use super::draw::{Draw, wide};
+use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// Rows of the matrix, and their width: odd ones, and one like a model's.
-const SHAPES: &[(usize, usize)] = &[(1, 8), (17, 40), (50, 264), (130, 1032), (512, 4096), (33, 14336)];
+const SHAPES: &[(usize, usize)] = &[(1, 8), (17, 40), (130, 1032), (50, 264), (512, 4096), (33, 14336)];
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    for (n, k) in SHAPES {
-        for n_rows in [1, 2, 5, 7, 8] {
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+    for (n, k) in extent.of(SHAPES, 3) {
+        for n_rows in extent.of(&[1, 7, 8, 2, 5], 2) {
             for form in SKINNY_FORMS {
-                skinny(card, verdicts, *form, (*n, *k, n_rows))?;
+                skinny(card, verdicts, *form, (*n, *k, *n_rows))?;
             }
         }
         if card.has_few_rows() {
-            for n_rows in [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128] {
-                few_rows(card, verdicts, (*n, *k, n_rows))?;
+            for n_rows in extent.of(&[7, 33, 128, 1, 2, 8, 9, 16, 17, 32, 64, 65, 127], 3) {
+                few_rows(card, verdicts, (*n, *k, *n_rows))?;
             }
-            company(card, verdicts, (*n, *k))?;
+            if extent == Extent::Whole {
+                company(card, verdicts, (*n, *k))?;
+            }
         }
     }
     Ok(())
@@ -64,7 +67,7 @@ fn company(card: &Card, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Resu
     let mut draw = Draw::new(31);
     let w = card.upload(&draw.narrow(n * k, 1.0))?;
     let x = card.upload(&draw.narrow(128 * k, 1.0))?;
-    let form = card.few_rows_form(n, k);
+    let form = FewRowsForm::of(n, k);
     let mut first_rows = vec![];
     for n_rows in [1, 8, 13, 32, 64, 128] {
         let mut y = card.buffer::<f32>(n_rows * n)?;
@@ -73,6 +76,14 @@ fn company(card: &Card, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Resu
     }
     let is_same = first_rows.iter().all(|row| *row == first_rows[0]);
     verdicts.holds(format!("few_rows {n}x{k}, alone and in company"), is_same);
+    let mut all = card.buffer::<f32>(128 * n)?;
+    card.few_rows_wide(form, all.view_mut(), w.view(), x.view(), k)?;
+    let mut alone = card.buffer::<f32>(n)?;
+    for row in [1, 7, 8, 63, 100, 127] {
+        card.few_rows_wide(form, alone.view_mut(), w.view(), x.slice(row * k..(row + 1) * k), k)?;
+        let is_same = card.download(alone.view())? == card.download(all.slice(row * n..(row + 1) * n))?;
+        verdicts.holds(format!("few_rows {n}x{k}, row {row} of 128 and alone"), is_same);
+    }
     Ok(())
 }
 

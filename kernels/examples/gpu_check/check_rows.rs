@@ -1,19 +1,20 @@
 //! Embedding, norms, the gate, rotation, argmax: against plain loops in f64.
 
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
-use baton_kernels::cuda::{Bf16, Card, CudaError, KvPages, RopeWriteKv};
+use baton_kernels::cuda::{Bf16, Card, CudaError, KvPages, NOWHERE, RopeWriteKv};
 
 use super::draw::{Draw, wide};
+use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// A byte that makes NaN of every number it fills.
 pub(crate) const POISON: u8 = 0xFF;
 const EPSILON: f32 = 1e-5;
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    for (n_rows, width) in [(1, 8), (3, 64), (5, 4096), (17, 5120), (2, 16384)] {
-        embedding(card, verdicts, n_rows, width)?;
-        norms(card, verdicts, n_rows, width)?;
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+    for (n_rows, width) in extent.of(&[(1, 8), (3, 64), (5, 4096), (2, 16384), (17, 5120)], 4) {
+        embedding(card, verdicts, *n_rows, *width)?;
+        norms(card, verdicts, *n_rows, *width)?;
     }
     for (n_rows, width) in [(1, 8), (3, 2056), (7, 14336)] {
         silu(card, verdicts, n_rows, width)?;
@@ -23,10 +24,10 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError>
     {
         rope(card, verdicts, (head_dim, n_q_heads, n_kv_heads), has_norms)?;
     }
-    for (n_rows, width) in [(1, 1), (1, 128_256), (3, 1000), (64, 32_003)] {
-        argmax(card, verdicts, n_rows, width)?;
+    for (n_rows, width) in extent.of(&[(1, 1), (3, 1000), (2, 32_003), (1, 128_256), (64, 32_003)], 3) {
+        argmax(card, verdicts, *n_rows, *width)?;
     }
-    Ok(())
+    no_number(card, verdicts)
 }
 
 fn embedding(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
@@ -188,5 +189,32 @@ fn argmax(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> 
     card.fill(keys.view_mut(), POISON)?;
     card.argmax(out.view_mut(), keys.view_mut(), card.upload(&logits)?.view())?;
     verdicts.holds(format!("argmax {n_rows}x{width}"), card.download(out.view())? == reference);
+    Ok(())
+}
+
+/// A NaN, whatever its sign, is found before anything else of its row and makes no token; so does an infinite best.
+fn no_number(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let width = 5000;
+    let mut logits = {
+        let mut draw = Draw::new(15);
+        (0..6 * width).map(|_| draw.number() * 9.0).collect::<Vec<f32>>()
+    };
+    let mut spoil = |row: usize, at: usize, by: f32| logits[row * width + at] = by;
+    spoil(1, 4999, f32::NAN);
+    spoil(2, 17, -f32::NAN);
+    spoil(3, 300, f32::NAN);
+    spoil(3, 200, -f32::NAN);
+    spoil(3, 100, f32::INFINITY);
+    spoil(4, 2500, f32::INFINITY);
+    logits[5 * width..].fill(f32::NEG_INFINITY);
+    let logits = card.upload(&logits)?;
+    let mut keys = card.buffer::<u64>(card.argmax_keys(6, width))?;
+    let (mut best, mut drawn) = (card.buffer::<u32>(6)?, card.buffer::<u32>(6)?);
+    card.argmax(best.view_mut(), keys.view_mut(), logits.view())?;
+    card.keep_tokens(drawn.view_mut(), best.view(), logits.view())?;
+    let (best, drawn) = (card.download(best.view())?, card.download(drawn.view())?);
+    verdicts.holds("argmax finds what is no number", best[1..5] == [4999, 17, 200, 2500]);
+    let no_others = drawn[1..].iter().all(|token| *token == NOWHERE);
+    verdicts.holds("what is no number is no token", drawn[0] == best[0] && no_others);
     Ok(())
 }

@@ -3,6 +3,7 @@
 use baton_kernels::cuda::{Card, CudaError, DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, SampleTokens};
 
 use super::draw::Draw;
+use super::extent::Extent;
 use super::verdict::Verdicts;
 
 /// How near to the edge of a token's share, of all weight, a draw may fall on its wrong side.
@@ -22,22 +23,23 @@ struct Rules {
 
 const ALL: Rules = Rules { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, edits: false };
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    for width in [1, 5, 1000, 32_003, 128_256] {
-        for rules in [
-            Rules { temperature: 0.0, ..ALL },
-            Rules { temperature: 0.0, edits: true, ..ALL },
-            ALL,
-            Rules { temperature: 0.3, ..ALL },
-            Rules { temperature: 1.7, edits: true, ..ALL },
-            Rules { top_k: 1, ..ALL },
-            Rules { top_k: 50, ..ALL },
-            Rules { top_p: 0.9, ..ALL },
-            Rules { top_p: 0.0, ..ALL },
-            Rules { min_p: 0.05, ..ALL },
-            Rules { temperature: 0.8, top_k: 200, top_p: 0.95, min_p: 0.001, edits: true },
-        ] {
-            check(card, verdicts, width, rules)?;
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+    let rules = [
+        Rules { temperature: 0.8, top_k: 200, top_p: 0.95, min_p: 0.001, edits: true },
+        Rules { temperature: 0.0, edits: true, ..ALL },
+        ALL,
+        Rules { temperature: 0.0, ..ALL },
+        Rules { temperature: 0.3, ..ALL },
+        Rules { temperature: 1.7, edits: true, ..ALL },
+        Rules { top_k: 1, ..ALL },
+        Rules { top_k: 50, ..ALL },
+        Rules { top_p: 0.9, ..ALL },
+        Rules { top_p: 0.0, ..ALL },
+        Rules { min_p: 0.05, ..ALL },
+    ];
+    for width in extent.of(&[1000, 1, 5, 32_003, 128_256], 1) {
+        for rules in extent.of(&rules, 3) {
+            check(card, verdicts, *width, *rules)?;
         }
     }
     nothing_to_draw(card, verdicts)
@@ -258,6 +260,14 @@ fn nothing_to_draw(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError
         case.raw.fill(logit);
         let token = run(card, 100, &[case])?[0].token;
         verdicts.holds(format!("sample_tokens of {logit}"), token == NOWHERE);
+    }
+    // One among many, which may not even be said: the row is spoilt all the same.
+    for logit in [f32::NAN, -f32::NAN, f32::INFINITY] {
+        let mut case = case(&mut Draw::new(7), 0, 100, Rules { edits: true, ..ALL }, 0);
+        let forbidden = case.edits.iter().find(|edit| edit.is_forbidden).expect("one is").token;
+        case.raw[forbidden as usize] = logit;
+        let token = run(card, 100, &[case])?[0].token;
+        verdicts.holds(format!("sample_tokens of {logit} among others"), token == NOWHERE);
     }
     Ok(())
 }

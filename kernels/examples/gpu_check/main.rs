@@ -1,12 +1,14 @@
 //! Runs every kernel on a GPU against plain Rust, then measures each against what the card can do.
 //!
-//! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]`:
+//! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]
+//! [--small yes]`:
 //! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
-//! runs on Hopper what other cards run; `--only` is rows, products, attention, sample, or
-//! ranks, which needs two GPUs.
+//! runs on Hopper what other cards run; `--only` is rows, products, attention, sample, or ranks, which needs two GPUs; `--small`
+//! leaves out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
 #![allow(clippy::print_stdout)]
 
 mod draw;
+mod extent;
 mod verdict;
 mod check_rows;
 mod check_products;
@@ -19,6 +21,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use baton_kernels::cuda::{Cache, Card, CudaError};
+use extent::Extent;
 use serde_json::json;
 use verdict::Verdicts;
 
@@ -30,6 +33,7 @@ struct Args {
     measures: bool,
     arch: Option<String>,
     only: Option<String>,
+    extent: Extent,
 }
 
 fn args() -> Args {
@@ -41,6 +45,7 @@ fn args() -> Args {
         measures: true,
         arch: None,
         only: None,
+        extent: Extent::Whole,
     };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
@@ -53,6 +58,7 @@ fn args() -> Args {
             "--measure" => args.measures = value != "no",
             "--arch" => args.arch = Some(value),
             "--only" => args.only = Some(value),
+            "--small" if value == "yes" => args.extent = Extent::Small,
             _ => eprintln!("unknown word: {word}"),
         }
     }
@@ -87,16 +93,16 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     let mut verdicts = Verdicts::default();
     let is_wanted = |part: &str| args.only.as_deref().is_none_or(|only| only == part);
     if is_wanted("rows") {
-        check_rows::all(&card, &mut verdicts)?;
+        check_rows::all(&card, &mut verdicts, args.extent)?;
     }
     if is_wanted("products") {
-        check_products::all(&card, &mut verdicts)?;
+        check_products::all(&card, &mut verdicts, args.extent)?;
     }
     if is_wanted("attention") {
-        check_attention::all(&card, &mut verdicts)?;
+        check_attention::all(&card, &mut verdicts, args.extent)?;
     }
     if is_wanted("sample") {
-        check_sample::all(&card, &mut verdicts)?;
+        check_sample::all(&card, &mut verdicts, args.extent)?;
     }
     let mut ranks = json!(null);
     if is_wanted("ranks") {

@@ -200,7 +200,7 @@ fn few_rows(
 ) -> Result<Value, CudaError> {
     let (n, k, n_rows) = sizes;
     let (time, bytes) = product(card, weights, sizes, |y, w, x| card.few_rows(form, y, w, x, k))?;
-    let chosen = if form == card.few_rows_form(n, k) { " (chosen)" } else { "" };
+    let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
     let what = format!("few_rows {name} {n_rows}x{n}x{k}, shares {}{chosen}", form.shares);
     Ok(line(&what, time, bytes, limits.read))
 }
@@ -265,6 +265,7 @@ fn decode(
             pages: pages.slice(from..from + kv.numbers()),
             kv,
             tables: tables.view(),
+            rows_of_table: 1,
             lengths: lengths.view(),
             length_max: length,
             chunk_tokens,

@@ -101,7 +101,12 @@ pub const SOURCES: &[Source] = &[
     .on_hopper(),
     source!(
         "decode_attention_hopper.cu",
-        ["decode_attention_hopper_64", "decode_attention_hopper_128"],
+        [
+            "decode_attention_hopper_64",
+            "decode_attention_hopper_128",
+            "decode_attention_hopper_many_64",
+            "decode_attention_hopper_many_128",
+        ],
         "pages.cuh",
         "tensor.cuh",
         "hopper.cuh"

@@ -1,6 +1,8 @@
 //! Hot path.
 //! A decoder on the card: one plan for all architectures, which differ in their [`Parts`](crate::model::Parts) only.
 
+use std::ops::Range;
+
 use kernels::cuda::{
     Answer, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvPages, Peers, PrefillAttention,
     PrefillSequence, Products, RopeWriteKv, SumRows, View, ViewMut,
@@ -25,7 +27,7 @@ pub(super) struct Decoder {
     /// Layer by layer.
     pub(super) places: Vec<LayerPlace>,
     pub(super) n_blocks: usize,
-    /// Tokens of a chunk of decode attention, where it must not depend on the batch.
+    /// Tokens of a chunk of attention, where a row must be the same in any company.
     pub(super) chunk_tokens: Option<usize>,
 }
 
@@ -50,6 +52,43 @@ pub(super) struct Pass<'a> {
     pub(super) dims: Dims,
     pub(super) sections: Sections,
     pub(super) sequences: &'a [PrefillSequence],
+}
+
+/// Queries, and where the tokens that they see lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Queries {
+    /// Of activations.
+    rows: Range<usize>,
+    tables: Tables,
+    /// What the last of them sees at most.
+    length_max: usize,
+}
+
+/// Words that name blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Tables {
+    /// A table for each query, all of one length.
+    Each(Range<usize>),
+    /// The queries are tokens of one sequence, one after the other.
+    One(Range<usize>),
+}
+
+impl Queries {
+    /// Some of them.
+    fn part(&self, of: Range<usize>) -> Self {
+        let rows = self.rows.start + of.start..self.rows.start + of.end;
+        match &self.tables {
+            Tables::Each(tables) => {
+                let width = tables.len() / self.rows.len();
+                let tables = tables.start + of.start * width..tables.start + of.end * width;
+                Self { rows, tables: Tables::Each(tables), ..*self }
+            }
+            Tables::One(table) => {
+                let length_max = self.length_max - (self.rows.len() - of.end);
+                Self { rows, tables: Tables::One(table.clone()), length_max }
+            }
+        }
+    }
 }
 
 impl Decoder {
@@ -158,24 +197,63 @@ impl Decoder {
 
     /// Rows of one token each.
     pub(super) fn attend_decodes(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
-        let (n, q_width) = (pass.dims.n_decodes, self.sizes.q_width);
-        if n == 0 {
-            return Ok(());
+        let tables = pass.sections.decode_tables(usize::from(place.group.0));
+        let queries = Queries {
+            rows: 0..pass.dims.n_decodes,
+            tables: Tables::Each(tables),
+            length_max: pass.dims.decode_blocks * BLOCK_TOKENS,
+        };
+        self.attend_one_by_one(pass, place, &queries)
+    }
+
+    /// Queries that each go along their sequence by themselves, as many at once as there is room for parts.
+    fn attend_one_by_one(
+        &self,
+        pass: &mut Pass<'_>,
+        place: LayerPlace,
+        queries: &Queries,
+    ) -> Result<(), CudaError> {
+        let (n, n_parts_max) = (queries.rows.len(), pass.space.part_sums.len());
+        let n_at_once = match self.chunk_tokens {
+            Some(chunk_tokens) if queries.length_max > chunk_tokens => {
+                n_parts_max / (self.n_q_heads() * queries.length_max.div_ceil(chunk_tokens))
+            }
+            _ => n,
+        };
+        for first in (0..n).step_by(n_at_once.max(1)) {
+            let part = queries.part(first..(first + n_at_once.max(1)).min(n));
+            self.attend_at_once(pass, place, part)?;
         }
-        let length_max = pass.dims.decode_blocks * BLOCK_TOKENS;
+        Ok(())
+    }
+
+    fn attend_at_once(
+        &self,
+        pass: &mut Pass<'_>,
+        place: LayerPlace,
+        queries: Queries,
+    ) -> Result<(), CudaError> {
+        let Queries { rows, tables, length_max } = queries;
+        let (q_width, q_stride) = (self.sizes.q_width, self.sizes.qkv_width());
         let Workspace { qkv, attended, parts, part_sums, words, .. } = &mut *pass.space;
-        let chunk_tokens = self.chunk_tokens(pass.card, n, length_max, part_sums.len());
+        let chunk_tokens = self.chunk_tokens(pass.card, rows.len(), length_max, part_sums.len());
+        let lengths = pass.sections.lengths.start;
+        let (tables, rows_of_table) = match tables {
+            Tables::Each(tables) => (tables, 1),
+            Tables::One(table) => (table, rows.len()),
+        };
         pass.card.decode_attention(DecodeAttention {
-            out: attended.view_mut().slice(0..n * q_width),
+            out: attended.view_mut().slice(rows.start * q_width..rows.end * q_width),
             parts: parts.view_mut(),
             part_sums: part_sums.view_mut(),
-            q: qkv.view(),
-            q_stride: self.sizes.qkv_width(),
+            q: qkv.slice(rows.start * q_stride..rows.end * q_stride),
+            q_stride,
             n_q_heads: self.n_q_heads(),
             pages: pass.kv.layer(place.group, place.layer_pos),
             kv: self.kv_pages(),
-            tables: words.slice(pass.sections.decode_tables(usize::from(place.group.0))),
-            lengths: words.slice(pass.sections.lengths.clone()),
+            tables: words.slice(tables),
+            rows_of_table,
+            lengths: words.slice(lengths + rows.start..lengths + rows.end),
             length_max,
             chunk_tokens,
             window: place.window,
@@ -186,6 +264,9 @@ impl Decoder {
     fn attend_chunks(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
         if pass.sequences.is_empty() {
             return Ok(());
+        }
+        if self.chunk_tokens.is_some() {
+            return self.attend_chunks_alike(pass, place);
         }
         let Workspace { qkv, attended, words, .. } = &mut *pass.space;
         pass.card.prefill_attention(PrefillAttention {
@@ -201,6 +282,20 @@ impl Decoder {
             window: place.window,
             scale: self.scale(),
         })
+    }
+
+    /// Every token of a chunk as a row of one token: the same, whichever way it is computed.
+    fn attend_chunks_alike(&self, pass: &mut Pass<'_>, place: LayerPlace) -> Result<(), CudaError> {
+        let tables = pass.sections.chunk_tables(usize::from(place.group.0));
+        let n_blocks = pass.dims.chunk_blocks;
+        for (nth, sequence) in pass.sequences.iter().enumerate() {
+            let table = tables.start + nth * n_blocks..tables.start + (nth + 1) * n_blocks;
+            let PrefillSequence { first_row, n_queries, length } = *sequence;
+            let rows = first_row..first_row + n_queries;
+            let queries = Queries { rows, tables: Tables::One(table), length_max: length };
+            self.attend_one_by_one(pass, place, &queries)?;
+        }
+        Ok(())
     }
 
     /// The feed-forward part, and what comes after it: the norm of the next layer, or the last one.
@@ -258,9 +353,10 @@ impl Decoder {
 
     /// A good number of tokens for a chunk, or as many more as there is too little room for parts.
     fn chunk_tokens(&self, card: &Card, n_rows: usize, length_max: usize, n_parts_max: usize) -> usize {
-        let wanted = self.chunk_tokens.unwrap_or_else(|| {
-            DecodeAttention::chunk_tokens_for(card, n_rows, self.kv_pages().n_kv_heads, length_max)
-        });
+        if let Some(chunk_tokens) = self.chunk_tokens {
+            return chunk_tokens;
+        }
+        let wanted = DecodeAttention::chunk_tokens_for(card, n_rows, self.kv_pages().n_kv_heads, length_max);
         let n_chunks_max = (n_parts_max / (n_rows * self.n_q_heads())).max(1);
         wanted.max(length_max.div_ceil(BLOCK_TOKENS).div_ceil(n_chunks_max) * BLOCK_TOKENS)
     }
@@ -289,5 +385,21 @@ fn linear(
     match &linear.bias {
         Some(bias) => card.add_bias(y.reborrow(), bias.view()),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queries_take_turns_with_their_own_tables_or_the_one_that_they_share() {
+        let each = Queries { rows: 0..6, tables: Tables::Each(100..130), length_max: 80 };
+        let expected = Queries { rows: 2..4, tables: Tables::Each(110..120), length_max: 80 };
+        assert_eq!(each.part(2..4), expected);
+        let one = Queries { rows: 10..16, tables: Tables::One(100..105), length_max: 80 };
+        let expected = Queries { rows: 12..14, tables: Tables::One(100..105), length_max: 78 };
+        assert_eq!(one.part(2..4), expected);
+        assert_eq!(one.part(0..6), one);
     }
 }

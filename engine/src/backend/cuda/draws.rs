@@ -1,17 +1,16 @@
 //! What the card is told of the tokens that it shall draw, where the likeliest will not do; and what it answers.
 
-use std::collections::BTreeMap;
-
 use kernels::cuda::{DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, TOP_MAX};
 use types::step::Logprobs;
 use types::{Sampling, TokenId};
 
 use crate::error::RowError;
-use crate::sampler::looks_back;
+use crate::sampler::{looks_back, no_token};
 use crate::step::{Row, RowInput, SampleSpec};
 
-/// Edits of one step that the card has room for. Rows beyond it are drawn by the host.
-pub(super) const EDITS_MAX: usize = 1 << 16;
+/// Edits that the card has room for, of each row. A row that wants more is drawn by the host: who draws a row does not depend
+/// on the others.
+pub(super) const EDITS_OF_ROW: usize = 4096;
 
 /// The draws of one step, as words.
 #[derive(Debug, Default)]
@@ -49,7 +48,14 @@ impl Draws {
             n_decodes += u32::from(place.is_ok() && row.input.n_tokens() == 1);
             drawers.push(match (&row.sample, place) {
                 (Some(spec), Ok(Some(_))) if is_likeliest(spec) => Drawer::Likeliest,
-                (Some(spec), Ok(Some(place))) => draws.add(row, spec, *place, nth, eos_tokens),
+                (Some(spec), Ok(Some(place))) => {
+                    let edits = edits(spec, eos_tokens);
+                    if edits.len() > EDITS_OF_ROW || wants_much_told(spec) {
+                        Drawer::Host
+                    } else {
+                        draws.add(row, spec, (*place, nth), &edits)
+                    }
+                }
                 _ => Drawer::Nobody,
             });
         }
@@ -60,23 +66,18 @@ impl Draws {
         self.rows.len() / DrawRow::WORDS
     }
 
+    /// `place` is where the token stands among the drawn, `nth` which of the rows of one token the row is.
     fn add(
         &mut self,
         row: &Row<'_>,
         spec: &SampleSpec<'_>,
-        place: u32,
-        nth: u32,
-        eos_tokens: &[TokenId],
+        (place, nth): (u32, u32),
+        edits: &[Edit],
     ) -> Drawer {
         let Sampling { temperature, top_k, top_p, min_p, seed, logprobs, .. } = *spec.sampling;
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = *spec.sampling;
-        let edits = edits(spec, eos_tokens);
         let first_edit = self.edits.len() / EDIT_WORDS;
-        let is_too_much = logprobs.is_some_and(|n_top| usize::from(n_top) > TOP_MAX);
-        if is_too_much || first_edit + edits.len() > EDITS_MAX {
-            return Drawer::Host;
-        }
-        self.edits.extend(edits.values().flat_map(|edit| edit.to_words()));
+        self.edits.extend(edits.iter().flat_map(|edit| edit.to_words()));
         let follows_previous = row.input == RowInput::Previous && looks_back(spec.sampling);
         let draw = DrawRow {
             row: place,
@@ -99,6 +100,11 @@ impl Draws {
     }
 }
 
+/// Whether more log-probabilities are asked for than the card tells.
+fn wants_much_told(spec: &SampleSpec<'_>) -> bool {
+    spec.sampling.logprobs.is_some_and(|n_top| usize::from(n_top) > TOP_MAX)
+}
+
 /// Whether the likeliest token is the one to draw, and nothing else is asked for.
 fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     let Sampling { temperature, logprobs, logit_bias, .. } = spec.sampling;
@@ -106,35 +112,39 @@ fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     is_plain && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
 }
 
-/// What changes logits before the draw, by token (as `sampler/rules.rs` does it on the processor).
-fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> BTreeMap<TokenId, Edit> {
-    let mut edits = BTreeMap::new();
-    let mut edit = |token: TokenId, change: &dyn Fn(&mut Edit)| {
-        change(edits.entry(token).or_insert(Edit { token: token.0, ..Edit::default() }));
-    };
-    for (token, bias) in &spec.sampling.logit_bias {
-        edit(*token, &|edit| edit.bias += bias);
-    }
+/// What changes logits before the draw, one edit for each token (as `sampler/rules.rs` does it on the processor).
+fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
+    let of = |token: &TokenId| Edit { token: token.0, ..Edit::default() };
+    let biased = |(token, bias): &(TokenId, f32)| Edit { bias: *bias, ..of(token) };
+    let mut edits: Vec<Edit> = spec.sampling.logit_bias.iter().map(biased).collect();
     if spec.index < spec.stop.min_tokens {
-        for token in eos_tokens.iter().chain(&spec.stop.stop_tokens) {
-            edit(*token, &|edit| edit.is_forbidden = true);
-        }
+        let forbidden = eos_tokens.iter().chain(&spec.stop.stop_tokens);
+        edits.extend(forbidden.map(|token| Edit { is_forbidden: true, ..of(token) }));
     }
     if looks_back(spec.sampling) {
-        for (nth, token) in spec.history.iter().enumerate() {
-            edit(*token, &|edit| {
-                edit.is_seen = true;
-                edit.n_said += u32::from(nth >= spec.n_prompt);
-            });
-        }
+        let said = |nth: usize| u32::from(nth >= spec.n_prompt);
+        let history = spec.history.iter().enumerate();
+        edits.extend(history.map(|(nth, token)| Edit { is_seen: true, n_said: said(nth), ..of(token) }));
     }
+    // In the order of their coming, for sums of biases.
+    edits.sort_by_key(|edit| edit.token);
+    edits.dedup_by(|next, kept| {
+        let is_same = next.token == kept.token;
+        if is_same {
+            kept.bias += next.bias;
+            kept.n_said += next.n_said;
+            kept.is_forbidden |= next.is_forbidden;
+            kept.is_seen |= next.is_seen;
+        }
+        is_same
+    });
     edits
 }
 
 /// A drawn token.
 pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
     match drawn {
-        NOWHERE => Err(RowError::Sample("no logit is finite".to_owned())),
+        NOWHERE => Err(no_token()),
         token => Ok(TokenId(token)),
     }
 }
@@ -236,16 +246,19 @@ mod tests {
         let edits = edits(&spec(&sampling, &stop, &[TokenId(4)], 1), &[TokenId(8)]);
         let of_4 = Edit { token: 4, bias: 1.5, n_said: 0, is_forbidden: true, is_seen: true };
         let of_8 = Edit { token: 8, is_forbidden: true, ..Edit::default() };
-        assert_eq!(edits.into_values().collect::<Vec<_>>(), [of_4, of_8]);
+        assert_eq!(edits, [of_4, of_8]);
     }
 
     #[test]
-    fn too_many_edits_are_the_hosts() {
+    fn too_many_edits_are_the_hosts_whoever_else_is_there() {
         let sampling = Sampling { repetition_penalty: 1.5, ..Sampling::default() };
-        let (stop, history) = (StopRules::default(), (0..40_000).map(TokenId).collect::<Vec<_>>());
-        let rows = [0, 1, 2].map(|_| row(RowInput::Previous, 9, spec(&sampling, &stop, &history, 0)));
+        let (stop, long) = (StopRules::default(), (0..5_000).map(TokenId).collect::<Vec<_>>());
+        let of = |n: usize| row(RowInput::Previous, 9, spec(&sampling, &stop, &long[..n], 0));
+        let rows = [4_096, 4_097, 4_096].map(of);
         let places = [Ok(Some(0)), Ok(Some(1)), Ok(Some(2))];
-        let (_, drawers) = Draws::of(&rows, &places, &[]);
-        assert_eq!(drawers, [Drawer::Card { nth: 0, is_told: false }, Drawer::Host, Drawer::Host]);
+        let (draws, drawers) = Draws::of(&rows, &places, &[]);
+        let by_card = |nth| Drawer::Card { nth, is_told: false };
+        assert_eq!(drawers, [by_card(0), Drawer::Host, by_card(1)]);
+        assert_eq!(draws.edits.len(), 2 * EDITS_OF_ROW * EDIT_WORDS);
     }
 }

@@ -56,7 +56,7 @@ impl CudaBackend {
         let products = rows.into_iter().map(|rows| product_rate(tools, rows)).collect::<Result<_, _>>()?;
         Ok(CudaLimits {
             gpu: tools.card.name().to_owned(),
-            weight_bytes: self.weight_bytes,
+            weight_bytes: self.loaded.bytes,
             read_bytes_per_s,
             products,
         })

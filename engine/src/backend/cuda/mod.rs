@@ -6,7 +6,9 @@
 //! (`lockstep`), and what becomes of a step (`flight`, `watch`).
 //!
 //! Sums in bf16 depend on how many rows are multiplied together, so a row's numbers differ in their last bits from one
-//! batch to another; how far that may go, and what is compared, is in `docs/specification.md`.
+//! batch to another; how far that may go, and what is compared, is in `docs/specification.md`. Where
+//! [`CudaSettings::deterministic`] is set they do not: every matrix is multiplied in one way whatever the number of rows,
+//! and a token's attention is that of a row of one token in chunks that begin where the sequence does.
 
 mod budget;
 mod decoder;
@@ -34,6 +36,7 @@ use std::sync::Arc;
 
 use kernels::cuda::{Card, CudaError, LostFlag, Outcome, Pinned};
 use kv_cache::{FenceSignal, KvMemory};
+use serde::Serialize;
 use tracing::{Level, enabled};
 use types::{ModelInfo, TokenId};
 
@@ -67,7 +70,14 @@ pub struct CudaBackend {
     lost: Option<LostFlag>,
     rank: Rank,
     memory: KvMemory,
-    weight_bytes: usize,
+    loaded: Loaded,
+}
+
+/// Weights that were put onto a card, and how long that took.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Loaded {
+    pub bytes: usize,
+    pub seconds: f64,
 }
 
 /// What steps take turns with on their way back.
@@ -86,7 +96,12 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
 impl CudaBackend {
     /// Bytes of all weight matrices on one card: what a decode step reads there.
     pub fn weight_bytes(&self) -> usize {
-        self.weight_bytes
+        self.loaded.bytes
+    }
+
+    /// How long it took to put them onto the card.
+    pub fn loaded(&self) -> Loaded {
+        self.loaded
     }
 
     /// The first card, to measure what it can do at most.

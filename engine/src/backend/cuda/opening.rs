@@ -9,6 +9,7 @@ use std::time::Duration;
 use kernels::cpu::{Arithmetic, Processor};
 use kernels::cuda::{Card, CudaError, Peers, Products};
 use kv_cache::KvMemory;
+use tokio::time::Instant;
 use tracing::info;
 use types::layout::{Attention, Shard};
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
@@ -26,8 +27,8 @@ use super::share::Share;
 use super::upload::Upload;
 use super::watch::Watch;
 use super::weights::{Loader, Origin, Sizes};
-use super::workspace::{Workspace, WorkspaceShape};
-use super::{Arrivals, CudaBackend, CudaSettings, tuning};
+use super::workspace::{Room, Workspace, WorkspaceShape};
+use super::{Arrivals, CudaBackend, CudaSettings, Loaded, tuning};
 use crate::backend::{StepLimits, cpu};
 use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
@@ -36,6 +37,8 @@ use crate::model::{self, Architecture, ModelConfig};
 
 /// Recorded at the start are steps of sequences up to so long; the rest when it is first met, which takes some milliseconds.
 const RECORDED_TOKENS: usize = 9216;
+/// Threads that read weights: a file's pages come faster to some at once, and not to more.
+const LOADER_THREADS: usize = 8;
 /// Threads that draw what the card does not.
 const SAMPLER_THREADS: usize = 4;
 
@@ -74,7 +77,10 @@ impl CudaBackend {
         let described = Arc::new(Described::of(folder, kv_bytes, settings)?);
         let (empty, weight_bytes) = described.take(cards, kv_bytes)?;
         let memory = empty.first().map(|first| first.memory.clone()).expect("there is a first rank");
+        let started = Instant::now();
         let (mut rank, mut helpers) = described.load_all(empty)?;
+        let loaded = Loaded { bytes: weight_bytes, seconds: started.elapsed().as_secs_f64() };
+        info!(mib = loaded.bytes >> 20, seconds = loaded.seconds, "weights are on the GPU");
         let lost = rank.tools.peers.as_ref().map(Peers::lost_flag);
         described.prepare(&mut rank, &mut helpers)?;
         let (limits, card) = (settings.limits, &rank.tools.card);
@@ -83,7 +89,7 @@ impl CudaBackend {
             drawn: vec![card.pinned(limits.rows)?, card.pinned(limits.rows)?],
         };
         Ok(Self {
-            model: described.model_info()?,
+            model: described.model_info(&settings.arithmetic(card.arch()))?,
             limits,
             watch: Watch::start().map_err(LoadError::Threads)?,
             flights: VecDeque::new(),
@@ -95,7 +101,7 @@ impl CudaBackend {
             lost,
             rank,
             memory,
-            weight_bytes,
+            loaded,
         })
     }
 }
@@ -111,11 +117,28 @@ fn open_cards(settings: &CudaSettings) -> Result<Vec<Card>, CudaError> {
     (first..first + n_ranks).map(open).collect()
 }
 
-fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
+fn open_products(card: &Card, settings: &CudaSettings) -> Result<Products, CudaError> {
+    let libraries = settings.libraries.as_deref();
+    if settings.deterministic {
+        Products::open_alike(card, libraries)
+    } else {
+        Products::open(card, libraries)
+    }
+}
+
+/// The host with so many threads, or as many as it has cores.
+fn host(threads: usize) -> Result<Processor, LoadError> {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-    let threads = NonZero::new(cores.min(SAMPLER_THREADS)).unwrap_or(NonZero::<usize>::MIN);
-    let processor = Processor::new(Arithmetic::F32, threads).map_err(LoadError::Threads)?;
-    Ok(HostSampler { processor, eos_tokens: config.eos_tokens.clone(), vocab: config.vocab })
+    let threads = NonZero::new(cores.min(threads)).unwrap_or(NonZero::<usize>::MIN);
+    Processor::new(Arithmetic::F32, threads).map_err(LoadError::Threads)
+}
+
+fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
+    Ok(HostSampler {
+        processor: host(SAMPLER_THREADS)?,
+        eos_tokens: config.eos_tokens.clone(),
+        vocab: config.vocab,
+    })
 }
 
 impl Described {
@@ -132,6 +155,10 @@ impl Described {
         if settings.kv_dtype != KvDtype::Bf16 {
             let wrong = format!("KV in {} is not implemented on a GPU: bf16 is", settings.kv_dtype);
             return Err(OpenError::CudaModel(wrong));
+        }
+        if settings.deterministic && settings.ranks.get() > 1 {
+            let wrong = "numbers that are the same in any company are one GPU's: several add up in turns of their own";
+            return Err(OpenError::CudaModel(wrong.to_owned()));
         }
         Share::check(config, usize::from(settings.ranks.get()))?;
         let heads = Heads::of(config.head_dim)?;
@@ -154,7 +181,7 @@ impl Described {
         let mut taken = Vec::with_capacity(cards.len());
         let (mut weight_bytes, mut together) = (0, None);
         for (share, card) in Share::of_all(cards.len()).zip(cards) {
-            let products = Products::open(&card, self.settings.libraries.as_deref())?;
+            let products = open_products(&card, &self.settings)?;
             info!(gpu = card.name(), kernels_compiled = card.n_compiled(), rank = share.nth, "use GPU");
             let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
             let shape = self.workspace(&card, sizes);
@@ -184,7 +211,9 @@ impl Described {
     fn workspace(&self, card: &Card, sizes: Sizes) -> WorkspaceShape {
         let limits = self.settings.limits;
         let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max, self.n_blocks as usize);
-        WorkspaceShape::of(card, sizes, limits, self.heads.padded, self.tokens_max, n_words)
+        let (tokens_max, chunk_tokens) = (self.tokens_max, self.settings.chunk_tokens());
+        let room = Room { tokens_max, n_words, chunk_tokens };
+        WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
     }
 
     /// All ranks load their weights at the same time: the first one here, the others on threads of their own.
@@ -221,7 +250,9 @@ impl Described {
     /// Finds out what is fastest, and records steps: all ranks do the same at the same time.
     fn prepare(&self, rank: &mut Rank, helpers: &mut Helpers<Rank>) -> Result<(), OpenError> {
         let Rank { recorded, tools, .. } = rank;
-        tuning::tune(tools, helpers, self.settings.limits, &self.settings)?;
+        if !self.settings.deterministic {
+            tuning::tune(tools, helpers, self.settings.limits, &self.settings)?;
+        }
         if let Some(ladder) = self.ladder() {
             helpers.begin(&Order::WarmUp(ladder.clone()))?;
             tools.warm_up(&ladder)?;
@@ -239,7 +270,7 @@ impl Described {
 
     fn decoder(&self, card: &Card, sizes: Sizes) -> Result<Decoder, OpenError> {
         let config = &self.folder.config;
-        let host = Processor::new(Arithmetic::F32, NonZero::<usize>::MIN).map_err(LoadError::Threads)?;
+        let host = host(LOADER_THREADS)?;
         let (checkpoint, dummy);
         let origin = match self.settings.load_format {
             LoadFormat::Safetensors => {
@@ -254,7 +285,7 @@ impl Described {
             LoadFormat::Dummy { seed } => Origin::Card { seed },
         };
         let heads = self.heads;
-        let upload = Upload::new(card, sizes.bytes())?;
+        let upload = Upload::new(card, &host, sizes.bytes())?;
         let loader =
             Loader { origin, config, parts: (self.architecture.parts)(config), heads, sizes, upload };
         let turns = heads.turns(&config.rope.frequencies(config.head_dim), config.context_tokens);
@@ -266,7 +297,7 @@ impl Described {
             turns: card.upload(&turns)?,
             places: places(&self.layout),
             n_blocks: self.n_blocks as usize,
-            chunk_tokens: None,
+            chunk_tokens: self.settings.chunk_tokens(),
         })
     }
 
@@ -278,24 +309,24 @@ impl Described {
         }
     }
 
-    fn model_info(&self) -> Result<ModelInfo, OpenError> {
+    fn model_info(&self, arithmetic: &str) -> Result<ModelInfo, OpenError> {
         let config = &self.folder.config;
         Ok(ModelInfo {
             name: self.folder.name(),
             context_tokens: config.context_tokens as u32,
             vocab: config.vocab as u32,
             eos_tokens: config.eos_tokens.clone(),
-            fingerprint: self.fingerprint()?,
+            fingerprint: self.fingerprint(arithmetic)?,
             layout: self.layout.clone(),
         })
     }
 
-    fn fingerprint(&self) -> Result<Fingerprint, LoadError> {
+    fn fingerprint(&self, arithmetic: &str) -> Result<Fingerprint, LoadError> {
         let tokenizer = self.folder.tokenizer()?;
         let parts = [
             ("weights", self.weights()?),
             ("dtype", "bf16".to_owned()),
-            ("arithmetic", "bf16 on a GPU".to_owned()),
+            ("arithmetic", arithmetic.to_owned()),
             ("rope", self.folder.config.rope.fingerprint()),
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
         ];
@@ -335,7 +366,7 @@ fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize, n_blocks: u
     let blocks = tokens_max.div_ceil(BLOCK_TOKENS);
     let of_tables = limits.rows * blocks;
     let of_tables = of_tables.min(4 * n_blocks + limits.rows * 64).max(blocks);
-    let of_tokens = (2 + n_groups) * limits.tokens;
+    let of_tokens = (3 + n_groups) * limits.tokens;
     of_tokens + 6 * limits.rows + 2 * n_groups * of_tables
 }
 

@@ -9,7 +9,7 @@
 //! | `from` | for each row of one token: where it stands among the drawn, or nowhere |
 //! | `positions` | for each token |
 //! | `slots` | by group, for each token: where in the pages its KV goes |
-//! | `lengths` | for each row of one token: tokens of its sequence, with it |
+//! | `lengths` | for each token: tokens of its sequence up to it, itself included |
 //! | `decode_tables` | by group, for each row of one token: blocks |
 //! | `wanted` | for each token that is drawn: the row of activations it follows from |
 //! | `sequences` | for each chunk: its first row, its tokens, tokens of its sequence |
@@ -82,7 +82,7 @@ impl Dims {
             from: next(self.n_decodes),
             positions: next(self.n_tokens),
             slots: next(self.n_groups * self.n_tokens),
-            lengths: next(self.n_decodes),
+            lengths: next(self.n_tokens),
             decode_tables: next(self.n_groups * self.n_decodes * self.decode_blocks),
             wanted: next(self.n_wanted),
             sequences: next(3 * self.n_chunks),
@@ -260,7 +260,6 @@ impl<'a> Plan<'a> {
                 Fed::Drawn(place) => *place,
                 Fed::Token(_) => NOWHERE,
             };
-            words[sections.lengths.start + nth] = row.start as u32 + 1;
             self.write_table(
                 row,
                 |group| {
@@ -296,6 +295,7 @@ impl<'a> Plan<'a> {
         let mut put = |token: u32, position: usize, tables: &[&[BlockIdx]]| {
             words[sections.known.start + nth] = token;
             words[sections.positions.start + nth] = position as u32;
+            words[sections.lengths.start + nth] = position as u32 + 1;
             for group in 0..self.dims.n_groups {
                 words[sections.slots(group).start + nth] = slot(tables.get(group).copied(), position);
             }

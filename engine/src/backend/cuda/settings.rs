@@ -25,6 +25,8 @@ pub struct CudaSettings {
     pub cache: Option<PathBuf>,
     /// Kernels for this kind of card: `sm_90a` are Hopper's own, `sm_90` what every card has. `None`: the card's own.
     pub arch: Option<String>,
+    /// Whether a row's numbers are the same in any company: alone, in any batch, in any chunks, computed again.
+    pub deterministic: bool,
     /// Whether decode steps are recorded as graphs.
     pub graphs: bool,
     /// Whether ways of multiplying are measured where nothing is remembered of them.
@@ -42,13 +44,30 @@ impl Default for CudaSettings {
             libraries: None,
             cache: user_cache(|name| std::env::var_os(name).map(PathBuf::from)),
             arch: None,
+            deterministic: false,
             graphs: true,
             tunes: true,
         }
     }
 }
 
+/// Tokens of a chunk of attention where a row must be the same in any company.
+const CHUNK_TOKENS: usize = 512;
+
 impl CudaSettings {
+    /// How far each block of threads goes along a sequence; `None`: as suits the batch.
+    pub(super) fn chunk_tokens(&self) -> Option<usize> {
+        self.deterministic.then_some(CHUNK_TOKENS)
+    }
+
+    /// What a fingerprint says: rows that are the same in any company are the same on cards that run the same kernels.
+    pub(super) fn arithmetic(&self, arch: &str) -> String {
+        match self.deterministic {
+            true => format!("bf16 on a GPU, {arch}, the same in any company"),
+            false => "bf16 on a GPU".to_owned(),
+        }
+    }
+
     pub(super) fn kernel_cache(&self) -> Cache {
         self.cache.as_ref().map_or_else(Cache::none, |folder| Cache::at(&folder.join("kernels")))
     }

@@ -1,12 +1,18 @@
 //! Weights on their way to the card: while it copies one piece, the host reads the next.
+//!
+//! Reading is what takes the time: a file's pages are found one by one, also where they are in memory already. So several
+//! threads read parts of a piece.
 
 use std::ops::Range;
 
+use kernels::cpu::Processor;
 use kernels::cuda::{Bf16, Card, CudaError, Pinned, ViewMut};
 use tracing::info;
 
 /// Numbers of one piece: large enough that a copy runs at full speed.
 const PIECE_NUMBERS: usize = 32 << 20;
+/// Numbers of a part of a piece, which one thread reads.
+const PART_NUMBERS: usize = 1 << 20;
 /// Progress is said this often.
 const STEPS_SAID: usize = 10;
 
@@ -14,6 +20,7 @@ const STEPS_SAID: usize = 10;
 #[derive(Debug)]
 pub(super) struct Upload<'a> {
     card: &'a Card,
+    host: &'a Processor,
     pieces: [Pinned<Bf16>; 2],
     turn: usize,
     progress: Progress,
@@ -28,11 +35,11 @@ struct Progress {
 }
 
 impl<'a> Upload<'a> {
-    /// `total_bytes` is what all of it will come to, for telling how far it is.
-    pub(super) fn new(card: &'a Card, total_bytes: usize) -> Result<Self, CudaError> {
+    /// `total_bytes` is what all of it will come to, for telling how far it is; the host's threads read.
+    pub(super) fn new(card: &'a Card, host: &'a Processor, total_bytes: usize) -> Result<Self, CudaError> {
         let numbers = PIECE_NUMBERS.min(total_bytes / size_of::<Bf16>() + 1);
         let pieces = [card.pinned(numbers)?, card.pinned(numbers)?];
-        Ok(Self { card, pieces, turn: 0, progress: Progress { total_bytes, done_bytes: 0, n_said: 0 } })
+        Ok(Self { card, host, pieces, turn: 0, progress: Progress { total_bytes, done_bytes: 0, n_said: 0 } })
     }
 
     pub(super) fn card(&self) -> &'a Card {
@@ -87,18 +94,21 @@ impl<'a> Upload<'a> {
         self.progress.add(n_numbers * size_of::<Bf16>());
     }
 
-    /// Piece by piece: `fill` is told where a piece begins.
+    /// Part by part: `fill` is told where a part begins.
     fn put_with(
         &mut self,
         mut to: ViewMut<'_, Bf16>,
-        fill: impl Fn(usize, &mut [Bf16]),
+        fill: impl Fn(usize, &mut [Bf16]) + Sync,
     ) -> Result<(), CudaError> {
         let mut start = 0;
         while start < to.len() {
             let piece = &mut self.pieces[self.turn];
             self.turn = (self.turn + 1) % 2;
             let end = (start + piece.len()).min(to.len());
-            fill(start, &mut piece.numbers()?[..end - start]);
+            let numbers = &mut piece.numbers()?[..end - start];
+            self.host
+                .pool()
+                .run_on(numbers, PART_NUMBERS, |nth, part| fill(start + nth * PART_NUMBERS, part));
             self.card.send(piece, to.reborrow().slice(start..end))?;
             start = end;
         }

@@ -6,7 +6,7 @@ use kernels::cuda::{
     Bf16, Buffer, Card, CudaError, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, Shown, Together,
 };
 
-use super::draws::EDITS_MAX;
+use super::draws::EDITS_OF_ROW;
 use super::ladder::Ladder;
 use super::weights::Sizes;
 use crate::backend::StepLimits;
@@ -17,6 +17,8 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// Up to so many bytes ranks sum up rows with the shortest wait; beyond it, with the least on the wire. Where the two meet
 /// on two H200s.
 const FEW_BYTES_MAX: usize = 1 << 20;
+/// Parts of attention of tokens that are alike in any company: a quarter of a GiB, with heads of 128.
+const PARTS_ALIKE_MAX: usize = 1 << 19;
 
 /// How large it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +30,17 @@ pub(super) struct WorkspaceShape {
     n_parts: usize,
     n_keys: usize,
     n_words: usize,
+}
+
+/// What steps may come to.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// Tokens of the longest sequence.
+    pub(super) tokens_max: usize,
+    /// Words of the largest plan.
+    pub(super) n_words: usize,
+    /// As in [`Decoder`](super::decoder::Decoder).
+    pub(super) chunk_tokens: Option<usize>,
 }
 
 /// Rows of activations, as many as a step has tokens.
@@ -69,16 +82,13 @@ pub(super) struct Workspace {
 }
 
 impl WorkspaceShape {
-    /// `n_words` is what the largest plan takes.
-    pub(super) fn of(
-        card: &Card,
-        sizes: Sizes,
-        limits: StepLimits,
-        head_dim: usize,
-        n_tokens_max: usize,
-        n_words: usize,
-    ) -> Self {
-        let n_parts = most_parts(card, sizes, limits, head_dim, n_tokens_max);
+    pub(super) fn of(card: &Card, sizes: Sizes, limits: StepLimits, head_dim: usize, room: Room) -> Self {
+        let n_parts = match room.chunk_tokens {
+            None => most_parts(card, sizes, limits, head_dim, room.tokens_max),
+            Some(chunk_tokens) => {
+                parts_alike(sizes.q_width / head_dim, limits, room.tokens_max.div_ceil(chunk_tokens))
+            }
+        };
         Self {
             sizes,
             limits,
@@ -87,7 +97,7 @@ impl WorkspaceShape {
             n_keys: card
                 .argmax_keys(limits.rows, sizes.vocab)
                 .max(card.argmax_keys(1, sizes.vocab) * limits.rows),
-            n_words,
+            n_words: room.n_words,
         }
     }
 
@@ -97,7 +107,8 @@ impl WorkspaceShape {
         let of_row = 2 * hidden + 4 * vocab + 8;
         let parts = 4 * self.part_numbers + 8 * self.n_parts;
         let indices = 8 * self.n_keys + 4 * (self.n_words + self.limits.tokens);
-        let draws = 4 * (self.limits.rows * (DrawRow::WORDS + Outcome::WORDS) + EDITS_MAX * EDIT_WORDS);
+        let of_draw = DrawRow::WORDS + Outcome::WORDS + EDITS_OF_ROW * EDIT_WORDS;
+        let draws = 4 * self.limits.rows * of_draw;
         let of_ranks = self
             .together()
             .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
@@ -135,7 +146,7 @@ impl WorkspaceShape {
             drawn: card.buffer(rows)?,
             tokens: card.buffer(tokens)?,
             draws: card.buffer(rows * DrawRow::WORDS)?,
-            edits: card.buffer(EDITS_MAX * EDIT_WORDS)?,
+            edits: card.buffer(rows * EDITS_OF_ROW * EDIT_WORDS)?,
             outcomes: card.buffer(rows * Outcome::WORDS)?,
             words: card.buffer(self.n_words)?,
             parts: card.buffer(self.part_numbers)?,
@@ -149,6 +160,13 @@ impl Workspace {
     pub(super) fn shown(&self) -> Shown<'_> {
         Shown { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }
     }
+}
+
+/// Room for the parts of as many tokens as there may be, at the longest of sequences, yet no more than what keeps a card
+/// busy: tokens beyond it take turns. Always enough for one.
+fn parts_alike(n_q_heads: usize, limits: StepLimits, n_chunks: usize) -> usize {
+    let of_token = n_q_heads * n_chunks;
+    (of_token * limits.tokens).min(PARTS_ALIKE_MAX).max(of_token)
 }
 
 /// The most parts that decode attention is computed in, over all numbers of rows and all lengths.

@@ -2,11 +2,15 @@
 //!
 //! Few rows take the time to read the matrix, and our own kernels read faster; many take arithmetic, and cuBLASLt does
 //! that best, by one of its many algorithms. Which one is measured once for each shape ([`tuning`]).
+//!
+//! What is fastest for some rows adds up in another order than what is fastest for more of them. Where a row's answer must
+//! be the same in any company, every product of a matrix is done in one way, so many rows at a time ([`Products::open_alike`]).
 
 pub mod cublaslt;
 pub mod tuning;
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use super::error::ensure;
 use super::ops::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm, SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
@@ -46,6 +50,8 @@ pub enum Answer<'a> {
 pub struct Products {
     lt: Lt,
     choices: Choices,
+    /// Whether a row's answer is the same in any company.
+    are_alike: bool,
     /// How each exact shape is done; made when a shape is first met.
     ways: HashMap<ProductShape, Way>,
 }
@@ -83,6 +89,13 @@ impl Answer<'_> {
         }
     }
 
+    fn slice(&mut self, range: Range<usize>) -> Answer<'_> {
+        match self {
+            Self::Narrow(view) => Answer::Narrow(view.reborrow().slice(range)),
+            Self::Wide(view) => Answer::Wide(view.reborrow().slice(range)),
+        }
+    }
+
     fn address(&self) -> u64 {
         match self {
             Self::Narrow(view) => view.address,
@@ -95,7 +108,13 @@ impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. Nothing is known of any shape yet.
     pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         let lt = Lt::open(card, folder)?;
-        Ok(Self { lt, choices: Choices::default(), ways: HashMap::new() })
+        Ok(Self { lt, choices: Choices::default(), are_alike: false, ways: HashMap::new() })
+    }
+
+    /// The same, for products whose rows are the same in any company: nothing is measured, and cuBLASLt computes none of
+    /// them. More rows than a kernel of ours takes read the matrix again for each so many.
+    pub fn open_alike(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
+        Ok(Self { are_alike: true, ..Self::open(card, folder)? })
     }
 
     /// The library's version, as it counts.
@@ -126,6 +145,9 @@ impl Products {
         if shape.n_rows == 0 || shape.n == 0 {
             return Ok(());
         }
+        if self.are_alike {
+            return self.multiply_alike(card, shape, y, w, x);
+        }
         if !self.ways.contains_key(&shape) {
             let way = self.way(shape)?;
             if self.ways.len() >= WAYS_MAX {
@@ -134,6 +156,28 @@ impl Products {
             self.ways.insert(shape, way);
         }
         self.lt.run_way(card, &self.ways[&shape], y, w, x, k)
+    }
+
+    /// In the matrix's own way, as many rows at a time as it takes.
+    fn multiply_alike(
+        &self,
+        card: &Card,
+        shape: ProductShape,
+        mut y: Answer<'_>,
+        w: View<'_, Bf16>,
+        x: View<'_, Bf16>,
+    ) -> Result<(), CudaError> {
+        let ProductShape { n, k, n_rows, .. } = shape;
+        let (way, rows_max) = if card.has_few_rows() {
+            (Way::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
+        } else {
+            (Way::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
+        };
+        for first in (0..n_rows).step_by(rows_max) {
+            let end = (first + rows_max).min(n_rows);
+            self.lt.run_way(card, &way, y.slice(first * n..end * n), w, x.slice(first * k..end * k), k)?;
+        }
+        Ok(())
     }
 
     /// What was measured for shapes like this one; else a guess.

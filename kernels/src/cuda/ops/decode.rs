@@ -14,6 +14,8 @@ const HEADS_AT_ONCE: usize = 8;
 
 /// Threads of a head's merge, as in `decode_attention.cu`.
 const MERGE_THREADS: u32 = 256;
+/// Tiles of queries of one sequence that go along it together, as in `decode_attention_hopper.cu`.
+const TILES_AT_ONCE: usize = 3;
 /// Pages that lie in shared memory for a block of threads, as in `decode_attention_hopper.cu`.
 const PAGES_AT_ONCE: usize = 4 * 3;
 
@@ -43,6 +45,8 @@ pub struct DecodeAttention<'a> {
     pub kv: KvPages,
     /// A row of blocks for each sequence, all of one length.
     pub tables: View<'a, u32>,
+    /// Rows that follow one another and are queries of one sequence, by whose table they go; 1, where each is of its own.
+    pub rows_of_table: usize,
     /// Tokens of each sequence, the new one included. Longer than its table is a bug that reads other rows.
     pub lengths: View<'a, u32>,
     /// The greatest of the lengths; what lies beyond is not looked at.
@@ -66,6 +70,7 @@ struct Shape {
     chunk_blocks: u32,
     window: u32,
     scale: f32,
+    rows_of_table: u32,
 }
 
 impl DecodeAttention<'_> {
@@ -78,7 +83,7 @@ impl DecodeAttention<'_> {
     ///
     /// It depends on the batch, and so does the order of sums then; what must not depend on it names a number of its own.
     pub fn chunk_tokens_for(card: &Card, n_rows: usize, n_kv_heads: usize, length_max: usize) -> usize {
-        let at_once = if card.has(HOPPER[0].0) { BLOCKS_AT_ONCE_ON_HOPPER } else { BLOCKS_AT_ONCE };
+        let at_once = if card.has(HOPPER[0].one) { BLOCKS_AT_ONCE_ON_HOPPER } else { BLOCKS_AT_ONCE };
         let places = card.n_multiprocessors() as usize * at_once;
         let blocks = length_max.div_ceil(BLOCK_TOKENS).max(1);
         let chunk = |n_chunks: usize| blocks.div_ceil(n_chunks) * BLOCK_TOKENS;
@@ -100,6 +105,15 @@ impl DecodeAttention<'_> {
         self.length_max.div_ceil(self.chunk_tokens).max(1)
     }
 
+    /// Queries of one sequence that go along it together, if there are such. With a window each begins elsewhere, and what its
+    /// warps add up would depend on the others.
+    fn queries_at_once(&self) -> Option<usize> {
+        let n_rows = self.lengths.len();
+        let are_of_one = n_rows > 1 && self.rows_of_table >= n_rows && self.window >= self.length_max;
+        let of_group = HEADS_AT_ONCE / (self.n_q_heads / self.kv.n_kv_heads);
+        are_of_one.then_some(TILES_AT_ONCE * of_group.max(1))
+    }
+
     fn check(&self, kernel: &'static str) -> Result<usize, CudaError> {
         let (head_dim, n_kv_heads) = (self.kv.head_dim, self.kv.n_kv_heads);
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
@@ -116,7 +130,9 @@ impl DecodeAttention<'_> {
         ensure(kernel, self.q.len() >= q_needed, "fewer rows of q than sequences")?;
         ensure(kernel, self.pages.len() == self.kv.numbers(), "pages that are not of the length said")?;
         ensure(kernel, self.lengths.len() == n_rows, "lengths that are not one for each sequence")?;
-        let table_stride = rows_of(kernel, self.tables.len(), n_rows.max(1))?;
+        ensure(kernel, self.rows_of_table > 0, "tables of no rows")?;
+        let n_tables = n_rows.div_ceil(self.rows_of_table);
+        let table_stride = rows_of(kernel, self.tables.len(), n_tables.max(1))?;
         let covers = n_rows == 0 || table_stride >= self.length_max.div_ceil(BLOCK_TOKENS);
         ensure(kernel, covers, "tables shorter than the sequences")?;
         if self.n_chunks() > 1 {
@@ -149,11 +165,12 @@ impl Card {
             n_q_heads: number(kernel, attention.n_q_heads)?,
             n_kv_heads: number(kernel, kv.n_kv_heads)?,
             q_stride: number(kernel, attention.q_stride)?,
-            table_stride: number(kernel, tables.len() / n_rows)?,
+            table_stride: number(kernel, tables.len() / n_rows.div_ceil(attention.rows_of_table))?,
             n_blocks: number(kernel, kv.n_blocks)?,
             chunk_blocks: number(kernel, attention.chunk_tokens / BLOCK_TOKENS)?,
             window: u32::try_from(attention.window).unwrap_or(u32::MAX),
             scale: attention.scale,
+            rows_of_table: number(kernel, attention.rows_of_table)?,
         };
         let n_chunks = attention.n_chunks();
         let tiles = kv.n_kv_heads * (attention.n_q_heads / kv.n_kv_heads).div_ceil(HEADS_AT_ONCE);
@@ -186,8 +203,8 @@ impl Card {
         shape: Shape,
     ) -> Result<(), CudaError> {
         let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, kv, .. } = attention;
-        let of_heads = |kernel: &&(&str, usize)| kernel.1 == kv.head_dim && self.has(kernel.0);
-        let Some((kernel, head_dim)) = HOPPER.iter().find(of_heads) else {
+        let of_heads = |hopper: &&Hopper| hopper.head_dim == kv.head_dim && self.has(hopper.one);
+        let Some(hopper) = HOPPER.iter().find(of_heads) else {
             let config = Grid { blocks, threads: THREADS, shared_bytes: 0 };
             return launch!(
                 self,
@@ -204,10 +221,29 @@ impl Card {
             );
         };
         let of_pages = TensorMap::of(kv.matrix(*pages), BLOCK_TOKENS)?;
-        let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(*head_dim) };
+        let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(hopper.head_dim) };
+        if let Some(n_at_once) = attention.queries_at_once() {
+            let n_rows = lengths.len();
+            let blocks = (blocks.0, blocks.1, n_rows.div_ceil(n_at_once));
+            let n_rows = number(hopper.many, n_rows)?;
+            return launch!(
+                self,
+                hopper.many,
+                Grid { blocks, ..config },
+                &out.address,
+                &parts.address,
+                &part_sums.address,
+                &q.address,
+                &of_pages,
+                &tables.address,
+                &lengths.address,
+                &shape,
+                &n_rows
+            );
+        }
         launch!(
             self,
-            kernel,
+            hopper.one,
             config,
             &out.address,
             &parts.address,
@@ -221,8 +257,17 @@ impl Card {
     }
 }
 
-/// The kernels that read by the copy engine, and their heads.
-const HOPPER: [(&str, usize); 2] = [("decode_attention_hopper_64", 64), ("decode_attention_hopper_128", 128)];
+/// Kernels that read by the copy engine, for heads of one width: of queries of a sequence each, and of many of one sequence.
+struct Hopper {
+    one: &'static str,
+    many: &'static str,
+    head_dim: usize,
+}
+
+const HOPPER: [Hopper; 2] = [
+    Hopper { one: "decode_attention_hopper_64", many: "decode_attention_hopper_many_64", head_dim: 64 },
+    Hopper { one: "decode_attention_hopper_128", many: "decode_attention_hopper_many_128", head_dim: 128 },
+];
 
 /// The rings of pages, and what it takes to begin on an edge of 1,024 bytes.
 fn shared_bytes(head_dim: usize) -> u32 {
@@ -231,5 +276,6 @@ fn shared_bytes(head_dim: usize) -> u32 {
 
 /// Shared memory that a kernel of this file asks for.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    HOPPER.iter().find(|(name, _)| *name == kernel).map(|(_, head_dim)| shared_bytes(*head_dim))
+    let found = HOPPER.iter().find(|hopper| [hopper.one, hopper.many].contains(&kernel));
+    found.map(|hopper| shared_bytes(hopper.head_dim))
 }

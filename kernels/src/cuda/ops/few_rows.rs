@@ -16,6 +16,20 @@ pub struct FewRowsForm {
     pub shares: usize,
 }
 
+impl FewRowsForm {
+    /// A good form for a matrix: as few shares as give nearly every multiprocessor a block of threads.
+    ///
+    /// It depends on the matrix alone: not on the number of rows, and not on how many multiprocessors this card has.
+    pub fn of(n: usize, k: usize) -> Self {
+        let is_enough = |shares: &&usize| n.div_ceil(W_ROWS) * **shares >= BLOCKS_ENOUGH;
+        let mut useful = FEW_ROWS_SHARES.iter().filter(|shares| k >= **shares * 4 * TILE_COLUMNS);
+        let shares = useful.clone().find(is_enough).or_else(|| useful.next_back()).copied().unwrap_or(1);
+        Self { shares }
+    }
+}
+
+/// Blocks of threads that keep a card of Hopper's kind busy: nine in ten of an H200's multiprocessors.
+const BLOCKS_ENOUGH: usize = 118;
 /// Rows of the matrix for a block of threads, and its threads, as in `few_rows.cu`.
 const W_ROWS: usize = 128;
 const THREADS: u32 = 288;
@@ -60,17 +74,6 @@ impl Card {
     /// Whether this card can do [`Card::few_rows`].
     pub fn has_few_rows(&self) -> bool {
         self.has(SIZES[0].narrow)
-    }
-
-    /// A good form for a matrix: as few shares as give nearly every multiprocessor a block of threads.
-    ///
-    /// It depends on the matrix and the card alone, not on the number of rows.
-    pub fn few_rows_form(&self, n: usize, k: usize) -> FewRowsForm {
-        let enough = self.n_multiprocessors() as usize * 9 / 10;
-        let is_enough = |shares: &&usize| n.div_ceil(W_ROWS) * **shares >= enough;
-        let mut useful = FEW_ROWS_SHARES.iter().filter(|shares| k >= **shares * 4 * TILE_COLUMNS);
-        let shares = useful.clone().find(is_enough).or_else(|| useful.next_back()).copied().unwrap_or(1);
-        FewRowsForm { shares }
     }
 
     /// `y = x * transpose(w)`: `x` is up to 128 rows of `k`, `w` is rows of `k`, `y` has a number for each pair of rows.

@@ -51,7 +51,7 @@ pub struct Edit {
 /// What became of a row whose log-probabilities were wanted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
-    /// [`NOWHERE`] where no logit is finite.
+    /// [`NOWHERE`] where the best logit is not a finite number.
     pub token: u32,
     /// The model's own logits: the greatest one, and the drawn token's.
     pub best: f32,
@@ -82,7 +82,7 @@ pub struct SampleTokens<'a> {
 }
 
 impl Card {
-    /// Draws a token for each of some rows: `drawn[row]` is it, or [`NOWHERE`] where no logit is finite.
+    /// Draws a token for each of some rows: `drawn[row]` is it, or [`NOWHERE`] where the best logit is not a finite number.
     ///
     /// Sums are of whole numbers, so a draw depends on its row alone.
     pub fn sample_tokens(&self, sample: SampleTokens<'_>) -> Result<(), CudaError> {

@@ -77,7 +77,7 @@ fn rows_of_one_token_come_first_and_chunks_after_them() {
             [slot(112, 1), slot(311, 0), slot(10, 15), slot(11, 0), slot(11, 1), slot(210, 0), slot(210, 1)];
         assert_eq!(words[sections.slots(0)], expected);
         assert_eq!(words[sections.slots(1)], expected.map(|slot| slot + 160));
-        assert_eq!(words[sections.lengths.clone()], [34, 17]);
+        assert_eq!(words[sections.lengths.clone()], [34, 17, 16, 17, 18, 1, 2]);
         assert_eq!(words[sections.decode_tables(0)][..3], [110, 111, 112]);
         assert_eq!(words[sections.decode_tables(0)][3..5], [310, 311]);
         assert_eq!(words[sections.decode_tables(1)][..3], [120, 121, 122]);
