@@ -7,7 +7,8 @@ Each connector gets a fresh prefill node on the first GPU and a fresh decode nod
 compared go one at a time, so that both sides compute in the same shapes; their prompts are never seen twice. What is
 compared with is one node on the first GPU that does both.
 Streams that a dead node cuts are computed on in other shapes: there a token may differ where the reference's lead between
-its two best is under NEAR (docs/specification.md), and what follows it is another text.
+its two best is under NEAR (docs/specification.md), and what follows it is another text. With EXACT=1 all nodes are
+deterministic, and every token of every stream must be the reference's.
 """
 import json, os, random, signal, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ HTTP, LOGS = "http://127.0.0.1:8000", tempfile.mkdtemp(prefix="gpu-walk-")
 DEVICES = os.environ.get("DEVICES", "cuda:0 cuda:1").split()
 VOCABULARY = int(os.environ.get("VOCABULARY", 100_000))
 WITHIN, READY_WITHIN = 30, 150
-NEAR, LONG = 0.3, 600
+EXACT = bool(os.environ.get("EXACT"))
+NEAR, LONG = 0.0 if EXACT else 0.3, 600
 BROKEN = ["cuda-ipc", "nccl"]  # those whose nodes are also killed and stopped
 
 
@@ -83,6 +85,8 @@ class Cluster:
                        "BATON_TRANSFER__LISTEN": f"127.0.0.1:{port + 50}", "BATON_MODEL__PATH": SHAPE,
                        "BATON_MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DEVICE": device,
                        "BATON_MODEL__KV_MEMORY": "4GiB", "BATON_SCHEDULER__STEP_TOKENS_MAX": "4096"}
+            if EXACT:
+                of_node["BATON_MODEL__DETERMINISTIC"] = "true"
             if connector:
                 of_node["BATON_TRANSFER__CONNECTORS"] = json.dumps([connector])
             self.nodes[role] = (of_node, self.spawn(role, of_node))
@@ -229,7 +233,7 @@ def main():
     steps = {connector: walk(connector, expected, long) for connector in CONNECTORS}
     passed = all(step["passed"] for of in steps.values() for step in of.values())
     with open(OUT, "w") as out:
-        json.dump({"command": "bench/gpu-walk.py", "shape": SHAPE, "passed": passed, "connectors": steps}, out, indent=1)
+        json.dump({"command": ("EXACT=1 " if EXACT else "") + "bench/gpu-walk.py", "shape": SHAPE, "passed": passed, "connectors": steps}, out, indent=1)
         out.write("\n")
     print("all passed" if passed else "FAILED")
     sys.exit(0 if passed else 1)
