@@ -21,7 +21,13 @@ fn peak_bytes(pid: u32) -> usize {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_holds_one_copy_of_its_weights() {
     let shape = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/qwen3-0.6b");
-    let env = [("BATON_MODEL__LOAD_FORMAT", "dummy"), ("BATON_MODEL__KV_MEMORY", "64MiB")];
+    let env = [
+        ("BATON_MODEL__LOAD_FORMAT", "dummy"),
+        ("BATON_MODEL__KV_MEMORY", "64MiB"),
+        // Longer than the prompt's step takes a processor with short vectors.
+        ("BATON_NODE__STUCK_MS", "60000"),
+        ("BATON_ROUTER__STUCK_MS", "60000"),
+    ];
     let up = Up::start_with(&["--colocated", "--model", shape.to_str().expect("UTF-8")], &env).await;
     let prompt: Vec<u32> = (0..200).map(|nth| 5 + nth * 37 % 1000).collect();
     let ask = Ask::new(prompt, 4).with("model", json!("qwen3-0.6b")).with("ignore_eos", json!(true));
