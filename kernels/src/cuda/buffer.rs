@@ -10,6 +10,7 @@ use cudarc::driver::{CudaContext, result};
 use crate::cpu::number::{bf16_to_f32, f32_to_bf16};
 
 use super::CudaError;
+use super::mapped::{Mapped, no_room};
 
 /// A number of 16 bits: the upper half of an f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -31,12 +32,27 @@ macro_rules! elements {
 }
 elements!(u8, u32, u64, f32, Bf16, [f32; 2], [u32; 3]);
 
-/// Memory of one card, given back when dropped.
+/// Memory of one card, given back when dropped, or to the arena that it is from.
 pub struct Buffer<T: Element> {
-    context: Arc<CudaContext>,
-    address: u64,
+    memory: Memory,
     len: usize,
     element: PhantomData<T>,
+}
+
+/// Whose memory a buffer is.
+enum Memory {
+    Own(Allocated),
+    /// Part of a larger piece.
+    Part {
+        piece: Arc<Mapped>,
+        offset: usize,
+    },
+}
+
+/// Memory by the driver's own allocator.
+struct Allocated {
+    context: Arc<CudaContext>,
+    address: u64,
 }
 
 /// Part of a buffer that is read.
@@ -75,12 +91,19 @@ impl From<Bf16> for f32 {
 impl<T: Element> Buffer<T> {
     /// Takes memory of the card. What is in it is nobody's promise.
     pub(super) fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
-        let bytes = len.saturating_mul(size_of::<T>()).max(1);
-        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
-        // JUSTIFICATION: cudarc's own slices free on a stream and track events, which graphs cannot record.
-        // SAFETY: the address is kept by this value alone, and freed once.
-        let address = unsafe { result::malloc_sync(bytes) }.map_err(|source| no_room(bytes, source))?;
-        Ok(Self { context: Arc::clone(context), address, len, element: PhantomData })
+        let memory = Memory::Own(Allocated::new(context, len.saturating_mul(size_of::<T>()))?);
+        Ok(Self { memory, len, element: PhantomData })
+    }
+
+    /// So many numbers of a piece of memory, which the caller gives to nobody else.
+    ///
+    /// # Panics
+    /// If they do not lie within it, or not where such numbers may.
+    pub(super) fn part(piece: Arc<Mapped>, offset: usize, len: usize) -> Self {
+        let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
+        assert!(end.is_some_and(|end| end <= piece.bytes()), "{len} numbers at {offset} of {piece:?}");
+        assert!(offset.is_multiple_of(align_of::<T>()), "numbers at {offset}");
+        Self { memory: Memory::Part { piece, offset }, len, element: PhantomData }
     }
 
     pub fn len(&self) -> usize {
@@ -92,11 +115,11 @@ impl<T: Element> Buffer<T> {
     }
 
     pub fn view(&self) -> View<'_, T> {
-        View { address: self.address, len: self.len, ordinal: self.context.ordinal(), buffer: PhantomData }
+        View::over(self.memory.address(), self.len, self.memory.ordinal())
     }
 
     pub fn view_mut(&mut self) -> ViewMut<'_, T> {
-        ViewMut { address: self.address, len: self.len, ordinal: self.context.ordinal(), buffer: PhantomData }
+        ViewMut::over(self.memory.address(), self.len, self.memory.ordinal())
     }
 
     /// # Panics
@@ -106,29 +129,49 @@ impl<T: Element> Buffer<T> {
     }
 }
 
-/// The card's memory is counted again, so that the message says how much is missing.
-fn no_room(bytes: usize, source: cudarc::driver::DriverError) -> CudaError {
-    match result::mem_get_info() {
-        Ok((free_bytes, total_bytes)) if bytes > free_bytes => {
-            CudaError::OutOfMemory { bytes, free_bytes, total_bytes }
-        }
-        _ => CudaError::during("take memory of the GPU")(source),
+impl<T: Element> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ordinal = self.memory.ordinal();
+        f.debug_struct("Buffer").field("len", &self.len).field("ordinal", &ordinal).finish()
     }
 }
 
-impl<T: Element> Drop for Buffer<T> {
+// === impl Memory, Allocated ===
+
+impl Memory {
+    fn address(&self) -> u64 {
+        match self {
+            Self::Own(memory) => memory.address,
+            Self::Part { piece, offset } => piece.address() + *offset as u64,
+        }
+    }
+
+    fn ordinal(&self) -> usize {
+        match self {
+            Self::Own(memory) => memory.context.ordinal(),
+            Self::Part { piece, .. } => piece.ordinal(),
+        }
+    }
+}
+
+impl Allocated {
+    fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
+        let bytes = bytes.max(1);
+        context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
+        // JUSTIFICATION: cudarc's own slices free on a stream and track events, which graphs cannot record.
+        // SAFETY: the address is kept by this value alone, and freed once.
+        let address = unsafe { result::malloc_sync(bytes) }.map_err(|source| no_room(bytes, source))?;
+        Ok(Self { context: Arc::clone(context), address })
+    }
+}
+
+impl Drop for Allocated {
     fn drop(&mut self) {
         // The card may still be at work on it. Where waiting fails the context is lost, memory and all.
         let _ = self.context.synchronize();
         // JUSTIFICATION: the counterpart of `new`.
-        // SAFETY: the address came from `malloc_sync` and no view outlives this value.
+        // SAFETY: the address came from `malloc_sync` and no view outlives the buffer.
         let _ = unsafe { result::free_sync(self.address) };
-    }
-}
-
-impl<T: Element> fmt::Debug for Buffer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer").field("len", &self.len).field("ordinal", &self.context.ordinal()).finish()
     }
 }
 

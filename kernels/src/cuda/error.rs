@@ -48,6 +48,8 @@ pub enum CudaError {
     Nccl { call: &'static str, why: String },
     #[error("no {bytes} bytes left on the GPU: {free_bytes} of {total_bytes} are free")]
     OutOfMemory { bytes: usize, free_bytes: usize, total_bytes: usize },
+    #[error("the GPU's memory was given back for a while")]
+    GivenBack,
     #[error(
         "the GPU's driver gives its memory to no other device (dmabuf): it wants NVIDIA's open kernel modules, on Linux 5.12 or later"
     )]

@@ -1,13 +1,14 @@
 //! Memory of a card by the virtual-memory API: taken as such, mapped at an address, and handed to other processes.
 //!
 //! Three values for three rights, each given back by its drop: an address range ([`Reserved`]), memory ([`Physical`]),
-//! and the one being reachable at the other ([`Mapped`]). Memory can so be unmapped and others mapped at the same
-//! address later, which graphs have recorded, and it can be mapped by a peer, who keeps it for as long as he has it.
+//! and the one being reachable at the other ([`Mapped`]). Memory can so be [given back](Mapped::give_back) and other memory
+//! [taken](Mapped::take_again) at the same address later, which graphs have recorded; and it can be mapped by a peer, who
+//! keeps it for as long as he has it.
 
 use std::ffi::c_void;
 use std::fmt;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::{
     self, CUGPUDirectRDMAWritesOrdering, CUdevice_attribute as Attribute, CUflushGPUDirectRDMAWritesScope,
@@ -26,7 +27,8 @@ const SHARED_AS: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPT
 pub(crate) struct Mapped {
     // Dropped in this order, and after the unmapping in `drop`.
     reserved: Reserved,
-    physical: Physical,
+    /// `None` while the memory is given back. Held for a call of the driver.
+    physical: Mutex<Option<Physical>>,
 }
 
 /// An address range with nothing behind it.
@@ -60,21 +62,72 @@ impl Mapped {
 
     fn at_new_address(context: &Arc<CudaContext>, physical: Physical) -> Result<Self, CudaError> {
         let reserved = Reserved::new(context, physical.bytes)?;
-        let (address, bytes) = (reserved.address, reserved.bytes);
-        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
-        // SAFETY: the range is ours, as long as the memory, and nothing is mapped there yet.
-        unsafe { sys::cuMemMap(address, bytes, 0, physical.handle, 0) }
-            .result()
-            .map_err(CudaError::during("map GPU memory"))?;
-        let mapped = Self { reserved, physical };
-        mapped.allow(context)?;
+        let mapped = Self { reserved, physical: Mutex::new(None) };
+        mapped.back_by(physical)?;
         Ok(mapped)
     }
 
+    /// Makes this memory reachable at the address, where there is none.
+    fn back_by(&self, physical: Physical) -> Result<(), CudaError> {
+        let mut here = self.physical();
+        assert!(
+            here.is_none() && physical.bytes == self.bytes(),
+            "one piece of memory, as long as its addresses"
+        );
+        // JUSTIFICATION: cudarc has no safe calls for virtual memory.
+        // SAFETY: the range is ours, as long as the memory, and nothing is mapped there.
+        unsafe { sys::cuMemMap(self.address(), self.bytes(), 0, physical.handle, 0) }
+            .result()
+            .map_err(CudaError::during("map GPU memory"))?;
+        if let Err(refused) = self.allow() {
+            self.unmap();
+            return Err(refused);
+        }
+        *here = Some(physical);
+        Ok(())
+    }
+
+    /// Gives the memory back and keeps the address. Whoever has imported it keeps it alive until he lets go.
+    ///
+    /// The caller sees to it that no kernel is launched that uses it, until it is [taken again](Self::take_again).
+    pub(super) fn give_back(&self) -> Result<(), CudaError> {
+        bind(&self.reserved.context)?;
+        let mut here = self.physical();
+        // The card may still be at work on it.
+        self.reserved.context.synchronize().map_err(CudaError::during("wait for the GPU"))?;
+        if let Some(physical) = here.take() {
+            self.unmap();
+            drop(physical);
+        }
+        Ok(())
+    }
+
+    /// Takes as much memory as was given back, at the same address. What is in it is nobody's promise.
+    pub(super) fn take_again(&self) -> Result<(), CudaError> {
+        let context = &self.reserved.context;
+        bind(context)?;
+        if self.is_backed() { Ok(()) } else { self.back_by(Physical::take(context, self.bytes())?) }
+    }
+
+    /// Whether there is memory at the address.
+    pub(super) fn is_backed(&self) -> bool {
+        self.physical().is_some()
+    }
+
+    fn unmap(&self) {
+        // JUSTIFICATION: the counterpart of `back_by`.
+        // SAFETY: the range is mapped, by this value alone, and no kernel uses it any more.
+        let _ = unsafe { sys::cuMemUnmap(self.address(), self.bytes()) };
+    }
+
+    fn physical(&self) -> MutexGuard<'_, Option<Physical>> {
+        self.physical.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Lets this card's kernels read and write it, wherever the memory is.
-    fn allow(&self, context: &CudaContext) -> Result<(), CudaError> {
+    fn allow(&self) -> Result<(), CudaError> {
         let access = CUmemAccessDesc {
-            location: on(context),
+            location: on(&self.reserved.context),
             flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
         // JUSTIFICATION: as above.
@@ -87,11 +140,13 @@ impl Mapped {
     /// Something that another process can map it by. The memory lives for as long as anyone has it.
     pub(super) fn export(&self) -> Result<OwnedFd, CudaError> {
         bind(&self.reserved.context)?;
+        let physical = self.physical();
+        let handle = physical.as_ref().ok_or(CudaError::GivenBack)?.handle;
         let mut fd: i32 = -1;
         // JUSTIFICATION: as above.
         // SAFETY: the driver writes a file descriptor of this process, which nobody else knows yet.
         unsafe {
-            sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.physical.handle, SHARED_AS, 0)
+            sys::cuMemExportToShareableHandle((&raw mut fd).cast(), handle, SHARED_AS, 0)
                 .result()
                 .map_err(CudaError::during("export GPU memory"))?;
             Ok(OwnedFd::from_raw_fd(fd))
@@ -112,6 +167,10 @@ impl Mapped {
     }
 
     fn exported_as_dmabuf(&self) -> Result<OwnedFd, CudaError> {
+        let physical = self.physical();
+        if physical.is_none() {
+            return Err(CudaError::GivenBack);
+        }
         let mut fd: i32 = -1;
         let kind = CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
         // JUSTIFICATION: as above.
@@ -167,18 +226,18 @@ impl Drop for Mapped {
         let context = &self.reserved.context;
         // The card may still be at work on it. Where waiting fails the context is lost, memory and all.
         let _ = context.synchronize();
-        // JUSTIFICATION: the counterpart of `at_new_address`.
-        // SAFETY: the range is mapped, by this value alone, and no kernel uses it any more.
-        let _ = unsafe { sys::cuMemUnmap(self.address(), self.bytes()) };
+        if self.is_backed() {
+            self.unmap();
+        }
     }
 }
 
 impl fmt::Debug for Mapped {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let held = self.physical.bytes;
         f.debug_struct("Mapped")
             .field("ordinal", &self.reserved.context.ordinal())
-            .field("bytes", &held)
+            .field("bytes", &self.bytes())
+            .field("is_backed", &self.is_backed())
             .finish()
     }
 }

@@ -4,7 +4,7 @@
 //! opened, and what is missing is said in one sentence ([`CudaError`]).
 //!
 //! Suggested reading order: what is found ([`library`]), what is compiled ([`source`], [`compiler`], [`cache`]), the
-//! card that it runs on ([`card`], [`buffer`], [`pinned`], [`event`], [`graph`]), and what it computes (`ops`, over the
+//! card that it runs on ([`card`], [`buffer`], [`arena`], [`pinned`], [`event`], [`graph`]), and what it computes (`ops`, over the
 //! kernels in `kernels/cu`, and [`matmul`]).
 
 pub mod error;
@@ -19,6 +19,7 @@ pub mod pinned;
 pub mod event;
 pub mod graph;
 pub(crate) mod mapped;
+pub mod arena;
 pub(crate) mod staging;
 pub mod memory;
 pub mod remote;
@@ -33,6 +34,7 @@ pub mod courier;
 pub mod ops;
 pub mod matmul;
 
+pub use arena::Arena;
 pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
 pub use cache::Cache;
 pub use card::{Card, Marker};

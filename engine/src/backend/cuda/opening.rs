@@ -286,8 +286,9 @@ impl Described {
         };
         let heads = self.heads;
         let upload = Upload::new(card, &host, sizes.bytes())?;
-        let loader =
-            Loader { origin, config, parts: (self.architecture.parts)(config), heads, sizes, upload };
+        let parts = (self.architecture.parts)(config);
+        let mut arena = card.arena();
+        let loader = Loader { origin, config, parts, heads, sizes, arena: &mut arena, upload };
         let turns = heads.turns(&config.rope.frequencies(config.head_dim), config.context_tokens);
         Ok(Decoder {
             weights: loader.load()?,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use kernels::cpu::{Format, Matrix};
-use kernels::cuda::{Bf16, Buffer, Card, DummyPart, View, ViewMut};
+use kernels::cuda::{Arena, Bf16, Buffer, Card, DummyPart, View, ViewMut};
 
 use super::heads::Heads;
 use super::share::Share;
@@ -135,6 +135,8 @@ pub(super) struct Loader<'a> {
     pub(super) parts: Parts,
     pub(super) heads: Heads,
     pub(super) sizes: Sizes,
+    /// Where they lie. Asked in the same order every time.
+    pub(super) arena: &'a mut Arena,
     pub(super) upload: Upload<'a>,
 }
 
@@ -204,7 +206,7 @@ impl Loader<'_> {
     fn qkv(&mut self, attention: &str) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, kv_width, .. } = self.sizes;
         let (n_heads, n_kv_heads) = (self.config.n_heads, self.config.n_kv_heads);
-        let mut weight = self.card().buffer(self.sizes.qkv_width() * hidden)?;
+        let mut weight = self.arena.buffer(self.sizes.qkv_width() * hidden)?;
         let mut bias = self.biases(self.parts.qkv_bias, self.sizes.qkv_width())?;
         let parts = [
             ("q_proj", n_heads, q_width),
@@ -230,7 +232,7 @@ impl Loader<'_> {
 
     fn o(&mut self, attention: &str) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, .. } = self.sizes;
-        let mut weight = self.card().buffer(hidden * q_width)?;
+        let mut weight = self.arena.buffer(hidden * q_width)?;
         let n_heads = self.config.n_heads;
         let (shape, part) = ((hidden, self.of_heads(n_heads)), Part::Columns(self.heads_here(n_heads)));
         let name = format!("{attention}.o_proj");
@@ -242,7 +244,7 @@ impl Loader<'_> {
     fn gate_up(&mut self, mlp: &str) -> Result<Linear, OpenError> {
         let Sizes { hidden, intermediate, share, .. } = self.sizes;
         let (n_rows, rows) = (self.config.intermediate, share.range(self.config.intermediate));
-        let mut weight = self.card().buffer(2 * intermediate * hidden)?;
+        let mut weight = self.arena.buffer(2 * intermediate * hidden)?;
         let mut bias = self.biases(self.parts.mlp_bias, 2 * intermediate)?;
         for (nth, name) in ["gate_proj", "up_proj"].into_iter().enumerate() {
             let name = format!("{mlp}.{name}");
@@ -262,7 +264,7 @@ impl Loader<'_> {
     fn down(&mut self, mlp: &str) -> Result<Linear, OpenError> {
         let Sizes { hidden, intermediate, share, .. } = self.sizes;
         let name = format!("{mlp}.down_proj");
-        let mut weight = self.card().buffer(hidden * intermediate)?;
+        let mut weight = self.arena.buffer(hidden * intermediate)?;
         let n_columns = self.config.intermediate;
         let part = Part::Columns(share.range(n_columns));
         let to = weight.view_mut();
@@ -274,7 +276,7 @@ impl Loader<'_> {
     fn head_norms(&mut self, attention: &str) -> Result<[Buffer<Bf16>; 2], OpenError> {
         let Heads { real, padded } = self.heads;
         let mut norm = |name: &str| -> Result<Buffer<Bf16>, OpenError> {
-            let mut to = self.card().buffer(padded)?;
+            let mut to = self.arena.buffer(padded)?;
             let numbers = self.numbers_of(&format!("{attention}.{name}.weight"), real)?;
             self.put_heads(to.view_mut(), &numbers, self.heads.norm_factor())?;
             Ok(to)
@@ -307,20 +309,20 @@ impl Loader<'_> {
         tokens: Range<usize>,
     ) -> Result<Buffer<Bf16>, OpenError> {
         let Sizes { hidden, vocab, .. } = self.sizes;
-        let mut to = self.card().buffer(n_rows * hidden)?;
+        let mut to = self.arena.buffer(n_rows * hidden)?;
         self.put_matrix(to.view_mut(), name, (vocab, hidden), (Padded::Neither, Part::Rows(tokens)))?;
         Ok(to)
     }
 
     fn vector(&mut self, name: &str, len: usize) -> Result<Buffer<Bf16>, OpenError> {
-        let mut to = self.card().buffer(len)?;
+        let mut to = self.arena.buffer(len)?;
         let numbers = self.numbers_of(name, len)?;
         self.put_numbers(to.view_mut(), &numbers)?;
         Ok(to)
     }
 
-    fn biases(&self, are_there: bool, len: usize) -> Result<Option<Buffer<Bf16>>, OpenError> {
-        if are_there { Ok(Some(self.card().buffer(len)?)) } else { Ok(None) }
+    fn biases(&mut self, are_there: bool, len: usize) -> Result<Option<Buffer<Bf16>>, OpenError> {
+        if are_there { Ok(Some(self.arena.buffer(len)?)) } else { Ok(None) }
     }
 
     /// A bias of sums over all ranks: one of them adds it.

@@ -1,0 +1,218 @@
+//! Memory of a card that can be given back for a while, all at once, and be had again at the same addresses.
+//!
+//! What lay in it has to be put there again. Whoever does asks for the same buffers in the same order, and gets them at
+//! the places that they had: so graphs and descriptors that know the addresses stay true.
+
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::CudaContext;
+
+use super::buffer::{Buffer, Element};
+use super::mapped::Mapped;
+use super::{Card, CudaError};
+
+/// Small buffers share pieces of this size; larger ones have a piece each. It is the unit in which a card's memory is
+/// mapped.
+const SHARED_PIECE_BYTES: usize = 2 << 20;
+/// Where a buffer may begin: as the driver's own allocator has it.
+const ALIGN_BYTES: usize = 256;
+
+/// Buffers of one card whose memory goes and comes back together.
+pub struct Arena {
+    context: Arc<CudaContext>,
+    pieces: Vec<Arc<Mapped>>,
+    places: Places,
+}
+
+// === impl Arena ===
+
+impl Card {
+    /// An arena with nothing in it.
+    pub fn arena(&self) -> Arena {
+        Arena { context: Arc::clone(self.context()), pieces: Vec::new(), places: Places::default() }
+    }
+}
+
+impl Arena {
+    /// Takes memory whose content is anything; after [`refill`](Self::refill), a place that a buffer of this size had.
+    ///
+    /// # Panics
+    /// If after `refill` another size is asked for than at first.
+    pub fn buffer<T: Element>(&mut self, len: usize) -> Result<Buffer<T>, CudaError> {
+        let place = self.places.next(len.saturating_mul(size_of::<T>()));
+        if place.piece == self.pieces.len() {
+            match Mapped::take(&self.context, place.piece_bytes()) {
+                Ok(piece) => self.pieces.push(Arc::new(piece)),
+                Err(refused) => {
+                    self.places.forget_last();
+                    return Err(refused);
+                }
+            }
+        }
+        Ok(Buffer::part(Arc::clone(&self.pieces[place.piece]), place.offset, len))
+    }
+
+    /// Gives the memory back and keeps the addresses. Waits for what the card still does.
+    ///
+    /// The caller sees to it that nothing is launched that uses a buffer of it, until it was [refilled](Self::refill).
+    pub fn give_back(&self) -> Result<(), CudaError> {
+        self.pieces.iter().try_for_each(|piece| piece.give_back())
+    }
+
+    /// Takes the memory again: all of it, or none. From here on [`buffer`](Self::buffer) goes through the places from the
+    /// first one on.
+    pub fn refill(&mut self) -> Result<(), CudaError> {
+        if let Err(refused) = self.pieces.iter().try_for_each(|piece| piece.take_again()) {
+            self.give_back()?;
+            return Err(refused);
+        }
+        self.places.rewind();
+        Ok(())
+    }
+
+    /// Bytes of the card that it has, or will have again.
+    pub fn bytes(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.bytes()).sum()
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena").field("pieces", &self.pieces.len()).field("bytes", &self.bytes()).finish()
+    }
+}
+
+// === places ===
+
+/// Which buffer lies where.
+#[derive(Debug, Default)]
+struct Places {
+    places: Vec<Place>,
+    /// How many were given out since the beginning, or since it was rewound.
+    n_given: usize,
+    n_pieces: usize,
+    /// The piece that small buffers go into, and how much of it is taken.
+    shared: Option<(usize, usize)>,
+}
+
+/// A buffer's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    piece: usize,
+    offset: usize,
+    bytes: usize,
+}
+
+impl Place {
+    /// What its piece has to have, if it is the first in it.
+    fn piece_bytes(self) -> usize {
+        self.bytes.max(SHARED_PIECE_BYTES)
+    }
+}
+
+impl Places {
+    fn next(&mut self, bytes: usize) -> Place {
+        let place = match self.places.get(self.n_given) {
+            Some(place) => {
+                assert_eq!(place.bytes, bytes, "buffer {} of an arena that is filled again", self.n_given);
+                *place
+            }
+            None => self.new_place(bytes),
+        };
+        self.n_given += 1;
+        place
+    }
+
+    fn new_place(&mut self, bytes: usize) -> Place {
+        let place = match self.shared {
+            Some((piece, taken)) if taken + bytes <= SHARED_PIECE_BYTES => {
+                Place { piece, offset: taken, bytes }
+            }
+            _ => Place { piece: self.n_pieces, offset: 0, bytes },
+        };
+        self.n_pieces = self.n_pieces.max(place.piece + 1);
+        if bytes < SHARED_PIECE_BYTES {
+            self.shared = Some((place.piece, (place.offset + bytes).next_multiple_of(ALIGN_BYTES)));
+        }
+        self.places.push(place);
+        place
+    }
+
+    /// The last place was one of a piece that could not be had.
+    fn forget_last(&mut self) {
+        let Some(place) = self.places.pop() else { return };
+        self.n_given -= 1;
+        self.n_pieces = place.piece;
+        self.shared = self.shared.filter(|(piece, _)| *piece != place.piece);
+    }
+
+    fn rewind(&mut self) {
+        self.n_given = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    fn place(piece: usize, offset: usize, bytes: usize) -> Place {
+        Place { piece, offset, bytes }
+    }
+
+    #[test]
+    fn small_buffers_share_a_piece_and_large_ones_have_their_own() {
+        let mut places = Places::default();
+        for (bytes, found) in [
+            (1000, place(0, 0, 1000)),
+            (48 * MIB, place(1, 0, 48 * MIB)),
+            (24, place(0, 1024, 24)),
+            (0, place(0, 1280, 0)),
+            (2 * MIB, place(2, 0, 2 * MIB)),
+            (2 * MIB - 4, place(3, 0, 2 * MIB - 4)),
+            (MIB, place(4, 0, MIB)),
+            (MIB, place(4, MIB, MIB)),
+            (1, place(5, 0, 1)),
+        ] {
+            assert_eq!(places.next(bytes), found);
+        }
+        assert_eq!(
+            (place(0, 0, 1000).piece_bytes(), place(1, 0, 48 * MIB).piece_bytes()),
+            (2 * MIB, 48 * MIB)
+        );
+    }
+
+    #[test]
+    fn what_is_filled_again_lies_where_it_lay() {
+        let mut places = Places::default();
+        let sizes = [10, 5 * MIB, 300, MIB, MIB + 1];
+        let first = sizes.map(|bytes| places.next(bytes));
+        places.rewind();
+        assert_eq!(sizes.map(|bytes| places.next(bytes)), first);
+        assert_eq!(places.next(7 * MIB), place(3, 0, 7 * MIB), "and what is new lies behind it");
+    }
+
+    #[test]
+    #[should_panic(expected = "buffer 1 of an arena that is filled again")]
+    fn another_order_is_a_bug() {
+        let mut places = Places::default();
+        let _ = [1, 2].map(|bytes| places.next(bytes));
+        places.rewind();
+        let _ = [1, 3].map(|bytes| places.next(bytes));
+    }
+
+    #[test]
+    fn a_place_that_could_not_be_had_is_nobodys() {
+        let mut places = Places::default();
+        places.next(10);
+        places.next(5 * MIB);
+        places.forget_last();
+        assert_eq!(places.next(3 * MIB), place(1, 0, 3 * MIB));
+        assert_eq!(places.next(10), place(0, 256, 10));
+        places.next(2 * MIB - 1);
+        places.forget_last();
+        assert_eq!(places.next(10), place(2, 0, 10), "the piece before it is not gone back to");
+    }
+}
