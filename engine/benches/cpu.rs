@@ -150,6 +150,7 @@ fn prompt_operations(weight_bytes: usize, quantize: Quantize) -> u64 {
     let vocabulary = if std::env::var("SHAPE").is_ok() { 0 } else { 151_936 * 1024 };
     let weights = match quantize {
         Quantize::No => weight_bytes / 2,
+        Quantize::Fp8 => weight_bytes,
         Quantize::Q8 => weight_bytes * 32 / 36,
     };
     (2 * N_PROMPT * (weights - vocabulary)) as u64

@@ -175,8 +175,16 @@ pub enum LoadError {
     MissingTensor { tensor: String, path: PathBuf },
     #[error("tensor {tensor} in {path} has shape {found:?}, not {expected:?}")]
     Shape { tensor: String, path: PathBuf, expected: Vec<usize>, found: Vec<usize> },
-    #[error("tensor {tensor} in {path} is of {found}, which is not implemented: BF16, F16 and F32 are")]
+    #[error(
+        "tensor {tensor} in {path} is of {found}, which is not implemented: BF16, F16, F32 and F8_E4M3 are"
+    )]
     Dtype { tensor: String, path: PathBuf, found: String },
+    #[error("tensor {tensor} in {path} is of F8_E4M3, and its scales {wrong}")]
+    Scales { tensor: String, path: PathBuf, wrong: String },
+    #[error(
+        "tensor {tensor} in {path} is a vector of F8_E4M3, which is not implemented: BF16, F16 and F32 are"
+    )]
+    VectorInFp8 { tensor: String, path: PathBuf },
     #[error("{path} is too short: tensor {tensor} ends at byte {needed} of its data, which has {found}")]
     ShortFile { tensor: String, path: PathBuf, needed: usize, found: usize },
     #[error("take memory for weights")]

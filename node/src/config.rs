@@ -164,7 +164,9 @@ pub struct ModelSection {
     /// Tensor-parallel ranks: so many groups of threads, or so many GPUs, each with its share of the heads and memory of its
     /// own for their KV. Prefill and decode nodes may differ in it.
     pub tp: u16,
-    /// `no`, or `q8`: weights as blocks of 8-bit numbers, quicker and less exact.
+    /// `no`; `q8`, on a CPU: weights as blocks of 8-bit numbers, quicker and less exact; or `fp8`, on a CPU: those of
+    /// the layers as 8-bit numbers with a scale for each row. What a checkpoint has in FP8 is so anyhow. The same on all
+    /// nodes of a model.
     pub quantize: String,
     /// `safetensors`, or `dummy`: random weights from the config alone, for measuring speed.
     pub load_format: String,
@@ -203,7 +205,7 @@ impl ModelSection {
             quantize: choice(
                 "model.quantize",
                 &self.quantize,
-                &[("no", Quantize::No), ("q8", Quantize::Q8)],
+                &[("no", Quantize::No), ("q8", Quantize::Q8), ("fp8", Quantize::Fp8)],
             )?,
             load_format: choice(
                 "model.load_format",

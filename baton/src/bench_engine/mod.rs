@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
-use engine::load::made;
+use engine::load::made::{self, Form};
 use engine::measure::{Measured, measure};
 use serde::Serialize;
 
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
 /// A checkpoint to be loaded, with all cores at work.
 fn write_weights(model: &Path, folder: &Path) -> Result<ExitCode, Failed> {
     let started = tokio::time::Instant::now();
-    let bytes = made::write(model, folder, 1).map_err(Failed::work)?;
+    let bytes = made::write(model, folder, 1, Form::Bf16).map_err(Failed::work)?;
     let seconds = started.elapsed().as_secs_f64();
     report::tell(&format!("{:.2} GB of weights in {}: {seconds:.1} s", bytes as f64 / 1e9, folder.display()));
     Ok(ExitCode::SUCCESS)

@@ -118,6 +118,7 @@ impl EngineSettings {
             limits: self.limits,
             load_format: self.cpu.load_format,
             kv_dtype: self.cpu.kv_dtype,
+            quantize: self.cpu.quantize,
             ..cuda::CudaSettings::default()
         }
     }

@@ -2,8 +2,9 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use kernels::cpu::Matrix;
+use kernels::cpu::{Format, Matrix, WrongSize};
 use serde::Deserialize;
 
 use super::safetensors::{TensorBytes, TensorFile};
@@ -74,29 +75,96 @@ impl Checkpoint {
     }
 }
 
+impl Checkpoint {
+    /// The scales of a matrix in FP8: one for each row, or one for all.
+    fn scales(&self, name: &str, file: &TensorFile, rows: usize) -> Result<Arc<[f32]>, LoadError> {
+        let scale = format!("{name}_scale");
+        let wrong = |wrong: String| LoadError::Scales {
+            tensor: name.to_owned(),
+            path: file.path().to_owned(),
+            wrong,
+        };
+        let (tensor, of_scales) = match self.tensor(&scale) {
+            Err(LoadError::MissingTensor { tensor, path }) => {
+                return Err(wrong(format!("are missing: no tensor {tensor} in {}", path.display())));
+            }
+            found => found?,
+        };
+        let len = match *tensor.shape.as_slice() {
+            [] | [1] | [1, 1] => 1,
+            [n] | [n, 1] if n == rows => rows,
+            ref shape => {
+                return Err(wrong(format!("{scale} have shape {shape:?}, not [{rows}, 1], [{rows}] or [1]")));
+            }
+        };
+        let shape = tensor.shape.clone();
+        let numbers = numbers(&scale, of_scales, TensorBytes { shape: vec![len], ..tensor }, len)?;
+        if let Some(number) = numbers.iter().find(|number| !number.is_finite()) {
+            return Err(wrong(format!("{scale} of shape {shape:?} have {number} among them")));
+        }
+        Ok(if len == rows { numbers.into() } else { vec![numbers[0]; rows].into() })
+    }
+}
+
 impl TensorSource for Checkpoint {
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
         let (tensor, file) = self.tensor(name)?;
-        matrix(name, file, tensor, &[rows, cols])
+        if tensor.format != Format::Fp8 {
+            return matrix(name, file, tensor, &[rows, cols]);
+        }
+        check_shape(name, file, &tensor, &[rows, cols])?;
+        let matrix = Matrix::scaled(tensor.bytes, cols, self.scales(name, file, rows)?);
+        matrix.map_err(|wrong| size_is_wrong(name, file, &wrong))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
         let (tensor, file) = self.tensor(name)?;
-        let row = matrix(name, file, tensor, &[len])?;
-        let mut numbers = vec![0.0; len];
-        row.read_row(0, &mut numbers);
-        Ok(numbers)
+        numbers(name, file, tensor, len)
     }
+
+    fn is_fp8(&self, name: &str) -> bool {
+        let tensor = self.file(name).and_then(|file| file.tensor(name));
+        matches!(tensor, Some(Ok(TensorBytes { format: Format::Fp8, .. })))
+    }
+}
+
+fn numbers(name: &str, file: &TensorFile, tensor: TensorBytes, len: usize) -> Result<Vec<f32>, LoadError> {
+    if tensor.format == Format::Fp8 {
+        let (tensor, path) = (name.to_owned(), file.path().to_owned());
+        return Err(LoadError::VectorInFp8 { tensor, path });
+    }
+    let row = matrix(name, file, tensor, &[len])?;
+    let mut numbers = vec![0.0; len];
+    row.read_row(0, &mut numbers);
+    Ok(numbers)
 }
 
 /// A vector is a matrix of one row.
 fn matrix(name: &str, file: &TensorFile, tensor: TensorBytes, shape: &[usize]) -> Result<Matrix, LoadError> {
-    let (name, path) = (name.to_owned(), file.path().to_owned());
-    if tensor.shape != shape {
-        return Err(LoadError::Shape { tensor: name, path, expected: shape.to_vec(), found: tensor.shape });
-    }
+    check_shape(name, file, &tensor, shape)?;
     let (rows, cols) = if let [rows, cols] = *shape { (rows, cols) } else { (1, shape.iter().product()) };
     let matrix = Matrix::new(tensor.bytes, rows, cols, tensor.format)
-        .map_err(|wrong| LoadError::Header { path: path.clone(), reason: format!("{name}: {wrong}") })?;
+        .map_err(|wrong| size_is_wrong(name, file, &wrong))?;
     matrix.aligned().map_err(LoadError::Memory)
+}
+
+fn check_shape(
+    name: &str,
+    file: &TensorFile,
+    tensor: &TensorBytes,
+    shape: &[usize],
+) -> Result<(), LoadError> {
+    if tensor.shape == shape {
+        return Ok(());
+    }
+    Err(LoadError::Shape {
+        tensor: name.to_owned(),
+        path: file.path().to_owned(),
+        expected: shape.to_vec(),
+        found: tensor.shape.clone(),
+    })
+}
+
+fn size_is_wrong(name: &str, file: &TensorFile, wrong: &WrongSize) -> LoadError {
+    LoadError::Header { path: file.path().to_owned(), reason: format!("{name}: {wrong}") }
 }

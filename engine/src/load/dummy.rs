@@ -35,6 +35,10 @@ impl TensorSource for Dummy<'_> {
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
         Ok(vector(name, len))
     }
+
+    fn is_fp8(&self, _name: &str) -> bool {
+        false
+    }
 }
 
 /// Norms are ones, biases zeroes.

@@ -1,13 +1,16 @@
-//! A whole checkpoint that is made up: for measuring how fast weights are loaded, where none can be fetched.
+//! Whole checkpoints that are written here: made up, for measuring how fast weights are loaded where none can be fetched,
+//! or another one's weights in another form.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::num::NonZero;
 use std::path::Path;
 
-use kernels::cpu::{Arithmetic, Processor};
+use kernels::cpu::number::f32_to_bf16;
+use kernels::cpu::{Arithmetic, Format, Matrix, Processor};
 use serde_json::{Map, Value, json};
 
+use super::checkpoint::Checkpoint;
 use super::dummy::Dummy;
 use super::folder::ModelFolder;
 use super::weights::TensorSource;
@@ -16,6 +19,17 @@ use crate::model::{self, ModelConfig, Parts};
 
 /// One file holds no more than so much, as published checkpoints do.
 const FILE_BYTES_MAX: usize = 5 << 30;
+
+/// How the weights are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    Bf16,
+    F32,
+    /// The layers' matrices in FP8 with a scale in bf16 for each row, as `compressed-tensors` writes them.
+    CompressedTensors,
+    /// The same with scales in f32, as `fbgemm_fp8` writes them.
+    Fbgemm,
+}
 
 /// A tensor that a model has: a vector has one row, and says so.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,8 +44,9 @@ impl Named {
         self.rows.into_iter().chain([self.cols]).collect()
     }
 
-    fn bytes(&self) -> usize {
-        2 * self.rows.unwrap_or(1) * self.cols
+    /// A layer's matrix: what is quantized.
+    fn is_linear(&self) -> bool {
+        self.rows.is_some() && self.name.starts_with("model.layers.")
     }
 }
 
@@ -73,12 +88,29 @@ pub fn tensors(config: &ModelConfig, parts: Parts) -> Vec<Named> {
     all
 }
 
-/// Writes a folder with the config of another and made-up weights in bf16, with all cores at work. Answers how many bytes
-/// they are.
-pub fn write(from: &Path, to: &Path, seed: u64) -> Result<usize, LoadError> {
+/// Writes a folder with the config of another and made-up weights, with all cores at work. Answers how many bytes they are.
+pub fn write(from: &Path, to: &Path, seed: u64, form: Form) -> Result<usize, LoadError> {
+    let processor = all_cores()?;
+    write_all(from, to, &Dummy { seed, processor: &processor }, form, &processor)
+}
+
+/// Writes a model's own weights again, in another form.
+pub fn rewrite(from: &Path, to: &Path, form: Form) -> Result<usize, LoadError> {
+    write_all(from, to, &Checkpoint::open(from)?, form, &all_cores()?)
+}
+
+fn all_cores() -> Result<Processor, LoadError> {
     let cores = std::thread::available_parallelism().unwrap_or(NonZero::<usize>::MIN);
-    let processor = Processor::new(Arithmetic::F32, cores).map_err(LoadError::Threads)?;
-    let source = Dummy { seed, processor: &processor };
+    Processor::new(Arithmetic::F32, cores).map_err(LoadError::Threads)
+}
+
+fn write_all(
+    from: &Path,
+    to: &Path,
+    source: &dyn TensorSource,
+    form: Form,
+    processor: &Processor,
+) -> Result<usize, LoadError> {
     let folder = ModelFolder::open(from)?;
     let architecture = model::architecture(&folder.config.architecture).map_err(|known| {
         let (path, name) = (from.join("config.json"), folder.config.architecture.clone());
@@ -89,36 +121,150 @@ pub fn write(from: &Path, to: &Path, seed: u64) -> Result<usize, LoadError> {
         move |source| LoadError::Write { path, source }
     };
     std::fs::create_dir_all(to).map_err(failed(to))?;
-    let config = to.join("config.json");
-    std::fs::copy(from.join("config.json"), &config).map_err(failed(&config))?;
-    let files = divided(tensors(&folder.config, (architecture.parts)(&folder.config)));
-    let mut index = Map::new();
+    let path = to.join("config.json");
+    std::fs::write(&path, form.config(from)?).map_err(failed(&path))?;
+    let files = divided(tensors(&folder.config, (architecture.parts)(&folder.config)), form);
+    let (mut index, mut bytes) = (Map::new(), 0);
     for (nth, tensors) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", nth + 1, files.len());
         let path = to.join(&name);
-        write_file(&path, tensors, &source).map_err(|problem| match problem {
-            WriteError::Io(source) => LoadError::Write { path: path.clone(), source },
-            WriteError::Source(error) => error,
-        })?;
-        index.extend(tensors.iter().map(|tensor| (tensor.name.clone(), Value::from(name.clone()))));
+        let entries: Vec<Entry> = tensors.iter().flat_map(|tensor| form.entries(tensor)).collect();
+        write_file(&path, &entries, tensors, |tensor| form.contents(tensor, source, processor)).map_err(
+            |problem| match problem {
+                WriteError::Io(source) => LoadError::Write { path: path.clone(), source },
+                WriteError::Source(error) => error,
+            },
+        )?;
+        bytes += entries.iter().map(|entry| entry.bytes).sum::<usize>();
+        index.extend(entries.into_iter().map(|entry| (entry.name, Value::from(name.clone()))));
     }
     let path = to.join("model.safetensors.index.json");
     std::fs::write(&path, json!({ "weight_map": index }).to_string()).map_err(failed(&path))?;
-    Ok(files.iter().flatten().map(Named::bytes).sum())
+    Ok(bytes)
 }
 
-fn divided(tensors: Vec<Named>) -> Vec<Vec<Named>> {
+fn divided(tensors: Vec<Named>, form: Form) -> Vec<Vec<Named>> {
     let mut files: Vec<Vec<Named>> = vec![Vec::new()];
     let mut bytes = 0;
     for tensor in tensors {
-        if bytes > 0 && bytes + tensor.bytes() > FILE_BYTES_MAX {
+        let more: usize = form.entries(&tensor).iter().map(|entry| entry.bytes).sum();
+        if bytes > 0 && bytes + more > FILE_BYTES_MAX {
             files.push(Vec::new());
             bytes = 0;
         }
-        bytes += tensor.bytes();
+        bytes += more;
         files.last_mut().expect("one is there from the start").push(tensor);
     }
     files
+}
+
+/// A tensor as a file has it.
+struct Entry {
+    name: String,
+    dtype: &'static str,
+    shape: Vec<usize>,
+    bytes: usize,
+}
+
+impl Entry {
+    fn new(name: String, dtype: &'static str, shape: Vec<usize>) -> Self {
+        let number_bytes = match dtype {
+            "F8_E4M3" => 1,
+            "BF16" => 2,
+            _ => 4,
+        };
+        let bytes = number_bytes * shape.iter().product::<usize>();
+        Self { name, dtype, shape, bytes }
+    }
+}
+
+impl Form {
+    fn is_fp8(self) -> bool {
+        matches!(self, Self::CompressedTensors | Self::Fbgemm)
+    }
+
+    /// What the file has of a tensor: itself, and its scales.
+    fn entries(self, tensor: &Named) -> Vec<Entry> {
+        let Named { name, .. } = tensor;
+        if let (true, true, Some(rows)) = (self.is_fp8(), tensor.is_linear(), tensor.rows) {
+            let of_scales = if self == Self::Fbgemm { "F32" } else { "BF16" };
+            let scales = Entry::new(format!("{name}_scale"), of_scales, vec![rows, 1]);
+            return vec![Entry::new(name.clone(), "F8_E4M3", tensor.shape()), scales];
+        }
+        let dtype = if self == Self::F32 { "F32" } else { "BF16" };
+        vec![Entry::new(name.clone(), dtype, tensor.shape())]
+    }
+
+    /// The bytes of those, one after the other.
+    fn contents(
+        self,
+        tensor: &Named,
+        source: &dyn TensorSource,
+        processor: &Processor,
+    ) -> Result<Vec<u8>, LoadError> {
+        let Some(rows) = tensor.rows else {
+            return Ok(self.plain(&source.vector(&tensor.name, tensor.cols)?));
+        };
+        let matrix = source.matrix(&tensor.name, rows, tensor.cols)?;
+        if self.is_fp8() && tensor.is_linear() {
+            let narrow = match matrix.format() {
+                Format::Fp8 => matrix,
+                _ => processor.quantize_fp8(&matrix).map_err(LoadError::Memory)?,
+            };
+            let scales =
+                if self == Self::Fbgemm { bytes_f32(narrow.scales()) } else { bytes_bf16(narrow.scales()) };
+            return Ok([narrow.bytes(), &scales].concat());
+        }
+        if self != Self::F32 && matrix.format() == Format::Bf16 {
+            return Ok(matrix.bytes().to_vec());
+        }
+        Ok(self.plain(&numbers(&matrix)))
+    }
+
+    fn plain(self, numbers: &[f32]) -> Vec<u8> {
+        if self == Self::F32 { bytes_f32(numbers) } else { bytes_bf16(numbers) }
+    }
+
+    /// The other folder's config, which says what form this is.
+    fn config(self, from: &Path) -> Result<String, LoadError> {
+        let path = from.join("config.json");
+        let bytes = std::fs::read(&path).map_err(|source| LoadError::Read { path: path.clone(), source })?;
+        let mut config: Map<String, Value> = serde_json::from_slice(&bytes)
+            .map_err(|error| LoadError::Config { path, source: Box::new(error.into()) })?;
+        config.remove("quantization_config");
+        let quantized = match self {
+            Self::Bf16 | Self::F32 => return Ok(Value::Object(config).to_string()),
+            Self::CompressedTensors => json!({
+                "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+                "config_groups": {"group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": true, "dynamic": false},
+                    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": true},
+                }},
+            }),
+            Self::Fbgemm => json!({
+                "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"],
+            }),
+        };
+        config.insert("quantization_config".to_owned(), quantized);
+        Ok(Value::Object(config).to_string())
+    }
+}
+
+fn numbers(matrix: &Matrix) -> Vec<f32> {
+    let mut numbers = vec![0.0; matrix.rows() * matrix.cols()];
+    for (nth, row) in numbers.chunks_mut(matrix.cols()).enumerate() {
+        matrix.read_row(nth, row);
+    }
+    numbers
+}
+
+fn bytes_f32(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+}
+
+fn bytes_bf16(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| f32_to_bf16(*number).to_le_bytes()).collect()
 }
 
 #[derive(Debug)]
@@ -133,12 +279,17 @@ impl From<std::io::Error> for WriteError {
     }
 }
 
-fn write_file(path: &Path, tensors: &[Named], source: &Dummy<'_>) -> Result<(), WriteError> {
+fn write_file(
+    path: &Path,
+    entries: &[Entry],
+    tensors: &[Named],
+    contents: impl Fn(&Named) -> Result<Vec<u8>, LoadError>,
+) -> Result<(), WriteError> {
     let (mut header, mut end) = (Map::new(), 0);
-    for tensor in tensors {
-        let offsets = [end, end + tensor.bytes()];
-        let entry = json!({"dtype": "BF16", "shape": tensor.shape(), "data_offsets": offsets});
-        header.insert(tensor.name.clone(), entry);
+    for entry in entries {
+        let offsets = [end, end + entry.bytes];
+        let found = json!({"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets});
+        header.insert(entry.name.clone(), found);
         end = offsets[1];
     }
     let mut header = Value::Object(header).to_string();
@@ -148,18 +299,7 @@ fn write_file(path: &Path, tensors: &[Named], source: &Dummy<'_>) -> Result<(), 
     file.write_all(&(header.len() as u64).to_le_bytes())?;
     file.write_all(header.as_bytes())?;
     for tensor in tensors {
-        match tensor.rows {
-            Some(rows) => {
-                let matrix = source.matrix(&tensor.name, rows, tensor.cols).map_err(WriteError::Source)?;
-                file.write_all(matrix.bytes())?;
-            }
-            None => {
-                let numbers = source.vector(&tensor.name, tensor.cols).map_err(WriteError::Source)?;
-                for number in numbers {
-                    file.write_all(&kernels::cpu::number::f32_to_bf16(number).to_le_bytes())?;
-                }
-            }
-        }
+        file.write_all(&contents(tensor).map_err(WriteError::Source)?)?;
     }
     Ok(file.flush()?)
 }
@@ -199,7 +339,7 @@ mod tests {
         let source = Dummy { seed: 5, processor: &processor };
         let to = tempfile::tempdir().expect("a folder");
         let from = models().nth(4).expect("qwen3");
-        let bytes = write(&from, to.path(), 5).expect("it is written");
+        let bytes = write(&from, to.path(), 5, Form::Bf16).expect("it is written");
         let read = Checkpoint::open(to.path()).expect("it opens");
         assert_eq!(read.files().iter().map(|file| file.data().len()).sum::<usize>(), bytes);
         let config = ModelFolder::open(to.path()).expect("it opens").config;

@@ -111,6 +111,7 @@ fn format(dtype: &str) -> Option<Format> {
         "F32" => Some(Format::F32),
         "BF16" => Some(Format::Bf16),
         "F16" => Some(Format::F16),
+        "F8_E4M3" => Some(Format::Fp8),
         _ => None,
     }
 }

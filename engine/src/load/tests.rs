@@ -81,13 +81,79 @@ fn what_is_wrong_with_a_file_is_said_by_name() {
         "tensor a in F/model.safetensors has shape [3, 2], not [2, 3]"
     );
     assert_eq!(
-        problem(|folder| write_tensors(&file(folder), &[("a", "F8_E4M3", &[2, 3], &[0; 6])])),
-        "tensor a in F/model.safetensors is of F8_E4M3, which is not implemented: BF16, F16 and F32 are"
+        problem(|folder| write_tensors(&file(folder), &[("a", "F8_E5M2", &[2, 3], &[0; 6])])),
+        "tensor a in F/model.safetensors is of F8_E5M2, which is not implemented: BF16, F16, F32 and F8_E4M3 are"
     );
     assert_eq!(
         problem(|folder| write_tensors(&file(folder), &[("a", "F32", &[2, 3], &[0; 20])])),
         "read header of F/model.safetensors: a: 2 x 3 numbers of F32 take 24 bytes, not 20"
     );
+}
+
+/// 1, 2 and 3, then 1.5, -2 and 0.
+const IN_FP8: [u8; 6] = [0x38, 0x40, 0x44, 0x3C, 0xC0, 0x00];
+
+#[test]
+fn a_matrix_in_fp8_has_a_scale_for_each_row_or_one_for_all() {
+    let (halves, in_bf16): (Vec<u8>, Vec<u8>) = (
+        [0.5f32, 4.0].iter().flat_map(|scale| scale.to_le_bytes()).collect(),
+        [0x3F00u16, 0x4080].iter().flat_map(|scale| scale.to_le_bytes()).collect(),
+    );
+    let (each, one) = ([0.5, 4.0], [0.5, 0.5]);
+    type Case<'a> = (&'a str, &'a [usize], &'a [u8], [f32; 2]);
+    let cases: [Case<'_>; 7] = [
+        ("F32", &[2, 1], &halves, each),
+        ("F32", &[2], &halves, each),
+        ("BF16", &[2, 1], &in_bf16, each),
+        ("F32", &[1], &halves[..4], one),
+        ("F32", &[], &halves[..4], one),
+        ("BF16", &[1, 1], &in_bf16[..2], one),
+        ("BF16", &[1], &in_bf16[..2], one),
+    ];
+    for (dtype, shape, bytes, scales) in cases {
+        let (_folder, checkpoint) = opened(|folder| {
+            let tensors: [(&str, &str, &[usize], &[u8]); 2] =
+                [("a", "F8_E4M3", &[2, 3], &IN_FP8), ("a_scale", dtype, shape, bytes)];
+            write_tensors(&folder.join("model.safetensors"), &tensors);
+        });
+        let checkpoint = checkpoint.expect("it opens");
+        assert!(checkpoint.is_fp8("a") && !checkpoint.is_fp8("a_scale") && !checkpoint.is_fp8("b"));
+        let matrix = checkpoint.matrix("a", 2, 3).expect("a");
+        let mut rows = [[0.0; 3]; 2];
+        rows.iter_mut().enumerate().for_each(|(nth, row)| matrix.read_row(nth, row));
+        let expected =
+            [[1.0, 2.0, 3.0].map(|one| one * scales[0]), [1.5, -2.0, 0.0].map(|one| one * scales[1])];
+        assert_eq!(rows, expected, "{dtype} {shape:?}");
+    }
+}
+
+#[test]
+fn a_matrix_in_fp8_without_its_scales_is_refused() {
+    let written = |scales: Option<(&[usize], [f32; 2])>| {
+        problem(|folder| {
+            let bytes = scales.map(|(_, scales)| scales.map(f32::to_le_bytes).concat());
+            let mut tensors: Vec<(&str, &str, &[usize], &[u8])> = vec![("a", "F8_E4M3", &[2, 3], &IN_FP8)];
+            if let (Some((shape, _)), Some(bytes)) = (scales, &bytes) {
+                tensors.push(("a_scale", "F32", shape, &bytes[..4 * shape.iter().product::<usize>().min(2)]));
+            }
+            write_tensors(&folder.join("model.safetensors"), &tensors);
+        })
+    };
+    let which = "tensor a in F/model.safetensors is of F8_E4M3, and its scales";
+    assert_eq!(written(None), format!("{which} are missing: no tensor a_scale in F/model.safetensors"));
+    assert_eq!(
+        written(Some((&[1, 2], [1.0, 1.0]))),
+        format!("{which} a_scale have shape [1, 2], not [2, 1], [2] or [1]")
+    );
+    assert_eq!(
+        written(Some((&[2], [1.0, f32::NAN]))),
+        format!("{which} a_scale of shape [2] have NaN among them")
+    );
+    let (_folder, checkpoint) = opened(|folder| {
+        write_tensors(&folder.join("model.safetensors"), &[("a", "F8_E4M3", &[6], &IN_FP8)]);
+    });
+    let error = checkpoint.expect("it opens").vector("a", 6).expect_err("a norm in FP8").to_string();
+    assert!(error.contains("is a vector of F8_E4M3, which is not implemented"), "{error}");
 }
 
 #[test]

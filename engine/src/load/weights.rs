@@ -14,6 +14,9 @@ pub trait TensorSource: Debug {
 
     /// A vector, widened: norms and biases, which are small.
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError>;
+
+    /// Whether a matrix is there in FP8.
+    fn is_fp8(&self, name: &str) -> bool;
 }
 
 /// What becomes of matrices as they are loaded.
@@ -24,6 +27,18 @@ pub enum Quantize {
     No,
     /// 8 bits a weight, for half the memory traffic of bf16 and a loss of exactness.
     Q8,
+    /// The layers' in FP8, with a scale for each row; the embedding and the output layer stay where they are.
+    Fp8,
+}
+
+impl Quantize {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::No => "no",
+            Self::Q8 => "q8",
+            Self::Fp8 => "fp8",
+        }
+    }
 }
 
 /// The tensors whose names begin with a prefix.
@@ -55,13 +70,35 @@ impl<'a> Weights<'a> {
         Self { prefix: self.name(name), ..self.clone() }
     }
 
+    /// A layer's.
     pub fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
+        self.quantized(self.quantize, name, rows, cols)
+    }
+
+    /// A row for each token: the embedding, or the output layer.
+    pub fn vocabulary(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError> {
+        let quantize = match self.quantize {
+            Quantize::No | Quantize::Fp8 => Quantize::No,
+            Quantize::Q8 => Quantize::Q8,
+        };
+        self.quantized(quantize, name, rows, cols)
+    }
+
+    fn quantized(
+        &self,
+        quantize: Quantize,
+        name: &str,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Matrix, LoadError> {
         let matrix = self.source.matrix(&self.name(name), rows, cols)?;
-        let matrix = match self.quantize {
+        let matrix = match quantize {
             Quantize::No => matrix,
+            Quantize::Fp8 if matrix.format() == Format::Fp8 => matrix,
+            Quantize::Fp8 => self.processor.quantize_fp8(&matrix).map_err(LoadError::Memory)?,
             Quantize::Q8 => self.processor.quantize(&matrix).map_err(LoadError::Memory)?,
         };
-        self.seen.0.borrow_mut().push((matrix.format(), matrix.bytes().len()));
+        self.seen.0.borrow_mut().push((matrix.format(), matrix.bytes().len() + size_of_val(matrix.scales())));
         Ok(matrix)
     }
 

@@ -4,6 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use types::TokenId;
 
+use super::quantization;
 use super::rope::{RawRope, Rope};
 
 /// A model's shape, checked.
@@ -130,9 +131,8 @@ impl ModelConfig {
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
             return Err(format!("hidden_act {act:?} is not implemented: silu is"));
         }
-        if raw.quantization_config.is_some() {
-            return Err("quantized checkpoints are not implemented; load the original and quantize it here"
-                .to_owned());
+        if let Some(quantized) = &raw.quantization_config {
+            quantization::check(quantized)?;
         }
         let n_heads = raw.num_attention_heads;
         let eos = generation.eos_token_id.or(raw.eos_token_id.clone());

@@ -1,9 +1,11 @@
 //! Models: what each is made of, and how the processor computes it. One file per architecture, read top to bottom.
 //!
-//! Suggested reading order: what a model is said to be ([`config`], [`rope`]), what goes through it ([`tensor`],
+//! Suggested reading order: what a model is said to be ([`config`], [`quantization`],
+//! [`rope`]), what goes through it ([`tensor`],
 //! [`ranks`], [`pass`]), what it is made of ([`nn`]), and then [`llama`]; the others say how they differ from it.
 
 pub mod config;
+pub mod quantization;
 pub mod rope;
 pub mod tensor;
 pub mod ranks;

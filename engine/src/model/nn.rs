@@ -95,10 +95,13 @@ impl Mlp {
 impl Vocabulary {
     pub fn load(weights: &Weights<'_>, config: &ModelConfig) -> Result<Self, LoadError> {
         let (vocab, hidden) = (config.vocab, config.hidden);
-        let embed = weights.under("model.embed_tokens").matrix("weight", vocab, hidden)?;
+        let embed = weights.under("model.embed_tokens").vocabulary("weight", vocab, hidden)?;
         let head = match config.tied {
             true => Linear { weight: embed.clone(), bias: None },
-            false => Linear::load(&weights.under("lm_head"), vocab, hidden)?,
+            false => {
+                let weight = weights.under("lm_head").vocabulary("weight", vocab, hidden)?;
+                Linear { weight, bias: None }
+            }
         };
         Ok(Self { embed: Embedding(embed), head })
     }

@@ -63,7 +63,9 @@ impl KvShape {
         let number_bytes = match self.format {
             Format::F32 => 4,
             Format::Bf16 => 2,
-            Format::F16 | Format::Q8 => panic!("KV in {} is not implemented", self.format.as_str()),
+            Format::F16 | Format::Q8 | Format::Fp8 => {
+                panic!("KV in {} is not implemented", self.format.as_str())
+            }
         };
         2 * self.n_kv_heads * self.head_numbers() * number_bytes
     }

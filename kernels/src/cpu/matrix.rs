@@ -1,9 +1,10 @@
 //! A weight matrix, as it lies in a checkpoint: one row of numbers per output.
 
 use std::io;
+use std::sync::Arc;
 
 use super::bytes::SharedBytes;
-use super::number::{self, bf16_to_f32, f16_to_f32};
+use super::number::{self, bf16_to_f32, f8_to_f32, f16_to_f32};
 
 /// Weights that share one scale in [`Format::Q8`].
 pub const Q8_BLOCK: usize = 32;
@@ -16,6 +17,9 @@ pub enum Format {
     F16,
     /// Whole numbers of 8 bits, and one f32 scale for each 32 of a row: first all numbers, then all scales.
     Q8,
+    /// Numbers of 8 bits with a sign, 4 bits of exponent and 3 more (e4m3), and one scale for each row, which lies
+    /// elsewhere.
+    Fp8,
 }
 
 /// `rows` outputs of `cols` inputs each.
@@ -25,6 +29,8 @@ pub struct Matrix {
     rows: usize,
     cols: usize,
     format: Format,
+    /// One for each row of [`Format::Fp8`]; none for the others.
+    scales: Arc<[f32]>,
 }
 
 /// The bytes are not those of such a matrix.
@@ -45,15 +51,17 @@ impl Format {
             Self::Bf16 => "bf16",
             Self::F16 => "f16",
             Self::Q8 => "q8",
+            Self::Fp8 => "fp8",
         }
     }
 
-    /// Bytes of a matrix; `None` if no machine could hold it.
+    /// Bytes of a matrix, scales that lie elsewhere left out; `None` if no machine could hold it.
     pub fn bytes(self, rows: usize, cols: usize) -> Option<usize> {
         let numbers = rows.checked_mul(cols)?;
         match self {
             Self::F32 => numbers.checked_mul(4),
             Self::Bf16 | Self::F16 => numbers.checked_mul(2),
+            Self::Fp8 => Some(numbers),
             Self::Q8 => scales_offset(numbers)?
                 .checked_add(rows.checked_mul(cols.div_ceil(Q8_BLOCK))?.checked_mul(4)?),
         }
@@ -67,17 +75,40 @@ pub(super) fn scales_offset(numbers: usize) -> Option<usize> {
 
 impl Matrix {
     /// Takes the bytes as they are. Only where they lie off the edge of a number are they copied.
+    ///
+    /// # Panics
+    /// If the format is [`Format::Fp8`]: see [`Self::scaled`].
     pub fn new(bytes: SharedBytes, rows: usize, cols: usize, format: Format) -> Result<Self, WrongSize> {
+        assert!(format != Format::Fp8, "its rows have scales");
+        Self::of_format(bytes, rows, cols, format, Arc::new([]))
+    }
+
+    /// In [`Format::Fp8`]: as many rows as there are scales.
+    pub fn scaled(bytes: SharedBytes, cols: usize, scales: Arc<[f32]>) -> Result<Self, WrongSize> {
+        Self::of_format(bytes, scales.len(), cols, Format::Fp8, scales)
+    }
+
+    fn of_format(
+        bytes: SharedBytes,
+        rows: usize,
+        cols: usize,
+        format: Format,
+        scales: Arc<[f32]>,
+    ) -> Result<Self, WrongSize> {
         let expected = format.bytes(rows, cols).unwrap_or(usize::MAX);
         if bytes.len() != expected {
             return Err(WrongSize { rows, cols, format, expected, found: bytes.len() });
         }
-        Ok(Self { bytes, rows, cols, format })
+        Ok(Self { bytes, rows, cols, format, scales })
     }
 
     /// The same numbers, moved to where vectors can be loaded from if they are not there.
     pub fn aligned(self) -> io::Result<Self> {
-        let edge = if matches!(self.format, Format::F32 | Format::Q8) { 4 } else { 2 };
+        let edge = match self.format {
+            Format::F32 | Format::Q8 => 4,
+            Format::Bf16 | Format::F16 => 2,
+            Format::Fp8 => 1,
+        };
         if self.bytes.as_ptr().addr().is_multiple_of(edge) {
             return Ok(self);
         }
@@ -97,8 +128,14 @@ impl Matrix {
         self.format
     }
 
+    /// Its numbers as they lie there; of [`Format::Q8`] its scales too.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
+    }
+
+    /// One for each row of [`Format::Fp8`]; none for the others.
+    pub fn scales(&self) -> &[f32] {
+        &self.scales
     }
 
     /// One row, widened.
@@ -112,6 +149,12 @@ impl Matrix {
             Format::F32 => to.copy_from_slice(&self.f32s()[numbers]),
             Format::Bf16 => widen(&self.u16s()[numbers], to, bf16_to_f32),
             Format::F16 => widen(&self.u16s()[numbers], to, f16_to_f32),
+            Format::Fp8 => {
+                let scale = self.scales[row];
+                for (number, to) in self.bytes[numbers].iter().zip(to) {
+                    *to = f8_to_f32(*number) * scale;
+                }
+            }
             Format::Q8 => {
                 let (values, scales) = self.q8();
                 let n_blocks = self.cols.div_ceil(Q8_BLOCK);

@@ -49,6 +49,37 @@ pub fn f32_to_f16(wide: f32) -> u16 {
     sign | ((rounded >> 13) - ((127 - 15) << 10)) as u16
 }
 
+/// The largest number of 8 bits (e4m3), of either sign. There is no infinity.
+pub const F8_MAX: f32 = 448.0;
+
+/// Widening is exact: every number of 8 bits (e4m3) is an f16, 256 times smaller. A NaN stays one.
+#[inline(always)]
+pub fn f8_to_f16_256th(narrow: u8) -> u16 {
+    let (sign, magnitude) = (u16::from(narrow & 0x80) << 8, u16::from(narrow & 0x7F));
+    // Of 16 exponents the last one is a number's like any other, but for its last pattern.
+    sign | if magnitude == 0x7F { 0x7E00 } else { magnitude << 7 }
+}
+
+/// Widening is exact. A NaN stays one.
+#[inline(always)]
+pub fn f8_to_f32(narrow: u8) -> f32 {
+    f16_to_f32(f8_to_f16_256th(narrow)) * 256.0
+}
+
+/// To the nearest number of 8 bits (e4m3), halves to even; beyond its range, the largest. A NaN stays one.
+#[inline(always)]
+pub fn f32_to_f8(wide: f32) -> u8 {
+    let sign = ((wide.to_bits() >> 24) & 0x80) as u8;
+    let magnitude = wide.abs();
+    // A subnormal is a whole number of 2^-9: beside 2^14, f32 has no finer numbers, and adding rounds.
+    let subnormal = (magnitude + 16_384.0).to_bits() - 16_384f32.to_bits();
+    let bits = magnitude.min(F8_MAX).to_bits();
+    let rounded = bits + 0x7_FFFF + ((bits >> 20) & 1);
+    let normal = (rounded >> 20).wrapping_sub((127 - 7) << 3);
+    let number = if magnitude < 0.015_625 { subnormal } else { normal };
+    sign | if wide.is_nan() { 0x7F } else { number as u8 }
+}
+
 /// Bytes as numbers, or `None` where they do not lie on a whole number's edge.
 macro_rules! views {
     ($(#[$doc:meta] $name:ident, $name_mut:ident: $number:ty;)*) => {$(
@@ -106,6 +137,45 @@ mod tests {
             } else {
                 assert_eq!(f32_to_bf16(wide), narrow, "{wide}");
             }
+        }
+    }
+
+    #[test]
+    fn every_number_of_8_bits_survives_the_way_there_and_back() {
+        for narrow in 0..=u8::MAX {
+            let wide = f8_to_f32(narrow);
+            if narrow & 0x7F == 0x7F {
+                assert!(wide.is_nan() && f8_to_f32(f32_to_f8(wide)).is_nan());
+                continue;
+            }
+            let (exponent, fraction) = (i32::from(narrow >> 3 & 15), f32::from(narrow & 7) / 8.0);
+            let size = if exponent == 0 {
+                fraction * 2f32.powi(-6)
+            } else {
+                (1.0 + fraction) * 2f32.powi(exponent - 7)
+            };
+            assert_eq!(wide, if narrow & 0x80 == 0 { size } else { -size });
+            assert_eq!(f32_to_f8(wide), narrow, "{wide}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_8_bits_are_the_nearest() {
+        for nth in 0..40_000u32 {
+            let wide = (nth as f32 - 20_000.0) / 40.0 * 2f32.powi(-((nth % 17) as i32));
+            let narrow = f8_to_f32(f32_to_f8(wide));
+            let nearest = (0..=u8::MAX).map(f8_to_f32).filter(|number| number.is_finite());
+            let nearest = nearest.map(|number| (number - wide).abs()).fold(f32::INFINITY, f32::min);
+            assert_eq!((narrow - wide).abs(), nearest, "{wide} became {narrow}");
+        }
+        for (wide, narrow) in
+            [(1e9, 448.0), (-f32::INFINITY, -448.0), (464.0, 448.0), (1.0625, 1.0), (1.1875, 1.25)]
+        {
+            assert_eq!(f8_to_f32(f32_to_f8(wide)), narrow, "{wide}");
+        }
+        let finest = 2f32.powi(-9);
+        for (wide, narrow) in [(0.5, 0.0), (0.51, 1.0), (1.5, 2.0), (2.5, 2.0), (7.6, 8.0)] {
+            assert_eq!(f8_to_f32(f32_to_f8(wide * finest)), narrow * finest, "{wide}");
         }
     }
 

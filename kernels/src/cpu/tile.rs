@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use super::matrix::Q8_BLOCK;
-use super::number::{bf16_to_f32, f16_to_f32};
+use super::number::{bf16_to_f32, f8_to_f32, f16_to_f32};
 #[cfg(target_arch = "x86_64")]
 use super::simd::Avx512Bf16;
 use super::simd::{Accumulate, LANES, Simd};
@@ -306,6 +306,78 @@ impl<S: Simd> Row<S> for Q8Row<'_> {
         let scale = self.scales.last().copied().unwrap_or(0.0);
         for (wide, value) in wide.iter_mut().zip(self.tail) {
             *wide = f32::from(*value) * scale;
+        }
+        (!self.tail.is_empty()).then(|| simd.load(&wide))
+    }
+}
+
+// === impl fp8 ===
+
+/// Rows of numbers of 8 bits, each with a scale. A weight is the product of both, as it would be in f32.
+#[derive(Clone, Copy)]
+pub(super) struct F8Rows<'a> {
+    numbers: &'a [u8],
+    scales: &'a [f32],
+    cols: usize,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct F8Row<'a> {
+    steps: &'a [[u8; LANES]],
+    tail: &'a [u8],
+    scale: f32,
+}
+
+impl<'a> F8Rows<'a> {
+    /// As many as there are scales.
+    pub(super) fn new(numbers: &'a [u8], scales: &'a [f32], cols: usize) -> Self {
+        Self { numbers, scales, cols }
+    }
+}
+
+impl<'a, S: Simd> Rows<S> for F8Rows<'a> {
+    type Row = F8Row<'a>;
+
+    #[inline(always)]
+    fn row(self, nth: usize) -> F8Row<'a> {
+        let (steps, tail) = self.numbers[nth * self.cols..][..self.cols].as_chunks();
+        F8Row { steps, tail, scale: self.scales[nth] }
+    }
+
+    #[inline(always)]
+    fn row_bytes(self) -> usize {
+        self.cols
+    }
+}
+
+impl<S: Simd> Row<S> for F8Row<'_> {
+    const STEP_BYTES: usize = LANES;
+
+    #[inline(always)]
+    fn n_steps(self) -> usize {
+        self.steps.len()
+    }
+
+    #[inline(always)]
+    fn part(self, steps: Range<usize>) -> Self {
+        Self { steps: &self.steps[steps], ..self }
+    }
+
+    #[inline(always)]
+    fn step(self, simd: S, nth: usize) -> S::F {
+        simd.mul(simd.load_f8(&self.steps[nth]), simd.splat(self.scale))
+    }
+
+    #[inline(always)]
+    fn prefetch(self, simd: S, bytes: usize) {
+        simd.prefetch(self.steps.as_ptr().wrapping_byte_add(bytes));
+    }
+
+    #[inline(always)]
+    fn tail(self, simd: S) -> Option<S::F> {
+        let mut wide = [0.0; LANES];
+        for (wide, narrow) in wide.iter_mut().zip(self.tail) {
+            *wide = f8_to_f32(*narrow) * self.scale;
         }
         (!self.tail.is_empty()).then(|| simd.load(&wide))
     }

@@ -210,7 +210,7 @@ impl Loaded {
         };
         let dtype = match settings.quantize {
             Quantize::No => self.weight_format.to_owned(),
-            Quantize::Q8 => "q8".to_owned(),
+            Quantize::Q8 | Quantize::Fp8 => settings.quantize.as_str().to_owned(),
         };
         let parts = [
             ("weights", self.weights.clone()),

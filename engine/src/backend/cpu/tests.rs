@@ -34,6 +34,8 @@ fn every_setting_keeps_the_contract() {
         (KvDtype::F32, Arithmetic::F32, Quantize::No, 16),
         (KvDtype::Bf16, Arithmetic::Bf16, Quantize::No, 16),
         (KvDtype::Bf16, Arithmetic::F32, Quantize::Q8, 16),
+        (KvDtype::Bf16, Arithmetic::F32, Quantize::Fp8, 16),
+        (KvDtype::Bf16, Arithmetic::Bf16, Quantize::Fp8, 16),
         (KvDtype::Bf16, Arithmetic::F32, Quantize::No, 8),
         (KvDtype::Bf16, Arithmetic::F32, Quantize::No, 32),
     ] {
@@ -95,6 +97,9 @@ fn what_makes_kv_differ_is_in_the_fingerprint() {
     let q8 = CpuSettings { quantize: Quantize::Q8, ..settings(1) };
     let error = plain.agree(&fingerprint("../models/demo", &q8)).expect_err("8 bits are not 16");
     assert_eq!(error.to_string(), "models differ: dtype: bf16 here, q8 there");
+    let fp8 = CpuSettings { quantize: Quantize::Fp8, ..settings(1) };
+    let error = plain.agree(&fingerprint("../models/demo", &fp8)).expect_err("these neither");
+    assert_eq!(error.to_string(), "models differ: dtype: bf16 here, fp8 there");
     let error = plain.agree(&fingerprint("tests/models/llama", &settings(1))).expect_err("another model");
     assert!(error.to_string().contains("weights: "), "{error}");
 }

@@ -32,7 +32,7 @@ use super::{Arrivals, CudaBackend, CudaSettings, Loaded, tuning};
 use crate::backend::{StepLimits, cpu};
 use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
-use crate::load::{Checkpoint, Dummy, ModelFolder, fingerprint};
+use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint};
 use crate::model::{self, Architecture, ModelConfig};
 
 /// Recorded at the start are steps of sequences up to so long; the rest when it is first met, which takes some milliseconds.
@@ -154,6 +154,10 @@ impl Described {
             })?;
         if settings.kv_dtype != KvDtype::Bf16 {
             let wrong = format!("KV in {} is not implemented on a GPU: bf16 is", settings.kv_dtype);
+            return Err(OpenError::CudaModel(wrong));
+        }
+        if settings.quantize != Quantize::No {
+            let wrong = format!("weights in {} are not implemented on a GPU", settings.quantize.as_str());
             return Err(OpenError::CudaModel(wrong));
         }
         if settings.deterministic && settings.ranks.get() > 1 {

@@ -8,6 +8,7 @@ use types::KvDtype;
 
 use crate::backend::StepLimits;
 use crate::cpu::LoadFormat;
+use crate::load::Quantize;
 
 /// How a GPU computes.
 #[derive(Clone, Debug)]
@@ -19,6 +20,7 @@ pub struct CudaSettings {
     pub limits: StepLimits,
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
+    pub quantize: Quantize,
     /// Where CUDA's libraries lie, if not where the loader looks.
     pub libraries: Option<PathBuf>,
     /// Where compiled kernels and measurements of products are kept; `None`: nowhere.
@@ -41,6 +43,7 @@ impl Default for CudaSettings {
             limits: StepLimits::default(),
             load_format: LoadFormat::Safetensors,
             kv_dtype: KvDtype::Bf16,
+            quantize: Quantize::No,
             libraries: None,
             cache: user_cache(|name| std::env::var_os(name).map(PathBuf::from)),
             arch: None,

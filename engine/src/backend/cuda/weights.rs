@@ -458,6 +458,10 @@ mod tests {
             self.1.borrow_mut().push(name.to_owned());
             self.0.vector(name, len)
         }
+
+        fn is_fp8(&self, name: &str) -> bool {
+            self.0.is_fp8(name)
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::cpu::matrix::Format;
 use crate::cpu::scratch;
 use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use crate::cpu::strips::Strips;
-use crate::cpu::tile::{Bf16Rows, F16Rows, F32Rows, Q8Rows, Row, Rows};
+use crate::cpu::tile::{Bf16Rows, F8Rows, F16Rows, F32Rows, Q8Rows, Row, Rows};
 
 /// From so many rows on, copying weights in f32 costs less than widening them for every few rows.
 const PANEL_FROM_ROWS: usize = 17;
@@ -18,6 +18,10 @@ pub(super) fn multiply(isa: Isa, part: Part<'_>) {
         // Two operations widen it, which costs less than a copy.
         Format::Bf16 => multiply_by(isa, part, Bf16Rows::new(&matrix.u16s()[first..], cols)),
         Format::F16 => by_panel(isa, part, F16Rows::new(&matrix.u16s()[first..], cols)),
+        Format::Fp8 => {
+            let scales = &matrix.scales()[part.columns.start..];
+            by_panel(isa, part, F8Rows::new(&matrix.bytes()[first..], scales, cols));
+        }
         Format::Q8 => {
             let weights = Q8Rows::starting_at(matrix.q8(), cols, part.columns.start);
             by_panel(isa, part, weights);
@@ -110,4 +114,4 @@ macro_rules! any_rows {
     )*};
 }
 
-any_rows!(F32Rows Bf16Rows F16Rows Q8Rows);
+any_rows!(F32Rows Bf16Rows F8Rows F16Rows Q8Rows);

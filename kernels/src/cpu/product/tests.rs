@@ -19,17 +19,19 @@ fn numbers(n: usize, seed: u64) -> Vec<f32> {
 fn matrix(rows: usize, cols: usize, format: Format) -> Matrix {
     let values = numbers(rows * cols, 77);
     let bytes: Vec<u8> = match format {
-        Format::F32 | Format::Q8 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        Format::F32 | Format::Q8 | Format::Fp8 => {
+            values.iter().flat_map(|value| value.to_le_bytes()).collect()
+        }
         Format::Bf16 => values.iter().flat_map(|value| f32_to_bf16(*value).to_le_bytes()).collect(),
         Format::F16 => values.iter().flat_map(|value| f32_to_f16(*value).to_le_bytes()).collect(),
     };
     let bytes = SharedBytes::filled(bytes.len(), |to| to.copy_from_slice(&bytes)).unwrap();
-    let plain = if format == Format::Q8 { Format::F32 } else { format };
-    let matrix = Matrix::new(bytes, rows, cols, plain).unwrap();
-    if format == Format::Q8 {
-        cpu(Isa::best(), 1, Arithmetic::F32).quantize(&matrix).unwrap()
-    } else {
-        matrix
+    let cpu = cpu(Isa::best(), 1, Arithmetic::F32);
+    let matrix = |format| Matrix::new(bytes, rows, cols, format).unwrap();
+    match format {
+        Format::Q8 => cpu.quantize(&matrix(Format::F32)).unwrap(),
+        Format::Fp8 => cpu.quantize_fp8(&matrix(Format::F32)).unwrap(),
+        Format::F32 | Format::Bf16 | Format::F16 => matrix(format),
     }
 }
 
@@ -53,7 +55,7 @@ fn dot(x: &[f32], w: &[f32]) -> f32 {
     sums[0]
 }
 
-const FORMATS: [Format; 4] = [Format::F32, Format::Bf16, Format::F16, Format::Q8];
+const FORMATS: [Format; 5] = [Format::F32, Format::Bf16, Format::F16, Format::Q8, Format::Fp8];
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]

@@ -7,6 +7,8 @@
 
 use std::fmt;
 
+use super::number::f8_to_f16_256th;
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -58,6 +60,15 @@ pub(super) trait Simd: Accumulate {
     fn load_f16(self, from: &[u16; LANES]) -> Self::F;
     /// Widens sixteen small whole numbers.
     fn load_i8(self, from: &[i8; LANES]) -> Self::F;
+    /// Widens sixteen numbers of 8 bits.
+    #[inline(always)]
+    fn load_f8(self, from: &[u8; LANES]) -> Self::F {
+        let mut halves = [0; LANES];
+        for (half, narrow) in halves.iter_mut().zip(from) {
+            *half = f8_to_f16_256th(*narrow);
+        }
+        self.mul(self.load_f16(&halves), self.splat(256.0))
+    }
     fn store(self, value: Self::F, to: &mut [f32; LANES]);
 
     fn add(self, a: Self::F, b: Self::F) -> Self::F;

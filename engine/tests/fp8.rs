@@ -1,0 +1,110 @@
+//! Checkpoints in FP8: the processor computes with exactly the numbers that they stand for.
+
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+
+use baton_engine::equality::{Comparison, Tolerance, compare};
+use baton_engine::load::Quantize;
+use baton_engine::load::made::{Form, rewrite};
+use baton_engine::{Backend, CpuBackend, CpuSettings};
+use tempfile::TempDir;
+use types::{KvDtype, TokenId};
+
+const MODELS: [&str; 6] = ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3"];
+
+fn folder(model: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model)
+}
+
+fn opened(folder: &Path, quantize: Quantize, ranks: u16) -> CpuBackend {
+    let settings = CpuSettings {
+        quantize,
+        threads: NonZero::new(1),
+        ranks: NonZero::new(ranks).expect("some"),
+        kv_dtype: KvDtype::F32,
+        ..CpuSettings::default()
+    };
+    CpuBackend::open(folder, 4 << 20, &settings).expect("it opens")
+}
+
+/// The model's weights in another form, in a folder of their own.
+fn in_form(from: &Path, form: Form) -> TempDir {
+    let to = TempDir::new().expect("a folder");
+    rewrite(from, to.path(), form).expect("it is written");
+    to
+}
+
+fn compared(reference: &mut CpuBackend, subject: &mut CpuBackend, tolerance: Tolerance) -> Comparison {
+    let prompt = |n: u32| (0..n).map(|nth| TokenId((nth * 7 + n) % 90)).collect();
+    compare(reference, subject, &[prompt(5), prompt(33)], 6, tolerance).expect("it is compared")
+}
+
+/// Every token and log-probability is that of the same weights in f32, to the last bit, in any company and on two ranks.
+#[test]
+fn a_checkpoint_in_fp8_is_the_one_that_it_stands_for() {
+    for model in MODELS {
+        for form in [Form::CompressedTensors, Form::Fbgemm] {
+            let narrow = in_form(&folder(model), form);
+            let wide = in_form(narrow.path(), Form::F32);
+            let mut reference = opened(wide.path(), Quantize::No, 1);
+            for ranks in [1, 2] {
+                let mut subject = opened(narrow.path(), Quantize::No, ranks);
+                assert!(subject.weight_bytes() < reference.weight_bytes(), "{model}: one byte a weight");
+                let comparison = compared(&mut reference, &mut subject, Tolerance::NONE);
+                assert!(comparison.is_equal(), "{model} {form:?}: {:?}", comparison.wrong.first());
+            }
+        }
+    }
+}
+
+/// Quantized when it is loaded, a model is what its checkpoint with scales in f32 would be.
+#[test]
+fn quantizing_at_load_is_as_good_as_before() {
+    for model in MODELS {
+        // What is not quantized is in bf16 there, which is not all that these models are in.
+        let plain = in_form(&folder(model), Form::Bf16);
+        let narrow = in_form(plain.path(), Form::Fbgemm);
+        let mut reference = opened(narrow.path(), Quantize::No, 1);
+        let mut subject = opened(plain.path(), Quantize::Fp8, 1);
+        let comparison = compared(&mut reference, &mut subject, Tolerance::NONE);
+        assert!(comparison.is_equal(), "{model}: {:?}", comparison.wrong.first());
+    }
+}
+
+/// Weights of 3 bits beside the exponent are near those that they were made of: a model that was trained still says much
+/// the same.
+#[test]
+fn fp8_is_near_what_it_was_and_not_the_same() {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+    let (mut reference, mut subject) = (opened(&demo, Quantize::No, 1), opened(&demo, Quantize::Fp8, 1));
+    assert!(!compared(&mut reference, &mut subject, Tolerance::NONE).is_equal());
+    let near = Tolerance { epsilon: 1.0, logprob: 1.0, logprob_share: 0.1 };
+    let near = compared(&mut reference, &mut subject, near);
+    assert!(near.is_equal(), "{} {} {:?}", near.worst_logprob, near.worst_lead, near.wrong.first());
+}
+
+#[test]
+fn checkpoints_in_other_forms_are_refused_by_name() {
+    let copy = in_form(&folder("qwen3"), Form::CompressedTensors);
+    let file = copy.path().join("config.json");
+    let config = std::fs::read_to_string(&file).expect("a config");
+    std::fs::write(&file, config.replace("float-quantized", "pack-quantized")).expect("a file");
+    let error = CpuBackend::open(copy.path(), 1 << 20, &CpuSettings::default()).expect_err("not implemented");
+    let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+    let sentence = format!("{error}: {cause}");
+    assert!(
+        sentence.contains("format \"pack-quantized\" is not implemented: float-quantized is"),
+        "{sentence}"
+    );
+}
+
+#[test]
+fn nodes_with_other_weights_are_told_apart() {
+    let fingerprint = |folder: &Path, quantize| opened(folder, quantize, 1).model().fingerprint.clone();
+    let narrow = in_form(&folder("llama3"), Form::Fbgemm);
+    let plain = fingerprint(&folder("llama3"), Quantize::No);
+    let error = plain.agree(&fingerprint(&folder("llama3"), Quantize::Fp8)).expect_err("8 bits are not 16");
+    assert_eq!(error.to_string(), "models differ: dtype: bf16 here, fp8 there");
+    let error = plain.agree(&fingerprint(narrow.path(), Quantize::No)).expect_err("another checkpoint");
+    assert!(error.to_string().contains("dtype: bf16 here, fp8 there"), "{error}");
+}
