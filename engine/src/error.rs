@@ -17,6 +17,9 @@ pub enum BackendError {
     /// Steps were collected in another order than launched, or launched past the two that may be in flight.
     #[error("steps out of order: {0}")]
     Order(String),
+    /// Somebody else uses what was to be given back.
+    #[error("give memory back: {0}")]
+    Held(String),
     /// The device is gone; no later step can succeed.
     #[error("device lost: {0}")]
     DeviceLost(String),
@@ -30,7 +33,7 @@ impl BackendError {
 
     pub fn verdict(&self) -> Verdict {
         match self {
-            Self::Order(_) => Verdict::Bug,
+            Self::Order(_) | Self::Held(_) => Verdict::Bug,
             Self::Launch(_) | Self::Collect(_) | Self::DeviceLost(_) => Verdict::RetryElsewhere,
         }
     }
@@ -102,6 +105,11 @@ pub enum OpenError {
     Cuda(CudaError),
     #[error(transparent)]
     Load(#[from] LoadError),
+    /// The model's files are not those that it was opened with.
+    #[error("what was opened before ('here') and its files now ('there') are two models")]
+    Changed(#[source] types::node::FingerprintMismatch),
+    #[error("config.json says something else than when the model was opened")]
+    ConfigChanged,
 }
 
 /// A GPU's errors name what was being done; their source says what went wrong.

@@ -22,6 +22,6 @@ pub use backend::cpu::{CpuBackend, CpuSettings, LoadFormat};
 pub use backend::cuda;
 pub use backend::cuda::{CudaBackend, CudaSettings};
 pub use backend::mock::{Mock, MockSettings, Pace};
-pub use backend::{Backend, Device, EngineSettings, StepLimits, open};
+pub use backend::{Asleep, Backend, Device, EngineSettings, Sleepless, StepLimits, Wakeless, open};
 pub use error::{BackendError, LoadError, OpenError, RowError};
 pub use step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch, StepOutput};

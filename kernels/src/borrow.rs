@@ -9,8 +9,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Nobody holds the page.
 const IDLE: u32 = 0;
-/// Somebody writes the page. Every other value is a number of readers.
+/// Somebody writes the page.
 const WRITTEN: u32 = u32::MAX;
+/// There is no memory behind the page. Every smaller value is a number of readers.
+const AWAY: u32 = WRITTEN - 1;
 
 /// A page of the run is held in a way that excludes this borrow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,6 +38,8 @@ pub enum Held {
     ByReaders(u32),
     /// Nobody does: the card that the page is on does not give it any more.
     OnLostCard,
+    /// Nobody does: its memory was given back for a while.
+    Away,
 }
 
 impl fmt::Display for Access {
@@ -53,6 +57,7 @@ impl fmt::Display for Held {
             Self::ByWriter => f.write_str("somebody writes"),
             Self::ByReaders(n) => write!(f, "{n} others read"),
             Self::OnLostCard => f.write_str("lies on a GPU that does not answer"),
+            Self::Away => f.write_str("was given back for a while"),
         }
     }
 }
@@ -99,11 +104,33 @@ impl Drop for ReadBorrow<'_> {
 }
 
 fn add_reader(page: &AtomicU32) -> Result<(), Held> {
-    let one_more = |readers: u32| (readers < WRITTEN - 1).then(|| readers + 1);
-    match page.fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more) {
-        Ok(_) => Ok(()),
-        Err(WRITTEN) => Err(Held::ByWriter),
-        Err(readers) => Err(Held::ByReaders(readers)),
+    let one_more = |readers: u32| (readers < AWAY - 1).then(|| readers + 1);
+    page.fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more).map(drop).map_err(held)
+}
+
+fn held(state: u32) -> Held {
+    match state {
+        WRITTEN => Held::ByWriter,
+        AWAY => Held::Away,
+        readers => Held::ByReaders(readers),
+    }
+}
+
+/// Has nobody borrow these pages until they are [back](bring_back): all of them, or none.
+pub(crate) fn take_away(pages: &[AtomicU32]) -> Result<(), Refused> {
+    for (nth, page) in pages.iter().enumerate() {
+        if let Err(state) = page.compare_exchange(IDLE, AWAY, Ordering::Acquire, Ordering::Relaxed) {
+            bring_back(&pages[..nth]);
+            return Err(Refused { nth, wanted: Access::Write, held: held(state) });
+        }
+    }
+    Ok(())
+}
+
+/// The counterpart of [`take_away`].
+pub(crate) fn bring_back(pages: &[AtomicU32]) {
+    for page in pages {
+        page.store(IDLE, Ordering::Release);
     }
 }
 
@@ -131,9 +158,5 @@ impl Drop for WriteBorrow<'_> {
 }
 
 fn set_writer(page: &AtomicU32) -> Result<(), Held> {
-    match page.compare_exchange(IDLE, WRITTEN, Ordering::Acquire, Ordering::Relaxed) {
-        Ok(_) => Ok(()),
-        Err(WRITTEN) => Err(Held::ByWriter),
-        Err(readers) => Err(Held::ByReaders(readers)),
-    }
+    page.compare_exchange(IDLE, WRITTEN, Ordering::Acquire, Ordering::Relaxed).map(drop).map_err(held)
 }

@@ -49,6 +49,16 @@ pub enum MemoryError {
         #[source]
         source: std::io::Error,
     },
+    #[error("give memory back")]
+    Held(#[source] PageBusy),
+    #[error("give memory back that a network card still reaches")]
+    Registered,
+    #[error("give {bytes} bytes of GPU memory back")]
+    GiveBack {
+        bytes: usize,
+        #[source]
+        source: CudaError,
+    },
     #[error("take {bytes} bytes of GPU memory")]
     Device {
         bytes: usize,

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
 
-use crate::borrow::idle;
+use crate::borrow::{PageBusy, bring_back, idle, take_away};
 use crate::memory::MemoryError;
 
 /// Where regions start within the memory: a multiple of any vector's width and of a memory page.
@@ -119,11 +119,27 @@ impl Regions {
         let borrows = &self.borrows[region as usize][pages.start as usize..pages.end as usize];
         Run { offset, len, borrows }
     }
+
+    /// Has nobody borrow any page until they are [back](Self::bring_back): all of them, or none.
+    pub(crate) fn take_away(&self) -> Result<(), PageBusy> {
+        for (nth, pages) in self.borrows.iter().enumerate() {
+            if let Err(refused) = take_away(pages) {
+                self.borrows[..nth].iter().for_each(|pages| bring_back(pages));
+                return Err(refused.at(nth as u32, 0));
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn bring_back(&self) {
+        self.borrows.iter().for_each(|pages| bring_back(pages));
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::borrow::{Held, ReadBorrow, WriteBorrow};
 
     const SHAPES: [RegionShape; 2] =
         [RegionShape { page_bytes: 64, n_pages: 8 }, RegionShape { page_bytes: 100, n_pages: 3 }];
@@ -143,6 +159,28 @@ mod tests {
     fn sizes_that_no_address_can_name_are_refused() {
         let shape = RegionShape { page_bytes: usize::MAX / 2, n_pages: 3 };
         assert!(matches!(Places::new(&[shape]), Err(MemoryError::TooLarge)));
+    }
+
+    #[test]
+    fn pages_that_are_away_are_nobodys_and_a_held_one_keeps_all_here() {
+        let regions = Regions::new(&SHAPES).expect("a few KiB");
+        let all = || [(0, 0..8), (1, 0..3)].map(|(region, pages)| regions.run(region, &pages).borrows);
+        let held = ReadBorrow::take(&all()[1][2..3]).map_err(|_| "held").expect("it is idle");
+        let busy = regions.take_away().expect_err("one is read");
+        assert_eq!(busy.to_string(), "write page 2 of region 1, which 1 others read");
+        drop(held);
+        for _ in 0..2 {
+            for pages in all() {
+                assert!(WriteBorrow::take(pages).is_ok() && ReadBorrow::take(pages).is_ok());
+            }
+            regions.take_away().expect("nobody holds any");
+            let busy = regions.take_away().expect_err("they are away already");
+            assert_eq!(busy.held, Held::Away);
+            for pages in all() {
+                assert!(WriteBorrow::take(pages).is_err() && ReadBorrow::take(pages).is_err());
+            }
+            regions.bring_back();
+        }
     }
 
     #[test]

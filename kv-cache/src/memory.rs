@@ -94,6 +94,11 @@ impl KvMemory {
         }
     }
 
+    /// How many clones there are. None of them can be made but from another.
+    pub fn n_holders(&self) -> usize {
+        Arc::strong_count(&self.inner)
+    }
+
     pub fn layout(&self) -> &KvLayout {
         &self.inner.layout
     }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use engine::Backend;
 use kv_cache::BlockPool;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
@@ -45,7 +46,7 @@ pub struct Driver {
 /// A worker's thread.
 #[derive(Debug)]
 pub struct WorkerThread {
-    thread: JoinHandle<()>,
+    thread: JoinHandle<Box<dyn Backend>>,
 }
 
 /// Makes a worker. It does nothing until it is driven.
@@ -70,12 +71,13 @@ impl Driver {
     }
 
     /// Drives the worker as a task, as in a simulation: the same loop, on the caller's clock. The backend must be one
-    /// that only models its costs, or the caller's thread is blocked for every step.
-    pub async fn drive_simulated(self) {
-        self.drive(Clock::Runtime).await;
+    /// that only models its costs, or the caller's thread is blocked for every step. Drained, the worker has no more use
+    /// for its backend, which is the answer.
+    pub async fn drive_simulated(self) -> Box<dyn Backend> {
+        self.drive(Clock::Runtime).await
     }
 
-    async fn drive(mut self, clock: Clock) {
+    async fn drive(mut self, clock: Clock) -> Box<dyn Backend> {
         loop {
             self.linger(clock).await;
             self.turn();
@@ -87,6 +89,7 @@ impl Driver {
             }
         }
         self.farewell.said();
+        self.worker.into_backend()
     }
 
     /// Waits as long as the next launch is better for it.
@@ -148,10 +151,10 @@ impl Driver {
 }
 
 impl WorkerThread {
-    /// Waits until the thread has ended; after [`WorkerHandle::stopped`] that is at once. It has panicked if this
-    /// returns false.
-    pub fn join(self) -> bool {
-        self.thread.join().is_ok()
+    /// Waits until the thread has ended; after [`WorkerHandle::stopped`] that is at once. The answer is the backend, which
+    /// nobody uses any more; `None` if the thread has panicked, and the backend went with it.
+    pub fn join(self) -> Option<Box<dyn Backend>> {
+        self.thread.join().ok()
     }
 }
 

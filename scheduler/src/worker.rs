@@ -128,6 +128,11 @@ impl Worker {
         })
     }
 
+    /// What it computed with. Its sequences are ended.
+    pub(crate) fn into_backend(self) -> Box<dyn Backend> {
+        self.backend
+    }
+
     /// The only way to change it.
     pub(crate) fn apply(&mut self, event: Event) {
         match event {

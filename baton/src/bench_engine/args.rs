@@ -80,6 +80,10 @@ pub(crate) struct EngineArgs {
     /// `--deterministic` the named model is compared with itself and nothing else.
     #[arg(long)]
     pub(crate) check: bool,
+    /// Have it sleep and wake so many times instead: how long that takes, what memory it gives, and whether the tokens are
+    /// the same afterwards.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub(crate) naps: usize,
     /// Write made-up weights of the model's shape into this folder instead, as a checkpoint: to measure how fast it is
     /// loaded, by `--model FOLDER --weights safetensors`.
     #[arg(long, value_name = "FOLDER")]

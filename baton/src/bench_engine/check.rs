@@ -72,6 +72,18 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed>
     Ok(Checked { model, with: "the CPU", tolerance: TOLERANCE, recorded, launched })
 }
 
+/// What sleep and wake are held to.
+///
+/// # Panics
+/// Where they do not keep it.
+pub(super) fn check_sleep(folder: &Path, args: &EngineArgs) {
+    let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
+    engine::conformance::sleep::suite(&|| {
+        let opened = CudaBackend::open(folder, KV_BYTES, &settings);
+        Box::new(opened.expect("it was opened before"))
+    });
+}
+
 /// A model that is to be the same in any company against itself, to the last bit.
 pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
     let settings = CudaSettings { deterministic: true, ..args.cuda() };

@@ -10,6 +10,7 @@ use std::process::ExitCode;
 
 use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
 use engine::load::made::{self, Form};
+use engine::measure::naps::{self, Nap};
 use engine::measure::{Measured, measure};
 use serde::Serialize;
 
@@ -36,19 +37,25 @@ struct Report {
     measured: Option<Measured>,
     profiles: Vec<DecodeProfile>,
     checks: Vec<check::Checked>,
+    naps: Vec<Nap>,
 }
 
 pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
     if let Some(folder) = &args.write_weights {
         return write_weights(&args.model, folder);
     }
-    let report = if args.check { checked(args)? } else { measured(args)? };
+    let report = match args {
+        EngineArgs { check: true, .. } => checked(args)?,
+        EngineArgs { naps: 1.., .. } => slept(args)?,
+        _ => measured(args)?,
+    };
     if let Some(file) = &args.out {
         let text = serde_json::to_string_pretty(&report).map_err(Failed::work)?;
         std::fs::write(file, text + "\n").map_err(Failed::work)?;
     }
     report::say(&report);
-    let is_equal = report.checks.iter().all(check::Checked::is_equal);
+    let is_equal =
+        report.checks.iter().all(check::Checked::is_equal) && report.naps.iter().all(|nap| nap.are_equal);
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -78,6 +85,14 @@ fn measured(args: &EngineArgs) -> Result<Report, Failed> {
     Ok(report)
 }
 
+fn slept(args: &EngineArgs) -> Result<Report, Failed> {
+    let opened = Opened::open(args)?;
+    let mut report = Report::new(args, opened.device());
+    report.loaded = opened.loaded();
+    report.naps = naps::measure(opened.into_backend(), args.naps, &mut report::tell).map_err(Failed::work)?;
+    Ok(report)
+}
+
 fn checked(args: &EngineArgs) -> Result<Report, Failed> {
     let mut report = Report::new(args, "cuda".to_owned());
     if args.deterministic {
@@ -86,6 +101,7 @@ fn checked(args: &EngineArgs) -> Result<Report, Failed> {
     }
     for folder in args.check_folders() {
         report.add(check::check(&folder, args)?);
+        check::check_sleep(&folder, args);
         // Several GPUs add up in an order of their own.
         if args.cuda().ranks.get() == 1 {
             report.add(check::check_alike(&folder, args)?);
@@ -114,6 +130,7 @@ impl Report {
             measured: None,
             profiles: Vec::new(),
             checks: Vec::new(),
+            naps: Vec::new(),
         }
     }
 }

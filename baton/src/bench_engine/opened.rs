@@ -43,6 +43,13 @@ impl Opened {
         }
     }
 
+    pub(super) fn into_backend(self) -> Box<dyn Backend> {
+        match self {
+            Self::Cpu(backend) => backend,
+            Self::Cuda(backend) => backend,
+        }
+    }
+
     pub(super) fn device(&self) -> String {
         match self {
             Self::Cpu(_) => "cpu".to_owned(),

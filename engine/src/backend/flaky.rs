@@ -6,7 +6,7 @@ use std::time::Duration;
 use kv_cache::KvMemory;
 use types::ModelInfo;
 
-use crate::backend::Backend;
+use crate::backend::{Asleep, Backend, Sleepless};
 use crate::error::BackendError;
 use crate::step::{Launched, StepBatch, StepOutput};
 
@@ -77,5 +77,14 @@ impl<B: Backend> Backend for Flaky<B> {
 
     fn runs_by_itself(&self) -> bool {
         self.inner.runs_by_itself()
+    }
+
+    /// Awake again it fails no more: what was told of is counted by steps.
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+        Box::new(self.inner).sleep()
+    }
+
+    fn used_bytes(&self) -> Option<u64> {
+        self.inner.used_bytes()
     }
 }

@@ -11,12 +11,14 @@ use types::ModelInfo;
 use crate::error::{BackendError, OpenError};
 use crate::step::{Launched, StepBatch, StepOutput};
 
+pub mod asleep;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod flaky;
 pub mod mock;
 
+pub use asleep::{Asleep, Sleepless, Wakeless};
 pub use device::Device;
 
 /// Steps that may be launched and not collected at one time.
@@ -48,6 +50,9 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 /// alone, batched, in chunks, recomputed, or with KV that came from elsewhere. As each layer's KV of *all* rows is
 /// written, the step's fence opens for it. A row that fails says so in its own place of the output.
 ///
+/// **Sleep.** Between sequences it can be put to [`sleep`](Self::sleep): then it is a backend no more, and what is left
+/// of it is an [`Asleep`], which becomes a backend again.
+///
 /// **What it never does.** It does not stop a sequence: it refrains from drawing forbidden tokens
 /// ([`SampleSpec::forbids`](crate::SampleSpec::forbids)), and what a drawn token means is the caller's say.
 /// It never waits for anything but its device.
@@ -68,6 +73,16 @@ pub trait Backend: Debug + Send + 'static {
     fn runs_by_itself(&self) -> bool {
         false
     }
+
+    /// Gives back the memory of weights and KV, and keeps what took time to make and little room: code, graphs, addresses.
+    ///
+    /// Every launched step has been collected, and nobody else holds a clone of [`memory`](Self::memory): otherwise it is
+    /// refused, and nothing has changed.
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless>;
+
+    /// What is in use, by anyone, of the memory that it computes in: its GPUs', or else this process's resident memory.
+    /// `None` where nobody says.
+    fn used_bytes(&self) -> Option<u64>;
 }
 
 /// What a backend is opened with.

@@ -80,6 +80,11 @@ impl Lane {
         &self.tokens[self.n_prompt..]
     }
 
+    /// Its blocks, group by group.
+    pub(super) fn tables(&self) -> &[Vec<BlockIdx>] {
+        &self.tables
+    }
+
     /// Tokens that are known and not computed.
     pub(super) fn remaining(&self) -> usize {
         self.tokens.len() - self.n_computed

@@ -4,6 +4,7 @@
 //! is what is checked.
 
 mod lane;
+pub mod sleep;
 
 use types::{Sampling, StopRules, TokenId};
 
@@ -29,6 +30,7 @@ pub fn suite(open: Open<'_>) {
     forbidden_tokens_are_not_drawn(open);
     fences_open_for_every_layer(open);
     no_third_step_is_launched(open);
+    sleep::suite(open);
 }
 
 /// "A row's token and KV depend on that row's tokens, sampling and positions alone."

@@ -5,6 +5,7 @@
 
 mod decode;
 mod lanes;
+pub mod naps;
 mod offline;
 mod prompts;
 

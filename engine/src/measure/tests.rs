@@ -32,6 +32,16 @@ fn everything_that_is_asked_for_is_measured() {
 }
 
 #[test]
+fn naps_are_compared() {
+    let mut lines = Vec::new();
+    let naps =
+        naps::measure(Box::new(mock()), 2, &mut |line| lines.push(line.to_owned())).expect("it sleeps");
+    assert_eq!((naps.len(), lines.len()), (2, 2));
+    assert!(naps.iter().all(|nap| nap.are_equal && nap.n_tokens == 4 * 32), "{naps:?}");
+    assert!(lines[0].ends_with("128 tokens equal"), "{lines:?}");
+}
+
+#[test]
 fn too_little_memory_is_said_in_blocks() {
     let workload = Workload {
         batches: vec![1 << 20],

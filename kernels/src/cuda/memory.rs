@@ -23,7 +23,7 @@ use crate::memory::MemoryError;
 use crate::page::{PageMut, PageRef};
 use crate::regions::{RegionShape, Regions, Run};
 
-/// Memory of one card, zero at first, mapped once and never moved.
+/// Memory of one card, zero at first, never moved, and [given back](Self::give_back) for a while if nobody uses it.
 pub struct DeviceMemory {
     context: Arc<CudaContext>,
     staging: Staging,
@@ -49,6 +49,47 @@ impl DeviceMemory {
         // SAFETY: the whole range is mapped and nobody else knows it yet.
         unsafe { staging.clear(mapped.address(), mapped.bytes())? };
         Ok(Self { context: Arc::clone(context), staging, kernels: WireKernels::of(card)?, regions, mapped })
+    }
+
+    /// Gives the memory back and keeps its addresses. Until it is [taken again](Self::take_again) no page can be borrowed.
+    ///
+    /// What was given back already stays so. Refused, and nothing changed, where a page is borrowed or a device reaches the memory by itself. The caller sees to
+    /// it that no kernel is launched meanwhile that uses a [`region`](Self::region). Processes that were
+    /// [given](Self::export) the memory keep it alive until they let go.
+    pub fn give_back(&self) -> Result<(), MemoryError> {
+        if !self.mapped.is_backed() {
+            return Ok(());
+        }
+        self.regions.take_away().map_err(MemoryError::Held)?;
+        if Arc::strong_count(&self.mapped) > 1 {
+            self.regions.bring_back();
+            return Err(MemoryError::Registered);
+        }
+        let bytes = self.mapped.bytes();
+        self.mapped.give_back().map_err(|source| MemoryError::GiveBack { bytes, source })
+    }
+
+    /// Takes as much memory as was given back, zero again.
+    pub fn take_again(&self) -> Result<(), MemoryError> {
+        if self.mapped.is_backed() {
+            return Ok(());
+        }
+        let bytes = self.mapped.bytes();
+        self.cleared_again().map_err(|source| MemoryError::Device { bytes, source })?;
+        self.regions.bring_back();
+        Ok(())
+    }
+
+    fn cleared_again(&self) -> Result<(), CudaError> {
+        self.mapped.take_again()?;
+        // JUSTIFICATION: as in `taken`.
+        // SAFETY: the whole range is mapped, and no page of it can be borrowed yet.
+        unsafe { self.staging.clear(self.mapped.address(), self.mapped.bytes()) }
+    }
+
+    /// Bytes of the card that it has, or will have again.
+    pub fn mapped_bytes(&self) -> usize {
+        self.mapped.bytes()
     }
 
     /// Borrows a run of pages and copies them from the card: all of them, or none.
@@ -134,6 +175,12 @@ impl DeviceMemory {
     /// The bytes of all pages.
     pub fn bytes(&self) -> usize {
         self.regions.places().bytes()
+    }
+
+    /// What is in use of its card, by anyone.
+    pub fn used_bytes(&self) -> Result<u64, CudaError> {
+        let counted = self.context.mem_get_info().map_err(CudaError::during("ask for the GPU's memory"))?;
+        Ok((counted.1 - counted.0) as u64)
     }
 
     /// Which card it lies on.

@@ -20,7 +20,7 @@ const LONG: Duration = Duration::from_secs(3600);
 struct Node {
     handle: WorkerHandle,
     pool: BlockPool,
-    task: Task<()>,
+    task: Task<Box<dyn Backend>>,
 }
 
 fn start(backend: impl Backend, settings: SchedulerSettings) -> Node {
@@ -304,7 +304,8 @@ async fn a_thread_of_its_own() {
     handle.drain();
     let state = timeout(Duration::from_secs(60), handle.stopped()).await.expect("in time");
     assert_eq!(state, WorkerState::Stopped);
-    assert!(thread.join(), "it did not panic");
+    let backend = thread.join().expect("it did not panic");
+    assert_eq!(backend.memory().n_blocks(), 64, "and gives its backend back");
     for (nth, (_, recorded)) in submitted.iter().enumerate() {
         assert_eq!(recorded.tokens(), alone(&endless(&format!("p{nth}"), 20, 20)));
     }

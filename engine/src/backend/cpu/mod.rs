@@ -13,7 +13,7 @@ mod tests;
 use std::collections::VecDeque;
 use std::io;
 use std::num::NonZero;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
@@ -25,6 +25,7 @@ use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
 
 pub use settings::{CpuSettings, LoadFormat};
 
+use super::asleep::{self, Asleep, Closed, Sleepless};
 use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, LoadError, OpenError};
 use crate::load::weights::Seen;
@@ -39,6 +40,10 @@ use rank::Rank;
 pub struct CpuBackend {
     model: ModelInfo,
     memory: KvMemory,
+    /// Clones of the memory that are its own.
+    n_holders: usize,
+    /// What it was opened with.
+    opened: Opened,
     /// `None` once the thread was told to end.
     jobs: Option<SyncSender<Job>>,
     results: Receiver<StepOutput>,
@@ -46,6 +51,14 @@ pub struct CpuBackend {
     n_launched: u64,
     thread: Option<thread::JoinHandle<()>>,
     weight_bytes: usize,
+}
+
+/// Where a model is, and what it was told.
+#[derive(Clone, Debug)]
+struct Opened {
+    folder: PathBuf,
+    kv_bytes: usize,
+    settings: CpuSettings,
 }
 
 /// The line in the table of backends: `name` is a model's folder.
@@ -58,6 +71,7 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
 impl CpuBackend {
     /// Loads the model of a folder. Resident memory is its weights, `kv_bytes` of KV, and what a step computes in.
     pub fn open(folder: &Path, kv_bytes: usize, settings: &CpuSettings) -> Result<Self, OpenError> {
+        let opened = Opened { folder: folder.to_owned(), kv_bytes, settings: settings.clone() };
         let processors = processors(settings).map_err(LoadError::Threads)?;
         let processor = processors.first().expect("there is a rank");
         let folder = ModelFolder::open(folder)?;
@@ -74,7 +88,7 @@ impl CpuBackend {
         };
         let ranks = Rank::all(processors, &loaded.model, &memory, &folder.config);
         let compute = Compute::new(ranks, &folder.config).map_err(LoadError::Threads)?;
-        Self::start(model, memory, compute, loaded.weight_bytes)
+        Self::start(model, memory, compute, loaded.weight_bytes, opened)
     }
 
     /// Bytes of all weight matrices: what a decode step reads.
@@ -87,6 +101,7 @@ impl CpuBackend {
         memory: KvMemory,
         compute: Compute,
         weight_bytes: usize,
+        opened: Opened,
     ) -> Result<Self, OpenError> {
         let (jobs, jobs_in) = sync_channel(STEPS_IN_FLIGHT_MAX);
         let (results_out, results) = sync_channel(STEPS_IN_FLIGHT_MAX);
@@ -94,7 +109,9 @@ impl CpuBackend {
         let thread = thread.spawn(move || compute.run(&jobs_in, &results_out)).map_err(LoadError::Threads)?;
         Ok(Self {
             model,
+            n_holders: memory.n_holders(),
             memory,
+            opened,
             jobs: Some(jobs),
             results,
             in_flight: VecDeque::with_capacity(STEPS_IN_FLIGHT_MAX),
@@ -142,6 +159,20 @@ impl Backend for CpuBackend {
         };
         let lost = |_| BackendError::DeviceLost("the compute thread ended within a step".to_owned());
         self.results.recv().map_err(lost)
+    }
+
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+        if let Err(why) = asleep::check_idle(self.in_flight.len())
+            .and_then(|()| asleep::check_not_held(self.memory.n_holders(), self.n_holders))
+        {
+            return Err(Sleepless { backend: self, why });
+        }
+        let Opened { folder, kv_bytes, settings } = self.opened.clone();
+        Ok(Box::new(Closed::close(*self, move || Self::open(&folder, kv_bytes, &settings))))
+    }
+
+    fn used_bytes(&self) -> Option<u64> {
+        asleep::resident_bytes()
     }
 }
 

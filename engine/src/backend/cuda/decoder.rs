@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use kernels::cuda::{
-    Answer, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvPages, Peers, PrefillAttention,
-    PrefillSequence, Products, RopeWriteKv, SumRows, View, ViewMut,
+    Answer, Arena, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvPages, Peers,
+    PrefillAttention, PrefillSequence, Products, RopeWriteKv, SumRows, View, ViewMut,
 };
 use kv_cache::OnCard;
 use types::GroupIdx;
@@ -19,6 +19,8 @@ use super::workspace::Workspace;
 #[derive(Debug)]
 pub(super) struct Decoder {
     pub(super) weights: CudaWeights,
+    /// The memory that they lie in.
+    pub(super) arena: Arena,
     pub(super) sizes: Sizes,
     pub(super) heads: Heads,
     pub(super) epsilon: f32,

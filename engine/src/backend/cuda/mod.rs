@@ -3,13 +3,14 @@
 //! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `share`, `weights`,
 //! `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`rank`, `decoder`),
 //! which steps are recorded (`ladder`, `recorded`), how tokens are drawn (`draws`), how several cards go on together
-//! (`lockstep`), and what becomes of a step (`flight`, `watch`).
+//! (`lockstep`), what becomes of a step (`flight`, `watch`), and how all of it sleeps (`asleep`).
 //!
 //! Sums in bf16 depend on how many rows are multiplied together, so a row's numbers differ in their last bits from one
 //! batch to another; how far that may go, and what is compared, is in `docs/specification.md`. Where
 //! [`CudaSettings::deterministic`] is set they do not: every matrix is multiplied in one way whatever the number of rows,
 //! and a token's attention is that of a row of one token in chunks that begin where the sequence does.
 
+mod asleep;
 mod budget;
 mod decoder;
 mod draws;
@@ -43,12 +44,14 @@ use types::{ModelInfo, TokenId};
 pub use limits::{CudaLimits, DecodeProfile, ProductRate};
 pub use settings::CudaSettings;
 
-use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, StepLimits};
+use super::{Asleep, Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, Sleepless, StepLimits};
 use crate::error::{BackendError, OpenError, RowError};
 use crate::step::{Launched, Row, SlotId, StepBatch, StepOutput};
+use asleep::CudaAsleep;
 use draws::{Drawer, Draws};
 use flight::{Arrival, Flight, HostSampler, Phase};
 use lockstep::Helpers;
+use opening::Described;
 use plan::{Bounds, Dims, Fed, Plan};
 use rank::{Done, LAUNCH_WITHIN, Order, Rank, Step};
 use watch::{Watch, WatchedStep};
@@ -70,7 +73,11 @@ pub struct CudaBackend {
     lost: Option<LostFlag>,
     rank: Rank,
     memory: KvMemory,
+    /// Clones of the memory that are its own and its ranks'.
+    n_holders: usize,
     loaded: Loaded,
+    /// What it was opened with.
+    described: Arc<Described>,
 }
 
 /// Weights that were put onto a card, and how long that took.
@@ -190,7 +197,7 @@ impl CudaBackend {
     fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<Done>, CudaError> {
         self.helpers.begin(&Order::Step(Arc::clone(step)))?;
         let written = self.rank.launch(step, |words| plan.write(words))?;
-        let mut all = vec![Done { written, end: None }];
+        let mut all = vec![Done { written, ..Done::default() }];
         all.extend(self.helpers.finish(LAUNCH_WITHIN)?);
         Ok(all)
     }
@@ -299,6 +306,14 @@ impl Backend for CudaBackend {
 
     fn runs_by_itself(&self) -> bool {
         true
+    }
+
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+        CudaAsleep::from(self)
+    }
+
+    fn used_bytes(&self) -> Option<u64> {
+        self.used_on_cards()
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kernels::cpu::{Arithmetic, Processor};
-use kernels::cuda::{Card, CudaError, Peers, Products};
+use kernels::cuda::{Arena, Card, CudaError, Peers, Products};
 use kv_cache::KvMemory;
 use tokio::time::Instant;
 use tracing::info;
@@ -26,7 +26,7 @@ use super::recorded::Recorded;
 use super::share::Share;
 use super::upload::Upload;
 use super::watch::Watch;
-use super::weights::{Loader, Origin, Sizes};
+use super::weights::{CudaWeights, Loader, Origin, Sizes};
 use super::workspace::{Room, Workspace, WorkspaceShape};
 use super::{Arrivals, CudaBackend, CudaSettings, Loaded, tuning};
 use crate::backend::{StepLimits, cpu};
@@ -43,12 +43,14 @@ const LOADER_THREADS: usize = 8;
 const SAMPLER_THREADS: usize = 4;
 
 /// How long the other ranks may take to load their weights, once this one has its own.
-const LOAD_WITHIN: Duration = Duration::from_secs(1800);
+pub(super) const LOAD_WITHIN: Duration = Duration::from_secs(1800);
 
 /// A model's description, and what follows from it before a card is touched.
 #[derive(Debug)]
-struct Described {
+pub(super) struct Described {
     folder: ModelFolder,
+    /// Of all ranks together.
+    kv_bytes: usize,
     architecture: &'static Architecture,
     heads: Heads,
     layout: KvLayout,
@@ -100,8 +102,10 @@ impl CudaBackend {
             helpers,
             lost,
             rank,
+            n_holders: memory.n_holders(),
             memory,
             loaded,
+            described,
         })
     }
 }
@@ -177,7 +181,17 @@ impl Described {
         let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
         let n_blocks = n_blocks(&layout, kv_bytes)?;
         let tokens_max = config.context_tokens.min(n_blocks as usize * BLOCK_TOKENS);
-        Ok(Self { architecture, heads, layout, n_blocks, tokens_max, settings: settings.clone(), folder })
+        let settings = settings.clone();
+        Ok(Self { architecture, heads, layout, n_blocks, tokens_max, settings, folder, kv_bytes })
+    }
+
+    /// What the folder says now.
+    pub(super) fn again(&self) -> Result<Self, OpenError> {
+        Self::of(self.folder.path(), self.kv_bytes, &self.settings)
+    }
+
+    pub(super) fn settings(&self) -> &CudaSettings {
+        &self.settings
     }
 
     /// Takes the memory of all cards but that of weights, whose bytes on each card are answered too.
@@ -273,6 +287,29 @@ impl Described {
     }
 
     fn decoder(&self, card: &Card, sizes: Sizes) -> Result<Decoder, OpenError> {
+        let (config, heads) = (&self.folder.config, self.heads);
+        let turns = heads.turns(&config.rope.frequencies(config.head_dim), config.context_tokens);
+        let mut arena = card.arena();
+        Ok(Decoder {
+            weights: self.weights_on(card, sizes, &mut arena)?,
+            arena,
+            sizes,
+            heads,
+            epsilon: config.norm_epsilon,
+            turns: card.upload(&turns)?,
+            places: places(&self.layout),
+            n_blocks: self.n_blocks as usize,
+            chunk_tokens: self.settings.chunk_tokens(),
+        })
+    }
+
+    /// A rank's weights, put where the arena has them: the same place each time.
+    pub(super) fn weights_on(
+        &self,
+        card: &Card,
+        sizes: Sizes,
+        arena: &mut Arena,
+    ) -> Result<CudaWeights, OpenError> {
         let config = &self.folder.config;
         let host = host(LOADER_THREADS)?;
         let (checkpoint, dummy);
@@ -291,19 +328,7 @@ impl Described {
         let heads = self.heads;
         let upload = Upload::new(card, &host, sizes.bytes())?;
         let parts = (self.architecture.parts)(config);
-        let mut arena = card.arena();
-        let loader = Loader { origin, config, parts, heads, sizes, arena: &mut arena, upload };
-        let turns = heads.turns(&config.rope.frequencies(config.head_dim), config.context_tokens);
-        Ok(Decoder {
-            weights: loader.load()?,
-            sizes,
-            heads,
-            epsilon: config.norm_epsilon,
-            turns: card.upload(&turns)?,
-            places: places(&self.layout),
-            n_blocks: self.n_blocks as usize,
-            chunk_tokens: self.settings.chunk_tokens(),
-        })
+        Loader { origin, config, parts, heads, sizes, arena, upload }.load()
     }
 
     /// What the weights are told apart by.
@@ -314,7 +339,7 @@ impl Described {
         }
     }
 
-    fn model_info(&self, arithmetic: &str) -> Result<ModelInfo, OpenError> {
+    pub(super) fn model_info(&self, arithmetic: &str) -> Result<ModelInfo, OpenError> {
         let config = &self.folder.config;
         Ok(ModelInfo {
             name: self.folder.name(),

@@ -19,10 +19,12 @@ use super::draws::Draws;
 use super::flight::Source;
 use super::ladder::{Ladder, Rung};
 use super::lockstep::Performer;
+use super::opening::Described;
 use super::plan::Dims;
 use super::recorded::Recorded;
 use super::workspace::Workspace;
 use super::{limits, tuning};
+use crate::error::OpenError;
 
 /// How long a rank may take to prepare something: the longest is to record all steps.
 pub(super) const PREPARE_WITHIN: Duration = Duration::from_secs(120);
@@ -86,6 +88,10 @@ pub(super) enum Order {
         rows: usize,
         length: usize,
     },
+    /// The node sleeps.
+    GiveBack,
+    /// It wakes, and weights are loaded as they were at first.
+    Refill(Arc<Described>),
 }
 
 /// What a step has left in a card's stream.
@@ -95,6 +101,8 @@ pub(super) struct Done {
     pub(super) written: Vec<Event>,
     /// Reached when all of it is done.
     pub(super) end: Option<Event>,
+    /// Why memory did not go or come, which is no mistake of the card's.
+    pub(super) refused: Option<OpenError>,
 }
 
 // === impl Rank ===
@@ -167,9 +175,13 @@ impl Performer for Rank {
     fn perform(&mut self, order: Order) -> Result<Done, CudaError> {
         let Self { recorded, tools, .. } = self;
         match order {
+            Order::GiveBack => return Ok(Done { refused: self.give_back().err(), ..Done::default() }),
+            Order::Refill(described) => {
+                return Ok(Done { refused: self.refill(&described).err(), ..Done::default() });
+            }
             Order::Step(step) => {
                 let written = self.launch(&step, |words| words.copy_from_slice(&step.words))?;
-                return Ok(Done { written, end: Some(self.tools.card.event()?) });
+                return Ok(Done { written, end: Some(self.tools.card.event()?), refused: None });
             }
             Order::Choose(choices) => tools.products.adopt(choices),
             Order::Lay(words) => tools.lay(&words)?,
@@ -254,7 +266,7 @@ impl Tools {
     }
 }
 
-fn kv_of<'a>(memory: &'a KvMemory, decoder: &Decoder) -> OnCard<'a> {
+pub(super) fn kv_of<'a>(memory: &'a KvMemory, decoder: &Decoder) -> OnCard<'a> {
     let rank = memory.rank(decoder.sizes.share.nth as u16);
     rank.on_card().expect("the backend's memory was taken on its cards")
 }

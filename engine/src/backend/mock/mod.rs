@@ -21,6 +21,7 @@ use types::{Fingerprint, KvLayout, ModelInfo, TokenId};
 
 pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify, wire_costs};
 
+use crate::backend::asleep::{self, Asleep, Closed, Sleepless};
 use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, OpenError};
 use crate::step::{Launched, SlotId, StepBatch, StepOutput};
@@ -185,6 +186,23 @@ impl Backend for Mock {
     /// A modelled step is over when its time has come. One that sleeps does so in `collect`.
     fn runs_by_itself(&self) -> bool {
         self.pace == Pace::Modelled
+    }
+
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+        if let Err(why) = asleep::check_idle(self.queue.len())
+            .and_then(|()| asleep::check_not_held(self.memory.n_holders(), 1))
+        {
+            return Err(Sleepless { backend: self, why });
+        }
+        let (name, settings, pace) = (self.model.name.clone(), self.settings.clone(), self.pace);
+        let (ranks, n_blocks) = (NonZero::new(self.memory.n_ranks()), self.memory.n_blocks());
+        let ranks = ranks.unwrap_or(NonZero::<u16>::MIN);
+        let open = move || Self::over_ranks(&name, settings.clone(), ranks, n_blocks, pace);
+        Ok(Box::new(Closed::close(*self, open)))
+    }
+
+    fn used_bytes(&self) -> Option<u64> {
+        asleep::resident_bytes()
     }
 }
 

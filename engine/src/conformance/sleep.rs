@@ -1,0 +1,94 @@
+//! What sleep and wake are held to.
+
+use kv_cache::KvMemory;
+use types::GroupIdx;
+
+use super::lane::{Blocks, Lane, Part, collect, launch, step_together};
+use super::{N_STEPS, Open, prompt};
+use crate::backend::Backend;
+use crate::error::BackendError;
+
+/// Runs every check.
+pub fn suite(open: Open<'_>) {
+    tokens_are_the_same_after_sleep(open);
+    kv_is_gone_after_sleep(open);
+    a_step_in_flight_keeps_it_awake(open);
+    memory_that_others_hold_keeps_it_awake(open);
+}
+
+fn generate(backend: &mut dyn Backend) -> Lane {
+    let mut lane = Lane::new(&prompt(37, 12), &mut Blocks::default(), backend.model(), N_STEPS);
+    for _ in 0..N_STEPS {
+        step_together(backend, std::slice::from_mut(&mut lane));
+    }
+    lane
+}
+
+fn slept(backend: Box<dyn Backend>) -> Box<dyn Backend> {
+    let asleep = backend.sleep().expect("nothing is under way");
+    asleep.wake().expect("there is as much memory as before")
+}
+
+/// "Awake again it is the same model."
+fn tokens_are_the_same_after_sleep(open: Open<'_>) {
+    let mut backend = open();
+    let (model, n_blocks) = (backend.model().clone(), backend.memory().n_blocks());
+    let before = generate(backend.as_mut());
+    for _ in 0..2 {
+        backend = slept(backend);
+        assert_eq!((backend.model(), backend.memory().n_blocks()), (&model, n_blocks));
+        assert_eq!(generate(backend.as_mut()).generated(), before.generated(), "after sleep");
+    }
+}
+
+/// "What was computed before is gone": the pages are zero.
+fn kv_is_gone_after_sleep(open: Open<'_>) {
+    let mut backend = open();
+    let lane = generate(backend.as_mut());
+    assert!(n_pages(backend.memory(), &lane, |byte| byte != 0) > 0, "KV was written");
+    let backend = slept(backend);
+    assert_eq!(n_pages(backend.memory(), &lane, |byte| byte != 0), 0, "pages that are not empty");
+}
+
+/// "Every launched step has been collected."
+fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
+    let mut backend = open();
+    let lane = Lane::new(&prompt(8, 13), &mut Blocks::default(), backend.model(), N_STEPS);
+    let launched = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
+    let refused = backend.sleep().expect_err("a step is in flight");
+    assert!(matches!(refused.why, BackendError::Order(_)), "{refused}");
+    let mut backend = refused.backend;
+    collect(backend.as_mut(), launched);
+    drop(slept(backend));
+}
+
+/// "Nobody else holds a clone of the memory."
+fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
+    let backend = open();
+    let held = backend.memory().clone();
+    let refused = backend.sleep().expect_err("the memory is held");
+    assert!(matches!(refused.why, BackendError::Held(_)), "{refused}");
+    let mut backend = refused.backend;
+    let before = generate(backend.as_mut());
+    drop(held);
+    let mut backend = slept(backend);
+    assert_eq!(generate(backend.as_mut()).generated(), before.generated());
+}
+
+/// Pages of a lane's blocks in which such a byte lies.
+fn n_pages(memory: &KvMemory, lane: &Lane, is_such: impl Fn(u8) -> bool) -> usize {
+    let layers = |group: GroupIdx| 0..memory.layout().group(group).layers.len() as u16;
+    let mut n_pages = 0;
+    for (group, blocks) in memory.layout().group_indices().zip(lane.tables()) {
+        for (rank, layer_pos) in
+            (0..memory.n_ranks()).flat_map(|rank| layers(group).map(move |pos| (rank, pos)))
+        {
+            for block in blocks {
+                let page =
+                    memory.rank(rank).read(group, layer_pos, block.0..block.0 + 1).expect("nobody writes");
+                n_pages += usize::from(page.iter().any(|byte| is_such(*byte)));
+            }
+        }
+    }
+    n_pages
+}
