@@ -41,6 +41,10 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Ask a process whether it is ready: 0 if it is. For health checks in images that have no shell.
     Health(HealthArgs),
+    /// Have a node give back the memory of weights and KV, and keep what takes time to make. It leaves the cluster first.
+    Sleep(SwitchArgs),
+    /// Have a node that sleeps load its weights again, and come back into the cluster.
+    Wake(SwitchArgs),
     /// Measure an OpenAI-compatible endpoint, this one or another, or the engine by itself: TTFT, TBT, goodput.
     Bench(Box<BenchArgs>),
 }
@@ -189,6 +193,16 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct SwitchArgs {
+    /// The node: its admin port, `http://host:port`, or its name, if it is awake and the router knows it.
+    #[arg(value_name = "NODE")]
+    pub(crate) node: String,
+    /// The router that knows where a node of this name is.
+    #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
+    pub(crate) router: String,
 }
 
 #[derive(Args, Clone, Debug)]

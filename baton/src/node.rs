@@ -7,7 +7,7 @@ use chassis::error::StartError;
 use chassis::metrics::Metrics;
 use chassis::{Gate, Listener, Shutdown, World, telemetry};
 use decode_node::DecodeService;
-use node::{DecodeSection, Drive, Life, NodeConfig, NodeError, NodeParts, RawNodeConfig, live};
+use node::{DecodeSection, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
 use prefill_node::PrefillService;
 use registry::RegistryParts;
 use tonic::service::Routes;
@@ -51,18 +51,31 @@ async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<Exit
     let id = config.id.clone().unwrap_or_else(|| node::life::default_id(role, bound));
     let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(Failed::start)?;
     let metrics = Metrics::new(role.as_str());
-    let parts = NodeParts::build(&id, config, backend, world.clone(), metrics, Drive::Thread)
-        .await
-        .map_err(Failed::start)?;
     let announcing = Gate::new("registry");
-    let registry = registry::open(&config.registry_url, RegistryParts { world, gate: announcing.clone() })
-        .map_err(Failed::usage)?;
-    let services = services(role, &parts, &config.decode).map_err(Failed::start)?;
-    let life = Life { config, id, role, registry: &*registry, shutdown, grpc, admin };
-    let drained = live(parts, services, life).await;
+    let registry_parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
+    let registry = registry::open(&config.registry_url, registry_parts).map_err(Failed::usage)?;
+    let services = |parts: &NodeParts| services(role, parts, &config.decode);
+    let lives = Lives {
+        config,
+        id,
+        role,
+        registry: &*registry,
+        services: &services,
+        world,
+        metrics,
+        drive: Drive::Thread,
+        shutdown,
+        grpc,
+        admin,
+    };
+    let ended = node::lives::run(lives, backend).await;
     let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
     info!("stopped");
-    drained.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
+    ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
+        NodeError::Drain(_) | NodeError::WorkerLate(_) => Failed::drain(error),
+        NodeError::Sleep(_) | NodeError::BackendLost | NodeError::WorkerDead(_) => Failed::work(error),
+        error => Failed::start(error),
+    })
 }
 
 pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>, Failed> {

@@ -180,15 +180,19 @@ async fn watch(nodes: &mut [Node]) {
 
 /// Who is where.
 fn table(cluster: &router::Cluster) -> String {
-    let mut table = format!("{:<12} {:<8} {:>8}  {:<22} {}", "NODE", "ROLE", "PID", "ADDRESS", "CONNECTORS");
+    let mut table = format!(
+        "{:<12} {:<8} {:>8}  {:<22} {:<22} {}",
+        "NODE", "ROLE", "PID", "ADDRESS", "ADMIN", "CONNECTORS"
+    );
     for (info, _) in cluster.everyone() {
         let wires: Vec<&str> = info.wires.iter().map(|wire| wire.scheme.as_str()).collect();
         table.push_str(&format!(
-            "\n{:<12} {:<8} {:>8}  {:<22} {}",
+            "\n{:<12} {:<8} {:>8}  {:<22} {:<22} {}",
             info.id,
             info.role,
             info.pid,
             info.address,
+            info.admin,
             wires.join(", ")
         ));
     }

@@ -1,8 +1,10 @@
 //! Why a node did not come up, or did not go down well.
 
 use std::io;
+use std::sync::Arc;
+use std::time::Duration;
 
-use engine::OpenError;
+use engine::{BackendError, OpenError};
 use kv_transfer::TransferError;
 use registry::RegistryError;
 use scheduler::SchedulerError;
@@ -27,4 +29,12 @@ pub enum NodeError {
     Serve(#[source] chassis::StillHeld),
     #[error("drain")]
     Drain(#[source] chassis::StillHeld),
+    #[error("the worker has not ended, {} ms after everything was cut off", .0.as_millis())]
+    WorkerLate(Duration),
+    #[error("the worker is dead: {0}")]
+    WorkerDead(Arc<str>),
+    #[error("sleep")]
+    Sleep(#[source] BackendError),
+    #[error("the backend is lost: its thread has panicked")]
+    BackendLost,
 }

@@ -1,7 +1,8 @@
 //! One node's life, shared by all kinds of them: what it is made of, announcing, its status stream, its drain.
 //!
 //! Suggested reading order: [`config`], the memory that is asked for ([`kv_memory`]), what a node is made of ([`parts`], [`connectors`], [`counted`]), what it tells of
-//! itself ([`status`]), how it notices that nothing moves ([`watchdog`]), and its life from bind to drain ([`life`], [`ports`]).
+//! itself ([`status`]), how it notices that nothing moves ([`watchdog`]), one life from announcing to drain ([`life`], [`ports`]), and
+//! one after another with sleep between them ([`lives`], [`switch`]).
 #![forbid(unsafe_code)]
 
 pub mod config;
@@ -13,6 +14,8 @@ pub mod counted;
 pub mod status;
 pub mod life;
 pub mod ports;
+pub mod lives;
+pub mod switch;
 pub mod watchdog;
 pub mod metrics;
 pub mod error;
@@ -23,6 +26,7 @@ pub use counted::{Counted, Counter};
 pub use error::NodeError;
 pub use kv_memory::KvMemorySize;
 pub use life::{Life, live};
-pub use parts::{Drive, NodeParts};
+pub use lives::{Lives, Services};
+pub use parts::{Crank, Drive, NodeParts};
 pub use ports::Ports;
 pub use watchdog::Stuck;

@@ -1,4 +1,4 @@
-//! A node's life: bind, announce, serve, wait, drain.
+//! A node's life: announce, serve, wait, drain.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -14,9 +14,8 @@ use types::{NodeId, NodeInfo, Role};
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
-use crate::metrics::NodeMetrics;
 use crate::parts::NodeParts;
-use crate::ports::{Ports, advertised};
+use crate::ports::Ports;
 use crate::status::StatusService;
 use crate::watchdog::Watchdog;
 
@@ -29,25 +28,28 @@ pub struct Life<'a> {
     pub registry: &'a dyn Registry,
     /// Asked to stop, a node drains.
     pub shutdown: Shutdown,
+    pub readiness: Readiness,
     pub grpc: Box<dyn Listener>,
-    pub admin: Box<dyn Listener>,
+    /// Where others find it, and its admin port.
+    pub address: String,
+    pub admin: String,
 }
 
 /// Lives until `shutdown`. `services` are the role's own, with health and reflection; status is added here.
 pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<(), NodeError> {
-    let readiness = Readiness::unready("starting");
+    let readiness = life.readiness.clone();
     let draining = Shutdown::new();
 
-    let info = node_info(&parts, &life)?;
+    let info = node_info(&parts, &life);
     let watchdog = Watchdog::new(parts.clone(), readiness.clone(), draining.clone(), life.config.stuck_after);
     let status = StatusService::new(parts.clone(), draining.clone(), watchdog.stuck()).server();
-    let mut ports = Ports::admin(life.admin, readiness.clone(), parts.metrics.clone());
+    let mut ports = Ports::default();
     ports.grpc(life.grpc, services.add_service(status));
-    let gauges = NodeMetrics::new(&parts.metrics).follow(parts.pool.clone(), parts.arriving.clone());
+    let gauges = parts.metrics.clone().follow(parts.pool.clone(), parts.arriving.clone());
     let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
-    let _watch = spawn_guarded(ports.gate(), "watchdog", watchdog.run());
 
     let announcement = life.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;
+    let _watch = spawn_guarded(ports.gate(), "watchdog", watchdog.run());
     info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
         connectors = ?parts.connectors, "node is up");
     life.shutdown.wait().await;
@@ -63,21 +65,20 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
 }
 
 /// What the node says of itself.
-fn node_info(parts: &NodeParts, life: &Life<'_>) -> Result<NodeInfo, NodeError> {
-    let advertise = life.config.advertise.as_deref();
-    Ok(NodeInfo {
+fn node_info(parts: &NodeParts, life: &Life<'_>) -> NodeInfo {
+    NodeInfo {
         id: life.id.clone(),
         epoch: parts.epoch,
         role: life.role,
         pid: std::process::id(),
         host: parts.host.to_string(),
-        address: advertised(advertise, &*life.grpc)?,
-        admin: advertised(advertise, &*life.admin)?,
+        address: life.address.clone(),
+        admin: life.admin.clone(),
         wires: parts.connectors.addresses(),
         without: parts.connectors.missing(),
         model: (*parts.model).clone(),
         protocol: PROTOCOL,
-    })
+    }
 }
 
 /// Tells whether two nodes share a machine and what it takes to share memory: the kernel's boot id, and which

@@ -4,18 +4,46 @@ use std::time::Duration;
 
 use chassis::metrics::Metrics;
 use kv_cache::BlockPool;
+use kv_transfer::TransferMetrics;
 use prometheus::{IntGauge, IntGaugeVec};
+use scheduler::SchedulerMetrics;
+use types::BlockCounts;
 
 use crate::counted::Counter;
 
 /// How old the gauges may be.
 const PACE: Duration = Duration::from_millis(250);
 
+/// What a process counts that computes, over all its lives.
+#[derive(Clone, Debug)]
+pub struct ProcessMetrics {
+    pub(crate) node: NodeMetrics,
+    pub(crate) scheduler: SchedulerMetrics,
+    pub(crate) transfer: TransferMetrics,
+    asleep: IntGauge,
+}
+
 /// Gauges that follow the pool and the reservations.
 #[derive(Clone, Debug)]
 pub struct NodeMetrics {
     blocks: IntGaugeVec,
     arriving: IntGauge,
+}
+
+impl ProcessMetrics {
+    pub fn new(metrics: &Metrics) -> Self {
+        Self {
+            node: NodeMetrics::new(metrics),
+            scheduler: SchedulerMetrics::new(metrics),
+            transfer: TransferMetrics::new(metrics),
+            asleep: metrics.gauge("asleep", "1 while the node sleeps: it has neither weights nor KV."),
+        }
+    }
+
+    pub(crate) fn is_asleep(&self, is_asleep: bool) {
+        self.asleep.set(i64::from(is_asleep));
+        self.node.nothing();
+    }
 }
 
 impl NodeMetrics {
@@ -34,8 +62,18 @@ impl NodeMetrics {
         }
     }
 
+    /// There is no pool.
+    fn nothing(&self) {
+        self.set(BlockCounts::default());
+        self.arriving.set(0);
+    }
+
     fn look(&self, pool: &BlockPool, arriving: &Counter) {
-        let counts = pool.counts();
+        self.set(pool.counts());
+        self.arriving.set(i64::from(arriving.count()));
+    }
+
+    fn set(&self, counts: BlockCounts) {
         for (state, count) in [
             ("free", counts.free),
             ("leased", counts.leased),
@@ -44,6 +82,5 @@ impl NodeMetrics {
         ] {
             self.blocks.with_label_values(&[state]).set(i64::from(count));
         }
-        self.arriving.set(i64::from(arriving.count()));
     }
 }

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use chassis::metrics::Metrics;
 use chassis::{Gate, World, spawn_guarded};
 use engine::Backend;
 use kv_cache::BlockPool;
-use kv_transfer::{ConnectorParts, Faults, TransferMetrics};
-use scheduler::{Driver, SchedulerMetrics, WorkerHandle, WorkerParts};
+use kv_transfer::{ConnectorParts, Faults};
+use scheduler::{Driver, WorkerHandle, WorkerParts, WorkerThread};
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
 use types::{Epoch, ModelInfo, NodeId};
 
 use crate::config::NodeConfig;
@@ -15,6 +16,7 @@ use crate::connectors::Connectors;
 use crate::counted::Counter;
 use crate::error::NodeError;
 use crate::life::host_id;
+use crate::metrics::{NodeMetrics, ProcessMetrics};
 
 /// The parts that a node's services share. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -32,7 +34,7 @@ pub struct NodeParts {
     pub gate: Gate,
     /// What the connectors run. It ends with them.
     pub wires: Gate,
-    pub metrics: Metrics,
+    pub metrics: NodeMetrics,
 }
 
 /// Who turns the worker's crank.
@@ -42,6 +44,13 @@ pub enum Drive {
     Thread,
     /// A task among the others, on their clock: for a backend that only models what its steps cost.
     Task,
+}
+
+/// A worker's crank that is being turned, until its last handle is gone or it is drained. Dropped, it goes on turning.
+#[derive(Debug)]
+pub enum Crank {
+    Thread(WorkerThread),
+    Task(oneshot::Receiver<Box<dyn Backend>>),
 }
 
 /// The model under the name that it was given here.
@@ -57,9 +66,9 @@ impl NodeParts {
         config: &NodeConfig,
         backend: Box<dyn Backend>,
         world: World,
-        metrics: Metrics,
+        metrics: &ProcessMetrics,
         drive: Drive,
-    ) -> Result<Self, NodeError> {
+    ) -> Result<(Self, Crank), NodeError> {
         let model = Arc::new(named(backend.model(), config));
         let memory = backend.memory().clone();
         let pool = BlockPool::new(memory.layout(), memory.n_blocks());
@@ -69,10 +78,10 @@ impl NodeParts {
             pool: pool.clone(),
             world: world.clone(),
             settings: config.scheduler,
-            metrics: SchedulerMetrics::new(&metrics),
+            metrics: metrics.scheduler.clone(),
         })
         .map_err(NodeError::Worker)?;
-        start(driver, drive)?;
+        let crank = Crank::turn(driver, drive)?;
         let epoch = world.epoch();
         let host: Arc<str> = host_id().into();
         let parts = ConnectorParts {
@@ -83,7 +92,7 @@ impl NodeParts {
             world: world.clone(),
             gate: wires.clone(),
             settings: config.transfer.clone(),
-            metrics: TransferMetrics::new(&metrics),
+            metrics: metrics.transfer.clone(),
             faults: Faults::none(),
         };
         let mut connectors = Connectors::build(&config.connectors, &host, &parts).await?;
@@ -92,7 +101,7 @@ impl NodeParts {
         {
             connectors = connectors.paced(costs, &model.layout);
         }
-        Ok(Self {
+        let parts = Self {
             world,
             epoch,
             host,
@@ -103,18 +112,33 @@ impl NodeParts {
             arriving: Counter::default(),
             gate,
             wires,
-            metrics,
-        })
+            metrics: metrics.node.clone(),
+        };
+        Ok((parts, crank))
     }
 }
 
-/// The worker ends with its last handle; nobody needs to join it.
-fn start(driver: Driver, drive: Drive) -> Result<(), NodeError> {
-    match drive {
-        Drive::Thread => driver.on_thread().map(drop).map_err(NodeError::Worker),
-        Drive::Task => {
-            spawn_guarded(&Gate::new("worker"), "worker", driver.drive_simulated()).detach();
-            Ok(())
+impl Crank {
+    fn turn(driver: Driver, drive: Drive) -> Result<Self, NodeError> {
+        match drive {
+            Drive::Thread => driver.on_thread().map(Self::Thread).map_err(NodeError::Worker),
+            Drive::Task => {
+                let (backend, in_the_end) = oneshot::channel();
+                let turn = async move {
+                    // Where nobody waits for it, it ends here.
+                    let _ = backend.send(driver.drive_simulated().await);
+                };
+                spawn_guarded(&Gate::new("worker"), "worker", turn).detach();
+                Ok(Self::Task(in_the_end))
+            }
+        }
+    }
+
+    /// What the worker computed with, once it has [stopped](WorkerHandle::stopped). `None`: it died.
+    pub(crate) async fn backend(self) -> Option<Box<dyn Backend>> {
+        match self {
+            Self::Thread(thread) => spawn_blocking(|| thread.join()).await.ok().flatten(),
+            Self::Task(in_the_end) => in_the_end.await.ok(),
         }
     }
 }

@@ -1,12 +1,17 @@
 //! The two ports of a node's process: served, and closed.
 
+use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use chassis::admin::Readiness;
-use chassis::metrics::Metrics;
+use async_trait::async_trait;
+use axum::Router;
+use axum::body::Body;
 use chassis::server::ServerLimits;
-use chassis::{Gate, Listener, Shutdown, StillHeld, Task, spawn_guarded};
+use chassis::{Gate, Listener, Shutdown, StillHeld, Stream, Task, spawn_guarded};
+use tokio::sync::Mutex;
+use tonic::Status;
 use tonic::service::Routes;
 use tracing::warn;
 
@@ -14,6 +19,8 @@ use crate::error::NodeError;
 
 /// How long the ports may take to close once nothing is under way.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
+/// Streams that are open then are cut after so long: what they were for is over, or late.
+const CUT_AFTER: Duration = Duration::from_millis(500);
 
 type Serving = Task<Result<(), StillHeld>>;
 
@@ -25,20 +32,34 @@ pub struct Ports {
     serving: Vec<Serving>,
 }
 
+impl Default for Ports {
+    fn default() -> Self {
+        Self { gate: Gate::new("ports"), close: Shutdown::new(), serving: Vec::new() }
+    }
+}
+
 impl Ports {
     /// Serves the admin pages.
-    pub fn admin(listener: Box<dyn Listener>, readiness: Readiness, metrics: Metrics) -> Self {
-        let (gate, close) = (Gate::new("ports"), Shutdown::new());
-        let pages = chassis::admin::router(readiness, metrics);
-        let pages = chassis::admin::serve(listener, pages, close.clone());
-        let serving = vec![spawn_guarded(&gate, "admin", pages)];
-        Self { gate, close, serving }
+    pub fn admin(listener: Box<dyn Listener>, pages: Router) -> Self {
+        let mut ports = Self::default();
+        let pages = chassis::admin::serve(listener, pages, ports.close.clone());
+        ports.serving.push(spawn_guarded(&ports.gate, "admin", pages));
+        ports
     }
 
     /// Serves the gRPC services too.
     pub fn grpc(&mut self, listener: Box<dyn Listener>, services: Routes) {
-        let serve = chassis::rpc::serve(listener, services, self.close.clone(), ServerLimits::default());
+        let limits = ServerLimits { drain: CUT_AFTER, ..ServerLimits::default() };
+        let serve = chassis::rpc::serve(listener, services, self.close.clone(), limits);
         self.serving.push(spawn_guarded(&self.gate, "grpc", serve));
+    }
+
+    /// Answers every call on the gRPC port with UNAVAILABLE, and says why.
+    pub fn refusing(listener: Box<dyn Listener>, why: &'static str) -> Self {
+        let refuse = move || async move { Status::unavailable(why).into_http::<Body>() };
+        let mut ports = Self::default();
+        ports.grpc(listener, Routes::from(Router::new().fallback(refuse)));
+        ports
     }
 
     /// Where what belongs to the ports runs.
@@ -53,6 +74,32 @@ impl Ports {
                 warn!("a port was closed with connections open");
             }
         }
+    }
+}
+
+/// A listener that outlives those who accept from it, one after the other. Clones are the same.
+#[derive(Clone, Debug)]
+pub struct KeptListener {
+    /// Held by whoever accepts.
+    listener: Arc<Mutex<Box<dyn Listener>>>,
+    addr: SocketAddr,
+}
+
+impl KeptListener {
+    pub fn new(listener: Box<dyn Listener>) -> io::Result<Self> {
+        let addr = listener.local_addr()?;
+        Ok(Self { listener: Arc::new(Mutex::new(listener)), addr })
+    }
+}
+
+#[async_trait]
+impl Listener for KeptListener {
+    async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
+        self.listener.lock().await.accept().await
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.addr)
     }
 }
 

@@ -43,7 +43,7 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let readiness = Readiness::unready("no node is known whose KV could be kept");
-    let mut ports = Ports::admin(admin, readiness.clone(), metrics.clone());
+    let mut ports = Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics.clone()));
     let model = tokio::select! {
         biased;
         () = shutdown.wait() => {

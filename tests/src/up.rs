@@ -33,6 +33,7 @@ pub struct Node {
     pub role: String,
     pub pid: u32,
     pub address: String,
+    pub admin: String,
     pub state: String,
 }
 
@@ -174,6 +175,7 @@ fn node(node: &Value) -> Node {
         role: text("role"),
         pid: node["pid"].as_u64().expect("a pid") as u32,
         address: text("address"),
+        admin: text("admin"),
         state: text("state"),
     }
 }

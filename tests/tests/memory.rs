@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use baton_tests::{Ask, Up};
+use baton_tests::{Ask, Client, Up, eventually};
 use serde_json::json;
 
 /// All numbers of Qwen3-0.6B, two bytes each; its output layer is its embedding.
@@ -36,4 +36,16 @@ async fn a_node_holds_one_copy_of_its_weights() {
     let (peak, most) = (peak_bytes(node.pid), WEIGHT_BYTES + KV_BYTES + REST_BYTES);
     assert!(peak > WEIGHT_BYTES, "{peak} bytes are less than the weights: this measures something else");
     assert!(peak <= most, "{peak} bytes, {most} at most");
+
+    // Asleep it has next to nothing, and awake it is what it was.
+    let admin = Client::new(node.admin.parse().expect("an address"));
+    let answer = up.client().ask(&ask).await.expect("an answer");
+    let asleep = admin.post("/sleep", "").await;
+    assert_eq!(asleep.0.as_u16(), 200, "{}", asleep.2);
+    let resident = baton_tests::process::resident_kib(node.pid).expect("it is there") as usize * 1024;
+    assert!(resident < REST_BYTES, "{resident} bytes are left");
+    let awake = admin.post("/wake", "").await;
+    assert_eq!(awake.0.as_u16(), 200, "{}", awake.2);
+    let again = eventually("it to serve again", async || up.client().ask(&ask).await.ok()).await;
+    assert_eq!(again.tokens, answer.tokens);
 }

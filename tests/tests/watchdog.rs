@@ -11,7 +11,7 @@ use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
 use decode_node::DecodeService;
 use engine::backend::flaky::{Failures, Flaky};
 use engine::{Mock, MockSettings, Pace};
-use node::{Drive, Life, NodeConfig, NodeParts, RawNodeConfig, live};
+use node::{Drive, Lives, NodeConfig, NodeParts, RawNodeConfig};
 use registry::RegistryParts;
 use router::{RawRouterConfig, Router, RouterConfig};
 use rustix::process::Signal;
@@ -51,26 +51,29 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
         Mock::new("mock", MockSettings::default(), 64, Pace::Sleeping).expect("memory for a few blocks");
     let failures = Failures { hang: [(2, HANGS_FOR)].into(), ..Failures::default() };
     let (id, backend) = (NodeId::new("hanging"), Box::new(Flaky::new(mock, failures)));
-    let metrics = Metrics::new("both");
-    let parts = NodeParts::build(&id, &config, backend, world.clone(), metrics, Drive::Thread).await;
-    let parts = parts.expect("its parts");
     let shutdown = Shutdown::new();
     let asked = shutdown.clone();
     let living = spawn_guarded(&Gate::new("test"), "node", async move {
         let gate = Gate::new("registry");
-        let registry =
-            registry::open(&config.registry_url, RegistryParts { world, gate }).expect("an address");
-        let services = Routes::new(DecodeService::new(parts.clone(), config.decode.clone()).server());
-        let life = Life {
+        let registry_parts = RegistryParts { world: world.clone(), gate };
+        let registry = registry::open(&config.registry_url, registry_parts).expect("an address");
+        let services = |parts: &NodeParts| {
+            Ok(Routes::new(DecodeService::new(parts.clone(), config.decode.clone()).server()))
+        };
+        let lives = Lives {
             config: &config,
             id,
             role: Role::Decode,
             registry: &*registry,
+            services: &services,
+            world,
+            metrics: Metrics::new("both"),
+            drive: Drive::Thread,
             shutdown: asked,
             grpc,
             admin,
         };
-        drop(live(parts, services, life).await);
+        drop(node::lives::run(lives, backend).await);
     });
     (client, living, shutdown)
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Jumps, Shutdown, Task, World, spawn_guarded};
@@ -9,6 +10,8 @@ use decode_node::DecodeService;
 use engine::backend::flaky::{Failures, Flaky};
 use engine::{Mock, MockSettings, Pace};
 use kv_cache::BlockPool;
+use node::metrics::ProcessMetrics;
+use node::ports::{Ports, advertised};
 use node::{Drive, Life, NodeConfig, NodeParts, RawNodeConfig, live};
 use prefill_node::PrefillService;
 use registry::embedded::bootstrap_server;
@@ -94,12 +97,13 @@ impl NodeHost {
         let config = config(&self.shape);
         let id = NodeId::new(&*name);
         let metrics = Metrics::new("node");
+        let counted = ProcessMetrics::new(&metrics);
         let backend = Box::new(Flaky::new(self.mock(), self.failures()));
-        let parts = NodeParts::build(&id, &config, backend, world.clone(), metrics, Drive::Task).await;
-        let parts = parts.expect("a port that is free, and memory");
+        let parts = NodeParts::build(&id, &config, backend, world.clone(), &counted, Drive::Task).await;
+        let (parts, _crank) = parts.expect("a port that is free, and memory");
         self.pools.push((format!("{name}, life {}", self.n_lives), parts.pool.clone()));
         let shutdown = Shutdown::new();
-        let life = live_here(self.shape.clone(), config, world, parts.clone(), shutdown.clone());
+        let life = live_here(self.shape.clone(), config, world, metrics, parts.clone(), shutdown.clone());
         let living = spawn_guarded(&Gate::new("simulated node"), "node", life);
         self.running = Some(NodeLife { parts, shutdown, living });
     }
@@ -133,7 +137,14 @@ impl NodeHost {
     }
 }
 
-async fn live_here(shape: NodeShape, config: NodeConfig, world: World, parts: NodeParts, shutdown: Shutdown) {
+async fn live_here(
+    shape: NodeShape,
+    config: NodeConfig,
+    world: World,
+    metrics: Metrics,
+    parts: NodeParts,
+    shutdown: Shutdown,
+) {
     let bind = async |addr: &str| world.net().listen(addr).await;
     let (Ok(grpc), Ok(admin)) = (bind(&config.listen).await, bind(&config.admin).await) else {
         // It was killed before it had its ports.
@@ -149,9 +160,15 @@ async fn live_here(shape: NodeShape, config: NodeConfig, world: World, parts: No
         services = services.add_service(DecodeService::new(parts.clone(), config.decode.clone()).server());
     }
     let id = NodeId::new(&*shape.name);
-    let life = Life { config: &config, id, role: shape.role, registry: &*registry, shutdown, grpc, admin };
+    let (config, role, readiness) = (&config, shape.role, Readiness::unready("starting"));
+    let at = |listener| advertised(config.advertise.as_deref(), listener).expect("it is bound");
+    let (address, admin_address) = (at(&*grpc), at(&*admin));
+    let ports = Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics));
+    let registry = &*registry;
+    let life = Life { config, id, role, registry, shutdown, readiness, grpc, address, admin: admin_address };
     // A drain that is late is cut short: the plan gives it less time than a request may take.
     let _ = live(parts, services, life).await;
+    ports.close().await;
 }
 
 fn config(shape: &NodeShape) -> NodeConfig {

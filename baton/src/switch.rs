@@ -1,0 +1,121 @@
+//! `baton sleep`, `baton wake`: asks a node on its admin port, and says what came of it.
+
+use std::process::ExitCode;
+
+use http_body_util::{BodyExt as _, Empty};
+use hyper::body::Bytes;
+use hyper::{Method, Request, StatusCode, Uri};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use serde_json::Value;
+
+use crate::cli::SwitchArgs;
+use crate::exit::Failed;
+
+/// `what` is the page's name. It takes as long as it takes: a drain, or loading a model.
+pub(crate) fn run(what: &'static str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
+    runtime.block_on(async {
+        let node = admin_of(args).await?;
+        let url: Uri = format!("{node}/{what}").parse().map_err(Failed::usage)?;
+        let answer =
+            ask(Method::POST, url).await.map_err(|error| Failed::work(format!("{node}: {error}")))?;
+        say(&told(what, &node, &answer).map_err(Failed::work)?);
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+#[allow(clippy::print_stdout, reason = "the answer to what was typed")]
+fn say(sentence: &str) {
+    println!("{sentence}");
+}
+
+/// The node's admin port.
+async fn admin_of(args: &SwitchArgs) -> Result<String, Failed> {
+    if args.node.contains("://") {
+        return Ok(args.node.trim_end_matches('/').to_owned());
+    }
+    let router = args.router.trim_end_matches('/');
+    let url: Uri = format!("{router}/debug/cluster").parse().map_err(Failed::usage)?;
+    let answer = ask(Method::GET, url).await.map_err(|error| Failed::work(format!("{router}: {error}")))?;
+    let nodes = answer.body["nodes"].as_array().cloned().unwrap_or_default();
+    let found = nodes.iter().find(|node| node["id"] == args.node.as_str());
+    found.and_then(|node| node["admin"].as_str()).map(|admin| format!("http://{admin}")).ok_or_else(|| {
+        let node = &args.node;
+        Failed::work(format!("{router} knows no node {node:?}; one that sleeps is asked at its admin port"))
+    })
+}
+
+struct Answer {
+    status: StatusCode,
+    body: Value,
+}
+
+async fn ask(method: Method, url: Uri) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
+    let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
+    let request = Request::builder().method(method).uri(url).body(Empty::new())?;
+    let response = client.request(request).await?;
+    let status = response.status();
+    let bytes = response.into_body().collect().await?.to_bytes();
+    let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    Ok(Answer { status, body })
+}
+
+/// What the node said, in a sentence.
+fn told(what: &str, node: &str, answer: &Answer) -> Result<String, String> {
+    let Answer { status, body } = answer;
+    if !status.is_success() {
+        let error = &body["error"];
+        return Err(match (error["code"].as_str(), error["message"].as_str()) {
+            (Some(code), Some(message)) => format!("{node}: {message} ({code})"),
+            _ => format!("{node}: {status}: is this the admin port of a node that computes?"),
+        });
+    }
+    let seconds = body["seconds"].as_f64().unwrap_or_default();
+    let used = match (body["used_bytes_before"].as_u64(), body["used_bytes_after"].as_u64()) {
+        (Some(before), Some(after)) => format!(": {} MiB in use, {} MiB before", after >> 20, before >> 20),
+        _ => String::new(),
+    };
+    Ok(match what {
+        "sleep" => format!("asleep after {seconds:.1} s{used}; baton wake {node}"),
+        _ => format!("awake after {seconds:.1} s{used}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_is_a_sentence() {
+        let node = "http://127.0.0.1:9";
+        for (what, status, body, sentence) in [
+            (
+                "sleep",
+                200,
+                json!({ "seconds": 1.25, "used_bytes_before": 9 << 20, "used_bytes_after": 1 << 20 }),
+                Ok("asleep after 1.2 s: 1 MiB in use, 9 MiB before; baton wake http://127.0.0.1:9"),
+            ),
+            ("wake", 200, json!({ "seconds": 3.0 }), Ok("awake after 3.0 s")),
+            (
+                "wake",
+                409,
+                json!({ "error": { "code": "awake_already", "message": "the node is awake already" } }),
+                Err("http://127.0.0.1:9: the node is awake already (awake_already)"),
+            ),
+            (
+                "wake",
+                404,
+                Value::Null,
+                Err("http://127.0.0.1:9: 404 Not Found: is this the admin port of a node that computes?"),
+            ),
+        ] {
+            let answer = Answer { status: StatusCode::from_u16(status).expect("a status"), body };
+            let told = told(what, node, &answer);
+            assert_eq!(told.as_deref().map_err(String::as_str), sentence);
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! A node's process: one life after another over one backend, and sleep between them.
+//!
+//! A life that ends takes its announcement, its epoch, its connectors and its KV with it, so that nobody believes that
+//! what was there is there. What is left is the backend, which sleeps, or begins the next life.
+
+use std::fmt;
+use std::pin::pin;
+use std::time::Duration;
+
+use chassis::admin::Readiness;
+use chassis::error::StartError;
+use chassis::metrics::Metrics;
+use chassis::{Listener, Shutdown, World};
+use engine::{Asleep, Backend, BackendError, Sleepless, Wakeless};
+use registry::Registry;
+use scheduler::WorkerState;
+use tokio::task::spawn_blocking;
+use tokio::time::Instant;
+use tonic::service::Routes;
+use tracing::{info, warn};
+use types::{NodeId, Role};
+
+use crate::config::NodeConfig;
+use crate::error::NodeError;
+use crate::life::{Life, live};
+use crate::metrics::ProcessMetrics;
+use crate::parts::{Crank, Drive, NodeParts};
+use crate::ports::{KeptListener, Ports, advertised};
+use crate::switch::{Asked, Change, Unchanged, Wish, Wishes, switch};
+
+/// How long what is left of a life may take to end, once its ports are closed.
+const END_WITHIN: Duration = Duration::from_secs(10);
+
+/// How often it is looked whether they have let go of memory.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// What a role answers to.
+pub type Services<'a> = &'a (dyn Fn(&NodeParts) -> Result<Routes, StartError> + Sync);
+
+/// What a node needs for all its lives, besides its backend.
+pub struct Lives<'a> {
+    pub config: &'a NodeConfig,
+    pub id: NodeId,
+    pub role: Role,
+    pub registry: &'a dyn Registry,
+    pub services: Services<'a>,
+    pub world: World,
+    pub metrics: Metrics,
+    pub drive: Drive,
+    /// Asked to stop, a node drains; one that sleeps has nothing to drain.
+    pub shutdown: Shutdown,
+    pub grpc: Box<dyn Listener>,
+    pub admin: Box<dyn Listener>,
+}
+
+/// Lives until it is asked to stop, asleep or awake.
+pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), NodeError> {
+    let Lives { config, id, role, registry, services, world, metrics, drive, shutdown, grpc, admin } = lives;
+    let readiness = Readiness::unready("starting");
+    let (switch, wishes) = switch();
+    let host = config.advertise.as_deref();
+    let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
+    let pages = chassis::admin::router(readiness.clone(), metrics.clone()).merge(switch.pages());
+    let ports = Ports::admin(admin, pages);
+    let mut node = Node {
+        config,
+        id,
+        role,
+        registry,
+        services,
+        world,
+        metrics: ProcessMetrics::new(&metrics),
+        drive,
+        shutdown,
+        readiness,
+        wishes,
+        grpc: KeptListener::new(grpc)
+            .map_err(|source| NodeError::Listen { addr: address.clone(), source })?,
+        address,
+        admin: admin_address,
+    };
+    let ended = node.go_on(backend).await;
+    ports.close().await;
+    ended
+}
+
+/// A node over all its lives.
+struct Node<'a> {
+    config: &'a NodeConfig,
+    id: NodeId,
+    role: Role,
+    registry: &'a dyn Registry,
+    services: Services<'a>,
+    world: World,
+    metrics: ProcessMetrics,
+    drive: Drive,
+    shutdown: Shutdown,
+    readiness: Readiness,
+    wishes: Wishes,
+    grpc: KeptListener,
+    address: String,
+    admin: String,
+}
+
+/// Somebody who waits, and what they will be told if all goes well.
+struct Waiting {
+    asked: Asked,
+    since: Instant,
+    /// Before anything was given back, or taken.
+    used_bytes: Option<u64>,
+}
+
+/// How a life ended.
+enum End {
+    /// The process was asked to stop.
+    Stopped,
+    /// It was asked to sleep, and has given its backend back.
+    Sleepy(Box<dyn Backend>, Waiting),
+}
+
+impl Node<'_> {
+    async fn go_on(&mut self, mut backend: Box<dyn Backend>) -> Result<(), NodeError> {
+        let mut waiting = None;
+        loop {
+            let (idle, asked) = match self.live(backend, waiting.take()).await? {
+                End::Stopped => return Ok(()),
+                End::Sleepy(backend, asked) => (backend, asked),
+            };
+            backend = match fall_asleep(idle, asked).await? {
+                Err(awake) => awake,
+                Ok(asleep) => match self.sleep(asleep).await? {
+                    None => return Ok(()),
+                    Some((woken, asked)) => {
+                        waiting = Some(asked);
+                        woken
+                    }
+                },
+            };
+        }
+    }
+
+    /// One life. `waiting` hears when it can be used.
+    async fn live(
+        &mut self,
+        backend: Box<dyn Backend>,
+        mut waiting: Option<Waiting>,
+    ) -> Result<End, NodeError> {
+        let (used_bytes, world) = (backend.used_bytes(), self.world.clone());
+        let (parts, crank) =
+            NodeParts::build(&self.id, self.config, backend, world, &self.metrics, self.drive).await?;
+        let services = (self.services)(&parts).map_err(NodeError::Services)?;
+        let ending = self.shutdown.child();
+        let life = Life {
+            config: self.config,
+            id: self.id.clone(),
+            role: self.role,
+            registry: self.registry,
+            shutdown: ending.clone(),
+            readiness: self.readiness.clone(),
+            grpc: Box::new(self.grpc.clone()),
+            address: self.address.clone(),
+            admin: self.admin.clone(),
+        };
+        let mut tell_who_woke_it = || waiting.take().into_iter().for_each(|it| tell_awake(it, used_bytes));
+        let mut living = pin!(live(parts.clone(), services, life));
+        let mut is_ready = false;
+        let asked = loop {
+            tokio::select! {
+                biased;
+                ended = &mut living => return ended.map(|()| End::Stopped),
+                () = self.readiness.wait(), if !is_ready => {
+                    is_ready = true;
+                    tell_who_woke_it();
+                }
+                asked = self.wishes.next() => match asked.wish {
+                    Wish::Wake => asked.answer(Err(Unchanged::AwakeAlready)),
+                    Wish::Sleep => break Waiting { asked, since: Instant::now(), used_bytes: None },
+                },
+            }
+        };
+        tell_who_woke_it();
+        info!("asked to sleep");
+        ending.trigger();
+        match living.await {
+            ended if self.shutdown.requested() => return ended.map(|()| End::Stopped),
+            Ok(()) => {}
+            Err(NodeError::Drain(late)) => warn!(%late, "what still ran was cut off"),
+            Err(error) => return Err(error),
+        }
+        Ok(End::Sleepy(backend_of(parts, crank).await?, asked))
+    }
+
+    /// Sleeps until it is woken, or asked to stop: then there is no backend any more.
+    async fn sleep(
+        &mut self,
+        mut asleep: Box<dyn Asleep>,
+    ) -> Result<Option<(Box<dyn Backend>, Waiting)>, NodeError> {
+        self.readiness.set_unready("asleep");
+        self.metrics.is_asleep(true);
+        let refusing = Ports::refusing(Box::new(self.grpc.clone()), "the node sleeps");
+        let woken = loop {
+            let asked = tokio::select! {
+                biased;
+                () = self.shutdown.wait() => break None,
+                asked = self.wishes.next() => asked,
+            };
+            if asked.wish == Wish::Sleep {
+                asked.answer(Err(Unchanged::AsleepAlready));
+                continue;
+            }
+            let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
+            match aside(move || asleep.wake()).await? {
+                Ok(backend) => break Some((backend, waiting)),
+                Err(Wakeless { asleep: same, why }) => {
+                    warn!(error = chain(&why), "not woken, sleeping on");
+                    waiting.asked.answer(Err(Unchanged::CannotWake(chain(&why))));
+                    asleep = same;
+                }
+            }
+        };
+        refusing.close().await;
+        self.metrics.is_asleep(false);
+        self.readiness.set_unready("starting");
+        Ok(woken)
+    }
+}
+
+/// Has a backend sleep, and tells whoever asked. One that cannot is the answer, awake.
+async fn fall_asleep(
+    backend: Box<dyn Backend>,
+    waiting: Waiting,
+) -> Result<Result<Box<dyn Asleep>, Box<dyn Backend>>, NodeError> {
+    let waiting = Waiting { used_bytes: backend.used_bytes(), ..waiting };
+    match slept(backend).await? {
+        Ok(asleep) => {
+            let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
+            info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "asleep");
+            Ok(Ok(asleep))
+        }
+        Err(Sleepless { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
+        Err(Sleepless { backend, why }) => {
+            warn!(error = chain(&why), "cannot sleep, going on awake");
+            waiting.asked.answer(Err(Unchanged::CannotSleep(chain(&why))));
+            Ok(Err(backend))
+        }
+    }
+}
+
+/// What still has a hold on memory is given a moment: threads of connectors end after their tasks.
+async fn slept(mut backend: Box<dyn Backend>) -> Result<Result<Box<dyn Asleep>, Sleepless>, NodeError> {
+    let give_up = Instant::now() + END_WITHIN;
+    loop {
+        match aside(move || backend.sleep()).await? {
+            Err(Sleepless { backend: same, why: BackendError::Held(_) }) if Instant::now() < give_up => {
+                backend = same;
+                tokio::time::sleep(LOOK_EVERY).await;
+            }
+            done => return Ok(done),
+        }
+    }
+}
+
+/// The backend of a life that is over, once nothing of that life is left.
+async fn backend_of(parts: NodeParts, crank: Crank) -> Result<Box<dyn Backend>, NodeError> {
+    let (gate, wires, worker) = (parts.gate.clone(), parts.wires.clone(), parts.worker.clone());
+    drop(parts);
+    gate.close(END_WITHIN).await.map_err(NodeError::Drain)?;
+    wires.close(END_WITHIN).await.map_err(NodeError::Drain)?;
+    match tokio::time::timeout(END_WITHIN, worker.stopped()).await {
+        Ok(WorkerState::Dead(reason)) => Err(NodeError::WorkerDead(reason)),
+        Ok(_) => crank.backend().await.ok_or(NodeError::BackendLost),
+        Err(_) => Err(NodeError::WorkerLate(END_WITHIN)),
+    }
+}
+
+/// Something that takes its time, on a thread of its own.
+async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, NodeError> {
+    spawn_blocking(work).await.map_err(|_| NodeError::BackendLost)
+}
+
+fn tell_awake(waiting: Waiting, used_bytes: Option<u64>) {
+    let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(used_bytes);
+    info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "awake");
+}
+
+impl Waiting {
+    /// All went well.
+    fn tell(self, used_bytes: Option<u64>) -> Change {
+        let change = Change {
+            took: self.since.elapsed(),
+            used_bytes_before: self.used_bytes,
+            used_bytes_after: used_bytes,
+        };
+        self.asked.answer(Ok(change));
+        change
+    }
+}
+
+/// The error and its sources.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+impl fmt::Debug for Lives<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lives").field("id", &self.id).field("role", &self.role).finish_non_exhaustive()
+    }
+}

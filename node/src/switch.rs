@@ -1,0 +1,205 @@
+//! Where a node is asked to sleep and to wake: `POST /sleep` and `POST /wake` on the admin port.
+//!
+//! Whoever asks waits for the answer; one who goes away changes nothing. What is asked while something is under way is
+//! looked at after it. The only file of this crate that knows JSON and status codes.
+
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use axum::{Json, Router};
+use serde_json::json;
+use tokio::sync::{mpsc, oneshot};
+
+/// Wishes that may wait for the one that is under way.
+const WAITING_MAX: usize = 8;
+
+/// What a node can be asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    Sleep,
+    Wake,
+}
+
+/// A wish, and the way to whoever has it.
+#[derive(Debug)]
+pub struct Asked {
+    pub wish: Wish,
+    answer: oneshot::Sender<Result<Change, Unchanged>>,
+}
+
+/// What came of a wish: how long it took, and what is in use of the memory that the node computes in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Change {
+    pub took: Duration,
+    pub used_bytes_before: Option<u64>,
+    pub used_bytes_after: Option<u64>,
+}
+
+/// Why everything is as it was.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unchanged {
+    #[error("the node is asleep already")]
+    AsleepAlready,
+    #[error("the node is awake already")]
+    AwakeAlready,
+    #[error("{WAITING_MAX} others have asked the node for something, and wait")]
+    Busy,
+    #[error("the node is stopping")]
+    Stopping,
+    #[error("the node stays awake: {0}")]
+    CannotSleep(String),
+    #[error("the node sleeps on: {0}")]
+    CannotWake(String),
+}
+
+/// Where wishes come in. Clones share one queue.
+#[derive(Clone, Debug)]
+pub struct Switch(mpsc::Sender<Asked>);
+
+/// Where the node finds them, oldest first.
+#[derive(Debug)]
+pub struct Wishes(mpsc::Receiver<Asked>);
+
+/// Makes a switch, and what it is connected to.
+pub fn switch() -> (Switch, Wishes) {
+    let (wishes, asked) = mpsc::channel(WAITING_MAX);
+    (Switch(wishes), Wishes(asked))
+}
+
+impl Switch {
+    /// Waits until the node has answered. Dropped, the wish stays.
+    pub async fn ask(&self, wish: Wish) -> Result<Change, Unchanged> {
+        let (answer, answered) = oneshot::channel();
+        match self.0.try_send(Asked { wish, answer }) {
+            Err(mpsc::error::TrySendError::Full(_)) => Err(Unchanged::Busy),
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(Unchanged::Stopping),
+            Ok(()) => answered.await.unwrap_or(Err(Unchanged::Stopping)),
+        }
+    }
+
+    /// The pages for the admin port.
+    pub fn pages(self) -> Router {
+        let ask = |wish| move |State(switch): State<Self>| async move { page(switch.ask(wish).await) };
+        Router::new()
+            .route("/sleep", post(ask(Wish::Sleep)))
+            .route("/wake", post(ask(Wish::Wake)))
+            .with_state(self)
+    }
+}
+
+impl Wishes {
+    /// The next one. Never ends if nobody asks. Cancel-safe.
+    pub async fn next(&mut self) -> Asked {
+        match self.0.recv().await {
+            Some(asked) => asked,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+impl Asked {
+    /// Somebody who does not wait any more hears nothing.
+    pub fn answer(self, answer: Result<Change, Unchanged>) {
+        let _ = self.answer.send(answer);
+    }
+}
+
+impl Unchanged {
+    /// A word for programs.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::AsleepAlready => "asleep_already",
+            Self::AwakeAlready => "awake_already",
+            Self::Busy => "busy",
+            Self::Stopping => "stopping",
+            Self::CannotSleep(_) => "cannot_sleep",
+            Self::CannotWake(_) => "cannot_wake",
+        }
+    }
+
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::AsleepAlready | Self::AwakeAlready => StatusCode::CONFLICT,
+            Self::Busy | Self::Stopping | Self::CannotSleep(_) | Self::CannotWake(_) => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+        }
+    }
+}
+
+fn page(answer: Result<Change, Unchanged>) -> Response {
+    match answer {
+        Ok(Change { took, used_bytes_before, used_bytes_after }) => Json(json!({
+            "seconds": took.as_secs_f64(),
+            "used_bytes_before": used_bytes_before,
+            "used_bytes_after": used_bytes_after,
+        }))
+        .into_response(),
+        Err(unchanged) => {
+            let error = json!({ "error": { "code": unchanged.code(), "message": unchanged.to_string() } });
+            (unchanged.status(), Json(error)).into_response()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHANGE: Change =
+        Change { took: Duration::from_secs(2), used_bytes_before: Some(5), used_bytes_after: None };
+
+    #[tokio::test]
+    async fn a_wish_is_answered() {
+        let (switch, mut wishes) = switch();
+        let node = async {
+            let asked = wishes.next().await;
+            assert_eq!(asked.wish, Wish::Sleep);
+            asked.answer(Ok(CHANGE));
+            wishes.next().await.answer(Err(Unchanged::AsleepAlready));
+        };
+        let client = async {
+            assert_eq!(switch.ask(Wish::Sleep).await, Ok(CHANGE));
+            assert_eq!(switch.ask(Wish::Sleep).await, Err(Unchanged::AsleepAlready));
+        };
+        tokio::join!(node, client);
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_a_node_that_is_gone_or_asked_too_much() {
+        let (switch, mut wishes) = switch();
+        let waiting: Vec<_> = (0..WAITING_MAX).map(|_| Box::pin(switch.ask(Wish::Wake))).collect();
+        let mut waiting = futures::future::join_all(waiting);
+        assert!(futures::poll!(&mut waiting).is_pending());
+        assert_eq!(switch.ask(Wish::Wake).await, Err(Unchanged::Busy));
+        drop(wishes.next().await);
+        drop(wishes);
+        assert!(waiting.await.iter().all(|answer| *answer == Err(Unchanged::Stopping)));
+        assert_eq!(switch.ask(Wish::Wake).await, Err(Unchanged::Stopping));
+    }
+
+    #[tokio::test]
+    async fn pages_say_what_they_mean() {
+        for (answer, status, body) in [
+            (Ok(CHANGE), 200, r#"{"seconds":2.0,"used_bytes_before":5,"used_bytes_after":null}"#),
+            (
+                Err(Unchanged::AsleepAlready),
+                409,
+                r#"{"error":{"code":"asleep_already","message":"the node is asleep already"}}"#,
+            ),
+            (
+                Err(Unchanged::CannotWake("no room".to_owned())),
+                503,
+                r#"{"error":{"code":"cannot_wake","message":"the node sleeps on: no room"}}"#,
+            ),
+        ] {
+            let page = page(answer);
+            assert_eq!(page.status(), status);
+            let bytes = axum::body::to_bytes(page.into_body(), 1 << 10).await.expect("a short page");
+            assert_eq!(String::from_utf8_lossy(&bytes), body);
+        }
+    }
+}

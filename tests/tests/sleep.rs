@@ -1,0 +1,231 @@
+//! Nodes that sleep and wake: under load, in the wrong state, alone in their kind, killed in their sleep.
+
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use baton_tests::check::prompts;
+use baton_tests::fleet::{Fleet, FleetNode, PACED};
+use baton_tests::logs::A_NODE_DIES;
+use baton_tests::{Answer, Ask, Client, Up, eventually, executable, in_time};
+use futures::future::join_all;
+use serde_json::{Value, json};
+use tokio::time::Instant;
+
+/// Streams at one time.
+const CLIENTS: usize = 6;
+
+/// Asks a node for something: the status, and what it says.
+async fn tell(node: &FleetNode, what: &str) -> (u16, Value) {
+    let (status, _, body) = in_time(what, Client::new(node.admin).post(&format!("/{what}"), "")).await;
+    (status.as_u16(), serde_json::from_str(&body).unwrap_or(Value::Null))
+}
+
+async fn told(node: &FleetNode, what: &str) -> Value {
+    let (status, body) = tell(node, what).await;
+    assert_eq!(status, 200, "{what} {}: {body}", node.name);
+    body
+}
+
+/// How the router sees a node: the life that it is in, and its state.
+async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<(String, String)> {
+    let cluster = fleet.client().get_json("/debug/cluster").await;
+    let nodes = cluster["nodes"].as_array().expect("a list of nodes");
+    let known = nodes.iter().find(|known| known["id"] == node.name.as_str())?;
+    let text = |field: &str| known[field].as_str().expect("a word").to_owned();
+    Some((text("epoch"), text("state")))
+}
+
+async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
+    let up = Up::start(&["--colocated"]).await;
+    let client = up.client();
+    let all = join_all(asks.iter().map(|ask| client.ask(ask)));
+    in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
+}
+
+/// Has each node sleep and wake, one after the other, and some of them with too little time for what runs there.
+async fn nap(fleet: &Fleet, n_answered: &AtomicUsize) {
+    for node in &fleet.nodes {
+        let (epoch, _) = seen(fleet, node).await.expect("it is awake");
+        told(node, "sleep").await;
+        assert_eq!(node.readiness().await, (503, r#"{"ready":false,"reason":"asleep"}"#.to_owned()));
+        eventually("the router to miss it", async || seen(fleet, node).await.is_none().then_some(())).await;
+        let before = n_answered.load(Ordering::Relaxed);
+        eventually("requests to be served without it", async || {
+            (n_answered.load(Ordering::Relaxed) > before + CLIENTS).then_some(())
+        })
+        .await;
+        told(node, "wake").await;
+        assert_eq!(node.readiness().await.0, 200, "it answers when it is ready");
+        let (next, state) = eventually("the router to see it", async || {
+            seen(fleet, node).await.filter(|(_, state)| state == "ready")
+        })
+        .await;
+        assert_ne!(next, epoch, "another life, {state}");
+        let served = format!("baton_{}_steps_total", node.role);
+        let page = || async { Client::new(node.admin).counter(&served).await };
+        let before = page().await;
+        eventually("it to serve again", async || (page().await > before).then_some(())).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_sleep_under_load_and_no_request_is_lost() {
+    let ask = |prompt| Ask::new(prompt, 60).with("ignore_eos", true.into());
+    let asks: Vec<Ask> = prompts(47, 20, 300).into_iter().map(ask).collect();
+    let expected = undisturbed(&asks).await;
+    // What runs on a decode node when it is asked to sleep goes on elsewhere.
+    let hasty =
+        |role| if role == "decode" { vec![("BATON_NODE__DRAIN_MS", "100".to_owned())] } else { vec![] };
+    let fleet = Fleet::start_each(PACED, 2, 2, Vec::new(), hasty).await;
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(&["what still ran was cut off"]);
+    let client = fleet.client();
+    let (over, next) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let one = async || {
+        while !over.load(Ordering::Relaxed) {
+            let idx = next.fetch_add(1, Ordering::Relaxed) % asks.len();
+            let answer = client.ask(&asks[idx]).await.expect("another node is always there");
+            assert_eq!(answer.tokens, expected[idx].tokens, "request {idx}");
+        }
+    };
+    let napping = async {
+        nap(&fleet, &next).await;
+        over.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(join_all((0..CLIENTS).map(|_| one())), napping);
+    fleet.baseline().await;
+    assert!(fleet.nodes.iter().any(|node| node.process.log().contains("was cut off")), "and one was late");
+}
+
+fn baton(arguments: &[&str]) -> Output {
+    Command::new(executable::baton()).args(arguments).output().expect("baton runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
+    let mut fleet = Fleet::start(PACED, 1, 1).await;
+    fleet.expect_log(A_NODE_DIES);
+    let node = &fleet.nodes[1];
+    let code = |body: &Value| body["error"]["code"].as_str().unwrap_or_default().to_owned();
+
+    let (status, body) = tell(node, "wake").await;
+    assert_eq!((status, code(&body)), (409, "awake_already".to_owned()));
+    let router = format!("http://{}", fleet.http);
+    let asleep = baton(&["sleep", &node.name, "--router", &router]);
+    let admin = format!("http://{}", node.admin);
+    let said = text(&asleep.stdout);
+    assert!(
+        said.starts_with("asleep after ") && said.ends_with(&format!("; baton wake {admin}\n")),
+        "{said}"
+    );
+    let (status, body) = tell(node, "sleep").await;
+    assert_eq!((status, code(&body)), (409, "asleep_already".to_owned()));
+    assert_eq!(Client::new(node.admin).counter("baton_decode_asleep").await, 1);
+    assert_eq!(Client::new(node.admin).counter("baton_decode_kv_blocks{state=\"free\"}").await, 0);
+    eventually("the router to miss it", async || seen(&fleet, node).await.is_none().then_some(())).await;
+    let unknown = baton(&["wake", &node.name, "--router", &router]);
+    assert_eq!(unknown.status.code(), Some(1));
+    assert!(text(&unknown.stderr).contains("one that sleeps is asked at its admin port"));
+    assert_eq!(Client::new(node.admin).get("/sleep").await.0.as_u16(), 405, "it is asked by a post");
+
+    let awake = baton(&["wake", &admin]);
+    assert!(text(&awake.stdout).starts_with("awake after "), "{}", text(&awake.stderr));
+    assert_eq!(Client::new(node.admin).counter("baton_decode_asleep").await, 0);
+    let again = baton(&["wake", &admin]);
+    assert_eq!(text(&again.stderr), format!("error: {admin}: the node is awake already (awake_already)\n"));
+    fleet.all_ready().await;
+
+    // Asked to stop in its sleep it has nothing to wait for; killed in it, nothing is in its way.
+    told(node, "sleep").await;
+    let began = Instant::now();
+    fleet.nodes[1].process.restart().await;
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    fleet.all_ready().await;
+    told(&fleet.nodes[1], "sleep").await;
+    fleet.nodes[1].process.revive();
+    fleet.all_ready().await;
+    let ask = Ask::new(vec![1, 2, 3], 5).with("ignore_eos", true.into());
+    assert_eq!(fleet.client().ask(&ask).await.expect("it serves").tokens.len(), 5);
+}
+
+/// What a call that comes to the node itself is answered.
+async fn called(node: &FleetNode) -> tonic::Status {
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", node.grpc)).expect("a URL");
+    let channel = channel.connect().await.expect("it listens");
+    let mut status = proto::v1::node_status_client::NodeStatusClient::new(channel);
+    status.ledger(proto::v1::LedgerRequest { blocks: false }).await.expect_err("it sleeps")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_last_of_its_kind_may_sleep_too() {
+    let fleet = Fleet::start(PACED, 1, 1).await;
+    fleet.expect_log(A_NODE_DIES);
+    let client = fleet.client();
+    let ask = |prompt: u32| Ask::new(vec![prompt; 40], 5).with("ignore_eos", true.into());
+    let first = client.ask(&ask(1)).await.expect("both are awake");
+    let second = client.ask(&ask(1)).await.expect("and it is cached");
+    assert!(second.cached_tokens > 0 && second.tokens == first.tokens, "{second:?}");
+    for node in &fleet.nodes {
+        told(node, "sleep").await;
+        let began = Instant::now();
+        let answer = client.ask(&ask(2).header("x-baton-timeout-ms", 3_000)).await;
+        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+        match (node.role, answer) {
+            // A decode node computes prompts too.
+            ("prefill", answer) => assert_eq!(answer.expect("it is served").tokens.len(), 5),
+            (_, Err(refused)) => assert_eq!((refused.status, &*refused.code), (Some(503), "no_nodes")),
+            (_, Ok(answer)) => panic!("nobody was there: {answer:?}"),
+        }
+        let refused = called(node).await;
+        assert_eq!((refused.code(), refused.message()), (tonic::Code::Unavailable, "the node sleeps"));
+        told(node, "wake").await;
+        fleet.all_ready().await;
+        assert_eq!(client.ask(&ask(1)).await.expect("both are awake").tokens, first.tokens);
+    }
+    let forgotten = client.ask(&ask(2)).await.expect("both are awake");
+    assert_eq!(forgotten.cached_tokens, 0, "what the decode node computed alone is gone");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn files_that_have_changed_are_another_model() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("m");
+    std::fs::create_dir(&model).expect("a folder");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/models/llama");
+    for file in std::fs::read_dir(source).expect("the folder is there") {
+        let file = file.expect("a file");
+        std::fs::copy(file.path(), model.join(file.file_name())).expect("a copy");
+    }
+    let fleet = Fleet::start(model.to_str().expect("UTF-8"), 1, 1).await;
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(&["not woken, sleeping on"]);
+    let ask = Ask::new((65..85).collect(), 12).with("model", json!("m")).with("ignore_eos", json!(true));
+    let before = fleet.client().ask(&ask).await.expect("an answer");
+    let node = &fleet.nodes[0];
+    told(node, "sleep").await;
+    let weights = model.join("model.safetensors");
+    let original = std::fs::read(&weights).expect("the weights");
+    let mut other = original.clone();
+    *other.last_mut().expect("some bytes") ^= 1;
+    // Another file of the name: the one that the other node has mapped stays as it is.
+    let replace = |bytes: &[u8]| {
+        std::fs::write(model.join("new"), bytes).expect("written");
+        std::fs::rename(model.join("new"), &weights).expect("renamed");
+    };
+    replace(&other);
+    let (status, body) = tell(node, "wake").await;
+    let message = body["error"]["message"].as_str().unwrap_or_default();
+    assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_wake")));
+    assert!(message.contains("are two models") && message.contains("weights: "), "{message}");
+    assert_eq!(tell(node, "sleep").await.0, 409, "it sleeps on");
+    replace(&original);
+    told(node, "wake").await;
+    fleet.all_ready().await;
+    assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens, before.tokens);
+}
