@@ -210,6 +210,8 @@ impl Node<'_> {
             }
             let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
             match aside(move || asleep.wake()).await? {
+                // Asked to stop meanwhile, it does not begin another life.
+                Ok(_) if self.shutdown.requested() => break None,
                 Ok(backend) => break Some((backend, waiting)),
                 Err(Wakeless { asleep: same, why }) => {
                     warn!(error = chain(&why), "not woken, sleeping on");

@@ -61,7 +61,7 @@ impl DeviceMemory {
             return Ok(());
         }
         self.regions.take_away().map_err(MemoryError::Held)?;
-        if Arc::strong_count(&self.mapped) > 1 {
+        if self.is_registered() {
             self.regions.bring_back();
             return Err(MemoryError::Registered);
         }
@@ -85,6 +85,11 @@ impl DeviceMemory {
         // JUSTIFICATION: as in `taken`.
         // SAFETY: the whole range is mapped, and no page of it can be borrowed yet.
         unsafe { self.staging.clear(self.mapped.address(), self.mapped.bytes()) }
+    }
+
+    /// Whether a device reaches the memory by itself.
+    pub fn is_registered(&self) -> bool {
+        Arc::strong_count(&self.mapped) > 1
     }
 
     /// Bytes of the card that it has, or will have again.

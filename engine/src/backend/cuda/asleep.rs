@@ -57,7 +57,17 @@ impl Asleep for CudaAsleep {
 impl CudaBackend {
     fn check_unused(&self) -> Result<(), BackendError> {
         asleep::check_idle(self.flights.len())?;
-        asleep::check_not_held(self.memory.n_holders(), self.n_holders)
+        asleep::check_not_held(self.memory.n_holders(), self.n_holders)?;
+        match self.on_cards().any(DeviceMemory::is_registered) {
+            true => Err(BackendError::Held("a network card still reaches the memory of KV".to_owned())),
+            false => Ok(()),
+        }
+    }
+
+    /// KV of all ranks.
+    fn on_cards(&self) -> impl Iterator<Item = &DeviceMemory> {
+        let ranks = (0..self.memory.n_ranks()).map(|nth| self.memory.rank(nth).on_card());
+        ranks.flatten().map(|on_card| on_card.memory())
     }
 
     /// Has all ranks give back weights and KV.
@@ -89,8 +99,7 @@ impl CudaBackend {
 
     /// Of all its cards, by anyone.
     pub(super) fn used_on_cards(&self) -> Option<u64> {
-        let of_rank = |nth| self.memory.rank(nth).on_card()?.memory().used_bytes().ok();
-        (0..self.memory.n_ranks()).map(of_rank).sum()
+        self.on_cards().map(|memory| memory.used_bytes().ok()).sum()
     }
 }
 
