@@ -44,7 +44,7 @@ pub(crate) enum Command {
     /// Have a node give back the memory of weights and KV, and keep what takes time to make. It leaves the cluster first.
     Sleep(SwitchArgs),
     /// Have a node that sleeps load its weights again, and come back into the cluster.
-    Wake(SwitchArgs),
+    Wake(WakeArgs),
     /// Measure an OpenAI-compatible endpoint, this one or another, or the engine by itself: TTFT, TBT, goodput.
     Bench(Box<BenchArgs>),
 }
@@ -203,6 +203,15 @@ pub(crate) struct SwitchArgs {
     /// The router that knows where a node of this name is.
     #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     pub(crate) router: String,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct WakeArgs {
+    #[command(flatten)]
+    pub(crate) switch: SwitchArgs,
+    /// The role that it comes back in; without it, the one that it had.
+    #[arg(long, value_name = "ROLE", value_parser = ["prefill", "decode", "both"])]
+    pub(crate) role: Option<String>,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -43,8 +43,8 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
         Command::Chat(args) => chat::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Health(args) => health::run(&args),
-        Command::Sleep(args) => switch::run("sleep", &args),
-        Command::Wake(args) => switch::run("wake", &args),
+        Command::Sleep(args) => switch::sleep(&args),
+        Command::Wake(args) => switch::wake(&args),
         Command::Bench(args) => match args.command {
             BenchCommand::Server(command) => Ok(bench::run(bench::BenchArgs { command })),
             BenchCommand::Engine(args) => bench_engine::run(&args),

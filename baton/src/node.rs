@@ -54,7 +54,7 @@ async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<Exit
     let announcing = Gate::new("registry");
     let registry_parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
     let registry = registry::open(&config.registry_url, registry_parts).map_err(Failed::usage)?;
-    let services = |parts: &NodeParts| services(role, parts, &config.decode);
+    let services = |role, parts: &NodeParts| services(role, parts, &config.decode);
     let lives = Lives {
         config,
         id,

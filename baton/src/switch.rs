@@ -9,11 +9,22 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
 
-use crate::cli::SwitchArgs;
+use crate::cli::{SwitchArgs, WakeArgs};
 use crate::exit::Failed;
 
+pub(crate) fn sleep(args: &SwitchArgs) -> Result<ExitCode, Failed> {
+    run("sleep", args)
+}
+
+pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, Failed> {
+    match &args.role {
+        Some(role) => run(&format!("wake?role={role}"), &args.switch),
+        None => run("wake", &args.switch),
+    }
+}
+
 /// `what` is the page's name. It takes as long as it takes: a drain, or loading a model.
-pub(crate) fn run(what: &'static str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
+fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(async {

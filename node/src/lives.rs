@@ -35,12 +35,13 @@ const END_WITHIN: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// What a role answers to.
-pub type Services<'a> = &'a (dyn Fn(&NodeParts) -> Result<Routes, StartError> + Sync);
+pub type Services<'a> = &'a (dyn Fn(Role, &NodeParts) -> Result<Routes, StartError> + Sync);
 
 /// What a node needs for all its lives, besides its backend.
 pub struct Lives<'a> {
     pub config: &'a NodeConfig,
     pub id: NodeId,
+    /// Of the first life.
     pub role: Role,
     pub registry: &'a dyn Registry,
     pub services: Services<'a>,
@@ -88,6 +89,7 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
 struct Node<'a> {
     config: &'a NodeConfig,
     id: NodeId,
+    /// Of this life, or of the last one.
     role: Role,
     registry: &'a dyn Registry,
     services: Services<'a>,
@@ -126,7 +128,7 @@ impl Node<'_> {
                 End::Stopped => return Ok(()),
                 End::Sleepy(backend, asked) => (backend, asked),
             };
-            backend = match fall_asleep(idle, asked).await? {
+            backend = match self.fall_asleep(idle, asked).await? {
                 Err(awake) => awake,
                 Ok(asleep) => match self.sleep(asleep).await? {
                     None => return Ok(()),
@@ -148,7 +150,7 @@ impl Node<'_> {
         let (used_bytes, world) = (backend.used_bytes(), self.world.clone());
         let (parts, crank) =
             NodeParts::build(&self.id, self.config, backend, world, &self.metrics, self.drive).await?;
-        let services = (self.services)(&parts).map_err(NodeError::Services)?;
+        let services = (self.services)(self.role, &parts).map_err(NodeError::Services)?;
         let ending = self.shutdown.child();
         let life = Life {
             config: self.config,
@@ -173,7 +175,7 @@ impl Node<'_> {
                     tell_who_woke_it();
                 }
                 asked = self.wishes.next() => match asked.wish {
-                    Wish::Wake => asked.answer(Err(Unchanged::AwakeAlready)),
+                    Wish::Wake(_) => asked.answer(Err(Unchanged::AwakeAlready)),
                     Wish::Sleep => break Waiting { asked, since: Instant::now(), used_bytes: None },
                 },
             }
@@ -190,13 +192,35 @@ impl Node<'_> {
         Ok(End::Sleepy(backend_of(parts, crank).await?, asked))
     }
 
+    /// Has a backend sleep, and tells whoever asked. One that cannot is the answer, awake.
+    async fn fall_asleep(
+        &self,
+        backend: Box<dyn Backend>,
+        waiting: Waiting,
+    ) -> Result<Result<Box<dyn Asleep>, Box<dyn Backend>>, NodeError> {
+        let waiting = Waiting { used_bytes: backend.used_bytes(), ..waiting };
+        match slept(backend).await? {
+            Ok(asleep) => {
+                self.readiness.set_unready("asleep");
+                self.metrics.is_asleep(true);
+                let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
+                info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "asleep");
+                Ok(Ok(asleep))
+            }
+            Err(Sleepless { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
+            Err(Sleepless { backend, why }) => {
+                warn!(error = chain(&why), "cannot sleep, going on awake");
+                waiting.asked.answer(Err(Unchanged::CannotSleep(chain(&why))));
+                Ok(Err(backend))
+            }
+        }
+    }
+
     /// Sleeps until it is woken, or asked to stop: then there is no backend any more.
     async fn sleep(
         &mut self,
         mut asleep: Box<dyn Asleep>,
     ) -> Result<Option<(Box<dyn Backend>, Waiting)>, NodeError> {
-        self.readiness.set_unready("asleep");
-        self.metrics.is_asleep(true);
         let refusing = Ports::refusing(Box::new(self.grpc.clone()), "the node sleeps");
         let woken = loop {
             let asked = tokio::select! {
@@ -204,15 +228,18 @@ impl Node<'_> {
                 () = self.shutdown.wait() => break None,
                 asked = self.wishes.next() => asked,
             };
-            if asked.wish == Wish::Sleep {
+            let Wish::Wake(role) = asked.wish else {
                 asked.answer(Err(Unchanged::AsleepAlready));
                 continue;
-            }
+            };
             let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
             match aside(move || asleep.wake()).await? {
                 // Asked to stop meanwhile, it does not begin another life.
                 Ok(_) if self.shutdown.requested() => break None,
-                Ok(backend) => break Some((backend, waiting)),
+                Ok(backend) => {
+                    self.role = role.unwrap_or(self.role);
+                    break Some((backend, waiting));
+                }
                 Err(Wakeless { asleep: same, why }) => {
                     warn!(error = chain(&why), "not woken, sleeping on");
                     waiting.asked.answer(Err(Unchanged::CannotWake(chain(&why))));
@@ -224,27 +251,6 @@ impl Node<'_> {
         self.metrics.is_asleep(false);
         self.readiness.set_unready("starting");
         Ok(woken)
-    }
-}
-
-/// Has a backend sleep, and tells whoever asked. One that cannot is the answer, awake.
-async fn fall_asleep(
-    backend: Box<dyn Backend>,
-    waiting: Waiting,
-) -> Result<Result<Box<dyn Asleep>, Box<dyn Backend>>, NodeError> {
-    let waiting = Waiting { used_bytes: backend.used_bytes(), ..waiting };
-    match slept(backend).await? {
-        Ok(asleep) => {
-            let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
-            info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "asleep");
-            Ok(Ok(asleep))
-        }
-        Err(Sleepless { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
-        Err(Sleepless { backend, why }) => {
-            warn!(error = chain(&why), "cannot sleep, going on awake");
-            waiting.asked.answer(Err(Unchanged::CannotSleep(chain(&why))));
-            Ok(Err(backend))
-        }
     }
 }
 

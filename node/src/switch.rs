@@ -1,17 +1,19 @@
-//! Where a node is asked to sleep and to wake: `POST /sleep` and `POST /wake` on the admin port.
+//! Where a node is asked to sleep and to wake: `POST /sleep` and `POST /wake` on the admin port, `?role=` another one.
 //!
 //! Whoever asks waits for the answer; one who goes away changes nothing. What is asked while something is under way is
 //! looked at after it. The only file of this crate that knows JSON and status codes.
 
 use std::time::Duration;
 
-use axum::extract::State;
+use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
+use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
+use types::Role;
 
 /// Wishes that may wait for the one that is under way.
 const WAITING_MAX: usize = 8;
@@ -20,8 +22,12 @@ const WAITING_MAX: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wish {
     Sleep,
-    Wake,
+    /// In this role, or the one that it had.
+    Wake(Option<Role>),
 }
+
+/// The roles of nodes that compute.
+const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Both];
 
 /// A wish, and the way to whoever has it.
 #[derive(Debug)]
@@ -45,6 +51,8 @@ pub enum Unchanged {
     AsleepAlready,
     #[error("the node is awake already")]
     AwakeAlready,
+    #[error("{0:?} is no role to wake in: prefill, decode and both are")]
+    UnknownRole(String),
     #[error("{WAITING_MAX} others have asked the node for something, and wait")]
     Busy,
     #[error("the node is stopping")]
@@ -82,12 +90,34 @@ impl Switch {
 
     /// The pages for the admin port.
     pub fn pages(self) -> Router {
-        let ask = |wish| move |State(switch): State<Self>| async move { page(switch.ask(wish).await) };
-        Router::new()
-            .route("/sleep", post(ask(Wish::Sleep)))
-            .route("/wake", post(ask(Wish::Wake)))
-            .with_state(self)
+        Router::new().route("/sleep", post(sleep)).route("/wake", post(wake)).with_state(self)
     }
+}
+
+/// What stands behind `/wake`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WakeQuery {
+    role: Option<String>,
+}
+
+impl WakeQuery {
+    fn wish(self) -> Result<Wish, Unchanged> {
+        let Some(word) = self.role else { return Ok(Wish::Wake(None)) };
+        let role = ROLES.into_iter().find(|role| role.as_str() == word);
+        role.map(|role| Wish::Wake(Some(role))).ok_or(Unchanged::UnknownRole(word))
+    }
+}
+
+async fn sleep(State(switch): State<Switch>) -> Response {
+    page(switch.ask(Wish::Sleep).await)
+}
+
+async fn wake(State(switch): State<Switch>, Query(query): Query<WakeQuery>) -> Response {
+    page(match query.wish() {
+        Ok(wish) => switch.ask(wish).await,
+        Err(unknown) => Err(unknown),
+    })
 }
 
 impl Wishes {
@@ -113,6 +143,7 @@ impl Unchanged {
         match self {
             Self::AsleepAlready => "asleep_already",
             Self::AwakeAlready => "awake_already",
+            Self::UnknownRole(_) => "unknown_role",
             Self::Busy => "busy",
             Self::Stopping => "stopping",
             Self::CannotSleep(_) => "cannot_sleep",
@@ -123,6 +154,7 @@ impl Unchanged {
     fn status(&self) -> StatusCode {
         match self {
             Self::AsleepAlready | Self::AwakeAlready => StatusCode::CONFLICT,
+            Self::UnknownRole(_) => StatusCode::BAD_REQUEST,
             Self::Busy | Self::Stopping | Self::CannotSleep(_) | Self::CannotWake(_) => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -171,14 +203,24 @@ mod tests {
     #[tokio::test]
     async fn nobody_waits_for_a_node_that_is_gone_or_asked_too_much() {
         let (switch, mut wishes) = switch();
-        let waiting: Vec<_> = (0..WAITING_MAX).map(|_| Box::pin(switch.ask(Wish::Wake))).collect();
+        let wake = Wish::Wake(None);
+        let waiting: Vec<_> = (0..WAITING_MAX).map(|_| Box::pin(switch.ask(wake))).collect();
         let mut waiting = futures::future::join_all(waiting);
         assert!(futures::poll!(&mut waiting).is_pending());
-        assert_eq!(switch.ask(Wish::Wake).await, Err(Unchanged::Busy));
+        assert_eq!(switch.ask(wake).await, Err(Unchanged::Busy));
         drop(wishes.next().await);
         drop(wishes);
         assert!(waiting.await.iter().all(|answer| *answer == Err(Unchanged::Stopping)));
-        assert_eq!(switch.ask(Wish::Wake).await, Err(Unchanged::Stopping));
+        assert_eq!(switch.ask(wake).await, Err(Unchanged::Stopping));
+    }
+
+    #[test]
+    fn roles_are_those_that_compute() {
+        let wish = |role: Option<&str>| WakeQuery { role: role.map(str::to_owned) }.wish();
+        assert_eq!(wish(None), Ok(Wish::Wake(None)));
+        assert_eq!(wish(Some("both")), Ok(Wish::Wake(Some(Role::Both))));
+        let refused = wish(Some("pool")).expect_err("it computes nothing");
+        assert_eq!(refused.to_string(), "\"pool\" is no role to wake in: prefill, decode and both are");
     }
 
     #[tokio::test]

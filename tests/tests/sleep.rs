@@ -193,6 +193,35 @@ async fn the_last_of_its_kind_may_sleep_too() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_may_wake_in_another_role() {
+    let mut fleet = Fleet::start(PACED, 1, 2).await;
+    fleet.expect_log(A_NODE_DIES);
+    let admin = format!("http://{}", fleet.nodes[2].admin);
+    told(&fleet.nodes[2], "sleep").await;
+    let (status, body) = tell(&fleet.nodes[2], "wake?role=pool").await;
+    assert_eq!((status, body["error"]["code"].as_str()), (400, Some("unknown_role")));
+    let awake = baton(&["wake", &admin, "--role", "prefill"]);
+    assert!(awake.status.success(), "{}", text(&awake.stderr));
+    fleet.all_ready().await;
+    let nodes = fleet.client().get_json("/debug/cluster").await["nodes"].clone();
+    let node = nodes.as_array().expect("a list").iter().find(|node| node["id"] == "decode-1").cloned();
+    assert_eq!(node.expect("it is there")["role"], "prefill");
+    // The only one of its new kind: prompts are computed there, and decoded by the one that still decodes.
+    fleet.nodes[0].process.kill();
+    let prefilled =
+        async || Client::new(fleet.nodes[2].admin).counter("baton_decode_prefill_tokens_total").await;
+    let (before, mut nth) = (prefilled().await, 0);
+    eventually("a prompt to be computed there", async || {
+        nth += 1;
+        // The mock knows KV that is not its own.
+        let ask = Ask::new((nth..nth + 200).collect(), 20).with("ignore_eos", true.into());
+        assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens.len(), 20);
+        (prefilled().await >= before + 200).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn files_that_have_changed_are_another_model() {
     let folder = tempfile::tempdir().expect("a folder");
     let model = folder.path().join("m");

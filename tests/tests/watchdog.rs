@@ -57,7 +57,7 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
         let gate = Gate::new("registry");
         let registry_parts = RegistryParts { world: world.clone(), gate };
         let registry = registry::open(&config.registry_url, registry_parts).expect("an address");
-        let services = |parts: &NodeParts| {
+        let services = |_, parts: &NodeParts| {
             Ok(Routes::new(DecodeService::new(parts.clone(), config.decode.clone()).server()))
         };
         let lives = Lives {
