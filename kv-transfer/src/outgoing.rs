@@ -21,8 +21,9 @@ use crate::flights::Flights;
 use crate::landing::{Opener, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
-use crate::pages::{Pages, cut, cut_tall, wanted_part};
+use crate::pages::{Pages, cut, cut_tall, taper, wanted_part};
 use crate::reshard::Lane;
+use crate::settings::TransferSettings;
 
 /// Spans that wait for their fence or for the wire, per transfer.
 const SPANS_QUEUED_MAX: usize = 16;
@@ -199,10 +200,10 @@ impl Sender {
     ) -> Box<dyn KvSender> {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
         let pages = Pages::of(&out.landing, Lanes::only());
-        let tall_frames = parts.settings.tall_frames;
-        let frame_bytes = parts.settings.frame_bytes;
+        let TransferSettings { frame_bytes, tall_frames, tapered_frames, .. } = parts.settings;
         let (of_pump, sent) = (Arc::clone(&out), Vec::new());
-        let pump = Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, sent };
+        let pump =
+            Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, tapered_frames, sent };
         let pump = pump.start(&parts.gate, queue, refetches);
         Box::new(Self { out, wire, jobs, pages, metrics: parts.metrics.clone(), pump })
     }
@@ -279,6 +280,7 @@ struct Pump {
     wire: Arc<dyn Wire>,
     frame_bytes: usize,
     tall_frames: bool,
+    tapered_frames: bool,
     /// What was put, to be put again if it arrives wrong. Holds the leases until the receiver has verified.
     sent: Vec<SpanJob>,
 }
@@ -377,6 +379,7 @@ impl Pump {
         let heads_max = span.layers.clone().map(heads).max().unwrap_or(1);
         let pages_max = frame_pages(heads_max, lanes.len());
         match self.tall_frames {
+            true if self.tapered_frames => taper(cut_tall(page_bytes, span, self.frame_bytes, pages_max)),
             true => cut_tall(page_bytes, span, self.frame_bytes, pages_max),
             false => cut(page_bytes, span, self.frame_bytes, pages_max),
         }

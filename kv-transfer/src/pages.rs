@@ -196,6 +196,24 @@ pub(crate) fn cut_tall(
     (start..end).step_by(blocks_max).map(of).collect()
 }
 
+/// Pieces of which the first begins with a quarter of itself, and the last ends with one; where they are many.
+pub(crate) fn taper(pieces: Vec<KvSpan>) -> Vec<KvSpan> {
+    let last = pieces.len().saturating_sub(1);
+    let cut_at = |nth: usize, blocks: &Range<u32>| match blocks.len() as u32 / 4 {
+        0 => None,
+        quarter if nth == 0 && last > 1 => Some(blocks.start + quarter),
+        quarter if nth == last && last > 1 => Some(blocks.end - quarter),
+        _ => None,
+    };
+    let parts = |(nth, piece): (usize, KvSpan)| {
+        let Some(at) = cut_at(nth, &piece.blocks) else { return vec![piece] };
+        let KvSpan { group, blocks, layers } = piece;
+        let of = |blocks| KvSpan { group, blocks, layers: layers.clone() };
+        vec![of(blocks.start..at), of(at..blocks.end)]
+    };
+    pieces.into_iter().enumerate().flat_map(parts).collect()
+}
+
 fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item = KvSpan> {
     let end = span.blocks.end;
     span.blocks.clone().step_by(n_blocks).map(move |start| KvSpan {

@@ -146,3 +146,17 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
     // Not even one block of all layers fits: as others do it.
     assert_eq!(cut_tall(|_| 512, &span(0..2, 2..4), 512, 100), cut(|_| 512, &span(0..2, 2..4), 512, 100));
 }
+
+#[test]
+fn of_many_pieces_the_first_and_the_last_are_cut_once_more() {
+    let taper_of = |n_blocks: u32| -> Vec<Range<u32>> {
+        let pieces = (0..n_blocks).step_by(8).map(|start| span(0..3, start..n_blocks.min(start + 8)));
+        taper(pieces.collect()).into_iter().map(|piece| piece.blocks).collect()
+    };
+    assert_eq!(taper_of(32), [0..2, 2..8, 8..16, 16..24, 24..30, 30..32]);
+    assert_eq!(taper_of(20), [0..2, 2..8, 8..16, 16..19, 19..20]);
+    // What is left over is too short to be cut, and two pieces are not many.
+    assert_eq!(taper_of(18), [0..2, 2..8, 8..16, 16..18]);
+    assert_eq!(taper_of(16), [0..8, 8..16]);
+    assert_eq!(taper(Vec::new()), []);
+}

@@ -30,6 +30,10 @@ pub struct TransferSettings {
     /// rectangles. Set by the connector.
     #[serde(skip)]
     pub tall_frames: bool,
+    /// Whether the first and the last of many tall frames are cut once more: nobody waits long for the first, nor for what
+    /// becomes of the last. Set by the connector.
+    #[serde(skip)]
+    pub tapered_frames: bool,
     /// Whether digests are made and compared. Off only to measure what they cost: a node has no such setting.
     #[serde(skip, default = "on")]
     pub digests: bool,
@@ -51,6 +55,7 @@ impl Default for TransferSettings {
             rdma_listen: String::new(),
             rdma_device: String::new(),
             tall_frames: false,
+            tapered_frames: false,
             digests: true,
         }
     }

@@ -14,7 +14,10 @@ const SIZES: &[usize] = &[16 << 20, 64 << 20, 256 << 20, 1 << 30];
 const ROUNDS: usize = 9;
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// Rates of `ncclSend` and `ncclRecv` by size, or why there are none.
+/// Messages in a row make this many bytes: no message waits for the one before it.
+const ROW_BYTES: usize = 1 << 30;
+
+/// Rates of `ncclSend` and `ncclRecv` by size, one at a time and in a row, or why there are none.
 pub(crate) fn plainly() -> Value {
     match rates() {
         Ok(rates) => json!(rates),
@@ -28,15 +31,18 @@ fn rates() -> Outcome<Vec<Value>> {
         std::thread::spawn(move || end("decode", id, Rank::Receiver).map_err(|error| error.to_string()));
     let near = end("prefill", id, Rank::Sender)?;
     let far = far.join().expect("no panic")?;
-    let line = |(size, (near, far)): (&usize, (&Duration, &Duration))| {
-        let took = near.max(far).as_secs_f64();
-        json!({"bytes": size, "median_ms": took * 1e3, "gigabytes_per_second": *size as f64 / took / 1e9})
+    let line = |(size, (near, far)): (&usize, (&[Duration; 2], &[Duration; 2]))| {
+        let [one, row] = [0, 1].map(|nth| near[nth].max(far[nth]).as_secs_f64());
+        json!({
+            "bytes": size, "median_ms": one * 1e3, "gigabytes_per_second": *size as f64 / one / 1e9,
+            "in_a_row_gigabytes_per_second": ROW_BYTES as f64 / row / 1e9,
+        })
     };
     Ok(SIZES.iter().zip(near.iter().zip(&far)).map(line).collect())
 }
 
-/// The median of each size, as one end sees it.
-fn end(name: &str, id: UniqueId, rank: Rank) -> Outcome<Vec<Duration>> {
+/// The median of each size, of one message and of a row, as one end sees it.
+fn end(name: &str, id: UniqueId, rank: Rank) -> Outcome<Vec<[Duration; 2]>> {
     let memory = memory(name, layout(), 1);
     let largest = SIZES.iter().max().copied().unwrap_or(0);
     let slots = Arc::new(Slots::new(memory.on_card().expect("on a card").memory(), 1, largest)?);
@@ -44,27 +50,33 @@ fn end(name: &str, id: UniqueId, rank: Rank) -> Outcome<Vec<Duration>> {
     settle(&mut pair)?;
     let mut medians = Vec::new();
     for size in SIZES {
-        let mut took = Vec::new();
-        for _ in 0..ROUNDS + 2 {
-            // Both ends begin at about the same time: the one that is early waits for the other.
-            one(&mut pair, rank, 16)?;
-            let start = now();
-            one(&mut pair, rank, *size)?;
-            took.push(start.elapsed());
-        }
-        let mut took = took.split_off(2);
-        took.sort();
-        medians.push(took[ROUNDS / 2]);
+        let mut median_of = |n_messages: usize| -> Outcome<Duration> {
+            let mut took = Vec::new();
+            for _ in 0..ROUNDS + 2 {
+                // Both ends begin at about the same time: the one that is early waits for the other.
+                some(&mut pair, rank, 16, 1)?;
+                let start = now();
+                some(&mut pair, rank, *size, n_messages)?;
+                took.push(start.elapsed());
+            }
+            let mut took = took.split_off(2);
+            took.sort();
+            Ok(took[ROUNDS / 2])
+        };
+        medians.push([median_of(1)?, median_of(ROW_BYTES / size)?]);
     }
     Ok(medians)
 }
 
-fn one(pair: &mut Communicator, rank: Rank, bytes: usize) -> Outcome<()> {
-    match rank {
-        Rank::Sender => pair.send(0, bytes)?,
-        Rank::Receiver => pair.receive(0, bytes)?,
+/// So many messages: the next one is asked for as soon as NCCL takes calls again.
+fn some(pair: &mut Communicator, rank: Rank, bytes: usize, n_messages: usize) -> Outcome<()> {
+    for _ in 0..n_messages {
+        match rank {
+            Rank::Sender => pair.send(0, bytes)?,
+            Rank::Receiver => pair.receive(0, bytes)?,
+        }
+        settle(pair)?;
     }
-    settle(pair)?;
     let message = pair.message()?;
     until(|| Ok(message.is_done()?))
 }

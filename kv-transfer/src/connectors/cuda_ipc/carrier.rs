@@ -32,6 +32,10 @@ enum Job {
     Unmap(Arc<RemoteMemory>),
 }
 
+/// An errand that the card does, and that somebody waits for.
+#[derive(Debug)]
+pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, CudaError>>);
+
 /// Room for one errand.
 #[derive(Debug)]
 pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
@@ -72,9 +76,20 @@ impl Room<'_> {
         errand: Errand,
         flight: Option<Flight>,
     ) -> Result<Vec<u64>, TransferError> {
+        self.fill(errand, flight).digests().await
+    }
+
+    /// The same, to be waited for later.
+    pub(in crate::connectors) fn fill(self, errand: Errand, flight: Option<Flight>) -> UnderWay {
         let (answer, answered) = oneshot::channel();
         self.0.send(Job::Take { errand, answer, flight });
-        answered.await.map_err(|_| TransferError::Closed)?.map_err(TransferError::device)
+        UnderWay(answered)
+    }
+}
+
+impl UnderWay {
+    pub(in crate::connectors) async fn digests(self) -> Result<Vec<u64>, TransferError> {
+        self.0.await.map_err(|_| TransferError::Closed)?.map_err(TransferError::device)
     }
 }
 

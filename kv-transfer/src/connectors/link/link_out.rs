@@ -305,7 +305,7 @@ impl Shared {
             Some(control) => self.write_first(&mut writer, control).await,
             None => loop {
                 let Ok(span) = self.spans.recv().await else { return Ok(()) };
-                self.medium.write_span(&mut writer, &self.parts, span).await?;
+                self.write_span(&mut writer, span).await?;
             },
         }
     }
@@ -322,10 +322,15 @@ impl Shared {
                 biased;
                 Some(frame) = control.recv() => writer.write(&frame).await?,
                 _ = alive.tick() => writer.write(&Frame::of_link(Body::Alive)).await?,
-                Ok(span) = self.spans.recv() => self.medium.write_span(writer, &self.parts, span).await?,
+                Ok(span) = self.spans.recv() => self.write_span(writer, span).await?,
                 else => return Ok(()),
             }
         }
+    }
+
+    async fn write_span(&self, writer: &mut FrameWriter, span: SpanOut) -> Result<(), TransferError> {
+        self.medium.write_span(writer, &self.parts, span).await?;
+        if self.spans.is_empty() { self.medium.write_rest(writer).await } else { Ok(()) }
     }
 
     /// Answers come on stream 0. On the others only the end of the stream can come.

@@ -25,13 +25,19 @@ pub(in crate::connectors) trait Medium: Debug + Send + Sync + 'static {
     /// Makes one stream. The caller gives it a deadline.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream>;
 
-    /// Writes one frame of KV, unless its transfer is over by now. Not cancel-safe.
+    /// Writes one frame of KV, unless its transfer is over by now; or begins with it, and writes it with one of the next.
+    /// Not cancel-safe.
     async fn write_span(
         &self,
         writer: &mut FrameWriter,
         parts: &ConnectorParts,
         span: SpanOut,
     ) -> Result<(), TransferError>;
+
+    /// No frame waits for its turn: what was begun with is written. Not cancel-safe.
+    async fn write_rest(&self, _writer: &mut FrameWriter) -> Result<(), TransferError> {
+        Ok(())
+    }
 
     /// The receiver does not need this slot any more.
     fn taken(&self, slot: u16) -> Result<(), FrameError>;

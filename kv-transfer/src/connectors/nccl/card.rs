@@ -8,7 +8,7 @@ use kernels::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
 use kernels::cuda::{CourierSize, SlotAt, Slots};
 use kv_cache::KvMemory;
 
-use super::fabric::{Communicator, End, Fabric, PairId, Stage};
+use super::fabric::{Communicator, End, Fabric, Gathering, PairId, Stage};
 use crate::connectors::cuda_ipc::carrier::Carrier;
 use crate::connectors::cuda_ipc::on_card;
 use crate::connectors::cuda_ipc::pages::alike;
@@ -19,8 +19,8 @@ use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 use crate::settings::TransferSettings;
 
-/// One message is on its way while the next is gathered and the last is scattered, and one more is ready to go.
-const N_SLOTS: usize = 4;
+/// One message is on its way while the next two are gathered, one more is ready to go, and the last is scattered.
+const N_SLOTS: usize = 5;
 
 /// A message is gathered and scattered by so many: with 16 that takes longer than to send it.
 const MULTIPROCESSORS: u32 = 32;
@@ -78,18 +78,18 @@ impl Stage for CardStage {
         self.slots.slot_bytes()
     }
 
-    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Vec<Digest>, TransferError> {
+    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError> {
         let card = on_card(&self.memory)?;
         let table = span.from.table(span.piece.group);
-        let (mut offset, mut made) = (0, Vec::new());
+        let (mut offset, mut parts) = (0, Vec::new());
         for pages in alike(card, &span.out.landing, table, &span.piece) {
             let room = self.carrier.room().await?;
             let to = SlotAt { slots: &self.slots, slot, offset };
             let errand = self.carrier.courier().gather(card.memory(), pages.some(), to, digests);
-            made.extend(room.take(errand.map_err(TransferError::device)?, None).await?);
+            parts.push(room.fill(errand.map_err(TransferError::device)?, None));
             offset += pages.places.len() * pages.page_bytes();
         }
-        Ok(made.into_iter().map(Digest).collect())
+        Ok(Gathering::UnderWay(parts))
     }
 
     async fn scatter(

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use kv_cache::KvMemory;
 
-use super::fabric::{Communicator, End, Fabric, ID_BYTES, PairId, Stage};
+use super::fabric::{Communicator, End, Fabric, Gathering, ID_BYTES, PairId, Stage};
 use crate::connectors::link::span_out::{SpanOut, copy_out};
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
@@ -139,11 +139,11 @@ impl Stage for HostStage {
         self.slot_bytes
     }
 
-    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Vec<Digest>, TransferError> {
+    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError> {
         let table = span.from.table(span.piece.group);
         let runs = Runs::sent(self.memory.layout(), &span.out.lanes, table, &span.piece);
         copy_out(&self.memory, &runs, &mut locked(&self.slots[slot])[..runs.bytes()])?;
-        if digests { span.digests_of(&self.memory) } else { Ok(Vec::new()) }
+        Ok(Gathering::Done(if digests { span.digests_of(&self.memory)? } else { Vec::new() }))
     }
 
     async fn scatter(

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
+use crate::connectors::cuda_ipc::carrier::UnderWay;
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -37,8 +38,8 @@ pub(super) trait Stage: Debug + Send + Sync {
     fn n_slots(&self) -> usize;
     fn slot_bytes(&self) -> usize;
 
-    /// Lays a span's pages into a slot, one after the other. Answers their digests, or none where they are not wanted.
-    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Vec<Digest>, TransferError>;
+    /// Begins to lay a span's pages into a slot, one after the other.
+    async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError>;
 
     /// Lays what is in a slot into a landing's pages. Answers their digests as they are there; `None` once the landing is
     /// closed, and then no page was touched.
@@ -55,6 +56,28 @@ pub(super) trait Stage: Debug + Send + Sync {
 
     /// Begins to join the pair of this id, with messages between these slots. Called on the pair's own thread.
     fn join(self: Arc<Self>, id: PairId, end: End) -> Result<Box<dyn Communicator>, TransferError>;
+}
+
+/// Pages on their way into a slot.
+#[derive(Debug)]
+pub(super) enum Gathering {
+    UnderWay(Vec<UnderWay>),
+    Done(Vec<Digest>),
+}
+
+impl Gathering {
+    /// Waits until all pages are there: their digests, or none where they were not wanted.
+    pub(super) async fn digests(self) -> Result<Vec<Digest>, TransferError> {
+        let parts = match self {
+            Self::Done(digests) => return Ok(digests),
+            Self::UnderWay(parts) => parts,
+        };
+        let mut digests = Vec::new();
+        for part in parts {
+            digests.extend(part.digests().await?.into_iter().map(Digest));
+        }
+        Ok(digests)
+    }
 }
 
 /// One end of a pair's queue of messages. It belongs to one thread, and none of its methods waits.

@@ -67,7 +67,7 @@ async fn listen_over(mut parts: ConnectorParts, fabric: Arc<dyn Fabric>) -> Resu
         return Err(bad_request("this connector carries nodes of one rank"));
     }
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER);
-    parts.settings.tall_frames = true;
+    (parts.settings.tall_frames, parts.settings.tapered_frames) = (true, true);
     // The order of frames is the order of messages.
     parts.settings.streams = 1;
     let host = host(&parts.settings.listen).to_owned();

@@ -1,8 +1,9 @@
 //! Hot path. The sender's end of a pair: frames that name their KV by its number in the queue.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,7 +11,7 @@ use chassis::{Stream, World};
 
 use super::cable::{Cable, Slot};
 use super::door;
-use super::fabric::{End, Fabric};
+use super::fabric::{End, Fabric, Gathering};
 use crate::connector::ConnectorParts;
 use crate::connectors::link::frame::{Body, Frame, FrameError};
 use crate::connectors::link::medium::Medium;
@@ -30,24 +31,65 @@ pub(super) struct Sending {
     cable: OnceLock<Cable>,
     /// Messages so far.
     n_messages: AtomicU64,
+    /// Frames that are gathered, in their order, until they are written; none once the link is closed. Held for a look,
+    /// never across an await.
+    gathering: Mutex<Option<VecDeque<Gathered>>>,
 }
+
+/// A frame whose KV is on its way into a slot, or there.
+#[derive(Debug)]
+struct Gathered {
+    span: SpanOut,
+    slot: Slot,
+    gathering: Gathering,
+}
+
+/// Frames that are gathered at one time, so that NCCL need not wait for any: their slots are this link's.
+const GATHERING_MAX: usize = 2;
 
 impl Sending {
     pub(super) fn new(parts: &ConnectorParts, fabric: Arc<dyn Fabric>) -> Self {
         let (world, stall) = (parts.world.clone(), parts.settings.stall());
-        Self { world, fabric, stall, cable: OnceLock::new(), n_messages: AtomicU64::new(0) }
+        Self {
+            world,
+            fabric,
+            stall,
+            cable: OnceLock::new(),
+            n_messages: AtomicU64::new(0),
+            gathering: Mutex::new(Some(VecDeque::new())),
+        }
     }
 
     fn cable(&self) -> Result<&Cable, TransferError> {
         self.cable.get().ok_or(TransferError::Closed)
     }
 
-    /// A slot with a span's KV, and its digests.
-    async fn gathered(&self, span: &SpanOut, digests: bool) -> Result<(Slot, Vec<Digest>), TransferError> {
+    /// Begins to gather a span into a slot.
+    async fn gather(&self, span: SpanOut, digests: bool) -> Result<Gathered, TransferError> {
         let cable = self.cable()?;
         let slot = cable.slot().await?;
-        let digests = cable.stage().gather(slot.nth, span, digests).await?;
-        Ok((slot, digests))
+        let gathering = cable.stage().gather(slot.nth, &span, digests).await?;
+        Ok(Gathered { span, slot, gathering })
+    }
+
+    /// Writes frames until so few are left to be gathered.
+    async fn write_but(&self, n_left: usize, writer: &mut FrameWriter) -> Result<(), TransferError> {
+        while let Some(Gathered { span, slot, gathering }) = self.first_but(n_left) {
+            let digests = gathering.digests().await?;
+            if !span.out.is_over() {
+                self.put(writer, &span, (slot, digests)).await?;
+            }
+        }
+        Ok(())
+    }
+
+    fn first_but(&self, n_left: usize) -> Option<Gathered> {
+        let mut gathering = self.gathering();
+        gathering.as_mut().filter(|all| all.len() > n_left)?.pop_front()
+    }
+
+    fn gathering(&self) -> MutexGuard<'_, Option<VecDeque<Gathered>>> {
+        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The frame, and then the message that it names. One stream writes, so their orders are the same.
@@ -68,9 +110,11 @@ impl Sending {
         &self,
         fault: FaultKind,
         writer: &mut FrameWriter,
-        (parts, span): (&ConnectorParts, &SpanOut),
+        (parts, span): (&ConnectorParts, SpanOut),
     ) -> Result<(), TransferError> {
-        let (slot, mut digests) = self.gathered(span, parts.settings.digests).await?;
+        let again = span.page(span.piece.span.clone());
+        let Gathered { span, slot, gathering } = self.gather(span, parts.settings.digests).await?;
+        let mut digests = gathering.digests().await?;
         match fault {
             FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
             FaultKind::Stall => return std::future::pending().await,
@@ -81,11 +125,11 @@ impl Sending {
                 self.cable()?.stage().flip(slot.nth, bit)?;
             }
             FaultKind::Duplicate => {
-                let again = self.gathered(span, parts.settings.digests).await?;
-                self.put(writer, span, again).await?;
+                let again = self.gather(again, parts.settings.digests).await?;
+                self.put(writer, &span, (again.slot, again.gathering.digests().await?)).await?;
             }
         }
-        self.put(writer, span, (slot, digests)).await
+        self.put(writer, &span, (slot, digests)).await
     }
 }
 
@@ -112,13 +156,18 @@ impl Medium for Sending {
         if span.out.is_over() {
             return Ok(());
         }
-        match parts.faults.next(span.page_bytes()) {
-            Some(fault) => self.write_with(fault, writer, (parts, &span)).await,
-            None => {
-                let gathered = self.gathered(&span, parts.settings.digests).await?;
-                self.put(writer, &span, gathered).await
-            }
+        if let Some(fault) = parts.faults.next(span.page_bytes()) {
+            self.write_but(0, writer).await?;
+            return self.write_with(fault, writer, (parts, span)).await;
         }
+        self.write_but(GATHERING_MAX - 1, writer).await?;
+        let gathered = self.gather(span, parts.settings.digests).await?;
+        self.gathering().as_mut().ok_or(TransferError::Closed)?.push_back(gathered);
+        Ok(())
+    }
+
+    async fn write_rest(&self, writer: &mut FrameWriter) -> Result<(), TransferError> {
+        self.write_but(0, writer).await
     }
 
     fn taken(&self, _slot: u16) -> Result<(), FrameError> {
@@ -138,5 +187,8 @@ impl Medium for Sending {
     }
 
     /// The cable is dropped with this, and its thread sees to the rest.
-    fn close(&self) {}
+    fn close(&self) {
+        let left = self.gathering().take();
+        drop(left);
+    }
 }
