@@ -151,8 +151,8 @@ pub struct ModelSection {
     /// Which of a GPU's kernels are used. Empty: its own. `sm_90`: those of every card from there on, for comparison.
     pub gpu_arch: String,
     /// A sequence's tokens are exactly the same alone and in any company, in whatever chunks, computed again or elsewhere, on
-    /// GPUs of one kind; that takes time. Without it they are as near as bf16 has them. CPUs and mocks always are exact. Not
-    /// with `tp` on GPUs. The same on all nodes of a model.
+    /// GPUs of one kind; that takes time. Without it they are as near as bf16 has them. CPUs and mocks always are exact. The
+    /// same on all nodes of a model, and on GPUs the same `tp`.
     pub deterministic: bool,
     /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`; for a
     /// GPU an amount, of all its ranks together. The same KV type and block size must be set on all nodes of a model.

@@ -168,7 +168,9 @@ impl Decoder {
             None => pass.card.add_rms_norm(out, residual, part, weight, epsilon),
             Some(peers) => {
                 let sum = SumRows { out, residual, part, weight, epsilon };
-                match pass.dims.n_tokens <= peers.few_rows() {
+                // The two ways sum a row's squares in orders of their own.
+                let has_one_way = self.chunk_tokens.is_some();
+                match !has_one_way && pass.dims.n_tokens <= peers.few_rows() {
                     true => pass.card.sum_few_rows(peers, sum),
                     false => pass.card.sum_many_rows(peers, sum),
                 }

@@ -164,10 +164,6 @@ impl Described {
             let wrong = format!("weights in {} are not implemented on a GPU", settings.quantize.as_str());
             return Err(OpenError::CudaModel(wrong));
         }
-        if settings.deterministic && settings.ranks.get() > 1 {
-            let wrong = "numbers that are the same in any company are one GPU's: several add up in turns of their own";
-            return Err(OpenError::CudaModel(wrong.to_owned()));
-        }
         Share::check(config, usize::from(settings.ranks.get()))?;
         let heads = Heads::of(config.head_dim)?;
         let windows = (architecture.windows)(config);

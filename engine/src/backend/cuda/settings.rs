@@ -63,11 +63,13 @@ impl CudaSettings {
         self.deterministic.then_some(CHUNK_TOKENS)
     }
 
-    /// What a fingerprint says: rows that are the same in any company are the same on cards that run the same kernels.
+    /// What a fingerprint says: rows that are the same in any company are the same on cards that run the same kernels, as
+    /// many of them.
     pub(super) fn arithmetic(&self, arch: &str) -> String {
-        match self.deterministic {
-            true => format!("bf16 on a GPU, {arch}, the same in any company"),
-            false => "bf16 on a GPU".to_owned(),
+        match (self.deterministic, self.ranks.get()) {
+            (true, 1) => format!("bf16 on a GPU, {arch}, the same in any company"),
+            (true, n_ranks) => format!("bf16 on {n_ranks} GPUs, {arch}, the same in any company"),
+            (false, _) => "bf16 on a GPU".to_owned(),
         }
     }
 
