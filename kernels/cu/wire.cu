@@ -2,7 +2,8 @@
 //
 // A page is [K|V][kv_head][token][dim]. A warp takes one head's K and V in one page: two runs of contiguous bytes, 2 KiB of
 // each at a time, with the next ones on their way already, which is what keeps a wire of microseconds full with few
-// multiprocessors. From sm_90 on the copy engine of the multiprocessor does the moving, through shared memory; before, each
+// multiprocessors. Where ranks share heads differently on both sides, some neighbouring heads of each page are moved: K's
+// and V's lie as far from each other as the pages' other heads have them. From sm_90 on the copy engine of the multiprocessor does the moving, through shared memory; before, each
 // lane moves 16 bytes at a time.
 //
 // The digest is XXH3-64 with the default secret, as the processor makes it. Its 8 sums over blocks of 1 KiB are sums over
@@ -194,13 +195,14 @@ struct WireDigest {
 };
 
 // Pages of layers that are alike, layer by layer. Of each layer's pages `partial` is the one whose tokens are not all valid.
+// V's runs lie so many bytes behind K's, where the pages come from and where they go to.
 struct WirePages {
-    u32 n_pages, n_heads, n_parts, run_bytes, valid, layer_pages, partial, partial_valid, n_stages;
+    u32 n_pages, n_heads, n_parts, run_bytes, valid, layer_pages, partial, partial_valid, n_stages, from_part, to_part;
 
     __device__ __forceinline__ u32 valid_in(u32 page) const { return page % layer_pages == partial ? partial_valid : valid; }
 };
 
-// Where a page comes from, and where it goes to.
+// Where the first head of a page comes from, and where it goes to.
 struct alignas(16) WirePage { const unsigned char* from; unsigned char* to; };
 
 // A warp's place in its work: steps through the runs of heads of pages.
@@ -219,9 +221,12 @@ struct WireCursor {
         if (head >= pages.n_heads) { head -= pages.n_heads; page++; }
     }
 
-    // Where K's or V's run begins in its page.
-    __device__ __forceinline__ u64 run(WirePages const& pages, u32 part) const {
-        return (u64)(part * pages.n_heads + head) * pages.run_bytes;
+    // Where K's or V's run begins, seen from the first head's.
+    __device__ __forceinline__ u64 from(WirePages const& pages, u32 part) const {
+        return (u64)part * pages.from_part + (u64)head * pages.run_bytes;
+    }
+    __device__ __forceinline__ u64 to(WirePages const& pages, u32 part) const {
+        return (u64)part * pages.to_part + (u64)head * pages.run_bytes;
     }
     __device__ __forceinline__ u32 bytes(WirePages const& pages) const { return min(WIRE_STEP, pages.run_bytes - start); }
     __device__ __forceinline__ bool is_last(WirePages const& pages) const { return start + WIRE_STEP >= pages.run_bytes; }
@@ -256,7 +261,7 @@ struct WireStages {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes * pages.n_parts) : "memory");
         for (u32 part = 0; part < pages.n_parts; part++)
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         ::"r"(shared_at(mine + nth * WIRE_STAGE + part * WIRE_STEP)), "l"(page + at.run(pages, part) + at.start),
+                         ::"r"(shared_at(mine + nth * WIRE_STAGE + part * WIRE_STEP)), "l"(page + at.from(pages, part) + at.start),
                            "r"(bytes), "r"(barrier)
                          : "memory");
     }
@@ -273,7 +278,7 @@ struct WireStages {
     __device__ __forceinline__ void put(unsigned char* page, WireCursor const& at, WirePages const& pages) {
         for (u32 part = 0; part < pages.n_parts; part++)
             asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                         ::"l"(page + at.run(pages, part) + at.start), "r"(shared_at(mine + stage * WIRE_STAGE + part * WIRE_STEP)),
+                         ::"l"(page + at.to(pages, part) + at.start), "r"(shared_at(mine + stage * WIRE_STAGE + part * WIRE_STEP)),
                            "r"(at.bytes(pages))
                          : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -313,7 +318,7 @@ __device__ __forceinline__ void wire_pages(u64* digests, const WirePage* table, 
             u32 part = lane.part < pages.n_parts ? lane.part : 0;
             bool is_first = now.start == 0;
             const unsigned char* bytes = stage + part * WIRE_STEP;
-            const unsigned char* run = is_first ? bytes : table[now.page].from + now.run(pages, part);
+            const unsigned char* run = is_first ? bytes : table[now.page].from + now.from(pages, part);
             if (is_first) digest.begin(lane, pages.valid_in(now.page));
             digest.take(lane, bytes, run, now.start);
             // A digest that is made of few bytes has to look at them while they are there.
@@ -338,21 +343,23 @@ __device__ __forceinline__ void wire_pages(u64* digests, const WirePage* table, 
         WirePage page = table[now.page];
         if (COPIES) {
             for (u32 part = 0; part < pages.n_parts; part++) {
-                u64 at = now.run(pages, part) + now.start + lane.lane * 16;
+                const unsigned char* from = page.from + now.from(pages, part) + now.start + lane.lane * 16;
+                unsigned char* to = page.to + now.to(pages, part) + now.start + lane.lane * 16;
                 u32 n_bytes = now.bytes(pages);
                 Sixteen bytes[WIRE_STEP / 512];
 #pragma unroll
                 for (u32 i = 0; i < WIRE_STEP / 512; i++)
-                    if (i * 512 + lane.lane * 16 < n_bytes) bytes[i] = once16(page.from + at + i * 512);
+                    if (i * 512 + lane.lane * 16 < n_bytes) bytes[i] = once16(from + i * 512);
 #pragma unroll
                 for (u32 i = 0; i < WIRE_STEP / 512; i++)
-                    if (i * 512 + lane.lane * 16 < n_bytes) *reinterpret_cast<Sixteen*>(page.to + at + i * 512) = bytes[i];
+                    if (i * 512 + lane.lane * 16 < n_bytes) *reinterpret_cast<Sixteen*>(to + i * 512) = bytes[i];
             }
             // What was just written is digested: it is nearer, and seen by the whole warp.
             __syncwarp();
         }
         if (!DIGESTS) continue;
-        const unsigned char* run = (COPIES ? page.to : page.from) + now.run(pages, lane.part < pages.n_parts ? lane.part : 0);
+        u32 part = lane.part < pages.n_parts ? lane.part : 0;
+        const unsigned char* run = COPIES ? page.to + now.to(pages, part) : page.from + now.from(pages, part);
         if (now.start == 0) digest.begin(lane, pages.valid_in(now.page));
         digest.take(lane, run + now.start, run, now.start);
         if (!now.is_last(pages)) continue;

@@ -18,8 +18,10 @@ use crate::paced::Paced;
 const AUTO: &[&str] = &["cuda-ipc", "nccl", "shm", RDMA, "tcp"];
 /// Not in every executable.
 const RDMA: &str = "rdma";
-/// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
+/// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere; and of those the ones whose nodes
+/// have one each.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
+const BETWEEN_TWO_GPUS: &[&str] = &["nccl"];
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
 const ON_SEVERAL_GPUS: &str = "its KV is spread over several GPUs, and this connector moves what lies on one";
 /// The one of them that must work.
@@ -54,9 +56,8 @@ impl Connectors {
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
         let mut missing = not_named(names);
-        let why_not_between_gpus = not_between_gpus(&parts.memory);
         for (name, is_needed) in names.iter().flat_map(|name| expand(name)) {
-            if let Some(why) = why_not_between_gpus.filter(|_| !is_needed && BETWEEN_GPUS.contains(&name)) {
+            if let Some(why) = not_between_gpus(name, &parts.memory).filter(|_| !is_needed) {
                 missing.push(MissingWire { scheme: Scheme::new(name), why: why.to_owned() });
                 continue;
             }
@@ -145,12 +146,15 @@ impl Connectors {
     }
 }
 
-/// Why no connector between GPUs is for this memory.
-fn not_between_gpus(memory: &KvMemory) -> Option<&'static str> {
-    match (memory.on_card(), memory.is_on_cards()) {
-        (Some(_), _) => None,
-        (None, true) => Some(ON_SEVERAL_GPUS),
-        (None, false) => Some(NOT_ON_A_GPU),
+/// Why a connector between GPUs is not for this memory.
+fn not_between_gpus(name: &str, memory: &KvMemory) -> Option<&'static str> {
+    if !BETWEEN_GPUS.contains(&name) {
+        return None;
+    }
+    let is_for_two = BETWEEN_TWO_GPUS.contains(&name);
+    match memory.is_on_cards() {
+        false => Some(NOT_ON_A_GPU),
+        true => (is_for_two && memory.n_ranks() > 1).then_some(ON_SEVERAL_GPUS),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Bytes and digests against the processor's.
 
 use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Card, Courier, CourierSize, PageRuns, SomePages};
+use baton_kernels::cuda::{Card, Courier, CourierSize, PageRuns, RemotePages, SomePages};
 use twox_hash::XxHash3_64;
 
 use crate::{Outcome, Two};
@@ -24,7 +24,8 @@ const N_PAGES: u32 = 64;
 pub(crate) fn all(cards: &[Card; 2]) -> Outcome<usize> {
     let mut n_checks = memory(cards)? + rectangles(cards)?;
     for (n_parts, n_heads, run_bytes) in SHAPES {
-        n_checks += pages(cards, PageRuns { n_parts: *n_parts, n_heads: *n_heads, run_bytes: *run_bytes })?;
+        n_checks += pages(cards, PageRuns::whole(*n_parts, *n_heads, *run_bytes))?;
+        n_checks += some_heads(cards, (*n_parts, *n_heads, *run_bytes))?;
     }
     Ok(n_checks)
 }
@@ -104,11 +105,12 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
         let errand = near.digest(&two.near, some(&from_places))?;
         let there = near.take(errand)?;
         let offsets: Vec<u64> = from.iter().map(|page| two.near.offset(0, *page)).collect();
-        let errand = far.pull(&two.near_from_far, &offsets, &two.far, some(&to_places))?;
+        let there_of = |offsets| RemotePages { memory: &two.near_from_far, offsets, runs };
+        let errand = far.pull(there_of(&offsets), &two.far, some(&to_places))?;
         let here = far.take(errand)?;
         n_checks += ensure(arrived(&two, runs, &from, &to)?, "pages arrive as they are, by a kernel")?;
         two.far.write(0, 0..N_PAGES)?.fill(0xee);
-        let errand = by_engines.fetch(&two.near_from_far, &offsets, &two.far, some(&to_places), true)?;
+        let errand = by_engines.fetch(there_of(&offsets), &two.far, some(&to_places), true)?;
         let engines = by_engines.take(errand)?;
         let source = two.near.read(0, 0..N_PAGES)?;
         let target = two.far.read(0, 0..N_PAGES)?;
@@ -132,6 +134,49 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
     Ok(n_checks)
 }
 
+/// The last of the sender's heads are the receiver's first, and the other way round: both have others beside them, of
+/// which nothing is moved and nothing is written.
+fn some_heads(cards: &[Card; 2], (n_parts, n_heads, run_bytes): (usize, usize, usize)) -> Outcome<usize> {
+    let mut n_checks = 0;
+    for (first_there, first_here) in [(3, 0), (0, 1)] {
+        let runs = |first_head, page_heads| PageRuns {
+            first_head,
+            page_heads,
+            ..PageRuns::whole(n_parts, n_heads, run_bytes)
+        };
+        let (there, here) = (runs(first_there, n_heads + 3), runs(first_here, n_heads + 1));
+        let shapes = |runs: PageRuns| [RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }];
+        let two = Two::between(cards, &shapes(there), &shapes(here))?;
+        let (near, far) = (
+            Courier::new(&two.near, CourierSize::default())?,
+            Courier::new(&two.far, CourierSize::default())?,
+        );
+        fill(&two, 3)?;
+        let pages: Vec<(u32, u32)> = places(&(0..N_PAGES).collect::<Vec<_>>());
+        let some = |runs| SomePages { places: &pages, n_of_layer: pages.len(), runs, partial: None };
+        let offsets: Vec<u64> = pages.iter().map(|(region, page)| two.near.offset(*region, *page)).collect();
+        let said = near.take(near.digest(&two.near, some(there))?)?;
+        let from = RemotePages { memory: &two.near_from_far, offsets: &offsets, runs: there };
+        let seen = far.take(far.fetch(from, &two.far, some(here), true)?)?;
+        n_checks += ensure(said == seen, "digests of some heads of pages")?;
+        let (source, target) = (two.near.read(0, 0..N_PAGES)?, two.far.read(0, 0..N_PAGES)?);
+        for (source, target) in source.chunks(there.page_bytes()).zip(target.chunks(here.page_bytes())) {
+            for (nth, run) in target.chunks(run_bytes).enumerate() {
+                let (part, head) = (nth / here.page_heads, nth % here.page_heads);
+                let is_meant = (first_here..first_here + n_heads).contains(&head);
+                let from = part * there.page_heads + (head + first_there).saturating_sub(first_here);
+                let right = if is_meant {
+                    run == &source[from * run_bytes..][..run_bytes]
+                } else {
+                    run.iter().all(|byte| *byte == 0xee)
+                };
+                n_checks += ensure(right, "some heads arrive as they are, and nothing beside them")?;
+            }
+        }
+    }
+    Ok(n_checks)
+}
+
 /// Whether each page there is here now.
 fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool> {
     let (source, target) = (two.near.read(0, 0..N_PAGES)?, two.far.read(0, 0..N_PAGES)?);
@@ -143,7 +188,7 @@ fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool>
 /// Rectangles over layers, some of whose blocks are neighbours on both sides, and nothing beside them is written.
 fn rectangles(cards: &[Card; 2]) -> Outcome<usize> {
     const N_LAYERS: u32 = 5;
-    let runs = PageRuns { n_parts: 2, n_heads: 2, run_bytes: 1024 };
+    let runs = PageRuns::whole(2, 2, 1024);
     let shapes = [RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
     let two = Two::new(cards, &shapes)?;
     let size = CourierSize { engine_bytes_min: 0, ..CourierSize::default() };
@@ -165,7 +210,8 @@ fn rectangles(cards: &[Card; 2]) -> Outcome<usize> {
     let some = |places| SomePages { places, n_of_layer: blocks.len(), runs, partial: None };
     let offsets: Vec<u64> = there.iter().map(|(layer, page)| two.near.offset(*layer, *page)).collect();
     let said = near.take(near.digest(&two.near, some(&there))?)?;
-    let seen = far.take(far.fetch(&two.near_from_far, &offsets, &two.far, some(&here), true)?)?;
+    let there = RemotePages { memory: &two.near_from_far, offsets: &offsets, runs };
+    let seen = far.take(far.fetch(there, &two.far, some(&here), true)?)?;
     let mut n_checks = ensure(said == seen, "digests of rectangles")?;
     for layer in 0..N_LAYERS {
         let (source, target) = (two.near.read(layer, 0..N_PAGES)?, two.far.read(layer, 0..N_PAGES)?);

@@ -25,7 +25,11 @@ pub(crate) struct Two {
 
 impl Two {
     pub(crate) fn new(cards: &[Card; 2], shapes: &[RegionShape]) -> Outcome<Self> {
-        let [near, far] = [DeviceMemory::new(shapes, &cards[0])?, DeviceMemory::new(shapes, &cards[1])?];
+        Self::between(cards, shapes, shapes)
+    }
+
+    pub(crate) fn between(cards: &[Card; 2], near: &[RegionShape], far: &[RegionShape]) -> Outcome<Self> {
+        let [near, far] = [DeviceMemory::new(near, &cards[0])?, DeviceMemory::new(far, &cards[1])?];
         let (fd, bytes) = near.export()?;
         let near_from_far = far.import(&fd, bytes)?;
         let (fd, bytes) = far.export()?;

@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Card, Courier, CourierSize, Errand, PageRuns, SomePages};
+use baton_kernels::cuda::{Card, Courier, CourierSize, Errand, PageRuns, RemotePages, SomePages};
 use serde_json::{Value, json};
 
 use crate::{Outcome, Two};
 
-const RUNS: PageRuns = PageRuns { n_parts: 2, n_heads: 8, run_bytes: 4096 };
+const RUNS: PageRuns = PageRuns { n_parts: 2, n_heads: 8, run_bytes: 4096, first_head: 0, page_heads: 8 };
 const N_LAYERS: u32 = 32;
 /// Of each layer: twice what is sent, so that there is something to scatter over.
 const N_PAGES: u32 = 1024;
@@ -137,12 +137,13 @@ fn start(
         // Each layer's pages come in another order than they lie here.
         offsets.chunks_mut(n_of_layer).for_each(<[u64]>::reverse);
     }
+    let at = |memory| RemotePages { memory, offsets: &offsets, runs: RUNS };
     Ok(match what {
-        What::Push => courier.push(&two.near, some, &two.far_from_near, &offsets)?,
-        What::Copy => courier.copy(&two.near_from_far, &offsets, &two.far, some)?,
-        What::Pull => courier.pull(&two.near_from_far, &offsets, &two.far, some)?,
+        What::Push => courier.push(&two.near, some, at(&two.far_from_near))?,
+        What::Copy => courier.copy(at(&two.near_from_far), &two.far, some)?,
+        What::Pull => courier.pull(at(&two.near_from_far), &two.far, some)?,
         What::Digest => courier.digest(&two.near, some)?,
-        What::Fetch { digests } => courier.fetch(&two.near_from_far, &offsets, &two.far, some, digests)?,
+        What::Fetch { digests } => courier.fetch(at(&two.near_from_far), &two.far, some, digests)?,
     })
 }
 

@@ -100,12 +100,16 @@ pub struct Courier {
     slates: Mutex<Vec<Slate>>,
 }
 
-/// How a page is divided: `[K|V][head]`, each a run of `run_bytes`.
+/// How a page is divided, `[K|V][head]`, each a run of `run_bytes`; and which of its heads are meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRuns {
     pub n_parts: usize,
+    /// Those that are meant: neighbours, from the first on.
     pub n_heads: usize,
     pub run_bytes: usize,
+    pub first_head: usize,
+    /// All that the page has.
+    pub page_heads: usize,
 }
 
 /// Some pages of regions that are alike, and what of them counts.
@@ -120,6 +124,23 @@ pub struct SomePages<'a> {
     pub partial: Option<(usize, usize)>,
 }
 
+/// Pages of a peer's card, as many as there are here, at these offsets of its memory.
+#[derive(Clone, Copy, Debug)]
+pub struct RemotePages<'a> {
+    pub memory: &'a RemoteMemory,
+    pub offsets: &'a [u64],
+    /// As many parts and heads as are meant here, whatever other heads the pages have.
+    pub runs: PageRuns,
+}
+
+impl RemotePages<'_> {
+    /// Where what is meant of each begins.
+    fn addresses(self) -> impl Iterator<Item = u64> {
+        let first = self.memory.address() + self.runs.start() as u64;
+        self.offsets.iter().map(move |offset| first + offset)
+    }
+}
+
 /// A place in a slot.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotAt<'a> {
@@ -129,9 +150,9 @@ pub struct SlotAt<'a> {
 }
 
 impl SlotAt<'_> {
-    /// Where so many pages lie from here on, one after the other.
+    /// Where what is meant of so many pages lies from here on, one after the other.
     fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
-        let (n_pages, page_bytes) = (some.places.len(), some.runs.page_bytes());
+        let (n_pages, page_bytes) = (some.places.len(), some.runs.moved_bytes());
         let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
         let is_vectors =
             self.slots.slot_bytes().is_multiple_of(VECTOR_BYTES) && self.offset.is_multiple_of(VECTOR_BYTES);
@@ -161,6 +182,16 @@ struct Shape {
     partial: u32,
     partial_valid: u32,
     n_stages: u32,
+    from_part: u32,
+    to_part: u32,
+}
+
+impl Shape {
+    /// Between pages that have other heads, too, on either side.
+    fn between(self, from: PageRuns, to: PageRuns) -> Self {
+        let part = |runs: PageRuns| u32::try_from(runs.part_bytes()).unwrap_or(u32::MAX);
+        Self { from_part: part(from), to_part: part(to), ..self }
+    }
 }
 
 /// What an errand does.
@@ -201,8 +232,41 @@ fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
 // === impl PageRuns ===
 
 impl PageRuns {
+    /// All heads are meant.
+    pub fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
+        Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
+    }
+
     pub fn page_bytes(&self) -> usize {
+        self.n_parts * self.part_bytes()
+    }
+
+    /// Of what is meant.
+    pub fn moved_bytes(&self) -> usize {
         self.n_parts * self.n_heads * self.run_bytes
+    }
+
+    fn are_there(&self) -> bool {
+        self.first_head.checked_add(self.n_heads).is_some_and(|end| end <= self.page_heads)
+    }
+
+    fn are_whole(&self) -> bool {
+        self.n_heads == self.page_heads
+    }
+
+    /// From K to V.
+    fn part_bytes(&self) -> usize {
+        self.page_heads * self.run_bytes
+    }
+
+    /// Where the first head that is meant begins in its page.
+    fn start(&self) -> usize {
+        self.first_head * self.run_bytes
+    }
+
+    /// The same as they lie in a slot, where there are no others.
+    fn packed(&self) -> Self {
+        Self { first_head: 0, page_heads: self.n_heads, ..*self }
     }
 }
 
@@ -228,32 +292,31 @@ impl Courier {
         self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
 
-    /// Copies pages of a peer's card, at these offsets of its memory, whichever way is faster; digests them if `digests`.
+    /// Copies pages of a peer's card, whichever way is faster; digests them if `digests`.
     ///
     /// The peer must not write them until this is done, or they arrive as a mixture, which their digests tell.
     pub fn fetch(
         &self,
-        from: &RemoteMemory,
-        offsets: &[u64],
+        from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
         digests: bool,
     ) -> Result<Errand, CudaError> {
-        let shape = self.pulled(from, offsets, memory, &to)?;
-        let there = offsets.iter().map(|offset| from.address() + offset);
-        let pages: Vec<Moved> =
-            there.zip(addresses(memory, &to)).map(|(from, to)| Moved { from, to }).collect();
+        let shape = self.checked(from, memory, &to)?;
+        let pages = from.addresses().zip(addresses(memory, &to));
+        let pages: Vec<Moved> = pages.map(|(from, to)| Moved { from, to }).collect();
+        let are_whole = from.runs.are_whole() && to.runs.are_whole();
         let rectangles = rectangles(&pages, to.n_of_layer, to.runs.page_bytes());
-        if mean_bytes(&rectangles) < self.size.engine_bytes_min {
+        if !are_whole || mean_bytes(&rectangles) < self.size.engine_bytes_min {
             return match digests {
-                true => self.pull(from, offsets, memory, to),
-                false => self.copy(from, offsets, memory, to),
+                true => self.pull(from, memory, to),
+                false => self.copy(from, memory, to),
             };
         }
         self.bind()?;
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         // JUSTIFICATION: copy engines are told addresses.
-        // SAFETY: rectangles are made of pages, and `pulled` has checked that every page lies within memory that is mapped
+        // SAFETY: rectangles are made of pages, and `checked` has checked that every page lies within memory that is mapped
         // on both sides; whoever unmaps it waits for the card first. That nobody else uses the pages here is the leases'
         // matter, as for kernels.
         unsafe { self.engines.start(&rectangles, &self.verifier)? };
@@ -266,14 +329,12 @@ impl Courier {
     /// As [`fetch`](Self::fetch) with digests, by a kernel.
     pub fn pull(
         &self,
-        from: &RemoteMemory,
-        offsets: &[u64],
+        from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
     ) -> Result<Errand, CudaError> {
-        let shape = self.pulled(from, offsets, memory, &to)?;
-        let there = offsets.iter().map(|offset| from.address() + offset);
-        self.start(Kind::Pull, shape, there.zip(addresses(memory, &to)), n_digests(&to))
+        let shape = self.checked(from, memory, &to)?.between(from.runs, to.runs);
+        self.start(Kind::Pull, shape, from.addresses().zip(addresses(memory, &to)), n_digests(&to))
     }
 
     /// The other way: from here into a peer's memory.
@@ -281,12 +342,10 @@ impl Courier {
         &self,
         memory: &DeviceMemory,
         from: SomePages<'_>,
-        to: &RemoteMemory,
-        offsets: &[u64],
+        to: RemotePages<'_>,
     ) -> Result<Errand, CudaError> {
-        let shape = self.pulled(to, offsets, memory, &from)?;
-        let there = offsets.iter().map(|offset| to.address() + offset);
-        self.start(Kind::Pull, shape, addresses(memory, &from).zip(there), n_digests(&from))
+        let shape = self.checked(to, memory, &from)?.between(from.runs, to.runs);
+        self.start(Kind::Pull, shape, addresses(memory, &from).zip(to.addresses()), n_digests(&from))
     }
 
     /// Lays pages one after the other into a slot, from an offset on, and digests them on the way if `digests`.
@@ -297,7 +356,7 @@ impl Courier {
         to: SlotAt<'_>,
         digests: bool,
     ) -> Result<Errand, CudaError> {
-        let shape = self.shape(&from, memory)?;
+        let shape = self.shape(&from, memory)?.between(from.runs, from.runs.packed());
         let there = to.pages(&from)?;
         self.start_moving(shape, addresses(memory, &from).zip(there), &from, digests)
     }
@@ -310,7 +369,7 @@ impl Courier {
         to: SomePages<'_>,
         digests: bool,
     ) -> Result<Errand, CudaError> {
-        let shape = self.shape(&to, memory)?;
+        let shape = self.shape(&to, memory)?.between(to.runs.packed(), to.runs);
         let there = from.pages(&to)?;
         self.start_moving(shape, there.zip(addresses(memory, &to)), &to, digests)
     }
@@ -331,14 +390,12 @@ impl Courier {
     /// As [`pull`](Self::pull), without a look at the bytes: the measure for what digests cost.
     pub fn copy(
         &self,
-        from: &RemoteMemory,
-        offsets: &[u64],
+        from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
     ) -> Result<Errand, CudaError> {
-        let shape = self.pulled(from, offsets, memory, &to)?;
-        let there = offsets.iter().map(|offset| from.address() + offset);
-        self.start(Kind::Copy, shape, there.zip(addresses(memory, &to)), 0)
+        let shape = self.checked(from, memory, &to)?.between(from.runs, to.runs);
+        self.start(Kind::Copy, shape, from.addresses().zip(addresses(memory, &to)), 0)
     }
 
     /// Copies one run of bytes by the card's copy engines, and waits: the measure for what kernels reach.
@@ -361,23 +418,29 @@ impl Courier {
         .map_err(CudaError::during("copy between GPUs"))
     }
 
-    fn pulled(
+    /// Checks that pages here and there are alike in what is meant of them, and can be moved.
+    fn checked(
         &self,
-        from: &RemoteMemory,
-        offsets: &[u64],
+        there: RemotePages<'_>,
         memory: &DeviceMemory,
-        to: &SomePages<'_>,
+        here: &SomePages<'_>,
     ) -> Result<Shape, CudaError> {
-        let kernel = "wire_pull";
-        ensure(kernel, offsets.len() == to.places.len(), "not as many pages here as there")?;
-        let page_bytes = to.runs.page_bytes() as u64;
+        let (kernel, RemotePages { memory: remote, offsets, runs }) = ("wire_pull", there);
+        ensure(kernel, offsets.len() == here.places.len(), "not as many pages here as there")?;
+        let are_alike = runs.packed() == here.runs.packed();
+        ensure(kernel, are_alike && runs.are_there(), "pages of which not the same is meant here and there")?;
+        let page_bytes = runs.page_bytes() as u64;
         let fits =
-            |offset: &u64| offset.checked_add(page_bytes).is_some_and(|end| end <= from.bytes() as u64);
+            |offset: &u64| offset.checked_add(page_bytes).is_some_and(|end| end <= remote.bytes() as u64);
         ensure(kernel, offsets.iter().all(fits), "a page outside of the peer's memory")?;
         let aligned = |offset: &u64| offset.is_multiple_of(VECTOR_BYTES as u64);
         ensure(kernel, offsets.iter().all(aligned), "a peer's page that begins off a 16-byte edge")?;
-        ensure(kernel, from.ordinal() == self.context.ordinal(), "a peer's memory mapped for another card")?;
-        self.shape(to, memory)
+        ensure(
+            kernel,
+            remote.ordinal() == self.context.ordinal(),
+            "a peer's memory mapped for another card",
+        )?;
+        self.shape(here, memory)
     }
 
     /// Checks that the pages can be moved as the kernels do, and says so in their terms.
@@ -390,6 +453,7 @@ impl Courier {
             matches!(runs.n_parts, 1 | 2) && runs.n_heads > 0,
             "pages of neither one nor two parts",
         )?;
+        ensure(kernel, runs.are_there(), "heads that the pages do not have")?;
         let is_vectors = |bytes: usize| bytes > 0 && bytes.is_multiple_of(VECTOR_BYTES);
         ensure(kernel, is_vectors(runs.run_bytes), "runs that are not whole vectors of 16 bytes")?;
         let is_page = |(region, page): &(u32, u32)| {
@@ -416,6 +480,8 @@ impl Courier {
             partial: number(partial),
             partial_valid: number(partial_valid),
             n_stages: number(self.kernels.n_stages),
+            from_part: number(runs.part_bytes()),
+            to_part: number(runs.part_bytes()),
         })
     }
 
@@ -481,7 +547,7 @@ impl Courier {
         let grid = (n_multiprocessors.max(1), 1, 1);
         let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
-        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `pulled` have
+        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `checked` have
         // checked that every page lies within memory that is mapped; whoever unmaps it waits for the card first, and so
         // does who drops the slate. The slate is as long as the table and the digests, by `slate`.
         unsafe {
@@ -524,8 +590,10 @@ fn urgent(context: &CudaContext) -> i32 {
     if asked.is_ok() { greatest } else { 0 }
 }
 
+/// Where what is meant of each page begins.
 fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterator<Item = u64> + use<'a> {
-    some.places.iter().map(move |(region, page)| memory.page_address(*region, *page))
+    let start = some.runs.start() as u64;
+    some.places.iter().map(move |(region, page)| memory.page_address(*region, *page) + start)
 }
 
 /// As the kernel that digests takes them: nothing is moved.

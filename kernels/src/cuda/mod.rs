@@ -39,7 +39,7 @@ pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
 pub use cache::Cache;
 pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
-pub use courier::{Courier, CourierSize, Errand, PageRuns, SlotAt, SomePages};
+pub use courier::{Courier, CourierSize, Errand, PageRuns, RemotePages, SlotAt, SomePages};
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;

@@ -2,21 +2,24 @@
 //! them, beside a plain copy and NCCL alone.
 //!
 //! `gpu_conformance [--nvrtc FOLDER] [--out FILE] [--commit NAME]`: JSON to the file, a summary to stderr; fails where the
-//! suite does. Nodes that send are on the first GPU, those that receive on the second.
+//! suite does. Nodes that send are on the first GPU, those that receive on the second. The ranks of nodes that have several
+//! are on all in turn, those that receive from the second on: of four GPUs, two ranks that send are on the first two, and
+//! two that receive on the last.
 
 mod measure;
 mod nccl;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
-use baton_kv_transfer::conformance::conformance;
 use baton_kv_transfer::conformance::node::lie_in;
-use baton_kv_transfer::{ConnectorParts, build};
+use baton_kv_transfer::conformance::{conformance, conformance_between};
+use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 use kernels::cuda::{Cache, Card};
 use kv_cache::KvMemory;
 use serde_json::json;
+use tokio::runtime::Runtime;
 use types::KvLayout;
 
 /// Wires that are run over memory of GPUs, and the setting for frames: frames of one page, tall ones, and a wire that goes
@@ -29,15 +32,23 @@ const RECEIVERS: &[&str] = &["decode", "mortal"];
 /// Joining a pair takes NCCL a second or two, more than the suite's wires may stand still.
 const NCCL_STALL_MS: u64 = 10_000;
 
-static CARDS: OnceLock<[Card; 2]> = OnceLock::new();
+/// Ranks of the nodes that send, and of those that receive.
+const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
+/// The wire that carries the KV of several GPUs.
+const WIRE_OF_RANKS: &str = "cuda-ipc";
+
+const CARDS_MAX: usize = 4;
+static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Memory of the card that a node of this name is on.
+/// Memory of the cards that a node of this name is on.
 pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     let cards = CARDS.get().expect("the cards are opened first");
-    KvMemory::device(layout, n_blocks, &[&cards[usize::from(RECEIVERS.contains(&name))]])
-        .expect("the card has room")
+    let n_ranks = usize::from(layout.shard.tp_size);
+    let first = if RECEIVERS.contains(&name) { (cards.len() / 2).min(n_ranks) } else { 0 };
+    let of_ranks: Vec<&Card> = (first..first + n_ranks).map(|nth| &cards[nth % cards.len()]).collect();
+    KvMemory::device(layout, n_blocks, &of_ranks).expect("the cards have room")
 }
 
 #[derive(Default)]
@@ -76,20 +87,24 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Outcome<bool> {
     let open = |ordinal| Card::open(ordinal, args.nvrtc.as_deref(), &Cache::none());
-    let cards = CARDS.get_or_init(|| [open(0), open(1)].map(|card| card.expect("two GPUs")));
+    let n_cards = Card::count()?.min(CARDS_MAX);
+    let all = (0..n_cards.max(2)).map(open).collect::<Result<Vec<Card>, _>>()?;
+    let cards = CARDS.get_or_init(|| all);
     lie_in(memory);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(8).enable_all().build()?;
     let measured = runtime.block_on(measure::all())?;
     let by_nccl = nccl::plainly();
     eprintln!("{by_nccl}");
     let suites: Vec<_> = RUNS.iter().map(|run| (*run, passes(&runtime, *run))).collect();
+    let of_ranks = ranks_pass(&runtime);
     let report = json!({
         "command": "gpu_conformance",
         "commit": args.commit,
-        "cards": [cards[0].name(), cards[1].name()],
+        "cards": cards.iter().map(Card::name).collect::<Vec<_>>(),
         "measured": measured,
         "nccl_alone": by_nccl,
         "conformance": suites.iter().map(|((wire, frame), passed)| json!({"wire": wire, "frame_bytes": frame, "passed": passed})).collect::<Vec<_>>(),
+        "conformance_of_ranks": {"wire": WIRE_OF_RANKS, "ranks": RANKS, "passed": of_ranks},
     });
     if let Some(out) = &args.out {
         std::fs::write(out, serde_json::to_string_pretty(&report)? + "\n")?;
@@ -97,19 +112,31 @@ fn run(args: &Args) -> Outcome<bool> {
     for ((wire, frame), passed) in &suites {
         eprintln!("conformance of {wire}, frames of {frame}: {}", if *passed { "passed" } else { "FAILED" });
     }
-    Ok(suites.iter().all(|(_, passed)| *passed))
+    eprintln!("conformance of ranks, {WIRE_OF_RANKS}: {}", if of_ranks { "passed" } else { "FAILED" });
+    Ok(of_ranks && suites.iter().all(|(_, passed)| *passed))
 }
 
 /// Runs all cases; a case that fails has said so.
-fn passes(runtime: &tokio::runtime::Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool {
-    let suite = conformance(move |mut parts: ConnectorParts| async move {
-        // The suite wants transfers of many frames; a card's are many times larger than the setting.
-        parts.settings.frame_bytes = frame_bytes;
-        if wire == "nccl" {
-            parts.settings.stall_ms = parts.settings.stall_ms.max(NCCL_STALL_MS);
-        }
-        build(wire, parts).await.expect("the connector works here")
-    });
+fn passes(runtime: &Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool {
+    ends_well(runtime, conformance(move |parts| made(wire, frame_bytes, parts)))
+}
+
+/// The same between nodes of several ranks, where they share heads.
+fn ranks_pass(runtime: &Runtime) -> bool {
+    let frame_bytes = RUNS[0].1;
+    ends_well(runtime, conformance_between(RANKS, move |parts| made(WIRE_OF_RANKS, frame_bytes, parts)))
+}
+
+async fn made(wire: &'static str, frame_bytes: usize, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
+    // The suite wants transfers of many frames; a card's are many times larger than the setting.
+    parts.settings.frame_bytes = frame_bytes;
+    if wire == "nccl" {
+        parts.settings.stall_ms = parts.settings.stall_ms.max(NCCL_STALL_MS);
+    }
+    build(wire, parts).await.expect("the connector works here")
+}
+
+fn ends_well(runtime: &Runtime, suite: impl Future<Output = ()> + Send + 'static) -> bool {
     #[allow(clippy::disallowed_methods, reason = "a panic of the suite ends this task and not the report")]
     let task = runtime.spawn(suite);
     runtime.block_on(task).is_ok()

@@ -27,6 +27,13 @@ struct How {
     is_scattered: bool,
     frame_bytes: usize,
     multiprocessors: u32,
+    ranks: (u16, u16),
+}
+
+/// From the first `send` to the arrival, and to the sender's knowledge of it.
+struct Took {
+    arrival: Duration,
+    finish: Duration,
 }
 
 struct Side {
@@ -47,7 +54,8 @@ async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Side> {
         gpu_multiprocessors: how.multiprocessors,
         ..TransferSettings::default()
     };
-    let parts = ConnectorParts { memory: memory.clone(), settings, ..Node::parts(name, layout()) };
+    let parts =
+        ConnectorParts { memory: memory.clone(), settings, ..Node::parts(name, memory.layout().clone()) };
     let pool = BlockPool::new(memory.layout(), memory.n_blocks());
     let wire = build(how.wire, parts.clone()).await?;
     Ok(Side { parts, pool, wire })
@@ -71,14 +79,43 @@ impl Side {
 
 /// Numbers that do not repeat within a layer.
 fn fill(memory: &KvMemory) {
-    for layer in 0..32 {
-        let mut pages = memory.write(GroupIdx(0), layer, 0..N_BLOCKS).expect("nobody else");
+    for (layer, rank) in (0..32).flat_map(|layer| (0..memory.n_ranks()).map(move |rank| (layer, rank))) {
+        let mut pages = memory.rank(rank).write(GroupIdx(0), layer, 0..N_BLOCKS).expect("nobody else");
         let words = pages.as_chunks_mut::<8>().0;
-        let seed = u64::from(layer) << 40;
+        let seed = (u64::from(layer) << 8 | u64::from(rank)) << 32;
         for (nth, word) in words.iter_mut().enumerate() {
             *word = ((nth as u64 ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15)).to_le_bytes();
         }
     }
+}
+
+/// What is measured: wires, their frames and multiprocessors, and ranks.
+fn ways() -> Vec<How> {
+    let wires = [
+        ("cuda-ipc", 64, 32 << 20, 16),
+        ("cuda-ipc", 64, 24 << 20, 16),
+        ("nccl", 128, 64 << 20, 32),
+        ("nccl", 128, 64 << 20, 48),
+    ];
+    let one_each = wires.into_iter().flat_map(|(wire, frames_larger, frame_bytes, multiprocessors)| {
+        [(true, false), (true, true), (false, false), (false, true)].map(|(digests, is_scattered)| {
+            let ranks = (1, 1);
+            How { wire, frames_larger, digests, is_scattered, frame_bytes, multiprocessors, ranks }
+        })
+    });
+    let (wire, frames_larger, frame_bytes, multiprocessors) = wires[0];
+    let of_ranks = [(2, 2), (1, 2), (2, 1)].map(|ranks| {
+        let (digests, is_scattered) = (true, false);
+        How { wire, frames_larger, digests, is_scattered, frame_bytes, multiprocessors, ranks }
+    });
+    one_each.chain(of_ranks).collect()
+}
+
+/// Between nodes of several ranks, in memory of their own.
+async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how: How) -> Outcome<Took> {
+    let (near, far) = (near?, far?);
+    fill(&near);
+    through_connector(&near, &far, how).await
 }
 
 pub(crate) async fn all() -> Outcome<Value> {
@@ -87,31 +124,28 @@ pub(crate) async fn all() -> Outcome<Value> {
     let bytes = N_SENT as usize * layout().block_bytes(GroupIdx(0));
     let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far, bytes)?})];
     eprintln!("{}", lines[0]);
-    let wires = [
-        ("cuda-ipc", 64, 32 << 20, 16),
-        ("cuda-ipc", 64, 24 << 20, 16),
-        ("cuda-ipc", 64, 16 << 20, 16),
-        ("nccl", 128, 64 << 20, 32),
-        ("nccl", 128, 64 << 20, 16),
-        ("nccl", 128, 64 << 20, 48),
-        ("nccl", 128, 64 << 20, 64),
-        ("nccl", 128, 32 << 20, 32),
-    ];
-    for (wire, frames_larger, frame_bytes, multiprocessors) in wires {
-        for (digests, is_scattered) in [(true, false), (true, true), (false, false), (false, true)] {
-            let how = How { wire, frames_larger, digests, is_scattered, frame_bytes, multiprocessors };
-            let line = match through_connector(&near, &far, how).await {
-                Err(error) => json!({"what": wire, "error": error.to_string()}),
-                Ok(took) => json!({
-                    "what": wire, "blocks": if is_scattered { "scattered" } else { "neighbours" },
-                    "digests": digests, "frame_mib": frame_bytes >> 20, "multiprocessors": multiprocessors,
-                    "median_ms": took.as_secs_f64() * 1e3,
-                    "gigabytes_per_second": bytes as f64 / took.as_secs_f64() / 1e9,
-                }),
-            };
-            eprintln!("{line}");
-            lines.push(line);
-        }
+    for how in ways() {
+        let How { wire, digests, is_scattered, frame_bytes, multiprocessors, ranks, .. } = how;
+        let took = match ranks {
+            (1, 1) => through_connector(&near, &far, how).await,
+            (from, to) => {
+                let of = |name, tp| Ok(memory(name, layout().over_ranks(tp)?, N_BLOCKS));
+                through_ranks((of("prefill", from), of("decode", to)), how).await
+            }
+        };
+        let rate = |took: Duration| bytes as f64 / took.as_secs_f64() / 1e9;
+        let line = match took {
+            Err(error) => json!({"what": wire, "error": error.to_string()}),
+            Ok(took) => json!({
+                "what": wire, "blocks": if is_scattered { "scattered" } else { "neighbours" }, "digests": digests,
+                "frame_mib": frame_bytes >> 20, "multiprocessors": multiprocessors, "ranks": ranks,
+                "median_ms": took.finish.as_secs_f64() * 1e3,
+                "gigabytes_per_second": rate(took.finish),
+                "arrived_gigabytes_per_second": rate(took.arrival),
+            }),
+        };
+        eprintln!("{line}");
+        lines.push(line);
     }
     lines.push(json!({"what": "plain copy, again", "gigabytes_per_second": plainly(&near, &far, bytes)?}));
     eprintln!("{}", lines[lines.len() - 1]);
@@ -132,14 +166,14 @@ fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
     Ok(bytes as f64 / median(took.split_off(3)).as_secs_f64() / 1e9)
 }
 
-/// From the first call of `send` to the arrival: all layers are computed already.
-async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome<Duration> {
+/// All layers are computed already.
+async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome<Took> {
     let (prefill, decode) = (side("prefill", near, how).await?, side("decode", far, how).await?);
     let scatter = how.is_scattered;
     let (from, _between) =
         if scatter { prefill.scattered() } else { (prefill.lease(N_SENT as usize), vec![]) };
     let from = Arc::new(from);
-    let mut took = Vec::new();
+    let (mut arrivals, mut finishes) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS + 3 {
         let (lease, _between) =
             if scatter { decode.scattered() } else { (decode.lease(N_SENT as usize), vec![]) };
@@ -155,14 +189,20 @@ async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome
         let start = now();
         let span = KvSpan { group: GroupIdx(0), blocks: 0..N_SENT, layers: 0..32 };
         sender.send(span, Arc::clone(&from), LayerFence::open()).await?;
-        let (sent, arrived) = tokio::join!(sender.finish(handoff(&landing)), arrival.settle());
-        took.push(start.elapsed());
+        let arrived = async {
+            let arrived = arrival.settle().await;
+            (arrived, start.elapsed())
+        };
+        let (sent, (arrived, arrival)) = tokio::join!(sender.finish(handoff(&landing)), arrived);
+        finishes.push(start.elapsed());
+        arrivals.push(arrival);
         sent?;
-        if round == 0 {
-            check(near, far, &from, &arrived?.lease);
+        let arrived = arrived?;
+        if round == 0 && how.ranks == (1, 1) {
+            check(near, far, &from, &arrived.lease);
         }
     }
-    Ok(median(took.split_off(3)))
+    Ok(Took { arrival: median(arrivals.split_off(3)), finish: median(finishes.split_off(3)) })
 }
 
 /// Every byte of every layer.

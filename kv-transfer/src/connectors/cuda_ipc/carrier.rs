@@ -6,7 +6,7 @@ use kernels::cuda::{Courier, CourierSize, CudaError, Errand, RemoteMemory};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::connectors::cuda_ipc::on_card;
+use super::pages::card_of;
 use crate::error::TransferError;
 use crate::flights::Flight;
 
@@ -18,6 +18,23 @@ const ERRANDS_MAX: usize = 64;
 pub(in crate::connectors) struct Carrier {
     courier: Arc<Courier>,
     waiting: mpsc::Sender<Job>,
+}
+
+/// One for each of a node's cards. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(super) struct Carriers(Arc<[Carrier]>);
+
+impl Carriers {
+    pub(super) fn start(memory: &KvMemory, size: CourierSize) -> Result<Self, TransferError> {
+        let all = (0..memory.n_ranks()).map(|rank| Carrier::start(memory, rank, size));
+        Ok(Self(all.collect::<Result<_, _>>()?))
+    }
+
+    /// # Panics
+    /// If there is no such rank.
+    pub(super) fn of(&self, rank: u16) -> &Carrier {
+        &self.0[usize::from(rank)]
+    }
 }
 
 /// What is done on the thread, because it waits for the card.
@@ -41,8 +58,13 @@ pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, Cud
 pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
 
 impl Carrier {
-    pub(in crate::connectors) fn start(memory: &KvMemory, size: CourierSize) -> Result<Self, TransferError> {
-        let courier = Courier::new(on_card(memory)?.memory(), size);
+    /// For the card of one rank.
+    pub(in crate::connectors) fn start(
+        memory: &KvMemory,
+        rank: u16,
+        size: CourierSize,
+    ) -> Result<Self, TransferError> {
+        let courier = Courier::new(card_of(memory, rank)?.memory(), size);
         let courier = Arc::new(courier.map_err(TransferError::device)?);
         let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
         let waits = Arc::clone(&courier);

@@ -1,4 +1,4 @@
-//! How a receiver comes by the memory of a sender's card: with the first bytes of a link's first stream.
+//! How a receiver comes by the memory of a sender's cards: with the first bytes of a link's first stream.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -10,24 +10,30 @@ use kv_cache::KvMemory;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::task::spawn_blocking;
 
-use super::carrier::Carrier;
-use super::on_card;
+use super::carrier::Carriers;
+use super::pages::card_of;
 use super::pulled::Pulled;
 use crate::connectors::link::frame::FrameError;
 use crate::connectors::link::medium::Apart;
 use crate::connectors::link::receiver::{Arriving, Door, Incoming};
 use crate::connectors::shm::door;
 use crate::error::TransferError;
+use crate::lanes::Lanes;
+use crate::reshard::Lane;
 
-/// What a stream begins with. The number of bytes that come with the descriptor, if one does, follows.
+/// What a stream begins with. How large the memory is whose descriptor comes with it follows: of each of the cards, whose
+/// shares are equal, in the order of their ranks. No descriptors come with any stream but the first.
 const GREETING: u8 = b'C';
 const GREETING_BYTES: usize = 9;
 
-/// Connects, and shows so many bytes of a card's memory, or none.
-pub(super) async fn connect(path: &str, memory: Option<&(OwnedFd, usize)>) -> io::Result<Stream> {
+/// Connects, and shows the memory of some cards, or none.
+pub(super) async fn connect(path: &str, memory: &[(OwnedFd, usize)]) -> io::Result<Stream> {
     let mut greeting = [GREETING; GREETING_BYTES];
-    let bytes = memory.map_or(0, |(_, bytes)| *bytes as u64);
-    greeting[1..].copy_from_slice(&bytes.to_le_bytes());
+    let bytes = memory.first().map_or(0, |(_, bytes)| *bytes);
+    if memory.iter().any(|card| card.1 != bytes) {
+        return Err(io::Error::other("the ranks' shares of the KV are not equal"));
+    }
+    greeting[1..].copy_from_slice(&(bytes as u64).to_le_bytes());
     let files: Vec<_> = memory.iter().map(|(fd, _)| fd.as_fd()).collect();
     door::greeting(path, &greeting, &files).await
 }
@@ -37,21 +43,21 @@ pub(super) async fn connect(path: &str, memory: Option<&(OwnedFd, usize)>) -> io
 pub(super) struct CardDoor {
     pub(super) listener: UnixListener,
     pub(super) memory: KvMemory,
-    pub(super) carrier: Arc<Carrier>,
+    pub(super) carriers: Carriers,
 }
 
 #[async_trait]
 impl Door for CardDoor {
     async fn accept(&mut self) -> io::Result<(String, Arriving)> {
         let (from, stream) = door::accepted(&self.listener).await?;
-        Ok((from, Box::pin(greeted(stream, self.memory.clone(), Arc::clone(&self.carrier)))))
+        Ok((from, Box::pin(greeted(stream, self.memory.clone(), self.carriers.clone()))))
     }
 }
 
 async fn greeted(
     stream: UnixStream,
     memory: KvMemory,
-    carrier: Arc<Carrier>,
+    carriers: Carriers,
 ) -> Result<Incoming, TransferError> {
     let (greeting, files) = door::received::<GREETING_BYTES>(&stream).await.map_err(TransferError::lost)?;
     let (first, bytes) = greeting.split_first_chunk::<1>().expect("a greeting is longer");
@@ -59,24 +65,31 @@ async fn greeted(
         return Err(FrameError::Unexpected("another greeting").into());
     }
     let bytes = u64::from_le_bytes(bytes.try_into().expect("eight bytes follow"));
-    let elsewhere = match files.into_iter().next() {
-        None => None,
-        Some(fd) => Some(Apart::Card(Arc::new(mapped(fd, bytes, memory, carrier).await?))),
+    let elsewhere = match files.is_empty() {
+        true => None,
+        false => Some(Apart::Card(Arc::new(mapped(files, bytes, memory, carriers).await?))),
     };
     Ok(Incoming { stream: Stream::other(stream), elsewhere })
 }
 
-/// Mapping takes the driver its time: on a thread that may wait.
+/// Maps each of the sender's cards for those of this side that want something of it. It takes the driver its time: on a
+/// thread that may wait.
 async fn mapped(
-    fd: OwnedFd,
+    files: Vec<OwnedFd>,
     bytes: u64,
     memory: KvMemory,
-    carrier: Arc<Carrier>,
+    carriers: Carriers,
 ) -> Result<Pulled, TransferError> {
     let import = move || {
         let bytes = usize::try_from(bytes).map_err(|_| FrameError::Body("more memory than there can be"))?;
-        let remote = on_card(&memory)?.memory().import(&fd, bytes).map_err(TransferError::device)?;
-        Ok(Pulled::new(Arc::new(remote), carrier))
+        let lanes = Lanes::between(files.len() as u16, memory.layout());
+        let lanes = lanes.map_err(|error| TransferError::Layout(error.to_string()))?;
+        let import = |lane: &Lane| {
+            let card = card_of(&memory, lane.to)?.memory();
+            let remote = card.import(&files[usize::from(lane.from)], bytes).map_err(TransferError::device)?;
+            Ok((*lane, Arc::new(remote)))
+        };
+        Ok(Pulled::new(lanes.all().iter().map(import).collect::<Result<_, TransferError>>()?, carriers))
     };
     spawn_blocking(import).await.map_err(|_| TransferError::Closed)?
 }

@@ -1,7 +1,7 @@
 //! KV from one GPU to another of the same machine: the receiver's GPU copies it out of the sender's memory.
 //!
 //! A [link](super::link) over Unix sockets, as [`shm`] has one. The sender gives the receiver a file descriptor
-//! of its card's memory, once for each link; frames say where their KV lies in it, and the receiver's card pulls it over
+//! of each of its cards' memory, once for each link; frames say where their KV lies in it, and a card of the receiver's pulls it over
 //! NVLink, by its copy engines where the KV lies in large pieces and by a kernel where it does not. What the KV must be is
 //! said a moment later: the sender's card makes the digests while the receiver's copies. So nobody writes another's memory: that a landing is quiet is this side's own
 //! knowledge, and a sender that is stopped or killed in the middle of it can do no harm. Its memory lives for as long as
@@ -23,7 +23,7 @@ use kernels::cuda::CourierSize;
 use tracing::info;
 use types::{Scheme, WireAddress};
 
-use self::carrier::Carrier;
+use self::carrier::Carriers;
 use self::door::CardDoor;
 use self::shown::Shown;
 use super::link::check_pages;
@@ -48,25 +48,26 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
     check_pages(&parts)?;
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
     parts.settings.streams = STREAMS;
-    parts.settings.tall_frames = true;
+    (parts.settings.tall_frames, parts.settings.tapered_frames) = (true, true);
     let size = CourierSize::of(parts.settings.multiprocessors(MULTIPROCESSORS));
-    let carrier = Arc::new(Carrier::start(&parts.memory, size)?);
+    let carriers = Carriers::start(&parts.memory, size)?;
     let folder = Path::new(shm::FOLDER);
     let refused = |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };
     let (listener, socket) = shm::door::bind(folder, parts.world.draw()).map_err(refused)?;
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint() };
-    let door = CardDoor { listener, memory: parts.memory.clone(), carrier: Arc::clone(&carrier) };
+    let door = CardDoor { listener, memory: parts.memory.clone(), carriers: carriers.clone() };
     info!(endpoint = address.endpoint, "kv transfer between GPUs");
-    let medium = move |parts: &ConnectorParts| Shown::over(parts, Arc::clone(&carrier));
+    let medium = move |parts: &ConnectorParts| Shown::over(parts, carriers.clone());
     Ok(Wire::start(parts, address, Some(socket), Box::new(door), Box::new(medium)))
 }
 
-/// The card's side of the memory. A connector is not made without.
+/// The card's side of memory that lies on one. A connector that moves no other is not made without.
 pub(super) fn on_card(memory: &kv_cache::KvMemory) -> Result<kv_cache::OnCard<'_>, TransferError> {
-    memory.on_card().ok_or_else(|| {
-        bad_request(match memory.is_on_cards() {
-            true => "this node's KV is spread over several GPUs, and this connector moves what lies on one",
-            false => "this node's KV is not on a GPU",
-        })
-    })
+    match memory.on_card() {
+        Some(card) => Ok(card),
+        None if memory.is_on_cards() => Err(bad_request(
+            "this node's KV is spread over several GPUs, and this connector moves what lies on one",
+        )),
+        None => Err(bad_request("this node's KV is not on a GPU")),
+    }
 }

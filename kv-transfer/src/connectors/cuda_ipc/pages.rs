@@ -2,13 +2,16 @@
 
 use kernels::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
+use types::layout::LayerShape;
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
 
-use super::on_card;
 use crate::connectors::link::frame::Piece;
+use crate::connectors::link::span_out::SpanOut;
 use crate::digest::PageShape;
 use crate::error::TransferError;
-use crate::landing::bad_request;
+use crate::landing::{OpenLanding, bad_request};
+use crate::lanes::{LaneSpan, Lanes};
+use crate::reshard::Heads;
 
 /// A card moves so many bytes at once.
 const VECTOR_BYTES: usize = 16;
@@ -16,7 +19,10 @@ const VECTOR_BYTES: usize = 16;
 /// Neighbouring layers of a span whose pages are alike: what one errand takes.
 #[derive(Debug)]
 pub(in crate::connectors) struct Alike {
-    shape: PageShape,
+    /// What of each page here goes on the span's lane.
+    here: PageRuns,
+    /// The same of the pages at the other side.
+    there: PageRuns,
     /// Region and page, layer by layer.
     pub(in crate::connectors) places: Vec<(u32, u32)>,
     n_blocks: usize,
@@ -27,7 +33,6 @@ pub(in crate::connectors) struct Alike {
 /// Refuses memory whose pages no card can move. Where a token is not a multiple of 16 bytes either, which no real model's
 /// is, a sequence whose last block is filled in part is refused by the courier.
 pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferError> {
-    on_card(memory)?;
     let layout = memory.layout();
     for group in layout.group_indices() {
         for layer_pos in 0..layout.group(group).layers.len() as u16 {
@@ -40,21 +45,57 @@ pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferErro
     Ok(())
 }
 
-/// All pages of a span, whose blocks `table` has, in runs of layers that are alike.
-pub(in crate::connectors) fn alike(
-    memory: OnCard<'_>,
-    landing: &Landing,
-    table: &[BlockIdx],
-    span: &KvSpan,
-) -> Vec<Alike> {
+/// The card that one rank's KV lies on.
+pub(in crate::connectors) fn card_of(memory: &KvMemory, rank: u16) -> Result<OnCard<'_>, TransferError> {
+    memory.rank(rank).on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
+}
+
+/// One side of a lane: the pages here are those of one of its ranks.
+#[derive(Clone, Copy)]
+struct Side<'a> {
+    card: OnCard<'a>,
+    table: &'a [BlockIdx],
+    heads: fn(&Lanes, LayerShape, &LaneSpan) -> (Heads, Heads),
+}
+
+/// What a span's lane takes of this node's pages, in runs of layers that are alike.
+pub(in crate::connectors) fn sent(memory: &KvMemory, span: &SpanOut) -> Result<Vec<Alike>, TransferError> {
+    let heads = |lanes: &Lanes, layer: LayerShape, span: &LaneSpan| {
+        let heads = lanes.heads(layer.n_kv_heads, span.lane);
+        (heads.from, heads.to)
+    };
+    let table = span.from.table(span.piece.group);
+    let side = Side { card: card_of(memory, span.piece.lane.from)?, table, heads };
+    Ok(alike(side, &span.out.lanes, &span.out.landing, &span.piece))
+}
+
+/// What a span's lane brings of this node's pages.
+pub(in crate::connectors) fn wanted(
+    landing: &OpenLanding,
+    span: &LaneSpan,
+) -> Result<Vec<Alike>, TransferError> {
+    let heads = |lanes: &Lanes, layer: LayerShape, span: &LaneSpan| {
+        let heads = lanes.heads(layer.n_kv_heads, span.lane);
+        (heads.to, heads.from)
+    };
+    let table = &landing.landing().tables[usize::from(span.group.0)];
+    let side = Side { card: card_of(landing.memory(), span.lane.to)?, table, heads };
+    Ok(alike(side, landing.lanes(), landing.landing(), span))
+}
+
+/// Both sides' layouts are one but for the ranks: what of a head lies in a block is the same here and there.
+fn alike(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> Vec<Alike> {
     let mut all: Vec<Alike> = Vec::new();
     for layer_pos in span.layers.clone() {
         let shape = PageShape::new(&landing.layout, span.group, layer_pos);
-        if all.last().is_none_or(|last| last.shape != shape) {
-            all.push(Alike::new(shape, landing, span));
+        let layer = landing.layout.group(span.group).layers[usize::from(layer_pos)];
+        let (here, there) = (side.heads)(lanes, layer, span);
+        let (here, there) = (runs(shape, here), runs(shape, there));
+        if all.last().is_none_or(|last| (last.here, last.there) != (here, there)) {
+            all.push(Alike::new((here, there), shape, landing, span));
         }
-        let blocks = &table[span.blocks.start as usize..span.blocks.end as usize];
-        let region = memory.region(span.group, layer_pos);
+        let blocks = &side.table[span.blocks.start as usize..span.blocks.end as usize];
+        let region = side.card.region(span.group, layer_pos);
         all.last_mut()
             .expect("one was just pushed")
             .places
@@ -63,35 +104,47 @@ pub(in crate::connectors) fn alike(
     all
 }
 
+fn runs(shape: PageShape, heads: Heads) -> PageRuns {
+    PageRuns {
+        n_parts: shape.n_parts,
+        n_heads: heads.range().len(),
+        run_bytes: shape.head_bytes,
+        first_head: heads.range().start,
+        page_heads: usize::from(heads.of),
+    }
+}
+
 impl Alike {
-    fn new(shape: PageShape, landing: &Landing, span: &KvSpan) -> Self {
+    fn new((here, there): (PageRuns, PageRuns), shape: PageShape, landing: &Landing, span: &KvSpan) -> Self {
         let last = span.blocks.end - 1;
         let valid = landing.valid_tokens(last);
         let is_partial = valid < landing.layout.block_tokens;
         let partial = (span.blocks.len() - 1, usize::from(valid) * shape.token_bytes);
-        let n_blocks = span.blocks.len();
-        Self { shape, places: Vec::new(), n_blocks, partial: is_partial.then_some(partial) }
+        let partial = is_partial.then_some(partial);
+        Self { here, there, places: Vec::new(), n_blocks: span.blocks.len(), partial }
     }
 
     pub(in crate::connectors) fn some(&self) -> SomePages<'_> {
-        let PageShape { n_parts, n_heads, head_bytes, .. } = self.shape;
-        SomePages {
-            places: &self.places,
-            n_of_layer: self.n_blocks,
-            runs: PageRuns { n_parts, n_heads, run_bytes: head_bytes },
-            partial: self.partial,
-        }
+        let Self { here, places, n_blocks, partial, .. } = self;
+        SomePages { places, n_of_layer: *n_blocks, runs: *here, partial: *partial }
     }
 
-    pub(in crate::connectors) fn page_bytes(&self) -> usize {
-        self.shape.page_bytes()
+    /// What is meant of each page at the other side.
+    pub(super) fn there(&self) -> PageRuns {
+        self.there
     }
 
-    /// Where the pages lie in what this node shows of its card, neighbours together.
-    pub(super) fn pieces(&self, memory: OnCard<'_>, pieces: &mut Vec<Piece>) {
-        let bytes = self.page_bytes() as u32;
+    /// Bytes that go on the lane.
+    pub(in crate::connectors) fn bytes(&self) -> usize {
+        self.places.len() * self.here.moved_bytes()
+    }
+
+    /// Where the pages lie in what this node shows of its card, neighbours together. They are whole, whatever of them goes
+    /// on the lane.
+    pub(super) fn pieces(&self, card: OnCard<'_>, pieces: &mut Vec<Piece>) {
+        let bytes = self.here.page_bytes() as u32;
         for (region, page) in &self.places {
-            let offset = memory.memory().offset(*region, *page);
+            let offset = card.memory().offset(*region, *page);
             match pieces.last_mut() {
                 Some(last) if follows(last, offset) && last.bytes.checked_add(bytes).is_some() => {
                     last.bytes += bytes;
@@ -134,31 +187,68 @@ impl<'a> Offsets<'a> {
     }
 }
 
-/// The page that holds one bit of a span, counted in the wire's order, and the bit's place there.
+/// The page that holds one bit of what a span's lane takes, counted in the wire's order, and the bit's place there.
 pub(super) fn page_of_bit(
     layout: &KvLayout,
+    lanes: &Lanes,
     table: &[BlockIdx],
-    span: &KvSpan,
+    span: &LaneSpan,
     bit: u64,
 ) -> ((GroupIdx, u16, u32), usize) {
-    let page_bytes = |layer_pos| PageShape::new(layout, span.group, layer_pos).page_bytes();
-    let whole: usize = span.layers.clone().map(|layer_pos| page_bytes(layer_pos) * span.blocks.len()).sum();
+    let of_layer = |layer_pos: u16| {
+        let layer = layout.group(span.group).layers[usize::from(layer_pos)];
+        let heads = lanes.heads(layer.n_kv_heads, span.lane).from;
+        runs(PageShape::new(layout, span.group, layer_pos), heads)
+    };
+    let whole: usize =
+        span.layers.clone().map(|layer| of_layer(layer).moved_bytes() * span.blocks.len()).sum();
     let mut byte = (bit / 8 % whole as u64) as usize;
     for layer_pos in span.layers.clone() {
-        let of_layer = page_bytes(layer_pos) * span.blocks.len();
-        if byte < of_layer {
-            let block = span.blocks.start as usize + byte / page_bytes(layer_pos);
-            let at = byte % page_bytes(layer_pos) * 8 + (bit % 8) as usize;
-            return ((span.group, layer_pos, table[block].0), at);
+        let runs = of_layer(layer_pos);
+        if byte < runs.moved_bytes() * span.blocks.len() {
+            let block = span.blocks.start as usize + byte / runs.moved_bytes();
+            let (in_page, part_bytes) = (byte % runs.moved_bytes(), runs.n_heads * runs.run_bytes);
+            let (part, in_part) = (in_page / part_bytes, in_page % part_bytes);
+            let at = (part * runs.page_heads + runs.first_head) * runs.run_bytes + in_part;
+            return ((span.group, layer_pos, table[block].0), at * 8 + (bit % 8) as usize);
         }
-        byte -= of_layer;
+        byte -= runs.moved_bytes() * span.blocks.len();
     }
     unreachable!("the bit is one of the span's")
 }
 
 #[cfg(test)]
 mod tests {
+    use types::KvDtype;
+
     use super::*;
+    use crate::runs::Runs;
+
+    /// The same place as the wire's other runs have it, for every byte of what each lane takes.
+    #[test]
+    fn a_bit_of_a_lane_is_in_one_of_its_heads() {
+        for (from_tp, to_tp) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)] {
+            let layout =
+                |tp| KvLayout::uniform(16, KvDtype::Bf16, 3, 4, 8).over_ranks(tp).expect("it divides");
+            let (ours, theirs) = (layout(from_tp), layout(to_tp));
+            let lanes = Lanes::between(from_tp, &theirs).expect("they can");
+            let page_bytes = PageShape::new(&ours, GroupIdx(0), 0).page_bytes() as u64;
+            let table = [5, 6, 2].map(BlockIdx);
+            let start_of = |layer: u16, page: u32| (u64::from(layer) * 10 + u64::from(page)) * page_bytes;
+            for lane in lanes.all() {
+                let span = KvSpan { group: GroupIdx(0), blocks: 0..3, layers: 1..3 };
+                let span = LaneSpan { lane: *lane, span };
+                let places = Runs::sent(&ours, &lanes, &table, &span).places(start_of);
+                let bytes =
+                    places.iter().flat_map(|piece| piece.offset..piece.offset + u64::from(piece.bytes));
+                for (nth, byte) in bytes.enumerate() {
+                    let bit = nth as u64 * 8 + 3;
+                    let ((_, layer, page), at) = page_of_bit(&ours, &lanes, &table, &span, bit);
+                    assert_eq!(start_of(layer, page) * 8 + at as u64, byte * 8 + 3, "{lane:?}, byte {nth}");
+                }
+            }
+        }
+    }
 
     fn piece(offset: u64, bytes: u32) -> Piece {
         Piece { offset, bytes }

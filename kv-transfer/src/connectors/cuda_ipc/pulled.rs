@@ -1,15 +1,14 @@
-//! Hot path. What a receiver sees of a sender's card, and how it pulls KV from there.
+//! Hot path. What a receiver sees of a sender's cards, and how it pulls KV from there.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::RemoteMemory;
+use kernels::cuda::{RemoteMemory, RemotePages};
 use kv_cache::KvMemory;
 use types::KvSpan;
 
-use super::carrier::Carrier;
-use super::on_card;
-use super::pages::{Alike, Offsets, alike};
+use super::carrier::Carriers;
+use super::pages::{Alike, Offsets, card_of, wanted};
 use crate::connectors::link::frame::{FrameError, Piece};
 use crate::connectors::link::medium::Fetch;
 use crate::connectors::link::said::{Said, differing};
@@ -17,34 +16,40 @@ use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding};
 use crate::lanes::LaneSpan;
+use crate::reshard::Lane;
 
 /// A sender's memory, mapped for as long as its link lives.
 #[derive(Debug)]
 pub(super) struct Pulled {
-    remote: Arc<RemoteMemory>,
-    carrier: Arc<Carrier>,
+    /// For each lane the card that sends on it, as the card sees it that receives.
+    remotes: Vec<(Lane, Arc<RemoteMemory>)>,
+    carriers: Carriers,
 }
 
 impl Pulled {
-    pub(super) fn new(remote: Arc<RemoteMemory>, carrier: Arc<Carrier>) -> Self {
-        Self { remote, carrier }
+    pub(super) fn new(remotes: Vec<(Lane, Arc<RemoteMemory>)>, carriers: Carriers) -> Self {
+        Self { remotes, carriers }
+    }
+
+    fn remote(&self, lane: Lane) -> Result<&RemoteMemory, FrameError> {
+        let found = self.remotes.iter().find(|(of, _)| *of == lane);
+        found.map(|(_, remote)| &**remote).ok_or(FrameError::Unexpected("KV of a card that was not shown"))
     }
 
     /// Pulls pages that are alike. Answers their digests as they are here; `None` once the landing is closed.
     async fn pull(
         &self,
         landing: &OpenLanding,
-        pages: &Alike,
-        offsets: &[u64],
+        lane: Lane,
+        (pages, offsets): (&Alike, &[u64]),
         verifies: bool,
     ) -> Result<Option<Vec<u64>>, TransferError> {
-        let room = self.carrier.room().await?;
-        let courier = self.carrier.courier();
+        let (remote, carrier) = (self.remote(lane)?, self.carriers.of(lane.to));
+        let room = carrier.room().await?;
+        let from = RemotePages { memory: remote, offsets, runs: pages.there() };
         let start = |memory: &KvMemory| {
-            let memory = on_card(memory)?.memory();
-            courier
-                .fetch(&self.remote, offsets, memory, pages.some(), verifies)
-                .map_err(TransferError::device)
+            let memory = card_of(memory, lane.to)?.memory();
+            carrier.courier().fetch(from, memory, pages.some(), verifies).map_err(TransferError::device)
         };
         let Some((errand, flight)) = landing.take_off(start) else { return Ok(None) };
         room.take(errand?, Some(flight)).await.map(Some)
@@ -53,7 +58,9 @@ impl Pulled {
 
 impl Drop for Pulled {
     fn drop(&mut self) {
-        self.carrier.unmap(Arc::clone(&self.remote));
+        for (lane, remote) in self.remotes.drain(..) {
+            self.carriers.of(lane.to).unmap(remote);
+        }
     }
 }
 
@@ -76,11 +83,11 @@ impl Fetch for Pulled {
         }
         let (mut bytes, mut here) = (0, Vec::new());
         for (pages, offsets) in &errands {
-            match self.pull(landing, pages, offsets, said.is_something()).await? {
+            match self.pull(landing, span.lane, (pages, offsets), said.is_something()).await? {
                 Some(digests) => here.extend(digests.into_iter().map(Digest)),
                 None => return Ok(Vec::new()),
             }
-            bytes += offsets.len() * pages.page_bytes();
+            bytes += pages.bytes();
         }
         let Some(said) = said.heard().await else { return Ok(Vec::new()) };
         if said.len() != here.len() {
@@ -95,15 +102,14 @@ impl Fetch for Pulled {
 /// The pages here, and where each of them lies at the sender.
 fn errands(
     landing: &OpenLanding,
-    span: &KvSpan,
+    span: &LaneSpan,
     pieces: &[Piece],
 ) -> Result<Vec<(Alike, Vec<u64>)>, TransferError> {
-    let table = &landing.landing().tables[usize::from(span.group.0)];
     let mut offsets = Offsets::new(pieces);
     let mut errands = Vec::new();
-    for pages in alike(on_card(landing.memory())?, landing.landing(), table, span) {
-        let of_page = |_: &(u32, u32)| offsets.next(pages.page_bytes());
-        let there: Option<Vec<u64>> = pages.places.iter().map(of_page).collect();
+    for pages in wanted(landing, span)? {
+        let page_bytes = pages.there().page_bytes();
+        let there: Option<Vec<u64>> = pages.places.iter().map(|_| offsets.next(page_bytes)).collect();
         errands.push((pages, there.ok_or(FrameError::Body("a page is not whole in one piece"))?));
     }
     if !offsets.is_empty() {

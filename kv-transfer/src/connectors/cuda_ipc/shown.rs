@@ -1,4 +1,4 @@
-//! Hot path. What a sender shows: its card's memory, and where in it the KV of each frame lies.
+//! Hot path. What a sender shows: its cards' memory, and where in it the KV of each frame lies.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use chassis::Stream;
 use kv_cache::KvMemory;
-use types::{GroupIdx, KvSpan};
+use types::GroupIdx;
 
-use super::carrier::Carrier;
-use super::pages::{Alike, alike, page_of_bit};
-use super::{door, on_card};
+use super::carrier::Carriers;
+use super::door;
+use super::pages::{Alike, card_of, page_of_bit, sent};
 use crate::connector::ConnectorParts;
 use crate::connectors::link::frame::{Body, Frame, FrameError, Piece};
-use crate::connectors::link::medium::Medium;
+use crate::connectors::link::medium::{BETWEEN_GPUS_SINCE, Medium};
 use crate::connectors::link::span_out::{SpanOut, spoil};
 use crate::connectors::link::stream::FrameWriter;
 use crate::digest::Digest;
@@ -24,7 +24,7 @@ use crate::faults::{FaultKind, flip};
 #[derive(Debug)]
 pub(super) struct Shown {
     memory: KvMemory,
-    carrier: Arc<Carrier>,
+    carriers: Carriers,
     /// Bits of this node's own pages that faults have flipped: KV cannot be spoilt on its way, for nobody sends it. They
     /// are put right before the next frame leaves. Held while pages are spoilt or put right, never across an await.
     flipped: Mutex<Vec<Flipped>>,
@@ -32,34 +32,32 @@ pub(super) struct Shown {
 
 #[derive(Debug)]
 struct Flipped {
+    rank: u16,
     page: (GroupIdx, u16, u32),
     bit: usize,
 }
 
 impl Shown {
-    pub(super) fn over(
-        parts: &ConnectorParts,
-        carrier: Arc<Carrier>,
-    ) -> Result<Arc<dyn Medium>, TransferError> {
-        Ok(Arc::new(Self { memory: parts.memory.clone(), carrier, flipped: Mutex::default() }))
+    pub(super) fn over(parts: &ConnectorParts, carriers: Carriers) -> Result<Arc<dyn Medium>, TransferError> {
+        Ok(Arc::new(Self { memory: parts.memory.clone(), carriers, flipped: Mutex::default() }))
     }
 
-    /// Some pages, and where they lie.
+    /// Some pages of a rank's, and where they lie.
     fn pages(&self, span: &SpanOut) -> Result<(Vec<Alike>, Vec<Piece>), TransferError> {
-        let card = on_card(&self.memory)?;
-        let all = alike(card, &span.out.landing, span.from.table(span.piece.group), &span.piece);
-        let mut pieces = Vec::new();
+        let card = card_of(&self.memory, span.piece.lane.from)?;
+        let (all, mut pieces) = (sent(&self.memory, span)?, Vec::new());
         all.iter().for_each(|pages| pages.pieces(card, &mut pieces));
         Ok((all, pieces))
     }
 
     /// Digests are made by the card, where the pages are.
-    async fn digests(&self, all: &[Alike]) -> Result<Vec<Digest>, TransferError> {
-        let card = on_card(&self.memory)?;
+    async fn digests(&self, span: &SpanOut, all: &[Alike]) -> Result<Vec<Digest>, TransferError> {
+        let rank = span.piece.lane.from;
+        let (card, carrier) = (card_of(&self.memory, rank)?, self.carriers.of(rank));
         let mut digests = Vec::new();
         for pages in all {
-            let room = self.carrier.room().await?;
-            let errand = self.carrier.courier().digest(card.memory(), pages.some());
+            let room = carrier.room().await?;
+            let errand = carrier.courier().digest(card.memory(), pages.some());
             let made = room.take(errand.map_err(TransferError::device)?, None).await?;
             digests.extend(made.into_iter().map(Digest));
         }
@@ -70,7 +68,7 @@ impl Shown {
     async fn show(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
         let (all, pieces) = self.pages(span)?;
         writer.write(&shown(span, pieces)).await?;
-        let digests = self.digests(&all).await?;
+        let digests = self.digests(span, &all).await?;
         writer.write(&said(span, digests)).await
     }
 
@@ -78,20 +76,22 @@ impl Shown {
     async fn show_bare(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
         let (_, pieces) = self.pages(span)?;
         let body = Body::SpanAt { span: span.piece.span.clone(), slot: None, pieces, digests: Vec::new() };
-        writer.write(&Frame::new(span.out.transfer(), body)).await
+        writer.write(&Frame::new(span.out.transfer(), body).on(span.piece.lane)).await
     }
 
-    fn flip(&self, span: &KvSpan, table: &[types::BlockIdx], bit: u64) -> Result<(), TransferError> {
-        let (page, bit) = page_of_bit(self.memory.layout(), table, span, bit);
+    fn flip(&self, span: &SpanOut, bit: u64) -> Result<(), TransferError> {
+        let (piece, table) = (&span.piece, span.from.table(span.piece.group));
+        let (page, bit) = page_of_bit(self.memory.layout(), &span.out.lanes, table, piece, bit);
+        let one = Flipped { rank: piece.lane.from, page, bit };
         let mut flipped = self.flipped();
-        self.flip_in(page, bit)?;
-        flipped.push(Flipped { page, bit });
+        self.flip_in(&one)?;
+        flipped.push(one);
         Ok(())
     }
 
     fn put_right(&self) -> Result<(), TransferError> {
         let mut flipped = self.flipped();
-        flipped.drain(..).try_for_each(|Flipped { page, bit }| self.flip_in(page, bit))
+        flipped.drain(..).try_for_each(|one| self.flip_in(&one))
     }
 
     fn flipped(&self) -> MutexGuard<'_, Vec<Flipped>> {
@@ -100,11 +100,10 @@ impl Shown {
 
     fn flip_in(
         &self,
-        (group, layer_pos, page): (GroupIdx, u16, u32),
-        bit: usize,
+        Flipped { rank, page: (group, layer_pos, page), bit }: &Flipped,
     ) -> Result<(), TransferError> {
-        let bytes = self.memory.write(group, layer_pos, page..page + 1);
-        flip(&mut bytes.map_err(|busy| TransferError::Memory(busy.to_string()))?, bit as u64);
+        let bytes = self.memory.rank(*rank).write(*group, *layer_pos, *page..page + 1);
+        flip(&mut bytes.map_err(|busy| TransferError::Memory(busy.to_string()))?, *bit as u64);
         Ok(())
     }
 
@@ -116,7 +115,7 @@ impl Shown {
     ) -> Result<(), TransferError> {
         let (all, pieces) = self.pages(span)?;
         // Made before anything is spoilt.
-        let mut digests = self.digests(&all).await?;
+        let mut digests = self.digests(span, &all).await?;
         match fault {
             FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
             FaultKind::Stall => return std::future::pending().await,
@@ -125,7 +124,7 @@ impl Shown {
                 writer.write(&shown(span, pieces.clone())).await?;
                 writer.write(&said(span, digests.clone())).await?;
             }
-            FaultKind::FlipBit(bit) => self.flip(&span.piece, span.from.table(span.piece.group), bit)?,
+            FaultKind::FlipBit(bit) => self.flip(span, bit)?,
             FaultKind::WrongDigest => spoil(&mut digests),
         }
         writer.write(&shown(span, pieces)).await?;
@@ -138,11 +137,18 @@ impl Medium for Shown {
     /// The first stream brings the memory.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
         if stream > 0 {
-            return door::connect(endpoint, None).await;
+            return door::connect(endpoint, &[]).await;
         }
-        let card = on_card(&self.memory).map_err(io::Error::other)?;
-        let shown = card.memory().export().map_err(io::Error::other)?;
-        door::connect(endpoint, Some(&shown)).await
+        let show = |rank| {
+            let card = card_of(&self.memory, rank).map_err(io::Error::other)?;
+            card.memory().export().map_err(io::Error::other)
+        };
+        let shown: Vec<_> = (0..self.memory.n_ranks()).map(show).collect::<io::Result<_>>()?;
+        door::connect(endpoint, &shown).await
+    }
+
+    fn since(&self) -> u16 {
+        BETWEEN_GPUS_SINCE
     }
 
     async fn write_span(
@@ -155,7 +161,7 @@ impl Medium for Shown {
             return Ok(());
         }
         self.put_right()?;
-        match parts.faults.next(span.page_bytes()) {
+        match parts.faults.next(span.bytes(parts)) {
             Some(fault) => self.write_with(fault, writer, &span).await,
             None if parts.settings.digests => self.show(writer, &span).await,
             None => self.show_bare(writer, &span).await,
@@ -178,9 +184,10 @@ impl Medium for Shown {
 }
 
 fn shown(span: &SpanOut, pieces: Vec<Piece>) -> Frame {
-    Frame::new(span.out.transfer(), Body::Shown { span: span.piece.span.clone(), pieces })
+    Frame::new(span.out.transfer(), Body::Shown { span: span.piece.span.clone(), pieces }).on(span.piece.lane)
 }
 
 fn said(span: &SpanOut, digests: Vec<Digest>) -> Frame {
     Frame::new(span.out.transfer(), Body::Digests { span: span.piece.span.clone(), digests })
+        .on(span.piece.lane)
 }

@@ -221,7 +221,10 @@ impl Header {
 }
 
 fn goes_on_lanes(kind: u8) -> bool {
-    matches!(kind, kind::SPAN | kind::SPAN_AT | kind::SPAN_WRITTEN | kind::REFETCH)
+    matches!(
+        kind,
+        kind::SPAN | kind::SPAN_AT | kind::SPAN_WRITTEN | kind::SHOWN | kind::DIGESTS | kind::REFETCH
+    )
 }
 
 fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {

@@ -82,7 +82,12 @@ fn spans_say_between_which_ranks_they_go_and_nothing_else_does() {
         let mut bytes = Vec::new();
         frame.encode(&mut bytes);
         match frame.body {
-            Body::Span { .. } | Body::SpanAt { .. } | Body::SpanWritten { .. } | Body::Refetch { .. } => {
+            Body::Span { .. }
+            | Body::SpanAt { .. }
+            | Body::SpanWritten { .. }
+            | Body::Shown { .. }
+            | Body::Digests { .. }
+            | Body::Refetch { .. } => {
                 assert_eq!(parse(&bytes), Ok(frame));
             }
             _ => assert_eq!(parse(&bytes), Err(FrameError::Reserved), "{frame:?}"),

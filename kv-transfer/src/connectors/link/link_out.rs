@@ -410,13 +410,17 @@ impl Maker<'_> {
         let (node, epoch, link) = (parts.node.clone(), parts.epoch, self.link);
         let hello = Hello { protocol: PROTOCOL, node, epoch, link, stream };
         writer.write(&Frame::of_link(Body::Hello(hello))).await?;
-        let peer = welcomed(reader.next_in_time().await?)?;
+        let peer = welcomed(reader.next_in_time().await?, self.medium.since())?;
         Ok((peer, (reader, writer)))
     }
 }
 
-fn welcomed(answer: Option<Frame>) -> Result<(Peer, u16), TransferError> {
+/// Who has answered, and the version that is spoken, which must have words for KV on this wire.
+fn welcomed(answer: Option<Frame>, since: u16) -> Result<(Peer, u16), TransferError> {
     match answer.map(|frame| frame.body) {
+        Some(Body::Welcome { version, .. }) if version < since => Err(TransferError::Mismatch(format!(
+            "KV on this connector needs version {since} of the protocol, the peer speaks {version}"
+        ))),
         Some(Body::Welcome { version, node, epoch }) if (PROTOCOL.min..=PROTOCOL.max).contains(&version) => {
             Ok((Peer { node, epoch }, version))
         }
@@ -425,5 +429,32 @@ fn welcomed(answer: Option<Frame>) -> Result<(Peer, u16), TransferError> {
         }
         Some(_) => Err(FrameError::Unexpected("an answer other than a welcome").into()),
         None => Err(TransferError::lost_because("the peer closed the connection instead of a welcome")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_has_no_words_for_a_wire_is_refused_with_a_sentence() {
+        let answer = |version: u16| {
+            let (node, epoch) = (NodeId::new("d"), Epoch(7));
+            Some(Frame::of_link(Body::Welcome { version, node, epoch }))
+        };
+        for (version, since, expected) in [
+            (1, 1, Ok(1)),
+            (2, 1, Ok(2)),
+            (2, 2, Ok(2)),
+            (1, 2, Err("KV on this connector needs version 2 of the protocol, the peer speaks 1")),
+        ] {
+            let spoken = welcomed(answer(version), since).map(|(_, spoken)| spoken);
+            match (spoken, expected) {
+                (Ok(spoken), Ok(expected)) => assert_eq!(spoken, expected),
+                (Err(error), Err(expected)) => assert!(error.to_string().contains(expected), "{error}"),
+                (spoken, expected) => panic!("{spoken:?}, and not {expected:?}"),
+            }
+        }
+        assert!(welcomed(answer(PROTOCOL.max + 1), 1).is_err(), "a version that this side does not know");
     }
 }

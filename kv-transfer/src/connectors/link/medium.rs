@@ -19,11 +19,19 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 
+/// The first version of the protocol that has frames of KV between GPUs.
+pub(in crate::connectors) const BETWEEN_GPUS_SINCE: u16 = 2;
+
 /// The sender's side of one link.
 #[async_trait]
 pub(in crate::connectors) trait Medium: Debug + Send + Sync + 'static {
     /// Makes one stream. The caller gives it a deadline.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream>;
+
+    /// The first version of the protocol that has words for this medium's frames.
+    fn since(&self) -> u16 {
+        1
+    }
 
     /// Writes one frame of KV, unless its transfer is over by now; or begins with it, and writes it with one of the next.
     /// Not cancel-safe.

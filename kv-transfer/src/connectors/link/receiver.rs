@@ -395,9 +395,6 @@ impl LinkIn {
             .ok_or(FrameError::Unexpected("KV elsewhere on a link that shares nothing"))?;
         match (self.landing(transfer), elsewhere) {
             (None, _) => debug!(%transfer, "late span"),
-            (Some(landing), Apart::Card(_)) if landing.lanes().len() > 1 => {
-                return Err(FrameError::Unexpected("KV of several ranks where a card is one").into());
-            }
             (Some(_), Apart::Here(_)) => {
                 return Err(FrameError::Unexpected("KV elsewhere, where it is to be written").into());
             }

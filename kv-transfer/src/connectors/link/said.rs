@@ -5,6 +5,7 @@ use types::KvSpan;
 
 use crate::digest::Digest;
 use crate::landing::{OpenLanding, PageAt};
+use crate::lanes::LaneSpan;
 
 /// What a sender says that the pages of one frame must be.
 #[derive(Debug)]
@@ -33,7 +34,7 @@ impl Said {
 /// The pages of a span that are not what the sender said. Both have a digest for each head of each page, or none at all.
 pub(in crate::connectors) fn differing(
     landing: &OpenLanding,
-    span: &KvSpan,
+    span: &LaneSpan,
     said: &[Digest],
     here: &[Digest],
 ) -> Vec<KvSpan> {
@@ -42,7 +43,7 @@ pub(in crate::connectors) fn differing(
         return wrong;
     }
     for page in PageAt::all(span) {
-        let n_heads = landing.shape(page.group, page.layer_pos).n_heads;
+        let n_heads = landing.heads(span.lane, page.group, page.layer_pos).range().len();
         let (said, here) = (rest.0.split_at(n_heads), rest.1.split_at(n_heads));
         if said.0 != here.0 {
             wrong.push(page.span());

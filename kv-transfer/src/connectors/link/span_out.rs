@@ -61,10 +61,15 @@ impl SpanOut {
         Self { flight: out.flights.begin(), out, piece, from }
     }
 
-    /// Of whole pages: what wires between nodes of one rank move.
-    pub(in crate::connectors) fn page_bytes(&self) -> usize {
-        let layout = &self.out.landing.layout;
-        let page_bytes = |layer_pos| PageShape::new(layout, self.piece.group, layer_pos).page_bytes();
+    /// What goes on the span's lane.
+    pub(in crate::connectors) fn bytes(&self, parts: &ConnectorParts) -> usize {
+        let layout = parts.memory.layout();
+        let page_bytes = |layer_pos: u16| {
+            let layer = layout.group(self.piece.group).layers[usize::from(layer_pos)];
+            let heads = self.out.lanes.heads(layer.n_kv_heads, self.piece.lane).from;
+            let page = PageShape::new(layout, self.piece.group, layer_pos);
+            page.n_parts * heads.range().len() * page.head_bytes
+        };
         self.piece.layers.clone().map(page_bytes).sum::<usize>() * self.piece.blocks.len()
     }
 

@@ -11,7 +11,7 @@ use kv_cache::KvMemory;
 use super::fabric::{Communicator, End, Fabric, Gathering, PairId, Stage};
 use crate::connectors::cuda_ipc::carrier::Carrier;
 use crate::connectors::cuda_ipc::on_card;
-use crate::connectors::cuda_ipc::pages::alike;
+use crate::connectors::cuda_ipc::pages::{sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -42,7 +42,7 @@ impl CardFabric {
         Nccl::load().map_err(TransferError::device)?;
         let lane_multiprocessors = settings.multiprocessors(MULTIPROCESSORS);
         let size = CourierSize { n_lanes: 2, lane_multiprocessors, ..CourierSize::default() };
-        let carrier = Arc::new(Carrier::start(memory, size)?);
+        let carrier = Arc::new(Carrier::start(memory, 0, size)?);
         Ok(Self { memory: memory.clone(), carrier, slot_bytes })
     }
 }
@@ -80,14 +80,13 @@ impl Stage for CardStage {
 
     async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError> {
         let card = on_card(&self.memory)?;
-        let table = span.from.table(span.piece.group);
         let (mut offset, mut parts) = (0, Vec::new());
-        for pages in alike(card, &span.out.landing, table, &span.piece) {
+        for pages in sent(&self.memory, span)? {
             let room = self.carrier.room().await?;
             let to = SlotAt { slots: &self.slots, slot, offset };
             let errand = self.carrier.courier().gather(card.memory(), pages.some(), to, digests);
             parts.push(room.fill(errand.map_err(TransferError::device)?, None));
-            offset += pages.places.len() * pages.page_bytes();
+            offset += pages.bytes();
         }
         Ok(Gathering::UnderWay(parts))
     }
@@ -99,9 +98,8 @@ impl Stage for CardStage {
         span: &LaneSpan,
         digests: bool,
     ) -> Result<Option<Vec<Digest>>, TransferError> {
-        let table = &landing.landing().tables[usize::from(span.group.0)];
         let (mut offset, mut here) = (0, Vec::new());
-        for pages in alike(on_card(&self.memory)?, landing.landing(), table, span) {
+        for pages in wanted(landing, span)? {
             let room = self.carrier.room().await?;
             let from = SlotAt { slots: &self.slots, slot, offset };
             let start = |memory: &KvMemory| {
@@ -112,7 +110,7 @@ impl Stage for CardStage {
             };
             let Some((errand, flight)) = landing.take_off(start) else { return Ok(None) };
             here.extend(room.take(errand?, Some(flight)).await?);
-            offset += pages.places.len() * pages.page_bytes();
+            offset += pages.bytes();
         }
         Ok(Some(here.into_iter().map(Digest).collect()))
     }

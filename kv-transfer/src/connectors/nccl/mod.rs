@@ -49,6 +49,7 @@ const MESSAGES_LARGER: usize = 128;
 
 /// Listens beside `tcp`. Refused where the KV is not on a card, cannot be moved 16 bytes at a time, or there is no NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
+    super::cuda_ipc::on_card(&parts.memory)?;
     super::cuda_ipc::pages::check(&parts.memory)?;
     let bytes = slot_bytes(&parts)?;
     let fabric = Arc::new(CardFabric::new(&parts.memory, &parts.settings, bytes)?);

@@ -14,7 +14,7 @@ use super::door;
 use super::fabric::{End, Fabric, Gathering};
 use crate::connector::ConnectorParts;
 use crate::connectors::link::frame::{Body, Frame, FrameError};
-use crate::connectors::link::medium::Medium;
+use crate::connectors::link::medium::{BETWEEN_GPUS_SINCE, Medium};
 use crate::connectors::link::span_out::{SpanOut, spoil};
 use crate::connectors::link::stream::FrameWriter;
 use crate::digest::Digest;
@@ -40,6 +40,7 @@ pub(super) struct Sending {
 #[derive(Debug)]
 struct Gathered {
     span: SpanOut,
+    bytes: usize,
     slot: Slot,
     gathering: Gathering,
 }
@@ -65,19 +66,19 @@ impl Sending {
     }
 
     /// Begins to gather a span into a slot.
-    async fn gather(&self, span: SpanOut, digests: bool) -> Result<Gathered, TransferError> {
-        let cable = self.cable()?;
+    async fn gather(&self, parts: &ConnectorParts, span: SpanOut) -> Result<Gathered, TransferError> {
+        let (cable, bytes) = (self.cable()?, span.bytes(parts));
         let slot = cable.slot().await?;
-        let gathering = cable.stage().gather(slot.nth, &span, digests).await?;
-        Ok(Gathered { span, slot, gathering })
+        let gathering = cable.stage().gather(slot.nth, &span, parts.settings.digests).await?;
+        Ok(Gathered { span, bytes, slot, gathering })
     }
 
     /// Writes frames until so few are left to be gathered.
     async fn write_but(&self, n_left: usize, writer: &mut FrameWriter) -> Result<(), TransferError> {
-        while let Some(Gathered { span, slot, gathering }) = self.first_but(n_left) {
+        while let Some(Gathered { span, bytes, slot, gathering }) = self.first_but(n_left) {
             let digests = gathering.digests().await?;
             if !span.out.is_over() {
-                self.put(writer, &span, (slot, digests)).await?;
+                self.put(writer, &span, (slot, bytes), digests).await?;
             }
         }
         Ok(())
@@ -97,9 +98,10 @@ impl Sending {
         &self,
         writer: &mut FrameWriter,
         span: &SpanOut,
-        (slot, digests): (Slot, Vec<Digest>),
+        (slot, bytes): (Slot, usize),
+        digests: Vec<Digest>,
     ) -> Result<(), TransferError> {
-        let (number, bytes) = (self.n_messages.fetch_add(1, Ordering::Relaxed), span.page_bytes());
+        let number = self.n_messages.fetch_add(1, Ordering::Relaxed);
         let body = Body::Queued { number, bytes: bytes as u32, span: span.piece.span.clone(), digests };
         writer.write(&Frame::new(span.out.transfer(), body)).await?;
         // Nobody waits for it: the receiver says what has become of the transfer.
@@ -113,7 +115,7 @@ impl Sending {
         (parts, span): (&ConnectorParts, SpanOut),
     ) -> Result<(), TransferError> {
         let again = span.page(span.piece.span.clone());
-        let Gathered { span, slot, gathering } = self.gather(span, parts.settings.digests).await?;
+        let Gathered { span, bytes, slot, gathering } = self.gather(parts, span).await?;
         let mut digests = gathering.digests().await?;
         match fault {
             FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
@@ -121,15 +123,16 @@ impl Sending {
             FaultKind::Delay(by) => tokio::time::sleep(by).await,
             FaultKind::WrongDigest => spoil(&mut digests),
             FaultKind::FlipBit(bit) => {
-                let bit = (bit % (span.page_bytes() as u64 * 8)) as usize;
+                let bit = (bit % (bytes as u64 * 8)) as usize;
                 self.cable()?.stage().flip(slot.nth, bit)?;
             }
             FaultKind::Duplicate => {
-                let again = self.gather(again, parts.settings.digests).await?;
-                self.put(writer, &span, (again.slot, again.gathering.digests().await?)).await?;
+                let again = self.gather(parts, again).await?;
+                let digests = again.gathering.digests().await?;
+                self.put(writer, &span, (again.slot, bytes), digests).await?;
             }
         }
-        self.put(writer, &span, (slot, digests)).await
+        self.put(writer, &span, (slot, bytes), digests).await
     }
 }
 
@@ -147,6 +150,10 @@ impl Medium for Sending {
         Ok(stream)
     }
 
+    fn since(&self) -> u16 {
+        BETWEEN_GPUS_SINCE
+    }
+
     async fn write_span(
         &self,
         writer: &mut FrameWriter,
@@ -156,12 +163,12 @@ impl Medium for Sending {
         if span.out.is_over() {
             return Ok(());
         }
-        if let Some(fault) = parts.faults.next(span.page_bytes()) {
+        if let Some(fault) = parts.faults.next(span.bytes(parts)) {
             self.write_but(0, writer).await?;
             return self.write_with(fault, writer, (parts, span)).await;
         }
         self.write_but(GATHERING_MAX - 1, writer).await?;
-        let gathered = self.gather(span, parts.settings.digests).await?;
+        let gathered = self.gather(parts, span).await?;
         self.gathering().as_mut().ok_or(TransferError::Closed)?.push_back(gathered);
         Ok(())
     }

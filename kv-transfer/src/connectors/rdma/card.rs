@@ -2,11 +2,10 @@
 
 use kernels::cuda::CourierSize;
 use kv_cache::KvMemory;
-use types::{BlockIdx, KvSpan, Landing};
 
 use crate::connectors::cuda_ipc::carrier::Carrier;
 use crate::connectors::cuda_ipc::on_card;
-use crate::connectors::cuda_ipc::pages::{self, Alike, alike};
+use crate::connectors::cuda_ipc::pages::{self, sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -24,7 +23,7 @@ impl CardLook {
     /// Refused where pages are not such as a card can digest.
     pub(super) fn at(memory: &KvMemory) -> Result<Self, TransferError> {
         pages::check(memory)?;
-        Ok(Self { memory: memory.clone(), carrier: Carrier::start(memory, CourierSize::default())? })
+        Ok(Self { memory: memory.clone(), carrier: Carrier::start(memory, 0, CourierSize::default())? })
     }
 
     /// What the pages of a span are that is about to be written; `None` where only some heads of each page are meant,
@@ -33,9 +32,8 @@ impl CardLook {
         if span.out.lanes.len() > 1 {
             return Ok(None);
         }
-        let all = self.pages(&span.out.landing, span.from.table(span.piece.group), &span.piece)?;
         let mut digests = Vec::new();
-        for pages in &all {
+        for pages in sent(&self.memory, span)? {
             let room = self.carrier.room().await?;
             let errand = self.carrier.courier().digest(on_card(&self.memory)?.memory(), pages.some());
             digests.extend(room.take(errand.map_err(TransferError::device)?, None).await?);
@@ -56,23 +54,13 @@ impl CardLook {
         if landing.lanes().len() > 1 {
             return Ok(None);
         }
-        let table = &landing.landing().tables[usize::from(span.group.0)];
         let mut digests = Vec::new();
-        for pages in self.pages(landing.landing(), table, span)? {
+        for pages in wanted(landing, span)? {
             let room = self.carrier.room().await?;
             let look = |_: &KvMemory| self.carrier.courier().digest(card, pages.some());
             let Some((errand, flight)) = landing.take_off(look) else { return Ok(Some(Vec::new())) };
             digests.extend(room.take(errand.map_err(TransferError::device)?, Some(flight)).await?);
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
-    }
-
-    fn pages(
-        &self,
-        landing: &Landing,
-        table: &[BlockIdx],
-        span: &KvSpan,
-    ) -> Result<Vec<Alike>, TransferError> {
-        Ok(alike(on_card(&self.memory)?, landing, table, span))
     }
 }
