@@ -6,7 +6,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 check=${2:-target/release/examples/gpu_check}
-tools=${TOOLS:-memcheck racecheck} parts=${PARTS:-rows products attention sample}
+tools=${TOOLS:-memcheck racecheck} parts=${PARTS:-rows products fp8 attention sample}
 mkdir -p "$out"
 
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on the PATH" >&2; exit 2; }

@@ -193,13 +193,15 @@ pub enum LoadError {
         "tensor {tensor} in {path} is a vector of F8_E4M3, which is not implemented: BF16, F16 and F32 are"
     )]
     VectorInFp8 { tensor: String, path: PathBuf },
+    #[error("tensor {tensor} has numbers among its own that are none (NaN)")]
+    NoNumber { tensor: String },
     #[error("{path} is too short: tensor {tensor} ends at byte {needed} of its data, which has {found}")]
     ShortFile { tensor: String, path: PathBuf, needed: usize, found: usize },
     #[error("take memory for weights")]
     Memory(#[source] std::io::Error),
     #[error("start compute threads")]
     Threads(#[source] std::io::Error),
-    #[error("KV in {0} is not implemented on a processor: bf16 and f32 are")]
+    #[error("KV in {0} is not implemented on a processor: bf16, f32 and fp8_e4m3 are")]
     KvDtype(types::KvDtype),
     /// The model cannot be spread over so many ranks.
     #[error("tensor parallel: {0}")]

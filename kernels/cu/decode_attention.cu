@@ -20,28 +20,28 @@ struct DecodeShape {
     u32 rows_of_table;   // rows that follow one another and share a table
 };
 
-template <u32 HEAD>
-struct Page { Eight k[HEAD / 32][2], v[HEAD / 64][4]; };
+template <u32 HEAD, typename Kv>
+struct Page { typename EightOf<Kv>::Raw k[HEAD / 32][2], v[HEAD / 64][4]; };
 
 // Lane (g, t) takes 8 numbers at 8t of each 32 of tokens g and g + 8 of K,
 // and 8 numbers at 8g of each 64 of tokens 2t, 2t + 1, 2t + 8, 2t + 9 of V.
-template <u32 HEAD>
-__device__ __forceinline__ void load_k(Page<HEAD>& page, const bf16* k, u32 g, u32 t) {
+template <u32 HEAD, typename Kv>
+__device__ __forceinline__ void load_k(Page<HEAD, Kv>& page, const Kv* k, u32 g, u32 t) {
 #pragma unroll
     for (u32 i = 0; i < HEAD / 32; i++)
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) page.k[i][half] = once8(k + (g + half * 8) * HEAD + i * 32 + t * 8);
+        for (u32 half = 0; half < 2; half++) page.k[i][half] = once_raw(k + (g + half * 8) * HEAD + i * 32 + t * 8);
 }
-template <u32 HEAD>
-__device__ __forceinline__ void load_v(Page<HEAD>& page, const bf16* v, u32 g, u32 t) {
+template <u32 HEAD, typename Kv>
+__device__ __forceinline__ void load_v(Page<HEAD, Kv>& page, const Kv* v, u32 g, u32 t) {
 #pragma unroll
     for (u32 i = 0; i < HEAD / 64; i++)
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) page.v[i][j] = once8(v + (2 * t + j % 2 + j / 2 * 8) * HEAD + i * 64 + g * 8);
+        for (u32 j = 0; j < 4; j++) page.v[i][j] = once_raw(v + (2 * t + j % 2 + j / 2 * 8) * HEAD + i * 64 + g * 8);
 }
 
-template <u32 HEAD>
-__device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sums, const bf16* q, const bf16* pages,
+template <u32 HEAD, typename Kv>
+__device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sums, const bf16* q, const Kv* pages,
                                        const u32* tables, const u32* lengths, DecodeShape shape) {
     constexpr u32 TILES = HEAD / 16;
     in_turn();
@@ -79,7 +79,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     };
     u64 v_after_k = shape.n_kv_heads * part_of_page;
 
-    Page<HEAD> page;
+    Page<HEAD, Kv> page;
     u32 block = from + warp < to ? table[from + warp] : 0, next_block = 0;
     if (from + warp < to) {
         load_k(page, page_of(block), g, t);
@@ -87,14 +87,14 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     }
     if (from + warp + DECODE_WARPS < to) next_block = table[from + warp + DECODE_WARPS];
     for (u32 at = from + warp; at < to; at += DECODE_WARPS) {
-        const bf16* next = page_of(next_block);
+        const Kv* next = page_of(next_block);
         bool is_there = block < shape.n_blocks;
         block = next_block;
         if (at + 2 * DECODE_WARPS < to) next_block = table[at + 2 * DECODE_WARPS];
         float score[4] = {};
 #pragma unroll
         for (u32 i = 0; i < HEAD / 32; i++) {
-            Eight &a = page.k[i][0], &b = page.k[i][1];
+            Eight a = widened(page.k[i][0]), b = widened(page.k[i][1]);
             mma(score, a.pair[0], b.pair[0], a.pair[1], b.pair[1], query[i][0], query[i][1]);
             mma(score, a.pair[2], b.pair[2], a.pair[3], b.pair[3], query[i][2], query[i][3]);
         }
@@ -127,13 +127,15 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
             for (u32 j = 0; j < 4; j++)
                 if (at * BLOCK_TOKENS + 2 * t + j % 2 + j / 2 * 8 >= length)
 #pragma unroll
-                    for (u32 i = 0; i < HEAD / 64; i++) page.v[i][j] = {0, 0, 0, 0};
+                    for (u32 i = 0; i < HEAD / 64; i++) page.v[i][j] = {};
         }
         early = transposed(early);
         late = transposed(late);
 #pragma unroll
         for (u32 i = 0; i < HEAD / 64; i++) {
-            Eight(&v)[4] = page.v[i];
+            Eight v[4];
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) v[j] = widened(page.v[i][j]);
 #pragma unroll
             for (u32 j = 0; j < 4; j++) {  // dims 8g + 2j and 8g + 2j + 1 of these 64: rows g and g + 8 of a tile
                 float(&c)[4] = output[i * 4 + j];
@@ -245,6 +247,12 @@ __device__ __forceinline__ void merge(bf16* out, const float* parts, const float
     decode_attention_##HEAD(bf16* out, float* parts, float2* part_sums, const bf16* q,                       \
                             const bf16* pages, const u32* tables,                               \
                             const u32* lengths, DecodeShape shape) {                                         \
+        decode<HEAD>(out, parts, part_sums, q, pages, tables, lengths, shape);                                            \
+    }                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(DECODE_WARPS * 32, 3)                                                    \
+    decode_attention_fp8_##HEAD(bf16* out, float* parts, float2* part_sums, const bf16* q,                                \
+                                const f8* pages, const u32* tables,                                                       \
+                                const u32* lengths, DecodeShape shape) {                                                  \
         decode<HEAD>(out, parts, part_sums, q, pages, tables, lengths, shape);                                            \
     }                                                                                                                     \
     extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)                                                        \

@@ -1,2 +1,47 @@
 // Pages of KV: [K|V][kv_head][token][dim], BLOCK_TOKENS tokens each.
 constexpr u32 BLOCK_TOKENS = 16;
+
+// Numbers of a page are bf16, or e4m3: 8 bits, written as they are (their scale is 1), the largest in place of what is
+// larger. 8 of them are what a lane moves at once.
+struct f8 { unsigned char bits; };
+template <typename Kv>
+struct EightOf;
+template <>
+struct EightOf<bf16> { typedef Eight Raw; };
+template <>
+struct EightOf<f8> { typedef Four Raw; };
+
+__device__ __forceinline__ Eight once_raw(const bf16* from) { return once8(from); }
+__device__ __forceinline__ Four once_raw(const f8* from) {
+    Four four;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(four.pair[0]), "=r"(four.pair[1]) : "l"(from) : "memory");
+    return four;
+}
+
+// The bits of an e4m3 are those of a bf16 whose exponent is too small by 120, subnormals too. The same order, exactly.
+__device__ __forceinline__ Eight widened(Eight raw) { return raw; }
+__device__ __forceinline__ Eight widened(Four raw) {
+    Eight eight;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u32 upper = __byte_perm(raw.pair[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
+        u32 bits = (upper & 0x80008000u) | ((upper >> 4) & 0x07f007f0u);
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(eight.pair[i]) : "r"(bits), "r"(0x7b807b80u), "r"(0x80008000u));
+    }
+    // The one pattern that is no number stays none, and nobody overlooks it.
+    u32 none = ((raw.pair[0] & 0x7f7f7f7fu) + 0x01010101u) | ((raw.pair[1] & 0x7f7f7f7fu) + 0x01010101u);
+    if (none & 0x80808080u) eight = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
+    return eight;
+}
+
+// To the nearest e4m3, halves to even.
+__device__ __forceinline__ u32 narrow_f8(float wide) {
+    u32 sign = __float_as_uint(wide) >> 24 & 0x80;
+    float magnitude = fabsf(wide);
+    if (magnitude != magnitude) return 0x7f;
+    // A subnormal is a whole number of 2^-9: beside 2^14, f32 has no finer numbers, and adding rounds.
+    if (magnitude < 0.015625f) return sign | (__float_as_uint(magnitude + 16384.f) - __float_as_uint(16384.f));
+    u32 bits = __float_as_uint(fminf(magnitude, 448.f));
+    return sign | (((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3));
+}
+

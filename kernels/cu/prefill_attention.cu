@@ -20,8 +20,27 @@ struct PrefillShape {
 template <u32 HEAD>
 __device__ __forceinline__ u32 place(u32 row, u32 chunk) { return row * HEAD * 2 + ((chunk ^ (row & 7)) * 16); }
 
+// Tiles of K and V on their way to shared memory: what is there as it is goes by itself; what is widened goes through
+// registers, and is asked for one product before it is wanted.
+template <u32 HEAD, typename Kv>
+struct Fetched;
 template <u32 HEAD>
-__device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pages, const u32* tables, const uint3* sequences,
+struct Fetched<HEAD, bf16> {
+    __device__ __forceinline__ void fetch(u32, u32 to, const bf16* from, bool wanted) { copy16(to, from, wanted); }
+    __device__ __forceinline__ void put(u32, u32) {}
+};
+template <u32 HEAD>
+struct Fetched<HEAD, f8> {
+    Four raw[TOKENS * (HEAD / 8) / (WARPS * 32)];
+    __device__ __forceinline__ void fetch(u32 i, u32, const f8* from, bool wanted) { raw[i] = wanted ? once_raw(from) : Four{}; }
+    __device__ __forceinline__ void put(u32 i, u32 to) {
+        Eight eight = widened(raw[i]);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(eight.pair[0]), "r"(eight.pair[1]), "r"(eight.pair[2]), "r"(eight.pair[3]) : "memory");
+    }
+};
+
+template <u32 HEAD, typename Kv>
+__device__ __forceinline__ void prefill(bf16* out, const bf16* q, const Kv* pages, const u32* tables, const uint3* sequences,
                                         PrefillShape shape) {
     constexpr u32 CHUNKS = HEAD / 8, DIM_STEPS = HEAD / 16, THREADS = WARPS * 32;
     extern __shared__ Eight shared[];
@@ -44,6 +63,12 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
     const u32* table = tables + (u64)blockIdx.z * shape.table_stride;
     u64 part_of_page = (u64)BLOCK_TOKENS * HEAD, page_numbers = 2 * shape.n_kv_heads * part_of_page;
     bool is_bad = false;
+    Fetched<HEAD, Kv> fetched;
+    auto put = [&](u32 to) {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS * CHUNKS / THREADS; i++)
+            fetched.put(i, to + place<HEAD>((threadIdx.x + i * THREADS) / CHUNKS, threadIdx.x % CHUNKS));
+    };
     auto load = [&](u32 to, u32 tile, u64 after_k) {
 #pragma unroll
         for (u32 i = 0; i < TOKENS * CHUNKS / THREADS; i++) {
@@ -51,8 +76,8 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
             bool is_seen = token < length && token >= oldest;
             u32 block = is_seen ? table[token / BLOCK_TOKENS] : 0;
             is_bad |= block >= shape.n_blocks;
-            const bf16* from = pages + block * page_numbers + after_k + (kv_head * BLOCK_TOKENS + token % BLOCK_TOKENS) * HEAD + chunk * 8;
-            copy16(to + place<HEAD>(row, chunk), from, is_seen && block < shape.n_blocks);
+            const Kv* from = pages + block * page_numbers + after_k + (kv_head * BLOCK_TOKENS + token % BLOCK_TOKENS) * HEAD + chunk * 8;
+            fetched.fetch(i, to + place<HEAD>(row, chunk), from, is_seen && block < shape.n_blocks);
         }
         copies_committed();
     };
@@ -62,6 +87,7 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
         copy16(q_at + place<HEAD>(row, chunk), q + (u64)(first_row + query) * shape.q_stride + head * HEAD + chunk * 8, true);
     }
     load(k_at, first_tile, 0);
+    put(k_at);
 
     // A lane keeps rows g, g + 8, g + 16 and g + 24 of its warp's 32.
     float output[2][HEAD / 8][4] = {};
@@ -90,6 +116,7 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
                 }
             }
         }
+        put(v_at);
         copies_landed_but<0>();
         __syncthreads();
         if (tile + 1 < end_tile) load(k_at, tile + 1, 0);
@@ -155,6 +182,7 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
                 }
             }
         }
+        if (tile + 1 < end_tile) put(k_at);
     }
     bool is_spoilt = __syncthreads_or(is_bad);  // a block that is not there: nobody overlooks NaN
 #pragma unroll
@@ -178,6 +206,11 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const bf16* pa
     extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
     prefill_attention_##HEAD(bf16* out, const bf16* q, const bf16* pages,                       \
                              const u32* tables, const uint3* sequences, PrefillShape shape) {   \
+        prefill<HEAD>(out, q, pages, tables, sequences, shape);                                                           \
+    }                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
+    prefill_attention_fp8_##HEAD(bf16* out, const bf16* q, const f8* pages,                                               \
+                                 const u32* tables, const uint3* sequences, PrefillShape shape) {                         \
         prefill<HEAD>(out, q, pages, tables, sequences, shape);                                                           \
     }
 PREFILL(64, 2)

@@ -19,6 +19,14 @@ __device__ __forceinline__ Eight narrow8(const float (&wide)[8]) {
     return eight;
 }
 
+__device__ __forceinline__ void store_kv(bf16* to, const float (&wide)[8]) { store8(to, narrow8(wide)); }
+__device__ __forceinline__ void store_kv(f8* to, const float (&wide)[8]) {
+    Four four = {};
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) four.pair[i / 4] |= narrow_f8(wide[i]) << i % 4 * 8;
+    *reinterpret_cast<Four*>(to) = four;
+}
+
 // Scales a head by its norm and the norm's weights. LANES neighbours have a head together.
 template <u32 HEAD, u32 LANES>
 __device__ __forceinline__ void norm(Halves& head, const bf16* weight, u32 lane, float epsilon) {
@@ -35,8 +43,8 @@ __device__ __forceinline__ void norm(Halves& head, const bf16* weight, u32 lane,
     for (u32 i = 0; i < 8; i++) head.first[i] *= scale * first[i], head.second[i] *= scale * second[i];
 }
 
-template <u32 HEAD>
-__device__ __forceinline__ void rope_heads(bf16* qkv, bf16* pages, const u32* positions, const u32* slots, const float2* turns,
+template <u32 HEAD, typename Kv>
+__device__ __forceinline__ void rope_heads(bf16* qkv, Kv* pages, const u32* positions, const u32* slots, const float2* turns,
                                            const bf16* q_weight, const bf16* k_weight, RopeShape shape) {
     constexpr u32 LANES = HEAD / 16;
     in_turn();
@@ -72,15 +80,17 @@ __device__ __forceinline__ void rope_heads(bf16* qkv, bf16* pages, const u32* po
                 head.second[i] = b * turn[i].x + a * turn[i].y;
             }
         }
-        bf16* to = from;
-        if (!is_q) {
-            u64 part = nth - shape.n_q_heads;  // heads of K, then of V
-            u64 page = (u64)(slot / BLOCK_TOKENS) * 2 * shape.n_kv_heads + part;
-            to = pages + (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * HEAD + lane * 8;
-        }
         if (nth >= n_heads || (!is_q && slot >= shape.n_slots)) continue;
-        store8(to, narrow8(head.first));
-        store8(to + HEAD / 2, narrow8(head.second));
+        if (is_q) {
+            store8(from, narrow8(head.first));
+            store8(from + HEAD / 2, narrow8(head.second));
+            continue;
+        }
+        u64 part = nth - shape.n_q_heads;  // heads of K, then of V
+        u64 page = (u64)(slot / BLOCK_TOKENS) * 2 * shape.n_kv_heads + part;
+        Kv* to = pages + (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * HEAD + lane * 8;
+        store_kv(to, head.first);
+        store_kv(to + HEAD / 2, head.second);
     }
 }
 
@@ -88,6 +98,11 @@ __device__ __forceinline__ void rope_heads(bf16* qkv, bf16* pages, const u32* po
     extern "C" __global__ void __launch_bounds__(256)                                                                     \
     rope_write_kv_##HEAD(bf16* qkv, bf16* pages, const u32* positions, const u32* slots, const float2* turns,             \
                          const bf16* q_weight, const bf16* k_weight, RopeShape shape) {                                   \
+        rope_heads<HEAD>(qkv, pages, positions, slots, turns, q_weight, k_weight, shape);                                 \
+    }                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256)                                                                     \
+    rope_write_kv_fp8_##HEAD(bf16* qkv, f8* pages, const u32* positions, const u32* slots, const float2* turns,           \
+                             const bf16* q_weight, const bf16* k_weight, RopeShape shape) {                               \
         rope_heads<HEAD>(qkv, pages, positions, slots, turns, q_weight, k_weight, shape);                                 \
     }
 ROPE(64)

@@ -45,6 +45,15 @@ async fn the_bundled_model_answers_without_a_checkout() {
     assert_eq!(std::fs::read_dir(cache.path().join("baton")).expect("a folder").count(), 1);
 }
 
+/// Weights quantized at load on both nodes, and KV that goes from one to the other, in FP8: the model was trained well
+/// enough to say the same.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_in_8_bits_answers_alike() {
+    let env = [("BATON_MODEL__QUANTIZE", "fp8"), ("BATON_MODEL__KV_DTYPE", "fp8")];
+    let up = Up::start_with(&["--model", demo().to_str().expect("UTF-8")], &env).await;
+    check_answer(&up.client(), "demo").await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_folder_is_served_under_the_name_that_it_is_given() {
     let env = [("BATON_MODEL__NAME", "org/small")];

@@ -5,8 +5,10 @@ use std::path::PathBuf;
 
 use chassis::byte_size::ByteSize;
 use clap::{Args, ValueEnum};
+use engine::load::Quantize;
 use engine::measure::{DrawnBy, Offline, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
+use types::KvDtype;
 
 /// The bundled model and the smallest ones that there are of each architecture.
 const CHECK_FOLDERS: &[&str] = &[
@@ -34,6 +36,12 @@ pub(crate) struct EngineArgs {
     /// Where weights come from.
     #[arg(long, value_enum, default_value_t = Weights::Dummy)]
     pub(crate) weights: Weights,
+    /// What becomes of the layers' weights as they are loaded, or written.
+    #[arg(long, value_enum, default_value_t = Quantized::No)]
+    pub(crate) quantize: Quantized,
+    /// The number type of KV.
+    #[arg(long, value_enum, default_value_t = Kv::Bf16)]
+    pub(crate) kv_dtype: Kv,
     /// Memory for KV.
     #[arg(long, default_value = "48GiB", value_name = "BYTES")]
     pub(crate) kv_memory: ByteSize,
@@ -85,7 +93,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) naps: usize,
     /// Write made-up weights of the model's shape into this folder instead, as a checkpoint: to measure how fast it is
-    /// loaded, by `--model FOLDER --weights safetensors`.
+    /// loaded, by `--model FOLDER --weights safetensors`. With `--weights safetensors`, the model's own.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) write_weights: Option<PathBuf>,
     /// Compute every row the same in any company, for comparison: what `model.deterministic` is for nodes. On a GPU.
@@ -114,6 +122,20 @@ pub(crate) enum Weights {
     Dummy,
     /// The folder's own.
     Safetensors,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Quantized {
+    /// They stay as they are.
+    No,
+    /// 8 bits a weight, and a scale for each row.
+    Fp8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Kv {
+    Bf16,
+    Fp8,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -161,8 +183,28 @@ impl EngineArgs {
         }
     }
 
+    pub(crate) fn quantize(&self) -> Quantize {
+        match self.quantize {
+            Quantized::No => Quantize::No,
+            Quantized::Fp8 => Quantize::Fp8,
+        }
+    }
+
+    pub(crate) fn kv_dtype(&self) -> KvDtype {
+        match self.kv_dtype {
+            Kv::Bf16 => KvDtype::Bf16,
+            Kv::Fp8 => KvDtype::Fp8E4m3,
+        }
+    }
+
     pub(crate) fn cpu(&self) -> CpuSettings {
-        CpuSettings { load_format: self.load_format(), ranks: self.tp, ..CpuSettings::default() }
+        CpuSettings {
+            load_format: self.load_format(),
+            ranks: self.tp,
+            quantize: self.quantize(),
+            kv_dtype: self.kv_dtype(),
+            ..CpuSettings::default()
+        }
     }
 
     pub(crate) fn cuda(&self) -> CudaSettings {
@@ -171,6 +213,8 @@ impl EngineArgs {
             ranks: self.tp,
             limits: StepLimits { tokens: self.step_tokens.max(self.request_step_tokens), rows: self.rows },
             load_format: self.load_format(),
+            quantize: self.quantize(),
+            kv_dtype: self.kv_dtype(),
             libraries: self.cuda_libraries.clone(),
             arch: self.arch.clone(),
             deterministic: self.deterministic,

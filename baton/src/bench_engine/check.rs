@@ -20,6 +20,9 @@ const LIMITS: StepLimits = StepLimits { tokens: 2048, rows: 256 };
 /// narrow as these. One and a half times the worst that was seen (`docs/measurements`).
 const TOLERANCE: Tolerance = Tolerance { epsilon: 0.3, logprob: 0.5, logprob_share: 0.05 };
 
+/// The same with KV in FP8: a number that differs in its last bits before it is rounded to 3 may differ by an eighth after.
+const TOLERANCE_OF_KV: Tolerance = Tolerance { epsilon: 1.1, logprob: 5.5, logprob_share: 0.05 };
+
 /// KV of a model that is compared with itself: as many sequences as a crowd has.
 const ALIKE_KV_BYTES: usize = 24 << 30;
 /// Prompts that it is compared over: a few tokens, some chunks of attention, and what lies on and beside their edges.
@@ -56,20 +59,24 @@ impl Checked {
     }
 }
 
-/// A model against the CPU with KV in f32: its steps recorded, and each kernel launched by itself.
+/// A model against the CPU with KV in f32, or in 8 bits as its own is: its steps recorded, and each kernel launched by itself.
 pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
-    let cpu = CpuSettings { kv_dtype: KvDtype::F32, ..CpuSettings::default() };
+    let (kv_dtype, tolerance) = match args.kv_dtype() {
+        KvDtype::Fp8E4m3 => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
+        _ => (KvDtype::F32, TOLERANCE),
+    };
+    let cpu = CpuSettings { kv_dtype, quantize: args.quantize(), ..CpuSettings::default() };
     let mut reference = CpuBackend::open(folder, 2 * KV_BYTES, &cpu).map_err(Failed::start)?;
     let vocab = engine::Backend::model(&reference).vocab;
     let prompts = prompts(folder, vocab)?;
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     let mut compared = |graphs: bool| -> Result<Comparison, Failed> {
         let mut subject = opened(folder, KV_BYTES, &settings, graphs)?;
-        compare(&mut reference, &mut subject, &prompts, N_STEPS, TOLERANCE).map_err(Failed::work)
+        compare(&mut reference, &mut subject, &prompts, N_STEPS, tolerance).map_err(Failed::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();
-    Ok(Checked { model, with: "the CPU", tolerance: TOLERANCE, recorded, launched })
+    Ok(Checked { model, with: "the CPU", tolerance, recorded, launched })
 }
 
 /// What sleep and wake are held to.

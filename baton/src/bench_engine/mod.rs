@@ -15,6 +15,7 @@ use engine::measure::{Measured, measure};
 use serde::Serialize;
 
 pub(crate) use args::EngineArgs;
+use args::{Quantized, Weights};
 use opened::Opened;
 
 use crate::exit::Failed;
@@ -42,7 +43,7 @@ struct Report {
 
 pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
     if let Some(folder) = &args.write_weights {
-        return write_weights(&args.model, folder);
+        return write_weights(args, folder);
     }
     let report = match args {
         EngineArgs { check: true, .. } => checked(args)?,
@@ -60,9 +61,17 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
 }
 
 /// A checkpoint to be loaded, with all cores at work.
-fn write_weights(model: &Path, folder: &Path) -> Result<ExitCode, Failed> {
+fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, Failed> {
     let started = tokio::time::Instant::now();
-    let bytes = made::write(model, folder, 1, Form::Bf16).map_err(Failed::work)?;
+    let form = match args.quantize {
+        Quantized::No => Form::Bf16,
+        Quantized::Fp8 => Form::CompressedTensors,
+    };
+    let bytes = match args.weights {
+        Weights::Dummy => made::write(&args.model, folder, 1, form),
+        Weights::Safetensors => made::rewrite(&args.model, folder, form),
+    };
+    let bytes = bytes.map_err(Failed::work)?;
     let seconds = started.elapsed().as_secs_f64();
     report::tell(&format!("{:.2} GB of weights in {}: {seconds:.1} s", bytes as f64 / 1e9, folder.display()));
     Ok(ExitCode::SUCCESS)

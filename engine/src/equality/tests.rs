@@ -49,6 +49,17 @@ fn kv_of_another_precision_is_near_and_not_the_same() {
 }
 
 #[test]
+fn kv_in_8_bits_is_the_same_in_any_company_and_near_what_it_stands_for() {
+    let mut subject = opened("qwen3", KvDtype::Fp8E4m3);
+    let alike = alike(&mut subject, &prompts(), 3).expect("it is compared");
+    assert!(alike.is_equal(), "{:?}", alike.wrong.first());
+    let near = Tolerance { epsilon: 1.0, logprob: 1.0, logprob_share: 0.1 };
+    let near = compare(&mut opened("qwen3", KvDtype::F32), &mut subject, &prompts(), 4, near);
+    let near = near.expect("it is compared");
+    assert!(near.is_equal() && near.worst_logprob > 0.01, "{} {:?}", near.worst_logprob, near.wrong.first());
+}
+
+#[test]
 fn another_model_is_told_apart() {
     let (mut reference, mut subject) = (opened("qwen2", KvDtype::F32), opened("llama3", KvDtype::F32));
     let near = Tolerance { epsilon: 0.1, logprob: 0.1, logprob_share: 0.0 };

@@ -262,7 +262,8 @@ impl Place {
             format: match layout.dtype {
                 KvDtype::F32 => Format::F32,
                 KvDtype::Bf16 => Format::Bf16,
-                KvDtype::F16 | KvDtype::Fp8E4m3 => unreachable!("refused when the backend is opened"),
+                KvDtype::Fp8E4m3 => Format::Fp8,
+                KvDtype::F16 => unreachable!("refused when the backend is opened"),
             },
         }
     }

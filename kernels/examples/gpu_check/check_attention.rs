@@ -1,12 +1,13 @@
 //! Attention over pages: against softmax written out in f64.
 
+use baton_kernels::cpu::number::{f8_to_f32, f32_to_f8};
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
 use baton_kernels::cuda::{
-    Bf16, Card, CudaError, DecodeAttention, KvPages, PrefillAttention, PrefillSequence,
+    Bf16, Card, CudaError, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence,
 };
 
 use super::check_rows::POISON;
-use super::draw::{Draw, wide};
+use super::draw::{Draw, in_8_bits, wide};
 use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
@@ -17,19 +18,29 @@ struct Scene {
     lengths: Vec<usize>,
     table_stride: usize,
     tables: Vec<u32>,
+    /// As they are read: of KV in 8 bits only numbers that there are in 8 bits.
     pages: Vec<Bf16>,
     scale: f32,
 }
 
 impl Scene {
-    fn new(seed: u64, (head_dim, n_q_heads, n_kv_heads): (usize, usize, usize), lengths: &[usize]) -> Self {
+    fn new(seed: u64, heads: (usize, usize, usize), lengths: &[usize]) -> Self {
+        Self::of(KvNumber::Bf16, seed, heads, lengths)
+    }
+
+    fn of(
+        number: KvNumber,
+        seed: u64,
+        (head_dim, n_q_heads, n_kv_heads): (usize, usize, usize),
+        lengths: &[usize],
+    ) -> Self {
         let mut draw = Draw::new(seed);
         let table_stride = lengths.iter().max().unwrap_or(&0).div_ceil(BLOCK_TOKENS) + 1;
         let n_blocks = lengths.iter().map(|length| length.div_ceil(BLOCK_TOKENS)).sum::<usize>() + 3;
-        let kv = KvPages { n_kv_heads, head_dim, n_blocks };
+        let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
         let mut free = draw.order(n_blocks);
         let mut tables = vec![u32::MAX; lengths.len() * table_stride];
-        let mut pages = vec![Bf16(u16::MAX); kv.numbers()];
+        let mut pages = vec![Bf16(u16::MAX); n_blocks * kv.page_numbers()];
         for (row, length) in lengths.iter().enumerate() {
             for block in 0..length.div_ceil(BLOCK_TOKENS) {
                 let at = free.pop().expect("there are enough blocks");
@@ -42,8 +53,21 @@ impl Scene {
                 }
             }
         }
+        if number == KvNumber::Fp8 {
+            for number in &mut pages {
+                *number = Bf16::from(f8_to_f32(f32_to_f8(f32::from(*number))));
+            }
+        }
         let scale = 1.0 / (head_dim as f32).sqrt() * 3.0;
         Self { kv, n_q_heads, lengths: lengths.to_vec(), table_stride, tables, pages, scale }
+    }
+
+    /// The pages, as they lie on the card.
+    fn halves(&self) -> Vec<Bf16> {
+        match self.kv.number {
+            KvNumber::Bf16 => self.pages.clone(),
+            KvNumber::Fp8 => in_8_bits(&self.pages),
+        }
     }
 
     /// One head's K (part 0) or V (part 1) of a token.
@@ -91,6 +115,17 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
             [(2048, usize::MAX), (64, usize::MAX), (256, usize::MAX), (64, 100), (1024, 33)]
         {
             decode(card, verdicts, &scene, chunk_tokens, window)?;
+        }
+    }
+    for heads in extent.of(&[(64, 3, 1), (128, 8, 2), (128, 32, 8)], 2) {
+        let scene = Scene::of(KvNumber::Fp8, 14, *heads, lengths);
+        for (chunk_tokens, window) in [(2048, usize::MAX), (64, usize::MAX), (64, 100)] {
+            decode(card, verdicts, &scene, chunk_tokens, window)?;
+        }
+        let scene = Scene::of(KvNumber::Fp8, 15, *heads, &[1, 5, 64, 130, 300, 257]);
+        for queries in [[1, 5, 64, 130, 300, 257], [1, 2, 33, 129, 70, 1]] {
+            prefill(card, verdicts, &scene, &queries, usize::MAX)?;
+            prefill(card, verdicts, &scene, &queries, 70)?;
         }
     }
     spoilt(card, verdicts)?;
@@ -142,7 +177,7 @@ fn decode(
         q: card.upload(&q)?.view(),
         q_stride,
         n_q_heads,
-        pages: card.upload(&scene.pages)?.view(),
+        pages: card.upload(&scene.halves())?.view(),
         kv: scene.kv,
         tables: card.upload(&scene.tables)?.view(),
         rows_of_table: 1,
@@ -181,7 +216,7 @@ fn alike(
     let (width, length, chunk_tokens) = (n_q_heads * head_dim, 1100, 256);
     let scene = Scene::new(13, heads, &[length]);
     let q = card.upload(&Draw::new(14).narrow(length * width, 1.0))?;
-    let (pages, tables) = (card.upload(&scene.pages)?, card.upload(&scene.tables)?);
+    let (pages, tables) = (card.upload(&scene.halves())?, card.upload(&scene.tables)?);
     let lengths = card.upload(&(1..=length as u32).collect::<Vec<_>>())?;
     let n_parts = DecodeAttention::n_parts(length, n_q_heads, length, chunk_tokens);
     let mut parts = card.buffer::<f32>(DecodeAttention::parts_numbers(n_parts, head_dim))?;
@@ -225,7 +260,7 @@ fn spoilt(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let n_parts = DecodeAttention::n_parts(2, 4, 40, 32);
     let (mut parts, mut part_sums) = (card.buffer::<f32>(n_parts * 128)?, card.buffer::<[f32; 2]>(n_parts)?);
     let q = card.upload(&Draw::new(10).narrow(80 * 4 * 128, 1.0))?;
-    let (pages, tables) = (card.upload(&scene.pages)?, card.upload(&scene.tables)?);
+    let (pages, tables) = (card.upload(&scene.halves())?, card.upload(&scene.tables)?);
     for chunk_tokens in [32, 64] {
         let mut out = card.buffer::<Bf16>(2 * 4 * 128)?;
         card.decode_attention(DecodeAttention {
@@ -300,7 +335,7 @@ fn prefill(
         q: card.upload(&q)?.view(),
         q_stride,
         n_q_heads,
-        pages: card.upload(&scene.pages)?.view(),
+        pages: card.upload(&scene.halves())?.view(),
         kv: scene.kv,
         tables: card.upload(&scene.tables)?.view(),
         sequences: &sequences,

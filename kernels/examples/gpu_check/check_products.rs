@@ -9,7 +9,8 @@ use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// Rows of the matrix, and their width: odd ones, and one like a model's.
-const SHAPES: &[(usize, usize)] = &[(1, 8), (17, 40), (130, 1032), (50, 264), (512, 4096), (33, 14336)];
+pub(crate) const SHAPES: &[(usize, usize)] =
+    &[(1, 8), (17, 40), (130, 1032), (50, 264), (512, 4096), (33, 14336)];
 
 pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for (n, k) in extent.of(SHAPES, 3) {

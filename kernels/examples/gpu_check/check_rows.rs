@@ -1,11 +1,12 @@
 //! Embedding, norms, the gate, rotation, argmax: against plain loops in f64.
 
+use baton_kernels::cpu::number::f8_to_f32;
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
-use baton_kernels::cuda::{Bf16, Card, CudaError, KvPages, NOWHERE, RopeWriteKv};
+use baton_kernels::cuda::{Bf16, Card, CudaError, KvNumber, KvPages, NOWHERE, RopeWriteKv};
 
 use super::draw::{Draw, wide};
 use super::extent::Extent;
-use super::verdict::{BF16_ERROR, Verdicts};
+use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
 
 /// A byte that makes NaN of every number it fills.
 pub(crate) const POISON: u8 = 0xFF;
@@ -22,7 +23,9 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
     for (head_dim, n_q_heads, n_kv_heads, has_norms) in
         [(64, 3, 1, false), (128, 32, 8, false), (128, 5, 5, true)]
     {
-        rope(card, verdicts, (head_dim, n_q_heads, n_kv_heads), has_norms)?;
+        for number in [KvNumber::Bf16, KvNumber::Fp8] {
+            rope(card, verdicts, (head_dim, n_q_heads, n_kv_heads), has_norms, number)?;
+        }
     }
     for (n_rows, width) in extent.of(&[(1, 1), (3, 1000), (2, 32_003), (1, 128_256), (64, 32_003)], 3) {
         argmax(card, verdicts, *n_rows, *width)?;
@@ -109,16 +112,29 @@ fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
     (0..head.len()).map(turn).collect()
 }
 
+/// What pages hold, whatever their numbers are.
+fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
+    match number {
+        KvNumber::Bf16 => wide(halves),
+        KvNumber::Fp8 => halves
+            .iter()
+            .flat_map(|half| half.0.to_le_bytes())
+            .map(|byte| f64::from(f8_to_f32(byte)))
+            .collect(),
+    }
+}
+
 fn rope(
     card: &Card,
     verdicts: &mut Verdicts,
     (head_dim, n_q_heads, n_kv_heads): (usize, usize, usize),
     has_norms: bool,
+    number: KvNumber,
 ) -> Result<(), CudaError> {
     let mut draw = Draw::new(4);
     let (n_rows, n_positions, n_blocks) = (21, 50, 5);
     let n_heads = n_q_heads + 2 * n_kv_heads;
-    let kv = KvPages { n_kv_heads, head_dim, n_blocks };
+    let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
     let qkv = draw.narrow(n_rows * n_heads * head_dim, 2.0);
     let turns: Vec<[f32; 2]> =
         (0..n_positions * head_dim / 2).map(|_| draw.number() * 3.0).map(|a| [a.cos(), a.sin()]).collect();
@@ -126,7 +142,7 @@ fn rope(
     let mut slots = draw.order(n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
     slots[n_rows / 2] = u32::MAX;
     let weights = [draw.narrow(head_dim, 1.5), draw.narrow(head_dim, 1.5)];
-    let (mut rows, mut pages) = (card.upload(&qkv)?, card.buffer::<Bf16>(kv.numbers())?);
+    let (mut rows, mut pages) = (card.upload(&qkv)?, card.buffer::<Bf16>(kv.halves())?);
     card.fill(pages.view_mut(), POISON)?;
     let norms = [card.upload(&weights[0])?, card.upload(&weights[1])?];
     card.rope_write_kv(RopeWriteKv {
@@ -140,8 +156,10 @@ fn rope(
         norms: has_norms.then(|| [norms[0].view(), norms[1].view()]),
         epsilon: EPSILON,
     })?;
-    let (rows, pages) = (wide(&card.download(rows.view())?), wide(&card.download(pages.view())?));
+    let (rows, pages) =
+        (wide(&card.download(rows.view())?), numbers_of(&card.download(pages.view())?, number));
     let (mut answer, mut reference, mut n_written) = (vec![], vec![], 0);
+    let (mut of_kv, mut kv_reference) = (vec![], vec![]);
     for (row, numbers) in wide(&qkv).chunks(n_heads * head_dim).enumerate() {
         for (nth, head) in numbers.chunks(head_dim).enumerate() {
             let of_turns = &turns[positions[row] as usize * head_dim / 2..][..head_dim / 2];
@@ -153,6 +171,8 @@ fn rope(
                 }
                 expected = turned(&expected, of_turns);
             }
+            let (answer, reference) =
+                if is_q { (&mut answer, &mut reference) } else { (&mut of_kv, &mut kv_reference) };
             let found = if is_q {
                 &rows[(row * n_heads + nth) * head_dim..]
             } else if slots[row] == u32::MAX {
@@ -167,8 +187,10 @@ fn rope(
             reference.extend(expected);
         }
     }
-    let name = format!("rope_write_kv {head_dim} {n_q_heads}/{n_kv_heads} norms: {has_norms}");
-    verdicts.compare(name.clone(), &answer, &reference, BF16_ERROR);
+    let name = format!("rope_write_kv {head_dim} {n_q_heads}/{n_kv_heads} norms: {has_norms}, {number:?}");
+    verdicts.compare(format!("{name}, q"), &answer, &reference, BF16_ERROR);
+    let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
+    verdicts.compare(format!("{name}, k and v"), &of_kv, &kv_reference, bound);
     let n_poisoned = pages.iter().filter(|number| number.is_nan()).count();
     verdicts.holds(format!("{name}, nothing else written"), n_poisoned == pages.len() - n_written);
     Ok(())

@@ -1,5 +1,6 @@
 //! Numbers nobody could guess, the same at every run.
 
+use baton_kernels::cpu::number::f32_to_f8;
 use baton_kernels::cuda::Bf16;
 
 /// A small generator (SplitMix64): good enough to fill matrices.
@@ -45,6 +46,13 @@ impl Draw {
         }
         order
     }
+}
+
+/// The same in 8 bits, two by two.
+pub(crate) fn in_8_bits(numbers: &[Bf16]) -> Vec<Bf16> {
+    let pair =
+        |pair: &[Bf16]| u16::from_le_bytes([pair[0], pair[1]].map(|number| f32_to_f8(f32::from(number))));
+    numbers.chunks_exact(2).map(|numbers| Bf16(pair(numbers))).collect()
 }
 
 pub(crate) fn wide(narrow: &[Bf16]) -> Vec<f64> {

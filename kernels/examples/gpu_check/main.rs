@@ -3,7 +3,7 @@
 //! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]
 //! [--small yes]`:
 //! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
-//! runs on Hopper what other cards run; `--only` is rows, products, attention, sample, or ranks, which needs two GPUs; `--small`
+//! runs on Hopper what other cards run; `--only` is rows, products, fp8, attention, sample, or ranks, which needs two GPUs; `--small`
 //! leaves out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
 #![allow(clippy::print_stdout)]
 
@@ -12,6 +12,7 @@ mod extent;
 mod verdict;
 mod check_rows;
 mod check_products;
+mod fp8;
 mod check_attention;
 mod check_sample;
 mod check_ranks;
@@ -97,6 +98,9 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     if is_wanted("products") {
         check_products::all(&card, &mut verdicts, args.extent)?;
+    }
+    if is_wanted("fp8") {
+        fp8::check(&card, &mut verdicts, args.extent)?;
     }
     if is_wanted("attention") {
         check_attention::all(&card, &mut verdicts, args.extent)?;

@@ -2,22 +2,23 @@
 
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_SHARES, FewRowsForm};
 use baton_kernels::cuda::{
-    Bf16, Buffer, Card, CudaError, DecodeAttention, KvPages, PrefillAttention, PrefillSequence, RopeWriteKv,
-    SKINNY_FORMS, SkinnyForm, View, ViewMut,
+    Bf16, Buffer, Card, CudaError, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence,
+    RopeWriteKv, SKINNY_FORMS, SkinnyForm, View, ViewMut,
 };
 use serde_json::{Value, json};
 
 use super::draw::Draw;
+use super::fp8;
 
 /// Timed repetitions, of which the middle one counts.
 const N_TIMES: usize = 21;
 /// Launches in one repetition: the gaps between them count, as they do in a step.
-const N_LAUNCHES: usize = 8;
+pub(crate) const N_LAUNCHES: usize = 8;
 /// More than any cache holds, so that nothing is read twice from one.
-const BEYOND_CACHES: usize = 400 << 20;
+pub(crate) const BEYOND_CACHES: usize = 400 << 20;
 
 /// The five matrices of a layer of an 8B model, and its output: rows, and their width.
-const MATRICES: &[(&str, usize, usize)] = &[
+pub(crate) const MATRICES: &[(&str, usize, usize)] = &[
     ("qkv", 6144, 4096),
     ("o", 4096, 4096),
     ("gate_up", 28672, 4096),
@@ -26,9 +27,9 @@ const MATRICES: &[(&str, usize, usize)] = &[
 ];
 
 /// Bytes per second that the card reads and copies, and launches nothing else.
-struct Limits {
-    read: f64,
-    copy: f64,
+pub(crate) struct Limits {
+    pub(crate) read: f64,
+    pub(crate) copy: f64,
 }
 
 pub(crate) fn all(card: &Card, is_wanted: impl Fn(&str) -> bool) -> Result<Value, CudaError> {
@@ -39,6 +40,7 @@ pub(crate) fn all(card: &Card, is_wanted: impl Fn(&str) -> bool) -> Result<Value
         "copy_bytes_per_s": limits.copy,
         "rows": if is_wanted("rows") { rows(card, &limits)? } else { vec![] },
         "products": if is_wanted("products") { products_all(card, &limits)? } else { vec![] },
+        "fp8": if is_wanted("fp8") { fp8::measure(card, &limits)? } else { vec![] },
         "decode_attention": if is_wanted("attention") { decode_all(card, &limits)? } else { vec![] },
         "prefill_attention": if is_wanted("attention") { prefill_all(card)? } else { vec![] },
     });
@@ -48,7 +50,7 @@ pub(crate) fn all(card: &Card, is_wanted: impl Fn(&str) -> bool) -> Result<Value
 }
 
 /// Seconds of one call, the middle of many: `call` is told its number, so that it can turn to other memory.
-fn seconds(
+pub(crate) fn seconds(
     card: &Card,
     n_launches: usize,
     mut call: impl FnMut(usize) -> Result<(), CudaError>,
@@ -77,7 +79,7 @@ fn limits(card: &Card) -> Result<Limits, CudaError> {
     Ok(Limits { read: bytes / read, copy: 2.0 * bytes / copy })
 }
 
-fn line(what: &str, seconds: f64, bytes: f64, limit: f64) -> Value {
+pub(crate) fn line(what: &str, seconds: f64, bytes: f64, limit: f64) -> Value {
     let share = bytes / seconds / limit;
     eprintln!(
         "{what}: {:.2} us, {:.3} TB/s, {:.1} % of the limit",
@@ -128,11 +130,18 @@ fn argmax(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaErro
 }
 
 fn rope(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError> {
-    let (n_q_heads, kv) =
-        (32, KvPages { n_kv_heads: 8, head_dim: 128, n_blocks: n_rows.div_ceil(BLOCK_TOKENS) });
+    let (n_q_heads, kv) = (
+        32,
+        KvPages {
+            n_kv_heads: 8,
+            head_dim: 128,
+            n_blocks: n_rows.div_ceil(BLOCK_TOKENS),
+            number: KvNumber::Bf16,
+        },
+    );
     let width = (n_q_heads + 2 * kv.n_kv_heads) * kv.head_dim;
     let mut qkv = card.upload(&Draw::new(26).many(n_rows * width, 1.0))?;
-    let mut pages = card.buffer::<Bf16>(kv.numbers())?;
+    let mut pages = card.buffer::<Bf16>(kv.halves())?;
     let indices = card.upload(&(0..n_rows as u32).collect::<Vec<_>>())?;
     let turns = card.upload(&vec![[0.6_f32, 0.8]; n_rows * kv.head_dim / 2])?;
     let time = seconds(card, N_LAUNCHES, |_| {
@@ -227,8 +236,9 @@ fn decode_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     for (n_rows, length) in [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)] {
         let chosen = DecodeAttention::chunk_tokens_for(card, n_rows, 8, length);
         for chunk_tokens in [256, 512, 1024, chosen] {
-            lines.push(decode(card, limits, (n_rows, length), chunk_tokens)?);
+            lines.push(decode(card, limits, (n_rows, length), chunk_tokens, KvNumber::Bf16)?);
         }
+        lines.push(decode(card, limits, (n_rows, length), chosen, KvNumber::Fp8)?);
     }
     Ok(lines)
 }
@@ -238,14 +248,15 @@ fn decode(
     limits: &Limits,
     (n_rows, length): (usize, usize),
     chunk_tokens: usize,
+    number: KvNumber,
 ) -> Result<Value, CudaError> {
     let n_q_heads = 32;
     let (n_kv_heads, head_dim, of_row) = (8, 128, length / BLOCK_TOKENS);
-    let bytes = n_rows * length * n_kv_heads * head_dim * 4;
+    let bytes = n_rows * length * n_kv_heads * head_dim * if number == KvNumber::Fp8 { 2 } else { 4 };
     let n_layers = BEYOND_CACHES / bytes + 1;
-    let kv = KvPages { n_kv_heads, head_dim, n_blocks: n_rows * of_row };
+    let kv = KvPages { n_kv_heads, head_dim, n_blocks: n_rows * of_row, number };
     let mut draw = Draw::new(29);
-    let pages = card.upload(&draw.many(n_layers * kv.numbers(), 1.0))?;
+    let pages = card.upload(&pages_of(draw.many(n_layers * kv.halves(), 1.0), number))?;
     let tables = card.upload(&draw.order(kv.n_blocks))?;
     let lengths = card.upload(&vec![length as u32; n_rows])?;
     let q = card.upload(&draw.many(n_rows * n_q_heads * head_dim, 1.0))?;
@@ -254,7 +265,7 @@ fn decode(
     let mut parts = card.buffer::<f32>(DecodeAttention::parts_numbers(n_parts, head_dim))?;
     let mut part_sums = card.buffer::<[f32; 2]>(n_parts)?;
     let time = seconds(card, N_LAUNCHES, |nth| {
-        let from = nth % n_layers * kv.numbers();
+        let from = nth % n_layers * kv.halves();
         card.decode_attention(DecodeAttention {
             out: out.view_mut(),
             parts: parts.view_mut(),
@@ -262,7 +273,7 @@ fn decode(
             q: q.view(),
             q_stride: n_q_heads * head_dim,
             n_q_heads,
-            pages: pages.slice(from..from + kv.numbers()),
+            pages: pages.slice(from..from + kv.halves()),
             kv,
             tables: tables.view(),
             rows_of_table: 1,
@@ -274,25 +285,37 @@ fn decode(
         })
     })?;
     Ok(line(
-        &format!("decode_attention {n_rows}x{length} chunks of {chunk_tokens}"),
+        &format!("decode_attention {n_rows}x{length} chunks of {chunk_tokens}, {number:?}"),
         time,
         bytes as f64,
         limits.read,
     ))
 }
 
+/// Numbers of 8 bits, two by two: patterns that are none are left out.
+fn pages_of(halves: Vec<Bf16>, number: KvNumber) -> Vec<Bf16> {
+    match number {
+        KvNumber::Bf16 => halves,
+        KvNumber::Fp8 => halves.into_iter().map(|half| Bf16(half.0 & 0xB7B7)).collect(),
+    }
+}
+
 fn prefill_all(card: &Card) -> Result<Vec<Value>, CudaError> {
     [(1, 2048, 2048), (1, 8192, 8192), (4, 2048, 2048), (1, 2048, 16384)]
         .into_iter()
-        .map(|shape| prefill(card, shape))
+        .flat_map(|shape| [KvNumber::Bf16, KvNumber::Fp8].map(|number| prefill(card, shape, number)))
         .collect()
 }
 
-fn prefill(card: &Card, (n_sequences, n_queries, length): (usize, usize, usize)) -> Result<Value, CudaError> {
+fn prefill(
+    card: &Card,
+    (n_sequences, n_queries, length): (usize, usize, usize),
+    number: KvNumber,
+) -> Result<Value, CudaError> {
     let (n_q_heads, head_dim) = (32, 128);
-    let kv = KvPages { n_kv_heads: 8, head_dim, n_blocks: n_sequences * length / BLOCK_TOKENS };
+    let kv = KvPages { n_kv_heads: 8, head_dim, n_blocks: n_sequences * length / BLOCK_TOKENS, number };
     let mut draw = Draw::new(30);
-    let pages = card.upload(&draw.many(kv.numbers(), 1.0))?;
+    let pages = card.upload(&pages_of(draw.many(kv.halves(), 1.0), number))?;
     let tables = card.upload(&draw.order(kv.n_blocks))?;
     let q = card.upload(&draw.many(n_sequences * n_queries * n_q_heads * head_dim, 1.0))?;
     let mut out = card.buffer::<Bf16>(q.len())?;
@@ -319,7 +342,7 @@ fn prefill(card: &Card, (n_sequences, n_queries, length): (usize, usize, usize))
     let seen =
         n_queries as f64 * (length - n_queries) as f64 + n_queries as f64 * (n_queries + 1) as f64 / 2.0;
     let flop = 4.0 * seen * (n_sequences * n_q_heads * head_dim) as f64;
-    let what = format!("prefill_attention {n_sequences} of {n_queries} queries, {length} tokens");
+    let what = format!("prefill_attention {n_sequences} of {n_queries} queries, {length} tokens, {number:?}");
     eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
     Ok(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}))
 }

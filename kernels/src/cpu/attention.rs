@@ -63,7 +63,8 @@ impl KvShape {
         let number_bytes = match self.format {
             Format::F32 => 4,
             Format::Bf16 => 2,
-            Format::F16 | Format::Q8 | Format::Fp8 => {
+            Format::Fp8 => 1,
+            Format::F16 | Format::Q8 => {
                 panic!("KV in {} is not implemented", self.format.as_str())
             }
         };
@@ -111,6 +112,10 @@ impl Processor {
         if format == Format::F32 {
             let page = number::f32s_mut(page).expect("pages start on a number's edge");
             page[at..at + numbers.len()].copy_from_slice(numbers);
+        } else if format == Format::Fp8 {
+            for (narrow, wide) in page[at..].iter_mut().zip(numbers) {
+                *narrow = number::f32_to_f8(*wide);
+            }
         } else {
             let page = number::u16s_mut(page).expect("pages start on a number's edge");
             self.narrow(numbers, &mut page[at..at + numbers.len()]);
@@ -516,9 +521,20 @@ fn widen<S: Simd>(simd: S, format: Format, page: &[u8], at: usize, wide: &mut [f
         wide.copy_from_slice(&page[at..at + wide.len()]);
         return;
     }
-    let page = number::u16s(page).expect("pages start on a number's edge");
-    let (narrow, narrow_tail) = page[at..at + wide.len()].as_chunks::<LANES>();
+    let place = at..at + wide.len();
     let (wide, wide_tail) = wide.as_chunks_mut::<LANES>();
+    if format == Format::Fp8 {
+        let (narrow, narrow_tail) = page[place].as_chunks::<LANES>();
+        for (wide, narrow) in wide.iter_mut().zip(narrow) {
+            simd.store(simd.load_f8(narrow), wide);
+        }
+        for (wide, narrow) in wide_tail.iter_mut().zip(narrow_tail) {
+            *wide = number::f8_to_f32(*narrow);
+        }
+        return;
+    }
+    let page = number::u16s(page).expect("pages start on a number's edge");
+    let (narrow, narrow_tail) = page[place].as_chunks::<LANES>();
     for (wide, narrow) in wide.iter_mut().zip(narrow) {
         simd.store(simd.load_bf16(narrow), wide);
     }

@@ -226,6 +226,23 @@ impl<'a, T: Element> View<'a, T> {
     }
 }
 
+macro_rules! halves {
+    ($($view:ident),*) => {$(
+        impl<'a, T: Element> $view<'a, T> {
+            /// The same memory as numbers of 16 bits.
+            ///
+            /// # Panics
+            /// If it is an odd number of bytes.
+            pub fn halves(self) -> $view<'a, Bf16> {
+                let bytes = self.len * size_of::<T>();
+                assert!(bytes.is_multiple_of(2), "{bytes} bytes, two by two");
+                $view::over(self.address, bytes / 2, self.ordinal)
+            }
+        }
+    )*};
+}
+halves!(View, ViewMut);
+
 impl<'a> View<'a, u32> {
     /// The same numbers, three by three.
     ///

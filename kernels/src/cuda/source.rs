@@ -46,13 +46,18 @@ pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
     source!("norm.cu", ["rms_norm", "add_rms_norm"]),
     source!("silu.cu", ["silu_mul"]),
-    source!("rope.cu", ["rope_write_kv_64", "rope_write_kv_128"], "pages.cuh"),
+    source!(
+        "rope.cu",
+        ["rope_write_kv_64", "rope_write_kv_128", "rope_write_kv_fp8_64", "rope_write_kv_fp8_128"],
+        "pages.cuh"
+    ),
     source!("argmax.cu", ["argmax_parts", "argmax_rows"]),
     source!("feed.cu", ["feed_tokens", "keep_tokens"]),
     source!("sample.cu", ["sample_tokens"]),
     source!("bias.cu", ["add_bias"]),
     source!("ranks.cu", ["sum_few_rows", "sum_many_rows", "gather_columns"]),
     source!("dummy.cu", ["dummy_weights"]),
+    source!("widen_fp8.cu", ["widen_fp8"]),
     source!("probe.cu", ["probe_read", "probe_copy"]),
     source!("wire.cu", ["wire_pull", "wire_digest", "wire_copy"]),
     source!(
@@ -71,13 +76,25 @@ pub const SOURCES: &[Source] = &[
     ),
     source!(
         "decode_attention.cu",
-        ["decode_attention_64", "decode_attention_128", "merge_parts_64", "merge_parts_128"],
+        [
+            "decode_attention_64",
+            "decode_attention_128",
+            "decode_attention_fp8_64",
+            "decode_attention_fp8_128",
+            "merge_parts_64",
+            "merge_parts_128",
+        ],
         "pages.cuh",
         "tensor.cuh"
     ),
     source!(
         "prefill_attention.cu",
-        ["prefill_attention_64", "prefill_attention_128"],
+        [
+            "prefill_attention_64",
+            "prefill_attention_128",
+            "prefill_attention_fp8_64",
+            "prefill_attention_fp8_128",
+        ],
         "pages.cuh",
         "tensor.cuh"
     ),
@@ -95,6 +112,13 @@ pub const SOURCES: &[Source] = &[
             "few_rows_128",
             "few_rows_wide_128",
         ],
+        "tensor.cuh",
+        "hopper.cuh"
+    )
+    .on_hopper(),
+    source!(
+        "few_rows_fp8.cu",
+        ["few_rows_fp8_8", "few_rows_fp8_16", "few_rows_fp8_32", "few_rows_fp8_64", "few_rows_fp8_128"],
         "tensor.cuh",
         "hopper.cuh"
     )

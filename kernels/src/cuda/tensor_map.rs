@@ -22,21 +22,50 @@ pub(super) struct Matrix {
     pub(super) stride: usize,
 }
 
+/// As the driver wants to be told.
+struct Encoded {
+    dtype: sys::CUtensorMapDataType,
+    address: u64,
+    dims: [u64; 2],
+    stride_bytes: u64,
+    box_dims: [u32; 2],
+    swizzle: sys::CUtensorMapSwizzle,
+}
+
 impl TensorMap {
     /// Boxes of so many rows and 64 columns. What lies beyond the matrix comes as zeroes.
     pub(super) fn of(matrix: Matrix, box_rows: usize) -> Result<Self, CudaError> {
-        let swizzle = sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B;
-        Self::encode(matrix, [BOX_COLUMNS, box_rows as u32], swizzle)
+        Self::encode(Encoded {
+            dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            address: matrix.address,
+            dims: [matrix.n_columns as u64, matrix.n_rows as u64],
+            stride_bytes: (matrix.stride * size_of::<Bf16>()) as u64,
+            box_dims: [BOX_COLUMNS, box_rows as u32],
+            swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        })
     }
 
-    fn encode(
-        matrix: Matrix,
-        box_dims: [u32; 2],
-        swizzle: sys::CUtensorMapSwizzle,
+    /// Boxes of some columns and rows of a matrix of bytes, which come in the order in which they lie.
+    pub(super) fn of_bytes(
+        address: u64,
+        n_rows: usize,
+        width: usize,
+        (box_columns, box_rows): (usize, usize),
     ) -> Result<Self, CudaError> {
+        Self::encode(Encoded {
+            dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            address,
+            dims: [width as u64, n_rows as u64],
+            stride_bytes: width as u64,
+            box_dims: [box_columns as u32, box_rows as u32],
+            swizzle: sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        })
+    }
+
+    fn encode(encoded: Encoded) -> Result<Self, CudaError> {
+        let Encoded { dtype, address, dims, stride_bytes, box_dims, swizzle } = encoded;
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        let dims = [matrix.n_columns as u64, matrix.n_rows as u64];
-        let stride_bytes = [(matrix.stride * size_of::<Bf16>()) as u64];
+        let stride_bytes = [stride_bytes];
         let steps = [1_u32, 1];
         // JUSTIFICATION: cudarc has no safe call for this.
         // SAFETY: every pointer is to values that outlive the call, as many as a matrix has dimensions; the address is
@@ -44,9 +73,9 @@ impl TensorMap {
         unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
-                sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                dtype,
                 2,
-                matrix.address as *mut std::ffi::c_void,
+                address as *mut std::ffi::c_void,
                 dims.as_ptr(),
                 stride_bytes.as_ptr(),
                 box_dims.as_ptr(),

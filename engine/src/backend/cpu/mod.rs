@@ -259,7 +259,7 @@ fn layout(
     architecture: &Architecture,
     settings: &CpuSettings,
 ) -> Result<KvLayout, LoadError> {
-    if !matches!(settings.kv_dtype, KvDtype::F32 | KvDtype::Bf16) {
+    if settings.kv_dtype == KvDtype::F16 {
         return Err(LoadError::KvDtype(settings.kv_dtype));
     }
     let layout = KvLayout {

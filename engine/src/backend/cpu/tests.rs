@@ -36,6 +36,7 @@ fn every_setting_keeps_the_contract() {
         (KvDtype::Bf16, Arithmetic::F32, Quantize::Q8, 16),
         (KvDtype::Bf16, Arithmetic::F32, Quantize::Fp8, 16),
         (KvDtype::Bf16, Arithmetic::Bf16, Quantize::Fp8, 16),
+        (KvDtype::Fp8E4m3, Arithmetic::F32, Quantize::No, 16),
         (KvDtype::Bf16, Arithmetic::F32, Quantize::No, 8),
         (KvDtype::Bf16, Arithmetic::F32, Quantize::No, 32),
     ] {
@@ -49,7 +50,9 @@ fn every_setting_keeps_the_contract() {
 fn ranks_keep_the_contract() {
     for (name, ranks) in [("llama", 4), ("llama3", 2), ("mistral", 2), ("qwen2", 4), ("qwen3", 2)] {
         let ranks = NonZero::new(ranks).expect("some");
-        for (kv_dtype, quantize) in [(KvDtype::Bf16, Quantize::No), (KvDtype::F32, Quantize::Q8)] {
+        for (kv_dtype, quantize) in
+            [(KvDtype::Bf16, Quantize::No), (KvDtype::F32, Quantize::Q8), (KvDtype::Fp8E4m3, Quantize::Fp8)]
+        {
             check(&format!("tests/models/{name}"), &CpuSettings { ranks, kv_dtype, quantize, ..settings(1) });
         }
     }
@@ -100,6 +103,9 @@ fn what_makes_kv_differ_is_in_the_fingerprint() {
     let fp8 = CpuSettings { quantize: Quantize::Fp8, ..settings(1) };
     let error = plain.agree(&fingerprint("../models/demo", &fp8)).expect_err("these neither");
     assert_eq!(error.to_string(), "models differ: dtype: bf16 here, fp8 there");
+    let fp8 = CpuSettings { kv_dtype: KvDtype::Fp8E4m3, ..settings(1) };
+    let error = plain.agree(&fingerprint("../models/demo", &fp8)).expect_err("KV of 8 bits is not of 16");
+    assert!(error.to_string().contains("bf16 here, fp8_e4m3 there"), "{error}");
     let error = plain.agree(&fingerprint("tests/models/llama", &settings(1))).expect_err("another model");
     assert!(error.to_string().contains("weights: "), "{error}");
 }

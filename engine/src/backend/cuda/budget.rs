@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+use kernels::cuda::Bf16;
+
+use super::fp8::InFp8;
 use super::weights::Sizes;
 use super::workspace::WorkspaceShape;
 use crate::error::OpenError;
@@ -22,9 +25,10 @@ pub(super) struct Budget {
 
 impl Budget {
     /// `kv` is for all ranks together.
-    pub(super) fn of(sizes: Sizes, workspace: &WorkspaceShape, kv: usize) -> Self {
+    pub(super) fn of(sizes: Sizes, in_fp8: &[InFp8], workspace: &WorkspaceShape, kv: usize) -> Self {
         let n_ranks = sizes.share.n_ranks;
-        Self { n_ranks, weights: sizes.bytes(), workspace: workspace.bytes(), kv: kv.div_ceil(n_ranks) }
+        let workspace = workspace.bytes() + sizes.widened(in_fp8) * size_of::<Bf16>();
+        Self { n_ranks, weights: sizes.bytes(in_fp8), workspace, kv: kv.div_ceil(n_ranks) }
     }
 
     fn without_kv(self) -> usize {

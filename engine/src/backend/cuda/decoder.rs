@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use kernels::cuda::{
-    Answer, Arena, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvPages, Peers,
-    PrefillAttention, PrefillSequence, Products, RopeWriteKv, SumRows, View, ViewMut,
+    Answer, Arena, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvNumber, KvPages, Peers,
+    PrefillAttention, PrefillSequence, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
 };
 use kv_cache::OnCard;
 use types::GroupIdx;
@@ -29,6 +29,7 @@ pub(super) struct Decoder {
     /// Layer by layer.
     pub(super) places: Vec<LayerPlace>,
     pub(super) n_blocks: usize,
+    pub(super) kv_number: KvNumber,
     /// Tokens of a chunk of attention, where a row must be the same in any company.
     pub(super) chunk_tokens: Option<usize>,
 }
@@ -345,7 +346,7 @@ impl Decoder {
         // Each rank has the logits of some tokens, and all draw from all.
         let own = if pass.peers.is_some() { &mut *own_logits } else { &mut *logits };
         let answer = Answer::Wide(own.view_mut().slice(0..n * head_rows));
-        pass.products.multiply(pass.card, answer, self.weights.head(), rows, hidden)?;
+        pass.products.multiply(pass.card, answer, Weights::Bf16(self.weights.head()), rows, hidden)?;
         if let Some(peers) = pass.peers.as_deref_mut() {
             let (whole, part) = (logits.view_mut().slice(0..n * vocab), own_logits.slice(0..n * head_rows));
             pass.card.gather_columns(peers, whole, part, n)?;
@@ -371,7 +372,8 @@ impl Decoder {
 
     fn kv_pages(&self) -> KvPages {
         let head_dim = self.heads.padded;
-        KvPages { n_kv_heads: self.sizes.kv_width / head_dim, head_dim, n_blocks: self.n_blocks }
+        let n_kv_heads = self.sizes.kv_width / head_dim;
+        KvPages { n_kv_heads, head_dim, n_blocks: self.n_blocks, number: self.kv_number }
     }
 
     fn scale(&self) -> f32 {

@@ -1,6 +1,6 @@
 //! What the card can do at most, and where the time of a step goes: for measurements, never while serving.
 
-use kernels::cuda::{Answer, CudaError, View};
+use kernels::cuda::{Answer, CudaError, View, Weights};
 use serde::Serialize;
 
 use super::CudaBackend;
@@ -117,8 +117,8 @@ fn time_recorded(
 fn read_rate(tools: &mut Tools) -> Result<f64, CudaError> {
     let Tools { card, decoder, space, .. } = tools;
     let layers = &decoder.weights.layers;
-    let matrices: Vec<View<'_, _>> =
-        KINDS.iter().flat_map(|kind| all_of(layers, *kind)).chain([decoder.weights.head()]).collect();
+    let of_layers = KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(Weights::halves);
+    let matrices: Vec<View<'_, _>> = of_layers.chain([decoder.weights.head()]).collect();
     let bytes: usize = matrices.iter().map(|matrix| 2 * matrix.len()).sum();
     let ms = least(|| {
         let start = card.mark()?;
@@ -148,13 +148,17 @@ fn product_rate(tools: &mut Tools, rows: usize) -> Result<ProductRate, CudaError
         })
     })?;
     let layers = &tools.decoder.weights.layers;
-    let numbers: usize = KINDS.iter().flat_map(|kind| all_of(layers, *kind)).map(|view| view.len()).sum();
+    let matrices = KINDS.iter().flat_map(|kind| layers.iter().map(kind));
+    let (numbers, bytes) = matrices.fold((0, 0), |(numbers, bytes), linear| {
+        let (weights, k) = (linear.weight.view(), linear.columns);
+        (numbers + weights.n_rows(k) * k, bytes + 2 * weights.halves().len())
+    });
     let per_second = |what: usize| what as f64 / ms * 1e3;
     Ok(ProductRate {
         rows,
         ms,
         flop_per_s: per_second(2 * rows * numbers),
-        weight_bytes_per_s: per_second(2 * numbers),
+        weight_bytes_per_s: per_second(bytes),
     })
 }
 
@@ -182,10 +186,11 @@ impl Decoder {
             let k = linear.columns;
             let x = [&*normed, &*attended, &*gated].into_iter().find(|x| x.len() >= n * k);
             let x = x.expect("an input of each product has a room").slice(0..n * k);
-            let len = n * (linear.weight.len() / k);
+            let weights = linear.weight.view();
+            let len = n * weights.n_rows(k);
             let y = [&mut *given, &mut *qkv, &mut *gate_up].into_iter().find(|y| y.len() >= len);
             let y = y.expect("an answer of each product has a room").view_mut().slice(0..len);
-            pass.products.multiply(pass.card, Answer::Narrow(y), linear.weight.view(), x, k)?;
+            pass.products.multiply(pass.card, Answer::Narrow(y), weights, x, k)?;
         }
         Ok(())
     }

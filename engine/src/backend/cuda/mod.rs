@@ -1,7 +1,7 @@
 //! A GPU as a backend, or several: weights and KV on cards, whole steps launched ahead of the cards' work.
 //!
 //! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `share`, `weights`,
-//! `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`rank`, `decoder`),
+//! `fp8`, `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`rank`, `decoder`),
 //! which steps are recorded (`ladder`, `recorded`), how tokens are drawn (`draws`), how several cards go on together
 //! (`lockstep`), what becomes of a step (`flight`, `watch`), and how all of it sleeps (`asleep`).
 //!
@@ -15,6 +15,7 @@ mod budget;
 mod decoder;
 mod draws;
 mod flight;
+mod fp8;
 mod heads;
 mod ladder;
 mod limits;

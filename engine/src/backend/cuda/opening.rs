@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kernels::cpu::{Arithmetic, Processor};
-use kernels::cuda::{Arena, Card, CudaError, Peers, Products};
+use kernels::cuda::{Arena, Card, CudaError, KvNumber, Peers, Products};
 use kv_cache::KvMemory;
 use tokio::time::Instant;
 use tracing::info;
@@ -17,6 +17,7 @@ use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
 use super::budget::Budget;
 use super::decoder::{Decoder, LayerPlace};
 use super::flight::HostSampler;
+use super::fp8::InFp8;
 use super::heads::Heads;
 use super::ladder::Ladder;
 use super::lockstep::{Helpers, Opened};
@@ -54,6 +55,8 @@ pub(super) struct Described {
     architecture: &'static Architecture,
     heads: Heads,
     layout: KvLayout,
+    /// Layer by layer.
+    in_fp8: Vec<InFp8>,
     n_blocks: u32,
     /// Tokens of the longest sequence.
     tokens_max: usize,
@@ -156,13 +159,14 @@ impl Described {
                 name: config.architecture.clone(),
                 known,
             })?;
-        if settings.kv_dtype != KvDtype::Bf16 {
-            let wrong = format!("KV in {} is not implemented on a GPU: bf16 is", settings.kv_dtype);
+        if !matches!(settings.kv_dtype, KvDtype::Bf16 | KvDtype::Fp8E4m3) {
+            let wrong =
+                format!("KV in {} is not implemented on a GPU: bf16 and fp8_e4m3 are", settings.kv_dtype);
             return Err(OpenError::CudaModel(wrong));
         }
-        if settings.quantize != Quantize::No {
-            let wrong = format!("weights in {} are not implemented on a GPU", settings.quantize.as_str());
-            return Err(OpenError::CudaModel(wrong));
+        if settings.quantize == Quantize::Q8 {
+            let wrong = "weights in q8 are not implemented on a GPU: fp8 is";
+            return Err(OpenError::CudaModel(wrong.to_owned()));
         }
         Share::check(config, usize::from(settings.ranks.get()))?;
         let heads = Heads::of(config.head_dim)?;
@@ -177,8 +181,18 @@ impl Described {
         let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
         let n_blocks = n_blocks(&layout, kv_bytes)?;
         let tokens_max = config.context_tokens.min(n_blocks as usize * BLOCK_TOKENS);
+        let in_fp8 = match settings.load_format {
+            LoadFormat::Safetensors => {
+                let checkpoint = Checkpoint::open(folder.path())?;
+                InFp8::of_layers(config.n_layers, settings.quantize, &checkpoint)
+            }
+            LoadFormat::Dummy { .. } if settings.quantize == Quantize::Fp8 => {
+                vec![InFp8::ALL; config.n_layers]
+            }
+            LoadFormat::Dummy { .. } => vec![InFp8::default(); config.n_layers],
+        };
         let settings = settings.clone();
-        Ok(Self { architecture, heads, layout, n_blocks, tokens_max, settings, folder, kv_bytes })
+        Ok(Self { architecture, heads, layout, in_fp8, n_blocks, tokens_max, settings, folder, kv_bytes })
     }
 
     /// What the folder says now.
@@ -195,12 +209,13 @@ impl Described {
         let mut taken = Vec::with_capacity(cards.len());
         let (mut weight_bytes, mut together) = (0, None);
         for (share, card) in Share::of_all(cards.len()).zip(cards) {
-            let products = open_products(&card, &self.settings)?;
+            let mut products = open_products(&card, &self.settings)?;
             info!(gpu = card.name(), kernels_compiled = card.n_compiled(), rank = share.nth, "use GPU");
             let sizes = Sizes::of(&self.folder.config, self.heads, share)?;
             let shape = self.workspace(&card, sizes);
-            let budget = Budget::of(sizes, &shape, kv_bytes);
+            let budget = Budget::of(sizes, &self.in_fp8, &shape, kv_bytes);
             budget.check(card.memory()?.0)?;
+            products.make_room(&card, sizes.widened(&self.in_fp8))?;
             (weight_bytes, together) = (budget.weights, shape.together());
             let space = shape.take(&card)?;
             taken.push((sizes, products, space, card));
@@ -295,6 +310,10 @@ impl Described {
             turns: card.upload(&turns)?,
             places: places(&self.layout),
             n_blocks: self.n_blocks as usize,
+            kv_number: match self.layout.dtype {
+                KvDtype::Fp8E4m3 => KvNumber::Fp8,
+                _ => KvNumber::Bf16,
+            },
             chunk_tokens: self.settings.chunk_tokens(),
         })
     }
@@ -314,17 +333,22 @@ impl Described {
                 checkpoint = Checkpoint::open(self.folder.path())?;
                 Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
             }
-            // Narrow heads are moved apart, which the host does.
-            LoadFormat::Dummy { seed } if self.heads.are_padded() => {
+            // Narrow heads are moved apart and weights quantized, which the host does.
+            LoadFormat::Dummy { seed } if self.heads.are_padded() || self.is_in_fp8() => {
                 dummy = Dummy { seed, processor: &host };
                 Origin::Host(&dummy)
             }
             LoadFormat::Dummy { seed } => Origin::Card { seed },
         };
         let heads = self.heads;
-        let upload = Upload::new(card, &host, sizes.bytes())?;
+        let upload = Upload::new(card, &host, sizes.bytes(&self.in_fp8))?;
         let parts = (self.architecture.parts)(config);
-        Loader { origin, config, parts, heads, sizes, arena, upload }.load()
+        Loader { origin, config, parts, heads, sizes, in_fp8: &self.in_fp8, arena, upload }.load()
+    }
+
+    /// Some of its weights are.
+    fn is_in_fp8(&self) -> bool {
+        self.in_fp8.iter().any(|layer| layer.any())
     }
 
     /// What the weights are told apart by.
@@ -351,7 +375,7 @@ impl Described {
         let tokenizer = self.folder.tokenizer()?;
         let parts = [
             ("weights", self.weights()?),
-            ("dtype", "bf16".to_owned()),
+            ("dtype", if self.is_in_fp8() { "fp8" } else { "bf16" }.to_owned()),
             ("arithmetic", arithmetic.to_owned()),
             ("rope", self.folder.config.rope.fingerprint()),
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),

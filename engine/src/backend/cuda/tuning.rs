@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use kernels::cuda::matmul::{Choice, Choices, RUNGS};
-use kernels::cuda::{Answer, Bf16, Card, CudaError, ProductShape, Products, View};
+use kernels::cuda::{Answer, Bf16, Card, CudaError, ProductShape, Products, View, Weights};
 use tracing::{info, warn};
 
 use super::CudaSettings;
@@ -26,15 +26,16 @@ const TOKENS_IN_COMPANY: usize = 1024;
 
 /// One of a model's products: its matrices are alike, one in each layer.
 struct Kind<'a> {
-    matrices: Vec<View<'a, Bf16>>,
+    matrices: Vec<Weights<'a>>,
     k: usize,
     rows_max: usize,
     is_wide: bool,
+    is_fp8: bool,
 }
 
 impl Kind<'_> {
     fn n(&self) -> usize {
-        self.matrices.first().map_or(0, |matrix| matrix.len() / self.k)
+        self.matrices.first().map_or(0, |matrix| matrix.n_rows(self.k))
     }
 
     /// The rungs up to the first that holds every step.
@@ -45,7 +46,7 @@ impl Kind<'_> {
     }
 
     fn shape(&self, n_rows: usize) -> ProductShape {
-        ProductShape { n: self.n(), k: self.k, n_rows, is_wide: self.is_wide }
+        ProductShape { n: self.n(), k: self.k, n_rows, is_wide: self.is_wide, is_fp8: self.is_fp8 }
     }
 }
 
@@ -125,15 +126,26 @@ fn in_company(
 
 fn kinds(decoder: &Decoder, limits: StepLimits) -> Vec<Kind<'_>> {
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
-    let of_layers = |matrices, k| Kind { matrices, k, rows_max: limits.tokens, is_wide: false };
-    let head = vec![decoder.weights.head()];
-    vec![
-        of_layers(all_of(layers, |layer| &layer.qkv), sizes.hidden),
-        of_layers(all_of(layers, |layer| &layer.o), sizes.q_width),
-        of_layers(all_of(layers, |layer| &layer.gate_up), sizes.hidden),
-        of_layers(all_of(layers, |layer| &layer.down), sizes.intermediate),
-        Kind { matrices: head, k: sizes.hidden, rows_max: limits.rows, is_wide: true },
-    ]
+    let of_layers = [
+        (all_of(layers, |layer| &layer.qkv), sizes.hidden),
+        (all_of(layers, |layer| &layer.o), sizes.q_width),
+        (all_of(layers, |layer| &layer.gate_up), sizes.hidden),
+        (all_of(layers, |layer| &layer.down), sizes.intermediate),
+    ];
+    let mut kinds = Vec::new();
+    for (matrices, k) in of_layers {
+        // A checkpoint may have some layers in FP8 and others not.
+        let (in_fp8, in_bf16): (Vec<_>, Vec<_>) =
+            matrices.into_iter().partition(|matrix| matches!(matrix, Weights::Fp8(_)));
+        for (matrices, is_fp8) in [(in_bf16, false), (in_fp8, true)] {
+            if !matrices.is_empty() {
+                kinds.push(Kind { matrices, k, rows_max: limits.tokens, is_wide: false, is_fp8 });
+            }
+        }
+    }
+    let head = vec![Weights::Bf16(decoder.weights.head())];
+    kinds.push(Kind { matrices: head, k: sizes.hidden, rows_max: limits.rows, is_wide: true, is_fp8: false });
+    kinds
 }
 
 /// Numbers that are not all alike: a card computes faster with zeroes than with anything that is served.
@@ -156,7 +168,7 @@ fn measure(
 
 /// What a product of this shape reads, and where its answer goes.
 fn rooms(shape: ProductShape, space: &mut Workspace) -> (Answer<'_>, View<'_, Bf16>) {
-    let ProductShape { n, k, n_rows, is_wide } = shape;
+    let ProductShape { n, k, n_rows, is_wide, .. } = shape;
     let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
     // Rows as wide as `k`, from wherever there are enough, and room for the answer elsewhere.
     let x = [&*normed, &*gated, &*attended].into_iter().find(|x| x.len() >= n_rows * k);

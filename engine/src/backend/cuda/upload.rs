@@ -46,6 +46,11 @@ impl<'a> Upload<'a> {
         self.card
     }
 
+    /// The threads that read.
+    pub(super) fn host(&self) -> &'a Processor {
+        self.host
+    }
+
     /// Numbers as a file has them, low byte first; zeroes after them, if `to` has room for more.
     pub(super) fn put_bytes(&mut self, mut to: ViewMut<'_, Bf16>, bytes: &[u8]) -> Result<(), CudaError> {
         let numbers = bytes.as_chunks::<2>().0;
@@ -95,7 +100,7 @@ impl<'a> Upload<'a> {
     }
 
     /// Part by part: `fill` is told where a part begins.
-    fn put_with(
+    pub(super) fn put_with(
         &mut self,
         mut to: ViewMut<'_, Bf16>,
         fill: impl Fn(usize, &mut [Bf16]) + Sync,

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use kernels::cpu::{Format, Matrix};
-use kernels::cuda::{Arena, Bf16, Buffer, Card, DummyPart, View, ViewMut};
+use kernels::cuda::{Arena, Bf16, Buffer, Card, DummyPart, Fp8Rows, View, ViewMut, Weights};
 
+use super::fp8::{InFp8, Packed};
 use super::heads::Heads;
 use super::share::Share;
 use super::upload::Upload;
@@ -40,9 +41,44 @@ pub(super) struct LayerWeights {
 /// `y = x × weightᵀ + bias`
 #[derive(Debug)]
 pub(super) struct Linear {
-    pub(super) weight: Buffer<Bf16>,
+    pub(super) weight: Weight,
     pub(super) columns: usize,
     pub(super) bias: Option<Buffer<Bf16>>,
+}
+
+#[derive(Debug)]
+pub(super) enum Weight {
+    Bf16(Buffer<Bf16>),
+    Fp8 { numbers: Buffer<u8>, scales: Buffer<f32> },
+}
+
+/// Some rows of one, of `k` numbers, as they are put there.
+#[derive(Debug)]
+enum Rows<'a> {
+    Bf16(ViewMut<'a, Bf16>),
+    Fp8 { numbers: ViewMut<'a, u8>, scales: ViewMut<'a, f32>, k: usize },
+}
+
+impl Weight {
+    pub(super) fn view(&self) -> Weights<'_> {
+        match self {
+            Self::Bf16(numbers) => Weights::Bf16(numbers.view()),
+            Self::Fp8 { numbers, scales } => {
+                Weights::Fp8(Fp8Rows { numbers: numbers.view(), scales: scales.view() })
+            }
+        }
+    }
+
+    fn rows_mut(&mut self, rows: Range<usize>, k: usize) -> Rows<'_> {
+        match self {
+            Self::Bf16(numbers) => Rows::Bf16(numbers.view_mut().slice(rows.start * k..rows.end * k)),
+            Self::Fp8 { numbers, scales } => {
+                let width = Fp8Rows::width(k);
+                let numbers = numbers.view_mut().slice(rows.start * width..rows.end * width);
+                Rows::Fp8 { numbers, scales: scales.view_mut().slice(rows), k }
+            }
+        }
+    }
 }
 
 /// The sizes of a model's matrices on the card, the same on all ranks but for which share it is.
@@ -100,12 +136,15 @@ impl Sizes {
         self.q_width + 2 * self.kv_width
     }
 
-    /// Numbers of all matrices; norms and biases are too small to count.
-    pub(super) fn numbers(self) -> usize {
-        let attention = (self.qkv_width() + self.q_width) * self.hidden;
-        let layer = attention + 3 * self.intermediate * self.hidden;
-        let head = if self.is_tied { 0 } else { self.head_rows * self.hidden };
-        self.n_layers * layer + self.embed_rows() * self.hidden + head
+    /// Rows and columns of a layer's matrices, and whether they are in FP8.
+    fn matrices(self, in_fp8: InFp8) -> [(usize, usize, bool); 4] {
+        let Self { hidden, intermediate, q_width, .. } = self;
+        [
+            (self.qkv_width(), hidden, in_fp8.qkv),
+            (hidden, q_width, in_fp8.o),
+            (2 * intermediate, hidden, in_fp8.gate_up),
+            (hidden, intermediate, in_fp8.down),
+        ]
     }
 
     /// Rows of the embedding, and zeroes up to the end of the last rank's output layer where that is the same.
@@ -113,8 +152,21 @@ impl Sizes {
         if self.is_tied { self.head_rows * self.share.n_ranks } else { self.vocab }
     }
 
-    pub(super) fn bytes(self) -> usize {
-        self.numbers() * size_of::<Bf16>()
+    /// Bytes of all matrices; norms and biases are too small to count.
+    pub(super) fn bytes(self, in_fp8: &[InFp8]) -> usize {
+        let bytes = |(rows, columns, is_fp8)| match is_fp8 {
+            true => rows * (Fp8Rows::width(columns) + size_of::<f32>()),
+            false => rows * columns * size_of::<Bf16>(),
+        };
+        let layers: usize = in_fp8.iter().flat_map(|layer| self.matrices(*layer)).map(bytes).sum();
+        let head_rows = if self.is_tied { 0 } else { self.head_rows };
+        layers + (self.embed_rows() + head_rows) * self.hidden * size_of::<Bf16>()
+    }
+
+    /// Numbers of the largest matrix that is in FP8: what it takes to widen one.
+    pub(super) fn widened(self, in_fp8: &[InFp8]) -> usize {
+        let matrices = in_fp8.iter().flat_map(|layer| self.matrices(*layer));
+        matrices.filter(|(.., is_fp8)| *is_fp8).map(|(rows, columns, _)| rows * columns).max().unwrap_or(0)
     }
 }
 
@@ -135,6 +187,8 @@ pub(super) struct Loader<'a> {
     pub(super) parts: Parts,
     pub(super) heads: Heads,
     pub(super) sizes: Sizes,
+    /// Layer by layer.
+    pub(super) in_fp8: &'a [InFp8],
     /// Where they lie. Asked in the same order every time.
     pub(super) arena: &'a mut Arena,
     pub(super) upload: Upload<'a>,
@@ -176,8 +230,9 @@ impl Loader<'_> {
         let sizes = self.sizes;
         let layers = 0..self.config.n_layers;
         let embed = self.vocabulary("model.embed_tokens.weight", sizes.embed_rows(), 0..sizes.vocab)?;
-        let layers =
-            layers.map(|nth| self.layer(&format!("model.layers.{nth}"))).collect::<Result<_, _>>()?;
+        let layers = layers
+            .map(|nth| self.layer(&format!("model.layers.{nth}"), self.in_fp8[nth]))
+            .collect::<Result<_, _>>()?;
         let norm = self.vector("model.norm.weight", sizes.hidden)?;
         let head = match self.config.tied {
             true => None,
@@ -189,24 +244,24 @@ impl Loader<'_> {
         Ok(CudaWeights { embed, layers, norm, head, sizes })
     }
 
-    fn layer(&mut self, layer: &str) -> Result<LayerWeights, OpenError> {
+    fn layer(&mut self, layer: &str, in_fp8: InFp8) -> Result<LayerWeights, OpenError> {
         let (hidden, parts) = (self.sizes.hidden, self.parts);
         let (attention, mlp) = (format!("{layer}.self_attn"), format!("{layer}.mlp"));
         Ok(LayerWeights {
             attention_norm: self.vector(&format!("{layer}.input_layernorm.weight"), hidden)?,
-            qkv: self.qkv(&attention)?,
+            qkv: self.qkv(&attention, in_fp8.qkv)?,
             head_norms: if parts.head_norms { Some(self.head_norms(&attention)?) } else { None },
-            o: self.o(&attention)?,
+            o: self.o(&attention, in_fp8.o)?,
             mlp_norm: self.vector(&format!("{layer}.post_attention_layernorm.weight"), hidden)?,
-            gate_up: self.gate_up(&mlp)?,
-            down: self.down(&mlp)?,
+            gate_up: self.gate_up(&mlp, in_fp8.gate_up)?,
+            down: self.down(&mlp, in_fp8.down)?,
         })
     }
 
-    fn qkv(&mut self, attention: &str) -> Result<Linear, OpenError> {
+    fn qkv(&mut self, attention: &str, is_fp8: bool) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, kv_width, .. } = self.sizes;
         let (n_heads, n_kv_heads) = (self.config.n_heads, self.config.n_kv_heads);
-        let mut weight = self.arena.buffer(self.sizes.qkv_width() * hidden)?;
+        let mut weight = self.weight(self.sizes.qkv_width(), hidden, is_fp8)?;
         let mut bias = self.biases(self.parts.qkv_bias, self.sizes.qkv_width())?;
         let parts = [
             ("q_proj", n_heads, q_width),
@@ -217,7 +272,7 @@ impl Loader<'_> {
         for (name, n_heads, n_padded) in parts {
             let (name, n_rows, rows) =
                 (format!("{attention}.{name}"), self.of_heads(n_heads), self.heads_here(n_heads));
-            let to = weight.view_mut().slice(first * hidden..(first + n_padded) * hidden);
+            let to = weight.rows_mut(first..first + n_padded, hidden);
             let part = Part::Rows(rows.clone());
             self.put_matrix(to, &format!("{name}.weight"), (n_rows, hidden), (Padded::Rows, part))?;
             if let Some(bias) = &mut bias {
@@ -230,26 +285,27 @@ impl Loader<'_> {
         Ok(Linear { weight, columns: hidden, bias })
     }
 
-    fn o(&mut self, attention: &str) -> Result<Linear, OpenError> {
+    fn o(&mut self, attention: &str, is_fp8: bool) -> Result<Linear, OpenError> {
         let Sizes { hidden, q_width, .. } = self.sizes;
-        let mut weight = self.arena.buffer(hidden * q_width)?;
+        let mut weight = self.weight(hidden, q_width, is_fp8)?;
         let n_heads = self.config.n_heads;
         let (shape, part) = ((hidden, self.of_heads(n_heads)), Part::Columns(self.heads_here(n_heads)));
         let name = format!("{attention}.o_proj");
-        self.put_matrix(weight.view_mut(), &format!("{name}.weight"), shape, (Padded::Columns, part))?;
+        let to = weight.rows_mut(0..hidden, q_width);
+        self.put_matrix(to, &format!("{name}.weight"), shape, (Padded::Columns, part))?;
         let bias = self.bias(self.parts.o_bias, &name, hidden)?;
         Ok(Linear { weight, columns: q_width, bias })
     }
 
-    fn gate_up(&mut self, mlp: &str) -> Result<Linear, OpenError> {
+    fn gate_up(&mut self, mlp: &str, is_fp8: bool) -> Result<Linear, OpenError> {
         let Sizes { hidden, intermediate, share, .. } = self.sizes;
         let (n_rows, rows) = (self.config.intermediate, share.range(self.config.intermediate));
-        let mut weight = self.arena.buffer(2 * intermediate * hidden)?;
+        let mut weight = self.weight(2 * intermediate, hidden, is_fp8)?;
         let mut bias = self.biases(self.parts.mlp_bias, 2 * intermediate)?;
         for (nth, name) in ["gate_proj", "up_proj"].into_iter().enumerate() {
             let name = format!("{mlp}.{name}");
             let here = nth * intermediate..(nth + 1) * intermediate;
-            let to = weight.view_mut().slice(here.start * hidden..here.end * hidden);
+            let to = weight.rows_mut(here.clone(), hidden);
             let part = Part::Rows(rows.clone());
             self.put_matrix(to, &format!("{name}.weight"), (n_rows, hidden), (Padded::Neither, part))?;
             if let Some(bias) = &mut bias {
@@ -261,13 +317,13 @@ impl Loader<'_> {
         Ok(Linear { weight, columns: hidden, bias })
     }
 
-    fn down(&mut self, mlp: &str) -> Result<Linear, OpenError> {
+    fn down(&mut self, mlp: &str, is_fp8: bool) -> Result<Linear, OpenError> {
         let Sizes { hidden, intermediate, share, .. } = self.sizes;
         let name = format!("{mlp}.down_proj");
-        let mut weight = self.arena.buffer(hidden * intermediate)?;
+        let mut weight = self.weight(hidden, intermediate, is_fp8)?;
         let n_columns = self.config.intermediate;
         let part = Part::Columns(share.range(n_columns));
-        let to = weight.view_mut();
+        let to = weight.rows_mut(0..hidden, intermediate);
         self.put_matrix(to, &format!("{name}.weight"), (hidden, n_columns), (Padded::Neither, part))?;
         let bias = self.bias(self.parts.mlp_bias, &name, hidden)?;
         Ok(Linear { weight, columns: intermediate, bias })
@@ -290,6 +346,16 @@ impl Loader<'_> {
         self.upload.card()
     }
 
+    fn weight(&mut self, rows: usize, columns: usize, is_fp8: bool) -> Result<Weight, OpenError> {
+        Ok(match is_fp8 {
+            false => Weight::Bf16(self.arena.buffer(rows * columns)?),
+            true => Weight::Fp8 {
+                numbers: self.arena.buffer(rows * Fp8Rows::width(columns))?,
+                scales: self.arena.buffer(rows)?,
+            },
+        })
+    }
+
     /// Numbers of so many heads, one after the other, as the checkpoint has them.
     fn of_heads(&self, n_heads: usize) -> usize {
         n_heads * self.heads.real
@@ -310,7 +376,8 @@ impl Loader<'_> {
     ) -> Result<Buffer<Bf16>, OpenError> {
         let Sizes { hidden, vocab, .. } = self.sizes;
         let mut to = self.arena.buffer(n_rows * hidden)?;
-        self.put_matrix(to.view_mut(), name, (vocab, hidden), (Padded::Neither, Part::Rows(tokens)))?;
+        let rows = Rows::Bf16(to.view_mut());
+        self.put_matrix(rows, name, (vocab, hidden), (Padded::Neither, Part::Rows(tokens)))?;
         Ok(to)
     }
 
@@ -355,12 +422,18 @@ impl Loader<'_> {
     /// The part of a matrix of `shape` that is the rank's. What `to` has room for beyond it is filled with zeroes.
     fn put_matrix(
         &mut self,
-        to: ViewMut<'_, Bf16>,
+        to: Rows<'_>,
         name: &str,
         shape: (usize, usize),
         (padded, part): (Padded, Part),
     ) -> Result<(), OpenError> {
-        let is_padded = padded != Padded::Neither && self.heads.are_padded();
+        let padded = if self.heads.are_padded() { padded } else { Padded::Neither };
+        let to = match to {
+            Rows::Bf16(to) => to,
+            Rows::Fp8 { numbers, scales, k } => {
+                return self.put_fp8((numbers, scales, k), name, shape, (padded, part));
+            }
+        };
         let (rows, cols) = shape;
         let source = match self.origin {
             Origin::Host(source) => source,
@@ -372,7 +445,7 @@ impl Loader<'_> {
             }
         };
         let matrix = source.matrix(name, rows, cols)?;
-        if !is_padded && matrix.format() == Format::Bf16 {
+        if padded == Padded::Neither && matrix.format() == Format::Bf16 {
             match part {
                 Part::Rows(rows) => {
                     self.upload.put_bytes(to, &matrix.bytes()[2 * rows.start * cols..2 * rows.end * cols])?;
@@ -384,9 +457,43 @@ impl Loader<'_> {
             }
             return Ok(());
         }
-        let padded = if is_padded { padded } else { Padded::Neither };
         let numbers = self.spread(&matrix, to.len(), padded, &part);
         Ok(self.upload.put(to, &numbers)?)
+    }
+
+    /// The same in FP8. What is not is quantized, whole rows of it, whichever part of them is the rank's.
+    fn put_fp8(
+        &mut self,
+        (numbers, scales, k): (ViewMut<'_, u8>, ViewMut<'_, f32>, usize),
+        name: &str,
+        (rows, cols): (usize, usize),
+        (padded, part): (Padded, Part),
+    ) -> Result<(), OpenError> {
+        let Origin::Host(source) = self.origin else { unreachable!("what the card makes up is in bf16") };
+        let matrix = source.matrix(name, rows, cols)?;
+        let matrix = match matrix.format() {
+            Format::Fp8 => matrix,
+            _ => self.upload.host().quantize_fp8(&matrix).map_err(LoadError::Memory)?,
+        };
+        let (mut from_rows, mut from_columns) = (vec![None; scales.len()], vec![None; k]);
+        let (here_rows, here_columns) = match part {
+            Part::Rows(rows) => (rows, 0..cols),
+            Part::Columns(columns) => (0..rows, columns),
+        };
+        for (nth, row) in here_rows.enumerate() {
+            from_rows[if padded == Padded::Rows { self.heads.place(nth) } else { nth }] = Some(row);
+        }
+        for (nth, column) in here_columns.enumerate() {
+            from_columns[if padded == Padded::Columns { self.heads.place(nth) } else { nth }] = Some(column);
+        }
+        let packed = Packed::new(&matrix, from_rows, &from_columns);
+        self.upload.put_with(numbers.halves(), |start, pairs| packed.fill(start, pairs))?;
+        let of_rows: Vec<Bf16> = halves(&packed.scales()).collect();
+        self.upload.put(scales.halves(), &of_rows)?;
+        match packed.has_nan() {
+            true => Err(LoadError::NoNumber { tensor: name.to_owned() }.into()),
+            false => Ok(()),
+        }
     }
 
     /// Part of a matrix in bf16 with its heads filled up, `n_numbers` in all.
@@ -426,8 +533,16 @@ impl Part {
     }
 }
 
+/// Numbers as 16 bits twice, low ones first: how they are moved.
+fn halves(numbers: &[f32]) -> impl Iterator<Item = Bf16> {
+    numbers.iter().flat_map(|number| {
+        let bits = number.to_bits();
+        [Bf16(bits as u16), Bf16((bits >> 16) as u16)]
+    })
+}
+
 /// The matrices of one kind, layer by layer: what is measured over is never in a cache.
-pub(super) fn all_of(layers: &[LayerWeights], which: fn(&LayerWeights) -> &Linear) -> Vec<View<'_, Bf16>> {
+pub(super) fn all_of(layers: &[LayerWeights], which: fn(&LayerWeights) -> &Linear) -> Vec<Weights<'_>> {
     layers.iter().map(|layer| which(layer).weight.view()).collect()
 }
 
@@ -495,13 +610,21 @@ mod tests {
             Sizes::of(&config, Heads::of(config.head_dim).expect("128"), share).expect("multiples of 8")
         };
         let norms = (2 * 32 + 1) * 4096;
-        assert_eq!(sizes(Share::WHOLE).numbers(), 8_030_261_248 - norms, "all but the norms");
+        let (plain, in_fp8) = (vec![InFp8::default(); 32], vec![InFp8::ALL; 32]);
+        assert_eq!(sizes(Share::WHOLE).bytes(&plain), 2 * (8_030_261_248 - norms), "all but the norms");
+        assert_eq!(sizes(Share::WHOLE).widened(&plain), 0);
+        // A byte for each number of the layers, and 4 for each row.
+        let (vocabulary, rows) = (2 * 128_256 * 4096, 6144 + 4096 + 2 * 14_336 + 4096);
+        let numbers = 8_030_261_248 - norms - vocabulary;
+        assert_eq!(sizes(Share::WHOLE).bytes(&in_fp8), numbers + 2 * vocabulary + 4 * 32 * rows);
+        assert_eq!(sizes(Share::WHOLE).widened(&in_fp8), 2 * 14_336 * 4096);
         let embedding = 128_256 * 4096;
         for share in Share::of_all(2) {
             // The embedding is whole on both.
-            assert_eq!(2 * sizes(share).numbers(), 8_030_261_248 - norms + embedding);
+            assert_eq!(sizes(share).bytes(&plain), 8_030_261_248 - norms + embedding);
         }
     }
+
     /// Which number of the whole matrix each number is that the card makes up, as `dummy.cu` counts; `None` for zeroes.
     fn made_up(part: &Part, shape: (usize, usize), n_numbers: usize) -> Vec<Option<usize>> {
         let DummyPart { first, width, n_real, stride } = part.made_up(shape, n_numbers);

@@ -111,9 +111,9 @@ proptest! {
     fn a_query_does_not_depend_on_the_chunk(
         n in 1usize..90, cut in 0usize..90, group in 1usize..5, head_dim in 1usize..80,
         block_tokens in proptest::sample::select(&[4usize, 16, 24, 32]),
-        window in proptest::option::of(1usize..60), bf16 in any::<bool>(),
+        window in proptest::option::of(1usize..60),
+        format in proptest::sample::select(&[Format::F32, Format::Bf16, Format::Fp8]),
     ) {
-        let format = if bf16 { Format::Bf16 } else { Format::F32 };
         // Pages are whole numbers of 32 bits in this test.
         let head_dim = head_dim + head_dim % 2;
         let attention = Attention { window, ..attention(2, group, head_dim, block_tokens, format) };

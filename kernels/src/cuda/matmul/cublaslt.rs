@@ -241,7 +241,7 @@ impl Lt {
 
 impl Plan {
     fn described(shape: ProductShape, algorithm: Algorithm) -> Result<Self, CudaError> {
-        let ProductShape { n, k, n_rows, is_wide } = shape;
+        let ProductShape { n, k, n_rows, is_wide, .. } = shape;
         Ok(Self {
             operation: Operation::new()?,
             w: Layout::new(DTYPE, k, n)?,

@@ -5,6 +5,9 @@
 //!
 //! What is fastest for some rows adds up in another order than what is fastest for more of them. Where a row's answer must
 //! be the same in any company, every product of a matrix is done in one way, so many rows at a time ([`Products::open_alike`]).
+//!
+//! A matrix in FP8 is read by a kernel of its own for few rows, and widened to bf16 first for many: which is which is
+//! measured too.
 
 pub mod cublaslt;
 pub mod tuning;
@@ -13,8 +16,10 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use super::error::ensure;
-use super::ops::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm, SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
-use super::{Bf16, Card, CudaError, View, ViewMut};
+use super::ops::{
+    FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm, Fp8Rows, SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm,
+};
+use super::{Bf16, Buffer, Card, CudaError, View, ViewMut};
 use cublaslt::{Algorithm, Lt, Plan};
 pub use tuning::{Choices, RUNGS, rung};
 
@@ -26,6 +31,15 @@ pub struct ProductShape {
     pub n_rows: usize,
     /// The answer is in f32.
     pub is_wide: bool,
+    /// The matrix is in FP8. The answer is not in f32 then.
+    pub is_fp8: bool,
+}
+
+/// A matrix whose rows others are multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub enum Weights<'a> {
+    Bf16(View<'a, Bf16>),
+    Fp8(Fp8Rows<'a>),
 }
 
 /// How a product is done.
@@ -33,8 +47,9 @@ pub struct ProductShape {
 pub enum Choice {
     /// By [`Card::skinny`]: up to 8 rows.
     Skinny(SkinnyForm),
-    /// By [`Card::few_rows`]: up to 128 rows, on Hopper.
+    /// By [`Card::few_rows`]: up to 128 rows, on Hopper. In FP8 by [`Card::few_rows_fp8`], so many rows at a time.
     Few(FewRowsForm),
+    /// In FP8 the matrix is widened first.
     Lt(Algorithm),
 }
 
@@ -54,6 +69,8 @@ pub struct Products {
     are_alike: bool,
     /// How each exact shape is done; made when a shape is first met.
     ways: HashMap<ProductShape, Way>,
+    /// Where a matrix in FP8 is widened.
+    widened: Option<Buffer<Bf16>>,
 }
 
 /// A choice, made ready for one exact shape.
@@ -69,6 +86,27 @@ const BEST_MAX: usize = 3;
 
 /// Shapes that a model never tires of asking for would fill memory; beyond this many, all are made again.
 const WAYS_MAX: usize = 4096;
+
+/// Up to so many rows it may be faster to read a matrix in FP8 again for each 128 of them than to widen it.
+const PASSES_ROWS_MAX: usize = 512;
+
+impl<'a> Weights<'a> {
+    /// Its rows, of `k` numbers.
+    pub fn n_rows(self, k: usize) -> usize {
+        match self {
+            Self::Bf16(numbers) => numbers.len() / k.max(1),
+            Self::Fp8(rows) => rows.scales.len(),
+        }
+    }
+
+    /// Its memory, as numbers of 16 bits.
+    pub fn halves(self) -> View<'a, Bf16> {
+        match self {
+            Self::Bf16(numbers) => numbers,
+            Self::Fp8(rows) => rows.numbers.halves(),
+        }
+    }
+}
 
 impl Answer<'_> {
     fn len(&self) -> usize {
@@ -108,7 +146,13 @@ impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. Nothing is known of any shape yet.
     pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         let lt = Lt::open(card, folder)?;
-        Ok(Self { lt, choices: Choices::default(), are_alike: false, ways: HashMap::new() })
+        Ok(Self { lt, choices: Choices::default(), are_alike: false, ways: HashMap::new(), widened: None })
+    }
+
+    /// Takes memory for widening matrices in FP8 of up to so many numbers.
+    pub fn make_room(&mut self, card: &Card, n_numbers: usize) -> Result<(), CudaError> {
+        self.widened = Some(card.buffer(n_numbers)?);
+        Ok(())
     }
 
     /// The same, for products whose rows are the same in any company: nothing is measured, and cuBLASLt computes none of
@@ -137,7 +181,7 @@ impl Products {
         &mut self,
         card: &Card,
         y: Answer<'_>,
-        w: View<'_, Bf16>,
+        w: Weights<'_>,
         x: View<'_, Bf16>,
         k: usize,
     ) -> Result<(), CudaError> {
@@ -149,44 +193,53 @@ impl Products {
             return self.multiply_alike(card, shape, y, w, x);
         }
         if !self.ways.contains_key(&shape) {
-            let way = self.way(shape)?;
+            let way = self.way(card, shape)?;
             if self.ways.len() >= WAYS_MAX {
                 self.ways.clear();
             }
             self.ways.insert(shape, way);
         }
-        self.lt.run_way(card, &self.ways[&shape], y, w, x, k)
+        let Self { lt, ways, widened, .. } = self;
+        let way = &ways[&shape];
+        lt.run_way(card, way, y, readied(card, way, w, widened.as_mut(), k)?, x, k)
     }
 
     /// In the matrix's own way, as many rows at a time as it takes.
     fn multiply_alike(
-        &self,
+        &mut self,
         card: &Card,
         shape: ProductShape,
         mut y: Answer<'_>,
-        w: View<'_, Bf16>,
+        w: Weights<'_>,
         x: View<'_, Bf16>,
     ) -> Result<(), CudaError> {
         let ProductShape { n, k, n_rows, .. } = shape;
+        let Self { lt, widened, .. } = self;
         let (way, rows_max) = if card.has_few_rows() {
             (Way::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
         } else {
             (Way::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
         };
+        let w = readied(card, &way, w, widened.as_mut(), k)?;
         for first in (0..n_rows).step_by(rows_max) {
             let end = (first + rows_max).min(n_rows);
-            self.lt.run_way(card, &way, y.slice(first * n..end * n), w, x.slice(first * k..end * k), k)?;
+            let (y, x) = (y.slice(first * n..end * n), x.slice(first * k..end * k));
+            lt.run_way(card, &way, y, w, x, k)?;
         }
         Ok(())
     }
 
     /// What was measured for shapes like this one; else a guess.
-    fn way(&self, shape: ProductShape) -> Result<Way, CudaError> {
+    fn way(&self, card: &Card, shape: ProductShape) -> Result<Way, CudaError> {
+        let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
         match self.choices.get(shape) {
-            Some(Choice::Skinny(form)) if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(form)),
-            Some(Choice::Few(form)) if shape.n_rows <= FEW_ROWS_MAX => Ok(Way::Few(form)),
+            Some(Choice::Skinny(form)) if n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(form)),
+            Some(Choice::Few(form)) if is_fp8 || n_rows <= FEW_ROWS_MAX => Ok(Way::Few(form)),
             Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
-            _ if shape.n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(SKINNY_FORMS[0])),
+            _ if is_fp8 && card.has_few_rows() && n_rows <= FEW_ROWS_MAX => {
+                Ok(Way::Few(FewRowsForm::of(n, k)))
+            }
+            _ if n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(SKINNY_FORMS[0])),
             _ => Ok(Way::Lt(self.lt.plan(shape)?)),
         }
     }
@@ -198,7 +251,7 @@ impl Products {
         card: &Card,
         shape: ProductShape,
         mut y: Answer<'_>,
-        matrices: &[View<'_, Bf16>],
+        matrices: &[Weights<'_>],
         x: View<'_, Bf16>,
     ) -> Result<Vec<Choice>, CudaError> {
         let mut timed: Vec<(f32, Choice)> = Vec::new();
@@ -208,8 +261,10 @@ impl Products {
                 Choice::Few(form) => Way::Few(form),
                 Choice::Lt(algorithm) => Way::Lt(self.lt.plan_with(shape, algorithm)?),
             };
+            let Self { lt, widened, .. } = self;
             let time = tuning::time(card, matrices.len(), shape.n_rows, |nth| {
-                self.lt.run_way(card, &way, y.reborrow(), matrices[nth], x, shape.k)
+                let w = readied(card, &way, matrices[nth], widened.as_mut(), shape.k)?;
+                lt.run_way(card, &way, y.reborrow(), w, x, shape.k)
             })?;
             timed.push((time, choice));
         }
@@ -229,8 +284,10 @@ impl Products {
 
     fn candidates(&self, card: &Card, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
-        let forms = SKINNY_FORMS.iter().filter(|_| shape.n_rows <= SKINNY_ROWS_MAX).copied();
-        let is_few = card.has_few_rows() && shape.n_rows <= FEW_ROWS_MAX;
+        let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
+        let forms = SKINNY_FORMS.iter().filter(|_| is_skinny).copied();
+        let few_max = if shape.is_fp8 { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
+        let is_few = card.has_few_rows() && shape.n_rows <= few_max;
         let few = FEW_ROWS_SHARES.iter().filter(|_| is_few).map(|shares| FewRowsForm { shares: *shares });
         Ok(forms.map(Choice::Skinny).chain(few.map(Choice::Few)).chain(algorithms).collect())
     }
@@ -242,10 +299,17 @@ impl Lt {
         card: &Card,
         way: &Way,
         y: Answer<'_>,
-        w: View<'_, Bf16>,
+        w: Weights<'_>,
         x: View<'_, Bf16>,
         k: usize,
     ) -> Result<(), CudaError> {
+        let w = match (w, way) {
+            (Weights::Bf16(w), _) => w,
+            (Weights::Fp8(rows), Way::Few(form)) => return in_passes(card, *form, y, rows, x, k),
+            (Weights::Fp8(_), Way::Skinny(_) | Way::Lt(_)) => {
+                return ensure("product", false, "a matrix in FP8 that was not widened");
+            }
+        };
         match (way, y) {
             (Way::Skinny(form), Answer::Narrow(y)) => card.skinny(*form, y, w, x, k),
             (Way::Skinny(form), Answer::Wide(y)) => card.skinny_wide(*form, y, w, x, k),
@@ -256,19 +320,67 @@ impl Lt {
     }
 }
 
-fn checked(
-    y: &Answer<'_>,
-    w: View<'_, Bf16>,
+/// As many rows at a time as the kernel takes.
+fn in_passes(
+    card: &Card,
+    form: FewRowsForm,
+    y: Answer<'_>,
+    w: Fp8Rows<'_>,
     x: View<'_, Bf16>,
     k: usize,
-) -> Result<ProductShape, CudaError> {
+) -> Result<(), CudaError> {
+    let Answer::Narrow(mut y) = y else {
+        return ensure("product", false, "an answer in f32 of a matrix in FP8");
+    };
+    let (n, n_rows) = (w.scales.len(), x.len() / k);
+    for first in (0..n_rows).step_by(FEW_ROWS_MAX) {
+        let end = (first + FEW_ROWS_MAX).min(n_rows);
+        card.few_rows_fp8(form, y.reborrow().slice(first * n..end * n), w, x.slice(first * k..end * k), k)?;
+    }
+    Ok(())
+}
+
+/// The matrix as this way takes it.
+fn readied<'a>(
+    card: &Card,
+    way: &Way,
+    w: Weights<'a>,
+    room: Option<&'a mut Buffer<Bf16>>,
+    k: usize,
+) -> Result<Weights<'a>, CudaError> {
+    match (w, way) {
+        (Weights::Fp8(rows), Way::Skinny(_) | Way::Lt(_)) => widen(card, room, rows, k).map(Weights::Bf16),
+        _ => Ok(w),
+    }
+}
+
+/// The matrix in bf16, where there is room for it.
+fn widen<'a>(
+    card: &Card,
+    room: Option<&'a mut Buffer<Bf16>>,
+    w: Fp8Rows<'_>,
+    k: usize,
+) -> Result<View<'a, Bf16>, CudaError> {
+    let n_numbers = w.scales.len() * k;
+    let room = room.filter(|room| room.len() >= n_numbers);
+    let room =
+        room.ok_or(CudaError::Argument { kernel: "product", wrong: "no room to widen a matrix in FP8" })?;
+    card.widen_fp8(room.view_mut().slice(0..n_numbers), w, k)?;
+    Ok(room.slice(0..n_numbers))
+}
+
+fn checked(y: &Answer<'_>, w: Weights<'_>, x: View<'_, Bf16>, k: usize) -> Result<ProductShape, CudaError> {
     let kernel = "product";
-    let is_whole = k > 0 && k.is_multiple_of(8) && w.len().is_multiple_of(k) && x.len().is_multiple_of(k);
+    let is_fp8 = matches!(w, Weights::Fp8(_));
+    let n = w.n_rows(k);
+    let n_numbers = if is_fp8 { n * Fp8Rows::width(k) / 2 } else { n * k };
+    let is_whole = k > 0 && k.is_multiple_of(8) && w.halves().len() == n_numbers && x.len().is_multiple_of(k);
     ensure(kernel, is_whole, "rows that are not whole, or not a multiple of 8 wide")?;
-    let (n, n_rows) = (w.len() / k, x.len() / k);
+    let n_rows = x.len() / k;
+    ensure(kernel, !(is_fp8 && y.is_wide()), "an answer in f32 of a matrix in FP8")?;
     ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")?;
     ensure(kernel, n.is_multiple_of(8), "a matrix whose rows are not a multiple of 8")?;
-    let are_vectors = w.is_aligned() && x.is_aligned() && y.address().is_multiple_of(16);
+    let are_vectors = w.halves().is_aligned() && x.is_aligned() && y.address().is_multiple_of(16);
     ensure(kernel, are_vectors, "numbers that begin off a 16-byte edge")?;
-    Ok(ProductShape { n, k, n_rows, is_wide: y.is_wide() })
+    Ok(ProductShape { n, k, n_rows, is_wide: y.is_wide(), is_fp8 })
 }

@@ -108,10 +108,15 @@ fn least(card: &Card, mut run: impl FnMut() -> Result<(), CudaError>) -> Result<
     Ok(least)
 }
 
-/// `n k rows narrow|wide skinny NAME`, `… few SHARES`, or `… lt` and the algorithm's words.
+/// `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, or `… lt` and the algorithm's words.
 fn line(shape: ProductShape, choice: Choice) -> String {
-    let ProductShape { n, k, n_rows, is_wide } = shape;
-    let mut line = format!("{n} {k} {n_rows} {}", if is_wide { "wide" } else { "narrow" });
+    let ProductShape { n, k, n_rows, is_wide, is_fp8 } = shape;
+    let kind = match (is_fp8, is_wide) {
+        (true, _) => "fp8",
+        (false, true) => "wide",
+        (false, false) => "narrow",
+    };
+    let mut line = format!("{n} {k} {n_rows} {kind}");
     let written = match choice {
         Choice::Skinny(form) => write!(line, " skinny {}", form.name),
         Choice::Few(form) => write!(line, " few {}", form.shares),
@@ -128,13 +133,14 @@ fn line(shape: ProductShape, choice: Choice) -> String {
 fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
     let words: Vec<&str> = line.split(' ').collect();
     let [n, k, n_rows, answer, kind, rest @ ..] = words.as_slice() else { return None };
-    let is_wide = match *answer {
-        "wide" => true,
-        "narrow" => false,
+    let (is_wide, is_fp8) = match *answer {
+        "wide" => (true, false),
+        "narrow" => (false, false),
+        "fp8" => (false, true),
         _ => return None,
     };
-    let shape =
-        ProductShape { n: n.parse().ok()?, k: k.parse().ok()?, n_rows: n_rows.parse().ok()?, is_wide };
+    let (n, k, n_rows) = (n.parse().ok()?, k.parse().ok()?, n_rows.parse().ok()?);
+    let shape = ProductShape { n, k, n_rows, is_wide, is_fp8 };
     let choice = match (*kind, rest) {
         ("skinny", [name]) => Choice::Skinny(SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?),
         ("few", [shares]) => {
@@ -156,7 +162,7 @@ mod tests {
     use super::*;
 
     fn shape(n_rows: usize) -> ProductShape {
-        ProductShape { n: 6144, k: 4096, n_rows, is_wide: false }
+        ProductShape { n: 6144, k: 4096, n_rows, is_wide: false, is_fp8: false }
     }
 
     #[test]
@@ -176,6 +182,7 @@ mod tests {
         choices.keep(shape(64), lt);
         choices.keep(shape(32), Choice::Few(FewRowsForm { shares: 4 }));
         choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
+        choices.keep(ProductShape { is_fp8: true, ..shape(64) }, Choice::Few(FewRowsForm { shares: 2 }));
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");
         assert_eq!(read, choices);

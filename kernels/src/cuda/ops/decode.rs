@@ -1,8 +1,8 @@
 //! Attention of one new token for each of many sequences.
 
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
-    rows_of,
+    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
+    number, rows_of,
 };
 use crate::cuda::card::{Grid, grid};
 use crate::cuda::tensor_map::TensorMap;
@@ -128,7 +128,7 @@ impl DecodeAttention<'_> {
         ensure(kernel, is_wide, "rows of q that overlap, or lie off 16-byte edges")?;
         let q_needed = if n_rows == 0 { 0 } else { (n_rows - 1) * self.q_stride + width };
         ensure(kernel, self.q.len() >= q_needed, "fewer rows of q than sequences")?;
-        ensure(kernel, self.pages.len() == self.kv.numbers(), "pages that are not of the length said")?;
+        ensure(kernel, self.pages.len() == self.kv.halves(), "pages that are not of the length said")?;
         ensure(kernel, self.lengths.len() == n_rows, "lengths that are not one for each sequence")?;
         ensure(kernel, self.rows_of_table > 0, "tables of no rows")?;
         let n_tables = n_rows.div_ceil(self.rows_of_table);
@@ -150,9 +150,11 @@ impl Card {
     ///
     /// Query heads share KV heads in order. A sequence of no tokens gives zeroes.
     pub fn decode_attention(&self, attention: DecodeAttention<'_>) -> Result<(), CudaError> {
-        let (kernel, merge) = match attention.kv.head_dim {
-            64 => ("decode_attention_64", "merge_parts_64"),
-            _ => ("decode_attention_128", "merge_parts_128"),
+        let (kernel, merge) = match (attention.kv.number, attention.kv.head_dim) {
+            (KvNumber::Bf16, 64) => ("decode_attention_64", "merge_parts_64"),
+            (KvNumber::Bf16, _) => ("decode_attention_128", "merge_parts_128"),
+            (KvNumber::Fp8, 64) => ("decode_attention_fp8_64", "merge_parts_64"),
+            (KvNumber::Fp8, _) => ("decode_attention_fp8_128", "merge_parts_128"),
         };
         let n_rows = attention.check(kernel)?;
         let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, .. } = &attention;
@@ -194,7 +196,7 @@ impl Card {
         )
     }
 
-    /// By the copy engine where the card has one.
+    /// By the copy engine where the card has one, and KV is in bf16.
     fn launch_decode(
         &self,
         kernel: &'static str,
@@ -203,7 +205,9 @@ impl Card {
         shape: Shape,
     ) -> Result<(), CudaError> {
         let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, kv, .. } = attention;
-        let of_heads = |hopper: &&Hopper| hopper.head_dim == kv.head_dim && self.has(hopper.one);
+        let of_heads = |hopper: &&Hopper| {
+            kv.number == KvNumber::Bf16 && hopper.head_dim == kv.head_dim && self.has(hopper.one)
+        };
         let Some(hopper) = HOPPER.iter().find(of_heads) else {
             let config = Grid { blocks, threads: THREADS, shared_bytes: 0 };
             return launch!(

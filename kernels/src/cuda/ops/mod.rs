@@ -11,6 +11,7 @@ mod decode;
 mod prefill;
 mod probe;
 mod few_rows;
+mod fp8;
 mod feed;
 mod sample;
 mod bias;
@@ -21,6 +22,7 @@ pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
 pub use feed::{FeedTokens, NOWHERE};
 pub use few_rows::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
+pub use fp8::Fp8Rows;
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use ranks::SumRows;
 pub use rope::RopeWriteKv;
@@ -43,12 +45,24 @@ pub struct KvPages {
     pub n_kv_heads: usize,
     pub head_dim: usize,
     pub n_blocks: usize,
+    pub number: KvNumber,
+}
+
+/// What KV's numbers are. Those of 8 bits (e4m3) have no scale; they are seen as halves of numbers of 16 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvNumber {
+    Bf16,
+    Fp8,
 }
 
 impl KvPages {
-    /// Numbers of all pages.
-    pub fn numbers(&self) -> usize {
-        self.n_blocks * self.page_numbers()
+    /// All pages, in numbers of 16 bits.
+    pub fn halves(&self) -> usize {
+        let numbers = self.n_blocks * self.page_numbers();
+        match self.number {
+            KvNumber::Bf16 => numbers,
+            KvNumber::Fp8 => numbers / 2,
+        }
     }
 
     /// Numbers of one page.
@@ -56,7 +70,7 @@ impl KvPages {
         2 * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
     }
 
-    /// All pages as rows, a token's part of one head each.
+    /// All pages of bf16 as rows, a token's part of one head each.
     fn matrix(&self, pages: View<'_, Bf16>) -> Matrix {
         let n_rows = self.n_blocks * 2 * self.n_kv_heads * BLOCK_TOKENS;
         Matrix { address: pages.address, n_rows, n_columns: self.head_dim, stride: self.head_dim }
@@ -115,7 +129,8 @@ fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, Cuda
 
 /// Shared memory that kernels ask for beyond what they declare.
 pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    let of_files = [prefill::shared_bytes_of, decode::shared_bytes_of, few_rows::shared_bytes_of];
+    let of_files =
+        [prefill::shared_bytes_of, decode::shared_bytes_of, few_rows::shared_bytes_of, fp8::shared_bytes_of];
     of_files.iter().find_map(|of_file| of_file(kernel))
 }
 

@@ -1,7 +1,8 @@
 //! Attention of many new tokens for each of some sequences.
 
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
+    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
+    number,
 };
 use crate::cuda::Buffer;
 use crate::cuda::card::Grid;
@@ -75,7 +76,7 @@ impl PrefillAttention<'_> {
         let width = self.n_q_heads * head_dim;
         let is_wide = self.q_stride >= width && self.q_stride.is_multiple_of(8);
         ensure(kernel, is_wide, "rows of q that overlap, or lie off 16-byte edges")?;
-        ensure(kernel, self.pages.len() == self.kv.numbers(), "pages that are not of the length said")?;
+        ensure(kernel, self.pages.len() == self.kv.halves(), "pages that are not of the length said")?;
         ensure(kernel, self.on_card.len() == self.sequences.len(), "other sequences on the card than here")?;
         ensure(kernel, self.window > 0, "a window in which a query does not see itself")?;
         self.sequences.iter().try_for_each(|sequence| self.check_sequence(kernel, *sequence, width))
@@ -114,9 +115,11 @@ impl Card {
 
     /// `out = softmax(q * K * scale) * V` for the last queries of each sequence, each of which sees up to itself.
     pub fn prefill_attention(&self, attention: PrefillAttention<'_>) -> Result<(), CudaError> {
-        let kernel = match attention.kv.head_dim {
-            64 => "prefill_attention_64",
-            _ => "prefill_attention_128",
+        let kernel = match (attention.kv.number, attention.kv.head_dim) {
+            (KvNumber::Bf16, 64) => "prefill_attention_64",
+            (KvNumber::Bf16, _) => "prefill_attention_128",
+            (KvNumber::Fp8, 64) => "prefill_attention_fp8_64",
+            (KvNumber::Fp8, _) => "prefill_attention_fp8_128",
         };
         attention.check(kernel)?;
         let PrefillAttention { out, q, pages, tables, on_card, sequences, kv, .. } = &attention;
@@ -140,7 +143,7 @@ impl Card {
             )?,
         };
         let blocks = (attention.n_q_heads, n_queries.div_ceil(TILE_QUERIES), sequences.len());
-        if kv.head_dim == HOPPER_HEAD && self.has(HOPPER) {
+        if kv.number == KvNumber::Bf16 && kv.head_dim == HOPPER_HEAD && self.has(HOPPER) {
             return self.launch_prefill_hopper(&attention, shape);
         }
         let shared_bytes = shared_bytes_of(kernel).unwrap_or(0);
@@ -189,8 +192,12 @@ impl Card {
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of_rows = |n_rows: usize, head_dim: usize| (n_rows * head_dim * size_of::<Bf16>()) as u32;
     match kernel {
-        "prefill_attention_64" => Some(of_rows(TILE_QUERIES + 2 * TILE_TOKENS, 64)),
-        "prefill_attention_128" => Some(of_rows(TILE_QUERIES + 2 * TILE_TOKENS, 128)),
+        "prefill_attention_64" | "prefill_attention_fp8_64" => {
+            Some(of_rows(TILE_QUERIES + 2 * TILE_TOKENS, 64))
+        }
+        "prefill_attention_128" | "prefill_attention_fp8_128" => {
+            Some(of_rows(TILE_QUERIES + 2 * TILE_TOKENS, 128))
+        }
         HOPPER => Some(of_rows(HOPPER_TILES * 128, HOPPER_HEAD) + 1024),
         _ => None,
     }

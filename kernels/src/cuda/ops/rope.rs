@@ -1,8 +1,8 @@
 //! Rotation of q and k by their positions, the norms of their heads, and K and V into pages.
 
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvPages, View, ViewMut, ensure, launch, number,
-    rows_of,
+    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
+    number, rows_of,
 };
 use crate::cuda::card::grid;
 
@@ -42,9 +42,11 @@ struct Shape {
 impl Card {
     /// Rotates q in place and writes k, rotated, and v into their pages.
     pub fn rope_write_kv(&self, rope: RopeWriteKv<'_>) -> Result<(), CudaError> {
-        let kernel = match rope.kv.head_dim {
-            64 => "rope_write_kv_64",
-            _ => "rope_write_kv_128",
+        let kernel = match (rope.kv.number, rope.kv.head_dim) {
+            (KvNumber::Bf16, 64) => "rope_write_kv_64",
+            (KvNumber::Bf16, _) => "rope_write_kv_128",
+            (KvNumber::Fp8, 64) => "rope_write_kv_fp8_64",
+            (KvNumber::Fp8, _) => "rope_write_kv_fp8_128",
         };
         let RopeWriteKv { qkv, pages, kv, positions, slots, turns, .. } = &rope;
         let head_dim = kv.head_dim;
@@ -55,7 +57,7 @@ impl Card {
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
         let are_alike = positions.len() == n_rows && slots.len() == n_rows;
         ensure(kernel, are_alike, "positions or slots that are not one for each row")?;
-        ensure(kernel, pages.len() == kv.numbers(), "pages that are not of the length said")?;
+        ensure(kernel, pages.len() == kv.halves(), "pages that are not of the length said")?;
         let norms = self.norm_addresses(kernel, &rope)?;
         if n_rows == 0 {
             return Ok(());

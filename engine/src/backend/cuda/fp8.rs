@@ -1,0 +1,155 @@
+//! Weights that lie on a card in FP8: which of them do, and in which order their bytes go there.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kernels::cpu::Matrix;
+use kernels::cuda::{Bf16, Fp8Rows};
+
+use crate::load::{Quantize, TensorSource};
+
+/// Which matrices of a layer do. What is one matrix on the card is so as a whole.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct InFp8 {
+    pub(super) qkv: bool,
+    pub(super) o: bool,
+    pub(super) gate_up: bool,
+    pub(super) down: bool,
+}
+
+impl InFp8 {
+    pub(super) const ALL: Self = Self { qkv: true, o: true, gate_up: true, down: true };
+
+    /// Layer by layer: all of them, if they are quantized as they are loaded; else what is in FP8 in every part.
+    pub(super) fn of_layers(n_layers: usize, quantize: Quantize, source: &dyn TensorSource) -> Vec<Self> {
+        let of_layer = |nth: usize| {
+            let are = |parts: &[&str]| {
+                parts.iter().all(|part| source.is_fp8(&format!("model.layers.{nth}.{part}.weight")))
+            };
+            Self {
+                qkv: are(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+                o: are(&["self_attn.o_proj"]),
+                gate_up: are(&["mlp.gate_proj", "mlp.up_proj"]),
+                down: are(&["mlp.down_proj"]),
+            }
+        };
+        match quantize {
+            Quantize::Fp8 => vec![Self::ALL; n_layers],
+            Quantize::No | Quantize::Q8 => (0..n_layers).map(of_layer).collect(),
+        }
+    }
+
+    /// A matrix of the layer has.
+    pub(super) fn any(self) -> bool {
+        self != Self::default()
+    }
+}
+
+/// Part of a matrix in FP8, as the card has it.
+#[derive(Debug)]
+pub(super) struct Packed<'a> {
+    matrix: &'a Matrix,
+    /// Where each row comes from; zeroes where from nowhere.
+    rows: Vec<Option<usize>>,
+    /// Where each byte of a row comes from.
+    columns: Vec<Option<usize>>,
+    has_nan: AtomicBool,
+}
+
+impl<'a> Packed<'a> {
+    /// `columns` are those of a row of the card before they are put into its order.
+    pub(super) fn new(matrix: &'a Matrix, rows: Vec<Option<usize>>, columns: &[Option<usize>]) -> Self {
+        let mut places = vec![None; Fp8Rows::width(columns.len())];
+        for (nth, column) in columns.iter().enumerate() {
+            places[Fp8Rows::place(nth)] = *column;
+        }
+        Self { matrix, rows, columns: places, has_nan: AtomicBool::new(false) }
+    }
+
+    pub(super) fn scales(&self) -> Vec<f32> {
+        self.rows.iter().map(|row| row.map_or(0.0, |row| self.matrix.scales()[row])).collect()
+    }
+
+    /// Pairs of bytes, from pair `start` on.
+    pub(super) fn fill(&self, start: usize, pairs: &mut [Bf16]) {
+        let (width, cols, bytes) = (self.columns.len(), self.matrix.cols(), self.matrix.bytes());
+        let (mut row, mut first, mut rest) = (2 * start / width, 2 * start % width, pairs);
+        while !rest.is_empty() {
+            let (here, after) = rest.split_at_mut(((width - first) / 2).min(rest.len()));
+            match self.rows[row] {
+                None => here.fill(Bf16::default()),
+                Some(from) => self.fill_row(&bytes[from * cols..(from + 1) * cols], first, here),
+            }
+            (row, first, rest) = (row + 1, 0, after);
+        }
+    }
+
+    fn fill_row(&self, from: &[u8], first: usize, pairs: &mut [Bf16]) {
+        let mut has_nan = false;
+        for (pair, columns) in pairs.iter_mut().zip(self.columns[first..].as_chunks::<2>().0) {
+            let bytes = columns.map(|column| column.map_or(0, |column| from[column]));
+            has_nan |= bytes.iter().any(|byte| byte & 0x7F == 0x7F);
+            *pair = Bf16(u16::from_le_bytes(bytes));
+        }
+        if has_nan {
+            self.has_nan.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a byte was met that is no number.
+    pub(super) fn has_nan(&self) -> bool {
+        self.has_nan.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::cpu::SharedBytes;
+
+    use super::*;
+
+    fn matrix(rows: usize, cols: usize) -> Matrix {
+        let bytes = SharedBytes::filled(rows * cols, |bytes| {
+            bytes.iter_mut().enumerate().for_each(|(nth, byte)| *byte = (nth % 100) as u8);
+        });
+        let scales: Vec<f32> = (0..rows).map(|row| row as f32 + 0.5).collect();
+        Matrix::scaled(bytes.expect("memory"), cols, scales.into()).expect("a byte for each number")
+    }
+
+    #[test]
+    fn bytes_go_where_the_card_looks_for_them() {
+        let matrix = matrix(3, 90);
+        // The second row, nothing, the first; of each the columns from 5 on, and two of nothing between.
+        let columns: Vec<Option<usize>> =
+            (5..40).map(Some).chain([None, None]).chain((40..83).map(Some)).collect();
+        let packed = Packed::new(&matrix, vec![Some(1), None, Some(0)], &columns);
+        assert_eq!(packed.scales(), [1.5, 0.0, 0.5]);
+        let mut pairs = vec![Bf16(9); 3 * 64];
+        // In parts that begin in the middle of rows.
+        let (head, tail) = pairs.split_at_mut(50);
+        packed.fill(0, head);
+        packed.fill(50, tail);
+        let bytes: Vec<u8> = pairs.iter().flat_map(|pair| pair.0.to_le_bytes()).collect();
+        for (row, from) in [(0, Some(1)), (1, None), (2, Some(0))] {
+            for nth in 0..128 {
+                let column = columns.get(nth).copied().flatten();
+                let expected = from.zip(column).map_or(0, |(row, column)| ((row * 90 + column) % 100) as u8);
+                assert_eq!(bytes[row * 128 + Fp8Rows::place(nth)], expected, "row {row}, number {nth}");
+            }
+        }
+        assert!(!packed.has_nan());
+    }
+
+    #[test]
+    fn what_is_no_number_is_noticed() {
+        for byte in [0x7F, 0xFF] {
+            let bytes = SharedBytes::filled(128, |bytes| bytes[70] = byte).expect("memory");
+            let matrix = Matrix::scaled(bytes, 64, vec![1.0; 2].into()).expect("a byte for each number");
+            let columns: Vec<Option<usize>> = (0..64).map(Some).collect();
+            for (row, has_nan) in [(0, false), (1, true)] {
+                let packed = Packed::new(&matrix, vec![Some(row)], &columns);
+                packed.fill(0, &mut [Bf16(0); 32]);
+                assert_eq!(packed.has_nan(), has_nan);
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+// y = x * transpose(w * scales), for up to 128 rows of x and a w in FP8 (e4m3) with a scale for each row: as few_rows.cu,
+// with half the bytes to read. Weights are widened to bf16 on the way from shared memory to the registers of the tensor
+// cores, exactly, and a row's scale multiplies what is summed up of it.
+//
+// w is [n][k filled up with zeroes to whole groups of 64]. Within a group numbers lie in the order in which lanes hold
+// them: 16 bytes for each of four lanes, 4 of them for each 16 numbers (see `Fp8Rows` in ops/fp8.rs). So a lane loads 16
+// bytes of a row and has its part of four products; a warp loads 512 bytes that follow each other.
+constexpr u32 W_ROWS = 128, GROUPS_THREADS = 256, ALL_THREADS = GROUPS_THREADS + 32;
+constexpr u32 PART_STRIDE = W_ROWS + 4;
+// What a block takes of k at once: two groups of 64.
+constexpr u32 STEP_COLUMNS = 2 * TILE_COLUMNS;
+constexpr u32 W_GROUP_BYTES = W_ROWS * TILE_COLUMNS, W_BYTES = 2 * W_GROUP_BYTES;
+
+struct FewRowsShape { u32 n, k, n_rows; };
+
+// A block's share of k, by steps.
+struct Steps {
+    u32 from, count;
+    __device__ __forceinline__ u32 column(u32 nth) const { return (from + nth) * STEP_COLUMNS; }
+};
+
+struct Ring { u32 at, full, empty; };
+
+// === Products with a from registers, as a lane of `mma` holds it ===
+
+__device__ __forceinline__ void product_of(float (&c)[4], const u32* a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
+        :
+          "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void product_of(float (&c)[8], const u32* a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+        :
+          "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void product_of(float (&c)[16], const u32* a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+        :
+          "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void product_of(float (&c)[32], const u32* a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+        :
+          "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
+          "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
+          "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void product_of(float (&c)[64], const u32* a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+        :
+          "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+          "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
+          "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
+          "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]),
+          "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]),
+          "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]),
+          "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]),
+          "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// === Widening ===
+
+// Two pairs of bf16 of four bytes: the first of bytes 0 and 2, the second of bytes 1 and 3. The bits of an e4m3 are those
+// of a bf16 whose exponent is too small by 120, subnormals too.
+__device__ __forceinline__ u32 widened(u32 upper_bytes) {
+    u32 bits = (upper_bytes & 0x80008000u) | ((upper_bytes >> 4) & 0x07f007f0u), pair;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(bits), "r"(0x7b807b80u));
+    return pair;
+}
+
+// A lane's part of a group of 64 columns: four products' worth.
+__device__ __forceinline__ void widen_group(u32 (&a)[16], u32 at) {
+    u32 upper[4], lower[4];
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(upper[0]), "=r"(upper[1]), "=r"(upper[2]), "=r"(upper[3]) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(lower[0]), "=r"(lower[1]), "=r"(lower[2]), "=r"(lower[3]) : "r"(at + 8 * TILE_COLUMNS) : "memory");
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        a[4 * i] = widened(upper[i] << 8), a[4 * i + 1] = widened(lower[i] << 8);
+        a[4 * i + 2] = widened(upper[i]), a[4 * i + 3] = widened(lower[i]);
+    }
+}
+
+// One thread has all tiles brought. Weights do not come from the kernel before: they are asked for while it ends.
+template <u32 ROWS, u32 STAGES>
+__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps& steps, u32 row) {
+    constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + 2 * X_BYTES;
+    auto bring_w = [&](u32 nth, u32 stage) {
+        u32 to = ring.at + stage * STAGE_BYTES, column = steps.column(nth), full = ring.full + stage * 8;
+        barrier_expect(full, STAGE_BYTES);
+        copy_tile(to, of_w, column, row, full, EVICT_FIRST);
+        copy_tile(to + W_GROUP_BYTES, of_w, column + TILE_COLUMNS, row, full, EVICT_FIRST);
+    };
+    auto bring_x = [&](u32 nth, u32 stage) {
+        u32 to = ring.at + stage * STAGE_BYTES + W_BYTES, column = steps.column(nth), full = ring.full + stage * 8;
+        copy_tile(to, of_x, column, 0, full, EVICT_LAST);
+        copy_tile(to + X_BYTES, of_x, column + TILE_COLUMNS, 0, full, EVICT_LAST);
+    };
+    u32 n_first = min(STAGES, steps.count), stage = 0, parity = 0;
+    for (u32 i = 0; i < n_first; i++) bring_w(i, i);
+    wait_for_last();
+    for (u32 i = 0; i < n_first; i++) bring_x(i, i);
+    for (u32 nth = n_first; nth < steps.count; nth++) {
+        barrier_wait(ring.empty + stage * 8, parity);
+        bring_w(nth, stage);
+        bring_x(nth, stage);
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+}
+
+// Four products, begun and not waited for.
+template <u32 N>
+__device__ __forceinline__ void multiply_group(float (&sum)[N], const u32 (&a)[16], u64 b) {
+    held(sum);
+    products_begin();
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) product_of(sum, a + 4 * i, b + 2 * i);
+    products_committed();
+    held(sum);
+}
+
+// Sums up a group's 64 rows of w: a part, if there are more shares. While one group of columns is multiplied, the next is
+// widened.
+template <u32 ROWS, u32 STAGES>
+__device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count) {
+    constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + 2 * X_BYTES;
+    u32 lane = threadIdx.x % 32, stage = 0, parity = 0, last = 0;
+    u32 place = (threadIdx.x / 32 * 16 + lane / 4) * TILE_COLUMNS + lane % 4 * 16;
+    u32 first[16], second[16];
+    for (u32 nth = 0; nth < count; nth++) {
+        barrier_wait(ring.full + stage * 8, parity);
+        u32 w = ring.at + stage * STAGE_BYTES + place, x = ring.at + stage * STAGE_BYTES + W_BYTES;
+        widen_group(first, w);
+        multiply_group(sum, first, tile_of(x, 16));
+        products_done_but<1>();
+        if (nth > 0 && lane == 0) barrier_arrive(ring.empty + last * 8);
+        widen_group(second, w + W_GROUP_BYTES);
+        multiply_group(sum, second, tile_of(x + X_BYTES, 16));
+        products_done_but<1>();
+        last = stage;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    products_done_but<0>();
+    held(sum);
+}
+
+// What a group of warps has summed up of its rows of w, to where the cluster sees it: part[row of x][row of w].
+template <u32 ROWS>
+__device__ __forceinline__ void show_part(float* part, const float (&sum)[ROWS / 2]) {
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp * 16 + lane / 4, row = lane % 4 * 2;
+#pragma unroll
+    for (u32 i = 0; i < ROWS / 2; i++) part[(row + i / 4 * 8 + i % 2) * PART_STRIDE + column + i % 4 / 2 * 8] = sum[i];
+}
+
+// Adds up this block's columns of all parts, four at a time, and writes them times their scales.
+__device__ __forceinline__ void add_parts(bf16* y, const float* scales, u32 part, u32 first, const FewRowsShape& shape) {
+    u32 share = blockIdx.x, n_shares = gridDim.x, n = shape.n, per_block = W_ROWS / n_shares / 4;
+    for (u32 at = threadIdx.x; at < shape.n_rows * per_block; at += ALL_THREADS) {
+        u32 row = at / per_block, column = (share * per_block + at % per_block) * 4;
+        u32 place = part + (row * PART_STRIDE + column) * 4;
+        float4 total = cluster_load4(place_in(place, 0));
+        for (u32 i = 1; i < n_shares; i++) {
+            float4 more = cluster_load4(place_in(place, i));
+            total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+        }
+        float all[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) all[i] *= first + column + i < n ? scales[first + column + i] : 0.f;
+        u64 to = (u64)row * n + first + column;
+        if (n % 4 == 0) {
+            if (first + column < n) reinterpret_cast<Four*>(y)[to / 4] = {narrow(all[0], all[1]), narrow(all[2], all[3])};
+            continue;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            if (first + column + i < n) y[to + i] = narrow(all[i]);
+    }
+}
+
+template <u32 ROWS, u32 STAGES>
+__device__ __forceinline__ void few_rows(bf16* y, const float* scales, const TensorMap& of_w, const TensorMap& of_x, const FewRowsShape& shape) {
+    extern __shared__ Eight shared[];
+    __shared__ u64 barriers[2 * STAGES];
+    Ring ring;
+    ring.at = (shared_address(shared) + 1023) / 1024 * 1024;
+    ring.full = shared_address(barriers), ring.empty = ring.full + STAGES * 8;
+    u32 share = blockIdx.x, n_shares = gridDim.x, first = blockIdx.y * W_ROWS, warp = threadIdx.x / 32;
+    u32 n_steps = (shape.k + STEP_COLUMNS - 1) / STEP_COLUMNS;
+    Steps steps;
+    steps.from = (u64)n_steps * share / n_shares;
+    steps.count = (u64)n_steps * (share + 1) / n_shares - steps.from;
+
+    if (threadIdx.x == GROUPS_THREADS) {
+        fetch_map(of_w);
+        fetch_map(of_x);
+        for (u32 i = 0; i < STAGES; i++) {
+            barrier_start(ring.full + i * 8, 1);
+            barrier_start(ring.empty + i * 8, GROUPS_THREADS / 32);
+        }
+        barriers_started();
+    }
+    next_may_come();
+    __syncthreads();
+
+    float sum[ROWS / 2] = {};
+    if (warp < GROUPS_THREADS / 32) sum_up<ROWS, STAGES>(sum, ring, steps.count);
+    else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, first);
+    __syncthreads();  // the ring is free: parts lie over it
+    float* part = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared)));
+    if (warp < GROUPS_THREADS / 32) show_part<ROWS>(part, sum);
+    if (n_shares > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+    wait_for_last();
+    add_parts(y, scales, ring.at, first, shape);
+    if (n_shares > 1) {  // nobody leaves while another reads here
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+#define FEW_ROWS_FP8(ROWS, STAGES, BLOCKS)                                                                                \
+    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                     \
+    few_rows_fp8_##ROWS(bf16* y, const float* scales, const __grid_constant__ TensorMap w,                                \
+                        const __grid_constant__ TensorMap x, FewRowsShape shape) {                                        \
+        few_rows<ROWS, STAGES>(y, scales, w, x, shape);                                                                   \
+    }
+// Names: rows of x at most. A ring of some 100 KB leaves room for a second block; the sums of 128 rows leave none.
+FEW_ROWS_FP8(8, 6, 2)
+FEW_ROWS_FP8(16, 5, 2)
+FEW_ROWS_FP8(32, 4, 2)
+FEW_ROWS_FP8(64, 3, 2)
+FEW_ROWS_FP8(128, 4, 1)

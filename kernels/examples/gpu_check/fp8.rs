@@ -1,0 +1,187 @@
+//! Products with a matrix in FP8: against sums in f64, and how fast they are.
+
+use baton_kernels::cpu::number::{f8_to_f32, f32_to_bf16};
+use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
+use baton_kernels::cuda::{Answer, Bf16, Buffer, Card, CudaError, Fp8Rows, Products, Weights};
+use serde_json::Value;
+
+use super::check_products::SHAPES;
+use super::check_rows::POISON;
+use super::draw::{Draw, wide};
+use super::extent::Extent;
+use super::measure::{BEYOND_CACHES, Limits, MATRICES, N_LAUNCHES, line, seconds};
+use super::verdict::{BF16_ERROR, Verdicts};
+
+/// A matrix as a checkpoint has it, and as the card has it.
+struct Matrix {
+    n: usize,
+    k: usize,
+    bytes: Vec<u8>,
+    scales: Vec<f32>,
+    numbers_there: Buffer<u8>,
+    scales_there: Buffer<f32>,
+}
+
+impl Matrix {
+    /// Any numbers that there are in 8 bits, of all sizes; `NaN` is none.
+    fn drawn(card: &Card, draw: &mut Draw, n: usize, k: usize) -> Result<Self, CudaError> {
+        let byte = |bits: u64| if bits & 0x7F == 0x7F { 0 } else { bits as u8 };
+        let bytes: Vec<u8> = (0..n * k).map(|_| byte(draw.bits())).collect();
+        let scales: Vec<f32> = (0..n).map(|_| (draw.number() + 1.5) / 256.0).collect();
+        let width = Fp8Rows::width(k);
+        let mut there = vec![0; n * width];
+        for (row, bytes) in bytes.chunks(k).enumerate() {
+            for (nth, byte) in bytes.iter().enumerate() {
+                there[row * width + Fp8Rows::place(nth)] = *byte;
+            }
+        }
+        let (numbers_there, scales_there) = (card.upload(&there)?, card.upload(&scales)?);
+        Ok(Self { n, k, bytes, scales, numbers_there, scales_there })
+    }
+
+    fn rows(&self) -> Fp8Rows<'_> {
+        Fp8Rows { numbers: self.numbers_there.view(), scales: self.scales_there.view() }
+    }
+
+    /// As it is in f32.
+    fn wide(&self) -> Vec<f32> {
+        let scaled = |(at, byte): (usize, &u8)| f8_to_f32(*byte) * self.scales[at / self.k];
+        self.bytes.iter().enumerate().map(scaled).collect()
+    }
+
+    /// Every row with every row.
+    fn product(&self, x: &[Bf16]) -> Vec<f64> {
+        let (w, x) = (self.wide(), wide(x));
+        let dot = |row: &[f64], of: &[f32]| row.iter().zip(of).map(|(a, b)| a * f64::from(*b)).sum::<f64>();
+        x.chunks(self.k).flat_map(|row| w.chunks(self.k).map(move |of| dot(row, of))).collect()
+    }
+}
+
+pub(crate) fn check(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+    for (n, k) in extent.of(SHAPES, 3) {
+        let mut draw = Draw::new((7 * n * k) as u64);
+        let matrix = Matrix::drawn(card, &mut draw, *n, *k)?;
+        widened(card, verdicts, &matrix)?;
+        if card.has_few_rows() {
+            for n_rows in extent.of(&[7, 33, 128, 1, 2, 8, 9, 16, 17, 32, 64, 65, 127], 3) {
+                few_rows(card, verdicts, &matrix, *n_rows)?;
+            }
+            company(card, verdicts, &matrix)?;
+        }
+    }
+    if extent == Extent::Whole {
+        every_way(card, verdicts)?;
+    }
+    Ok(())
+}
+
+/// To the last bit.
+fn widened(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
+    let Matrix { n, k, .. } = *matrix;
+    let mut out = card.buffer::<Bf16>(n * k)?;
+    card.fill(out.view_mut(), POISON)?;
+    card.widen_fp8(out.view_mut(), matrix.rows(), k)?;
+    let expected: Vec<Bf16> = matrix.wide().into_iter().map(|number| Bf16(f32_to_bf16(number))).collect();
+    verdicts.holds(format!("widen_fp8 {n}x{k}"), card.download(out.view())? == expected);
+    Ok(())
+}
+
+fn few_rows(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix, n_rows: usize) -> Result<(), CudaError> {
+    let Matrix { n, k, .. } = *matrix;
+    let x = Draw::new((3 * n * k + n_rows) as u64).narrow(n_rows * k, 1.0);
+    let reference = matrix.product(&x);
+    let x = card.upload(&x)?;
+    let mut y = card.buffer::<Bf16>(n * n_rows)?;
+    for shares in FEW_ROWS_SHARES {
+        card.fill(y.view_mut(), POISON)?;
+        card.few_rows_fp8(FewRowsForm { shares: *shares }, y.view_mut(), matrix.rows(), x.view(), k)?;
+        let name = format!("few_rows_fp8 {n_rows}x{n}x{k}, shares {shares}");
+        verdicts.compare(name, &wide(&card.download(y.view())?), &reference, BF16_ERROR);
+    }
+    Ok(())
+}
+
+/// A row's answer is the same, bit by bit, alone and in any company.
+fn company(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
+    let Matrix { n, k, .. } = *matrix;
+    let x = card.upload(&Draw::new(37).narrow(128 * k, 1.0))?;
+    let form = FewRowsForm::of(n, k);
+    let mut all = card.buffer::<Bf16>(128 * n)?;
+    card.few_rows_fp8(form, all.view_mut(), matrix.rows(), x.view(), k)?;
+    let all = card.download(all.view())?;
+    for (first, n_rows) in [(0, 1), (0, 13), (7, 1), (8, 17), (63, 64), (127, 1)] {
+        let mut some = card.buffer::<Bf16>(n_rows * n)?;
+        let rows = x.slice(first * k..(first + n_rows) * k);
+        card.few_rows_fp8(form, some.view_mut(), matrix.rows(), rows, k)?;
+        let is_same = card.download(some.view())? == all[first * n..(first + n_rows) * n];
+        verdicts
+            .holds(format!("few_rows_fp8 {n}x{k}, {n_rows} rows from {first} on, of 128 and alone"), is_same);
+    }
+    Ok(())
+}
+
+/// By whatever way is chosen for so many rows, measured and not, and by the one way of rows that are alike.
+fn every_way(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let (n, k) = (1032, 520);
+    let matrix = Matrix::drawn(card, &mut Draw::new(41), n, k)?;
+    let (mut guessed, mut alike) = (Products::open(card, None)?, Products::open_alike(card, None)?);
+    guessed.make_room(card, n * k)?;
+    alike.make_room(card, n * k)?;
+    for n_rows in [1, 8, 100, 128, 129, 300, 1000] {
+        let x = Draw::new(n_rows as u64).narrow(n_rows * k, 1.0);
+        let reference = matrix.product(&x);
+        let x = card.upload(&x)?;
+        let mut y = card.buffer::<Bf16>(n * n_rows)?;
+        for (name, products) in [("guessed", &mut guessed), ("alike", &mut alike)] {
+            card.fill(y.view_mut(), POISON)?;
+            products.multiply(
+                card,
+                Answer::Narrow(y.view_mut()),
+                Weights::Fp8(matrix.rows()),
+                x.view(),
+                k,
+            )?;
+            let name = format!("product in FP8 {n_rows}x{n}x{k}, {name}");
+            verdicts.compare(name, &wide(&card.download(y.view())?), &reference, BF16_ERROR);
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn measure(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+    let mut lines = vec![];
+    for (name, n, k) in MATRICES.iter().filter(|(name, ..)| *name != "lm_head") {
+        let (n, k) = (*n, *k);
+        let n_copies = (BEYOND_CACHES / (n * k)).max(1) + 1;
+        let numbers: Vec<u8> = Draw::new(29)
+            .many(n_copies * n * k, 1.0)
+            .into_iter()
+            .map(|number| number.0 as u8 & 0xF7)
+            .collect();
+        let (numbers, scales) = (card.upload(&numbers)?, card.upload(&vec![0.01_f32; n])?);
+        let rows = |nth: usize| {
+            let first = nth % n_copies * n * k;
+            Fp8Rows { numbers: numbers.slice(first..first + n * k), scales: scales.view() }
+        };
+        let mut wide = card.buffer::<Bf16>(n * k)?;
+        let time = seconds(card, N_LAUNCHES, |nth| card.widen_fp8(wide.view_mut(), rows(nth), k))?;
+        lines.push(line(&format!("widen_fp8 {name} {n}x{k}"), time, (3 * n * k) as f64, limits.copy));
+        for n_rows in [1, 8, 16, 32, 64, 128] {
+            if !card.has_few_rows() {
+                continue;
+            }
+            let x = card.upload(&Draw::new(28).narrow(n_rows * k, 1.0))?;
+            let mut y = card.buffer::<Bf16>(n_rows * n)?;
+            for shares in FEW_ROWS_SHARES {
+                let form = FewRowsForm { shares: *shares };
+                let time = seconds(card, 4 * N_LAUNCHES, |nth| {
+                    card.few_rows_fp8(form, y.view_mut(), rows(nth), x.view(), k)
+                })?;
+                let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
+                let what = format!("few_rows_fp8 {name} {n_rows}x{n}x{k}, shares {shares}{chosen}");
+                lines.push(line(&what, time, (n * k + 2 * n_rows * (n + k)) as f64, limits.read));
+            }
+        }
+    }
+    Ok(lines)
+}
