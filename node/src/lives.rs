@@ -24,7 +24,7 @@ use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::life::{Life, live};
 use crate::metrics::ProcessMetrics;
-use crate::parts::{Crank, Drive, NodeParts};
+use crate::parts::{Crank, Drive, NodeParts, Wired};
 use crate::ports::{KeptListener, Ports, advertised};
 use crate::switch::{Asked, Change, Unchanged, Wish, Wishes, switch};
 
@@ -118,17 +118,20 @@ enum End {
     Stopped,
     /// It was asked to sleep, and has given its backend back.
     Sleepy(Box<dyn Backend>, Waiting),
+    /// It did not begin, and whoever woke it waits.
+    Unborn(Box<dyn Backend>, NodeError, Waiting),
 }
 
 impl Node<'_> {
     async fn go_on(&mut self, mut backend: Box<dyn Backend>) -> Result<(), NodeError> {
         let mut waiting = None;
         loop {
-            let (idle, asked) = match self.live(backend, waiting.take()).await? {
+            let asleep = match self.live(backend, waiting.take()).await? {
                 End::Stopped => return Ok(()),
-                End::Sleepy(backend, asked) => (backend, asked),
+                End::Sleepy(backend, asked) => self.fall_asleep(backend, asked).await?,
+                End::Unborn(backend, why, asked) => Ok(self.sleep_on(backend, why, asked).await?),
             };
-            backend = match self.fall_asleep(idle, asked).await? {
+            backend = match asleep {
                 Err(awake) => awake,
                 Ok(asleep) => match self.sleep(asleep).await? {
                     None => return Ok(()),
@@ -147,9 +150,16 @@ impl Node<'_> {
         backend: Box<dyn Backend>,
         mut waiting: Option<Waiting>,
     ) -> Result<End, NodeError> {
-        let (used_bytes, world) = (backend.used_bytes(), self.world.clone());
-        let (parts, crank) =
-            NodeParts::build(&self.id, self.config, backend, world, &self.metrics, self.drive).await?;
+        let (used_bytes, world, metrics) = (backend.used_bytes(), self.world.clone(), &self.metrics);
+        let of_backend = (backend.model(), backend.memory().clone());
+        let wired = match Wired::bind(&self.id, self.config, of_backend, &world, metrics).await {
+            Ok(wired) => wired,
+            Err(why) => match waiting.take() {
+                Some(waiting) => return Ok(End::Unborn(backend, why, waiting)),
+                None => return Err(why),
+            },
+        };
+        let (parts, crank) = NodeParts::over(wired, self.config, backend, world, metrics, self.drive)?;
         let services = (self.services)(self.role, &parts).map_err(NodeError::Services)?;
         let ending = self.shutdown.child();
         let life = Life {
@@ -201,8 +211,7 @@ impl Node<'_> {
         let waiting = Waiting { used_bytes: backend.used_bytes(), ..waiting };
         match slept(backend).await? {
             Ok(asleep) => {
-                self.readiness.set_unready("asleep");
-                self.metrics.is_asleep(true);
+                self.say_asleep();
                 let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
                 info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "asleep");
                 Ok(Ok(asleep))
@@ -214,6 +223,24 @@ impl Node<'_> {
                 Ok(Err(backend))
             }
         }
+    }
+
+    /// Has a backend sleep again whose life could not begin, and tells whoever woke it why.
+    async fn sleep_on(
+        &self,
+        backend: Box<dyn Backend>,
+        why: NodeError,
+        waiting: Waiting,
+    ) -> Result<Box<dyn Asleep>, NodeError> {
+        let asleep = slept(backend).await?.map_err(|sleepless| NodeError::Sleep(sleepless.why))?;
+        self.say_asleep();
+        waiting.not_woken(chain(&why));
+        Ok(asleep)
+    }
+
+    fn say_asleep(&self) {
+        self.readiness.set_unready("asleep");
+        self.metrics.is_asleep(true);
     }
 
     /// Sleeps until it is woken, or asked to stop: then there is no backend any more.
@@ -241,8 +268,7 @@ impl Node<'_> {
                     break Some((backend, waiting));
                 }
                 Err(Wakeless { asleep: same, why }) => {
-                    warn!(error = chain(&why), "not woken, sleeping on");
-                    waiting.asked.answer(Err(Unchanged::CannotWake(chain(&why))));
+                    waiting.not_woken(chain(&why));
                     asleep = same;
                 }
             }
@@ -292,6 +318,11 @@ fn tell_awake(waiting: Waiting, used_bytes: Option<u64>) {
 }
 
 impl Waiting {
+    fn not_woken(self, why: String) {
+        warn!(error = why, "not woken, sleeping on");
+        self.asked.answer(Err(Unchanged::CannotWake(why)));
+    }
+
     /// All went well.
     fn tell(self, used_bytes: Option<u64>) -> Change {
         let change = Change {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use chassis::{Gate, World, spawn_guarded};
 use engine::Backend;
-use kv_cache::BlockPool;
+use kv_cache::{BlockPool, KvMemory};
 use kv_transfer::{ConnectorParts, Faults};
 use scheduler::{Driver, WorkerHandle, WorkerParts, WorkerThread};
 use tokio::sync::oneshot;
@@ -59,31 +59,27 @@ fn named(model: &ModelInfo, config: &NodeConfig) -> ModelInfo {
     ModelInfo { name, ..model.clone() }
 }
 
-impl NodeParts {
-    /// Takes the backend's memory, starts the worker and binds the connectors.
-    pub async fn build(
+/// What a life has of the world around it: a new epoch, and connectors over its backend's memory.
+#[derive(Debug)]
+pub(crate) struct Wired {
+    epoch: Epoch,
+    host: Arc<str>,
+    model: Arc<ModelInfo>,
+    connectors: Connectors,
+    wires: Gate,
+}
+
+impl Wired {
+    /// Binds the connectors. This may fail for reasons that pass, such as a port that somebody else has.
+    pub(crate) async fn bind(
         id: &NodeId,
         config: &NodeConfig,
-        backend: Box<dyn Backend>,
-        world: World,
+        (model, memory): (&ModelInfo, KvMemory),
+        world: &World,
         metrics: &ProcessMetrics,
-        drive: Drive,
-    ) -> Result<(Self, Crank), NodeError> {
-        let model = Arc::new(named(backend.model(), config));
-        let memory = backend.memory().clone();
-        let pool = BlockPool::new(memory.layout(), memory.n_blocks());
-        let (gate, wires) = (Gate::new("prompts"), Gate::new("wires"));
-        let (worker, driver) = scheduler::new_worker(WorkerParts {
-            backend,
-            pool: pool.clone(),
-            world: world.clone(),
-            settings: config.scheduler,
-            metrics: metrics.scheduler.clone(),
-        })
-        .map_err(NodeError::Worker)?;
-        let crank = Crank::turn(driver, drive)?;
-        let epoch = world.epoch();
-        let host: Arc<str> = host_id().into();
+    ) -> Result<Self, NodeError> {
+        let model = Arc::new(named(model, config));
+        let (epoch, host, wires) = (world.epoch(), Arc::<str>::from(host_id()), Gate::new("wires"));
         let parts = ConnectorParts {
             node: id.clone(),
             epoch,
@@ -101,6 +97,45 @@ impl NodeParts {
         {
             connectors = connectors.paced(costs, &model.layout);
         }
+        Ok(Self { epoch, host, model, connectors, wires })
+    }
+}
+
+impl NodeParts {
+    /// Takes the backend's memory, binds the connectors and starts the worker.
+    pub async fn build(
+        id: &NodeId,
+        config: &NodeConfig,
+        backend: Box<dyn Backend>,
+        world: World,
+        metrics: &ProcessMetrics,
+        drive: Drive,
+    ) -> Result<(Self, Crank), NodeError> {
+        let of_backend = (backend.model(), backend.memory().clone());
+        let wired = Wired::bind(id, config, of_backend, &world, metrics).await?;
+        Self::over(wired, config, backend, world, metrics, drive)
+    }
+
+    /// Starts the worker.
+    pub(crate) fn over(
+        wired: Wired,
+        config: &NodeConfig,
+        backend: Box<dyn Backend>,
+        world: World,
+        metrics: &ProcessMetrics,
+        drive: Drive,
+    ) -> Result<(Self, Crank), NodeError> {
+        let pool = BlockPool::new(backend.memory().layout(), backend.memory().n_blocks());
+        let (worker, driver) = scheduler::new_worker(WorkerParts {
+            backend,
+            pool: pool.clone(),
+            world: world.clone(),
+            settings: config.scheduler,
+            metrics: metrics.scheduler.clone(),
+        })
+        .map_err(NodeError::Worker)?;
+        let crank = Crank::turn(driver, drive)?;
+        let Wired { epoch, host, model, connectors, wires } = wired;
         let parts = Self {
             world,
             epoch,
@@ -110,7 +145,7 @@ impl NodeParts {
             worker,
             connectors,
             arriving: Counter::default(),
-            gate,
+            gate: Gate::new("prompts"),
             wires,
             metrics: metrics.node.clone(),
         };

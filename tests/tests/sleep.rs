@@ -70,14 +70,17 @@ async fn nap(fleet: &Fleet, n_answered: &AtomicUsize) {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nodes_sleep_under_load_and_no_request_is_lost() {
+/// Streams over these connectors while each node sleeps and wakes.
+async fn nodes_nap_over(connectors: &[&str]) {
     let ask = |prompt| Ask::new(prompt, 60).with("ignore_eos", true.into());
     let asks: Vec<Ask> = prompts(47, 20, 300).into_iter().map(ask).collect();
     let expected = undisturbed(&asks).await;
+    let wires = ("BATON_TRANSFER__CONNECTORS", format!("{connectors:?}"));
     // What runs on a decode node when it is asked to sleep goes on elsewhere.
-    let hasty =
-        |role| if role == "decode" { vec![("BATON_NODE__DRAIN_MS", "100".to_owned())] } else { vec![] };
+    let hasty = |role| match role {
+        "decode" => vec![wires.clone(), ("BATON_NODE__DRAIN_MS", "40".to_owned())],
+        _ => vec![wires.clone()],
+    };
     let fleet = Fleet::start_each(PACED, 2, 2, Vec::new(), hasty).await;
     fleet.expect_log(A_NODE_DIES);
     fleet.expect_log(&["what still ran was cut off"]);
@@ -97,6 +100,17 @@ async fn nodes_sleep_under_load_and_no_request_is_lost() {
     tokio::join!(join_all((0..CLIENTS).map(|_| one())), napping);
     fleet.baseline().await;
     assert!(fleet.nodes.iter().any(|node| node.process.log().contains("was cut off")), "and one was late");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_sleep_under_load_and_no_request_is_lost() {
+    nodes_nap_over(&["tcp"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_sleep_whose_memory_others_have_mapped() {
+    // A wire within the machine may be gone a moment before the node is.
+    nodes_nap_over(&["shm", "tcp"]).await;
 }
 
 fn baton(arguments: &[&str]) -> Output {
@@ -190,6 +204,28 @@ async fn the_last_of_its_kind_may_sleep_too() {
     }
     let forgotten = client.ask(&ask(2)).await.expect("both are awake");
     assert_eq!(forgotten.cached_tokens, 0, "what the decode node computed alone is gone");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_port_that_is_taken_meanwhile_is_named_and_waited_for() {
+    let fleet = Fleet::start(PACED, 1, 1).await;
+    fleet.expect_log(A_NODE_DIES);
+    fleet.expect_log(&["not woken, sleeping on"]);
+    let node = &fleet.nodes[1];
+    told(node, "sleep").await;
+    let squatter = tokio::net::TcpListener::bind(node.kv).await.expect("it is free while the node sleeps");
+    let (status, body) = tell(node, "wake").await;
+    let message = body["error"]["message"].as_str().unwrap_or_default();
+    assert_eq!((status, body["error"]["code"].as_str()), (503, Some("cannot_wake")));
+    assert!(message.contains(&node.kv.to_string()), "{message}");
+    assert_eq!(node.readiness().await, (503, r#"{"ready":false,"reason":"asleep"}"#.to_owned()));
+    assert_eq!(Client::new(node.admin).counter("baton_decode_asleep").await, 1);
+    assert_eq!(called(node).await.message(), "the node sleeps");
+    drop(squatter);
+    told(node, "wake").await;
+    fleet.all_ready().await;
+    let ask = Ask::new(vec![1, 2, 3], 5).with("ignore_eos", true.into());
+    assert_eq!(fleet.client().ask(&ask).await.expect("it serves").tokens.len(), 5);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
