@@ -106,6 +106,46 @@ mod tests {
     use kernels::cpu::SharedBytes;
 
     use super::*;
+    use crate::error::LoadError;
+
+    /// A checkpoint that knows only what is in FP8.
+    #[derive(Debug)]
+    struct Named(&'static [&'static str]);
+
+    impl TensorSource for Named {
+        fn matrix(&self, _name: &str, _rows: usize, _cols: usize) -> Result<Matrix, LoadError> {
+            unreachable!("nothing is loaded")
+        }
+
+        fn vector(&self, _name: &str, _len: usize) -> Result<Vec<f32>, LoadError> {
+            unreachable!("nothing is loaded")
+        }
+
+        fn is_fp8(&self, name: &str) -> bool {
+            self.0.iter().any(|known| name == format!("model.layers.{known}.weight"))
+        }
+    }
+
+    #[test]
+    fn a_matrix_of_several_parts_is_in_fp8_if_all_of_them_are() {
+        let source = Named(&[
+            "0.self_attn.q_proj",
+            "0.self_attn.k_proj",
+            "0.mlp.gate_proj",
+            "0.mlp.up_proj",
+            "0.mlp.down_proj",
+            "1.self_attn.q_proj",
+            "1.self_attn.k_proj",
+            "1.self_attn.v_proj",
+            "1.self_attn.o_proj",
+        ]);
+        let none = InFp8::default();
+        let of_file = InFp8::of_layers(3, Quantize::No, &source);
+        let first = InFp8 { gate_up: true, down: true, ..none };
+        assert_eq!(of_file, [first, InFp8 { qkv: true, o: true, ..none }, none]);
+        assert!(first.any() && !none.any());
+        assert_eq!(InFp8::of_layers(3, Quantize::Fp8, &source), [InFp8::ALL; 3], "the rest is quantized");
+    }
 
     fn matrix(rows: usize, cols: usize) -> Matrix {
         let bytes = SharedBytes::filled(rows * cols, |bytes| {
