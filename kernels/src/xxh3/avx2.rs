@@ -20,7 +20,7 @@ const SHORT_MAX: usize = 240;
 const STRIPE: usize = 64;
 const STRIPES_OF_A_BLOCK: usize = (SECRET.len() - STRIPE) / 8;
 /// How far ahead memory is asked for: as long as it takes to come, and within the pages that are read anyway.
-const AHEAD: usize = 1024;
+const AHEAD: usize = 2048;
 
 const PRIME32: [u64; 3] = [0x9e37_79b1, 0x85eb_ca77, 0xc2b2_ae3d];
 const PRIME64: [u64; 5] = [

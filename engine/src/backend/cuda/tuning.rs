@@ -23,6 +23,10 @@ use crate::backend::StepLimits;
 const ROWS_IN_COMPANY_MAX: usize = 128;
 /// Tokens of each sequence of the steps that they are tried in.
 const TOKENS_IN_COMPANY: usize = 1024;
+/// What is best beside others may be another once those are done in other ways: all are tried again, so often at most.
+const ROUNDS_MAX: usize = 2;
+/// A way that is better by less is as good: times differ by that much from one run to the next.
+const GAIN_MIN: f64 = 0.002;
 
 /// One of a model's products: its matrices are alike, one in each layer.
 struct Kind<'a> {
@@ -192,17 +196,26 @@ fn try_in_company(
     best: &BTreeMap<ProductShape, Vec<Choice>>,
 ) -> Result<(), CudaError> {
     let mut shortest = time_together(tools, helpers, dims)?;
-    for shape in shapes {
-        let Some([first, others @ ..]) = best.get(shape).map(Vec::as_slice) else { continue };
-        let mut kept = *first;
-        for choice in others {
-            tools.products.prefer(*shape, *choice);
-            let time = time_together(tools, helpers, dims)?;
-            if time < shortest {
-                (shortest, kept) = (time, *choice);
+    for _ in 0..ROUNDS_MAX {
+        let mut is_changed = false;
+        for shape in shapes {
+            let Some(ways) = best.get(shape) else { continue };
+            let before = tools.products.choices().get(*shape);
+            let mut kept = before;
+            for choice in ways.iter().filter(|choice| Some(**choice) != before) {
+                tools.products.prefer(*shape, *choice);
+                let time = time_together(tools, helpers, dims)?;
+                if time < shortest * (1.0 - GAIN_MIN) {
+                    (shortest, kept, is_changed) = (time, Some(*choice), true);
+                }
+            }
+            if let Some(kept) = kept {
+                tools.products.prefer(*shape, kept);
             }
         }
-        tools.products.prefer(*shape, kept);
+        if !is_changed {
+            break;
+        }
     }
     Ok(())
 }

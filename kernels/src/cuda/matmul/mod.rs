@@ -82,7 +82,7 @@ enum Way {
 }
 
 /// Ways that [`Products::tune`] answers.
-const BEST_MAX: usize = 3;
+const BEST_MAX: usize = 5;
 
 /// Shapes that a model never tires of asking for would fill memory; beyond this many, all are made again.
 const WAYS_MAX: usize = 4096;
