@@ -11,6 +11,7 @@ its two best is under NEAR (docs/specification.md), and what follows it is anoth
 deterministic, and every token of every stream must be the reference's.
 TP="2 1" gives prefill nodes two GPUs and decode nodes one, from the ones of DEVICES="cuda:0 cuda:2" on; the reference is
 computed as decode nodes compute. Where the two numbers differ, sums do, too, and all tokens are compared as those of cut streams.
+NODES='{"BATON_MODEL__KV_DTYPE": "fp8"}' is what all nodes are told beyond that.
 """
 import json, os, random, signal, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ SHAPE = os.environ.get("SHAPE", "bench/shapes/llama-3.2-1b")
 HTTP, LOGS = "http://127.0.0.1:8000", tempfile.mkdtemp(prefix="gpu-walk-")
 DEVICES = os.environ.get("DEVICES", "cuda:0 cuda:1").split()
 TP = os.environ.get("TP", "1 1").split()
+NODES = json.loads(os.environ.get("NODES", "{}"))
 VOCABULARY = int(os.environ.get("VOCABULARY", 100_000))
 WITHIN, READY_WITHIN = 30, 150
 EXACT = bool(os.environ.get("EXACT"))
@@ -97,7 +99,7 @@ class Cluster:
                        "BATON_TRANSFER__LISTEN": f"127.0.0.1:{port + 50}", "BATON_MODEL__PATH": SHAPE,
                        "BATON_MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DEVICE": device,
                        "BATON_MODEL__TP": TP[0] if role.startswith("prefill") else TP[1],
-                       "BATON_MODEL__KV_MEMORY": "4GiB", "BATON_SCHEDULER__STEP_TOKENS_MAX": "4096"}
+                       "BATON_MODEL__KV_MEMORY": "4GiB", "BATON_SCHEDULER__STEP_TOKENS_MAX": "4096", **NODES}
             if EXACT:
                 of_node["BATON_MODEL__DETERMINISTIC"] = "true"
             if connector:
@@ -246,7 +248,7 @@ def main():
     steps = {connector: walk(connector, expected, long) for connector in CONNECTORS}
     passed = all(step["passed"] for of in steps.values() for step in of.values())
     with open(OUT, "w") as out:
-        json.dump({"command": ("EXACT=1 " if EXACT else "") + "bench/gpu-walk.py", "shape": SHAPE, "tp": TP, "passed": passed, "connectors": steps}, out, indent=1)
+        json.dump({"command": ("EXACT=1 " if EXACT else "") + "bench/gpu-walk.py", "shape": SHAPE, "tp": TP, "nodes": NODES, "passed": passed, "connectors": steps}, out, indent=1)
         out.write("\n")
     print("all passed" if passed else "FAILED")
     sys.exit(0 if passed else 1)
