@@ -1,8 +1,8 @@
 //! Weights: from a folder as it is published, or made up.
 //!
 //! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files' ([`checkpoint`]),
-//! none at all ([`dummy`]), folders that are written here ([`made`]), what architectures see of it ([`weights`]), and what
-//! two nodes compare ([`fingerprint`]).
+//! none at all ([`dummy`]), folders that are written here ([`made`]), what architectures see of it ([`weights`]), how far it
+//! has come (`meter`), and what two nodes compare ([`fingerprint`]).
 
 pub mod folder;
 pub mod safetensors;
@@ -10,6 +10,7 @@ pub mod checkpoint;
 pub mod dummy;
 pub mod made;
 pub mod weights;
+pub(crate) mod meter;
 pub mod fingerprint;
 #[cfg(test)]
 mod tests;

@@ -33,6 +33,7 @@ use super::{Arrivals, CudaBackend, CudaSettings, Loaded, tuning};
 use crate::backend::{StepLimits, cpu};
 use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
+use crate::load::meter::Meter;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint};
 use crate::model::{self, Architecture, ModelConfig};
 
@@ -341,7 +342,10 @@ impl Described {
             LoadFormat::Dummy { seed } => Origin::Card { seed },
         };
         let heads = self.heads;
-        let upload = Upload::new(card, &host, sizes.bytes(&self.in_fp8))?;
+        let bytes = sizes.bytes(&self.in_fp8);
+        // Ranks load side by side, and the first one tells how far they are.
+        let meter = if sizes.share.is_first() { Meter::new(bytes) } else { Meter::silent(bytes) };
+        let upload = Upload::new(card, &host, meter)?;
         let parts = (self.architecture.parts)(config);
         Loader { origin, config, parts, heads, sizes, in_fp8: &self.in_fp8, arena, upload }.load()
     }

@@ -7,14 +7,13 @@ use std::ops::Range;
 
 use kernels::cpu::Processor;
 use kernels::cuda::{Bf16, Card, CudaError, Pinned, ViewMut};
-use tracing::info;
+
+use crate::load::meter::Meter;
 
 /// Numbers of one piece: large enough that a copy runs at full speed.
 const PIECE_NUMBERS: usize = 32 << 20;
 /// Numbers of a part of a piece, which one thread reads.
 const PART_NUMBERS: usize = 1 << 20;
-/// Progress is said this often.
-const STEPS_SAID: usize = 10;
 
 /// Two pieces that take turns.
 #[derive(Debug)]
@@ -23,23 +22,15 @@ pub(super) struct Upload<'a> {
     host: &'a Processor,
     pieces: [Pinned<Bf16>; 2],
     turn: usize,
-    progress: Progress,
-}
-
-/// How much of all weights is on the card.
-#[derive(Debug)]
-struct Progress {
-    total_bytes: usize,
-    done_bytes: usize,
-    n_said: usize,
+    meter: Meter,
 }
 
 impl<'a> Upload<'a> {
-    /// `total_bytes` is what all of it will come to, for telling how far it is; the host's threads read.
-    pub(super) fn new(card: &'a Card, host: &'a Processor, total_bytes: usize) -> Result<Self, CudaError> {
-        let numbers = PIECE_NUMBERS.min(total_bytes / size_of::<Bf16>() + 1);
+    /// `meter` tells how far it is; the host's threads read.
+    pub(super) fn new(card: &'a Card, host: &'a Processor, meter: Meter) -> Result<Self, CudaError> {
+        let numbers = PIECE_NUMBERS.min(meter.total() / size_of::<Bf16>() + 1);
         let pieces = [card.pinned(numbers)?, card.pinned(numbers)?];
-        Ok(Self { card, host, pieces, turn: 0, progress: Progress { total_bytes, done_bytes: 0, n_said: 0 } })
+        Ok(Self { card, host, pieces, turn: 0, meter })
     }
 
     pub(super) fn card(&self) -> &'a Card {
@@ -96,7 +87,7 @@ impl<'a> Upload<'a> {
 
     /// Counts what came onto the card in another way.
     pub(super) fn count(&mut self, n_numbers: usize) {
-        self.progress.add(n_numbers * size_of::<Bf16>());
+        self.meter.add(n_numbers * size_of::<Bf16>());
     }
 
     /// Part by part: `fill` is told where a part begins.
@@ -117,18 +108,7 @@ impl<'a> Upload<'a> {
             self.card.send(piece, to.reborrow().slice(start..end))?;
             start = end;
         }
-        self.progress.add(to.len() * size_of::<Bf16>());
+        self.meter.add(to.len() * size_of::<Bf16>());
         Ok(())
-    }
-}
-
-impl Progress {
-    fn add(&mut self, bytes: usize) {
-        self.done_bytes += bytes;
-        let steps = STEPS_SAID * self.done_bytes / self.total_bytes.max(1);
-        if steps > self.n_said {
-            self.n_said = steps;
-            info!(mib = self.done_bytes >> 20, of_mib = self.total_bytes >> 20, "load weights onto the GPU");
-        }
     }
 }
