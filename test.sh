@@ -95,7 +95,7 @@ run_test() {
     cargo test --workspace --doc --quiet
 }
 
-# The rdma connector, over Soft-RoCE in a VM. What it is made of is Debian's: elsewhere, say so and go on.
+# The rdma connector by itself and between whole nodes, over Soft-RoCE in VMs. What it is made of is Debian's: elsewhere, say so and go on.
 run_rdma() {
     say rdma
     if ! command -v apt-get >/dev/null || [ "$(uname -m)" != x86_64 ]; then

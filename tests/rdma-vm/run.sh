@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # Runs the tests of the rdma connector in a VM that has RDMA devices, over Soft-RoCE. See README.md beside this file.
-# Usage: run.sh [NAME...]   these of the job's parts: verbs conformance walk; the first two where none is named, for the walk
-# takes another five minutes and more
+# Usage: run.sh [NAME...]   these of the job's parts: verbs conformance walk; all of them where none is named
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 cache=$PWD/.cache/rdma-vm
 harness=$PWD/tests/rdma-vm
 parts=("$@")
-[ $# -gt 0 ] || parts=(verbs conformance)
+[ $# -gt 0 ] || parts=(verbs conformance walk)
 jobs=$(mktemp -d "${TMPDIR:-/tmp}/rdma-jobs.XXXXXX")
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$jobs"' EXIT
 
