@@ -101,7 +101,7 @@ pub enum OpenError {
     /// The GPU's kernels are not made for such a model.
     #[error("{0}")]
     CudaModel(String),
-    #[error("{}", in_full(.0))]
+    #[error("{}", types::in_full(.0))]
     Cuda(CudaError),
     #[error(transparent)]
     Load(#[from] LoadError),
@@ -110,14 +110,6 @@ pub enum OpenError {
     Changed(#[source] types::node::FingerprintMismatch),
     #[error("config.json says something else than when the model was opened")]
     ConfigChanged,
-}
-
-/// A GPU's errors name what was being done; their source says what went wrong.
-fn in_full(error: &CudaError) -> String {
-    match std::error::Error::source(error) {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
-    }
 }
 
 impl From<CudaError> for OpenError {

@@ -8,7 +8,7 @@ use kernels::cuda::CudaError;
 use kernels::verbs::VerbsError;
 use kernels::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
-use types::{Refusal, RefusalKind, Verdict};
+use types::{Refusal, RefusalKind, Verdict, in_full};
 
 use crate::connectors::link::frame::FrameError;
 
@@ -151,20 +151,8 @@ impl TransferError {
 
 impl From<&TransferError> for Refusal {
     fn from(error: &TransferError) -> Self {
-        Refusal::new(error.refusal_kind().unwrap_or(RefusalKind::Failed), full_text(error))
+        Refusal::new(error.refusal_kind().unwrap_or(RefusalKind::Failed), in_full(error))
     }
-}
-
-/// The error and its sources, outermost first.
-pub(crate) fn full_text(error: &TransferError) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

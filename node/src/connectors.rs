@@ -9,7 +9,7 @@ use kv_cache::KvMemory;
 use kv_transfer::{ConnectorParts, KvConnector};
 use proto::v1;
 use tracing::{info, warn};
-use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress};
+use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress, in_full};
 
 use crate::error::NodeError;
 use crate::paced::Paced;
@@ -66,16 +66,16 @@ impl Connectors {
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
                 // What most machines do not have is not worth a warning.
                 Err(error) if error.is_of_the_machine() => {
-                    info!(connector = name, error = chain(&error), "connector is not for this machine");
-                    missing.push(MissingWire { scheme: Scheme::new(name), why: chain(&error) });
+                    info!(connector = name, error = in_full(&error), "connector is not for this machine");
+                    missing.push(MissingWire { scheme: Scheme::new(name), why: in_full(&error) });
                 }
                 Err(error) => {
                     warn!(
                         connector = name,
-                        error = chain(&error),
+                        error = in_full(&error),
                         "connector does not work here, going on without"
                     );
-                    missing.push(MissingWire { scheme: Scheme::new(name), why: chain(&error) });
+                    missing.push(MissingWire { scheme: Scheme::new(name), why: in_full(&error) });
                 }
             }
         }
@@ -174,17 +174,6 @@ fn expand(name: &str) -> Vec<(&str, bool)> {
     } else {
         vec![(name, true)]
     }
-}
-
-/// The error and its sources.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 impl fmt::Debug for Connectors {

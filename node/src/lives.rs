@@ -18,7 +18,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tonic::service::Routes;
 use tracing::{info, warn};
-use types::{NodeId, Role};
+use types::{NodeId, Role, in_full};
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
@@ -218,8 +218,8 @@ impl Node<'_> {
             }
             Err(Sleepless { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
             Err(Sleepless { backend, why }) => {
-                warn!(error = chain(&why), "cannot sleep, going on awake");
-                waiting.asked.answer(Err(Unchanged::CannotSleep(chain(&why))));
+                warn!(error = in_full(&why), "cannot sleep, going on awake");
+                waiting.asked.answer(Err(Unchanged::CannotSleep(in_full(&why))));
                 Ok(Err(backend))
             }
         }
@@ -234,7 +234,7 @@ impl Node<'_> {
     ) -> Result<Box<dyn Asleep>, NodeError> {
         let asleep = slept(backend).await?.map_err(|sleepless| NodeError::Sleep(sleepless.why))?;
         self.say_asleep();
-        waiting.not_woken(chain(&why));
+        waiting.not_woken(in_full(&why));
         Ok(asleep)
     }
 
@@ -268,7 +268,7 @@ impl Node<'_> {
                     break Some((backend, waiting));
                 }
                 Err(Wakeless { asleep: same, why }) => {
-                    waiting.not_woken(chain(&why));
+                    waiting.not_woken(in_full(&why));
                     asleep = same;
                 }
             }
@@ -333,17 +333,6 @@ impl Waiting {
         self.asked.answer(Ok(change));
         change
     }
-}
-
-/// The error and its sources.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 impl fmt::Debug for Lives<'_> {

@@ -1,7 +1,9 @@
 //! A client that sees every token: one connection per request, so that dropping it is a client that is gone.
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use futures::future::join_all;
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::{Bytes, Incoming};
 use hyper::client::conn::http1;
@@ -121,6 +123,33 @@ impl Client {
         let (status, headers) = (response.status(), response.headers().clone());
         let body = in_time("an answer", response.into_body().collect()).await.expect("a body").to_bytes();
         (status, headers, String::from_utf8_lossy(&body).into_owned())
+    }
+
+    /// So many askers ask these in turn, over and over, while something happens, and each answer is the expected one.
+    /// What happens is told how many were asked so far.
+    ///
+    /// # Panics
+    /// If an answer is another, or there is none.
+    pub async fn ask_while<T>(
+        &self,
+        n_askers: usize,
+        (asks, expected): (&[Ask], &[Answer]),
+        happens: impl AsyncFnOnce(&AtomicUsize) -> T,
+    ) -> T {
+        let (over, next) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let one = async || {
+            while !over.load(Ordering::Relaxed) {
+                let idx = next.fetch_add(1, Ordering::Relaxed) % asks.len();
+                let answer = self.ask(&asks[idx]).await.expect("another node is always there");
+                assert_eq!(answer.tokens, expected[idx].tokens, "request {idx}");
+            }
+        };
+        let happening = async {
+            let seen = happens(&next).await;
+            over.store(true, Ordering::Relaxed);
+            seen
+        };
+        tokio::join!(join_all((0..n_askers).map(|_| one())), happening).1
     }
 
     /// Asks and waits for the whole answer, token by token.

@@ -1,6 +1,6 @@
 //! Nodes come and go, again and again, while requests run: killed and started at the same address, back to back.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_tests::check::prompts;
@@ -43,19 +43,11 @@ async fn a_node_that_comes_and_goes_fifty_times_loses_nothing() {
     let mut fleet = Fleet::start(PACED, 2, 2).await;
     fleet.expect_log(A_NODE_DIES);
     let client = fleet.client();
-    let (over, next) = (AtomicBool::new(false), AtomicUsize::new(0));
-    let one = async || {
-        while !over.load(Ordering::Relaxed) {
-            let idx = next.fetch_add(1, Ordering::Relaxed) % asks.len();
-            let answer = client.ask(&asks[idx]).await.expect("another node is always there");
-            assert_eq!(answer.tokens, expected[idx].tokens, "request {idx}");
-        }
-    };
-    let churning = async {
+    let happens = async |next: &AtomicUsize| {
         churn(&mut fleet).await;
-        over.store(true, Ordering::Relaxed);
+        next.load(Ordering::Relaxed)
     };
-    tokio::join!(join_all((0..CLIENTS).map(|_| one())), churning);
-    assert!(next.into_inner() > 2 * CLIENTS, "requests ran meanwhile");
+    let n_asked = client.ask_while(CLIENTS, (&asks, &expected), happens).await;
+    assert!(n_asked > 2 * CLIENTS, "requests ran meanwhile");
     fleet.baseline().await;
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_tests::check::prompts;
@@ -85,19 +85,7 @@ async fn nodes_nap_over(connectors: &[&str]) {
     fleet.expect_log(A_NODE_DIES);
     fleet.expect_log(&["what still ran was cut off"]);
     let client = fleet.client();
-    let (over, next) = (AtomicBool::new(false), AtomicUsize::new(0));
-    let one = async || {
-        while !over.load(Ordering::Relaxed) {
-            let idx = next.fetch_add(1, Ordering::Relaxed) % asks.len();
-            let answer = client.ask(&asks[idx]).await.expect("another node is always there");
-            assert_eq!(answer.tokens, expected[idx].tokens, "request {idx}");
-        }
-    };
-    let napping = async {
-        nap(&fleet, &next).await;
-        over.store(true, Ordering::Relaxed);
-    };
-    tokio::join!(join_all((0..CLIENTS).map(|_| one())), napping);
+    client.ask_while(CLIENTS, (&asks, &expected), async |next| nap(&fleet, next).await).await;
     fleet.baseline().await;
     assert!(fleet.nodes.iter().any(|node| node.process.log().contains("was cut off")), "and one was late");
 }

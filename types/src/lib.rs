@@ -1,7 +1,7 @@
 //! The nouns of Baton: plain values that every other crate speaks in, with no I/O, no async and no serde.
 //!
 //! Suggested reading order: the request ([`prompt`], [`step`]), who is there ([`node`], [`load`]),
-//! how KV lies in memory ([`layout`], [`block`]), and how it travels ([`transfer`]).
+//! how KV lies in memory ([`layout`], [`block`]), how it travels ([`transfer`]), and what is told of an error ([`text`]).
 #![forbid(unsafe_code)]
 
 pub mod block;
@@ -12,6 +12,7 @@ pub mod node;
 pub mod place;
 pub mod prompt;
 pub mod step;
+pub mod text;
 pub mod transfer;
 pub mod verdict;
 
@@ -22,5 +23,6 @@ pub use load::{BlockCounts, BlockEvent, NodeLoad};
 pub use node::{Fingerprint, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
 pub use prompt::{Deadline, Prompt, Sampling, StopRules, TokenId};
 pub use step::{FinishReason, Prefilled, Step, Usage};
+pub use text::in_full;
 pub use transfer::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};
 pub use verdict::{Refusal, RefusalKind, Verdict};

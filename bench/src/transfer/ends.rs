@@ -207,11 +207,5 @@ fn room(pool: &BlockPool, n_blocks: u32) -> Result<BlockLease> {
 
 /// Anything that a node says no with.
 pub(super) fn failed(error: impl std::error::Error) -> BenchError {
-    let mut reason = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        reason.push_str(&format!(": {cause}"));
-        source = cause.source();
-    }
-    BenchError::Transfer { reason }
+    BenchError::Transfer { reason: types::in_full(&error) }
 }

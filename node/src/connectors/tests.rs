@@ -48,7 +48,7 @@ async fn a_machine_without_rdma_goes_on_without_it_and_says_so_once_asked() {
     let names = ["rdma".to_owned()];
     let error =
         Connectors::build(&names, HERE, &Node::parts("far", layout())).await.expect_err("there is none");
-    assert!(chain(&error).contains("there is no RDMA device on this machine"), "{}", chain(&error));
+    assert!(in_full(&error).contains("there is no RDMA device on this machine"), "{}", in_full(&error));
 }
 
 #[tokio::test]
@@ -106,5 +106,5 @@ async fn what_is_missing_is_said_with_its_reason() {
 async fn a_connector_that_fails_is_missing_with_its_error() {
     let parts = Node::parts("no GPU", layout());
     let failed = kv_transfer::build("cuda-ipc", parts).await.expect_err("there is no GPU memory");
-    assert!(!chain(&failed).is_empty());
+    assert!(!in_full(&failed).is_empty());
 }

@@ -9,6 +9,7 @@ use kernels::MemoryError;
 use kernels::cuda::DeviceMemory;
 use tokio::time::Instant;
 use tracing::info;
+use types::in_full;
 
 use super::opening::{Described, LOAD_WITHIN};
 use super::rank::{Order, PREPARE_WITHIN, Rank, kv_of};
@@ -34,7 +35,7 @@ impl CudaAsleep {
         match backend.give_back() {
             Ok(()) => Ok(Box::new(Self(backend))),
             // Nobody knows which of the cards have given back what.
-            Err(error) => Err(Sleepless { why: BackendError::DeviceLost(chain(&error)), backend }),
+            Err(error) => Err(Sleepless { why: BackendError::DeviceLost(in_full(&error)), backend }),
         }
     }
 }
@@ -151,25 +152,14 @@ impl Rank {
 }
 
 fn kv_memory(error: MemoryError) -> OpenError {
-    OpenError::KvMemory(chain(&error))
+    OpenError::KvMemory(in_full(&error))
 }
 
 /// What the first of the ranks says that was refused something.
 fn first_refusal(own: RankResult, others: impl Iterator<Item = Option<OpenError>>) -> RankResult {
     own?;
     match (1..).zip(others).find_map(|(nth, refused)| refused.map(|refused| (nth, refused))) {
-        Some((nth, refused)) => Err(OpenError::Ranks(format!("rank {nth}: {}", chain(&refused)))),
+        Some((nth, refused)) => Err(OpenError::Ranks(format!("rank {nth}: {}", in_full(&refused)))),
         None => Ok(()),
     }
-}
-
-/// An error with what caused it.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }

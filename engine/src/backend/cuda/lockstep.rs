@@ -106,7 +106,7 @@ impl<P: Performer> Helpers<P> {
                     answers.push(answer);
                     continue;
                 }
-                Ok(Err(error)) => format!("rank {nth}: {}", super::in_full(&error)),
+                Ok(Err(error)) => format!("rank {nth}: {}", types::in_full(&error)),
                 Err(RecvTimeoutError::Timeout) => {
                     format!("rank {nth} did not answer within {} s", within.as_secs_f64())
                 }

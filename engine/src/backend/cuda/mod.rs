@@ -40,7 +40,7 @@ use kernels::cuda::{Card, CudaError, LostFlag, Outcome, Pinned};
 use kv_cache::{FenceSignal, KvMemory};
 use serde::Serialize;
 use tracing::{Level, enabled};
-use types::{ModelInfo, TokenId};
+use types::{ModelInfo, TokenId, in_full};
 
 pub use limits::{CudaLimits, DecodeProfile, ProductRate};
 pub use settings::CudaSettings;
@@ -326,13 +326,5 @@ impl Drop for CudaBackend {
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();
         }
-    }
-}
-
-/// An error with what caused it.
-fn in_full(error: &CudaError) -> String {
-    match std::error::Error::source(error) {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
     }
 }

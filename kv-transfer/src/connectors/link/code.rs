@@ -1,6 +1,8 @@
 //! How a failure crosses the wire: a number that keeps its meaning, and words for humans.
 
-use crate::error::{TransferError, full_text};
+use types::in_full;
+
+use crate::error::TransferError;
 
 const UNKNOWN_LANDING: u8 = 1;
 const WRONG_GRANT: u8 = 2;
@@ -36,7 +38,7 @@ fn detail(error: &TransferError) -> String {
     match error {
         TransferError::Mismatch(why) => why.clone(),
         TransferError::Corrupted { pages } => pages.to_string(),
-        _ => full_text(error),
+        _ => in_full(error),
     }
 }
 

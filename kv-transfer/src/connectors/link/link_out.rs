@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 use types::node::{PROTOCOL, ProtocolMismatch};
-use types::{Epoch, Handoff, Landing, NodeId, TransferId};
+use types::{Epoch, Handoff, Landing, NodeId, TransferId, in_full};
 
 use super::code;
 use super::frame::{Body, Frame, FrameError, Hello};
@@ -26,7 +26,7 @@ use super::medium::Medium;
 use super::span_out::SpanOut;
 use super::stream::{FrameReader, FrameWriter, within};
 use crate::connector::ConnectorParts;
-use crate::error::{TransferError, full_text};
+use crate::error::TransferError;
 use crate::landing::Credentials;
 use crate::lanes::LaneSpan;
 use crate::outgoing::{Outgoing, Wire};
@@ -244,7 +244,7 @@ impl Shared {
             info!(
                 endpoint = self.endpoint,
                 transfers = transfers.len(),
-                error = full_text(&error),
+                error = in_full(&error),
                 "lost link"
             );
         }

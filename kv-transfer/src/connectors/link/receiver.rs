@@ -15,7 +15,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use types::node::PROTOCOL;
-use types::{KvSpan, NodeId, TransferId};
+use types::{KvSpan, NodeId, TransferId, in_full};
 
 use super::code;
 use super::frame::{Body, Frame, FrameError, Hello, Piece, REFETCH_SPANS_MAX};
@@ -29,7 +29,7 @@ use super::stream::{FrameReader, FrameWriter, within};
 use super::words::Words;
 use crate::connector::ConnectorParts;
 use crate::digest::Digest;
-use crate::error::{TransferError, full_text};
+use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener};
 use crate::landings::Landings;
 use crate::lanes::LaneSpan;
@@ -270,9 +270,9 @@ fn log_end(from: impl Display, ended: Result<(), TransferError>) {
     match ended {
         Ok(()) => debug!(%from, "kv stream ended"),
         Err(error @ (TransferError::Frame(_) | TransferError::Protocol(_))) => {
-            warn!(%from, error = full_text(&error), "refused kv stream");
+            warn!(%from, error = in_full(&error), "refused kv stream");
         }
-        Err(error) => info!(%from, error = full_text(&error), "lost kv stream"),
+        Err(error) => info!(%from, error = in_full(&error), "lost kv stream"),
     }
 }
 
@@ -506,9 +506,9 @@ impl LinkIn {
     fn refuse(&self, error: &TransferError) {
         match error {
             TransferError::ConnectionLost { .. } => {
-                info!(peer = %self.peer, error = full_text(error), "lost kv of a link");
+                info!(peer = %self.peer, error = in_full(error), "lost kv of a link");
             }
-            error => warn!(peer = %self.peer, error = full_text(error), "refused kv of a link"),
+            error => warn!(peer = %self.peer, error = in_full(error), "refused kv of a link"),
         }
         self.gone.cancel();
     }

@@ -8,10 +8,11 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tracing::{debug, info};
+use types::in_full;
 
 use super::cable::{Slot, Standing};
 use super::fabric::{Communicator, End, PairId, Stage};
-use crate::error::{TransferError, full_text};
+use crate::error::TransferError;
 
 /// Joining takes the library some seconds the first time. Whoever waits has a deadline of his own, and may wait again.
 const JOIN_WITHIN: Duration = Duration::from_secs(60);
@@ -67,8 +68,8 @@ impl PairThread {
         match &ended {
             Ok(()) => debug!(?end, "pair ended"),
             // Nobody is left who would be told.
-            Err(error) if tell.is_closed() => debug!(?end, error = full_text(error), "pair given up"),
-            Err(error) => info!(?end, error = full_text(error), "pair lost"),
+            Err(error) if tell.is_closed() => debug!(?end, error = in_full(error), "pair given up"),
+            Err(error) => info!(?end, error = in_full(error), "pair lost"),
         }
         tell.send_replace(Standing::Lost(ended.err().unwrap_or(TransferError::Closed)));
     }

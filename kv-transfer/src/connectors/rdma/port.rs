@@ -4,8 +4,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use kernels::verbs::Device;
+use types::in_full;
 
-use crate::error::{TransferError, full_text};
+use crate::error::TransferError;
 use crate::landing::bad_request;
 
 /// Where the system lists its devices.
@@ -113,12 +114,12 @@ pub fn folders(folder: &Path) -> Vec<PathBuf> {
 
 /// Whether a device can be used by this process: the library is there, and the system gives it away. If not, why.
 pub fn opens(device: &str) -> Result<(), String> {
-    Device::open(device).map(|_| ()).map_err(|error| full_text(&TransferError::rdma(error)))
+    Device::open(device).map(|_| ()).map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
 /// Whether memory of other devices, such as a GPU's, can be registered, as far as the library goes. If not, why.
 pub fn knows_dmabuf() -> Result<(), String> {
-    kernels::verbs::knows_dmabuf().map_err(|error| full_text(&TransferError::rdma(error)))
+    kernels::verbs::knows_dmabuf().map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
 /// What the system says of a port: `4: ACTIVE`. `port` is its folder, as everywhere.
