@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::{Outcome, Two};
 
-const RUNS: PageRuns = PageRuns { n_parts: 2, n_heads: 8, run_bytes: 4096, first_head: 0, page_heads: 8 };
+const RUNS: PageRuns = PageRuns::whole(2, 8, 4096);
 const N_LAYERS: u32 = 32;
 /// Of each layer: twice what is sent, so that there is something to scatter over.
 const N_PAGES: u32 = 1024;

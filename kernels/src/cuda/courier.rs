@@ -233,7 +233,7 @@ fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
 
 impl PageRuns {
     /// All heads are meant.
-    pub fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
+    pub const fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
         Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
     }
 

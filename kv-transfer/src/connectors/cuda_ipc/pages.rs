@@ -2,7 +2,6 @@
 
 use kernels::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
-use types::layout::LayerShape;
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
 
 use crate::connectors::link::frame::Piece;
@@ -11,7 +10,7 @@ use crate::digest::PageShape;
 use crate::error::TransferError;
 use crate::landing::{OpenLanding, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
-use crate::reshard::Heads;
+use crate::reshard::{Heads, LaneHeads};
 
 /// A card moves so many bytes at once.
 const VECTOR_BYTES: usize = 16;
@@ -55,17 +54,14 @@ pub(in crate::connectors) fn card_of(memory: &KvMemory, rank: u16) -> Result<OnC
 struct Side<'a> {
     card: OnCard<'a>,
     table: &'a [BlockIdx],
-    heads: fn(&Lanes, LayerShape, &LaneSpan) -> (Heads, Heads),
+    /// Of those that go on the lane, this side's and the other's.
+    heads: fn(LaneHeads) -> (Heads, Heads),
 }
 
 /// What a span's lane takes of this node's pages, in runs of layers that are alike.
 pub(in crate::connectors) fn sent(memory: &KvMemory, span: &SpanOut) -> Result<Vec<Alike>, TransferError> {
-    let heads = |lanes: &Lanes, layer: LayerShape, span: &LaneSpan| {
-        let heads = lanes.heads(layer.n_kv_heads, span.lane);
-        (heads.from, heads.to)
-    };
-    let table = span.from.table(span.piece.group);
-    let side = Side { card: card_of(memory, span.piece.lane.from)?, table, heads };
+    let (card, table) = (card_of(memory, span.piece.lane.from)?, span.from.table(span.piece.group));
+    let side = Side { card, table, heads: |heads| (heads.from, heads.to) };
     Ok(alike(side, &span.out.lanes, &span.out.landing, &span.piece))
 }
 
@@ -74,12 +70,9 @@ pub(in crate::connectors) fn wanted(
     landing: &OpenLanding,
     span: &LaneSpan,
 ) -> Result<Vec<Alike>, TransferError> {
-    let heads = |lanes: &Lanes, layer: LayerShape, span: &LaneSpan| {
-        let heads = lanes.heads(layer.n_kv_heads, span.lane);
-        (heads.to, heads.from)
-    };
     let table = &landing.landing().tables[usize::from(span.group.0)];
-    let side = Side { card: card_of(landing.memory(), span.lane.to)?, table, heads };
+    let card = card_of(landing.memory(), span.lane.to)?;
+    let side = Side { card, table, heads: |heads| (heads.to, heads.from) };
     Ok(alike(side, landing.lanes(), landing.landing(), span))
 }
 
@@ -89,7 +82,7 @@ fn alike(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> V
     for layer_pos in span.layers.clone() {
         let shape = PageShape::new(&landing.layout, span.group, layer_pos);
         let layer = landing.layout.group(span.group).layers[usize::from(layer_pos)];
-        let (here, there) = (side.heads)(lanes, layer, span);
+        let (here, there) = (side.heads)(lanes.heads(layer.n_kv_heads, span.lane));
         let (here, there) = (runs(shape, here), runs(shape, there));
         if all.last().is_none_or(|last| (last.here, last.there) != (here, there)) {
             all.push(Alike::new((here, there), shape, landing, span));
