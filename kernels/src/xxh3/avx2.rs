@@ -8,7 +8,7 @@
 //! | the last 64 | are a stripe of their own, also where they overlap the one before |
 
 use std::arch::x86_64::{
-    __m256i, _MM_HINT_T0, _mm_prefetch, _mm_sfence, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32,
+    __m256i, _MM_HINT_T1, _mm_prefetch, _mm_sfence, _mm256_add_epi64, _mm256_loadu_si256, _mm256_mul_epu32,
     _mm256_set1_epi32, _mm256_shuffle_epi32, _mm256_slli_epi64, _mm256_srli_epi64, _mm256_storeu_si256,
     _mm256_stream_si256, _mm256_xor_si256,
 };
@@ -19,8 +19,8 @@ use super::Stores;
 const SHORT_MAX: usize = 240;
 const STRIPE: usize = 64;
 const STRIPES_OF_A_BLOCK: usize = (SECRET.len() - STRIPE) / 8;
-/// How far ahead memory is asked for: as long as it takes to come, and within the pages that are read anyway.
-const AHEAD: usize = 2048;
+/// How far ahead memory is asked for: longer than it takes to come, and mostly within what is read anyway.
+const AHEAD: usize = 4096;
 
 const PRIME32: [u64; 3] = [0x9e37_79b1, 0x85eb_ca77, 0xc2b2_ae3d];
 const PRIME64: [u64; 5] = [
@@ -49,6 +49,16 @@ const SECRET: [u8; 192] = [
     0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 ];
+
+/// What the sums are mixed with in the end: the secret from its 12th byte on.
+const LAST_KEYS: [u64; 8] = {
+    let (mut keys, mut nth) = ([0; 8], 0);
+    while nth < 64 {
+        keys[nth / 8] |= (SECRET[11 + nth] as u64) << (nth % 8 * 8);
+        nth += 1;
+    }
+    keys
+};
 
 /// What happens to the bytes that are hashed.
 const STAY: u8 = 0;
@@ -112,7 +122,7 @@ unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 
             let of_block = STRIPES_OF_A_BLOCK.min(n_stripes - done);
             for nth in 0..of_block {
                 let at = (done + nth) * STRIPE;
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at + AHEAD).cast());
+                _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(at + AHEAD).cast());
                 stripe::<STORES>(from.add(at), to.wrapping_add(at), SECRET.as_ptr().add(nth * 8), &mut sums);
             }
             done += of_block;
@@ -121,9 +131,13 @@ unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 
             }
         }
         let (at, secret) = (n - STRIPE, SECRET.as_ptr().add(SECRET.len() - STRIPE - 7));
-        // It may start where no vector does.
         match STORES {
             STAY => stripe::<STAY>(from.add(at), to, secret, &mut sums),
+            // One line through the caches would have to be fetched, and all stores behind it would wait.
+            STREAMED if at.is_multiple_of(STRIPE) => {
+                stripe::<STREAMED>(from.add(at), to.add(at), secret, &mut sums);
+            }
+            // It starts where no vector does.
             _ => stripe::<CACHED>(from.add(at), to.add(at), secret, &mut sums),
         }
         merged(&sums, n)
@@ -173,21 +187,17 @@ fn scramble(sums: &mut [__m256i; 2]) {
 }
 
 #[target_feature(enable = "avx2")]
+#[inline]
 fn merged(sums: &[__m256i; 2], n: usize) -> u64 {
-    const SECRET_START: usize = 11;
     let mut values = [0u64; 8];
-    for (values, sum) in values.chunks_exact_mut(4).zip(sums) {
-        // JUSTIFICATION: a vector becomes an array.
-        // SAFETY: four numbers of 64 bits are a vector.
-        unsafe { _mm256_storeu_si256(values.as_mut_ptr().cast(), *sum) };
+    for (half, sum) in sums.iter().enumerate() {
+        // JUSTIFICATION: vectors become an array.
+        // SAFETY: four numbers of 64 bits are a vector, and there are two times four.
+        unsafe { _mm256_storeu_si256(values.as_mut_ptr().add(half * 4).cast(), *sum) };
     }
-    let secret = |nth: usize| {
-        let at = SECRET_START + nth * 8;
-        u64::from_le_bytes(SECRET[at..at + 8].try_into().expect("eight bytes"))
-    };
     let mut hash = (n as u64).wrapping_mul(PRIME64[0]);
-    for nth in [0, 2, 4, 6] {
-        let (a, b) = (values[nth] ^ secret(nth), values[nth + 1] ^ secret(nth + 1));
+    for pair in 0..4 {
+        let (a, b) = (values[2 * pair] ^ LAST_KEYS[2 * pair], values[2 * pair + 1] ^ LAST_KEYS[2 * pair + 1]);
         let product = u128::from(a) * u128::from(b);
         hash = hash.wrapping_add(product as u64 ^ (product >> 64) as u64);
     }
