@@ -103,13 +103,15 @@ pub(super) struct Checker<'a> {
     bytes_checked: usize,
     /// What the parts of heads of the next pages hash to, in the wire's order, where they were hashed on their way.
     hashed: VecDeque<Option<u64>>,
+    /// Those of one page.
+    of_page: Vec<u64>,
     pub(super) wrong: Vec<KvSpan>,
 }
 
 impl<'a> Checker<'a> {
     pub(super) fn new(span: &'a LaneSpan, digests: &'a [Digest]) -> Self {
-        let (hashed, wrong) = (VecDeque::new(), Vec::new());
-        Self { span, digests, n_checked: 0, bytes_checked: 0, hashed, wrong }
+        let (hashed, of_page, wrong) = (VecDeque::new(), Vec::new(), Vec::new());
+        Self { span, digests, n_checked: 0, bytes_checked: 0, hashed, of_page, wrong }
     }
 
     /// Whether there is anything to compare with.
@@ -159,11 +161,13 @@ impl<'a> Checker<'a> {
     /// Whether the next page is what its digests say; `None` if some of it was not hashed on its way.
     fn passes_as_hashed(&mut self, n_parts: usize, digests: &[Digest]) -> Option<bool> {
         let n_heads = digests.len();
-        let hashed = self.hashed.drain(..self.hashed.len().min(n_parts * n_heads));
-        let hashes: Vec<u64> = hashed.collect::<Option<_>>()?;
-        let of = |head: usize| Digest::of_parts(hashes.iter().skip(head).step_by(n_heads).copied());
+        self.of_page.clear();
+        for hash in self.hashed.drain(..self.hashed.len().min(n_parts * n_heads)) {
+            self.of_page.push(hash?);
+        }
+        let of = |head: usize| Digest::of_parts(self.of_page.iter().skip(head).step_by(n_heads).copied());
         let all = || digests.iter().enumerate().all(|(head, digest)| of(head) == *digest);
-        (hashes.len() == n_parts * n_heads).then(all)
+        (self.of_page.len() == n_parts * n_heads).then(all)
     }
 
     /// The next page in the wire's order.

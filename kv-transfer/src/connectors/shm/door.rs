@@ -31,6 +31,11 @@ use crate::error::TransferError;
 const GREETING: [u8; 1] = *b"B";
 /// Files that come with a greeting.
 const FILES_MAX: usize = 1 + RANKS_MAX as usize;
+/// What the receiver has not read yet of one stream: the words of a few frames.
+///
+/// So no sender is far ahead of its receiver. What it has digested is still in a cache when it is copied, and no stream has
+/// taken more frames than its receiver gets done while the others do theirs.
+const UNREAD_BYTES_MAX: usize = 4096;
 /// Sockets of earlier lives that one start takes away.
 const SWEPT_MAX: usize = 1024;
 
@@ -91,7 +96,9 @@ fn is_dead(path: &Path) -> bool {
 
 /// Connects, and shows `files`.
 pub(super) async fn connect(path: &str, files: &[BorrowedFd<'_>]) -> io::Result<Stream> {
-    greeting(path, &GREETING, files).await
+    let stream = UnixStream::connect(path).await?;
+    rustix::net::sockopt::set_socket_send_buffer_size(&stream, UNREAD_BYTES_MAX)?;
+    greeted_by(stream, &GREETING, files).await
 }
 
 /// Connects, and sends the first bytes with some files.
@@ -100,7 +107,10 @@ pub(in crate::connectors) async fn greeting(
     greeting: &[u8],
     files: &[BorrowedFd<'_>],
 ) -> io::Result<Stream> {
-    let stream = UnixStream::connect(path).await?;
+    greeted_by(UnixStream::connect(path).await?, greeting, files).await
+}
+
+async fn greeted_by(stream: UnixStream, greeting: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<Stream> {
     stream.async_io(Interest::WRITABLE, || greet(&stream, greeting, files)).await?;
     Ok(Stream::other(stream))
 }
@@ -171,6 +181,12 @@ fn receive<const N: usize>(stream: &UnixStream) -> io::Result<([u8; N], Vec<Owne
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+    use std::task::Poll;
+
+    use futures::poll;
+    use tokio::io::AsyncWriteExt as _;
+
     use super::*;
 
     fn names(folder: &Path) -> Vec<String> {
@@ -194,6 +210,18 @@ mod tests {
         assert_eq!(names(folder), expected);
         drop((living, socket));
         assert_eq!(names(folder), ["baton-notes.txt"]);
+    }
+
+    #[tokio::test]
+    async fn a_stream_holds_a_few_words_that_nobody_reads() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (_listener, socket) = bind(folder.path(), 1).expect("it listens");
+        let (_reader, mut writer) = connect(&socket.endpoint(), &[]).await.expect("it listens").into_split();
+        let mut n_written = 0;
+        while let Poll::Ready(written) = poll!(pin!(writer.write(&[0; 1024]))) {
+            n_written += written.expect("the listener is there");
+        }
+        assert!((2 << 10..=16 << 10).contains(&n_written), "{n_written} bytes");
     }
 
     #[tokio::test]

@@ -22,6 +22,7 @@ use types::{Scheme, WireAddress};
 
 use self::shown::Shown;
 use super::link::check_pages;
+use super::link::frame::PAYLOAD_BYTES_MAX;
 use super::link::links::Makes;
 use super::link::wire::Wire;
 use crate::connector::ConnectorParts;
@@ -31,6 +32,10 @@ pub const SCHEME: &str = "shm";
 
 /// Where the sockets are: a folder that all processes see that may share memory. Nothing else is put there.
 pub const FOLDER: &str = "/dev/shm";
+
+/// So much larger than other wires' are frames that only point at their KV: what they cost is a few words and wake-ups,
+/// and the KV of a few still stays in a core's cache from digest to copy.
+const FRAMES_LARGER: usize = 2;
 
 /// Listens in [`FOLDER`].
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
@@ -44,8 +49,10 @@ pub async fn listen_staged(parts: ConnectorParts) -> Result<Arc<Wire>, TransferE
     over(parts, Box::new(Shown::staged))
 }
 
-fn over(parts: ConnectorParts, medium: Box<Makes>) -> Result<Arc<Wire>, TransferError> {
+fn over(mut parts: ConnectorParts, medium: Box<Makes>) -> Result<Arc<Wire>, TransferError> {
     check_pages(&parts)?;
+    parts.settings.frame_bytes =
+        parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER).min(PAYLOAD_BYTES_MAX);
     let refused = |source| TransferError::Listen { addr: FOLDER.to_owned(), source: Arc::new(source) };
     let (listener, socket) = door::bind(Path::new(FOLDER), parts.world.draw()).map_err(refused)?;
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint() };
