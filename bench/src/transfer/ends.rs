@@ -16,11 +16,7 @@ use types::{Destination, Fingerprint, GroupIdx, Handoff, KvSpan, NodeId, Request
 use crate::error::{BenchError, Result};
 use crate::transfer::cards::{self, Side};
 use crate::transfer::case::{Blocks, Case, Digests, Layers, Memory, Shape};
-
-/// Runs that are compared: each costs two copies from a GPU, where KV is on one.
-const LOOKED_AT_MAX: usize = 4096;
-/// Pages written at once, which are copied to a GPU at once.
-const TOUCHED_AT_ONCE: u32 = 256;
+use crate::transfer::contents;
 
 /// All layers are alike.
 pub(super) const GROUP: GroupIdx = GroupIdx(0);
@@ -67,7 +63,9 @@ impl Ends {
     }
 
     /// One transfer, from the question for a landing to the word that all of it is there.
-    pub async fn transfer(&self) -> Result<()> {
+    ///
+    /// Answers the far blocks that it lies in.
+    pub async fn transfer(&self) -> Result<BlockLease> {
         let request = LandRequest {
             transfer: self.world.transfer_id(),
             lease: self.far.room(self.shape.n_blocks)?,
@@ -85,7 +83,7 @@ impl Ends {
         }
         let first = Step { token: TokenId(0), index: 0, logprobs: None, finish: None };
         sender.finish(Handoff { transfer, n_tokens: self.shape.n_tokens(), first }).await.map_err(failed)?;
-        arrival.settle().await.map(|_| ()).map_err(failed)
+        arrival.settle().await.map(|arrived| arrived.lease).map_err(failed)
     }
 
     fn sends(&self) -> Vec<Range<u16>> {
@@ -99,6 +97,10 @@ impl Ends {
     /// The same bytes, for a plain copy: with the far blocks that a transfer would get.
     pub fn runs(&self) -> Result<(Vec<Run>, BlockLease)> {
         let room = self.far.room(self.shape.n_blocks)?;
+        Ok((self.runs_to(&room), room))
+    }
+
+    fn runs_to(&self, room: &BlockLease) -> Vec<Run> {
         let pairs: Vec<(u32, u32)> =
             self.from.table(GROUP).iter().zip(room.table(GROUP)).map(|(near, far)| (near.0, far.0)).collect();
         let mut runs = Vec::new();
@@ -108,7 +110,7 @@ impl Ends {
                 runs.push(Run { layer, near: first.0..last.0 + 1, far: first.1..last.1 + 1 });
             }
         }
-        Ok((runs, room))
+        runs
     }
 
     /// Of one transfer.
@@ -120,23 +122,17 @@ impl Ends {
         (&self.near.memory, &self.far.memory)
     }
 
-    /// Whether what lies on the far side now is what lies on the near one. Of very many runs some are looked at.
-    pub fn are_equal(&self) -> Result<bool> {
-        let (runs, _room) = self.runs()?;
-        let step = runs.len() / LOOKED_AT_MAX + 1;
-        Ok(runs.iter().step_by(step).all(|run| {
-            let near = self.near.memory.read(GROUP, run.layer, run.near.clone());
-            let far = self.far.memory.read(GROUP, run.layer, run.far.clone());
-            matches!((near, far), (Ok(near), Ok(far)) if *near == *far)
-        }))
+    /// Whether these far blocks hold what the near ones hold.
+    pub fn are_equal(&self, room: &BlockLease) -> Result<bool> {
+        contents::are_equal(&self.near.memory, &self.far.memory, &self.runs_to(room))
     }
 }
 
 impl End {
     async fn new(side: Side, case: &Case, shape: &Shape, world: &World) -> Result<Self> {
-        let (name, fill) = match side {
-            Side::Near => ("near", 3),
-            Side::Far => ("far", 0),
+        let name = match side {
+            Side::Near => "near",
+            Side::Far => "far",
         };
         let n_blocks = match case.blocks {
             Blocks::Contiguous => shape.n_blocks,
@@ -168,29 +164,15 @@ impl End {
             faults: Faults::none(),
         };
         let connector = kv_transfer::build(&case.connector, parts).await.map_err(failed)?;
-        let end = Self { memory, pool, connector, between };
-        end.touch(fill)?;
-        Ok(end)
+        match side {
+            Side::Near => contents::fill(&memory)?,
+            Side::Far => contents::touch(&memory)?,
+        }
+        Ok(Self { memory, pool, connector, between })
     }
 
     fn room(&self, n_blocks: u32) -> Result<BlockLease> {
         room(&self.pool, n_blocks)
-    }
-
-    /// Writes every page, so that none is first touched while the clock runs.
-    fn touch(&self, fill: u8) -> Result<()> {
-        let n_blocks = self.memory.n_blocks();
-        for layer in 0..self.memory.layout().group(GROUP).layers.len() as u16 {
-            for first in (0..n_blocks).step_by(TOUCHED_AT_ONCE as usize) {
-                let blocks = first..n_blocks.min(first + TOUCHED_AT_ONCE);
-                let mut pages = self.memory.write(GROUP, layer, blocks).map_err(failed)?;
-                let seed = first as usize ^ usize::from(layer);
-                pages.iter_mut().enumerate().for_each(|(at, byte)| {
-                    *byte = fill.wrapping_mul((at.wrapping_mul(31) ^ at >> 12 ^ seed) as u8);
-                });
-            }
-        }
-        Ok(())
     }
 }
 

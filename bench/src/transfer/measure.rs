@@ -36,17 +36,22 @@ pub struct Measured {
     pub latency_us_p50: f64,
     pub latency_us_p90: f64,
     pub plain_us_p50: f64,
+    /// Processor time of the median transfer, all threads together.
+    #[serde(default)]
+    pub processor_us_p50: f64,
+    #[serde(default)]
+    pub plain_processor_us_p50: f64,
 }
 
 /// Measures for about `within`, and at least [`N_PAIRS_MIN`] pairs.
 pub async fn measure(case: &Case, within: Duration) -> Result<Measured> {
     let ends = Ends::new(case).await?;
+    check(&ends).await?;
     let mut plain = Plain::of(case, &ends).await?;
     let mut pairs = Vec::new();
     let mut began = Instant::now();
     for nth in 0..N_WARM + N_PAIRS_MAX {
         if nth == N_WARM {
-            check(&ends)?;
             pairs.clear();
             began = Instant::now();
         }
@@ -58,9 +63,10 @@ pub async fn measure(case: &Case, within: Duration) -> Result<Measured> {
     Ok(summary(case, &pairs))
 }
 
-/// What the warming pairs have left on the far side is looked at byte by byte.
-fn check(ends: &Ends) -> Result<()> {
-    if ends.are_equal()? {
+/// One transfer is looked at byte by byte, before anything else has copied to the far side.
+async fn check(ends: &Ends) -> Result<()> {
+    let room = ends.transfer().await?;
+    if ends.are_equal(&room)? {
         Ok(())
     } else {
         Err(BenchError::Transfer { reason: "KV arrived wrong".to_owned() })
@@ -69,20 +75,49 @@ fn check(ends: &Ends) -> Result<()> {
 
 #[derive(Clone, Copy, Debug)]
 struct Pair {
-    plain: f64,
-    connector: f64,
+    plain: Took,
+    connector: Took,
+}
+
+/// Seconds that something took.
+#[derive(Clone, Copy, Debug)]
+struct Took {
+    wall: f64,
+    /// Of all of the process's threads.
+    processor: f64,
+}
+
+struct Stopwatch {
+    start: Instant,
+    processor: f64,
+}
+
+impl Stopwatch {
+    fn start() -> Self {
+        Self { start: Instant::now(), processor: processor_seconds() }
+    }
+
+    fn stop(self) -> Took {
+        let wall = self.start.elapsed().as_secs_f64();
+        Took { wall, processor: processor_seconds() - self.processor }
+    }
+}
+
+fn processor_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
 async fn pair(ends: &Ends, plain: &mut Plain) -> Result<Pair> {
     let (runs, room) = ends.runs()?;
     let runs: Arc<[_]> = runs.into();
-    let start = Instant::now();
+    let watch = Stopwatch::start();
     plain.copy(ends, &runs, &room).await?;
-    let plain = start.elapsed().as_secs_f64();
+    let plain = watch.stop();
     drop(room);
-    let start = Instant::now();
-    ends.transfer().await?;
-    Ok(Pair { plain, connector: start.elapsed().as_secs_f64() })
+    let watch = Stopwatch::start();
+    drop(ends.transfer().await?);
+    Ok(Pair { plain, connector: watch.stop() })
 }
 
 fn summary(case: &Case, pairs: &[Pair]) -> Measured {
@@ -91,8 +126,8 @@ fn summary(case: &Case, pairs: &[Pair]) -> Measured {
         values.sort_by(f64::total_cmp);
         values
     };
-    let (plain, connector) = (sorted(|pair| pair.plain), sorted(|pair| pair.connector));
-    let ratio = sorted(|pair| pair.plain / pair.connector);
+    let (plain, connector) = (sorted(|pair| pair.plain.wall), sorted(|pair| pair.connector.wall));
+    let ratio = sorted(|pair| pair.plain.wall / pair.connector.wall);
     Measured {
         case: case.clone(),
         n_pairs: pairs.len(),
@@ -104,6 +139,8 @@ fn summary(case: &Case, pairs: &[Pair]) -> Measured {
         latency_us_p50: at(&connector, 0.5) * 1e6,
         latency_us_p90: at(&connector, 0.9) * 1e6,
         plain_us_p50: at(&plain, 0.5) * 1e6,
+        processor_us_p50: at(&sorted(|pair| pair.connector.processor), 0.5) * 1e6,
+        plain_processor_us_p50: at(&sorted(|pair| pair.plain.processor), 0.5) * 1e6,
     }
 }
 
@@ -137,16 +174,20 @@ mod tests {
                 let measured = measure(&case, Duration::ZERO).await.expect("it arrives");
                 assert_eq!(measured.n_pairs, N_PAIRS_MIN);
                 assert!(measured.rate > 0.0 && measured.ratio > 0.0, "{measured:?}");
+                let (ours, plain) = (measured.processor_us_p50, measured.plain_processor_us_p50);
+                assert!(ours > 0.0 && plain > 0.0, "{measured:?}");
             }
         }
     }
 
     #[test]
     fn medians_are_of_pairs() {
-        let pair = |plain, connector| Pair { plain, connector };
+        let took = |wall| Took { wall, processor: 2.0 * wall };
+        let pair = |plain, connector| Pair { plain: took(plain), connector: took(connector) };
         let case = case("shm", Blocks::Contiguous, Layers::AtOnce, Digests::On);
         let measured = summary(&case, &[pair(1.0, 2.0), pair(3.0, 4.0), pair(9.0, 10.0)]);
         assert_eq!((measured.ratio, measured.ratio_low, measured.ratio_high), (0.75, 0.75, 0.9));
         assert_eq!(measured.rate, case.bytes as f64 / 4.0);
+        assert_eq!((measured.processor_us_p50, measured.plain_processor_us_p50), (8e6, 6e6));
     }
 }

@@ -54,6 +54,7 @@ impl TransferReport {
             "plain GB/s",
             "ratio (quartiles)",
             "latency p50, p90",
+            "processor time, plain",
         ];
         let header = names.iter().map(|name| (*name).to_owned()).collect();
         Table { header, rows: self.measured.iter().map(row).collect() }
@@ -124,6 +125,7 @@ fn row(measured: &Measured) -> Vec<String> {
         format!("{:.2}", measured.plain_rate / 1e9),
         format!("{:.2} ({:.2} – {:.2})", measured.ratio, measured.ratio_low, measured.ratio_high),
         format!("{}, {}", time(measured.latency_us_p50), time(measured.latency_us_p90)),
+        format!("{}, {}", time(measured.processor_us_p50), time(measured.plain_processor_us_p50)),
     ]
 }
 
@@ -168,6 +170,8 @@ mod tests {
             latency_us_p50: 134_000.0,
             latency_us_p90: 140_000.0,
             plain_us_p50: 107_000.0,
+            processor_us_p50: 240_000.0,
+            plain_processor_us_p50: 200_000.0,
         }
     }
 
@@ -183,6 +187,7 @@ mod tests {
             "10.00",
             "0.80 (0.79 – 0.82)",
             "134.0 ms, 140.0 ms",
+            "240.0 ms, 200.0 ms",
         ];
         assert_eq!(row(&measured(1 << 30, Digests::On)), expected);
     }
