@@ -10,7 +10,7 @@ use crate::command::{Ended, say, tell};
 use crate::error::{BenchError, Result, write_text};
 use crate::transfer::case::{Blocks, Case, Digests, Layers, Memory};
 use crate::transfer::measure::{Measured, measure};
-use crate::transfer::report::TransferReport;
+use crate::transfer::report::{TransferReport, TransferReports};
 
 #[derive(Clone, Debug, Args)]
 pub struct TransferArgs {
@@ -49,9 +49,32 @@ pub struct TransferArgs {
     /// Where the page with the plots goes
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
+    /// Where the plots alone go
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Measure nothing: put together what earlier runs on one machine have written with --out
+    #[arg(long, value_delimiter = ',', value_name = "FILES")]
+    pub from: Vec<PathBuf>,
 }
 
 pub fn run(args: &TransferArgs) -> Result<Ended> {
+    let report =
+        if args.from.is_empty() { measured(args)?.into() } else { TransferReports::read(&args.from)? };
+    say(&report.table().to_markdown());
+    report.provenance().iter().for_each(|run| say(run));
+    if let Some(path) = &args.out {
+        report.write(path)?;
+    }
+    if let Some(path) = &args.html {
+        write_text(path, &report.page())?;
+    }
+    if let Some(path) = &args.svg {
+        write_text(path, &report.picture())?;
+    }
+    Ok(Ended::Well)
+}
+
+fn measured(args: &TransferArgs) -> Result<TransferReport> {
     let within = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| BenchError::usage("--seconds is not a time"))?;
     let mut measured = Vec::new();
@@ -67,16 +90,7 @@ pub fn run(args: &TransferArgs) -> Result<Ended> {
         measured.push(one);
     }
     let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
-    let report = TransferReport::new(format!("baton {command}"), measured);
-    say(&report.table().to_markdown());
-    say(&report.provenance());
-    if let Some(path) = &args.out {
-        report.write(path)?;
-    }
-    if let Some(path) = &args.html {
-        write_text(path, &report.page())?;
-    }
-    Ok(Ended::Well)
+    Ok(TransferReport::new(format!("baton {command}"), measured))
 }
 
 fn cases(args: &TransferArgs) -> Vec<Case> {

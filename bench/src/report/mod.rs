@@ -2,6 +2,7 @@
 
 pub mod html;
 pub mod markdown;
+pub mod picture;
 pub mod plot;
 pub mod samples;
 pub mod table;

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-const WIDTH: f64 = 560.0;
-const HEIGHT: f64 = 300.0;
+pub(super) const WIDTH: f64 = 560.0;
+pub(super) const HEIGHT: f64 = 300.0;
 const LEFT: f64 = 62.0;
 const RIGHT: f64 = 14.0;
 const TOP: f64 = 14.0;
@@ -88,22 +88,28 @@ impl Axis {
 }
 
 impl Plot {
+    /// As a part of a page, with its name and its legend.
     pub fn to_svg(&self) -> String {
-        let points = || self.curves.iter().flat_map(|curve| curve.points.iter());
-        let x = self.x.ruler(points().map(|(x, _)| *x), LEFT, WIDTH - RIGHT);
-        let y = self.y.ruler(points().map(|(_, y)| *y), HEIGHT - BOTTOM, TOP);
         let mut svg = format!(
             "<figure><figcaption>{}</figcaption><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">",
             escape(&self.title)
         );
-        self.shade(&mut svg, &x);
-        self.grid(&mut svg, &x, &y);
-        self.curves.iter().for_each(|curve| curve.draw(&mut svg, &x, &y));
-        self.mark(&mut svg, &x);
+        self.draw(&mut svg);
         svg.push_str("</svg>");
         self.legend(&mut svg);
         svg.push_str("</figure>\n");
         svg
+    }
+
+    /// Axes and curves alone.
+    pub(super) fn draw(&self, svg: &mut String) {
+        let points = || self.curves.iter().flat_map(|curve| curve.points.iter());
+        let x = self.x.ruler(points().map(|(x, _)| *x), LEFT, WIDTH - RIGHT);
+        let y = self.y.ruler(points().map(|(_, y)| *y), HEIGHT - BOTTOM, TOP);
+        self.shade(svg, &x);
+        self.grid(svg, &x, &y);
+        self.curves.iter().for_each(|curve| curve.draw(svg, &x, &y));
+        self.mark(svg, &x);
     }
 
     fn shade(&self, svg: &mut String, x: &Ruler) {

@@ -1,9 +1,12 @@
 //! What is said of a run: a file, a table and a plot.
 
+use std::path::{Path, PathBuf};
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{BenchError, Result, read_text, write_text};
 use crate::machine::{Machine, commit};
+use crate::report::picture::picture;
 use crate::report::plot::{Axis, Curve, Plot, Scale, Style, escape};
 use crate::report::table::Table;
 use crate::transfer::case::{Blocks, Case, Digests, Layers};
@@ -20,27 +23,77 @@ pub struct TransferReport {
     pub measured: Vec<Measured>,
 }
 
+/// Runs on one machine that are told as one: a long list of cases is measured a few at a time.
+#[derive(Clone, Debug)]
+pub struct TransferReports(Vec<TransferReport>);
+
+/// What a file holds.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Written {
+    One(TransferReport),
+    Several(Vec<TransferReport>),
+}
+
 impl TransferReport {
     pub fn new(command: String, measured: Vec<Measured>) -> Self {
         Self { command, commit: commit(), machine: Machine::here(), measured }
     }
 
-    pub fn read(path: &std::path::Path) -> Result<Self> {
-        serde_json::from_str(&read_text(path)?).map_err(|error| BenchError::parse(path, error))
-    }
-
-    pub fn write(&self, path: &std::path::Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self).expect("numbers and names can be written");
-        write_text(path, &(text + "\n"))
-    }
-
-    pub fn provenance(&self) -> String {
+    fn provenance(&self) -> String {
         let Machine { cpu, n_cores, memory_gib, kernel, .. } = &self.machine;
         let commit = self.commit.as_deref().unwrap_or("unknown");
         format!(
             "`{}`, commit {commit}, {cpu}, {n_cores} cores, {memory_gib} GiB, Linux {kernel}",
             self.command
         )
+    }
+}
+
+impl From<TransferReport> for TransferReports {
+    fn from(run: TransferReport) -> Self {
+        Self(vec![run])
+    }
+}
+
+impl TransferReports {
+    /// What these files hold, in their order.
+    pub fn read(paths: &[PathBuf]) -> Result<Self> {
+        let mut runs = Vec::new();
+        for path in paths {
+            match serde_json::from_str(&read_text(path)?).map_err(|error| BenchError::parse(path, error))? {
+                Written::One(run) => runs.push(run),
+                Written::Several(some) => runs.extend(some),
+            }
+        }
+        Self(runs).checked()
+    }
+
+    fn checked(self) -> Result<Self> {
+        let machines = self.0.windows(2).map(|runs| (&runs[0].machine, &runs[1].machine));
+        let place = |machine: &Machine| (machine.cpu.clone(), machine.n_cores, machine.gpus.clone());
+        if machines.into_iter().any(|(one, other)| place(one) != place(other)) {
+            return Err(BenchError::usage("these numbers are of different machines"));
+        }
+        let cases: Vec<&Case> = self.measured().map(|measured| &measured.case).collect();
+        match cases.iter().enumerate().find(|(nth, case)| cases[..*nth].contains(case)) {
+            Some((_, case)) => Err(BenchError::usage(format!("this was measured twice: {case:?}"))),
+            None => Ok(self),
+        }
+    }
+
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let written = match &self.0[..] {
+            [run] => Written::One(run.clone()),
+            runs => Written::Several(runs.to_vec()),
+        };
+        let text = serde_json::to_string_pretty(&written).expect("numbers and names can be written");
+        write_text(path, &(text + "\n"))
+    }
+
+    /// A sentence for each run.
+    pub fn provenance(&self) -> Vec<String> {
+        self.0.iter().map(TransferReport::provenance).collect()
     }
 
     pub fn table(&self) -> Table {
@@ -57,42 +110,53 @@ impl TransferReport {
             "processor time, plain",
         ];
         let header = names.iter().map(|name| (*name).to_owned()).collect();
-        Table { header, rows: self.measured.iter().map(row).collect() }
+        Table { header, rows: self.measured().map(row).collect() }
     }
 
-    /// Rates over sizes, one plot for each way in which blocks lie.
+    /// The table with its plots.
     pub fn page(&self) -> String {
-        let plots: String = [Blocks::Contiguous, Blocks::Scattered]
-            .into_iter()
-            .map(|blocks| self.plot(blocks))
-            .filter(|plot| !plot.curves.is_empty())
-            .map(|plot| plot.to_svg())
-            .collect();
+        let plots: String = self.plots().iter().map(Plot::to_svg).collect();
+        let provenance: String =
+            self.provenance().iter().map(|run| format!("<p>{}</p>\n", escape(run))).collect();
         format!(
             "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>KV transfer</title>\n\
-             <style>{STYLE}</style></head><body>\n<h1>KV transfer</h1><p>{}</p>\n<div class=\"plots\">{plots}</div>\n{}</body></html>\n",
-            escape(&self.provenance()),
+             <style>{STYLE}</style></head><body>\n<h1>KV transfer</h1>{provenance}<div class=\"plots\">{plots}</div>\n{}</body></html>\n",
             self.table().to_html()
         )
     }
 
+    /// The plots alone.
+    pub fn picture(&self) -> String {
+        picture(&self.plots())
+    }
+
+    /// Rates over sizes, one plot for each way in which blocks lie.
+    fn plots(&self) -> Vec<Plot> {
+        let plots = [Blocks::Contiguous, Blocks::Scattered].map(|blocks| self.plot(blocks));
+        plots.into_iter().filter(|plot| !plot.curves.is_empty()).collect()
+    }
+
     fn plot(&self, blocks: Blocks) -> Plot {
         let mut curves: Vec<Curve> = Vec::new();
-        for measured in self.measured.iter().filter(|measured| measured.case.blocks == blocks) {
+        for measured in self.measured().filter(|measured| measured.case.blocks == blocks) {
             let case = &measured.case;
             if case.layers == Layers::Streamed && self.has_at_once(case) {
                 continue;
             }
+            let mib = case.bytes as f64 / f64::from(1 << 20);
             let name = format!("{}, digests {}", case.connector, word(&case.digests));
-            add(&mut curves, name, Style::Dots, (case.bytes as f64, measured.rate / 1e9));
+            add(&mut curves, name, Style::Dots, (mib, measured.rate / 1e9));
             if case.digests == Digests::On {
                 let plain = format!("plain ({})", case.connector);
-                add(&mut curves, plain, Style::Dashed, (case.bytes as f64, measured.plain_rate / 1e9));
+                add(&mut curves, plain, Style::Dashed, (mib, measured.plain_rate / 1e9));
             }
         }
+        for curve in &mut curves {
+            curve.points.sort_by(|(one, _), (other, _)| one.total_cmp(other));
+        }
         Plot {
-            title: format!("{} blocks", word(&blocks)),
-            x: Axis::new("bytes", Scale::Log),
+            title: format!("{} blocks: GB/s by MiB", word(&blocks)),
+            x: Axis::new("MiB", Scale::Log),
             y: Axis::new("GB/s", Scale::Linear).including(&[0.0]),
             curves,
             marks: Vec::new(),
@@ -102,7 +166,11 @@ impl TransferReport {
 
     fn has_at_once(&self, case: &Case) -> bool {
         let other = Case { layers: Layers::AtOnce, ..case.clone() };
-        self.measured.iter().any(|measured| measured.case == other)
+        self.measured().any(|measured| measured.case == other)
+    }
+
+    fn measured(&self) -> impl Iterator<Item = &Measured> {
+        self.0.iter().flat_map(|run| &run.measured)
     }
 }
 
@@ -192,22 +260,43 @@ mod tests {
         assert_eq!(row(&measured(1 << 30, Digests::On)), expected);
     }
 
-    #[test]
-    fn a_report_is_read_as_it_was_written() {
-        let cases = vec![
-            measured(1 << 20, Digests::On),
-            measured(1 << 20, Digests::Off),
-            measured(1 << 30, Digests::On),
-        ];
-        let report = TransferReport::new("baton bench transfer".to_owned(), cases);
+    fn run(measured: Vec<Measured>) -> TransferReport {
+        TransferReport::new("baton bench transfer".to_owned(), measured)
+    }
+
+    fn written(runs: Vec<TransferReport>) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().expect("a file");
-        report.write(file.path()).expect("written");
-        let read = TransferReport::read(file.path()).expect("read");
-        assert_eq!(read.table(), report.table());
+        TransferReports(runs).write(file.path()).expect("written");
+        file
+    }
+
+    #[test]
+    fn reports_are_read_as_they_were_written_and_told_as_one() {
+        let one = written(vec![run(vec![measured(1 << 30, Digests::On), measured(1 << 30, Digests::Off)])]);
+        let two = written(vec![run(vec![measured(1 << 20, Digests::On)]), run(vec![])]);
+        let all = [one.path().to_owned(), two.path().to_owned()];
+        let read = TransferReports::read(&all).expect("read");
+        assert_eq!((read.table().rows.len(), read.provenance().len()), (3, 3));
         let plot = read.plot(Blocks::Contiguous);
-        let names: Vec<_> =
-            plot.curves.iter().map(|curve| (curve.name.as_str(), curve.points.len())).collect();
-        assert_eq!(names, [("shm, digests on", 2), ("plain (shm)", 2), ("shm, digests off", 1)]);
-        assert!(read.page().contains("contiguous blocks"));
+        let curve = |curve: &Curve| (curve.name.clone(), curve.points.clone());
+        let expected = [
+            ("shm, digests on".to_owned(), vec![(1.0, 8.0), (1024.0, 8.0)]),
+            ("plain (shm)".to_owned(), vec![(1.0, 10.0), (1024.0, 10.0)]),
+            ("shm, digests off".to_owned(), vec![(1024.0, 8.0)]),
+        ];
+        assert_eq!(plot.curves.iter().map(curve).collect::<Vec<_>>(), expected);
+        assert!(read.page().contains("contiguous blocks") && read.picture().contains("contiguous blocks"));
+    }
+
+    #[test]
+    fn what_does_not_belong_together_is_refused() {
+        let one = || run(vec![measured(1 << 20, Digests::On)]);
+        let mut elsewhere = run(vec![measured(1 << 30, Digests::On)]);
+        elsewhere.machine.n_cores += 1;
+        for (other, reason) in [(one(), "twice"), (elsewhere, "different machines")] {
+            let files = [written(vec![one()]), written(vec![other])];
+            let error = TransferReports::read(&files.each_ref().map(|file| file.path().to_owned()));
+            assert!(error.expect_err("refused").to_string().contains(reason), "{reason}");
+        }
     }
 }
