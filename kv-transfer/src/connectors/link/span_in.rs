@@ -121,6 +121,10 @@ impl<'a> Checker<'a> {
 
     /// The next part of a head was hashed while it came, or was not. For all parts of a span, or for none.
     pub(super) fn hashed(&mut self, hash: Option<u64>) {
+        if self.hashed.is_empty() {
+            // K and V of every head, at most: it grows once.
+            self.hashed.reserve(2 * self.digests.len());
+        }
         self.hashed.push_back(hash);
     }
 

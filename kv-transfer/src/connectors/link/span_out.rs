@@ -94,6 +94,9 @@ impl SpanOut {
             let shape = PageShape::new(layout, at.group, at.layer_pos);
             let n_kv_heads = layout.group(at.group).layers[usize::from(at.layer_pos)].n_kv_heads;
             let heads = self.out.lanes.heads(n_kv_heads, lane).from.range();
+            if digests.is_empty() {
+                digests.reserve(heads.len() * self.piece.layers.len() * self.piece.blocks.len());
+            }
             shape.digest_heads(&page, heads, self.out.landing.valid_tokens(at.block), &mut digests);
         }
         Ok(digests)
