@@ -18,6 +18,7 @@ struct DecodeShape {
     u32 window;          // the last tokens a query sees
     float scale;
     u32 rows_of_table;   // rows that follow one another and share a table
+    u32 last_is_new;     // nothing but a sequence's last page was written since the step began
 };
 
 template <u32 HEAD, typename Kv>

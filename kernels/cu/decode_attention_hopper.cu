@@ -18,6 +18,7 @@ struct DecodeShape {
     u32 window;          // the last tokens a query sees
     float scale;
     u32 rows_of_table;   // rows that follow one another and share a table
+    u32 last_is_new;     // nothing but a sequence's last page was written since the step began
 };
 
 constexpr u32 TOWER_BYTES = BLOCK_TOKENS * TILE_ROW_BYTES;
@@ -181,8 +182,9 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
         barriers_started();
     }
     __syncwarp();
-    wait_for_last();
 
+    // Tables and lengths are there since the step began, and so are pages before a sequence's last, which the kernel before
+    // writes its new token to: they are read while that kernel ends.
     // A lane knows the block of every 32nd of the warp's pages. One that is not there is read as block 0, and spoils the
     // result. Without a window, the first ones are read before the length is known.
     auto block_at = [&](u32 at) { return at < shape.table_stride ? table[at] : 0; };
@@ -205,6 +207,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     work.from = max(first, seen_by(0).first / BLOCK_TOKENS);
     work.to = min(first + shape.chunk_blocks, n_pages);
     if (gridDim.x > 1 && first >= n_pages) return;  // nobody reads this part
+    u32 n_old = shape.last_is_new ? n_pages - min(n_pages, 1u) : 0;
     u32 n_mine = work.to > work.from + warp ? (work.to - work.from - warp + WARPS - 1) / WARPS : 0;
     auto blocks_from = [&](u32 nth) { return block_at(work.from + warp + (nth + lane) * WARPS); };
     if (work.from != first) here = blocks_from(0), ahead = blocks_from(32);
@@ -214,7 +217,10 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
         if (lane == 0)
             bring_page<HEAD>(mine + nth % RING * PAGE_BYTES, of_pages, block < shape.n_blocks ? block : 0, shape, work.kv_head, full + nth % RING * 8);
     };
-    for (u32 nth = 0; nth < min(RING, n_mine); nth++) bring(nth);
+    u32 n_first = min(RING, n_mine), n_early = 0;
+    for (; n_early < n_first && work.from + warp + n_early * WARPS < n_old; n_early++) bring(n_early);
+    wait_for_last();
+    for (u32 nth = n_early; nth < n_first; nth++) bring(nth);
 
     // q as the flat side of the first product: column g is a head of a query.
     u32 query[TILES][HEAD / 16][2];

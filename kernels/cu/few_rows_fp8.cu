@@ -5,21 +5,15 @@
 // w is [n][k filled up with zeroes to whole groups of 64]. Within a group numbers lie in the order in which lanes hold
 // them: 16 bytes for each of four lanes, 4 of them for each 16 numbers (see `Fp8Rows` in ops/fp8.rs). So a lane loads 16
 // bytes of a row and has its part of four products; a warp loads 512 bytes that follow each other.
-constexpr u32 W_ROWS = 128, GROUPS_THREADS = 256, ALL_THREADS = GROUPS_THREADS + 32;
-constexpr u32 PART_STRIDE = W_ROWS + 4;
 // What a block takes of k at once: two groups of 64.
 constexpr u32 STEP_COLUMNS = 2 * TILE_COLUMNS;
 constexpr u32 W_GROUP_BYTES = W_ROWS * TILE_COLUMNS, W_BYTES = 2 * W_GROUP_BYTES;
-
-struct FewRowsShape { u32 n, k, n_rows; };
 
 // A block's share of k, by steps.
 struct Steps {
     u32 from, count;
     __device__ __forceinline__ u32 column(u32 nth) const { return (from + nth) * STEP_COLUMNS; }
 };
-
-struct Ring { u32 at, full, empty; };
 
 // === Products with a from registers, as a lane of `mma` holds it ===
 
@@ -103,13 +97,17 @@ __device__ __forceinline__ void widen_group(u32 (&a)[16], u32 at) {
 
 // One thread has all tiles brought. Weights do not come from the kernel before: they are asked for while it ends.
 template <u32 ROWS, u32 STAGES>
-__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps& steps, u32 row) {
+__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps& steps, const Halves<UNIT>& rows) {
     constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + 2 * X_BYTES;
     auto bring_w = [&](u32 nth, u32 stage) {
         u32 to = ring.at + stage * STAGE_BYTES, column = steps.column(nth), full = ring.full + stage * 8;
         barrier_expect(full, STAGE_BYTES);
-        copy_tile(to, of_w, column, row, full, EVICT_FIRST);
-        copy_tile(to + W_GROUP_BYTES, of_w, column + TILE_COLUMNS, row, full, EVICT_FIRST);
+#pragma unroll
+        for (u32 group = 0; group < 2; group++) {
+            u32 at = to + group * W_GROUP_BYTES, from = column + group * TILE_COLUMNS;
+            copy_tile(at, of_w, from, rows.first, full, EVICT_FIRST);
+            copy_tile(at + W_GROUP_BYTES / 2, of_w, from, rows.second, full, EVICT_FIRST);
+        }
     };
     auto bring_x = [&](u32 nth, u32 stage) {
         u32 to = ring.at + stage * STAGE_BYTES + W_BYTES, column = steps.column(nth), full = ring.full + stage * 8;
@@ -164,47 +162,15 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     held(sum);
 }
 
-// What a group of warps has summed up of its rows of w, to where the cluster sees it: part[row of x][row of w].
-template <u32 ROWS>
-__device__ __forceinline__ void show_part(float* part, const float (&sum)[ROWS / 2]) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp * 16 + lane / 4, row = lane % 4 * 2;
-#pragma unroll
-    for (u32 i = 0; i < ROWS / 2; i++) part[(row + i / 4 * 8 + i % 2) * PART_STRIDE + column + i % 4 / 2 * 8] = sum[i];
-}
-
-// Adds up this block's columns of all parts, four at a time, and writes them times their scales.
-__device__ __forceinline__ void add_parts(bf16* y, const float* scales, u32 part, u32 first, const FewRowsShape& shape) {
-    u32 share = blockIdx.x, n_shares = gridDim.x, n = shape.n, per_block = W_ROWS / n_shares / 4;
-    for (u32 at = threadIdx.x; at < shape.n_rows * per_block; at += ALL_THREADS) {
-        u32 row = at / per_block, column = (share * per_block + at % per_block) * 4;
-        u32 place = part + (row * PART_STRIDE + column) * 4;
-        float4 total = cluster_load4(place_in(place, 0));
-        for (u32 i = 1; i < n_shares; i++) {
-            float4 more = cluster_load4(place_in(place, i));
-            total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-        }
-        float all[4] = {total.x, total.y, total.z, total.w};
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) all[i] *= first + column + i < n ? scales[first + column + i] : 0.f;
-        u64 to = (u64)row * n + first + column;
-        if (n % 4 == 0) {
-            if (first + column < n) reinterpret_cast<Four*>(y)[to / 4] = {narrow(all[0], all[1]), narrow(all[2], all[3])};
-            continue;
-        }
-#pragma unroll
-        for (u32 i = 0; i < 4; i++)
-            if (first + column + i < n) y[to + i] = narrow(all[i]);
-    }
-}
-
-template <u32 ROWS, u32 STAGES>
-__device__ __forceinline__ void few_rows(bf16* y, const float* scales, const TensorMap& of_w, const TensorMap& of_x, const FewRowsShape& shape) {
+template <u32 ROWS, u32 STAGES, typename Ending>
+__device__ __forceinline__ void few_rows(const Ending& ending, const Owed& owed, const float* scales, const TensorMap& of_w,
+                                         const TensorMap& of_x, const ProductShape& shape) {
     extern __shared__ Eight shared[];
     __shared__ u64 barriers[2 * STAGES];
     Ring ring;
     ring.at = (shared_address(shared) + 1023) / 1024 * 1024;
     ring.full = shared_address(barriers), ring.empty = ring.full + STAGES * 8;
-    u32 share = blockIdx.x, n_shares = gridDim.x, first = blockIdx.y * W_ROWS, warp = threadIdx.x / 32;
+    u32 share = blockIdx.x, n_shares = gridDim.x, warp = threadIdx.x / 32;
     u32 n_steps = (shape.k + STEP_COLUMNS - 1) / STEP_COLUMNS;
     Steps steps;
     steps.from = (u64)n_steps * share / n_shares;
@@ -224,33 +190,27 @@ __device__ __forceinline__ void few_rows(bf16* y, const float* scales, const Ten
 
     float sum[ROWS / 2] = {};
     if (warp < GROUPS_THREADS / 32) sum_up<ROWS, STAGES>(sum, ring, steps.count);
-    else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, first);
-    __syncthreads();  // the ring is free: parts lie over it
-    float* part = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared)));
-    if (warp < GROUPS_THREADS / 32) show_part<ROWS>(part, sum);
-    if (n_shares > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
-    wait_for_last();
-    add_parts(y, scales, ring.at, first, shape);
-    if (n_shares > 1) {  // nobody leaves while another reads here
-        cluster_arrive();
-        cluster_wait();
-    }
+    else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, ending.template halves<UNIT>(blockIdx.y, shape));
+    __syncthreads();
+    char* free = reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared));
+    end_rows<ROWS>(ending, owed, sum, free, ring.at, scales, shape);
 }
 
-#define FEW_ROWS_FP8(ROWS, STAGES, BLOCKS)                                                                                \
+#define FEW_ROWS_FP8(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                  \
     extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                     \
-    few_rows_fp8_##ROWS(bf16* y, const float* scales, const __grid_constant__ TensorMap w,                                \
-                        const __grid_constant__ TensorMap x, FewRowsShape shape) {                                        \
-        few_rows<ROWS, STAGES>(y, scales, w, x, shape);                                                                   \
+    NAME##_##ROWS(ENDING ending, Owed owed, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,     \
+                  ProductShape shape, const float* scales) {                                                              \
+        few_rows<ROWS, STAGES>(ending, owed, scales, w, x, shape);                                                        \
     }
-// Names: rows of x at most. A ring of some 100 KB leaves room for a second block; the sums of 128 rows leave none.
-FEW_ROWS_FP8(8, 6, 2)
-FEW_ROWS_FP8(16, 5, 2)
-FEW_ROWS_FP8(32, 4, 2)
-FEW_ROWS_FP8(64, 3, 2)
-FEW_ROWS_FP8(128, 4, 1)
+#define FEW_ROWS_FP8_OF(ROWS, STAGES, BLOCKS)                                                                             \
+    FEW_ROWS_FP8(few_rows_fp8, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                          \
+    FEW_ROWS_FP8(few_rows_fp8_gated, Gated, ROWS, STAGES, BLOCKS)                                                         \
+    FEW_ROWS_FP8(few_rows_fp8_added, Added, ROWS, STAGES, BLOCKS)                                                         \
+    FEW_ROWS_FP8(few_rows_fp8_heads, Heads, ROWS, STAGES, BLOCKS)
+// Names: what comes after, and rows of x at most. A ring of some 100 KB leaves room for a second block; the sums of 128
+// rows leave none.
+FEW_ROWS_FP8_OF(8, 6, 2)
+FEW_ROWS_FP8_OF(16, 5, 2)
+FEW_ROWS_FP8_OF(32, 4, 2)
+FEW_ROWS_FP8_OF(64, 3, 2)
+FEW_ROWS_FP8_OF(128, 4, 1)

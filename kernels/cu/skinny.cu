@@ -1,40 +1,30 @@
 // y = x * transpose(w), for 1 to 8 rows of x: every weight is read once, and reading it is all the time there is.
 //
-// w is [n][k], as checkpoints have it. A warp takes 16 rows of w and a share of k; the warps of a block share k and add
-// up at the end. Weights go from memory straight into the registers that the tensor core wants: a lane loads 16 bytes
-// of a row, whose order along k is its own, and loads x in the same order. x is small and stays in the caches.
-// A block does TILES groups of 16 rows of w, so that x is read once for all of them.
-template <u32 WARPS, u32 TILES, u32 UNROLL, bool WIDE>
-__device__ __forceinline__ void skinny(void* y, const bf16* w, const bf16* x, u32 n, u32 k, u32 n_rows) {
-    __shared__ float part[WARPS][TILES * 16 * 8];
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 first = blockIdx.x * TILES * 16;
+// w is [n][k], as checkpoints have it. A block takes 16 rows of w, its warps a share of k each. Weights go from memory
+// straight into the registers that the tensor core wants: a lane loads 16 bytes of a row, whose order along k is its own,
+// and loads x in the same order. x is small and stays in the caches.
+// One warp more asks for what the ending needs while the others multiply, and then adds up what they have: four neighbours
+// of a row are a lane's.
+constexpr u32 UNIT = 8, W_ROWS = 2 * UNIT, ROWS = 8, PART_STRIDE = W_ROWS + 4;
 
-    const bf16* rows[TILES][2];
+template <u32 WARPS, u32 UNROLL>
+__device__ __forceinline__ void multiply(float (&sum)[4], const bf16* w, const bf16* x, const Halves<UNIT>& halves, const ProductShape& shape) {
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, k = shape.k;
+    const bf16* rows[2];
 #pragma unroll
-    for (u32 tile = 0; tile < TILES; tile++)
-#pragma unroll
-        for (u32 half = 0; half < 2; half++)  // rows past the end are read as the last, and not written
-            rows[tile][half] = w + (u64)min(first + tile * 16 + half * 8 + g, n - 1) * k + t * 8;
-    const bf16* of_x = x + (u64)min(g, n_rows - 1) * k + t * 8;
+    for (u32 half = 0; half < 2; half++)  // rows past the end are read as the last, and not written
+        rows[half] = w + (u64)min((half ? halves.second : halves.first) + g, shape.n - 1) * k + t * 8;
+    const bf16* of_x = x + (u64)min(g, shape.n_rows - 1) * k + t * 8;
 
-    float sum[TILES][4] = {};
-    Eight weights[UNROLL][TILES][2];
-    auto load = [&](u32 turn) {
-#pragma unroll
-        for (u32 i = 0; i < UNROLL; i++) {
-            u32 at = turn + i * 32;
-            bool here = at + t * 8 < k;
-#pragma unroll
-            for (u32 tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (u32 half = 0; half < 2; half++)
-                    weights[i][tile][half] = here ? constant8(rows[tile][half] + at) : Eight{0, 0, 0, 0};
-        }
-    };
+    Eight weights[UNROLL][2];
     // Weights do not come from the kernel before, so the first ones are on their way while it ends.
-    next_may_come();
-    load(warp * UNROLL * 32);
+#pragma unroll
+    for (u32 i = 0; i < UNROLL; i++) {
+        u32 at = (warp * UNROLL + i) * 32;
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+            weights[i][half] = at + t * 8 < k ? constant8(rows[half] + at) : Eight{0, 0, 0, 0};
+    }
     wait_for_last();
     // Warps take turns of UNROLL * 32 numbers along k, so that together they read rows in long runs.
     for (u32 turn = warp * UNROLL * 32; turn < k; turn += WARPS * UNROLL * 32) {
@@ -42,57 +32,73 @@ __device__ __forceinline__ void skinny(void* y, const bf16* w, const bf16* x, u3
 #pragma unroll
         for (u32 i = 0; i < UNROLL; i++) {
             u32 at = turn + i * 32;
-            bool here = at + t * 8 < k && g < n_rows;
+            bool here = at + t * 8 < k && g < shape.n_rows;
             numbers[i] = here ? load8(of_x + at) : Eight{0, 0, 0, 0};
         }
 #pragma unroll
         for (u32 i = 0; i < UNROLL; i++) {
             u32 next = turn + WARPS * UNROLL * 32 + i * 32;
-            bool here = next + t * 8 < k;
-#pragma unroll
-            for (u32 tile = 0; tile < TILES; tile++) {
-                Eight &a = weights[i][tile][0], &b = weights[i][tile][1], &v = numbers[i];
-                mma(sum[tile], a.pair[0], b.pair[0], a.pair[1], b.pair[1], v.pair[0], v.pair[1]);
-                mma(sum[tile], a.pair[2], b.pair[2], a.pair[3], b.pair[3], v.pair[2], v.pair[3]);
-                // As soon as these are used, the ones of the next turn take their place.
-                if (here) {
-                    a = constant8(rows[tile][0] + next);
-                    b = constant8(rows[tile][1] + next);
-                } else {
-                    a = b = Eight{0, 0, 0, 0};
-                }
+            Eight &a = weights[i][0], &b = weights[i][1], &v = numbers[i];
+            mma(sum, a.pair[0], b.pair[0], a.pair[1], b.pair[1], v.pair[0], v.pair[1]);
+            mma(sum, a.pair[2], b.pair[2], a.pair[3], b.pair[3], v.pair[2], v.pair[3]);
+            // As soon as these are used, the ones of the next turn take their place.
+            if (next + t * 8 < k) {
+                a = constant8(rows[0] + next);
+                b = constant8(rows[1] + next);
+            } else {
+                a = b = Eight{0, 0, 0, 0};
             }
         }
     }
-    // part[warp][row of x][row of w]
-#pragma unroll
-    for (u32 tile = 0; tile < TILES; tile++)
-#pragma unroll
-        for (u32 i = 0; i < 4; i++)
-            part[warp][(2 * t + i % 2) * TILES * 16 + tile * 16 + g + i / 2 * 8] = sum[tile][i];
-    __syncthreads();
-    for (u32 at = threadIdx.x; at < n_rows * TILES * 16; at += WARPS * 32) {
-        u32 row = at / (TILES * 16), column = first + at % (TILES * 16);
-        float total = 0.f;
-#pragma unroll
-        for (u32 i = 0; i < WARPS; i++) total += part[i][at];
-        if (column >= n) continue;
-        if (WIDE) ((float*)y)[(u64)row * n + column] = total;
-        else ((bf16*)y)[(u64)row * n + column] = narrow(total);
-    }
 }
 
-#define SKINNY(NAME, WARPS, TILES, UNROLL, BLOCKS)                                                                        \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
-    skinny_##NAME(bf16* y, const bf16* __restrict__ w, const bf16* x, u32 n, u32 k, u32 n_rows) {            \
-        skinny<WARPS, TILES, UNROLL, false>(y, w, x, n, k, n_rows);                                                       \
-    }                                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)                                                      \
-    skinny_wide_##NAME(float* y, const bf16* __restrict__ w, const bf16* x, u32 n, u32 k, u32 n_rows) {      \
-        skinny<WARPS, TILES, UNROLL, true>(y, w, x, n, k, n_rows);                                                        \
+template <u32 WARPS, u32 UNROLL, typename Ending>
+__device__ __forceinline__ void skinny(const Ending& ending, const Owed& owed, const bf16* w, const bf16* x, const ProductShape& shape) {
+    __shared__ float part[WARPS][ROWS * PART_STRIDE];  // [row of x][row of w]
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, nth = blockIdx.x;
+    Halves<UNIT> halves = ending.template halves<UNIT>(nth, shape);
+    next_may_come();
+    if (warp < WARPS) {
+        float sum[4] = {};
+        multiply<WARPS, UNROLL>(sum, w, x, halves, shape);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) part[warp][(2 * t + i % 2) * PART_STRIDE + g + i / 2 * 8] = sum[i];
+        __syncthreads();
+        return;
     }
-// Names: warps, groups of 16 rows, loads of 32 numbers in flight.
-SKINNY(8x1x4, 8, 1, 4, 3)
-SKINNY(4x1x4, 4, 1, 4, 6)
-SKINNY(16x1x2, 16, 1, 2, 2)
-SKINNY(8x1x2, 8, 1, 2, 4)
+    wait_for_last();
+    u32 row = lane / 4, column = halves.row_of(lane % 4 * 4);
+    typename Ending::Before before = ending.before(row, column, shape);
+    float scales[ROWS], scale = 1.f;
+    owed.scales(scales, 0, shape.n_rows);
+#pragma unroll
+    for (u32 i = 0; i < ROWS; i++)
+        if (i == row) scale = scales[i];
+    __syncthreads();
+    float total[4] = {};
+#pragma unroll
+    for (u32 i = 0; i < WARPS; i++) {
+        float4 more = *reinterpret_cast<const float4*>(&part[i][row * PART_STRIDE + lane % 4 * 4]);
+        total[0] += more.x, total[1] += more.y, total[2] += more.z, total[3] += more.w;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) total[i] *= scale;
+    ending.template end<UNIT>(nth, row, column, total, before, shape);
+}
+
+#define SKINNY(NAME, ENDING, WARPS, UNROLL, BLOCKS)                                                                       \
+    extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, BLOCKS)                                                \
+    NAME##_##WARPS##x##UNROLL(ENDING ending, Owed owed, const bf16* __restrict__ w, const bf16* x, ProductShape shape) {  \
+        skinny<WARPS, UNROLL>(ending, owed, w, x, shape);                                                                 \
+    }
+#define SKINNY_OF(WARPS, UNROLL, BLOCKS)                                                                                  \
+    SKINNY(skinny, Sums<bf16>, WARPS, UNROLL, BLOCKS)                                                                     \
+    SKINNY(skinny_wide, Sums<float>, WARPS, UNROLL, BLOCKS)                                                               \
+    SKINNY(skinny_gated, Gated, WARPS, UNROLL, BLOCKS)                                                                    \
+    SKINNY(skinny_added, Added, WARPS, UNROLL, BLOCKS)                                                                    \
+    SKINNY(skinny_heads, Heads, WARPS, UNROLL, BLOCKS)
+// Names: what comes after; warps that multiply, loads of 32 numbers in flight.
+SKINNY_OF(16, 2, 2)
+SKINNY_OF(8, 4, 3)
+SKINNY_OF(4, 4, 5)
+SKINNY_OF(8, 2, 4)

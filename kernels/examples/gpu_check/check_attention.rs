@@ -166,41 +166,45 @@ fn decode(
     let mut out = card.buffer::<Bf16>(n_rows * width)?;
     let mut parts = card.buffer::<f32>(DecodeAttention::parts_numbers(n_parts, head_dim))?;
     let mut part_sums = card.buffer::<[f32; 2]>(n_parts)?;
-    card.fill(out.view_mut(), POISON)?;
-    card.fill(parts.view_mut(), POISON)?;
-    card.fill(part_sums.view_mut(), POISON)?;
     let lengths: Vec<u32> = scene.lengths.iter().map(|length| *length as u32).collect();
-    card.decode_attention(DecodeAttention {
-        out: out.view_mut(),
-        parts: parts.view_mut(),
-        part_sums: part_sums.view_mut(),
-        q: card.upload(&q)?.view(),
-        q_stride,
-        n_q_heads,
-        pages: card.upload(&scene.halves())?.view(),
-        kv: scene.kv,
-        tables: card.upload(&scene.tables)?.view(),
-        rows_of_table: 1,
-        lengths: card.upload(&lengths)?.view(),
-        length_max,
-        chunk_tokens,
-        window,
-        scale: scene.scale,
-    })?;
-    let (q, pages) = (wide(&q), wide(&scene.pages));
+    let (wide_q, pages) = (wide(&q), wide(&scene.pages));
     let mut reference = Vec::with_capacity(n_rows * width);
     for (row, length) in scene.lengths.iter().enumerate() {
         for head in 0..n_q_heads {
-            let query = &q[row * q_stride + head * head_dim..][..head_dim];
+            let query = &wide_q[row * q_stride + head * head_dim..][..head_dim];
             reference.extend(scene.attend(&pages, row, head, query, length - 1, window));
         }
     }
-    let name = format!(
-        "decode_attention {head_dim} {n_q_heads}/{} chunks of {chunk_tokens}, window {}",
-        scene.kv.n_kv_heads,
-        window.min(length_max)
-    );
-    verdicts.compare(name, &wide(&card.download(out.view())?), &reference, BF16_ERROR);
+    for leaves_cache in [false, true] {
+        card.fill(out.view_mut(), POISON)?;
+        card.fill(parts.view_mut(), POISON)?;
+        card.fill(part_sums.view_mut(), POISON)?;
+        card.decode_attention(DecodeAttention {
+            out: out.view_mut(),
+            parts: parts.view_mut(),
+            part_sums: part_sums.view_mut(),
+            q: card.upload(&q)?.view(),
+            q_stride,
+            n_q_heads,
+            pages: card.upload(&scene.halves())?.view(),
+            kv: scene.kv,
+            tables: card.upload(&scene.tables)?.view(),
+            rows_of_table: 1,
+            last_is_new: true,
+            lengths: card.upload(&lengths)?.view(),
+            length_max,
+            chunk_tokens,
+            window,
+            scale: scene.scale,
+            leaves_cache,
+        })?;
+        let name = format!(
+            "decode_attention {head_dim} {n_q_heads}/{} chunks of {chunk_tokens}, window {}, leaves cache {leaves_cache}",
+            scene.kv.n_kv_heads,
+            window.min(length_max)
+        );
+        verdicts.compare(name, &wide(&card.download(out.view())?), &reference, BF16_ERROR);
+    }
     Ok(())
 }
 
@@ -234,11 +238,13 @@ fn alike(
             kv: scene.kv,
             tables: tables.view(),
             rows_of_table: rows.len(),
+            last_is_new: false,
             lengths: lengths.slice(rows.clone()),
             length_max: rows.end,
             chunk_tokens,
             window,
             scale: scene.scale,
+            leaves_cache: false,
         })?;
         card.download(out.view())
     };
@@ -274,11 +280,13 @@ fn spoilt(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
             kv: scene.kv,
             tables: tables.view(),
             rows_of_table: 1,
+            last_is_new: true,
             lengths: card.upload(&[40, 40])?.view(),
             length_max: 40,
             chunk_tokens,
             window: usize::MAX,
             scale: 0.1,
+            leaves_cache: false,
         })?;
         let out = wide(&card.download(out.view())?);
         let is_shown = out[..512].iter().all(|x| x.is_nan()) && out[512..].iter().all(|x| x.is_finite());

@@ -1,7 +1,11 @@
 //! Products of few rows with a matrix: against sums in f64.
 
+use std::ops::Range;
+
 use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
-use baton_kernels::cuda::{Bf16, Card, CudaError, SKINNY_FORMS, SkinnyForm};
+use baton_kernels::cuda::{
+    Bf16, Card, CudaError, Ending, OwnForm, OwnProduct, SKINNY_FORMS, SkinnyForm, Weights,
+};
 
 use super::check_rows::POISON;
 use super::draw::{Draw, wide};
@@ -32,7 +36,7 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
 }
 
 /// Every row with every row.
-fn product(w: &[Bf16], x: &[Bf16], k: usize) -> Vec<f64> {
+pub(crate) fn product(w: &[Bf16], x: &[Bf16], k: usize) -> Vec<f64> {
     let (w, x) = (wide(w), wide(x));
     let dot = |row: &[f64], of: &[f64]| row.iter().zip(of).map(|(a, b)| a * b).sum::<f64>();
     x.chunks(k).flat_map(|row| w.chunks(k).map(move |of| dot(row, of))).collect()
@@ -53,8 +57,9 @@ fn few_rows(
         card.fill(narrow.view_mut(), POISON)?;
         card.fill(whole.view_mut(), POISON)?;
         let form = FewRowsForm { shares: *shares };
-        card.few_rows(form, narrow.view_mut(), w.view(), x.view(), k)?;
-        card.few_rows_wide(form, whole.view_mut(), w.view(), x.view(), k)?;
+        let product = OwnProduct::plain(Weights::Bf16(w.view()), x.view(), k);
+        card.multiply_own(OwnForm::Few(form), product, Ending::Sums(narrow.view_mut()))?;
+        card.multiply_own(OwnForm::Few(form), product, Ending::Wide(whole.view_mut()))?;
         let name = format!("few_rows {n_rows}x{n}x{k}, shares {shares}");
         verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
         let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();
@@ -68,20 +73,21 @@ fn company(card: &Card, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Resu
     let mut draw = Draw::new(31);
     let w = card.upload(&draw.narrow(n * k, 1.0))?;
     let x = card.upload(&draw.narrow(128 * k, 1.0))?;
-    let form = FewRowsForm::of(n, k);
+    let (form, w) = (OwnForm::Few(FewRowsForm::of(n, k)), Weights::Bf16(w.view()));
+    let rows = |of: Range<usize>| OwnProduct::plain(w, x.slice(of.start * k..of.end * k), k);
     let mut first_rows = vec![];
     for n_rows in [1, 8, 13, 32, 64, 128] {
         let mut y = card.buffer::<f32>(n_rows * n)?;
-        card.few_rows_wide(form, y.view_mut(), w.view(), x.slice(0..n_rows * k), k)?;
+        card.multiply_own(form, rows(0..n_rows), Ending::Wide(y.view_mut()))?;
         first_rows.push(card.download(y.slice(0..n))?);
     }
     let is_same = first_rows.iter().all(|row| *row == first_rows[0]);
     verdicts.holds(format!("few_rows {n}x{k}, alone and in company"), is_same);
     let mut all = card.buffer::<f32>(128 * n)?;
-    card.few_rows_wide(form, all.view_mut(), w.view(), x.view(), k)?;
+    card.multiply_own(form, rows(0..128), Ending::Wide(all.view_mut()))?;
     let mut alone = card.buffer::<f32>(n)?;
     for row in [1, 7, 8, 63, 100, 127] {
-        card.few_rows_wide(form, alone.view_mut(), w.view(), x.slice(row * k..(row + 1) * k), k)?;
+        card.multiply_own(form, rows(row..row + 1), Ending::Wide(alone.view_mut()))?;
         let is_same = card.download(alone.view())? == card.download(all.slice(row * n..(row + 1) * n))?;
         verdicts.holds(format!("few_rows {n}x{k}, row {row} of 128 and alone"), is_same);
     }
@@ -102,8 +108,9 @@ fn skinny(
     let mut whole = card.buffer::<f32>(n * n_rows)?;
     card.fill(narrow.view_mut(), POISON)?;
     card.fill(whole.view_mut(), POISON)?;
-    card.skinny(form, narrow.view_mut(), w.view(), x.view(), k)?;
-    card.skinny_wide(form, whole.view_mut(), w.view(), x.view(), k)?;
+    let product = OwnProduct::plain(Weights::Bf16(w.view()), x.view(), k);
+    card.multiply_own(OwnForm::Skinny(form), product, Ending::Sums(narrow.view_mut()))?;
+    card.multiply_own(OwnForm::Skinny(form), product, Ending::Wide(whole.view_mut()))?;
     let name = format!("skinny {} {n_rows}x{n}x{k}", form.name);
     verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
     let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();

@@ -10,7 +10,7 @@ use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
 
 /// A byte that makes NaN of every number it fills.
 pub(crate) const POISON: u8 = 0xFF;
-const EPSILON: f32 = 1e-5;
+pub(crate) const EPSILON: f32 = 1e-5;
 
 pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for (n_rows, width) in extent.of(&[(1, 8), (3, 64), (5, 4096), (2, 16384), (17, 5120)], 4) {
@@ -57,7 +57,7 @@ fn embedding(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) 
     Ok(())
 }
 
-fn normed(row: &[f64], weight: &[f64]) -> Vec<f64> {
+pub(crate) fn normed(row: &[f64], weight: &[f64]) -> Vec<f64> {
     let squares: f64 = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
     let scale = 1.0 / (squares + f64::from(EPSILON)).sqrt();
     row.iter().zip(weight).map(|(x, w)| x * scale * w).collect()
@@ -103,7 +103,7 @@ fn silu(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Re
     Ok(())
 }
 
-fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
+pub(crate) fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
     let half = head.len() / 2;
     let turn = |i: usize| {
         let [cos, sin] = turns[i % half].map(f64::from);
@@ -113,7 +113,7 @@ fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
 }
 
 /// What pages hold, whatever their numbers are.
-fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
+pub(crate) fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
     match number {
         KvNumber::Bf16 => wide(halves),
         KvNumber::Fp8 => halves

@@ -2,7 +2,9 @@
 
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_bf16};
 use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
-use baton_kernels::cuda::{Answer, Bf16, Buffer, Card, CudaError, Fp8Rows, Products, Weights};
+use baton_kernels::cuda::{
+    Answer, Bf16, Buffer, Card, CudaError, Ending, Fp8Rows, OwnForm, OwnProduct, Products, Weights,
+};
 use serde_json::Value;
 
 use super::check_products::SHAPES;
@@ -13,9 +15,9 @@ use super::measure::{BEYOND_CACHES, Limits, MATRICES, N_LAUNCHES, line, seconds}
 use super::verdict::{BF16_ERROR, Verdicts};
 
 /// A matrix as a checkpoint has it, and as the card has it.
-struct Matrix {
+pub(crate) struct Matrix {
     n: usize,
-    k: usize,
+    pub(crate) k: usize,
     bytes: Vec<u8>,
     scales: Vec<f32>,
     numbers_there: Buffer<u8>,
@@ -24,7 +26,7 @@ struct Matrix {
 
 impl Matrix {
     /// Any numbers that there are in 8 bits, of all sizes; `NaN` is none.
-    fn drawn(card: &Card, draw: &mut Draw, n: usize, k: usize) -> Result<Self, CudaError> {
+    pub(crate) fn drawn(card: &Card, draw: &mut Draw, n: usize, k: usize) -> Result<Self, CudaError> {
         let byte = |bits: u64| if bits & 0x7F == 0x7F { 0 } else { bits as u8 };
         let bytes: Vec<u8> = (0..n * k).map(|_| byte(draw.bits())).collect();
         let scales: Vec<f32> = (0..n).map(|_| (draw.number() + 1.5) / 256.0).collect();
@@ -43,6 +45,10 @@ impl Matrix {
         Fp8Rows { numbers: self.numbers_there.view(), scales: self.scales_there.view() }
     }
 
+    pub(crate) fn weights(&self) -> Weights<'_> {
+        Weights::Fp8(self.rows())
+    }
+
     /// As it is in f32.
     fn wide(&self) -> Vec<f32> {
         let scaled = |(at, byte): (usize, &u8)| f8_to_f32(*byte) * self.scales[at / self.k];
@@ -50,7 +56,7 @@ impl Matrix {
     }
 
     /// Every row with every row.
-    fn product(&self, x: &[Bf16]) -> Vec<f64> {
+    pub(crate) fn product(&self, x: &[Bf16]) -> Vec<f64> {
         let (w, x) = (self.wide(), wide(x));
         let dot = |row: &[f64], of: &[f32]| row.iter().zip(of).map(|(a, b)| a * f64::from(*b)).sum::<f64>();
         x.chunks(self.k).flat_map(|row| w.chunks(self.k).map(move |of| dot(row, of))).collect()
@@ -94,7 +100,12 @@ fn few_rows(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix, n_rows: usize
     let mut y = card.buffer::<Bf16>(n * n_rows)?;
     for shares in FEW_ROWS_SHARES {
         card.fill(y.view_mut(), POISON)?;
-        card.few_rows_fp8(FewRowsForm { shares: *shares }, y.view_mut(), matrix.rows(), x.view(), k)?;
+        let form = OwnForm::Few(FewRowsForm { shares: *shares });
+        card.multiply_own(
+            form,
+            OwnProduct::plain(matrix.weights(), x.view(), k),
+            Ending::Sums(y.view_mut()),
+        )?;
         let name = format!("few_rows_fp8 {n_rows}x{n}x{k}, shares {shares}");
         verdicts.compare(name, &wide(&card.download(y.view())?), &reference, BF16_ERROR);
     }
@@ -105,14 +116,14 @@ fn few_rows(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix, n_rows: usize
 fn company(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let x = card.upload(&Draw::new(37).narrow(128 * k, 1.0))?;
-    let form = FewRowsForm::of(n, k);
+    let form = OwnForm::Few(FewRowsForm::of(n, k));
     let mut all = card.buffer::<Bf16>(128 * n)?;
-    card.few_rows_fp8(form, all.view_mut(), matrix.rows(), x.view(), k)?;
+    card.multiply_own(form, OwnProduct::plain(matrix.weights(), x.view(), k), Ending::Sums(all.view_mut()))?;
     let all = card.download(all.view())?;
     for (first, n_rows) in [(0, 1), (0, 13), (7, 1), (8, 17), (63, 64), (127, 1)] {
         let mut some = card.buffer::<Bf16>(n_rows * n)?;
         let rows = x.slice(first * k..(first + n_rows) * k);
-        card.few_rows_fp8(form, some.view_mut(), matrix.rows(), rows, k)?;
+        card.multiply_own(form, OwnProduct::plain(matrix.weights(), rows, k), Ending::Sums(some.view_mut()))?;
         let is_same = card.download(some.view())? == all[first * n..(first + n_rows) * n];
         verdicts
             .holds(format!("few_rows_fp8 {n}x{k}, {n_rows} rows from {first} on, of 128 and alone"), is_same);
@@ -175,7 +186,8 @@ pub(crate) fn measure(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaEr
             for shares in FEW_ROWS_SHARES {
                 let form = FewRowsForm { shares: *shares };
                 let time = seconds(card, 4 * N_LAUNCHES, |nth| {
-                    card.few_rows_fp8(form, y.view_mut(), rows(nth), x.view(), k)
+                    let product = OwnProduct::plain(Weights::Fp8(rows(nth)), x.view(), k);
+                    card.multiply_own(OwnForm::Few(form), product, Ending::Sums(y.view_mut()))
                 })?;
                 let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
                 let what = format!("few_rows_fp8 {name} {n_rows}x{n}x{k}, shares {shares}{chosen}");

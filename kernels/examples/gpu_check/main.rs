@@ -3,8 +3,8 @@
 //! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]
 //! [--small yes]`:
 //! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
-//! runs on Hopper what other cards run; `--only` is rows, products, fp8, attention, sample, or ranks, which needs two GPUs; `--small`
-//! leaves out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
+//! runs on Hopper what other cards run; `--only` is rows, products, endings, fp8, attention, sample, or ranks, which needs two GPUs;
+//! `--small` leaves out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
 #![allow(clippy::print_stdout)]
 
 mod draw;
@@ -12,11 +12,13 @@ mod extent;
 mod verdict;
 mod check_rows;
 mod check_products;
+mod check_endings;
 mod fp8;
 mod check_attention;
 mod check_sample;
 mod check_ranks;
 mod measure;
+mod measure_endings;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -99,6 +101,9 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     if is_wanted("products") {
         check_products::all(&card, &mut verdicts, args.extent)?;
     }
+    if is_wanted("endings") {
+        check_endings::all(&card, &mut verdicts, args.extent)?;
+    }
     if is_wanted("fp8") {
         fp8::check(&card, &mut verdicts, args.extent)?;
     }
@@ -110,7 +115,12 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     let mut ranks = json!(null);
     if is_wanted("ranks") {
-        ranks = check_ranks::all(args.nvrtc.as_deref(), &args.cache, args.measures, &mut verdicts)?;
+        ranks = check_ranks::all(
+            args.nvrtc.as_deref(),
+            &args.cache,
+            (args.measures, args.extent),
+            &mut verdicts,
+        )?;
     }
     let measured = if args.measures { measure::all(&card, is_wanted)? } else { json!(null) };
     let report = json!({

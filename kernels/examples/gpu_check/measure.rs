@@ -2,13 +2,14 @@
 
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_SHARES, FewRowsForm};
 use baton_kernels::cuda::{
-    Bf16, Buffer, Card, CudaError, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence,
-    RopeWriteKv, SKINNY_FORMS, SkinnyForm, View, ViewMut,
+    Bf16, Buffer, Card, CudaError, DecodeAttention, Ending, KvNumber, KvPages, OwnForm, OwnProduct,
+    PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, View, ViewMut, Weights,
 };
 use serde_json::{Value, json};
 
 use super::draw::Draw;
 use super::fp8;
+use super::measure_endings;
 
 /// Timed repetitions, of which the middle one counts.
 const N_TIMES: usize = 21;
@@ -40,6 +41,7 @@ pub(crate) fn all(card: &Card, is_wanted: impl Fn(&str) -> bool) -> Result<Value
         "copy_bytes_per_s": limits.copy,
         "rows": if is_wanted("rows") { rows(card, &limits)? } else { vec![] },
         "products": if is_wanted("products") { products_all(card, &limits)? } else { vec![] },
+        "endings": if is_wanted("endings") { measure_endings::all(card, &limits)? } else { vec![] },
         "fp8": if is_wanted("fp8") { fp8::measure(card, &limits)? } else { vec![] },
         "decode_attention": if is_wanted("attention") { decode_all(card, &limits)? } else { vec![] },
         "prefill_attention": if is_wanted("attention") { prefill_all(card)? } else { vec![] },
@@ -196,7 +198,10 @@ fn skinny(
     sizes: (usize, usize, usize),
 ) -> Result<Value, CudaError> {
     let (n, k, n_rows) = sizes;
-    let (time, bytes) = product(card, weights, sizes, |y, w, x| card.skinny(form, y, w, x, k))?;
+    let (time, bytes) = product(card, weights, sizes, |y, w, x| {
+        let product = OwnProduct::plain(Weights::Bf16(w), x, k);
+        card.multiply_own(OwnForm::Skinny(form), product, Ending::Sums(y))
+    })?;
     Ok(line(&format!("skinny {} {name} {n_rows}x{n}x{k}", form.name), time, bytes, limits.read))
 }
 
@@ -208,7 +213,9 @@ fn few_rows(
     sizes: (usize, usize, usize),
 ) -> Result<Value, CudaError> {
     let (n, k, n_rows) = sizes;
-    let (time, bytes) = product(card, weights, sizes, |y, w, x| card.few_rows(form, y, w, x, k))?;
+    let (time, bytes) = product(card, weights, sizes, |y, w, x| {
+        card.multiply_own(OwnForm::Few(form), OwnProduct::plain(Weights::Bf16(w), x, k), Ending::Sums(y))
+    })?;
     let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
     let what = format!("few_rows {name} {n_rows}x{n}x{k}, shares {}{chosen}", form.shares);
     Ok(line(&what, time, bytes, limits.read))
@@ -277,11 +284,13 @@ fn decode(
             kv,
             tables: tables.view(),
             rows_of_table: 1,
+            last_is_new: true,
             lengths: lengths.view(),
             length_max: length,
             chunk_tokens,
             window: usize::MAX,
             scale: 0.088,
+            leaves_cache: false,
         })
     })?;
     Ok(line(

@@ -43,12 +43,12 @@ pub use courier::{Courier, CourierSize, Errand, PageRuns, RemotePages, SlotAt, S
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;
-pub use matmul::{Answer, ProductShape, Products, Weights};
+pub use matmul::{Answer, ProductShape, Products};
 pub use memory::DeviceMemory;
 pub use ops::{
-    DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Edit, FeedTokens, Fp8Rows, KvNumber, KvPages, NOWHERE,
-    Outcome, PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows,
-    TOP_MAX,
+    AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Edit, Ending, FeedTokens, FewRowsForm,
+    Fp8Rows, HeadsRows, KvNumber, KvPages, NOWHERE, Outcome, OwedNorm, OwnForm, OwnProduct, PrefillAttention,
+    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX, Weights,
 };
 pub use peers::{LostFlag, PEERS_MAX, Peers, Shown, Together};
 pub use pinned::Pinned;

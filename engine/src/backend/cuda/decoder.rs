@@ -4,15 +4,16 @@
 use std::ops::Range;
 
 use kernels::cuda::{
-    Answer, Arena, Bf16, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvNumber, KvPages, Peers,
-    PrefillAttention, PrefillSequence, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
+    Answer, Arena, Buffer, Card, CudaError, DecodeAttention, FeedTokens, KvNumber, KvPages, Peers,
+    PrefillAttention, PrefillSequence, Products, Weights,
 };
 use kv_cache::OnCard;
 use types::GroupIdx;
 
 use super::heads::Heads;
+use super::layer::{Normed, reads_by_registers};
 use super::plan::{BLOCK_TOKENS, Dims, Sections};
-use super::weights::{CudaWeights, LayerWeights, Linear, Sizes};
+use super::weights::{CudaWeights, Sizes};
 use super::workspace::Workspace;
 
 /// A model, and where its KV lies.
@@ -102,10 +103,16 @@ impl Decoder {
         mut written: impl FnMut(usize) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
         self.embed(pass)?;
+        let mut normed = Normed::Whole;
         for (nth, layer) in self.weights.layers.iter().enumerate() {
-            self.attention(pass, nth, layer, &mut written)?;
-            let after = self.weights.layers.get(nth + 1).map(|next| &next.attention_norm);
-            self.mlp(pass, layer, after.unwrap_or(&self.weights.norm))?;
+            let place = self.places[nth];
+            self.project(pass, layer, place, normed)?;
+            written(nth)?;
+            self.attend_decodes(pass, place)?;
+            self.attend_chunks(pass, place)?;
+            normed = self.give_attended(pass, layer)?;
+            self.gate(pass, layer, normed)?;
+            normed = self.give_gated(pass, layer, self.weights.layers.get(nth + 1))?;
         }
         self.draw(pass)
     }
@@ -125,79 +132,6 @@ impl Decoder {
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
         let normed = normed.view_mut().slice(0..n * hidden);
         pass.card.rms_norm(normed, residual.slice(0..n * hidden), first.view(), self.epsilon)
-    }
-
-    fn attention(
-        &self,
-        pass: &mut Pass<'_>,
-        nth: usize,
-        layer: &LayerWeights,
-        written: &mut impl FnMut(usize) -> Result<(), CudaError>,
-    ) -> Result<(), CudaError> {
-        let place = self.places[nth];
-        let (n, Sizes { hidden, q_width, .. }) = (pass.dims.n_tokens, self.sizes);
-        let qkv_width = self.sizes.qkv_width();
-        let Workspace { normed, qkv, .. } = &mut *pass.space;
-        linear(
-            (pass.card, pass.products),
-            &mut qkv.view_mut().slice(0..n * qkv_width),
-            &layer.qkv,
-            normed.slice(0..n * hidden),
-        )?;
-        self.write_kv(pass, layer, place)?;
-        written(nth)?;
-        self.attend_decodes(pass, place)?;
-        self.attend_chunks(pass, place)?;
-        let Workspace { attended, given, .. } = &mut *pass.space;
-        linear(
-            (pass.card, pass.products),
-            &mut given.view_mut().slice(0..n * hidden),
-            &layer.o,
-            attended.slice(0..n * q_width),
-        )?;
-        self.add_given(pass, &layer.mlp_norm)
-    }
-
-    /// Adds to the residual what a part of a layer gives, of which each rank has a part, and norms the sum.
-    pub(super) fn add_given(&self, pass: &mut Pass<'_>, norm: &Buffer<Bf16>) -> Result<(), CudaError> {
-        let numbers = 0..pass.dims.n_tokens * self.sizes.hidden;
-        let Workspace { given, normed, residual, .. } = &mut *pass.space;
-        let (out, residual) =
-            (normed.view_mut().slice(numbers.clone()), residual.view_mut().slice(numbers.clone()));
-        let (part, weight, epsilon) = (given.slice(numbers), norm.view(), self.epsilon);
-        match pass.peers.as_deref_mut() {
-            None => pass.card.add_rms_norm(out, residual, part, weight, epsilon),
-            Some(peers) => {
-                let sum = SumRows { out, residual, part, weight, epsilon };
-                // The two ways sum a row's squares in orders of their own.
-                let has_one_way = self.chunk_tokens.is_some();
-                match !has_one_way && pass.dims.n_tokens <= peers.few_rows() {
-                    true => pass.card.sum_few_rows(peers, sum),
-                    false => pass.card.sum_many_rows(peers, sum),
-                }
-            }
-        }
-    }
-
-    pub(super) fn write_kv(
-        &self,
-        pass: &mut Pass<'_>,
-        layer: &LayerWeights,
-        place: LayerPlace,
-    ) -> Result<(), CudaError> {
-        let (n, group) = (pass.dims.n_tokens, usize::from(place.group.0));
-        let Workspace { qkv, words, .. } = &mut *pass.space;
-        pass.card.rope_write_kv(RopeWriteKv {
-            qkv: qkv.view_mut().slice(0..n * self.sizes.qkv_width()),
-            n_q_heads: self.n_q_heads(),
-            pages: pass.kv.layer_mut(place.group, place.layer_pos),
-            kv: self.kv_pages(),
-            positions: words.slice(pass.sections.positions.clone()),
-            slots: words.slice(pass.sections.slots(group)),
-            turns: self.turns.view(),
-            norms: layer.head_norms.as_ref().map(|[q, k]| [q.view(), k.view()]),
-            epsilon: self.heads.norm_epsilon(self.epsilon),
-        })
     }
 
     /// Rows of one token each.
@@ -239,13 +173,15 @@ impl Decoder {
         queries: Queries,
     ) -> Result<(), CudaError> {
         let Queries { rows, tables, length_max } = queries;
+        let leaves_cache = self.weights.layers.first().is_some_and(|layer| reads_by_registers(pass, layer));
         let (q_width, q_stride) = (self.sizes.q_width, self.sizes.qkv_width());
         let Workspace { qkv, attended, parts, part_sums, words, .. } = &mut *pass.space;
         let chunk_tokens = self.chunk_tokens(pass.card, rows.len(), length_max, part_sums.len());
         let lengths = pass.sections.lengths.start;
-        let (tables, rows_of_table) = match tables {
-            Tables::Each(tables) => (tables, 1),
-            Tables::One(table) => (table, rows.len()),
+        // Tokens of a chunk see those before them, which were written just now.
+        let (tables, rows_of_table, last_is_new) = match tables {
+            Tables::Each(tables) => (tables, 1, true),
+            Tables::One(table) => (table, rows.len(), false),
         };
         pass.card.decode_attention(DecodeAttention {
             out: attended.view_mut().slice(rows.start * q_width..rows.end * q_width),
@@ -258,11 +194,13 @@ impl Decoder {
             kv: self.kv_pages(),
             tables: words.slice(tables),
             rows_of_table,
+            last_is_new,
             lengths: words.slice(lengths + rows.start..lengths + rows.end),
             length_max,
             chunk_tokens,
             window: place.window,
             scale: self.scale(),
+            leaves_cache,
         })
     }
 
@@ -301,30 +239,6 @@ impl Decoder {
             self.attend_one_by_one(pass, place, &queries)?;
         }
         Ok(())
-    }
-
-    /// The feed-forward part, and what comes after it: the norm of the next layer, or the last one.
-    fn mlp(&self, pass: &mut Pass<'_>, layer: &LayerWeights, after: &Buffer<Bf16>) -> Result<(), CudaError> {
-        let (n, Sizes { hidden, intermediate, .. }) = (pass.dims.n_tokens, self.sizes);
-        let Workspace { normed, gate_up, gated, given, .. } = &mut *pass.space;
-        linear(
-            (pass.card, pass.products),
-            &mut gate_up.view_mut().slice(0..n * 2 * intermediate),
-            &layer.gate_up,
-            normed.slice(0..n * hidden),
-        )?;
-        pass.card.silu_mul(
-            gated.view_mut().slice(0..n * intermediate),
-            gate_up.slice(0..n * 2 * intermediate),
-            intermediate,
-        )?;
-        linear(
-            (pass.card, pass.products),
-            &mut given.view_mut().slice(0..n * hidden),
-            &layer.down,
-            gated.slice(0..n * intermediate),
-        )?;
-        self.add_given(pass, after)
     }
 
     /// The rows that are wanted to logits, and the likeliest token of each.
@@ -366,11 +280,11 @@ impl Decoder {
         wanted.max(length_max.div_ceil(BLOCK_TOKENS).div_ceil(n_chunks_max) * BLOCK_TOKENS)
     }
 
-    fn n_q_heads(&self) -> usize {
+    pub(super) fn n_q_heads(&self) -> usize {
         self.sizes.q_width / self.heads.padded
     }
 
-    fn kv_pages(&self) -> KvPages {
+    pub(super) fn kv_pages(&self) -> KvPages {
         let head_dim = self.heads.padded;
         let n_kv_heads = self.sizes.kv_width / head_dim;
         KvPages { n_kv_heads, head_dim, n_blocks: self.n_blocks, number: self.kv_number }
@@ -378,19 +292,6 @@ impl Decoder {
 
     fn scale(&self) -> f32 {
         (self.heads.real as f32).sqrt().recip()
-    }
-}
-
-fn linear(
-    (card, products): (&Card, &mut Products),
-    y: &mut ViewMut<'_, Bf16>,
-    linear: &Linear,
-    x: View<'_, Bf16>,
-) -> Result<(), CudaError> {
-    products.multiply(card, Answer::Narrow(y.reborrow()), linear.weight.view(), x, linear.columns)?;
-    match &linear.bias {
-        Some(bias) => card.add_bias(y.reborrow(), bias.view()),
-        None => Ok(()),
     }
 }
 

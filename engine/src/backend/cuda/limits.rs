@@ -1,10 +1,11 @@
 //! What the card can do at most, and where the time of a step goes: for measurements, never while serving.
 
-use kernels::cuda::{Answer, CudaError, View, Weights};
+use kernels::cuda::{Answer, CudaError, OwnForm, View, Weights};
 use serde::Serialize;
 
 use super::CudaBackend;
 use super::decoder::{Decoder, Pass};
+use super::layer::{Normed, form, heads_form};
 use super::plan::Dims;
 use super::rank::{Order, PREPARE_WITHIN, Tools};
 use super::weights::{LayerWeights, Linear, all_of};
@@ -78,14 +79,12 @@ pub(super) fn profile_decode(
 ) -> Result<DecodeProfile, CudaError> {
     let dims = Dims::of_decodes(tools.memory.layout().groups.len(), rows, length);
     tools.lay(&dims.measured_words(length, tools.memory.n_blocks()))?;
-    let parts: [Part; 8] = [
-        ("qkv products", |decoder, pass| decoder.products_of(pass, |layer| &layer.qkv)),
-        ("rope, KV written", Decoder::all_ropes),
+    let parts: [Part; 6] = [
+        ("products of q, k and v, rope, KV written", Decoder::all_projected),
         ("attention", Decoder::all_attention),
-        ("o products", |decoder, pass| decoder.products_of(pass, |layer| &layer.o)),
-        ("gate and up products", |decoder, pass| decoder.products_of(pass, |layer| &layer.gate_up)),
-        ("down products", |decoder, pass| decoder.products_of(pass, |layer| &layer.down)),
-        ("norms and gates", Decoder::all_small),
+        ("product of o, residual, norm", Decoder::all_attended_given),
+        ("products of gate and up, gate", Decoder::all_gated),
+        ("product of down, residual, norm", Decoder::all_gated_given),
         ("output layer and argmax", |decoder, pass| decoder.draw(pass)),
     ];
     let mut times = Vec::with_capacity(parts.len());
@@ -199,21 +198,38 @@ impl Decoder {
         self.places.iter().try_for_each(|place| self.attend_decodes(pass, *place))
     }
 
-    fn all_ropes(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
-        let layers = self.weights.layers.iter().zip(&self.places);
-        layers.into_iter().try_for_each(|(layer, place)| self.write_kv(pass, layer, *place))
+    fn all_projected(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let mut layers = self.weights.layers.iter().zip(&self.places);
+        layers.try_for_each(|(layer, place)| {
+            let normed = self.normed_for(pass, &layer.down, heads_form(pass, layer));
+            self.project(pass, layer, *place, normed)
+        })
     }
 
-    fn all_small(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
-        let (n, intermediate) = (pass.dims.n_tokens, self.sizes.intermediate);
-        for layer in &self.weights.layers {
-            for norm in [&layer.attention_norm, &layer.mlp_norm] {
-                self.add_given(pass, norm)?;
+    fn all_attended_given(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        self.weights.layers.iter().try_for_each(|layer| self.give_attended(pass, layer).map(drop))
+    }
+
+    fn all_gated(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        self.weights.layers.iter().try_for_each(|layer| {
+            let normed = self.normed_for(pass, &layer.o, form(pass, &layer.gate_up));
+            self.gate(pass, layer, normed)
+        })
+    }
+
+    fn all_gated_given(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let layers = &self.weights.layers;
+        let mut nth = 0..layers.len();
+        nth.try_for_each(|nth| self.give_gated(pass, &layers[nth], layers.get(nth + 1)).map(drop))
+    }
+
+    /// What a product that is done so finds when it comes after another.
+    fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<OwnForm>) -> Normed {
+        match (form(pass, before), product) {
+            (Some(form), Some(_)) if pass.peers.is_none() => {
+                Normed::Owed { n_parts: form.parts(self.sizes.hidden) }
             }
-            let Workspace { gated, gate_up, .. } = &mut *pass.space;
-            let gated = gated.view_mut().slice(0..n * intermediate);
-            pass.card.silu_mul(gated, gate_up.slice(0..n * 2 * intermediate), intermediate)?;
+            _ => Normed::Whole,
         }
-        Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! A GPU as a backend, or several: weights and KV on cards, whole steps launched ahead of the cards' work.
 //!
 //! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `share`, `weights`,
-//! `fp8`, `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`rank`, `decoder`),
+//! `fp8`, `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`rank`, `decoder`, `layer`),
 //! which steps are recorded (`ladder`, `recorded`), how tokens are drawn (`draws`), how several cards go on together
 //! (`lockstep`), what becomes of a step (`flight`, `watch`), and how all of it sleeps (`asleep`).
 //!
@@ -18,6 +18,7 @@ mod flight;
 mod fp8;
 mod heads;
 mod ladder;
+mod layer;
 mod limits;
 mod lockstep;
 mod opening;

@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 
 use kernels::cuda::matmul::{Choice, Choices, RUNGS};
-use kernels::cuda::{Answer, Bf16, Card, CudaError, ProductShape, Products, View, Weights};
-use tracing::{info, warn};
+use kernels::cuda::{Answer, Bf16, Card, CudaError, OwnForm, ProductShape, Products, View, Weights};
+use tracing::{debug, info, warn};
 
 use super::CudaSettings;
 use super::decoder::Decoder;
@@ -25,6 +25,8 @@ const ROWS_IN_COMPANY_MAX: usize = 128;
 const TOKENS_IN_COMPANY: usize = 1024;
 /// What is best beside others may be another once those are done in other ways: all are tried again, so often at most.
 const ROUNDS_MAX: usize = 2;
+/// A search begins where steps take no longer than this, of the least.
+const START_MAX: f64 = 1.05;
 /// A way that is better by less is as good: times differ by that much from one run to the next.
 const GAIN_MIN: f64 = 0.002;
 
@@ -63,8 +65,12 @@ pub(super) fn tune(
     settings: &CudaSettings,
 ) -> Result<(), CudaError> {
     let Tools { card, decoder, products, space, .. } = tools;
-    let about =
-        format!("{} {}, cuBLASLt {}, in company", card.name(), card.arch(), products.library_version());
+    let about = format!(
+        "{} {}, cuBLASLt {}, in company and with what comes after",
+        card.name(),
+        card.arch(),
+        products.library_version()
+    );
     let file = settings.choices_file(&about);
     if let Some(file) = &file {
         products.adopt(Choices::read(file, &about));
@@ -167,7 +173,11 @@ fn measure(
     space: &mut Workspace,
 ) -> Result<Vec<Choice>, CudaError> {
     let (y, x) = rooms(shape, space);
-    products.tune(card, shape, y, &kind.matrices, x)
+    let timed = products.tune(card, shape, y, &kind.matrices, x)?;
+    for (choice, ms) in &timed {
+        debug!(?shape, ?choice, ms, "a product by itself");
+    }
+    Ok(timed.into_iter().map(|(choice, _)| choice).collect())
 }
 
 /// What a product of this shape reads, and where its answer goes.
@@ -187,7 +197,7 @@ fn rooms(shape: ProductShape, space: &mut Workspace) -> (Answer<'_>, View<'_, Bf
     (y, x)
 }
 
-/// Tries the next best ways of each product in a whole decode step, and keeps those with which it takes less time.
+/// Tries the best ways of each product in whole decode steps, and keeps those with which they take the least time.
 fn try_in_company(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -195,7 +205,61 @@ fn try_in_company(
     dims: Dims,
     best: &BTreeMap<ProductShape, Vec<Choice>>,
 ) -> Result<(), CudaError> {
-    let mut shortest = time_together(tools, helpers, dims)?;
+    let starts = starts(tools, helpers, shapes, dims, best)?;
+    let least = starts.iter().map(|(time, _)| *time).fold(f64::INFINITY, f64::min);
+    let mut found: Option<(f64, Choices)> = None;
+    for (time, choices) in starts.into_iter().filter(|(time, _)| *time <= least * START_MAX) {
+        tools.products.adopt(choices);
+        let time = search(tools, helpers, shapes, dims, (best, time))?;
+        if found.as_ref().is_none_or(|(shortest, _)| time < *shortest) {
+            found = Some((time, tools.products.choices().clone()));
+        }
+    }
+    if let Some((_, choices)) = found {
+        tools.products.adopt(choices);
+    }
+    Ok(())
+}
+
+/// Where to begin, and how long a step takes there. Our own kernels do what comes after a product too, a norm only where
+/// the product behind it is their own as well; and kernels that read by registers stand in the way of those that read by
+/// the copy engine. So no way of one product shows what ways of all of them together are worth: beside what is best by
+/// itself there are our own for all of a layer's products, and of them those that read by registers.
+fn starts(
+    tools: &mut Tools,
+    helpers: &mut Helpers<Rank>,
+    shapes: &[ProductShape],
+    dims: Dims,
+    best: &BTreeMap<ProductShape, Vec<Choice>>,
+) -> Result<Vec<(f64, Choices)>, CudaError> {
+    let mut starts = vec![(time_together(tools, helpers, dims)?, tools.products.choices().clone())];
+    let is_own: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(_));
+    let is_skinny: fn(&Choice) -> bool = |choice| matches!(choice, Choice::Own(OwnForm::Skinny(_)));
+    for is_wanted in [is_own, is_skinny] {
+        for shape in shapes.iter().filter(|shape| !shape.is_wide) {
+            let ways = best.get(shape).map(Vec::as_slice).unwrap_or_default();
+            if let Some(own) = ways.iter().find(|choice| is_wanted(choice)) {
+                tools.products.prefer(*shape, *own);
+            }
+        }
+        let choices = tools.products.choices().clone();
+        if starts.iter().all(|(_, known)| *known != choices) {
+            let time = time_together(tools, helpers, dims)?;
+            debug!(rows = dims.n_tokens, ms = time, "a step by our own kernels");
+            starts.push((time, choices));
+        }
+    }
+    Ok(starts)
+}
+
+/// From where the products are done as they are, with which a step takes so long. Answers how long it takes in the end.
+fn search(
+    tools: &mut Tools,
+    helpers: &mut Helpers<Rank>,
+    shapes: &[ProductShape],
+    dims: Dims,
+    (best, mut shortest): (&BTreeMap<ProductShape, Vec<Choice>>, f64),
+) -> Result<f64, CudaError> {
     for _ in 0..ROUNDS_MAX {
         let mut is_changed = false;
         for shape in shapes {
@@ -205,6 +269,7 @@ fn try_in_company(
             for choice in ways.iter().filter(|choice| Some(**choice) != before) {
                 tools.products.prefer(*shape, *choice);
                 let time = time_together(tools, helpers, dims)?;
+                debug!(?shape, ?choice, ms = time, shortest, "a step with another way");
                 if time < shortest * (1.0 - GAIN_MIN) {
                     (shortest, kept, is_changed) = (time, Some(*choice), true);
                 }
@@ -217,7 +282,7 @@ fn try_in_company(
             break;
         }
     }
-    Ok(())
+    Ok(shortest)
 }
 
 /// As [`time_step`], on all ranks at once.

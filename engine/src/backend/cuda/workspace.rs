@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, OwnForm, SKINNY_FORMS, SKINNY_ROWS_MAX};
 use kernels::cuda::{
     Bf16, Buffer, Card, CudaError, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, Shown, Together,
 };
@@ -50,6 +51,8 @@ pub(super) struct Workspace {
     pub(super) residual: Buffer<Bf16>,
     /// (tokens, hidden)
     pub(super) normed: Buffer<Bf16>,
+    /// (tokens of a product of few rows, parts of hidden): sums of squares, where a norm is only begun.
+    pub(super) squares: Buffer<f32>,
     /// (tokens, heads of q, k and v)
     pub(super) qkv: Buffer<Bf16>,
     /// (tokens, heads of q)
@@ -106,13 +109,20 @@ impl WorkspaceShape {
         let of_token = 3 * hidden + self.sizes.qkv_width() + q_width + 3 * intermediate;
         let of_row = 2 * hidden + 4 * vocab + 8;
         let parts = 4 * self.part_numbers + 8 * self.n_parts;
+        let squares = 4 * n_squares(hidden);
         let indices = 8 * self.n_keys + 4 * (self.n_words + self.limits.tokens);
         let of_draw = DrawRow::WORDS + Outcome::WORDS + EDITS_OF_ROW * EDIT_WORDS;
         let draws = 4 * self.limits.rows * of_draw;
         let of_ranks = self
             .together()
             .map_or(0, |together| together.inbox_bytes(self.sizes.share.n_ranks) + 4 * self.n_own_logits());
-        2 * of_token * self.limits.tokens + of_row * self.limits.rows + parts + indices + draws + of_ranks
+        2 * of_token * self.limits.tokens
+            + of_row * self.limits.rows
+            + parts
+            + squares
+            + indices
+            + draws
+            + of_ranks
     }
 
     /// What ranks agree on, if there are several.
@@ -133,6 +143,7 @@ impl WorkspaceShape {
         Ok(Workspace {
             residual: card.buffer(tokens * hidden)?,
             normed: card.buffer(tokens * hidden)?,
+            squares: card.buffer(n_squares(hidden))?,
             qkv: card.buffer(tokens * self.sizes.qkv_width())?,
             attended: card.buffer(tokens * q_width)?,
             given: card.buffer(tokens * hidden)?,
@@ -160,6 +171,12 @@ impl Workspace {
     pub(super) fn shown(&self) -> Shown<'_> {
         Shown { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }
     }
+}
+
+/// Sums of squares of the parts of rows: of many rows few parts, or of few rows many.
+fn n_squares(hidden: usize) -> usize {
+    let few = OwnForm::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
+    few.max(OwnForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
 }
 
 /// Room for the parts of as many tokens as there may be, at the longest of sequences, yet no more than what keeps a card

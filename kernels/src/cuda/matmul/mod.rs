@@ -17,7 +17,8 @@ use std::ops::Range;
 
 use super::error::ensure;
 use super::ops::{
-    FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm, Fp8Rows, SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm,
+    Ending, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm, Fp8Rows, OwnForm, OwnProduct, SKINNY_FORMS,
+    SKINNY_ROWS_MAX, Weights,
 };
 use super::{Bf16, Buffer, Card, CudaError, View, ViewMut};
 use cublaslt::{Algorithm, Lt, Plan};
@@ -35,20 +36,11 @@ pub struct ProductShape {
     pub is_fp8: bool,
 }
 
-/// A matrix whose rows others are multiplied with.
-#[derive(Clone, Copy, Debug)]
-pub enum Weights<'a> {
-    Bf16(View<'a, Bf16>),
-    Fp8(Fp8Rows<'a>),
-}
-
 /// How a product is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// By [`Card::skinny`]: up to 8 rows.
-    Skinny(SkinnyForm),
-    /// By [`Card::few_rows`]: up to 128 rows, on Hopper. In FP8 by [`Card::few_rows_fp8`], so many rows at a time.
-    Few(FewRowsForm),
+    /// By [`Card::multiply_own`]: up to 8 rows, or, on Hopper, up to 128; with a matrix in FP8, so many rows at a time.
+    Own(OwnForm),
     /// In FP8 the matrix is widened first.
     Lt(Algorithm),
 }
@@ -76,37 +68,18 @@ pub struct Products {
 /// A choice, made ready for one exact shape.
 #[derive(Debug)]
 enum Way {
-    Skinny(SkinnyForm),
-    Few(FewRowsForm),
+    Own(OwnForm),
     Lt(Plan),
 }
 
-/// Ways that [`Products::tune`] answers.
-const BEST_MAX: usize = 5;
+/// Ways of each kind that [`Products::tune`] answers.
+const BEST_OF_KIND: usize = 2;
 
 /// Shapes that a model never tires of asking for would fill memory; beyond this many, all are made again.
 const WAYS_MAX: usize = 4096;
 
 /// Up to so many rows it may be faster to read a matrix in FP8 again for each 128 of them than to widen it.
 const PASSES_ROWS_MAX: usize = 512;
-
-impl<'a> Weights<'a> {
-    /// Its rows, of `k` numbers.
-    pub fn n_rows(self, k: usize) -> usize {
-        match self {
-            Self::Bf16(numbers) => numbers.len() / k.max(1),
-            Self::Fp8(rows) => rows.scales.len(),
-        }
-    }
-
-    /// Its memory, as numbers of 16 bits.
-    pub fn halves(self) -> View<'a, Bf16> {
-        match self {
-            Self::Bf16(numbers) => numbers,
-            Self::Fp8(rows) => rows.numbers.halves(),
-        }
-    }
-}
 
 impl Answer<'_> {
     fn len(&self) -> usize {
@@ -138,6 +111,15 @@ impl Answer<'_> {
         match self {
             Self::Narrow(view) => view.address,
             Self::Wide(view) => view.address,
+        }
+    }
+}
+
+impl<'a> From<Answer<'a>> for Ending<'a> {
+    fn from(answer: Answer<'a>) -> Self {
+        match answer {
+            Answer::Narrow(y) => Self::Sums(y),
+            Answer::Wide(y) => Self::Wide(y),
         }
     }
 }
@@ -216,10 +198,11 @@ impl Products {
         let ProductShape { n, k, n_rows, .. } = shape;
         let Self { lt, widened, .. } = self;
         let (way, rows_max) = if card.has_few_rows() {
-            (Way::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
+            (OwnForm::Few(FewRowsForm::of(n, k)), FEW_ROWS_MAX)
         } else {
-            (Way::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
+            (OwnForm::Skinny(SKINNY_FORMS[0]), SKINNY_ROWS_MAX)
         };
+        let way = Way::Own(way);
         let w = readied(card, &way, w, widened.as_mut(), k)?;
         for first in (0..n_rows).step_by(rows_max) {
             let end = (first + rows_max).min(n_rows);
@@ -229,23 +212,36 @@ impl Products {
         Ok(())
     }
 
+    /// How our own kernels do products of this shape, if they do them: they can do what comes after them too. Never where
+    /// a row's answer is to be the same in any company: more rows than they take have other kernels there.
+    pub fn own_form(&self, card: &Card, shape: ProductShape) -> Option<OwnForm> {
+        if self.are_alike {
+            return None;
+        }
+        match self.choices.get(shape) {
+            Some(Choice::Own(form)) => Some(form).filter(|_| shape.n_rows <= own_rows_max(form)),
+            Some(Choice::Lt(_)) => None,
+            None => guess(card, shape),
+        }
+    }
+
     /// What was measured for shapes like this one; else a guess.
     fn way(&self, card: &Card, shape: ProductShape) -> Result<Way, CudaError> {
-        let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
         match self.choices.get(shape) {
-            Some(Choice::Skinny(form)) if n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(form)),
-            Some(Choice::Few(form)) if is_fp8 || n_rows <= FEW_ROWS_MAX => Ok(Way::Few(form)),
-            Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
-            _ if is_fp8 && card.has_few_rows() && n_rows <= FEW_ROWS_MAX => {
-                Ok(Way::Few(FewRowsForm::of(n, k)))
+            Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
+                Ok(Way::Own(form))
             }
-            _ if n_rows <= SKINNY_ROWS_MAX => Ok(Way::Skinny(SKINNY_FORMS[0])),
-            _ => Ok(Way::Lt(self.lt.plan(shape)?)),
+            Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
+            _ => match guess(card, shape) {
+                Some(form) => Ok(Way::Own(form)),
+                None => Ok(Way::Lt(self.lt.plan(shape)?)),
+            },
         }
     }
 
     /// Measures every way that there is for this shape, over matrices that no cache holds together, and keeps the best.
-    /// Answers the few best, the best one first: which is best in company is for [`Self::prefer`] to find out.
+    /// Answers the few best and how long they took, the best one first: which is best in company is for [`Self::prefer`] to
+    /// find out.
     pub fn tune(
         &mut self,
         card: &Card,
@@ -253,12 +249,11 @@ impl Products {
         mut y: Answer<'_>,
         matrices: &[Weights<'_>],
         x: View<'_, Bf16>,
-    ) -> Result<Vec<Choice>, CudaError> {
+    ) -> Result<Vec<(Choice, f32)>, CudaError> {
         let mut timed: Vec<(f32, Choice)> = Vec::new();
         for choice in self.candidates(card, shape)? {
             let way = match choice {
-                Choice::Skinny(form) => Way::Skinny(form),
-                Choice::Few(form) => Way::Few(form),
+                Choice::Own(form) => Way::Own(form),
                 Choice::Lt(algorithm) => Way::Lt(self.lt.plan_with(shape, algorithm)?),
             };
             let Self { lt, widened, .. } = self;
@@ -269,11 +264,21 @@ impl Products {
             timed.push((time, choice));
         }
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        timed.truncate(BEST_MAX);
+        // In company our own kernels do what comes after the product too: some of each are for trying.
+        let mut kept = [0; 3];
+        timed.retain(|(_, choice)| {
+            let kept = match choice {
+                Choice::Own(OwnForm::Skinny(_)) => &mut kept[0],
+                Choice::Own(OwnForm::Few(_)) => &mut kept[1],
+                Choice::Lt(_) => &mut kept[2],
+            };
+            *kept += 1;
+            *kept <= BEST_OF_KIND
+        });
         if let Some((_, choice)) = timed.first() {
             self.prefer(shape, *choice);
         }
-        Ok(timed.into_iter().map(|(_, choice)| choice).collect())
+        Ok(timed.into_iter().map(|(time, choice)| (choice, time)).collect())
     }
 
     /// Does products of this shape in this way from now on.
@@ -285,11 +290,11 @@ impl Products {
     fn candidates(&self, card: &Card, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
         let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
-        let forms = SKINNY_FORMS.iter().filter(|_| is_skinny).copied();
+        let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
         let few_max = if shape.is_fp8 { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
         let is_few = card.has_few_rows() && shape.n_rows <= few_max;
         let few = FEW_ROWS_SHARES.iter().filter(|_| is_few).map(|shares| FewRowsForm { shares: *shares });
-        Ok(forms.map(Choice::Skinny).chain(few.map(Choice::Few)).chain(algorithms).collect())
+        Ok(skinny.chain(few.map(OwnForm::Few)).map(Choice::Own).chain(algorithms).collect())
     }
 }
 
@@ -305,25 +310,42 @@ impl Lt {
     ) -> Result<(), CudaError> {
         let w = match (w, way) {
             (Weights::Bf16(w), _) => w,
-            (Weights::Fp8(rows), Way::Few(form)) => return in_passes(card, *form, y, rows, x, k),
-            (Weights::Fp8(_), Way::Skinny(_) | Way::Lt(_)) => {
+            (Weights::Fp8(rows), Way::Own(form @ OwnForm::Few(_))) => {
+                return in_passes(card, *form, y, rows, x, k);
+            }
+            (Weights::Fp8(_), Way::Own(OwnForm::Skinny(_)) | Way::Lt(_)) => {
                 return ensure("product", false, "a matrix in FP8 that was not widened");
             }
         };
         match (way, y) {
-            (Way::Skinny(form), Answer::Narrow(y)) => card.skinny(*form, y, w, x, k),
-            (Way::Skinny(form), Answer::Wide(y)) => card.skinny_wide(*form, y, w, x, k),
-            (Way::Few(form), Answer::Narrow(y)) => card.few_rows(*form, y, w, x, k),
-            (Way::Few(form), Answer::Wide(y)) => card.few_rows_wide(*form, y, w, x, k),
+            (Way::Own(form), y) => {
+                card.multiply_own(*form, OwnProduct::plain(Weights::Bf16(w), x, k), y.into())
+            }
             (Way::Lt(plan), y) => self.run(card, plan, y, w, x),
         }
+    }
+}
+
+/// What does well for most matrices, where nothing was measured.
+fn guess(card: &Card, shape: ProductShape) -> Option<OwnForm> {
+    let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
+    if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
+        return Some(OwnForm::Few(FewRowsForm::of(n, k)));
+    }
+    (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(OwnForm::Skinny(SKINNY_FORMS[0]))
+}
+
+fn own_rows_max(form: OwnForm) -> usize {
+    match form {
+        OwnForm::Skinny(_) => SKINNY_ROWS_MAX,
+        OwnForm::Few(_) => FEW_ROWS_MAX,
     }
 }
 
 /// As many rows at a time as the kernel takes.
 fn in_passes(
     card: &Card,
-    form: FewRowsForm,
+    form: OwnForm,
     y: Answer<'_>,
     w: Fp8Rows<'_>,
     x: View<'_, Bf16>,
@@ -335,7 +357,8 @@ fn in_passes(
     let (n, n_rows) = (w.scales.len(), x.len() / k);
     for first in (0..n_rows).step_by(FEW_ROWS_MAX) {
         let end = (first + FEW_ROWS_MAX).min(n_rows);
-        card.few_rows_fp8(form, y.reborrow().slice(first * n..end * n), w, x.slice(first * k..end * k), k)?;
+        let some = OwnProduct::plain(Weights::Fp8(w), x.slice(first * k..end * k), k);
+        card.multiply_own(form, some, Ending::Sums(y.reborrow().slice(first * n..end * n)))?;
     }
     Ok(())
 }
@@ -349,7 +372,9 @@ fn readied<'a>(
     k: usize,
 ) -> Result<Weights<'a>, CudaError> {
     match (w, way) {
-        (Weights::Fp8(rows), Way::Skinny(_) | Way::Lt(_)) => widen(card, room, rows, k).map(Weights::Bf16),
+        (Weights::Fp8(rows), Way::Own(OwnForm::Skinny(_)) | Way::Lt(_)) => {
+            widen(card, room, rows, k).map(Weights::Bf16)
+        }
         _ => Ok(w),
     }
 }

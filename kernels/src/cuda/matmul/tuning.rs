@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::path::Path;
 
-use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, SKINNY_FORMS};
+use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, OwnForm, SKINNY_FORMS};
 use super::super::{Card, CudaError};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
@@ -118,8 +118,8 @@ fn line(shape: ProductShape, choice: Choice) -> String {
     };
     let mut line = format!("{n} {k} {n_rows} {kind}");
     let written = match choice {
-        Choice::Skinny(form) => write!(line, " skinny {}", form.name),
-        Choice::Few(form) => write!(line, " few {}", form.shares),
+        Choice::Own(OwnForm::Skinny(form)) => write!(line, " skinny {}", form.name),
+        Choice::Own(OwnForm::Few(form)) => write!(line, " few {}", form.shares),
         Choice::Lt(algorithm) => {
             line.push_str(" lt");
             algorithm.words().iter().try_for_each(|word| write!(line, " {word:x}"))
@@ -142,10 +142,13 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
     let (n, k, n_rows) = (n.parse().ok()?, k.parse().ok()?, n_rows.parse().ok()?);
     let shape = ProductShape { n, k, n_rows, is_wide, is_fp8 };
     let choice = match (*kind, rest) {
-        ("skinny", [name]) => Choice::Skinny(SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?),
+        ("skinny", [name]) => {
+            let form = SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?;
+            Choice::Own(OwnForm::Skinny(form))
+        }
         ("few", [shares]) => {
             let shares = shares.parse().ok().filter(|shares| FEW_ROWS_SHARES.contains(shares))?;
-            Choice::Few(FewRowsForm { shares })
+            Choice::Own(OwnForm::Few(FewRowsForm { shares }))
         }
         ("lt", words) => {
             let words: Option<Vec<u64>> =
@@ -177,17 +180,20 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("below/choices.txt");
         let mut choices = Choices::default();
-        choices.keep(shape(8), Choice::Skinny(SKINNY_FORMS[1]));
+        choices.keep(shape(8), Choice::Own(OwnForm::Skinny(SKINNY_FORMS[1])));
         let lt = Choice::Lt(Algorithm::of([1, 2, 0xffff_ffff_ffff_ffff, 0, 5, 6, 7, 8]));
         choices.keep(shape(64), lt);
-        choices.keep(shape(32), Choice::Few(FewRowsForm { shares: 4 }));
+        choices.keep(shape(32), Choice::Own(OwnForm::Few(FewRowsForm { shares: 4 })));
         choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
-        choices.keep(ProductShape { is_fp8: true, ..shape(64) }, Choice::Few(FewRowsForm { shares: 2 }));
+        choices.keep(
+            ProductShape { is_fp8: true, ..shape(64) },
+            Choice::Own(OwnForm::Few(FewRowsForm { shares: 2 })),
+        );
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");
         assert_eq!(read, choices);
         assert_eq!(read.get(shape(50)), Some(lt), "rows below the rung");
-        assert_eq!(read.get(shape(5)), Some(Choice::Skinny(SKINNY_FORMS[1])));
+        assert_eq!(read.get(shape(5)), Some(Choice::Own(OwnForm::Skinny(SKINNY_FORMS[1]))));
         assert_eq!(read.get(shape(65)), None);
         assert!(Choices::read(&file, "another card").is_empty());
         assert!(Choices::read(&folder.path().join("none"), "a card, 13.1").is_empty());

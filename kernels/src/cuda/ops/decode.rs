@@ -47,6 +47,9 @@ pub struct DecodeAttention<'a> {
     pub tables: View<'a, u32>,
     /// Rows that follow one another and are queries of one sequence, by whose table they go; 1, where each is of its own.
     pub rows_of_table: usize,
+    /// Of all pages that are seen, only the last of each sequence may have been written since what the card had to do was last
+    /// waited for as a whole: the others may be read while the kernel before still runs.
+    pub last_is_new: bool,
     /// Tokens of each sequence, the new one included. Longer than its table is a bug that reads other rows.
     pub lengths: View<'a, u32>,
     /// The greatest of the lengths; what lies beyond is not looked at.
@@ -56,6 +59,9 @@ pub struct DecodeAttention<'a> {
     /// The last tokens that a query sees.
     pub window: usize,
     pub scale: f32,
+    /// Reads by registers also where there is a copy engine: the multiprocessors' memory stays cache for kernels beside this
+    /// one that read so ([`SkinnyForm`](super::SkinnyForm)).
+    pub leaves_cache: bool,
 }
 
 /// The fields of DecodeShape in decode_attention.cu, in their order: it is copied as bytes.
@@ -71,6 +77,7 @@ struct Shape {
     window: u32,
     scale: f32,
     rows_of_table: u32,
+    last_is_new: u32,
 }
 
 impl DecodeAttention<'_> {
@@ -173,6 +180,7 @@ impl Card {
             window: u32::try_from(attention.window).unwrap_or(u32::MAX),
             scale: attention.scale,
             rows_of_table: number(kernel, attention.rows_of_table)?,
+            last_is_new: u32::from(attention.last_is_new),
         };
         let n_chunks = attention.n_chunks();
         let tiles = kv.n_kv_heads * (attention.n_q_heads / kv.n_kv_heads).div_ceil(HEADS_AT_ONCE);
@@ -196,7 +204,7 @@ impl Card {
         )
     }
 
-    /// By the copy engine where the card has one, and KV is in bf16.
+    /// By the copy engine where the card has one and may use it, and KV is in bf16.
     fn launch_decode(
         &self,
         kernel: &'static str,
@@ -206,7 +214,9 @@ impl Card {
     ) -> Result<(), CudaError> {
         let DecodeAttention { out, parts, part_sums, q, pages, tables, lengths, kv, .. } = attention;
         let of_heads = |hopper: &&Hopper| {
-            kv.number == KvNumber::Bf16 && hopper.head_dim == kv.head_dim && self.has(hopper.one)
+            let is_able =
+                kv.number == KvNumber::Bf16 && hopper.head_dim == kv.head_dim && self.has(hopper.one);
+            is_able && !attention.leaves_cache
         };
         let Some(hopper) = HOPPER.iter().find(of_heads) else {
             let config = Grid { blocks, threads: THREADS, shared_bytes: 0 };

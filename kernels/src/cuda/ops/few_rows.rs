@@ -1,6 +1,7 @@
 //! Products of up to 128 rows with a large matrix on Hopper, whose time is mostly that of reading the matrix.
 
-use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
+use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
+use super::{Bf16, Card, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch};
 use crate::cuda::card::Grid;
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 
@@ -30,116 +31,98 @@ impl FewRowsForm {
 
 /// Blocks of threads that keep a card of Hopper's kind busy: nine in ten of an H200's multiprocessors.
 const BLOCKS_ENOUGH: usize = 118;
-/// Rows of the matrix for a block of threads, and its threads, as in `few_rows.cu`.
-const W_ROWS: usize = 128;
+/// Rows of the matrix for a cluster, and the threads of each of its blocks, as in `few_rows.cuh`. The copy engine brings
+/// the rows in halves, which may lie apart.
+pub(super) const UNIT: usize = 64;
+const W_ROWS: usize = 2 * UNIT;
 const THREADS: u32 = 288;
-/// Numbers of a row that are brought at once.
+/// Numbers of a row that are brought at once: a tile, or two of 8 bits.
 const TILE_COLUMNS: usize = 64;
+const STEP_COLUMNS: usize = 2 * TILE_COLUMNS;
 
-/// A kernel, for so many rows at most.
+/// A kernel for so many rows at most.
 struct Size {
     rows_max: usize,
     stages: usize,
-    narrow: &'static str,
-    wide: &'static str,
+    names: KernelNames,
 }
 
 macro_rules! size {
-    ($rows:literal, $stages:literal) => {
-        Size {
-            rows_max: $rows,
-            stages: $stages,
-            narrow: concat!("few_rows_", $rows),
-            wide: concat!("few_rows_wide_", $rows),
-        }
+    ($family:literal, $rows:literal, $stages:literal) => {
+        Size { rows_max: $rows, stages: $stages, names: kernel_names!($family, $rows) }
     };
 }
 
 /// As in `few_rows.cu`.
-const SIZES: &[Size] = &[size!(8, 6), size!(16, 6), size!(32, 5), size!(64, 4), size!(128, 3)];
-
-/// The product's sizes: rows of the matrix, their width, rows of `x`.
-type Sizes = (usize, usize, usize);
-
-/// The fields of FewRowsShape in few_rows.cu, in their order: it is copied as bytes.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Shape {
-    n: u32,
-    k: u32,
-    n_rows: u32,
-}
+const SIZES: &[Size] = &[
+    size!("few_rows", 8, 6),
+    size!("few_rows", 16, 6),
+    size!("few_rows", 32, 5),
+    size!("few_rows", 64, 4),
+    size!("few_rows", 128, 3),
+];
+/// As in `few_rows_fp8.cu`, of which none answers in f32.
+const SIZES_FP8: &[Size] = &[
+    size!("few_rows_fp8", 8, 6),
+    size!("few_rows_fp8", 16, 5),
+    size!("few_rows_fp8", 32, 4),
+    size!("few_rows_fp8", 64, 3),
+    size!("few_rows_fp8", 128, 4),
+];
 
 impl Card {
     /// Whether this card can do [`Card::few_rows`].
     pub fn has_few_rows(&self) -> bool {
-        self.has(SIZES[0].narrow)
+        self.has(SIZES[0].names.sums)
     }
 
-    /// `y = x * transpose(w)`: `x` is up to 128 rows of `k`, `w` is rows of `k`, `y` has a number for each pair of rows.
-    pub fn few_rows(
+    /// [`Card::multiply_own`] of up to 128 rows.
+    pub(super) fn few_rows(
         &self,
         form: FewRowsForm,
-        y: ViewMut<'_, Bf16>,
-        w: View<'_, Bf16>,
-        x: View<'_, Bf16>,
-        k: usize,
+        product: OwnProduct<'_>,
+        ending: Ending<'_>,
     ) -> Result<(), CudaError> {
-        let kernel = SIZES[0].narrow;
-        self.check_places(kernel, &[&y, &w, &x], &[])?;
-        let sizes = check(kernel, form, (y.len(), w.len(), x.len()), k)?;
-        self.launch_few_rows(|size| size.narrow, form, y.address, (w, x), sizes)
-    }
-
-    /// The same, with an answer in f32: for logits, which are compared with one another.
-    pub fn few_rows_wide(
-        &self,
-        form: FewRowsForm,
-        y: ViewMut<'_, f32>,
-        w: View<'_, Bf16>,
-        x: View<'_, Bf16>,
-        k: usize,
-    ) -> Result<(), CudaError> {
-        let kernel = SIZES[0].wide;
-        self.check_places(kernel, &[&y, &w, &x], &[])?;
-        let sizes = check(kernel, form, (y.len(), w.len(), x.len()), k)?;
-        self.launch_few_rows(|size| size.wide, form, y.address, (w, x), sizes)
-    }
-
-    fn launch_few_rows(
-        &self,
-        kernel_of: fn(&Size) -> &'static str,
-        form: FewRowsForm,
-        y: u64,
-        (w, x): (View<'_, Bf16>, View<'_, Bf16>),
-        (n, k, n_rows): Sizes,
-    ) -> Result<(), CudaError> {
-        let size = SIZES.iter().find(|size| size.rows_max >= n_rows).expect("the rows were counted before");
-        let kernel = kernel_of(size);
-        ensure(kernel, self.has(kernel), "a card that is not of Hopper's kind")?;
+        let OwnProduct { w, x, k, .. } = product;
+        let of_kernel = match w {
+            Weights::Bf16(_) => SIZES,
+            Weights::Fp8(_) => SIZES_FP8,
+        };
+        let kernel = of_kernel[0].names.of(&ending);
+        ensure(kernel, FEW_ROWS_SHARES.contains(&form.shares), "shares that are not 1, 2, 4 or 8")?;
+        let checked = product.check(self, kernel, OwnForm::Few(form), &ending)?;
+        let Checked { sizes, owed, ending: words, n_parts } = checked;
+        let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
+        ensure(kernel, n_rows <= FEW_ROWS_MAX, "more than 128 rows")?;
+        ensure(kernel, n_parts <= GRID_SIDE_MAX, "too many rows of the matrix")?;
+        let size = of_kernel.iter().find(|size| size.rows_max >= n_rows);
+        let size = size.expect("the rows were just counted");
+        let kernel = size.names.of(&ending);
+        ensure(
+            kernel,
+            self.has(kernel),
+            "a card that is not of Hopper's kind, or FP8 with an answer in f32",
+        )?;
         if n == 0 || n_rows == 0 {
             return Ok(());
         }
-        let of_w = Matrix { address: w.address, n_rows: n, n_columns: k, stride: k };
-        let of_x = Matrix { address: x.address, n_rows, ..of_w };
-        let of_w = TensorMap::of(of_w, W_ROWS)?;
-        let of_x = TensorMap::of(of_x, size.rows_max)?;
-        let blocks = (form.shares, n.div_ceil(W_ROWS), 1);
-        let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(size) };
-        let shape = Shape { n: number(kernel, n)?, k: number(kernel, k)?, n_rows: number(kernel, n_rows)? };
-        launch!(self, kernel, config, form.shares, &y, &of_w, &of_x, &shape)
+        let of_x = Matrix { address: x.address, n_rows, n_columns: k, stride: k };
+        let (blocks, of_tiles) = ((form.shares, n_parts, 1), TensorMap::of(of_x, size.rows_max)?);
+        match w {
+            Weights::Bf16(w) => {
+                let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
+                let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(size) };
+                launch!(self, kernel, config, form.shares, &words, &owed, &of_w, &of_tiles, &sizes)
+            }
+            Weights::Fp8(w) => {
+                let boxes = (TILE_COLUMNS, UNIT);
+                let of_w = TensorMap::of_bytes(w.numbers.address, n, Fp8Rows::width(k), boxes)?;
+                let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes_fp8(size) };
+                let scales = w.scales.address;
+                launch!(self, kernel, config, form.shares, &words, &owed, &of_w, &of_tiles, &sizes, &scales)
+            }
+        }
     }
-}
-
-/// Rows of the matrix, their width, rows of `x`.
-fn check(kernel: &'static str, form: FewRowsForm, (y, w, x): Sizes, k: usize) -> Result<Sizes, CudaError> {
-    ensure(kernel, FEW_ROWS_SHARES.contains(&form.shares), "shares that are not 1, 2, 4 or 8")?;
-    ensure(kernel, k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
-    let (n, n_rows) = (rows_of(kernel, w, k)?, rows_of(kernel, x, k)?);
-    ensure(kernel, n_rows <= FEW_ROWS_MAX, "more than 128 rows")?;
-    ensure(kernel, y == n * n_rows, "an output that is not rows by rows")?;
-    ensure(kernel, n.div_ceil(W_ROWS) <= super::GRID_SIDE_MAX, "too many rows of the matrix")?;
-    Ok((n, k, n_rows))
 }
 
 /// A ring of tiles, and what it takes to begin on an edge of 1,024 bytes.
@@ -148,7 +131,13 @@ fn shared_bytes(size: &Size) -> u32 {
     (ring + 1024) as u32
 }
 
-/// Shared memory that a kernel of this file asks for.
+fn shared_bytes_fp8(size: &Size) -> u32 {
+    let ring = size.stages * STEP_COLUMNS * (W_ROWS + size.rows_max * size_of::<Bf16>());
+    (ring + 1024) as u32
+}
+
+/// Shared memory that a kernel of these files asks for.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    SIZES.iter().find(|size| size.narrow == kernel || size.wide == kernel).map(shared_bytes)
+    let of = |sizes: &'static [Size]| sizes.iter().find(|size| size.names.has(kernel));
+    of(SIZES).map(shared_bytes).or_else(|| of(SIZES_FP8).map(shared_bytes_fp8))
 }

@@ -1,17 +1,10 @@
-//! Products of rows with a matrix in FP8: of few rows directly, of many by widening it first.
+//! A matrix in FP8 on the card, and how it is widened for products of many rows.
 
-use super::few_rows::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
-use super::{Bf16, Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::{Grid, grid};
-use crate::cuda::tensor_map::{Matrix, TensorMap};
+use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
+use crate::cuda::card::grid;
 
 /// Numbers of a row that lie in an order of their own.
 const GROUP: usize = 64;
-/// Rows of the matrix for a block of threads, and its threads, as in `few_rows_fp8.cu`.
-const W_ROWS: usize = 128;
-const THREADS: u32 = 288;
-/// Numbers of a row that are brought at once: two groups.
-const STEP_COLUMNS: usize = 2 * GROUP;
 /// Blocks of threads for each multiprocessor, and their threads, of what widens.
 const BLOCKS_AT_ONCE: usize = 8;
 const WIDEN_THREADS: u32 = 256;
@@ -43,65 +36,7 @@ impl Fp8Rows<'_> {
     }
 }
 
-/// A kernel, for so many rows at most.
-struct Size {
-    rows_max: usize,
-    stages: usize,
-    name: &'static str,
-}
-
-macro_rules! size {
-    ($rows:literal, $stages:literal) => {
-        Size { rows_max: $rows, stages: $stages, name: concat!("few_rows_fp8_", $rows) }
-    };
-}
-
-/// As in `few_rows_fp8.cu`.
-const SIZES: &[Size] = &[size!(8, 6), size!(16, 5), size!(32, 4), size!(64, 3), size!(128, 4)];
-
-/// The fields of FewRowsShape in few_rows_fp8.cu, in their order: it is copied as bytes.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct Shape {
-    n: u32,
-    k: u32,
-    n_rows: u32,
-}
-
 impl Card {
-    /// `y = x * transpose(w)`, as [`Card::few_rows`] does it: on Hopper, for up to 128 rows. A row's answer depends on
-    /// `form.shares` and on nothing else.
-    pub fn few_rows_fp8(
-        &self,
-        form: FewRowsForm,
-        y: ViewMut<'_, Bf16>,
-        w: Fp8Rows<'_>,
-        x: View<'_, Bf16>,
-        k: usize,
-    ) -> Result<(), CudaError> {
-        let kernel = SIZES[0].name;
-        self.check_places(kernel, &[&y, &w.numbers, &x], &[&w.scales])?;
-        ensure(kernel, FEW_ROWS_SHARES.contains(&form.shares), "shares that are not 1, 2, 4 or 8")?;
-        let n = check_rows(kernel, w, k)?;
-        let n_rows = rows_of(kernel, x.len(), k)?;
-        ensure(kernel, n_rows <= FEW_ROWS_MAX, "more than 128 rows")?;
-        ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")?;
-        ensure(kernel, n.div_ceil(W_ROWS) <= GRID_SIDE_MAX, "too many rows of the matrix")?;
-        let size = SIZES.iter().find(|size| size.rows_max >= n_rows).expect("the rows were just counted");
-        let kernel = size.name;
-        ensure(kernel, self.has(kernel), "a card that is not of Hopper's kind")?;
-        if n == 0 || n_rows == 0 {
-            return Ok(());
-        }
-        let of_w = TensorMap::of_bytes(w.numbers.address, n, Fp8Rows::width(k), (GROUP, W_ROWS))?;
-        let of_x = Matrix { address: x.address, n_rows, n_columns: k, stride: k };
-        let of_x = TensorMap::of(of_x, size.rows_max)?;
-        let blocks = (form.shares, n.div_ceil(W_ROWS), 1);
-        let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(size) };
-        let shape = Shape { n: number(kernel, n)?, k: number(kernel, k)?, n_rows: number(kernel, n_rows)? };
-        launch!(self, kernel, config, form.shares, &y.address, &w.scales.address, &of_w, &of_x, &shape)
-    }
-
     /// Rows of `k` numbers of bf16: each the nearest to the number in FP8 times its scale.
     pub fn widen_fp8(&self, out: ViewMut<'_, Bf16>, w: Fp8Rows<'_>, k: usize) -> Result<(), CudaError> {
         let kernel = "widen_fp8";
@@ -121,22 +56,11 @@ impl Card {
 }
 
 /// How many there are.
-fn check_rows(kernel: &'static str, w: Fp8Rows<'_>, k: usize) -> Result<usize, CudaError> {
+pub(super) fn check_rows(kernel: &'static str, w: Fp8Rows<'_>, k: usize) -> Result<usize, CudaError> {
     ensure(kernel, k > 0 && k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
     let n = rows_of(kernel, w.numbers.len(), Fp8Rows::width(k))?;
     ensure(kernel, w.scales.len() == n, "not one scale for each row")?;
     Ok(n)
-}
-
-/// A ring of tiles, and what it takes to begin on an edge of 1,024 bytes.
-fn shared_bytes(size: &Size) -> u32 {
-    let ring = size.stages * STEP_COLUMNS * (W_ROWS + size.rows_max * size_of::<Bf16>());
-    (ring + 1024) as u32
-}
-
-/// Shared memory that a kernel of this file asks for.
-pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    SIZES.iter().find(|size| size.name == kernel).map(shared_bytes)
 }
 
 #[cfg(test)]

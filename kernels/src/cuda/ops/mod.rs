@@ -11,6 +11,7 @@ mod decode;
 mod prefill;
 mod probe;
 mod few_rows;
+mod endings;
 mod fp8;
 mod feed;
 mod sample;
@@ -20,6 +21,7 @@ mod ranks;
 
 pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
+pub use endings::{AddedRows, Ending, HeadsRows, OwedNorm, OwnForm, OwnProduct, Weights};
 pub use feed::{FeedTokens, NOWHERE};
 pub use few_rows::{FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
 pub use fp8::Fp8Rows;
@@ -129,8 +131,7 @@ fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, Cuda
 
 /// Shared memory that kernels ask for beyond what they declare.
 pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    let of_files =
-        [prefill::shared_bytes_of, decode::shared_bytes_of, few_rows::shared_bytes_of, fp8::shared_bytes_of];
+    let of_files = [prefill::shared_bytes_of, decode::shared_bytes_of, few_rows::shared_bytes_of];
     of_files.iter().find_map(|of_file| of_file(kernel))
 }
 

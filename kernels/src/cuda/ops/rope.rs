@@ -50,15 +50,12 @@ impl Card {
         };
         let RopeWriteKv { qkv, pages, kv, positions, slots, turns, .. } = &rope;
         let head_dim = kv.head_dim;
-        ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
-        self.check_places(kernel, &[qkv, pages, turns], &[positions, slots])?;
-        let n_heads = rope.n_q_heads + 2 * kv.n_kv_heads;
+        let n_heads = rope.n_heads();
         let n_rows = rows_of(kernel, qkv.len(), n_heads * head_dim)?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
-        let are_alike = positions.len() == n_rows && slots.len() == n_rows;
-        ensure(kernel, are_alike, "positions or slots that are not one for each row")?;
-        ensure(kernel, pages.len() == kv.halves(), "pages that are not of the length said")?;
-        let norms = self.norm_addresses(kernel, &rope)?;
+        rope.check(self, kernel, n_rows)?;
+        // No address where there is no norm, which the kernel knows.
+        let norms = rope.norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
         if n_rows == 0 {
             return Ok(());
         }
@@ -87,13 +84,29 @@ impl Card {
             &shape
         )
     }
+}
 
-    /// No address where there is no norm, which the kernel knows.
-    fn norm_addresses(&self, kernel: &'static str, rope: &RopeWriteKv<'_>) -> Result<[u64; 2], CudaError> {
-        let Some([q, k]) = &rope.norms else { return Ok([0, 0]) };
-        self.check_places(kernel, &[q, k], &[])?;
-        let are_wide = q.len() == rope.kv.head_dim && k.len() == rope.kv.head_dim;
-        ensure(kernel, are_wide, "norms that are not as wide as a head")?;
-        Ok([q.address, k.address])
+impl RopeWriteKv<'_> {
+    fn n_heads(&self) -> usize {
+        self.n_q_heads + 2 * self.kv.n_kv_heads
+    }
+
+    /// Whether all of it is of so many rows. Answers how wide all heads of a row are.
+    pub(super) fn check(&self, card: &Card, kernel: &'static str, n_rows: usize) -> Result<usize, CudaError> {
+        let Self { qkv, pages, kv, positions, slots, turns, norms, .. } = self;
+        let head_dim = kv.head_dim;
+        ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;
+        card.check_places(kernel, &[qkv, pages, turns], &[positions, slots])?;
+        let width = self.n_heads() * head_dim;
+        ensure(kernel, qkv.len() == n_rows * width, "rows that are not all heads wide")?;
+        let are_alike = positions.len() == n_rows && slots.len() == n_rows;
+        ensure(kernel, are_alike, "positions or slots that are not one for each row")?;
+        ensure(kernel, pages.len() == kv.halves(), "pages that are not of the length said")?;
+        if let Some([q, k]) = norms {
+            card.check_places(kernel, &[q, k], &[])?;
+            let are_wide = q.len() == head_dim && k.len() == head_dim;
+            ensure(kernel, are_wide, "norms that are not as wide as a head")?;
+        }
+        Ok(width)
     }
 }

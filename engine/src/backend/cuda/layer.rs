@@ -1,0 +1,229 @@
+//! Hot path.
+//! The four products of a layer, and what comes after each of them.
+//!
+//! Few rows are multiplied by a kernel of our own, which does what comes after too; else that has kernels of its own. A norm
+//! is then begun where rows are added to the residual, and ended where the next product has summed them up.
+
+use kernels::cuda::{
+    AddedRows, Answer, Bf16, Buffer, CudaError, Ending, HeadsRows, OwedNorm, OwnForm, OwnProduct,
+    ProductShape, RopeWriteKv, SumRows, Weights,
+};
+
+use super::decoder::{Decoder, LayerPlace, Pass};
+use super::weights::{LayerWeights, Linear};
+use super::workspace::Workspace;
+
+/// What lies in the workspace's `normed`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Normed {
+    /// Normed rows.
+    Whole,
+    /// Rows times the norm's weights, and for the rest sums of squares, so many for each row.
+    Owed { n_parts: usize },
+}
+
+/// What a layer adds to the residual.
+#[derive(Clone, Copy)]
+enum Gift {
+    Attended,
+    Gated,
+}
+
+/// What the residual becomes then.
+struct After<'a> {
+    norm: &'a Buffer<Bf16>,
+    /// Whether the next product can end the norm.
+    can_end: bool,
+}
+
+impl Decoder {
+    /// Heads of q, k and v, rotated: q where attention reads it, k and v in their pages.
+    pub(super) fn project(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &LayerWeights,
+        place: LayerPlace,
+        normed: Normed,
+    ) -> Result<(), CudaError> {
+        let (n, hidden, group) = (pass.dims.n_tokens, self.sizes.hidden, usize::from(place.group.0));
+        let form = heads_form(pass, layer);
+        let Workspace { normed: x, squares, qkv, words, .. } = &mut *pass.space;
+        let mut rope = RopeWriteKv {
+            qkv: qkv.view_mut().slice(0..n * self.sizes.qkv_width()),
+            n_q_heads: self.n_q_heads(),
+            pages: pass.kv.layer_mut(place.group, place.layer_pos),
+            kv: self.kv_pages(),
+            positions: words.slice(pass.sections.positions.clone()),
+            slots: words.slice(pass.sections.slots(group)),
+            turns: self.turns.view(),
+            norms: layer.head_norms.as_ref().map(|[q, k]| [q.view(), k.view()]),
+            epsilon: self.heads.norm_epsilon(self.epsilon),
+        };
+        let (w, x) = (layer.qkv.weight.view(), x.slice(0..n * hidden));
+        let bias = layer.qkv.bias.as_ref().map(Buffer::view);
+        if let Some(form) = form {
+            let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
+            return pass.card.multiply_own(form, product, Ending::Heads(HeadsRows { rope, bias }));
+        }
+        normed.ensure_whole()?;
+        pass.products.multiply(pass.card, Answer::Narrow(rope.qkv.reborrow()), w, x, hidden)?;
+        if let Some(bias) = bias {
+            pass.card.add_bias(rope.qkv.reborrow(), bias)?;
+        }
+        pass.card.rope_write_kv(rope)
+    }
+
+    /// The feed-forward part between its two matrices.
+    pub(super) fn gate(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &LayerWeights,
+        normed: Normed,
+    ) -> Result<(), CudaError> {
+        let (n, hidden, width) = (pass.dims.n_tokens, self.sizes.hidden, self.sizes.intermediate);
+        let form = form_unbiased(pass, &layer.gate_up);
+        let Workspace { normed: x, squares, gate_up, gated, .. } = &mut *pass.space;
+        let (w, x) = (layer.gate_up.weight.view(), x.slice(0..n * hidden));
+        let gated = gated.view_mut().slice(0..n * width);
+        if let Some(form) = form {
+            let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
+            return pass.card.multiply_own(form, product, Ending::Gated(gated));
+        }
+        normed.ensure_whole()?;
+        let mut both = gate_up.view_mut().slice(0..n * 2 * width);
+        pass.products.multiply(pass.card, Answer::Narrow(both.reborrow()), w, x, hidden)?;
+        if let Some(bias) = &layer.gate_up.bias {
+            pass.card.add_bias(both, bias.view())?;
+        }
+        pass.card.silu_mul(gated, gate_up.slice(0..n * 2 * width), width)
+    }
+
+    /// What attention has found goes to the residual, whose norm the feed-forward part reads.
+    pub(super) fn give_attended(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &LayerWeights,
+    ) -> Result<Normed, CudaError> {
+        let can_end = form_unbiased(pass, &layer.gate_up).is_some();
+        self.give(pass, Gift::Attended, &layer.o, After { norm: &layer.mlp_norm, can_end })
+    }
+
+    /// What the feed-forward part has found goes to the residual. What is normed then is for the next layer, or the last
+    /// norm.
+    pub(super) fn give_gated(
+        &self,
+        pass: &mut Pass<'_>,
+        layer: &LayerWeights,
+        next: Option<&LayerWeights>,
+    ) -> Result<Normed, CudaError> {
+        let after = match next {
+            Some(next) => After { norm: &next.attention_norm, can_end: heads_form(pass, next).is_some() },
+            None => After { norm: &self.weights.norm, can_end: false },
+        };
+        self.give(pass, Gift::Gated, &layer.down, after)
+    }
+
+    fn give(
+        &self,
+        pass: &mut Pass<'_>,
+        gift: Gift,
+        linear: &Linear,
+        after: After<'_>,
+    ) -> Result<Normed, CudaError> {
+        let (n, hidden, k) = (pass.dims.n_tokens, self.sizes.hidden, linear.columns);
+        // Each rank has a part of what is given, and has to add up all of them first.
+        let is_all = pass.peers.is_none();
+        let form = form_unbiased(pass, linear).filter(|_| is_all && after.can_end);
+        let Workspace { attended, gated, given, residual, normed, squares, .. } = &mut *pass.space;
+        let x = match gift {
+            Gift::Attended => attended.slice(0..n * k),
+            Gift::Gated => gated.slice(0..n * k),
+        };
+        let w = linear.weight.view();
+        if let Some(form) = form {
+            let n_parts = form.parts(hidden);
+            let added = AddedRows {
+                residual: residual.view_mut().slice(0..n * hidden),
+                out: normed.view_mut().slice(0..n * hidden),
+                weight: after.norm.view(),
+                squares: squares.view_mut().slice(0..n * n_parts),
+            };
+            pass.card.multiply_own(form, OwnProduct::plain(w, x, k), Ending::Added(added))?;
+            return Ok(Normed::Owed { n_parts });
+        }
+        let mut given = given.view_mut().slice(0..n * hidden);
+        pass.products.multiply(pass.card, Answer::Narrow(given.reborrow()), w, x, k)?;
+        if let Some(bias) = &linear.bias {
+            pass.card.add_bias(given, bias.view())?;
+        }
+        self.add_given(pass, after.norm)?;
+        Ok(Normed::Whole)
+    }
+
+    /// Adds to the residual what a part of a layer gives, of which each rank has a part, and norms the sum.
+    fn add_given(&self, pass: &mut Pass<'_>, norm: &Buffer<Bf16>) -> Result<(), CudaError> {
+        let numbers = 0..pass.dims.n_tokens * self.sizes.hidden;
+        let Workspace { given, normed, residual, .. } = &mut *pass.space;
+        let (out, residual) =
+            (normed.view_mut().slice(numbers.clone()), residual.view_mut().slice(numbers.clone()));
+        let (part, weight, epsilon) = (given.slice(numbers), norm.view(), self.epsilon);
+        match pass.peers.as_deref_mut() {
+            None => pass.card.add_rms_norm(out, residual, part, weight, epsilon),
+            Some(peers) => {
+                let sum = SumRows { out, residual, part, weight, epsilon };
+                // The two ways sum a row's squares in orders of their own.
+                let has_one_way = self.chunk_tokens.is_some();
+                match !has_one_way && pass.dims.n_tokens <= peers.few_rows() {
+                    true => pass.card.sum_few_rows(peers, sum),
+                    false => pass.card.sum_many_rows(peers, sum),
+                }
+            }
+        }
+    }
+
+    /// What a product has to make up for.
+    fn owed<'a>(&self, squares: &'a Buffer<f32>, n: usize, normed: Normed) -> Option<OwedNorm<'a>> {
+        match normed {
+            Normed::Whole => None,
+            Normed::Owed { n_parts } => {
+                Some(OwedNorm { squares: squares.slice(0..n * n_parts), epsilon: self.epsilon })
+            }
+        }
+    }
+}
+
+impl Normed {
+    /// What comes before a product knows how the product is done, so that this holds.
+    fn ensure_whole(self) -> Result<(), CudaError> {
+        match self {
+            Self::Whole => Ok(()),
+            Self::Owed { .. } => {
+                Err(CudaError::Argument { kernel: "product", wrong: "rows whose norm was only begun" })
+            }
+        }
+    }
+}
+
+/// How one of our own kernels does this product, if it does it in this pass.
+pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
+    let (w, k) = (linear.weight.view(), linear.columns);
+    let is_fp8 = matches!(w, Weights::Fp8(_));
+    let shape = ProductShape { n: w.n_rows(k), k, n_rows: pass.dims.n_tokens, is_wide: false, is_fp8 };
+    pass.products.own_form(pass.card, shape)
+}
+
+/// The same, of a matrix whose bias would be one thing more to do.
+fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
+    form(pass, linear).filter(|_| linear.bias.is_none())
+}
+
+/// The same, of a layer's heads, whose norms not all of them can do.
+pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<OwnForm> {
+    form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
+}
+
+/// Whether products beside attention read by registers: their loads need the part of a multiprocessor's memory that is cache,
+/// of which kernels that read by the copy engine leave next to nothing.
+pub(super) fn reads_by_registers(pass: &Pass<'_>, layer: &LayerWeights) -> bool {
+    [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(OwnForm::Skinny(_))))
+}

@@ -1,0 +1,230 @@
+// What comes after the products of few rows, done by the kernels that multiply: what would be a kernel of its own otherwise.
+//
+// A kernel sums up 2 * UNIT rows of w for a row of x, and ends them with UNIT / 2 neighbouring lanes, each of which has four
+// that are neighbours. The two halves of what is summed up may lie apart in w, so that what belongs together meets.
+// Each ending has what it reads beside the sums (`Before`), which is asked for while others are still summing.
+// w is [n][k].
+struct ProductShape { u32 n, k, n_rows; };
+
+// The rows of w that are summed up together: two halves of UNIT.
+template <u32 UNIT>
+struct Halves {
+    u32 first, second;
+    __device__ __forceinline__ u32 row_of(u32 column) const { return column < UNIT ? first + column : second + column - UNIT; }
+};
+template <u32 UNIT>
+__device__ __forceinline__ Halves<UNIT> neighbours(u32 nth) { return {nth * 2 * UNIT, nth * 2 * UNIT + UNIT}; }
+
+// The norm that x has not had. x is its rows times the norm's weights; here are parts of the sums of the rows' squares. What
+// is missing is one number for each row, which the sums are multiplied with as well. Where x is what it should be there are
+// no parts.
+struct Owed {
+    const float* squares;
+    u32 n_parts, width;
+    float epsilon;
+
+    // Of some rows at once, for a whole warp: what is loaded for all of them is on its way together. Rows past the last have
+    // none.
+    template <u32 ROWS>
+    __device__ __forceinline__ void scales(float (&scale)[ROWS], u32 first, u32 n_rows) const {
+        constexpr u32 AT_ONCE = ROWS < 8 ? 8 / ROWS : 1;
+        if (squares == nullptr) {
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i++) scale[i] = 1.f;
+            return;
+        }
+        float sum[ROWS] = {};
+        for (u32 from = threadIdx.x % 32; from < n_parts; from += 32 * AT_ONCE) {
+            float part[ROWS][AT_ONCE];
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i++)
+#pragma unroll
+                for (u32 j = 0; j < AT_ONCE; j++) {
+                    bool is_there = first + i < n_rows && from + 32 * j < n_parts;
+                    part[i][j] = is_there ? squares[(u64)(first + i) * n_parts + from + 32 * j] : 0.f;
+                }
+#pragma unroll
+            for (u32 i = 0; i < ROWS; i++)
+#pragma unroll
+                for (u32 j = 0; j < AT_ONCE; j++) sum[i] += part[i][j];
+        }
+#pragma unroll
+        for (u32 i = 0; i < ROWS; i++) scale[i] = rsqrtf(warp_sum(sum[i]) / width + epsilon);
+    }
+    __device__ __forceinline__ float scale(u32 row) const {
+        float scale[1];
+        scales(scale, row, row + 1);
+        return scale[0];
+    }
+};
+
+struct Nothing {};
+
+__device__ __forceinline__ void store4(bf16* to, const float (&x)[4]) { *reinterpret_cast<Four*>(to) = {narrow(x[0], x[1]), narrow(x[2], x[3])}; }
+__device__ __forceinline__ void store4(float* to, const float (&x)[4]) { *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]); }
+__device__ __forceinline__ void store1(bf16* to, float x) { *to = narrow(x); }
+__device__ __forceinline__ void store1(float* to, float x) { *to = x; }
+__device__ __forceinline__ void load4(float (&x)[4], const bf16* from) {
+    Four four = *reinterpret_cast<const Four*>(from);
+    x[0] = low(four.pair[0]), x[1] = high(four.pair[0]), x[2] = low(four.pair[1]), x[3] = high(four.pair[1]);
+}
+
+// The sums themselves.
+template <typename Number>
+struct Sums {
+    Number* y;
+    typedef Nothing Before;
+
+    template <u32 UNIT>
+    __device__ __forceinline__ Halves<UNIT> halves(u32 nth, const ProductShape&) const { return neighbours<UNIT>(nth); }
+    __device__ __forceinline__ Before before(u32, u32, const ProductShape&) const { return {}; }
+    template <u32 UNIT>
+    __device__ __forceinline__ void end(u32, u32 row, u32 column, float (&x)[4], const Before&, const ProductShape& shape) const {
+        if (row >= shape.n_rows) return;
+        Number* to = y + (u64)row * shape.n + column;
+        if (shape.n % 4 == 0) {
+            if (column < shape.n) store4(to, x);
+            return;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            if (column + i < shape.n) store1(to + i, x[i]);
+    }
+};
+
+// silu(gate) * up: w is rows of gate, and then as many of up. What is summed up together is the same rows of both.
+struct Gated {
+    bf16* y;
+    typedef Nothing Before;
+
+    template <u32 UNIT>
+    __device__ __forceinline__ Halves<UNIT> halves(u32 nth, const ProductShape& shape) const {
+        return {nth * UNIT, shape.n / 2 + nth * UNIT};
+    }
+    __device__ __forceinline__ Before before(u32, u32, const ProductShape&) const { return {}; }
+    template <u32 UNIT>
+    __device__ __forceinline__ void end(u32, u32 row, u32 column, float (&x)[4], const Before&, const ProductShape& shape) const {
+        u32 width = shape.n / 2, lanes = UNIT / 4;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            float up = __shfl_xor_sync(FULL_WARP, x[i], lanes);
+            x[i] = x[i] / (1.f + __expf(-x[i])) * up;
+        }
+        bool is_gate = threadIdx.x % (2 * lanes) < lanes;
+        if (is_gate && row < shape.n_rows && column < width) store4(y + (u64)row * width + column, x);
+    }
+};
+
+// residual += the sums; out = residual * weight, without its scale; squares = the sum of squares of what was summed up
+// together. What is squared is the sum as it is stored, in bf16: a reader of the residual later sees the same numbers.
+struct Added {
+    bf16 *residual, *out;
+    const bf16* weight;
+    float* squares;
+    u32 n_parts;
+    struct Before { float residual[4], weight[4]; };
+
+    template <u32 UNIT>
+    __device__ __forceinline__ Halves<UNIT> halves(u32 nth, const ProductShape&) const { return neighbours<UNIT>(nth); }
+    __device__ __forceinline__ Before before(u32 row, u32 column, const ProductShape& shape) const {
+        Before before = {};
+        if (row < shape.n_rows && column < shape.n) {
+            load4(before.residual, residual + (u64)row * shape.n + column);
+            load4(before.weight, weight + column);
+        }
+        return before;
+    }
+    template <u32 UNIT>
+    __device__ __forceinline__ void end(u32 nth, u32 row, u32 column, float (&x)[4], const Before& before, const ProductShape& shape) const {
+        float square = 0.f;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            x[i] = widen(narrow(x[i] + before.residual[i]));
+            square += column < shape.n ? x[i] * x[i] : 0.f;
+        }
+#pragma unroll
+        for (u32 of = UNIT / 4; of > 0; of /= 2) square += __shfl_xor_sync(FULL_WARP, square, of);
+        if (row >= shape.n_rows) return;
+        if (threadIdx.x % (UNIT / 2) == 0) squares[(u64)row * n_parts + nth] = square;
+        if (column >= shape.n) return;
+        store4(residual + (u64)row * shape.n + column, x);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) x[i] *= before.weight[i];
+        store4(out + (u64)row * shape.n + column, x);
+    }
+};
+
+// What rope.cu does, with the bias before it: w is all heads of q, then of k, then of v. Rotated q goes to its place among
+// rows of all heads; k and v go to their page, and nowhere else. A norm needs a whole head to be summed up together.
+struct Heads {
+    bf16* qkv;
+    void* pages;
+    const u32 *positions, *slots;
+    const float2* turns;
+    const bf16 *bias, *q_norm, *k_norm;
+    u32 n_q_heads, n_kv_heads, head_dim, n_slots, n_positions, is_fp8;
+    float epsilon;
+    struct Before { float2 turn[4]; float bias[4]; u32 slot; };
+
+    template <u32 UNIT>
+    __device__ __forceinline__ Halves<UNIT> halves(u32 nth, const ProductShape&) const {
+        if (2 * UNIT >= head_dim) return neighbours<UNIT>(nth);
+        u32 of_head = head_dim / (2 * UNIT), first = nth / of_head * head_dim + nth % of_head * UNIT;
+        return {first, first + head_dim / 2};
+    }
+    __device__ __forceinline__ Before before(u32 row, u32 column, const ProductShape& shape) const {
+        Before before = {};
+        if (row >= shape.n_rows || column >= shape.n) return before;
+        u32 position = positions[row], half = head_dim / 2;
+        before.slot = slots[row];
+        const float4* from = reinterpret_cast<const float4*>(turns + (u64)position * half + column % half);
+#pragma unroll
+        for (u32 i = 0; i < 4; i += 2) {
+            float4 two = make_float4(__int_as_float(0x7fc00000), 0.f, __int_as_float(0x7fc00000), 0.f);
+            if (position < n_positions) two = from[i / 2];
+            before.turn[i] = make_float2(two.x, two.y), before.turn[i + 1] = make_float2(two.z, two.w);
+        }
+        if (bias != nullptr) load4(before.bias, bias + column);
+        return before;
+    }
+    template <u32 UNIT>
+    __device__ __forceinline__ void end(u32, u32 row, u32 column, float (&x)[4], const Before& before, const ProductShape& shape) const {
+        u32 head = column / head_dim, dim = column % head_dim, lanes = min(head_dim / 4, UNIT / 2);
+        bool is_q = head < n_q_heads, is_v = head >= n_q_heads + n_kv_heads;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) x[i] += before.bias[i];
+        if (q_norm != nullptr) norm(x, is_q ? q_norm : k_norm, dim, lanes, !is_v);
+        float sign = dim < head_dim / 2 ? -1.f : 1.f;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            float other = __shfl_xor_sync(FULL_WARP, x[i], lanes / 2);
+            if (!is_v) x[i] = x[i] * before.turn[i].x + sign * other * before.turn[i].y;
+        }
+        if (row >= shape.n_rows || column >= shape.n || (!is_q && before.slot >= n_slots)) return;
+        if (is_q) {
+            store4(qkv + (u64)row * shape.n + column, x);
+            return;
+        }
+        u32 part = head - n_q_heads;  // heads of K, then of V
+        u64 page = (u64)(before.slot / BLOCK_TOKENS) * 2 * n_kv_heads + part;
+        u64 to = (page * BLOCK_TOKENS + before.slot % BLOCK_TOKENS) * head_dim + dim;
+        if (!is_fp8) {
+            store4((bf16*)pages + to, x);
+            return;
+        }
+        u32 four = 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) four |= narrow_f8(x[i]) << i * 8;
+        *reinterpret_cast<u32*>((f8*)pages + to) = four;
+    }
+    // For a whole warp: heads of v take part in it, and are left as they are.
+    __device__ __forceinline__ void norm(float (&x)[4], const bf16* weight, u32 dim, u32 lanes, bool is_normed) const {
+        float square = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
+        for (u32 of = lanes / 2; of > 0; of /= 2) square += __shfl_xor_sync(FULL_WARP, square, of);
+        if (!is_normed) return;
+        float scale = rsqrtf(square / head_dim + epsilon), by[4];
+        load4(by, weight + dim);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) x[i] *= scale * by[i];
+    }
+};

@@ -1,0 +1,67 @@
+// What few_rows.cu and few_rows_fp8.cu have in common: how the work is divided, and how sums come to their ending.
+//
+// A cluster takes 128 rows of w at a time, its blocks of threads a share of k each. Each shows the others what it has
+// summed up, and then they end rows of x in turns, a warp one row at a time: a lane adds up four neighbours of the 128, in
+// the order of shares.
+constexpr u32 UNIT = 64, W_ROWS = 2 * UNIT, GROUPS_THREADS = 256, ALL_THREADS = GROUPS_THREADS + 32, WARPS = ALL_THREADS / 32;
+constexpr u32 PART_STRIDE = W_ROWS + 4, SHARES_MAX = 8;
+
+struct Ring { u32 at, full, empty; };
+
+// What a group of warps has summed up of its rows of w, to where the cluster sees it: part[row of x][row of w].
+template <u32 ROWS>
+__device__ __forceinline__ void show_part(float* part, const float (&sum)[ROWS / 2]) {
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp * 16 + lane / 4, row = lane % 4 * 2;
+#pragma unroll
+    for (u32 i = 0; i < ROWS / 2; i++) part[(row + i / 4 * 8 + i % 2) * PART_STRIDE + column + i % 4 / 2 * 8] = sum[i];
+}
+
+// A lane's four of a row, of all shares.
+__device__ __forceinline__ float4 add_parts(u32 part, u32 row, u32 lane, u32 n_shares) {
+    u32 place = part + (row * PART_STRIDE + lane * 4) * 4;
+    float4 more[SHARES_MAX];
+#pragma unroll
+    for (u32 i = 0; i < SHARES_MAX; i++)
+        if (i < n_shares) more[i] = cluster_load4(place_in(place, i));
+    float4 total = more[0];
+#pragma unroll
+    for (u32 i = 1; i < SHARES_MAX; i++)
+        if (i < n_shares) total.x += more[i].x, total.y += more[i].y, total.z += more[i].z, total.w += more[i].w;
+    return total;
+}
+
+// From sums in registers to what is wanted. The ring is free by then: parts lie over it. `scales` are those of w's rows,
+// where it has some.
+template <u32 ROWS, typename Ending>
+__device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed, const float (&sum)[ROWS / 2], char* ring, u32 ring_at,
+                                         const float* scales, const ProductShape& shape) {
+    u32 share = blockIdx.x, n_shares = gridDim.x, nth = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 column = ending.template halves<UNIT>(nth, shape).row_of(lane * 4), row = share + warp * n_shares;
+    if (warp < GROUPS_THREADS / 32) show_part<ROWS>(reinterpret_cast<float*>(ring), sum);
+    wait_for_last();
+    float by[4] = {1.f, 1.f, 1.f, 1.f};
+    if (scales != nullptr) {
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) by[i] = column + i < shape.n ? scales[column + i] : 0.f;
+    }
+    typename Ending::Before before = {};
+    float scale = 1.f;
+    if (row < shape.n_rows) before = ending.before(row, column, shape), scale = owed.scale(row);
+    if (n_shares > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+    while (row < shape.n_rows) {
+        float4 total = add_parts(ring_at, row, lane, n_shares);
+        float x[4] = {total.x * by[0] * scale, total.y * by[1] * scale, total.z * by[2] * scale, total.w * by[3] * scale};
+        ending.template end<UNIT>(nth, row, column, x, before, shape);
+        row += WARPS * n_shares;
+        if (row < shape.n_rows) before = ending.before(row, column, shape), scale = owed.scale(row);
+    }
+    if (n_shares > 1) {  // nobody leaves while another reads here
+        cluster_arrive();
+        cluster_wait();
+    }
+}

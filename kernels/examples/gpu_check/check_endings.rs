@@ -1,0 +1,290 @@
+//! What comes after products of few rows, by the kernel that multiplies: against the same in f64.
+
+use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_SHARES, SKINNY_ROWS_MAX};
+use baton_kernels::cuda::{
+    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwedNorm,
+    OwnForm, OwnProduct, RopeWriteKv, SKINNY_FORMS, Weights,
+};
+
+use super::check_products::product;
+use super::check_rows::{EPSILON, POISON, normed, numbers_of, turned};
+use super::draw::{Draw, wide};
+use super::extent::Extent;
+use super::fp8::Matrix;
+use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
+
+/// A matrix, here and on the card.
+enum Drawn {
+    Bf16 { here: Vec<Bf16>, there: Buffer<Bf16>, k: usize },
+    Fp8(Matrix),
+}
+
+/// Rows that are multiplied, and the norm that they have not had.
+struct Rows {
+    x: Vec<Bf16>,
+    there: Buffer<Bf16>,
+    squares: Vec<f32>,
+    squares_there: Buffer<f32>,
+}
+
+/// Parts of the sums of squares of a row: more than a warp has lanes.
+const N_PARTS: usize = 37;
+
+pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+    for is_fp8 in [false, true] {
+        for n_rows in extent.of(&[3, 128, 8, 1, 17, 33, 64], 2) {
+            let forms = forms(card, is_fp8, *n_rows);
+            for (nth, form) in forms.iter().enumerate() {
+                // Every form with and without a norm that is owed, over the counts of rows.
+                let owes = (nth + n_rows) % 2 == 0;
+                for (width, k) in extent.of(&[(200, 264), (8, 40), (1096, 4096)], 2) {
+                    gated(card, verdicts, &Drawn::new(card, is_fp8, 2 * width, *k)?, (*form, *n_rows, owes))?;
+                    added(card, verdicts, &Drawn::new(card, is_fp8, *width, *k)?, (*form, *n_rows, owes))?;
+                }
+                for (shape, extras) in HEADS {
+                    for number in [KvNumber::Bf16, KvNumber::Fp8] {
+                        heads(card, verdicts, (*shape, number, *extras), is_fp8, (*form, *n_rows, owes))?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What heads have besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Extras {
+    None,
+    Bias,
+    BiasAndNorms,
+}
+
+/// How wide heads are, how many there are of q and of k and v, and what they have.
+const HEADS: &[((usize, usize, usize), Extras)] = &[
+    ((128, 5, 2), Extras::None),
+    ((128, 3, 3), Extras::BiasAndNorms),
+    ((64, 4, 1), Extras::BiasAndNorms),
+    ((64, 3, 2), Extras::Bias),
+];
+
+fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
+    let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
+    let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
+    let shares = FEW_ROWS_SHARES.iter().filter(|_| card.has_few_rows());
+    skinny.chain(shares.map(|shares| OwnForm::Few(FewRowsForm { shares: *shares }))).collect()
+}
+
+impl Drawn {
+    fn new(card: &Card, is_fp8: bool, n: usize, k: usize) -> Result<Self, CudaError> {
+        let mut draw = Draw::new((5 * n * k) as u64);
+        if is_fp8 {
+            return Ok(Self::Fp8(Matrix::drawn(card, &mut draw, n, k)?));
+        }
+        let here = draw.narrow(n * k, 1.0 / (k as f32).sqrt());
+        let there = card.upload(&here)?;
+        Ok(Self::Bf16 { here, there, k })
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Bf16 { .. } => "bf16",
+            Self::Fp8(_) => "fp8",
+        }
+    }
+
+    fn k(&self) -> usize {
+        match self {
+            Self::Bf16 { k, .. } => *k,
+            Self::Fp8(matrix) => matrix.k,
+        }
+    }
+
+    fn weights(&self) -> Weights<'_> {
+        match self {
+            Self::Bf16 { there, .. } => Weights::Bf16(there.view()),
+            Self::Fp8(matrix) => matrix.weights(),
+        }
+    }
+
+    /// Rows of what the product is, each times its norm's number.
+    fn product(&self, rows: &Rows, owes: bool) -> Vec<Vec<f64>> {
+        let sums = match self {
+            Self::Bf16 { here, k, .. } => product(here, &rows.x, *k),
+            Self::Fp8(matrix) => matrix.product(&rows.x),
+        };
+        let n_rows = rows.x.len() / self.k();
+        let of_row = |(nth, row): (usize, &[f64])| {
+            let scale = if owes { rows.scale(nth, self.k()) } else { 1.0 };
+            row.iter().map(|sum| sum * scale).collect()
+        };
+        sums.chunks(sums.len() / n_rows).enumerate().map(of_row).collect()
+    }
+}
+
+impl Rows {
+    fn new(card: &Card, n_rows: usize, k: usize) -> Result<Self, CudaError> {
+        let mut draw = Draw::new((11 * n_rows + k) as u64);
+        let x = draw.narrow(n_rows * k, 1.0);
+        let squares: Vec<f32> = (0..n_rows * N_PARTS).map(|_| (draw.number() + 1.1) * 8.0).collect();
+        let (there, squares_there) = (card.upload(&x)?, card.upload(&squares)?);
+        Ok(Self { x, there, squares, squares_there })
+    }
+
+    fn scale(&self, row: usize, k: usize) -> f64 {
+        let squares = &self.squares[row * N_PARTS..(row + 1) * N_PARTS];
+        let squares: f64 = squares.iter().map(|part| f64::from(*part)).sum();
+        1.0 / (squares / k as f64 + f64::from(EPSILON)).sqrt()
+    }
+
+    fn times<'a>(&'a self, w: &'a Drawn, owes: bool) -> OwnProduct<'a> {
+        let owed = OwedNorm { squares: self.squares_there.view(), epsilon: EPSILON };
+        OwnProduct { w: w.weights(), x: self.there.view(), k: w.k(), owed: owes.then_some(owed) }
+    }
+}
+
+/// How it is done, with how many rows, and whether a norm is owed.
+type Case = (OwnForm, usize, bool);
+
+fn gated(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    w: &Drawn,
+    (form, n_rows, owes): Case,
+) -> Result<(), CudaError> {
+    let rows = Rows::new(card, n_rows, w.k())?;
+    let both = w.product(&rows, owes);
+    let width = both[0].len() / 2;
+    let gate = |row: &Vec<f64>| {
+        (0..width).map(|i| row[i] / (1.0 + (-row[i]).exp()) * row[width + i]).collect::<Vec<_>>()
+    };
+    let reference: Vec<f64> = both.iter().flat_map(gate).collect();
+    let mut y = card.buffer::<Bf16>(n_rows * width)?;
+    card.fill(y.view_mut(), POISON)?;
+    card.multiply_own(form, rows.times(w, owes), Ending::Gated(y.view_mut()))?;
+    let name = format!("gated {} {n_rows}x{width}x{}, {form:?}, owes {owes}", w.name(), w.k());
+    verdicts.compare(name, &wide(&card.download(y.view())?), &reference, BF16_ERROR);
+    Ok(())
+}
+
+fn added(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    w: &Drawn,
+    (form, n_rows, owes): Case,
+) -> Result<(), CudaError> {
+    let rows = Rows::new(card, n_rows, w.k())?;
+    let sums = w.product(&rows, owes);
+    let n = sums[0].len();
+    let n_parts = form.parts(n);
+    let mut draw = Draw::new(n as u64);
+    let (before, weight) = (draw.narrow(n_rows * n, 2.0), draw.narrow(n, 1.5));
+    let (mut residual, weight_there) = (card.upload(&before)?, card.upload(&weight)?);
+    let (mut out, mut squares) = (card.buffer::<Bf16>(n_rows * n)?, card.buffer::<f32>(n_rows * n_parts)?);
+    card.fill(out.view_mut(), POISON)?;
+    card.fill(squares.view_mut(), POISON)?;
+    let added = AddedRows {
+        residual: residual.view_mut(),
+        out: out.view_mut(),
+        weight: weight_there.view(),
+        squares: squares.view_mut(),
+    };
+    card.multiply_own(form, rows.times(w, owes), Ending::Added(added))?;
+    let name = format!("added {} {n_rows}x{n}x{}, {form:?}, owes {owes}", w.name(), w.k());
+    let reference: Vec<f64> =
+        sums.concat().iter().zip(wide(&before)).map(|(sum, before)| sum + before).collect();
+    let found = wide(&card.download(residual.view())?);
+    verdicts.compare(format!("{name}, residual"), &found, &reference, BF16_ERROR);
+    // From what is stored: the norm is that of the numbers which the next reader sees.
+    let weight = wide(&weight);
+    let times: Vec<f64> = found.iter().enumerate().map(|(at, number)| number * weight[at % n]).collect();
+    verdicts.compare(format!("{name}, out"), &wide(&card.download(out.view())?), &times, BF16_ERROR);
+    let of_part = if form.norms_heads() { 128 } else { 16 };
+    let parts = found.chunks(n).flat_map(|row| row.chunks(of_part));
+    let parts: Vec<f64> = parts.map(|part| part.iter().map(|number| number * number).sum()).collect();
+    let squares: Vec<f64> = card.download(squares.view())?.into_iter().map(f64::from).collect();
+    verdicts.compare(format!("{name}, squares"), &squares, &parts, 1e-5);
+    Ok(())
+}
+
+fn heads(
+    card: &Card,
+    verdicts: &mut Verdicts,
+    ((head_dim, n_q_heads, n_kv_heads), number, extras): ((usize, usize, usize), KvNumber, Extras),
+    is_fp8: bool,
+    (form, n_rows, owes): Case,
+) -> Result<(), CudaError> {
+    let has_norms = extras == Extras::BiasAndNorms;
+    if has_norms && !form.norms_heads() {
+        return Ok(());
+    }
+    let (n_positions, n_blocks) = (50, 10);
+    let n_heads = n_q_heads + 2 * n_kv_heads;
+    let (n, k) = (n_heads * head_dim, 264);
+    let w = Drawn::new(card, is_fp8, n, k)?;
+    let rows = Rows::new(card, n_rows, k)?;
+    let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
+    let mut draw = Draw::new(6);
+    let turns: Vec<[f32; 2]> =
+        (0..n_positions * head_dim / 2).map(|_| draw.number() * 3.0).map(|a| [a.cos(), a.sin()]).collect();
+    let positions: Vec<u32> = (0..n_rows).map(|_| draw.below(n_positions) as u32).collect();
+    let mut slots = draw.order(n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
+    slots[n_rows / 2] = u32::MAX;
+    let weights = [draw.narrow(head_dim, 1.5), draw.narrow(head_dim, 1.5)];
+    let bias = if extras == Extras::None { vec![Bf16(0); n] } else { draw.narrow(n, 0.5) };
+    let norms = [card.upload(&weights[0])?, card.upload(&weights[1])?];
+    let (bias_there, slots_there) = (card.upload(&bias)?, card.upload(&slots)?);
+    let (turns_there, positions_there) = (card.upload(&turns)?, card.upload(&positions)?);
+    let (mut qkv, mut pages) = (card.buffer::<Bf16>(n_rows * n)?, card.buffer::<Bf16>(kv.halves())?);
+    card.fill(qkv.view_mut(), POISON)?;
+    card.fill(pages.view_mut(), POISON)?;
+    let rope = RopeWriteKv {
+        qkv: qkv.view_mut(),
+        n_q_heads,
+        pages: pages.view_mut(),
+        kv,
+        positions: positions_there.view(),
+        slots: slots_there.view(),
+        turns: turns_there.view(),
+        norms: has_norms.then(|| [norms[0].view(), norms[1].view()]),
+        epsilon: EPSILON,
+    };
+    let of_rope = HeadsRows { rope, bias: (extras != Extras::None).then(|| bias_there.view()) };
+    card.multiply_own(form, rows.times(&w, owes), Ending::Heads(of_rope))?;
+    let q = wide(&card.download(qkv.view())?);
+    let pages = numbers_of(&card.download(pages.view())?, number);
+    let (mut of_q, mut q_reference, mut of_kv, mut kv_reference) = (vec![], vec![], vec![], vec![]);
+    for (row, sums) in w.product(&rows, owes).iter().enumerate() {
+        for (nth, head) in sums.chunks(head_dim).enumerate() {
+            let bias = wide(&bias[nth * head_dim..(nth + 1) * head_dim]);
+            let mut expected: Vec<f64> = head.iter().zip(bias).map(|(number, bias)| number + bias).collect();
+            if nth < n_q_heads + n_kv_heads {
+                if has_norms {
+                    expected = normed(&expected, &wide(&weights[usize::from(nth >= n_q_heads)]));
+                }
+                let of_turns = &turns[positions[row] as usize * head_dim / 2..][..head_dim / 2];
+                expected = turned(&expected, of_turns);
+            }
+            if nth < n_q_heads {
+                of_q.extend_from_slice(&q[row * n + nth * head_dim..][..head_dim]);
+                q_reference.extend(expected);
+            } else if slots[row] != u32::MAX {
+                let slot = slots[row] as usize;
+                let page = slot / BLOCK_TOKENS * 2 * n_kv_heads + nth - n_q_heads;
+                let from = (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * head_dim;
+                of_kv.extend_from_slice(&pages[from..from + head_dim]);
+                kv_reference.extend(expected);
+            }
+        }
+    }
+    let name = format!(
+        "heads {} {n_rows} rows, {head_dim} {n_q_heads}/{n_kv_heads}, {extras:?}, {number:?}, {form:?}, owes {owes}",
+        w.name()
+    );
+    verdicts.compare(format!("{name}, q"), &of_q, &q_reference, BF16_ERROR);
+    let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
+    verdicts.compare(format!("{name}, k and v"), &of_kv, &kv_reference, bound);
+    let n_poisoned = pages.iter().filter(|number| number.is_nan()).count();
+    verdicts.holds(format!("{name}, nothing else written"), n_poisoned == pages.len() - of_kv.len());
+    Ok(())
+}

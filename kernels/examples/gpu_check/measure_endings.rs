@@ -1,0 +1,213 @@
+//! How long products take with what comes after them, by themselves and one after the other.
+
+use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
+use baton_kernels::cuda::{
+    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, OwedNorm, OwnForm, OwnProduct,
+    SKINNY_FORMS, Weights,
+};
+use serde_json::Value;
+
+use super::draw::Draw;
+use super::measure::{BEYOND_CACHES, Limits, N_LAUNCHES, line, seconds};
+
+/// An 8B model's.
+const HIDDEN: usize = 4096;
+const WIDTH: usize = 14_336;
+
+/// What products of one number of rows read and write.
+struct Bench {
+    n_rows: usize,
+    /// Rows of gate and up, and of o, as many times as no cache holds.
+    gate_up: Buffer<Bf16>,
+    o: Buffer<Bf16>,
+    down: Buffer<Bf16>,
+    x: Buffer<Bf16>,
+    residual: Buffer<Bf16>,
+    norm: Buffer<Bf16>,
+    squares: Buffer<f32>,
+    out: Buffer<Bf16>,
+    y: Buffer<Bf16>,
+}
+
+pub(crate) fn all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+    let mut lines = vec![];
+    for n_rows in [1, 8] {
+        let mut bench = Bench::new(card, n_rows)?;
+        bench.chains(card, limits, &mut lines)?;
+        let skinny = SKINNY_FORMS.iter().copied().map(OwnForm::Skinny);
+        let shares = FEW_ROWS_SHARES.iter().filter(|shares| card.has_few_rows() && **shares <= 4);
+        let few = shares.map(|shares| OwnForm::Few(FewRowsForm { shares: *shares }));
+        for form in skinny.chain(few) {
+            bench.gates(card, limits, form, &mut lines)?;
+            bench.added(card, limits, form, &mut lines)?;
+        }
+    }
+    Ok(lines)
+}
+
+impl Bench {
+    fn new(card: &Card, n_rows: usize) -> Result<Self, CudaError> {
+        let weights = |n: usize| {
+            let n_copies = BEYOND_CACHES / (2 * n) + 1;
+            card.upload(&Draw::new(27).many(n_copies * n, 0.02))
+        };
+        Ok(Self {
+            n_rows,
+            gate_up: weights(2 * WIDTH * HIDDEN)?,
+            o: weights(HIDDEN * HIDDEN)?,
+            down: weights(HIDDEN * WIDTH)?,
+            x: card.upload(&Draw::new(28).many(n_rows * HIDDEN, 1.0))?,
+            residual: card.upload(&Draw::new(29).many(n_rows * HIDDEN, 1.0))?,
+            norm: card.upload(&Draw::new(30).many(HIDDEN, 1.0))?,
+            squares: card.upload(&vec![1.0_f32; n_rows * HIDDEN / 16])?,
+            out: card.buffer(n_rows * HIDDEN)?,
+            y: card.buffer(n_rows * 2 * WIDTH)?,
+        })
+    }
+
+    fn gates(
+        &mut self,
+        card: &Card,
+        limits: &Limits,
+        form: OwnForm,
+        lines: &mut Vec<Value>,
+    ) -> Result<(), CudaError> {
+        let (n, n_rows) = (2 * WIDTH * HIDDEN, self.n_rows);
+        for (name, is_gated, n_parts) in [
+            ("sums", false, 0),
+            ("gated", true, 0),
+            ("gated, owed 32", true, 32),
+            ("gated, owed 256", true, 256),
+        ] {
+            let n_copies = self.gate_up.len() / n;
+            let Self { gate_up, x, squares, y, .. } = &mut *self;
+            let time = seconds(card, N_LAUNCHES, |nth| {
+                let from = nth % n_copies * n;
+                let squares = squares.slice(0..n_rows * n_parts);
+                let owed = (n_parts > 0).then_some(OwedNorm { squares, epsilon: 1e-5 });
+                let w = Weights::Bf16(gate_up.slice(from..from + n));
+                let product = OwnProduct { w, x: x.view(), k: HIDDEN, owed };
+                let ending = if is_gated {
+                    Ending::Gated(y.view_mut().slice(0..n_rows * WIDTH))
+                } else {
+                    Ending::Sums(y.view_mut())
+                };
+                card.multiply_own(form, product, ending)
+            })?;
+            lines.push(line(
+                &format!("gate_up {n_rows} rows, {name}, {form:?}"),
+                time,
+                (2 * n) as f64,
+                limits.read,
+            ));
+        }
+        Ok(())
+    }
+
+    /// o by itself; then, one after the other, o and the gate that ends o's norm.
+    fn added(
+        &mut self,
+        card: &Card,
+        limits: &Limits,
+        form: OwnForm,
+        lines: &mut Vec<Value>,
+    ) -> Result<(), CudaError> {
+        let (n, gate_n, n_rows) = (HIDDEN * HIDDEN, 2 * WIDTH * HIDDEN, self.n_rows);
+        let (n_copies, gate_copies) = (self.o.len() / n, self.gate_up.len() / gate_n);
+        let n_parts = form.parts(HIDDEN);
+        for name in ["sums", "added", "added, then gated"] {
+            let Self { gate_up, o, x, residual, norm, squares, out, y, .. } = &mut *self;
+            let time = seconds(card, N_LAUNCHES, |nth| {
+                let from = nth % n_copies * n;
+                let product = OwnProduct::plain(Weights::Bf16(o.slice(from..from + n)), x.view(), HIDDEN);
+                if name == "sums" {
+                    return card.multiply_own(
+                        form,
+                        product,
+                        Ending::Sums(y.view_mut().slice(0..n_rows * HIDDEN)),
+                    );
+                }
+                let added = AddedRows {
+                    residual: residual.view_mut(),
+                    out: out.view_mut(),
+                    weight: norm.view(),
+                    squares: squares.view_mut().slice(0..n_rows * n_parts),
+                };
+                card.multiply_own(form, product, Ending::Added(added))?;
+                if name == "added" {
+                    return Ok(());
+                }
+                let from = nth % gate_copies * gate_n;
+                let owed = OwedNorm { squares: squares.slice(0..n_rows * n_parts), epsilon: 1e-5 };
+                let w = Weights::Bf16(gate_up.slice(from..from + gate_n));
+                let product = OwnProduct { w, x: out.view(), k: HIDDEN, owed: Some(owed) };
+                card.multiply_own(form, product, Ending::Gated(y.view_mut().slice(0..n_rows * WIDTH)))
+            })?;
+            let bytes = if name == "added, then gated" { 2 * (n + gate_n) } else { 2 * n };
+            lines.push(line(&format!("o {n_rows} rows, {name}, {form:?}"), time, bytes as f64, limits.read));
+        }
+        Ok(())
+    }
+
+    /// What comes after attention in a layer, one after the other.
+    fn chains(&mut self, card: &Card, limits: &Limits, lines: &mut Vec<Value>) -> Result<(), CudaError> {
+        let n_rows = self.n_rows;
+        let own = [OwnForm::Few(FewRowsForm { shares: 4 }), OwnForm::Skinny(SKINNY_FORMS[0])];
+        let own_gate = [OwnForm::Few(FewRowsForm { shares: 1 }), OwnForm::Skinny(SKINNY_FORMS[2])];
+        let sizes = [HIDDEN * HIDDEN, 2 * WIDTH * HIDDEN, WIDTH * HIDDEN];
+        for nth_case in 0..24 {
+            let forms = [own[nth_case % 2], own_gate[nth_case / 2 % 2], own[nth_case / 4 % 2]];
+            // Of three: the first two, the last two, all.
+            let kinds = [[true, true, false], [false, true, true], [true, true, true]][nth_case / 8];
+            let (o_parts, down_parts) = (forms[0].parts(HIDDEN), forms[2].parts(HIDDEN));
+            let Self { gate_up, o, down, x, residual, norm, squares, out, y, .. } = &mut *self;
+            let time = seconds(card, N_LAUNCHES, |nth| {
+                let weights = |of: usize, from: &Buffer<Bf16>| {
+                    let first = nth % (from.len() / sizes[of]) * sizes[of];
+                    first..first + sizes[of]
+                };
+                if kinds[0] {
+                    let w = Weights::Bf16(o.slice(weights(0, o)));
+                    let added = AddedRows {
+                        residual: residual.view_mut(),
+                        out: out.view_mut(),
+                        weight: norm.view(),
+                        squares: squares.view_mut().slice(0..n_rows * o_parts),
+                    };
+                    card.multiply_own(
+                        forms[0],
+                        OwnProduct::plain(w, x.view(), HIDDEN),
+                        Ending::Added(added),
+                    )?;
+                }
+                if kinds[1] {
+                    let owed = OwedNorm { squares: squares.slice(0..n_rows * o_parts), epsilon: 1e-5 };
+                    let w = Weights::Bf16(gate_up.slice(weights(1, gate_up)));
+                    let product = OwnProduct { w, x: out.view(), k: HIDDEN, owed: Some(owed) };
+                    let gated = y.view_mut().slice(0..n_rows * WIDTH);
+                    card.multiply_own(forms[1], product, Ending::Gated(gated))?;
+                }
+                if kinds[2] {
+                    let w = Weights::Bf16(down.slice(weights(2, down)));
+                    let added = AddedRows {
+                        residual: residual.view_mut(),
+                        out: out.view_mut(),
+                        weight: norm.view(),
+                        squares: squares.view_mut().slice(0..n_rows * down_parts),
+                    };
+                    let product = OwnProduct::plain(w, y.slice(0..n_rows * WIDTH), WIDTH);
+                    card.multiply_own(forms[2], product, Ending::Added(added))?;
+                }
+                Ok(())
+            })?;
+            let bytes: usize = (0..3).filter(|of| kinds[*of]).map(|of| 2 * sizes[of]).sum();
+            lines.push(line(
+                &format!("chain {n_rows} rows, {kinds:?}, {forms:?}"),
+                time,
+                bytes as f64,
+                limits.read,
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,363 @@
+//! Products of few rows by kernels of our own, and what becomes of the sums there: what would be a kernel of its own
+//! otherwise, and a microsecond or two in which nothing is read.
+
+use super::few_rows::FewRowsForm;
+use super::fp8::check_rows;
+use super::skinny::SkinnyForm;
+use super::{
+    BLOCK_TOKENS, Bf16, Card, CudaError, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut, ensure, number,
+    rows_of,
+};
+
+/// How a product is done by one of our own kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OwnForm {
+    Skinny(SkinnyForm),
+    Few(FewRowsForm),
+}
+
+/// A matrix whose rows others are multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub enum Weights<'a> {
+    Bf16(View<'a, Bf16>),
+    Fp8(Fp8Rows<'a>),
+}
+
+/// Few rows of `k`, and the matrix that each is multiplied with.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnProduct<'a> {
+    pub w: Weights<'a>,
+    pub x: View<'a, Bf16>,
+    pub k: usize,
+    /// The norm that the rows have not had, if they have not.
+    pub owed: Option<OwedNorm<'a>>,
+}
+
+/// What comes after it.
+#[derive(Debug)]
+pub enum Ending<'a> {
+    /// Nothing: a number for each pair of rows.
+    Sums(ViewMut<'a, Bf16>),
+    /// The same in f32: for logits, which are compared with one another.
+    Wide(ViewMut<'a, f32>),
+    /// The matrix is rows of a gate and then as many of what it lets through: `silu(gate) * up`.
+    Gated(ViewMut<'a, Bf16>),
+    Added(AddedRows<'a>),
+    Heads(HeadsRows<'a>),
+}
+
+/// The sums are added to the residual, whose norm is begun: what is missing then is [`OwedNorm`].
+#[derive(Debug)]
+pub struct AddedRows<'a> {
+    pub residual: ViewMut<'a, Bf16>,
+    /// The residual times the norm's weights.
+    pub out: ViewMut<'a, Bf16>,
+    pub weight: View<'a, Bf16>,
+    /// Sums of squares of parts of a row: [`OwnForm::parts`] for each row.
+    pub squares: ViewMut<'a, f32>,
+}
+
+/// The sums are all heads of q, of k and of v: they are biased, normed, rotated and put into pages as
+/// [`Card::rope_write_kv`] does it, which reads them from where only q is written here.
+#[derive(Debug)]
+pub struct HeadsRows<'a> {
+    pub rope: RopeWriteKv<'a>,
+    pub bias: Option<View<'a, Bf16>>,
+}
+
+/// The norm that rows have not had which [`AddedRows`] gave: all numbers of a row are to be multiplied with one, which the
+/// sums of a product can be as well.
+#[derive(Clone, Copy, Debug)]
+pub struct OwedNorm<'a> {
+    /// As many for each row.
+    pub squares: View<'a, f32>,
+    pub epsilon: f32,
+}
+
+/// A product whose arguments fit, as kernels are told of it.
+pub(super) struct Checked {
+    pub(super) sizes: Sizes,
+    pub(super) owed: Owed,
+    pub(super) ending: EndingWords,
+    /// Parts of the matrix that are summed up together.
+    pub(super) n_parts: usize,
+}
+
+/// The fields of ProductShape in endings.cuh, in their order: it is copied as bytes.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct Sizes {
+    pub(super) n: u32,
+    pub(super) k: u32,
+    pub(super) n_rows: u32,
+}
+
+/// The fields of Owed in endings.cuh.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct Owed {
+    squares: u64,
+    n_parts: u32,
+    width: u32,
+    epsilon: f32,
+}
+
+/// The fields of an ending in endings.cuh, of whichever there is; a kernel takes as many as it has.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub(super) struct EndingWords {
+    addresses: [u64; 8],
+    rest: [u32; 8],
+}
+
+/// By what comes after a product.
+pub(super) struct KernelNames {
+    pub(super) sums: &'static str,
+    pub(super) wide: &'static str,
+    pub(super) gated: &'static str,
+    pub(super) added: &'static str,
+    pub(super) heads: &'static str,
+}
+
+/// The names of a family of kernels, of one form.
+macro_rules! kernel_names {
+    ($family:literal, $form:literal) => {
+        KernelNames {
+            sums: concat!($family, "_", $form),
+            wide: concat!($family, "_wide_", $form),
+            gated: concat!($family, "_gated_", $form),
+            added: concat!($family, "_added_", $form),
+            heads: concat!($family, "_heads_", $form),
+        }
+    };
+}
+pub(super) use kernel_names;
+
+impl OwnForm {
+    /// Parts of a row of so many numbers that are summed up together.
+    pub fn parts(self, n: usize) -> usize {
+        n.div_ceil(2 * self.unit())
+    }
+
+    /// Whether it sums up whole heads together, which their norms need.
+    pub fn norms_heads(self) -> bool {
+        matches!(self, Self::Few(_))
+    }
+
+    /// Half of the rows of the matrix that are.
+    fn unit(self) -> usize {
+        match self {
+            Self::Skinny(_) => super::skinny::UNIT,
+            Self::Few(_) => super::few_rows::UNIT,
+        }
+    }
+}
+
+impl<'a> Weights<'a> {
+    /// Its rows, of `k` numbers.
+    pub fn n_rows(self, k: usize) -> usize {
+        match self {
+            Self::Bf16(numbers) => numbers.len() / k.max(1),
+            Self::Fp8(rows) => rows.scales.len(),
+        }
+    }
+
+    /// Its memory, as numbers of 16 bits.
+    pub fn halves(self) -> View<'a, Bf16> {
+        match self {
+            Self::Bf16(numbers) => numbers,
+            Self::Fp8(rows) => rows.numbers.halves(),
+        }
+    }
+}
+
+impl<'a> OwnProduct<'a> {
+    /// Of rows that are as they should be.
+    pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
+        Self { w, x, k, owed: None }
+    }
+
+    pub(super) fn check(
+        &self,
+        card: &Card,
+        kernel: &'static str,
+        form: OwnForm,
+        ending: &Ending<'_>,
+    ) -> Result<Checked, CudaError> {
+        let Self { w, x, k, owed } = *self;
+        ensure(kernel, k > 0 && k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
+        let n = match w {
+            Weights::Bf16(w) => {
+                card.check_places(kernel, &[&w, &x], &[])?;
+                rows_of(kernel, w.len(), k)?
+            }
+            Weights::Fp8(w) => {
+                card.check_places(kernel, &[&w.numbers, &x], &[&w.scales])?;
+                check_rows(kernel, w, k)?
+            }
+        };
+        let n_rows = rows_of(kernel, x.len(), k)?;
+        ending.check(card, kernel, form, (n, n_rows))?;
+        let owed = match owed {
+            None => Owed::default(),
+            Some(owed) => owed.check(card, kernel, (k, n_rows))?,
+        };
+        let sizes = Sizes { n: number(kernel, n)?, k: number(kernel, k)?, n_rows: number(kernel, n_rows)? };
+        let n_parts = match ending {
+            Ending::Gated(_) => (n / 2).div_ceil(form.unit()),
+            Ending::Sums(_) | Ending::Wide(_) | Ending::Added(_) | Ending::Heads(_) => form.parts(n),
+        };
+        Ok(Checked { sizes, owed, ending: ending.words(kernel, n_parts)?, n_parts })
+    }
+}
+
+impl OwedNorm<'_> {
+    fn check(
+        &self,
+        card: &Card,
+        kernel: &'static str,
+        (k, n_rows): (usize, usize),
+    ) -> Result<Owed, CudaError> {
+        card.check_places(kernel, &[], &[&self.squares])?;
+        let is_whole = n_rows == 0 || (!self.squares.is_empty() && self.squares.len().is_multiple_of(n_rows));
+        ensure(kernel, is_whole, "sums of squares that are not as many for each row")?;
+        let n_parts = number(kernel, self.squares.len() / n_rows.max(1))?;
+        let width = number(kernel, k)?;
+        Ok(Owed { squares: self.squares.address, n_parts, width, epsilon: self.epsilon })
+    }
+}
+
+impl Ending<'_> {
+    /// Whether it fits a product of so many rows with a matrix of `n` rows.
+    fn check(
+        &self,
+        card: &Card,
+        kernel: &'static str,
+        form: OwnForm,
+        (n, n_rows): (usize, usize),
+    ) -> Result<(), CudaError> {
+        match self {
+            Self::Sums(y) => {
+                card.check_places(kernel, &[y], &[])?;
+                ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")
+            }
+            Self::Wide(y) => {
+                card.check_places(kernel, &[y], &[])?;
+                ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")
+            }
+            Self::Gated(y) => {
+                card.check_places(kernel, &[y], &[])?;
+                ensure(kernel, n.is_multiple_of(16), "a gate that is not a multiple of 8 wide")?;
+                ensure(kernel, y.len() == n / 2 * n_rows, "an output that is not rows by half the rows")
+            }
+            Self::Added(added) => added.check(card, kernel, (n, n_rows), form.parts(n)),
+            Self::Heads(heads) => heads.check(card, kernel, (n, n_rows), form),
+        }
+    }
+
+    fn words(&self, kernel: &'static str, n_parts: usize) -> Result<EndingWords, CudaError> {
+        let mut words = EndingWords::default();
+        match self {
+            Self::Sums(y) | Self::Gated(y) => words.addresses[0] = y.address,
+            Self::Wide(y) => words.addresses[0] = y.address,
+            Self::Added(AddedRows { residual, out, weight, squares }) => {
+                words.addresses[..4].copy_from_slice(&[
+                    residual.address,
+                    out.address,
+                    weight.address,
+                    squares.address,
+                ]);
+                // It follows the last of the addresses.
+                words.addresses[4] = u64::from(number(kernel, n_parts)?);
+            }
+            Self::Heads(HeadsRows { rope, bias }) => {
+                let RopeWriteKv { qkv, pages, positions, slots, turns, norms, kv, .. } = rope;
+                let [q_norm, k_norm] = norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
+                let bias = bias.map_or(0, |bias| bias.address);
+                let (positions, slots) = (positions.address, slots.address);
+                words.addresses =
+                    [qkv.address, pages.address, positions, slots, turns.address, bias, q_norm, k_norm];
+                words.rest[..7].copy_from_slice(&[
+                    number(kernel, rope.n_q_heads)?,
+                    number(kernel, kv.n_kv_heads)?,
+                    number(kernel, kv.head_dim)?,
+                    number(kernel, kv.n_blocks * BLOCK_TOKENS)?,
+                    number(kernel, rows_of(kernel, turns.len(), kv.head_dim / 2)?)?,
+                    u32::from(kv.number == KvNumber::Fp8),
+                    rope.epsilon.to_bits(),
+                ]);
+            }
+        }
+        Ok(words)
+    }
+}
+
+impl AddedRows<'_> {
+    fn check(
+        &self,
+        card: &Card,
+        kernel: &'static str,
+        (n, n_rows): (usize, usize),
+        n_parts: usize,
+    ) -> Result<(), CudaError> {
+        let Self { residual, out, weight, squares } = self;
+        card.check_places(kernel, &[residual, out, weight], &[squares])?;
+        ensure(kernel, n.is_multiple_of(8), "a residual that is not a multiple of 8 wide")?;
+        let are_rows = residual.len() == n * n_rows && out.len() == n * n_rows;
+        ensure(kernel, are_rows, "a residual or an output that is not rows by rows")?;
+        ensure(kernel, weight.len() == n, "a norm that is not as wide as a row")?;
+        ensure(kernel, squares.len() == n_parts * n_rows, "not one sum of squares for each part of a row")
+    }
+}
+
+impl HeadsRows<'_> {
+    fn check(
+        &self,
+        card: &Card,
+        kernel: &'static str,
+        (n, n_rows): (usize, usize),
+        form: OwnForm,
+    ) -> Result<(), CudaError> {
+        let width = self.rope.check(card, kernel, n_rows)?;
+        ensure(kernel, width == n, "a matrix that is not as high as all heads are wide")?;
+        ensure(
+            kernel,
+            self.rope.norms.is_none() || form.norms_heads(),
+            "norms of heads of which no warp has all",
+        )?;
+        let Some(bias) = &self.bias else { return Ok(()) };
+        card.check_places(kernel, &[bias], &[])?;
+        ensure(kernel, bias.len() == n, "a bias that is not as wide as all heads")
+    }
+}
+
+impl KernelNames {
+    pub(super) fn of(&self, ending: &Ending<'_>) -> &'static str {
+        match ending {
+            Ending::Sums(_) => self.sums,
+            Ending::Wide(_) => self.wide,
+            Ending::Gated(_) => self.gated,
+            Ending::Added(_) => self.added,
+            Ending::Heads(_) => self.heads,
+        }
+    }
+
+    pub(super) fn has(&self, kernel: &str) -> bool {
+        [self.sums, self.wide, self.gated, self.added, self.heads].contains(&kernel)
+    }
+}
+
+impl Card {
+    /// `x * transpose(w)`, a number for each pair of rows, and what comes after it.
+    pub fn multiply_own(
+        &self,
+        form: OwnForm,
+        product: OwnProduct<'_>,
+        ending: Ending<'_>,
+    ) -> Result<(), CudaError> {
+        match form {
+            OwnForm::Skinny(form) => self.skinny(form, product, ending),
+            OwnForm::Few(form) => self.few_rows(form, product, ending),
+        }
+    }
+}
