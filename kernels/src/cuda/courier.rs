@@ -24,12 +24,18 @@ use super::rectangles::{Moved, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
 use super::slate::Slate;
 use super::slots::Slots;
+use super::tally::Looker;
 use super::{Card, CudaError};
 
 /// Threads of a kernel's block; a block has a multiprocessor for itself.
 const THREADS: u32 = 512;
 /// Pages of one errand, as in wire.cu.
 pub const PAGES_MAX: usize = 1024;
+/// Words that any errand is told, and that it usually answers at most: a digest for each of 8 heads.
+const TOLD_MAX: usize = 2 * PAGES_MAX;
+const ANSWERS_USUAL: usize = 8 * PAGES_MAX;
+/// Slates that a courier has from the start on.
+const SLATES: usize = 8;
 /// What one stage of all warps of a block takes of shared memory, what a block has beside its stages, and how many there can be: as in wire.cu.
 const STAGE_BYTES: usize = 16 * 4096;
 const TABLE_BYTES: usize = 17 << 10;
@@ -165,9 +171,13 @@ impl SlotAt<'_> {
 #[must_use = "nobody knows how an errand ended that was not taken"]
 pub struct Errand {
     slate: Slate,
-    done: CudaEvent,
+    done: Arc<CudaEvent>,
     n_digests: usize,
 }
+
+/// When an errand is done, for whatever else of the card waits for it.
+#[derive(Clone, Debug)]
+pub struct ErrandDone(pub(super) Arc<CudaEvent>);
 
 /// The fields of WirePages in wire.cu, in their order: it is copied as bytes.
 #[derive(Clone, Copy)]
@@ -282,7 +292,9 @@ impl Courier {
         let engines = (0..size.n_engines.max(1)).map(|_| stream()).collect::<Result<_, _>>()?;
         let engines = Engines::over(engines);
         let (verifier, kernels) = (stream()?, memory.wire_kernels().clone());
-        let (order, n_errands, slates) = (Mutex::default(), AtomicUsize::new(0), Mutex::default());
+        let slates = (0..SLATES).map(|_| Slate::new(&context, TOLD_MAX, ANSWERS_USUAL));
+        let slates = Mutex::new(slates.collect::<Result<_, _>>()?);
+        let (order, n_errands) = (Mutex::default(), AtomicUsize::new(0));
         Ok(Self { kernels, lanes, engines, verifier, size, order, n_errands, slates, context })
     }
 
@@ -487,7 +499,7 @@ impl Courier {
 
     /// Waits for an errand: its digests, page by page and head by head.
     pub fn take(&self, errand: Errand) -> Result<Vec<u64>, CudaError> {
-        errand.done.synchronize().map_err(CudaError::during("move pages between GPUs"))?;
+        errand.wait()?;
         let digests = errand.slate.answers.words(errand.n_digests).to_vec();
         self.slates().push(errand.slate);
         Ok(digests)
@@ -521,11 +533,12 @@ impl Courier {
     }
 
     /// All that waits on the lane now.
-    fn errand(&self, slate: Slate, n_digests: usize, lane: &CudaStream) -> Result<Errand, CudaError> {
-        // Whoever waits does not sleep: an errand takes less time than waking up.
+    fn errand(&self, mut slate: Slate, n_digests: usize, lane: &CudaStream) -> Result<Errand, CudaError> {
+        slate.n_errands = slate.n_errands.wrapping_add(1);
+        slate.tally.count_behind(lane, slate.n_errands)?;
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let done = lane.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
-        Ok(Errand { slate, done, n_digests })
+        Ok(Errand { slate, done: Arc::new(done), n_digests })
     }
 
     fn bind(&self) -> Result<(), CudaError> {
@@ -559,14 +572,14 @@ impl Courier {
 
     /// One that is large enough: a used one, or a new one.
     fn slate(&self, n_told: usize, n_answers: usize) -> Result<Slate, CudaError> {
-        let mut slates = self.slates();
-        if let Some(nth) = slates.iter().position(|slate| slate.fits(n_told, n_answers)) {
-            return Ok(slates.swap_remove(nth));
-        }
-        // What is too small now is so for good: errands of one node are alike.
-        let small = std::mem::take(&mut *slates);
-        drop((slates, small));
-        Slate::new(&self.context, n_told.next_power_of_two(), n_answers.next_power_of_two())
+        let used = {
+            let mut slates = self.slates();
+            let fitting = slates.iter().position(|slate| slate.fits(n_told, n_answers));
+            fitting.map(|nth| slates.swap_remove(nth))
+        };
+        // Every slate is long enough for most errands: to take or to give back such memory stops the card and all who
+        // tell it what to do.
+        used.map_or_else(|| Slate::new(&self.context, n_told.max(TOLD_MAX), n_answers.max(ANSWERS_USUAL)), Ok)
     }
 
     fn slates(&self) -> MutexGuard<'_, Vec<Slate>> {
@@ -618,6 +631,21 @@ impl fmt::Debug for Courier {
 }
 
 // === impl Errand ===
+
+impl Errand {
+    pub fn done(&self) -> ErrandDone {
+        ErrandDone(Arc::clone(&self.done))
+    }
+
+    /// Whoever waits does not sleep: an errand takes less time than waking up.
+    fn wait(&self) -> Result<(), CudaError> {
+        let mut looker = Looker::default();
+        while !looker.sees(&self.slate.tally, self.slate.n_errands, &self.done)? {
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+}
 
 impl fmt::Debug for Errand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -6,12 +6,16 @@ use cudarc::driver::CudaContext;
 
 use super::CudaError;
 use super::staging::Pinned;
+use super::tally::Tally;
 
 /// Memory of this machine that the card reads and writes itself.
 pub(super) struct Slate {
     context: Arc<CudaContext>,
     pub(super) told: Pinned,
     pub(super) answers: Pinned,
+    /// Of the errands that it was used for.
+    pub(super) tally: Tally,
+    pub(super) n_errands: u32,
 }
 
 impl Slate {
@@ -23,6 +27,8 @@ impl Slate {
         Ok(Self {
             told: Pinned::new(context, n_told * size_of::<u64>())?,
             answers: Pinned::new(context, n_answers * size_of::<u64>())?,
+            tally: Tally::new(context)?,
+            n_errands: 0,
             context: Arc::clone(context),
         })
     }

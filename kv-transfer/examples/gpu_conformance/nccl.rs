@@ -77,7 +77,7 @@ fn some(pair: &mut Communicator, rank: Rank, bytes: usize, n_messages: usize) ->
         }
         settle(pair)?;
     }
-    let message = pair.message()?;
+    let mut message = pair.message()?;
     until(|| Ok(message.is_done()?))
 }
 

@@ -11,7 +11,9 @@ use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream};
 
 use super::super::CudaError;
+use super::super::courier::ErrandDone;
 use super::super::slots::Slots;
+use super::super::tally::{Looker, Tally};
 use super::library::{BYTES, CommHandle, Config, Nccl, UniqueId};
 
 const N_RANKS: c_int = 2;
@@ -30,11 +32,18 @@ pub struct Communicator {
     rank: Rank,
     slots: Arc<Slots>,
     stream: Arc<CudaStream>,
+    /// Of the messages so far.
+    tally: Arc<Tally>,
+    n_messages: u32,
 }
 
 /// One message on its way.
-#[derive(Debug)]
-pub struct Message(CudaEvent);
+pub struct Message {
+    tally: Arc<Tally>,
+    nth: u32,
+    done: CudaEvent,
+    looker: Looker,
+}
 
 // JUSTIFICATION: the handle makes the type not Send by itself.
 // SAFETY: NCCL does not care which thread calls, as long as it is one at a time, which `&mut self` sees to.
@@ -47,7 +56,8 @@ impl Communicator {
         let context = Arc::clone(slots.context());
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
-        let mut this = Self { nccl, handle: None, rank, slots, stream };
+        let tally = Arc::new(Tally::new(&context)?);
+        let mut this = Self { nccl, handle: None, rank, slots, stream, tally, n_messages: 0 };
         let (mut handle, mut config) = (std::ptr::null_mut(), Config::without_blocking());
         // JUSTIFICATION: NCCL is a C library.
         // SAFETY: both pointers are to values that outlive the call, of the form that nccl.h says.
@@ -68,7 +78,12 @@ impl Communicator {
         self.nccl.checked("a message between GPUs", status)
     }
 
-    /// Queues the sending of a slot's first bytes. Whoever calls has filled it, and leaves it alone until the message is
+    /// What is queued from here on waits for an errand of the same card.
+    pub fn wait_for(&mut self, errand: &ErrandDone) -> Result<(), CudaError> {
+        self.stream.wait(&errand.0).map_err(CudaError::during("wait for pages on their way"))
+    }
+
+    /// Queues the sending of a slot's first bytes. Whoever calls has filled it, or has it [wait](Self::wait_for) for that, and leaves it alone until the message is
     /// [done](Message::is_done).
     pub fn send(&mut self, slot: usize, bytes: usize) -> Result<(), CudaError> {
         let from = self.slots.address(slot, 0, bytes)?;
@@ -93,10 +108,12 @@ impl Communicator {
     }
 
     /// Of the last call, once it has settled.
-    pub fn message(&self) -> Result<Message, CudaError> {
+    pub fn message(&mut self) -> Result<Message, CudaError> {
+        self.n_messages = self.n_messages.wrapping_add(1);
+        self.tally.count_behind(&self.stream, self.n_messages)?;
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
-        let event = self.stream.record_event(Some(flags));
-        event.map(Message).map_err(CudaError::during("record an event"))
+        let done = self.stream.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
+        Ok(Message { tally: Arc::clone(&self.tally), nth: self.n_messages, done, looker: Looker::default() })
     }
 
     /// Begins to end it in good order: both ends do so, with nothing under way. Then it settles once more.
@@ -139,8 +156,14 @@ impl Drop for Communicator {
 }
 
 impl Message {
-    pub fn is_done(&self) -> Result<bool, CudaError> {
-        self.0.try_is_complete().map_err(CudaError::during("ask the GPU"))
+    pub fn is_done(&mut self) -> Result<bool, CudaError> {
+        self.looker.sees(&self.tally, self.nth, &self.done)
+    }
+}
+
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Message({})", self.nth)
     }
 }
 

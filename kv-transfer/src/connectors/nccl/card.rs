@@ -162,7 +162,7 @@ impl Communicator for OverNccl {
         // A peer that has failed is known here before any of its messages is.
         self.is_settled()?;
         let mut n_done = 0;
-        while let Some(first) = self.messages.front() {
+        while let Some(first) = self.messages.front_mut() {
             if !first.is_done().map_err(TransferError::device)? {
                 break;
             }
