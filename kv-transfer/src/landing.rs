@@ -350,6 +350,7 @@ impl OpenLanding {
         let mut progress = self.progress();
         let handoff = progress.handoff.take().expect("a landing is whole with its handoff, and ends once");
         let scheme = self.landing.wire.scheme.clone();
+        trace!(target: "walk", transfer = %self.landing.transfer, "arrived");
         let moved = progress.first_byte.map(|first| first.elapsed());
         self.metrics.arrived(&scheme, progress.bytes, moved);
         let (bytes, waited) = (progress.bytes, self.since.elapsed());

@@ -4,7 +4,7 @@
 //!
 //! Suggested reading order: the traits ([`connector`]), waiting for KV ([`arrival`]), what a landing is on the node
 //! that granted it ([`landing`]) and why its blocks come back only once the wire is quiet ([`quiet`]); which pages are
-//! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`); which ranks have
+//! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`), and where both run (`home`); which ranks have
 //! what for which of the other side's ([`reshard`], [`lanes`]) and how that lies in memory (`runs`); then the wires
 //! themselves ([`mod@connectors`]), the suite that each of them passes ([`conformance`]) and the faults that can be
 //! played on them ([`faults`]).
@@ -17,6 +17,7 @@ pub mod landing;
 mod landings;
 pub mod quiet;
 mod flights;
+mod home;
 mod pages;
 pub mod digest;
 mod outgoing;
@@ -36,4 +37,4 @@ pub use error::TransferError;
 pub use faults::{Fault, FaultKind, Faults};
 pub use metrics::TransferMetrics;
 pub use quiet::Quiet;
-pub use settings::TransferSettings;
+pub use settings::{Taper, TransferSettings};

@@ -21,9 +21,9 @@ use crate::flights::Flights;
 use crate::landing::{Opener, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
-use crate::pages::{Pages, cut, cut_tall, taper, wanted_part};
+use crate::pages::{Pages, cut, cut_tall, wanted_part};
 use crate::reshard::Lane;
-use crate::settings::TransferSettings;
+use crate::settings::{Taper, TransferSettings};
 
 /// Spans that wait for their fence or for the wire, per transfer.
 const SPANS_QUEUED_MAX: usize = 16;
@@ -200,10 +200,9 @@ impl Sender {
     ) -> Box<dyn KvSender> {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
         let pages = Pages::of(&out.landing, Lanes::only());
-        let TransferSettings { frame_bytes, tall_frames, tapered_frames, .. } = parts.settings;
+        let TransferSettings { frame_bytes, tall_frames, taper, .. } = parts.settings;
         let (of_pump, sent) = (Arc::clone(&out), Vec::new());
-        let pump =
-            Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, tapered_frames, sent };
+        let pump = Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, taper, sent };
         let pump = pump.start(&parts.gate, queue, refetches);
         Box::new(Self { out, wire, jobs, pages, metrics: parts.metrics.clone(), pump })
     }
@@ -280,7 +279,7 @@ struct Pump {
     wire: Arc<dyn Wire>,
     frame_bytes: usize,
     tall_frames: bool,
-    tapered_frames: bool,
+    taper: Option<Taper>,
     /// What was put, to be put again if it arrives wrong. Holds the leases until the receiver has verified.
     sent: Vec<SpanJob>,
 }
@@ -379,8 +378,7 @@ impl Pump {
         let heads_max = span.layers.clone().map(heads).max().unwrap_or(1);
         let pages_max = frame_pages(heads_max, lanes.len());
         match self.tall_frames {
-            true if self.tapered_frames => taper(cut_tall(page_bytes, span, self.frame_bytes, pages_max)),
-            true => cut_tall(page_bytes, span, self.frame_bytes, pages_max),
+            true => cut_tall(page_bytes, span, (self.frame_bytes, pages_max), self.taper),
             false => cut(page_bytes, span, self.frame_bytes, pages_max),
         }
     }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use types::{GroupIdx, KvSpan, Landing};
 
 use crate::lanes::{LaneSpan, Lanes};
+use crate::settings::Taper;
 
 /// Numbers the wanted pages of a landing: `[group][layer][lane][block]`.
 #[derive(Clone, Debug)]
@@ -51,6 +52,7 @@ impl PageIndex {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 enum PageState {
     Missing,
     OnItsWay,
@@ -101,14 +103,19 @@ impl Pages {
     /// The pages are on their way now: true. If any of them is so already, or has arrived, nothing changes: false.
     pub(crate) fn claim(&mut self, span: &LaneSpan) -> bool {
         let rows = self.rows(span);
-        let free = |state: &PageState| matches!(state, PageState::Missing | PageState::MissingAgain);
-        if !rows.iter().all(|row| self.states[row.clone()].iter().all(free)) {
+        let is_free = |row: &Range<usize>| {
+            let (once, again) = (self.n_in(row, PageState::Missing), self.n_in(row, PageState::MissingAgain));
+            once + again == row.len()
+        };
+        if !rows.iter().all(is_free) {
             return false;
         }
-        for state in rows.into_iter().flatten() {
-            let again = self.states[state] == PageState::MissingAgain;
-            self.states[state] = if again { PageState::OnItsWayAgain } else { PageState::OnItsWay };
-            self.n_claimed += usize::from(!again);
+        for row in rows {
+            self.n_claimed += self.n_in(&row, PageState::Missing);
+            for state in &mut self.states[row] {
+                let again = *state == PageState::MissingAgain;
+                *state = if again { PageState::OnItsWayAgain } else { PageState::OnItsWay };
+            }
         }
         true
     }
@@ -123,13 +130,20 @@ impl Pages {
         for page in wrong {
             self.states[page] = PageState::MissingAgain;
         }
-        for page in self.rows(span).into_iter().flatten() {
-            if matches!(self.states[page], PageState::OnItsWay | PageState::OnItsWayAgain) {
-                self.states[page] = PageState::Verified;
-                self.n_verified += 1;
+        for row in self.rows(span) {
+            self.n_verified +=
+                self.n_in(&row, PageState::OnItsWay) + self.n_in(&row, PageState::OnItsWayAgain);
+            for state in &mut self.states[row] {
+                let came = matches!(*state, PageState::OnItsWay | PageState::OnItsWayAgain);
+                *state = if came { PageState::Verified } else { *state };
             }
         }
         again
+    }
+
+    /// How many of some pages are in one state: all are counted, which is faster than to stop at the first that is not.
+    fn n_in(&self, row: &Range<usize>, state: PageState) -> usize {
+        self.states[row.clone()].iter().filter(|one| **one == state).count()
     }
 
     /// The numbers of a span's pages, layer by layer.
@@ -180,38 +194,58 @@ pub(crate) fn cut(
 }
 
 /// As [`cut`], into pieces of few blocks and all layers, as far as one block of all layers fits.
+///
+/// | 40 blocks, at most 8 a piece | pieces |
+/// |---|---|
+/// | as they are | 8, 8, 8, 8, 8 |
+/// | tapered, a quarter of 8 at least, a third of the rest at most | 2, 4, 8, 8, 6, 4, 2, 2, 2, 2 |
 pub(crate) fn cut_tall(
     page_bytes: impl Fn(u16) -> usize,
     span: &KvSpan,
-    bytes_max: usize,
-    pages_max: usize,
+    (bytes_max, pages_max): (usize, usize),
+    taper: Option<Taper>,
 ) -> Vec<KvSpan> {
     let column: usize = span.layers.clone().map(&page_bytes).sum();
     let blocks_max = (bytes_max / column.max(1)).min(pages_max / span.layers.len().max(1));
     if blocks_max == 0 {
         return cut(page_bytes, span, bytes_max, pages_max);
     }
-    let (start, end) = (span.blocks.start, span.blocks.end);
-    let of = |first: u32| KvSpan { blocks: first..end.min(first + blocks_max as u32), ..span.clone() };
-    (start..end).step_by(blocks_max).map(of).collect()
+    let mut sizes = Sizes::new(blocks_max as u32, span.blocks.len() as u32, taper);
+    let (mut pieces, mut start) = (Vec::new(), span.blocks.start);
+    while start < span.blocks.end {
+        let end = start + sizes.next(span.blocks.end - start);
+        pieces.push(KvSpan { blocks: start..end, ..span.clone() });
+        start = end;
+    }
+    pieces
 }
 
-/// Pieces of which the first begins with a quarter of itself, and the last ends with one; where they are many.
-pub(crate) fn taper(pieces: Vec<KvSpan>) -> Vec<KvSpan> {
-    let last = pieces.len().saturating_sub(1);
-    let cut_at = |nth: usize, blocks: &Range<u32>| match blocks.len() as u32 / 4 {
-        0 => None,
-        quarter if nth == 0 && last > 1 => Some(blocks.start + quarter),
-        quarter if nth == last && last > 1 => Some(blocks.end - quarter),
-        _ => None,
-    };
-    let parts = |(nth, piece): (usize, KvSpan)| {
-        let Some(at) = cut_at(nth, &piece.blocks) else { return vec![piece] };
-        let KvSpan { group, blocks, layers } = piece;
-        let of = |blocks| KvSpan { group, blocks, layers: layers.clone() };
-        vec![of(blocks.start..at), of(at..blocks.end)]
-    };
-    pieces.into_iter().enumerate().flat_map(parts).collect()
+/// How many blocks each piece has.
+struct Sizes {
+    max: u32,
+    least: u32,
+    /// What the next one may have, as far as those before it go.
+    grown: u32,
+    share: u32,
+}
+
+impl Sizes {
+    /// Two pieces are not many.
+    fn new(max: u32, n_blocks: u32, taper: Option<Taper>) -> Self {
+        match taper.filter(|_| n_blocks > 2 * max) {
+            None => Self { max, least: max, grown: max, share: 1 },
+            Some(Taper { least_part, share }) => {
+                let least = (max / least_part.max(1)).max(1);
+                Self { max, least, grown: least, share: share.max(1) }
+            }
+        }
+    }
+
+    fn next(&mut self, rest: u32) -> u32 {
+        let size = self.grown.min(rest / self.share).max(self.least).min(rest);
+        self.grown = (2 * self.grown).min(self.max);
+        size
+    }
 }
 
 fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item = KvSpan> {

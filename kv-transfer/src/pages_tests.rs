@@ -132,7 +132,7 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
     for (n_blocks, blocks_max, expected) in
         [(37, 16, &[16, 16, 5][..]), (8, 16, &[8]), (3, 1, &[1, 1, 1]), (1, 100, &[1])]
     {
-        let pieces = cut_tall(|_| 512, &span(0..3, 2..2 + n_blocks), blocks_max * column, 1000);
+        let pieces = cut_tall(|_| 512, &span(0..3, 2..2 + n_blocks), (blocks_max * column, 1000), None);
         let lengths: Vec<usize> = pieces.iter().map(|piece| piece.blocks.len()).collect();
         assert_eq!(lengths, expected, "{n_blocks} blocks, {blocks_max} a piece");
         let mut next = 2;
@@ -141,22 +141,30 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
             next = piece.blocks.end;
         }
     }
-    let few_pages = cut_tall(|_| 512, &span(0..3, 2..4), 1 << 20, 4);
+    let few_pages = cut_tall(|_| 512, &span(0..3, 2..4), (1 << 20, 4), None);
     assert_eq!(few_pages, [span(0..3, 2..3), span(0..3, 3..4)]);
     // Not even one block of all layers fits: as others do it.
-    assert_eq!(cut_tall(|_| 512, &span(0..2, 2..4), 512, 100), cut(|_| 512, &span(0..2, 2..4), 512, 100));
+    assert_eq!(
+        cut_tall(|_| 512, &span(0..2, 2..4), (512, 100), None),
+        cut(|_| 512, &span(0..2, 2..4), 512, 100)
+    );
 }
 
 #[test]
-fn of_many_pieces_the_first_and_the_last_are_cut_once_more() {
-    let taper_of = |n_blocks: u32| -> Vec<Range<u32>> {
-        let pieces = (0..n_blocks).step_by(8).map(|start| span(0..3, start..n_blocks.min(start + 8)));
-        taper(pieces.collect()).into_iter().map(|piece| piece.blocks).collect()
+fn of_many_pieces_the_first_and_the_last_are_small() {
+    let sizes_of = |n_blocks: u32, share: u32| -> Vec<usize> {
+        let taper = Some(Taper { least_part: 4, share });
+        let pieces = cut_tall(|_| 512, &span(0..3, 7..7 + n_blocks), (8 * 3 * 512, 1000), taper);
+        let starts: Vec<u32> = pieces.iter().map(|piece| piece.blocks.start).collect();
+        let ends = std::iter::once(7).chain(pieces.iter().map(|piece| piece.blocks.end));
+        assert_eq!(starts, ends.take(pieces.len()).collect::<Vec<_>>(), "without a gap");
+        pieces.iter().map(|piece| piece.blocks.len()).collect()
     };
-    assert_eq!(taper_of(32), [0..2, 2..8, 8..16, 16..24, 24..30, 30..32]);
-    assert_eq!(taper_of(20), [0..2, 2..8, 8..16, 16..19, 19..20]);
-    // What is left over is too short to be cut, and two pieces are not many.
-    assert_eq!(taper_of(18), [0..2, 2..8, 8..16, 16..18]);
-    assert_eq!(taper_of(16), [0..8, 8..16]);
-    assert_eq!(taper(Vec::new()), []);
+    assert_eq!(sizes_of(40, 3), [2, 4, 8, 8, 6, 4, 2, 2, 2, 2]);
+    assert_eq!(sizes_of(40, 1), [2, 4, 8, 8, 8, 8, 2]);
+    assert_eq!(sizes_of(17, 2), [2, 4, 5, 3, 2, 1]);
+    // Two are not many.
+    assert_eq!(sizes_of(16, 3), [8, 8]);
+    assert_eq!(sizes_of(1, 3), [1]);
+    assert!(sizes_of(0, 3).is_empty());
 }

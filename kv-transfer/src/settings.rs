@@ -21,6 +21,9 @@ pub struct TransferSettings {
     /// Multiprocessors of a GPU on which KV is moved and digested. 0: as many as the connector was measured best with,
     /// 16 for cuda-ipc and 32 for a message of nccl.
     pub gpu_multiprocessors: u32,
+    /// Microseconds that cuda-ipc and nccl look for what comes next, on threads of their own, before those sleep. 0: they
+    /// have none, and every hop wakes one of the process's.
+    pub awake_us: u64,
     /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
     pub rdma_listen: String,
     /// `device`, `device:port` or `device:port:gid`, the last being an index. Empty: the first port that is up and has an
@@ -30,13 +33,23 @@ pub struct TransferSettings {
     /// rectangles. Set by the connector.
     #[serde(skip)]
     pub tall_frames: bool,
-    /// Whether the first and the last of many tall frames are cut once more: nobody waits long for the first, nor for what
-    /// becomes of the last. Set by the connector.
+    /// How the first and the last of many tall frames are made smaller: nobody waits long for the first, nor for what
+    /// becomes of the last. `None`: as the connector was measured best with.
     #[serde(skip)]
-    pub tapered_frames: bool,
+    pub taper: Option<Taper>,
     /// Whether digests are made and compared. Off only to measure what they cost: a node has no such setting.
     #[serde(skip, default = "on")]
     pub digests: bool,
+}
+
+/// Of many frames the first are the smallest, each twice as large as the one before; the last ones are shares of what is
+/// left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Taper {
+    /// The smallest frame is this part of the largest.
+    pub least_part: u32,
+    /// A frame is no more than this part of what is left.
+    pub share: u32,
 }
 
 fn on() -> bool {
@@ -52,10 +65,11 @@ impl Default for TransferSettings {
             stall_ms: 5_000,
             frame_bytes: 512 << 10,
             gpu_multiprocessors: 0,
+            awake_us: 500,
             rdma_listen: String::new(),
             rdma_device: String::new(),
             tall_frames: false,
-            tapered_frames: false,
+            taper: None,
             digests: true,
         }
     }
@@ -65,6 +79,10 @@ impl TransferSettings {
     /// How many multiprocessors a connector takes that likes so many best.
     pub(crate) fn multiprocessors(&self, liked: u32) -> u32 {
         if self.gpu_multiprocessors == 0 { liked } else { self.gpu_multiprocessors }
+    }
+
+    pub(crate) fn awake(&self) -> Duration {
+        Duration::from_micros(self.awake_us)
     }
 
     pub fn stall(&self) -> Duration {

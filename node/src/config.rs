@@ -275,6 +275,9 @@ pub struct TransferSection {
     /// Multiprocessors of a GPU on which KV is moved and digested. 0: as many as the connector was measured best with, 16
     /// for cuda-ipc and 32 for a message of nccl.
     pub gpu_multiprocessors: u32,
+    /// Microseconds that cuda-ipc and nccl look for what comes next, each on threads of its own, before those sleep: so long
+    /// is a core busy after all that happens to a transfer. 0: no thread of their own, and every hop wakes another one.
+    pub awake_us: u64,
     /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
     pub rdma_listen: String,
     /// The RDMA port that KV goes over: `device`, `device:port` or `device:port:gid`, the last being an index into the
@@ -292,6 +295,7 @@ impl Default for TransferSection {
             stall_ms: settings.stall_ms,
             frame_bytes: settings.frame_bytes,
             gpu_multiprocessors: settings.gpu_multiprocessors,
+            awake_us: settings.awake_us,
             rdma_listen: settings.rdma_listen,
             rdma_device: settings.rdma_device,
         }
@@ -308,6 +312,7 @@ impl TransferSection {
             stall_ms: self.stall_ms,
             frame_bytes: self.frame_bytes,
             gpu_multiprocessors: self.gpu_multiprocessors,
+            awake_us: self.awake_us,
             rdma_listen: self.rdma_listen.clone(),
             rdma_device: self.rdma_device.clone(),
             ..TransferSettings::default()

@@ -1,17 +1,19 @@
 //! The suite that every connector passes, over the memory of two GPUs, and how fast `cuda-ipc` and `nccl` move KV between
 //! them, beside a plain copy and NCCL alone.
 //!
-//! `gpu_conformance [--nvrtc FOLDER] [--out FILE] [--commit NAME]`: JSON to the file, a summary to stderr; fails where the
-//! suite does. Nodes that send are on the first GPU, those that receive on the second. The ranks of nodes that have several
+//! `gpu_conformance [--nvrtc FOLDER] [--out FILE] [--walks FILE] [--only measure|suite] [--commit NAME]`: JSON to the file,
+//! every step of one transfer of each kind to the other, a summary to stderr; fails where the suite does. Nodes that send are on the first GPU, those that receive on the second. The ranks of nodes that have several
 //! are on all in turn, those that receive from the second on: of four GPUs, two ranks that send are on the first two, and
 //! two that receive on the last.
 
+mod marks;
 mod measure;
 mod nccl;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use baton_kv_transfer::conformance::node::lie_in;
 use baton_kv_transfer::conformance::{conformance, conformance_between};
@@ -20,11 +22,13 @@ use kernels::cuda::{Cache, Card};
 use kv_cache::KvMemory;
 use serde_json::json;
 use tokio::runtime::Runtime;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::prelude::*;
 use types::KvLayout;
 
 /// Wires that are run over memory of GPUs, and the setting for frames: frames of one page, tall ones, and a wire that goes
 /// by copies of the host.
-const RUNS: &[(&str, usize)] = &[("cuda-ipc", 16), ("cuda-ipc", 32), ("nccl", 8), ("tcp", 1024)];
+const RUNS: &[(&str, usize)] = &[("cuda-ipc", 11), ("cuda-ipc", 22), ("nccl", 8), ("tcp", 1024)];
 
 /// Nodes of the suite to whom KV is sent: they are on the second GPU, all others on the first.
 const RECEIVERS: &[&str] = &["decode", "mortal"];
@@ -34,8 +38,6 @@ const NCCL_STALL_MS: u64 = 10_000;
 
 /// Ranks of the nodes that send, and of those that receive.
 const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
-/// The wire that carries the KV of several GPUs.
-const WIRE_OF_RANKS: &str = "cuda-ipc";
 
 const CARDS_MAX: usize = 4;
 static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
@@ -51,10 +53,18 @@ pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     KvMemory::device(layout, n_blocks, &of_ranks).expect("the cards have room")
 }
 
+pub(crate) fn now() -> Instant {
+    #[allow(clippy::disallowed_methods, reason = "a measurement of real time")]
+    Instant::now()
+}
+
 #[derive(Default)]
 struct Args {
     nvrtc: Option<PathBuf>,
     out: Option<PathBuf>,
+    walks: Option<PathBuf>,
+    /// `measure` or `suite`; both otherwise.
+    only: Option<String>,
     commit: Option<String>,
 }
 
@@ -66,6 +76,8 @@ fn args() -> Args {
         match word.as_str() {
             "--nvrtc" => args.nvrtc = Some(value.into()),
             "--out" => args.out = Some(value.into()),
+            "--walks" => args.walks = Some(value.into()),
+            "--only" => args.only = Some(value),
             "--commit" => args.commit = Some(value),
             _ => eprintln!("unknown word: {word}"),
         }
@@ -74,7 +86,9 @@ fn args() -> Args {
 }
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_writer(std::io::stderr).init();
+    let told = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(LevelFilter::WARN);
+    let kept = marks::Keeper.with_filter(Targets::new().with_target("walk", LevelFilter::TRACE));
+    tracing_subscriber::registry().with(told).with(kept).init();
     match run(&args()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -92,11 +106,20 @@ fn run(args: &Args) -> Outcome<bool> {
     let cards = CARDS.get_or_init(|| all);
     lie_in(memory);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(8).enable_all().build()?;
-    let measured = runtime.block_on(measure::all())?;
-    let by_nccl = nccl::plainly();
+    let is_wanted = |part: &str| args.only.as_ref().is_none_or(|only| only == part);
+    let nothing = serde_json::Value::Null;
+    let (measured, walks) = match is_wanted("measure") {
+        true => runtime.block_on(measure::all())?,
+        false => (nothing.clone(), nothing.clone()),
+    };
+    let by_nccl = if is_wanted("measure") { nccl::plainly() } else { nothing };
     eprintln!("{by_nccl}");
-    let suites: Vec<_> = RUNS.iter().map(|run| (*run, passes(&runtime, *run))).collect();
-    let of_ranks = ranks_pass(&runtime);
+    if let Some(out) = &args.walks {
+        std::fs::write(out, serde_json::to_string_pretty(&walks)? + "\n")?;
+    }
+    let runs = if is_wanted("suite") { RUNS } else { &[] };
+    let suites: Vec<_> = runs.iter().map(|run| (*run, passes(&runtime, *run))).collect();
+    let of_ranks = !is_wanted("suite") || ranks_pass(&runtime);
     let report = json!({
         "command": "gpu_conformance",
         "commit": args.commit,
@@ -104,7 +127,7 @@ fn run(args: &Args) -> Outcome<bool> {
         "measured": measured,
         "nccl_alone": by_nccl,
         "conformance": suites.iter().map(|((wire, frame), passed)| json!({"wire": wire, "frame_bytes": frame, "passed": passed})).collect::<Vec<_>>(),
-        "conformance_of_ranks": {"wire": WIRE_OF_RANKS, "ranks": RANKS, "passed": of_ranks},
+        "conformance_of_ranks": {"cuda-ipc": RANKS, "passed": of_ranks},
     });
     if let Some(out) = &args.out {
         std::fs::write(out, serde_json::to_string_pretty(&report)? + "\n")?;
@@ -112,7 +135,7 @@ fn run(args: &Args) -> Outcome<bool> {
     for ((wire, frame), passed) in &suites {
         eprintln!("conformance of {wire}, frames of {frame}: {}", if *passed { "passed" } else { "FAILED" });
     }
-    eprintln!("conformance of ranks, {WIRE_OF_RANKS}: {}", if of_ranks { "passed" } else { "FAILED" });
+    eprintln!("conformance of ranks: {}", if of_ranks { "passed" } else { "FAILED" });
     Ok(of_ranks && suites.iter().all(|(_, passed)| *passed))
 }
 
@@ -123,8 +146,8 @@ fn passes(runtime: &Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool
 
 /// The same between nodes of several ranks, where they share heads.
 fn ranks_pass(runtime: &Runtime) -> bool {
-    let frame_bytes = RUNS[0].1;
-    ends_well(runtime, conformance_between(RANKS, move |parts| made(WIRE_OF_RANKS, frame_bytes, parts)))
+    let (wire, frame_bytes) = RUNS[0];
+    ends_well(runtime, conformance_between(RANKS, move |parts| made(wire, frame_bytes, parts)))
 }
 
 async fn made(wire: &'static str, frame_bytes: usize, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {

@@ -4,19 +4,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_kv_transfer::conformance::node::{Node, handoff};
-use baton_kv_transfer::{ConnectorParts, KvConnector, LandRequest, Source, TransferSettings, build};
+use baton_kv_transfer::{
+    ArrivedKv, ConnectorParts, KvConnector, LandRequest, Source, Taper, TransferSettings, build,
+};
 use kernels::cuda::{Courier, CourierSize};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
 use serde_json::{Value, json};
 use types::{Destination, GroupIdx, KvDtype, KvLayout, KvSpan, RequestId};
 
-use crate::{Outcome, memory};
+use crate::{Outcome, marks, memory, now};
 
 const N_TOKENS: u32 = 8192;
 const N_SENT: u32 = N_TOKENS / 16;
 /// Twice what is sent, so that there is something to scatter over.
 const N_BLOCKS: u32 = 2 * N_SENT;
 const ROUNDS: usize = 15;
+/// Transfers of which every step is told, after those that are timed.
+const MARKED: usize = 3;
+const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy)]
 struct How {
@@ -28,18 +33,34 @@ struct How {
     frame_bytes: usize,
     multiprocessors: u32,
     ranks: (u16, u16),
+    awake_us: u64,
+    taper: Option<Taper>,
 }
 
 /// From the first `send` to the arrival, and to the sender's knowledge of it.
 struct Took {
     arrival: Duration,
     finish: Duration,
+    /// Of the last of some transfers more.
+    marks: Value,
+    walk: Value,
 }
 
 struct Side {
     parts: ConnectorParts,
     pool: BlockPool,
     wire: Arc<dyn KvConnector>,
+}
+
+impl How {
+    fn told(self) -> Value {
+        json!({
+            "what": self.wire, "ranks": self.ranks, "digests": self.digests,
+            "blocks": if self.is_scattered { "scattered" } else { "neighbours" },
+            "frame_mib": self.frame_bytes >> 20, "multiprocessors": self.multiprocessors, "awake_us": self.awake_us,
+            "taper": self.taper.map_or(json!("default"), |taper| json!([taper.least_part, taper.share])),
+        })
+    }
 }
 
 fn layout() -> KvLayout {
@@ -52,6 +73,8 @@ async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Side> {
         digests: how.digests,
         frame_bytes,
         gpu_multiprocessors: how.multiprocessors,
+        awake_us: how.awake_us,
+        taper: how.taper,
         ..TransferSettings::default()
     };
     let parts =
@@ -67,6 +90,11 @@ impl Side {
         self.pool.reserve(n_blocks, holder).expect("there is room")
     }
 
+    /// For one sequence, and what lies between them.
+    fn blocks(&self, how: How) -> (BlockLease, Vec<BlockLease>) {
+        if how.is_scattered { self.scattered() } else { (self.lease(N_SENT as usize), vec![]) }
+    }
+
     /// Blocks of which none has a neighbour, and what lies between them.
     fn scattered(&self) -> (BlockLease, Vec<BlockLease>) {
         let singles: Vec<_> = (0..N_BLOCKS).map(|_| self.lease(1)).collect();
@@ -74,6 +102,13 @@ impl Side {
             singles.into_iter().enumerate().partition(|(nth, _)| nth % 2 == 0);
         drop(free);
         (self.lease(N_SENT as usize), kept.into_iter().map(|(_, lease)| lease).collect())
+    }
+
+    /// Nothing of it goes on beside what is measured next.
+    async fn ends(self) -> Outcome<()> {
+        let Self { parts, wire, .. } = self;
+        drop(wire);
+        Ok(parts.gate.close(ENDS_WITHIN).await?)
     }
 }
 
@@ -89,26 +124,41 @@ fn fill(memory: &KvMemory) {
     }
 }
 
-/// What is measured: wires, their frames and multiprocessors, and ranks.
+const IPC: How = How {
+    wire: "cuda-ipc",
+    frames_larger: 96,
+    frame_bytes: 48 << 20,
+    multiprocessors: 16,
+    digests: true,
+    is_scattered: false,
+    ranks: (1, 1),
+    awake_us: 500,
+    taper: None,
+};
+const NCCL: How = How { wire: "nccl", frames_larger: 128, frame_bytes: 64 << 20, multiprocessors: 32, ..IPC };
+
+/// What is measured: wires as they are by default, and what becomes of them if something is otherwise.
 fn ways() -> Vec<How> {
-    let wires = [
-        ("cuda-ipc", 64, 32 << 20, 16),
-        ("cuda-ipc", 64, 24 << 20, 16),
-        ("nccl", 128, 64 << 20, 32),
-        ("nccl", 128, 64 << 20, 48),
+    let tapered = |how: How, least_part, share| How { taper: Some(Taper { least_part, share }), ..how };
+    let with_digests = [
+        IPC,
+        NCCL,
+        How { awake_us: 0, ..IPC },
+        How { awake_us: 0, ..NCCL },
+        How { frame_bytes: 32 << 20, ..IPC },
+        How { multiprocessors: 48, ..NCCL },
+        tapered(IPC, 4, 1),
+        tapered(NCCL, 4, 1),
+        tapered(NCCL, 8, 2),
+        tapered(NCCL, 4, 3),
+        IPC,
+        NCCL,
     ];
-    let one_each = wires.into_iter().flat_map(|(wire, frames_larger, frame_bytes, multiprocessors)| {
-        [(true, false), (true, true), (false, false), (false, true)].map(|(digests, is_scattered)| {
-            let ranks = (1, 1);
-            How { wire, frames_larger, digests, is_scattered, frame_bytes, multiprocessors, ranks }
-        })
-    });
-    let (wire, frames_larger, frame_bytes, multiprocessors) = wires[0];
-    let of_ranks = [(2, 2), (1, 2), (2, 1)].map(|ranks| {
-        let (digests, is_scattered) = (true, false);
-        How { wire, frames_larger, digests, is_scattered, frame_bytes, multiprocessors, ranks }
-    });
-    one_each.chain(of_ranks).collect()
+    let both = |how: How| [how, How { is_scattered: true, ..how }];
+    let bare = [IPC, NCCL].map(|how| How { digests: false, ..how });
+    let of_ranks = [(IPC, (2, 2)), (IPC, (1, 2)), (IPC, (2, 1))];
+    let of_ranks = of_ranks.map(|(how, ranks)| How { ranks, ..how });
+    with_digests.into_iter().chain(bare).flat_map(both).chain(of_ranks).collect()
 }
 
 /// Between nodes of several ranks, in memory of their own.
@@ -118,15 +168,16 @@ async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how:
     through_connector(&near, &far, how).await
 }
 
-pub(crate) async fn all() -> Outcome<Value> {
+/// What was measured, and all steps of one transfer for each way.
+pub(crate) async fn all() -> Outcome<(Value, Value)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
     let bytes = N_SENT as usize * layout().block_bytes(GroupIdx(0));
     let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far, bytes)?})];
     eprintln!("{}", lines[0]);
+    let mut walks = Vec::new();
     for how in ways() {
-        let How { wire, digests, is_scattered, frame_bytes, multiprocessors, ranks, .. } = how;
-        let took = match ranks {
+        let took = match how.ranks {
             (1, 1) => through_connector(&near, &far, how).await,
             (from, to) => {
                 let of = |name, tp| Ok(memory(name, layout().over_ranks(tp)?, N_BLOCKS));
@@ -134,22 +185,24 @@ pub(crate) async fn all() -> Outcome<Value> {
             }
         };
         let rate = |took: Duration| bytes as f64 / took.as_secs_f64() / 1e9;
-        let line = match took {
-            Err(error) => json!({"what": wire, "error": error.to_string()}),
-            Ok(took) => json!({
-                "what": wire, "blocks": if is_scattered { "scattered" } else { "neighbours" }, "digests": digests,
-                "frame_mib": frame_bytes >> 20, "multiprocessors": multiprocessors, "ranks": ranks,
-                "median_ms": took.finish.as_secs_f64() * 1e3,
-                "gigabytes_per_second": rate(took.finish),
-                "arrived_gigabytes_per_second": rate(took.arrival),
-            }),
-        };
-        eprintln!("{line}");
+        let mut line = how.told();
+        match took {
+            Err(error) => line["error"] = json!(error.to_string()),
+            Ok(took) => {
+                line["median_ms"] = json!(took.finish.as_secs_f64() * 1e3);
+                line["gigabytes_per_second"] = json!(rate(took.finish));
+                line["arrived_gigabytes_per_second"] = json!(rate(took.arrival));
+                line["marks"] = took.marks;
+                walks.push(json!({"how": how.told(), "walk": took.walk}));
+            }
+        }
+        let rate = &line["gigabytes_per_second"];
+        eprintln!("{} {rate}", how.told());
         lines.push(line);
     }
     lines.push(json!({"what": "plain copy, again", "gigabytes_per_second": plainly(&near, &far, bytes)?}));
     eprintln!("{}", lines[lines.len() - 1]);
-    Ok(json!(lines))
+    Ok((json!(lines), json!(walks)))
 }
 
 fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
@@ -169,40 +222,61 @@ fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
 /// All layers are computed already.
 async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome<Took> {
     let (prefill, decode) = (side("prefill", near, how).await?, side("decode", far, how).await?);
-    let scatter = how.is_scattered;
-    let (from, _between) =
-        if scatter { prefill.scattered() } else { (prefill.lease(N_SENT as usize), vec![]) };
+    let (from, _between) = prefill.blocks(how);
     let from = Arc::new(from);
     let (mut arrivals, mut finishes) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS + 3 {
-        let (lease, _between) =
-            if scatter { decode.scattered() } else { (decode.lease(N_SENT as usize), vec![]) };
-        let (landing, arrival) = decode.wire.land(LandRequest {
-            transfer: decode.parts.world.transfer_id(),
-            lease,
-            n_tokens: N_TOKENS,
-            held_tokens: 0,
-            source: Source::Peer,
-            deadline: decode.parts.world.deadline_in(Duration::from_secs(30)),
-        })?;
-        let mut sender = prefill.wire.open(&Destination::Landing(landing.clone())).await?;
-        let start = now();
-        let span = KvSpan { group: GroupIdx(0), blocks: 0..N_SENT, layers: 0..32 };
-        sender.send(span, Arc::clone(&from), LayerFence::open()).await?;
-        let arrived = async {
-            let arrived = arrival.settle().await;
-            (arrived, start.elapsed())
-        };
-        let (sent, (arrived, arrival)) = tokio::join!(sender.finish(handoff(&landing)), arrived);
-        finishes.push(start.elapsed());
-        arrivals.push(arrival);
-        sent?;
-        let arrived = arrived?;
-        if round == 0 && how.ranks == (1, 1) {
-            check(near, far, &from, &arrived.lease);
+        let one = one(&prefill, &decode, &from, how).await?;
+        arrivals.push(one.arrival);
+        finishes.push(one.finish);
+        if round == 0 && how.ranks == (1, 1) && !how.digests {
+            check(near, far, &from, &one.arrived.lease);
         }
     }
-    Ok(Took { arrival: median(arrivals.split_off(3)), finish: median(finishes.split_off(3)) })
+    let (mut marks, mut walk) = (Value::Null, Value::Null);
+    for _ in 0..MARKED {
+        marks::begin();
+        let one = one(&prefill, &decode, &from, how).await?;
+        let seen = marks::end();
+        marks = marks::told(one.start, &seen);
+        walk = marks::whole(one.start, &seen);
+    }
+    prefill.ends().await?;
+    decode.ends().await?;
+    let (arrival, finish) = (median(arrivals.split_off(3)), median(finishes.split_off(3)));
+    Ok(Took { arrival, finish, marks, walk })
+}
+
+/// One transfer.
+struct One {
+    start: Instant,
+    arrival: Duration,
+    finish: Duration,
+    arrived: ArrivedKv,
+}
+
+async fn one(prefill: &Side, decode: &Side, from: &Arc<BlockLease>, how: How) -> Outcome<One> {
+    let (lease, _between) = decode.blocks(how);
+    let (landing, arrival) = decode.wire.land(LandRequest {
+        transfer: decode.parts.world.transfer_id(),
+        lease,
+        n_tokens: N_TOKENS,
+        held_tokens: 0,
+        source: Source::Peer,
+        deadline: decode.parts.world.deadline_in(Duration::from_secs(30)),
+    })?;
+    let mut sender = prefill.wire.open(&Destination::Landing(landing.clone())).await?;
+    let start = now();
+    let span = KvSpan { group: GroupIdx(0), blocks: 0..N_SENT, layers: 0..32 };
+    sender.send(span, Arc::clone(from), LayerFence::open()).await?;
+    let arrived = async {
+        let arrived = arrival.settle().await;
+        (arrived, start.elapsed())
+    };
+    let (sent, (arrived, arrival)) = tokio::join!(sender.finish(handoff(&landing)), arrived);
+    let finish = start.elapsed();
+    sent?;
+    Ok(One { start, arrival, finish, arrived: arrived? })
 }
 
 /// Every byte of every layer.
@@ -219,11 +293,6 @@ fn check(near: &KvMemory, far: &KvMemory, from: &BlockLease, to: &BlockLease) {
             assert!(here[from..from + page] == there[to..to + page], "layer {layer} arrives as it is");
         }
     }
-}
-
-fn now() -> Instant {
-    #[allow(clippy::disallowed_methods, reason = "a measurement of real time")]
-    Instant::now()
 }
 
 fn median(mut took: Vec<Duration>) -> Duration {

@@ -166,6 +166,7 @@ where
         let pair = Arc::new(pair().await);
         case(Arc::clone(&pair)).await;
         pair.at_baseline().await;
+        Arc::into_inner(pair).expect("a case keeps nothing of its nodes").ends().await;
     };
     tracing::info!(case = name, "conformance");
     tokio::time::timeout(node::here(CASE_WITHIN), all)

@@ -215,6 +215,14 @@ impl Node {
         self.pool.integrity().unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 
+    /// Without its connector, nothing of it goes on.
+    async fn ends(self) {
+        let Self { parts, connector, .. } = self;
+        drop(connector);
+        let closed = parts.gate.close(here(BASELINE_WITHIN)).await;
+        closed.unwrap_or_else(|held| panic!("{}: {held:?}", parts.node));
+    }
+
     pub fn is_at_baseline(&self) -> bool {
         self.pool.counts() == self.baseline
     }
@@ -308,6 +316,11 @@ impl Pair {
     pub async fn at_baseline(&self) {
         self.prefill.at_baseline().await;
         self.decode.at_baseline().await;
+    }
+
+    pub async fn ends(self) {
+        self.prefill.ends().await;
+        self.decode.ends().await;
     }
 
     /// A landing for a fresh sequence.

@@ -20,6 +20,7 @@ use super::link::stream::FrameWriter;
 use super::link::wire::Wire;
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
+use crate::home::Home;
 
 pub const SCHEME: &str = "tcp";
 
@@ -43,7 +44,7 @@ fn over(
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint };
     info!(endpoint = address.endpoint, "kv transfer by tcp");
     let medium = |parts: &ConnectorParts| Ok(Arc::new(Sockets { world: parts.world.clone() }) as _);
-    Ok(Wire::start(parts, address, None, Box::new(Port(listener)), Box::new(medium)))
+    Ok(Wire::start(parts, Home::shared(), (address, None), Box::new(Port(listener)), Box::new(medium)))
 }
 
 /// A port on which streams come in.

@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use chassis::Gate;
 use kernels::cuda::{Courier, CourierSize, CudaError, Errand, RemoteMemory};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
+use tracing::trace;
 
 use super::pages::card_of;
 use crate::error::TransferError;
@@ -22,17 +24,21 @@ pub(in crate::connectors) struct Carrier {
 
 /// One for each of a node's cards. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(super) struct Carriers(Arc<[Carrier]>);
+pub(in crate::connectors) struct Carriers(Arc<[Carrier]>);
 
 impl Carriers {
-    pub(super) fn start(memory: &KvMemory, size: CourierSize) -> Result<Self, TransferError> {
-        let all = (0..memory.n_ranks()).map(|rank| Carrier::start(memory, rank, size));
+    pub(in crate::connectors) fn start(
+        memory: &KvMemory,
+        size: CourierSize,
+        gate: &Gate,
+    ) -> Result<Self, TransferError> {
+        let all = (0..memory.n_ranks()).map(|rank| Carrier::start(memory, rank, size, gate));
         Ok(Self(all.collect::<Result<_, _>>()?))
     }
 
     /// # Panics
     /// If there is no such rank.
-    pub(super) fn of(&self, rank: u16) -> &Carrier {
+    pub(in crate::connectors) fn of(&self, rank: u16) -> &Carrier {
         &self.0[usize::from(rank)]
     }
 }
@@ -58,19 +64,24 @@ pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, Cud
 pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
 
 impl Carrier {
-    /// For the card of one rank.
+    /// For the card of one rank. Its thread is in the gate.
     pub(in crate::connectors) fn start(
         memory: &KvMemory,
         rank: u16,
         size: CourierSize,
+        gate: &Gate,
     ) -> Result<Self, TransferError> {
+        let inside = gate.enter("gpu wire thread").map_err(|_| TransferError::Closed)?;
         let courier = Courier::new(card_of(memory, rank)?.memory(), size);
         let courier = Arc::new(courier.map_err(TransferError::device)?);
         let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
         let waits = Arc::clone(&courier);
         std::thread::Builder::new()
             .name("gpu-wire".to_owned())
-            .spawn(move || wait_for_all(&waits, jobs))
+            .spawn(move || {
+                wait_for_all(&waits, jobs);
+                drop((waits, inside));
+            })
             .map_err(TransferError::lost)?;
         Ok(Self { courier, waiting })
     }
@@ -121,6 +132,7 @@ fn wait_for_all(courier: &Courier, mut jobs: mpsc::Receiver<Job>) {
             Job::Unmap(remote) => drop(remote),
             Job::Take { errand, answer, flight } => {
                 let digests = courier.take(errand);
+                trace!(target: "walk", writes = flight.is_some(), "errand done");
                 drop(flight);
                 // Whoever asked may have gone away.
                 let _ = answer.send(digests);

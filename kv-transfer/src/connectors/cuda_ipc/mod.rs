@@ -31,14 +31,18 @@ use super::link::wire::Wire;
 use super::shm;
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
-use crate::landing::bad_request;
+use crate::home::Home;
+use crate::settings::Taper;
 
 pub const SCHEME: &str = "cuda-ipc";
 
 /// A card's frames are so many times larger than the setting: what it takes to be told of one is worth a megabyte.
-const FRAMES_LARGER: usize = 64;
+const FRAMES_LARGER: usize = 96;
 /// They keep the wire full, and prompts hardly notice that they are gone.
 const MULTIPROCESSORS: u32 = 16;
+/// From 8 MiB on, which is on its way while the next ones are told of; and shares of what is left, so that all lanes of the
+/// card are done at about the same time, and the last digests soon after.
+const TAPER: Taper = Taper { least_part: 6, share: 4 };
 /// Frames of a link that are under way at one time: a stream has one.
 const STREAMS: u16 = 6;
 
@@ -48,26 +52,17 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
     check_pages(&parts)?;
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(FRAMES_LARGER);
     parts.settings.streams = STREAMS;
-    (parts.settings.tall_frames, parts.settings.tapered_frames) = (true, true);
+    parts.settings.tall_frames = true;
+    parts.settings.taper = parts.settings.taper.or(Some(TAPER));
     let size = CourierSize::of(parts.settings.multiprocessors(MULTIPROCESSORS));
-    let carriers = Carriers::start(&parts.memory, size)?;
+    let carriers = Carriers::start(&parts.memory, size, &parts.gate)?;
     let folder = Path::new(shm::FOLDER);
     let refused = |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };
-    let (listener, socket) = shm::door::bind(folder, parts.world.draw()).map_err(refused)?;
+    let home = Home::of_its_own(parts.memory.n_ranks(), parts.settings.awake(), &parts.gate)?;
+    let (listener, socket) = home.at(|| shm::door::bind(folder, parts.world.draw())).map_err(refused)?;
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint() };
     let door = CardDoor { listener, memory: parts.memory.clone(), carriers: carriers.clone() };
     info!(endpoint = address.endpoint, "kv transfer between GPUs");
     let medium = move |parts: &ConnectorParts| Shown::over(parts, carriers.clone());
-    Ok(Wire::start(parts, address, Some(socket), Box::new(door), Box::new(medium)))
-}
-
-/// The card's side of memory that lies on one. A connector that moves no other is not made without.
-pub(super) fn on_card(memory: &kv_cache::KvMemory) -> Result<kv_cache::OnCard<'_>, TransferError> {
-    match memory.on_card() {
-        Some(card) => Ok(card),
-        None if memory.is_on_cards() => Err(bad_request(
-            "this node's KV is spread over several GPUs, and this connector moves what lies on one",
-        )),
-        None => Err(bad_request("this node's KV is not on a GPU")),
-    }
+    Ok(Wire::start(parts, home, (address, Some(socket)), Box::new(door), Box::new(medium)))
 }

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use kernels::cuda::{RemoteMemory, RemotePages};
 use kv_cache::KvMemory;
+use tracing::trace;
 use types::KvSpan;
 
 use super::carrier::Carriers;
 use super::pages::{Alike, Offsets, card_of, wanted};
 use crate::connectors::link::frame::{FrameError, Piece};
 use crate::connectors::link::medium::Fetch;
-use crate::connectors::link::said::{Said, differing};
+use crate::connectors::link::said::{Said, differing, said_as_many};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding};
@@ -52,6 +53,7 @@ impl Pulled {
             carrier.courier().fetch(from, memory, pages.some(), verifies).map_err(TransferError::device)
         };
         let Some((errand, flight)) = landing.take_off(start) else { return Ok(None) };
+        trace!(target: "walk", transfer = %landing.landing().transfer, "copy launched");
         room.take(errand?, Some(flight)).await.map(Some)
     }
 }
@@ -73,14 +75,13 @@ impl Fetch for Pulled {
         said: Said,
         pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError> {
-        let claim = match &said {
-            Said::Here(digests) => landing.claim(span, digests.len())?,
-            Said::Later(_) => landing.claim_promised(span)?,
-        };
+        let claim = landing.claim_said(span, &said)?;
         let errands = errands(landing, span, pieces)?;
         if claim == Claim::Skip {
             return Ok(Vec::new());
         }
+        let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
+        trace!(target: "walk", %transfer, ?blocks, "copy begins");
         let (mut bytes, mut here) = (0, Vec::new());
         for (pages, offsets) in &errands {
             match self.pull(landing, span.lane, (pages, offsets), said.is_something()).await? {
@@ -89,10 +90,9 @@ impl Fetch for Pulled {
             }
             bytes += pages.bytes();
         }
+        trace!(target: "walk", %transfer, ?blocks, "copy done");
         let Some(said) = said.heard().await else { return Ok(Vec::new()) };
-        if said.len() != here.len() {
-            return Err(FrameError::Body("not as many digests as were promised").into());
-        }
+        said_as_many(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);
         // A landing that has just failed has nothing to ask for.
         Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use chassis::Stream;
 use kv_cache::KvMemory;
+use tracing::trace;
 use types::GroupIdx;
 
 use super::carrier::Carriers;
@@ -68,7 +69,10 @@ impl Shown {
     async fn show(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
         let (all, pieces) = self.pages(span)?;
         writer.write(&shown(span, pieces)).await?;
+        let (transfer, blocks) = (span.out.transfer(), &span.piece.blocks);
+        trace!(target: "walk", %transfer, ?blocks, "frame written");
         let digests = self.digests(span, &all).await?;
+        trace!(target: "walk", %transfer, ?blocks, "digests made");
         writer.write(&said(span, digests)).await
     }
 

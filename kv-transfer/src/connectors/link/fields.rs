@@ -234,8 +234,10 @@ impl<'a> Writer<'a> {
     }
 
     pub(super) fn digests(&mut self, digests: &[Digest]) -> &mut Self {
-        for digest in digests {
-            self.u64(digest.0);
+        let start = self.bytes.len();
+        self.bytes.resize(start + size_of_val(digests), 0);
+        for (bytes, digest) in self.bytes[start..].as_chunks_mut().0.iter_mut().zip(digests) {
+            *bytes = digest.0.to_le_bytes();
         }
         self
     }

@@ -85,11 +85,14 @@ pub enum Body {
     /// sender → receiver: some pages whose KV a card may begin to copy, from these pieces of the sender's memory. Their
     /// digests are still being made: the next [`Body::Digests`] of the same stream.
     Shown { span: KvSpan, pieces: Vec<Piece> },
-    /// sender → receiver: what the pages that were last shown on this stream must be.
+    /// sender → receiver: what the first pages must be of which this stream has not said it yet.
     Digests { span: KvSpan, digests: Vec<Digest> },
-    /// sender → receiver: some pages, as the next message of the queue that the two have beside this link, layer by layer
-    /// and block by block. Messages are numbered from 0 on, without a gap.
+    /// sender → receiver: some pages, as the next message of the queue that the two ranks have beside this link, layer by
+    /// layer and block by block. Messages of a queue are numbered from 0 on, without a gap.
     Queued { number: u64, bytes: u32, span: KvSpan, digests: Vec<Digest> },
+    /// As [`Body::Queued`], where the digests are still being made: they follow on the same stream, in the order of what
+    /// they are owed for, as [`Body::Digests`].
+    Coming { number: u64, bytes: u32, span: KvSpan },
     /// receiver → sender: what lay in this slot of the stage is not needed any more.
     Taken { slot: u16 },
     /// sender → receiver: some pages, which the sender's device has written where they belong. They are in place once the
@@ -162,6 +165,7 @@ mod kind {
     pub(super) const SHOWN: u8 = 16;
     pub(super) const DIGESTS: u8 = 17;
     pub(super) const QUEUED: u8 = 18;
+    pub(super) const COMING: u8 = 19;
 }
 
 /// Parses one whole frame, header and body, from the front of `bytes`. What follows it is not looked at.
@@ -223,7 +227,14 @@ impl Header {
 fn goes_on_lanes(kind: u8) -> bool {
     matches!(
         kind,
-        kind::SPAN | kind::SPAN_AT | kind::SPAN_WRITTEN | kind::SHOWN | kind::DIGESTS | kind::REFETCH
+        kind::SPAN
+            | kind::SPAN_AT
+            | kind::SPAN_WRITTEN
+            | kind::SHOWN
+            | kind::DIGESTS
+            | kind::QUEUED
+            | kind::COMING
+            | kind::REFETCH
     )
 }
 
@@ -232,7 +243,7 @@ fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {
         kind::SPAN | kind::DIGESTS | kind::QUEUED => SPAN_BODY_BYTES_MAX,
         kind::SPAN_AT => SPAN_AT_BODY_BYTES_MAX,
         kind::SPAN_WRITTEN => SPAN_AT_BODY_BYTES_MAX,
-        kind::HELLO..=kind::SHOWN => SMALL_BODY_BYTES_MAX,
+        kind::HELLO..=kind::SHOWN | kind::COMING => SMALL_BODY_BYTES_MAX,
         unknown => return Err(FrameError::Kind(unknown)),
     };
     if len > max { Err(FrameError::BodyTooLong { len, max }) } else { Ok(len) }
@@ -279,6 +290,7 @@ fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result
             span: fields.span()?,
             digests: fields.digests()?,
         },
+        kind::COMING => Body::Coming { number: fields.u64()?, bytes: fields.u32()?, span: fields.span()? },
         kind::SHOWN => Body::Shown { span: fields.span()?, pieces: fields.pieces()? },
         kind::DIGESTS => Body::Digests { span: fields.span()?, digests: fields.digests()? },
         unknown => return Err(FrameError::Kind(unknown)),
@@ -392,6 +404,10 @@ fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
         Body::Queued { number, bytes, span, digests } => {
             fields.u64(*number).u32(*bytes).span(span).digests(digests);
             kind::QUEUED
+        }
+        Body::Coming { number, bytes, span } => {
+            fields.u64(*number).u32(*bytes).span(span);
+            kind::COMING
         }
         Body::Shown { span, pieces } => {
             fields.span(span).pieces(pieces);

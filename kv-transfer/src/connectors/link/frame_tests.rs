@@ -56,6 +56,7 @@ fn every_body() -> Vec<Body> {
         Body::Shown { span: span(), pieces: vec![Piece { offset: 64, bytes: 32 }] },
         Body::Digests { span: span(), digests: vec![Digest(3)] },
         Body::Queued { number: 4, bytes: 640, span: span(), digests: vec![Digest(3)] },
+        Body::Coming { number: 5, bytes: 640, span: span() },
     ]
 }
 
@@ -87,6 +88,8 @@ fn spans_say_between_which_ranks_they_go_and_nothing_else_does() {
             | Body::SpanWritten { .. }
             | Body::Shown { .. }
             | Body::Digests { .. }
+            | Body::Queued { .. }
+            | Body::Coming { .. }
             | Body::Refetch { .. } => {
                 assert_eq!(parse(&bytes), Ok(frame));
             }

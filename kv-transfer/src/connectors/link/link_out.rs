@@ -27,6 +27,7 @@ use super::span_out::SpanOut;
 use super::stream::{FrameReader, FrameWriter, within};
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
+use crate::home::Home;
 use crate::landing::Credentials;
 use crate::lanes::LaneSpan;
 use crate::outgoing::{Outgoing, Wire};
@@ -72,6 +73,7 @@ type Halves = (FrameReader, FrameWriter);
 #[derive(Debug)]
 struct Shared {
     parts: ConnectorParts,
+    home: Home,
     medium: Arc<dyn Medium>,
     endpoint: String,
     /// The end of the queue from which the streams take their frames.
@@ -98,6 +100,7 @@ impl Link {
     pub(super) async fn connect(
         endpoint: &str,
         parts: &ConnectorParts,
+        home: Home,
         medium: Arc<dyn Medium>,
     ) -> Result<Self, TransferError> {
         let maker = Maker { endpoint, parts, medium: &*medium, link: parts.world.draw() };
@@ -112,7 +115,7 @@ impl Link {
             made.push(next);
         }
         info!(peer = %met.0.node, endpoint, streams = n_streams, "linked");
-        Ok(Self::over(made, met, endpoint, parts, medium))
+        Ok(Self::over(made, met, endpoint, (parts, home), medium))
     }
 
     /// Refuses a landing that the peer's version of the protocol has no words for.
@@ -131,13 +134,14 @@ impl Link {
         made: Vec<Halves>,
         (peer, version): (Peer, u16),
         endpoint: &str,
-        parts: &ConnectorParts,
+        (parts, home): (&ConnectorParts, Home),
         medium: Arc<dyn Medium>,
     ) -> Self {
         let (kv, spans) = async_channel::bounded(FRAMES_QUEUED_PER_STREAM * made.len());
         let (control, frames) = mpsc::channel(CONTROL_QUEUED_MAX);
         let shared = Arc::new(Shared {
             parts: parts.clone(),
+            home,
             medium,
             endpoint: endpoint.to_owned(),
             spans,
@@ -147,8 +151,8 @@ impl Link {
             closed: CancellationToken::new(),
         });
         let mut frames = Some(frames);
-        let start = |halves| shared.start_stream(halves, frames.take());
-        let streams = made.into_iter().map(start).collect();
+        let start = |(nth, halves)| shared.home.nth(nth).at(|| shared.start_stream(halves, frames.take()));
+        let streams = made.into_iter().enumerate().map(start).collect();
         Self { peer, version, shared, kv, control, streams }
     }
 
@@ -266,7 +270,7 @@ impl Shared {
                 let _ = control.send(Frame::new(transfer, Body::Quiet)).await;
             }
         };
-        spawn_guarded(&self.parts.gate, "quiet word", say).detach();
+        self.home.at(|| spawn_guarded(&self.parts.gate, "quiet word", say)).detach();
     }
 
     fn why_lost(&self) -> TransferError {
@@ -330,6 +334,7 @@ impl Shared {
 
     async fn write_span(&self, writer: &mut FrameWriter, span: SpanOut) -> Result<(), TransferError> {
         self.medium.write_span(writer, &self.parts, span).await?;
+        self.home.stir();
         if self.spans.is_empty() { self.medium.write_rest(writer).await } else { Ok(()) }
     }
 
@@ -344,7 +349,7 @@ impl Shared {
 
     fn take_answer(&self, frame: Frame) -> Result<(), TransferError> {
         match frame.body {
-            Body::Alive => {}
+            Body::Alive => return Ok(()),
             Body::Accepted => self.answer(frame.transfer, Ok(())),
             Body::Done => self.with(frame.transfer, |transfer| transfer.out.settle(Ok(()))),
             Body::Failed { code, detail } => self.answer(frame.transfer, Err(code::decode(code, detail))),
@@ -354,6 +359,7 @@ impl Shared {
             Body::Taken { slot } => self.medium.taken(slot)?,
             _ => return Err(FrameError::Unexpected("a frame that only senders send").into()),
         }
+        self.home.stir();
         Ok(())
     }
 

@@ -10,6 +10,7 @@ use super::link_out::{Link, Peer};
 use super::medium::Medium;
 use crate::connector::{ConnectorParts, KvSender};
 use crate::error::TransferError;
+use crate::home::Home;
 use crate::outgoing::{Outgoing, Sender, landing_of};
 
 /// Peers that this side sends to.
@@ -26,14 +27,15 @@ type LinkSlot = Arc<tokio::sync::Mutex<Option<Arc<Link>>>>;
 /// See the module.
 pub(in crate::connectors) struct Links {
     parts: ConnectorParts,
+    home: Home,
     medium: Box<Makes>,
     /// By endpoint. Held for a look-up, never across an await; what is in an entry is.
     links: Mutex<HashMap<String, LinkSlot>>,
 }
 
 impl Links {
-    pub(in crate::connectors) fn new(parts: ConnectorParts, medium: Box<Makes>) -> Self {
-        Self { parts, medium, links: Mutex::default() }
+    pub(in crate::connectors) fn new(parts: ConnectorParts, home: Home, medium: Box<Makes>) -> Self {
+        Self { parts, home, medium, links: Mutex::default() }
     }
 
     /// Makes a link to whoever listens at `endpoint`, if there is none.
@@ -52,7 +54,8 @@ impl Links {
         link.check_ranks(&landing)?;
         let (out, refetches) = Outgoing::new(landing, lanes);
         // Made before the answer is there: if this future is dropped, the sender's drop tells the receiver.
-        let sender = Sender::start(Arc::clone(&out), refetches, Arc::clone(&link) as _, &self.parts);
+        let start = || Sender::start(Arc::clone(&out), refetches, Arc::clone(&link) as _, &self.parts);
+        let sender = self.home.at(start);
         match link.open(&out).await {
             Ok(()) => Ok(sender),
             Err(error) => {
@@ -71,8 +74,10 @@ impl Links {
         }
         *slot = None;
         let medium = (self.medium)(&self.parts)?;
-        let link = Arc::new(Link::connect(endpoint, &self.parts, medium).await?);
-        Ok(Arc::clone(slot.insert(link)))
+        let (endpoint, parts, home) = (endpoint.to_owned(), self.parts.clone(), self.home.clone());
+        let connect = async move { Link::connect(&endpoint, &parts, home, medium).await };
+        let link = self.home.run(&self.parts.gate, "kv connect", connect).await?;
+        Ok(Arc::clone(slot.insert(Arc::new(link))))
     }
 
     /// A living link to this very life of the node. One to an earlier life is not waited for: it is made anew.

@@ -18,6 +18,7 @@ use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
+use crate::reshard::Lane;
 
 /// The first version of the protocol that has frames of KV between GPUs.
 pub(in crate::connectors) const BETWEEN_GPUS_SINCE: u16 = 2;
@@ -75,12 +76,28 @@ pub(in crate::connectors) enum Apart {
     Here(Arc<dyn WrittenHere>),
 }
 
-/// The receiver's end of a queue of messages.
+impl Apart {
+    /// Between how many pairs of ranks something goes in its own order.
+    pub(in crate::connectors) fn n_lanes(&self) -> usize {
+        match self {
+            Self::Queue(queue) => queue.n_lanes(),
+            Self::Host(_) | Self::Card(_) | Self::Here(_) => 1,
+        }
+    }
+}
+
+/// The receiver's end of queues of messages, one for each lane.
 #[async_trait]
 pub(in crate::connectors) trait Posts: Debug + Send + Sync + 'static {
-    /// Asks for the message of this number, which must be the next one: of so many bytes. Waits for room, not for the
+    /// Between how many pairs of ranks they go.
+    fn n_lanes(&self) -> usize;
+
+    /// Messages will come soon. Never waits.
+    fn expect(&self);
+
+    /// Asks for the message of this number, which must be the next one of its lane: of so many bytes. Waits for room, not for the
     /// message. What is answered fetches it; dropped instead, the message comes all the same, and is forgotten.
-    async fn post(&self, number: u64, bytes: u32) -> Result<Arc<dyn Fetch>, TransferError>;
+    async fn post(&self, lane: Lane, number: u64, bytes: u32) -> Result<Arc<dyn Fetch>, TransferError>;
 }
 
 /// The receiver's view of pages that a sender's device writes.

@@ -3,17 +3,18 @@
 //! Nothing that a peer sends makes this side allocate more than a frame's bounds, or wait longer than the stall time.
 //! A peer that breaks the protocol loses its link, costs one line in the log, and disturbs nobody else.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::{Debug, Display};
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use chassis::{Gate, Stream, spawn_guarded};
 use futures::future::BoxFuture;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, info, warn};
+use tracing::{debug, info, trace, warn};
 use types::node::PROTOCOL;
 use types::{KvSpan, NodeId, TransferId, in_full};
 
@@ -21,7 +22,7 @@ use super::code;
 use super::frame::{Body, Frame, FrameError, Hello, Piece, REFETCH_SPANS_MAX};
 use super::link_out::{STREAMS_MAX, alive_interval};
 use super::medium::Apart;
-use super::said::Said;
+use super::said::{OWED_MAX, Owed, Said};
 use super::span_at::{At, copy_span};
 use super::span_in::read_span;
 use super::span_written::take_written;
@@ -30,6 +31,7 @@ use super::words::Words;
 use crate::connector::ConnectorParts;
 use crate::digest::Digest;
 use crate::error::TransferError;
+use crate::home::Home;
 use crate::landing::{Credentials, OpenLanding, Opener};
 use crate::landings::Landings;
 use crate::lanes::LaneSpan;
@@ -61,21 +63,27 @@ pub(in crate::connectors) trait Door: Debug + Send {
 #[derive(Debug)]
 pub(in crate::connectors) struct Receiver {
     parts: ConnectorParts,
+    home: Home,
     landings: Landings,
     closed: CancellationToken,
     /// Held for a look-up, never across an await.
     links: Mutex<HashMap<u64, Arc<LinkIn>>>,
+    /// Streams so far: they take turns on the threads.
+    n_streams: AtomicUsize,
     room: Arc<Semaphore>,
 }
 
-/// Frames of one link whose KV a card is fetching.
+/// Frames of one link whose KV a card is fetching, on each lane if it has queues.
 const FETCHES_MAX: usize = 8;
 
 /// One peer's link, as long as its stream 0 lives.
 #[derive(Debug)]
 struct LinkIn {
     gate: Gate,
+    home: Home,
     fetches: Arc<Semaphore>,
+    /// So far: they take turns on the threads.
+    n_fetches: AtomicUsize,
     peer: NodeId,
     elsewhere: Option<Apart>,
     answers: mpsc::Sender<Frame>,
@@ -87,12 +95,14 @@ struct LinkIn {
 }
 
 impl Receiver {
-    pub(in crate::connectors) fn new(parts: ConnectorParts, landings: Landings) -> Arc<Self> {
+    pub(in crate::connectors) fn new(parts: ConnectorParts, home: Home, landings: Landings) -> Arc<Self> {
         Arc::new(Self {
             parts,
+            home,
             landings,
             closed: CancellationToken::new(),
             links: Mutex::default(),
+            n_streams: AtomicUsize::new(0),
             room: Arc::new(Semaphore::new(STREAMS_OF_ALL_MAX)),
         })
     }
@@ -139,7 +149,9 @@ impl Receiver {
             let served = this.closed.run_until_cancelled(served).await;
             log_end(from, served.unwrap_or(Ok(())));
         };
-        spawn_guarded(&self.parts.gate, "kv stream in", serve).detach();
+        let turn = self.n_streams.fetch_add(1, Ordering::Relaxed);
+        let start = || spawn_guarded(&self.parts.gate, "kv stream in", serve);
+        self.home.nth(turn).at(start).detach();
     }
 
     async fn serve(&self, Incoming { stream, elsewhere }: Incoming) -> Result<(), TransferError> {
@@ -177,7 +189,9 @@ impl Receiver {
         let (answers, to_write) = mpsc::channel(ANSWERS_QUEUED_MAX);
         let link = Arc::new(LinkIn {
             gate: self.parts.gate.clone(),
-            fetches: Arc::new(Semaphore::new(FETCHES_MAX)),
+            home: self.home.clone(),
+            fetches: Arc::new(Semaphore::new(FETCHES_MAX * elsewhere.as_ref().map_or(1, Apart::n_lanes))),
+            n_fetches: AtomicUsize::new(0),
             peer: hello.node.clone(),
             elsewhere,
             answers,
@@ -276,25 +290,6 @@ fn log_end(from: impl Display, ended: Result<(), TransferError>) {
     }
 }
 
-/// What a stream has shown, and has not said what it must be.
-#[derive(Debug)]
-struct Owed {
-    transfer: TransferId,
-    span: KvSpan,
-    digests: oneshot::Sender<Vec<Digest>>,
-}
-
-impl Owed {
-    fn pay(self, transfer: TransferId, span: &KvSpan, digests: Vec<Digest>) -> Result<(), FrameError> {
-        if (self.transfer, &self.span) != (transfer, span) {
-            return Err(FrameError::Unexpected("digests of other pages than were shown"));
-        }
-        // Whoever fetched may have gone away with the landing.
-        let _ = self.digests.send(digests);
-        Ok(())
-    }
-}
-
 // === impl LinkIn ===
 
 impl LinkIn {
@@ -304,22 +299,31 @@ impl LinkIn {
         reader: &mut FrameReader,
         landings: Option<&Landings>,
     ) -> Result<(), TransferError> {
-        let mut owed: Option<Owed> = None;
+        let mut owed = VecDeque::new();
         loop {
             let next = if landings.is_some() { reader.next_in_time().await? } else { reader.next().await? };
             let Some(frame) = next else { return Ok(()) };
+            if frame.body != Body::Alive {
+                self.home.stir();
+            }
             let lane = frame.lane;
             match (frame.body, landings) {
-                (Body::Shown { span, pieces }, _) if owed.is_none() => {
-                    owed = Some(self.take_shown(frame.transfer, LaneSpan { lane, span }, pieces).await?);
+                (Body::Shown { span, pieces }, _) if owed.len() < OWED_MAX => {
+                    owed.push_back(self.take_shown(frame.transfer, LaneSpan { lane, span }, pieces).await?);
                 }
                 (Body::Queued { number, bytes, span, digests }, _) => {
+                    let (span, said) = (LaneSpan { lane, span }, Said::Here(digests));
+                    self.take_queued(frame.transfer, (number, bytes), span, said).await?;
+                }
+                (Body::Coming { number, bytes, span }, _) if owed.len() < OWED_MAX => {
                     let span = LaneSpan { lane, span };
-                    self.take_queued(frame.transfer, (number, bytes), span, digests).await?;
+                    let (debt, said) = Owed::of(frame.transfer, &span);
+                    self.take_queued(frame.transfer, (number, bytes), span, said).await?;
+                    owed.push_back(debt);
                 }
                 (Body::Digests { span, digests }, _) => {
-                    let owed = owed.take().ok_or(FrameError::Unexpected("digests of nothing"))?;
-                    owed.pay(frame.transfer, &span, digests)?;
+                    let owed: Owed = owed.pop_front().ok_or(FrameError::Unexpected("digests of nothing"))?;
+                    owed.pay(frame.transfer, &LaneSpan { lane, span }, digests)?;
                 }
                 (Body::Span { span, digests }, _) => {
                     let span = LaneSpan { lane, span };
@@ -353,6 +357,9 @@ impl LinkIn {
             Ok(landing) => {
                 if let Some(Apart::Here(_)) = self.elsewhere {
                     landing.needs_proof(self.words.awaited_of(transfer));
+                }
+                if let Some(Apart::Queue(queue)) = &self.elsewhere {
+                    queue.expect();
                 }
                 self.answer(transfer, Body::Accepted);
                 self.landings().insert(transfer, Arc::clone(&landing));
@@ -430,16 +437,17 @@ impl LinkIn {
         let Some(Apart::Card(card)) = &self.elsewhere else {
             return Err(FrameError::Unexpected("KV on a card, of a link that shares none").into());
         };
-        let (digests, said) = oneshot::channel();
+        trace!(target: "walk", %transfer, blocks = ?span.blocks, "frame read");
+        let (owed, said) = Owed::of(transfer, &span);
         match self.landing(transfer) {
             None => debug!(%transfer, "late span"),
             Some(landing) => {
-                let (card, of) = (Arc::clone(card), span.clone());
-                let fetch = async move { card.fetch(&landing, &of, Said::Later(said), &pieces).await };
-                self.start_fetch(transfer, span.lane, fetch).await;
+                let (card, lane) = (Arc::clone(card), span.lane);
+                let fetch = async move { card.fetch(&landing, &span, said, &pieces).await };
+                self.start_fetch(transfer, lane, fetch).await;
             }
         }
-        Ok(Owed { transfer, span: span.span, digests })
+        Ok(owed)
     }
 
     /// As [`take_span_at`](Self::take_span_at), for KV that comes as a message. It comes whether anyone wants it or not.
@@ -448,17 +456,18 @@ impl LinkIn {
         transfer: TransferId,
         (number, bytes): (u64, u32),
         span: LaneSpan,
-        digests: Vec<Digest>,
+        said: Said,
     ) -> Result<(), TransferError> {
         let Some(Apart::Queue(queue)) = &self.elsewhere else {
             return Err(FrameError::Unexpected("a message, of a link that has no queue").into());
         };
-        let message = queue.post(number, bytes).await?;
+        trace!(target: "walk", %transfer, blocks = ?span.blocks, "frame read");
+        let message = queue.post(span.lane, number, bytes).await?;
         match self.landing(transfer) {
             None => debug!(%transfer, "late span"),
             Some(landing) => {
                 let lane = span.lane;
-                let fetch = async move { message.fetch(&landing, &span, Said::Here(digests), &[]).await };
+                let fetch = async move { message.fetch(&landing, &span, said, &[]).await };
                 self.start_fetch(transfer, lane, fetch).await;
             }
         }
@@ -494,12 +503,15 @@ impl LinkIn {
         let link = Arc::clone(self);
         let fetch = async move {
             let _room = room;
-            match fetch.await {
+            let fetched = fetch.await;
+            link.home.stir();
+            match fetched {
                 Ok(wrong) => link.refetch(transfer, lane, &wrong),
                 Err(error) => link.refuse(&error),
             }
         };
-        spawn_guarded(&self.gate, "kv fetch", fetch).detach();
+        let home = self.home.nth(self.n_fetches.fetch_add(1, Ordering::Relaxed));
+        home.at(|| spawn_guarded(&self.gate, "kv fetch", fetch)).detach();
     }
 
     /// Ends the link, because of what a frame's KV was.

@@ -13,6 +13,7 @@ use crate::arrival::Arrival;
 use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
 use crate::connectors::shm::door::Socket;
 use crate::error::TransferError;
+use crate::home::Home;
 use crate::landings::Landings;
 
 /// What `tcp`, `shm` and `cuda-ipc` are once they listen: they differ in their doors and in what their links go over.
@@ -31,15 +32,16 @@ impl Wire {
     /// Lets in who comes through `door`; `medium` makes what a link to somebody else goes over.
     pub(in crate::connectors) fn start(
         parts: ConnectorParts,
-        address: WireAddress,
-        socket: Option<Socket>,
+        home: Home,
+        (address, socket): (WireAddress, Option<Socket>),
         door: Box<dyn Door>,
         medium: Box<Makes>,
     ) -> Arc<Self> {
-        let receiver = Receiver::new(parts.clone(), Landings::new(parts.clone(), address.clone()));
+        let landings = Landings::new(parts.clone(), address.clone());
+        let receiver = Receiver::new(parts.clone(), home.clone(), landings);
         let accepting = Arc::clone(&receiver).accept_all(door);
-        let accepting = spawn_guarded(&parts.gate, "kv listener", accepting);
-        Arc::new(Self { address, receiver, links: Links::new(parts, medium), accepting, socket })
+        let accepting = home.at(|| spawn_guarded(&parts.gate, "kv listener", accepting));
+        Arc::new(Self { address, receiver, links: Links::new(parts, home, medium), accepting, socket })
     }
 }
 

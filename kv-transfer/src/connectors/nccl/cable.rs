@@ -3,15 +3,36 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use chassis::Gate;
+use kernels::cuda::ErrandDone;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::fabric::{End, PairId, Stage};
-use super::thread::{Job, PairThread};
+use super::thread::{Job, Message, PairThread};
+use crate::connector::ConnectorParts;
 use crate::connectors::link::stream::within;
 use crate::error::TransferError;
 
 /// Messages that wait for their turn. Each has a slot, so there are never more.
 const JOBS_MAX: usize = 16;
+
+/// What the connector says of its pairs' threads.
+#[derive(Clone, Debug)]
+pub(super) struct Terms {
+    /// How long a message may stand still.
+    stall: Duration,
+    /// How long a thread looks for the next one before it sleeps.
+    awake: Duration,
+    /// They are in it.
+    gate: Gate,
+}
+
+impl Terms {
+    pub(super) fn of(parts: &ConnectorParts) -> Self {
+        let (stall, awake) = (parts.settings.stall(), parts.settings.awake());
+        Self { stall, awake, gate: parts.gate.clone() }
+    }
+}
 
 /// How a pair stands.
 #[derive(Clone, Debug)]
@@ -52,17 +73,22 @@ impl Cable {
         stage: Arc<dyn Stage>,
         id: PairId,
         end: End,
-        stall: Duration,
+        Terms { stall, awake, gate }: &Terms,
     ) -> Result<Self, TransferError> {
+        let inside = gate.enter("kv pair thread").map_err(|_| TransferError::Closed)?;
+        let (stall, awake) = (*stall, *awake);
         let (jobs, queue) = mpsc::channel(JOBS_MAX);
         let (tell, standing) = watch::channel(Standing::Joining);
         let n_slots = stage.n_slots();
         let (give_back, free) = async_channel::bounded(n_slots);
         (0..n_slots).for_each(|nth| give_back.try_send(nth).expect("there is room for all slots"));
-        let thread = PairThread { stage: Arc::clone(&stage), id, end, stall, queue };
+        let thread = PairThread { stage: Arc::clone(&stage), id, end, stall, awake, queue };
         std::thread::Builder::new()
             .name("kv pair".to_owned())
-            .spawn(move || thread.run(&tell))
+            .spawn(move || {
+                thread.run(&tell);
+                drop(inside);
+            })
             .map_err(TransferError::lost)?;
         Ok(Self { stage, jobs, free, give_back, standing, stall })
     }
@@ -74,6 +100,12 @@ impl Cable {
     /// Waits until both ends have joined.
     pub(super) async fn ready(&self) -> Result<(), TransferError> {
         self.until(|standing| matches!(standing, Standing::Ready)).await
+    }
+
+    /// A message will be put soon: the thread wakes up for it.
+    pub(super) fn expect(&self) {
+        // Where there is no room it has enough to do already.
+        let _ = self.jobs.try_send(Job::Wake);
     }
 
     /// Waits for a free slot, not longer than a message may stand still.
@@ -89,15 +121,17 @@ impl Cable {
         Ok(Slot { nth, give_back: self.give_back.clone() })
     }
 
-    /// Puts a message into the queue: of so many bytes, from or into this slot. Calls count in their order. The answer
-    /// comes when the message is done; the slot is taken until then, whether anyone waits or not.
+    /// Puts a message into the queue: of so many bytes, from or into this slot, behind these errands. Calls count in their
+    /// order. The answer comes when the message is done; the slot is taken until then, whether anyone waits or not.
     pub(super) async fn put(
         &self,
         slot: Arc<Slot>,
         bytes: usize,
+        before: Vec<ErrandDone>,
     ) -> Result<oneshot::Receiver<Result<(), TransferError>>, TransferError> {
         let (done, answer) = oneshot::channel();
-        let put = async { self.jobs.send(Job { slot, bytes, done }).await.map_err(|_| self.why_lost()) };
+        let job = Job::Message(Message { slot, bytes, before, done });
+        let put = async { self.jobs.send(job).await.map_err(|_| self.why_lost()) };
         within(self.stall, "the queue of the pair", put).await?;
         Ok(answer)
     }

@@ -5,19 +5,18 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use kernels::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
-use kernels::cuda::{CourierSize, SlotAt, Slots};
+use kernels::cuda::{CourierSize, ErrandDone, SlotAt, Slots};
 use kv_cache::KvMemory;
 
 use super::fabric::{Communicator, End, Fabric, Gathering, PairId, Stage};
-use crate::connectors::cuda_ipc::carrier::Carrier;
-use crate::connectors::cuda_ipc::on_card;
-use crate::connectors::cuda_ipc::pages::{sent, wanted};
+use crate::connector::ConnectorParts;
+use crate::connectors::cuda_ipc::carrier::Carriers;
+use crate::connectors::cuda_ipc::pages::{card_of, sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
-use crate::settings::TransferSettings;
 
 /// One message is on its way while the next two are gathered, one more is ready to go, and the last is scattered.
 const N_SLOTS: usize = 5;
@@ -25,25 +24,21 @@ const N_SLOTS: usize = 5;
 /// A message is gathered and scattered by so many: with 16 that takes longer than to send it.
 const MULTIPROCESSORS: u32 = 32;
 
-/// One node's card.
+/// One node's cards.
 #[derive(Debug)]
 pub(super) struct CardFabric {
     memory: KvMemory,
-    carrier: Arc<Carrier>,
+    carriers: Carriers,
     slot_bytes: usize,
 }
 
 impl CardFabric {
-    pub(super) fn new(
-        memory: &KvMemory,
-        settings: &TransferSettings,
-        slot_bytes: usize,
-    ) -> Result<Self, TransferError> {
+    pub(super) fn new(parts: &ConnectorParts, slot_bytes: usize) -> Result<Self, TransferError> {
         Nccl::load().map_err(TransferError::device)?;
-        let lane_multiprocessors = settings.multiprocessors(MULTIPROCESSORS);
+        let lane_multiprocessors = parts.settings.multiprocessors(MULTIPROCESSORS);
         let size = CourierSize { n_lanes: 2, lane_multiprocessors, ..CourierSize::default() };
-        let carrier = Arc::new(Carrier::start(memory, 0, size)?);
-        Ok(Self { memory: memory.clone(), carrier, slot_bytes })
+        let carriers = Carriers::start(&parts.memory, size, &parts.gate)?;
+        Ok(Self { memory: parts.memory.clone(), carriers, slot_bytes })
     }
 }
 
@@ -53,10 +48,11 @@ impl Fabric for CardFabric {
         Ok(nccl.unique_id().map_err(TransferError::device)?.0)
     }
 
-    fn stage(&self) -> Result<Arc<dyn Stage>, TransferError> {
-        let slots = Slots::new(on_card(&self.memory)?.memory(), N_SLOTS, self.slot_bytes);
+    fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
+        let slots = Slots::new(card_of(&self.memory, rank)?.memory(), N_SLOTS, self.slot_bytes);
         let slots = Arc::new(slots.map_err(TransferError::device)?);
-        Ok(Arc::new(CardStage { memory: self.memory.clone(), carrier: Arc::clone(&self.carrier), slots }))
+        let (memory, carriers) = (self.memory.clone(), self.carriers.clone());
+        Ok(Arc::new(CardStage { memory, carriers, rank, slots }))
     }
 }
 
@@ -64,7 +60,9 @@ impl Fabric for CardFabric {
 #[derive(Debug)]
 struct CardStage {
     memory: KvMemory,
-    carrier: Arc<Carrier>,
+    carriers: Carriers,
+    /// Whose card it is.
+    rank: u16,
     slots: Arc<Slots>,
 }
 
@@ -79,13 +77,15 @@ impl Stage for CardStage {
     }
 
     async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError> {
-        let card = on_card(&self.memory)?;
+        let (card, carrier) = (card_of(&self.memory, self.rank)?, self.carriers.of(self.rank));
         let (mut offset, mut parts) = (0, Vec::new());
         for pages in sent(&self.memory, span)? {
-            let room = self.carrier.room().await?;
+            let room = carrier.room().await?;
             let to = SlotAt { slots: &self.slots, slot, offset };
-            let errand = self.carrier.courier().gather(card.memory(), pages.some(), to, digests);
-            parts.push(room.fill(errand.map_err(TransferError::device)?, None));
+            let errand = carrier.courier().gather(card.memory(), pages.some(), to, digests);
+            let errand = errand.map_err(TransferError::device)?;
+            let done = errand.done();
+            parts.push((room.fill(errand, None), done));
             offset += pages.bytes();
         }
         Ok(Gathering::UnderWay(parts))
@@ -98,15 +98,13 @@ impl Stage for CardStage {
         span: &LaneSpan,
         digests: bool,
     ) -> Result<Option<Vec<Digest>>, TransferError> {
-        let (mut offset, mut here) = (0, Vec::new());
+        let (carrier, mut offset, mut here) = (self.carriers.of(self.rank), 0, Vec::new());
         for pages in wanted(landing, span)? {
-            let room = self.carrier.room().await?;
+            let room = carrier.room().await?;
             let from = SlotAt { slots: &self.slots, slot, offset };
             let start = |memory: &KvMemory| {
-                let courier = self.carrier.courier();
-                courier
-                    .scatter(from, on_card(memory)?.memory(), pages.some(), digests)
-                    .map_err(TransferError::device)
+                let card = card_of(memory, self.rank)?.memory();
+                carrier.courier().scatter(from, card, pages.some(), digests).map_err(TransferError::device)
             };
             let Some((errand, flight)) = landing.take_off(start) else { return Ok(None) };
             here.extend(room.take(errand?, Some(flight)).await?);
@@ -148,7 +146,8 @@ impl Communicator for OverNccl {
         Ok(is_settled)
     }
 
-    fn send(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
+    fn send(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError> {
+        before.iter().try_for_each(|errand| self.inner.wait_for(errand)).map_err(TransferError::device)?;
         self.is_unmarked = true;
         self.inner.send(slot, bytes).map_err(TransferError::device)
     }

@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
+use kernels::cuda::ErrandDone;
 use kv_cache::KvMemory;
 
 use super::fabric::{Communicator, End, Fabric, Gathering, ID_BYTES, PairId, Stage};
 use crate::connectors::link::span_out::{SpanOut, copy_out};
-use crate::digest::{Digest, PageShape};
+use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::flip;
 use crate::landing::{OpenLanding, PageAt};
@@ -93,7 +94,7 @@ impl Fabric for HostFabric {
         Ok(id)
     }
 
-    fn stage(&self) -> Result<Arc<dyn Stage>, TransferError> {
+    fn stage(&self, _rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
         let slots = (0..N_SLOTS).map(|_| Mutex::new(vec![0; self.slot_bytes])).collect();
         let (double, memory) = (self.double.clone(), self.memory.clone());
         Ok(Arc::new(HostStage { double, memory, slot_bytes: self.slot_bytes, slots }))
@@ -153,17 +154,18 @@ impl Stage for HostStage {
         span: &LaneSpan,
         digests: bool,
     ) -> Result<Option<Vec<Digest>>, TransferError> {
-        let (layout, table) =
-            (&landing.landing().layout, &landing.landing().tables[usize::from(span.group.0)]);
+        let table = &landing.landing().tables[usize::from(span.group.0)];
         let runs = landing.runs(span);
         let mut here = Vec::new();
         let laid = landing.while_open(|memory| {
             self.lay(slot, memory, &runs)?;
             for at in PageAt::all(span).filter(|_| digests) {
                 let place = table[at.block as usize].0;
+                let memory = memory.rank(span.lane.to);
                 let page = memory.read(at.group, at.layer_pos, place..place + 1).map_err(busy)?;
-                let shape = PageShape::new(layout, at.group, at.layer_pos);
-                shape.digest_page(&page, landing.landing().valid_tokens(at.block), &mut here);
+                let heads = landing.heads(span.lane, at.group, at.layer_pos).range();
+                let n_tokens = landing.landing().valid_tokens(at.block);
+                landing.shape(at.group, at.layer_pos).digest_heads(&page, heads, n_tokens, &mut here);
             }
             Ok(())
         });
@@ -213,7 +215,7 @@ impl Communicator for HostCommunicator {
         Ok(locked(&self.queue).n_joined == 2)
     }
 
-    fn send(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
+    fn send(&mut self, slot: usize, bytes: usize, _before: &[ErrandDone]) -> Result<(), TransferError> {
         let message = locked(&self.stage.slots[slot])[..bytes].to_vec();
         locked(&self.queue).messages.push_back(message);
         Ok(())

@@ -4,6 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use kernels::cuda::ErrandDone;
 
 use crate::connectors::cuda_ipc::carrier::UnderWay;
 use crate::connectors::link::span_out::SpanOut;
@@ -28,8 +29,8 @@ pub(super) trait Fabric: Debug + Send + Sync {
     /// For one pair that this node is the sender of.
     fn id(&self) -> Result<PairId, TransferError>;
 
-    /// Slots for one pair.
-    fn stage(&self) -> Result<Arc<dyn Stage>, TransferError>;
+    /// Slots for one pair, beside the KV of this rank.
+    fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError>;
 }
 
 /// The slots of one end of a pair, between which messages go.
@@ -61,11 +62,20 @@ pub(super) trait Stage: Debug + Send + Sync {
 /// Pages on their way into a slot.
 #[derive(Debug)]
 pub(super) enum Gathering {
-    UnderWay(Vec<UnderWay>),
+    /// What a card is at, and when it has done it.
+    UnderWay(Vec<(UnderWay, ErrandDone)>),
     Done(Vec<Digest>),
 }
 
 impl Gathering {
+    /// What a message waits for that is queued now.
+    pub(super) fn before(&self) -> Vec<ErrandDone> {
+        match self {
+            Self::Done(_) => Vec::new(),
+            Self::UnderWay(parts) => parts.iter().map(|(_, done)| done.clone()).collect(),
+        }
+    }
+
     /// Waits until all pages are there: their digests, or none where they were not wanted.
     pub(super) async fn digests(self) -> Result<Vec<Digest>, TransferError> {
         let parts = match self {
@@ -73,7 +83,7 @@ impl Gathering {
             Self::UnderWay(parts) => parts,
         };
         let mut digests = Vec::new();
-        for part in parts {
+        for (part, _) in parts {
             digests.extend(part.digests().await?.into_iter().map(Digest));
         }
         Ok(digests)
@@ -93,8 +103,8 @@ pub(super) trait Communicator: Debug + Send {
     /// still.
     fn is_settled(&mut self) -> Result<bool, TransferError>;
 
-    /// Queues a slot's first bytes.
-    fn send(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;
+    /// Queues a slot's first bytes, which are there once the errands `before` it are done: the card waits for them.
+    fn send(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError>;
 
     /// Queues the arrival of the next message, which is as long.
     fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;

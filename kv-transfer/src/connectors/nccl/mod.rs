@@ -25,6 +25,7 @@ mod sending;
 mod thread;
 
 pub mod cable;
+mod cables;
 
 use std::sync::Arc;
 
@@ -40,19 +41,24 @@ use super::link::check_pages;
 use super::link::wire::Wire;
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
+use crate::home::Home;
 use crate::landing::bad_request;
+use crate::settings::Taper;
 
 pub const SCHEME: &str = "nccl";
 
 /// A message is so many times larger than the setting for frames: it takes NCCL some microseconds to begin one.
 const MESSAGES_LARGER: usize = 128;
 
+/// Each message costs NCCL some microseconds, so few are small: the first, which is gathered before anything is sent, and
+/// the last ones, which are scattered when all has come.
+const TAPER: Taper = Taper { least_part: 4, share: 2 };
+
 /// Listens beside `tcp`. Refused where the KV is not on a card, cannot be moved 16 bytes at a time, or there is no NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
-    super::cuda_ipc::on_card(&parts.memory)?;
     super::cuda_ipc::pages::check(&parts.memory)?;
     let bytes = slot_bytes(&parts)?;
-    let fabric = Arc::new(CardFabric::new(&parts.memory, &parts.settings, bytes)?);
+    let fabric = Arc::new(CardFabric::new(&parts, bytes)?);
     listen_over(parts, fabric).await
 }
 
@@ -68,20 +74,24 @@ async fn listen_over(mut parts: ConnectorParts, fabric: Arc<dyn Fabric>) -> Resu
         return Err(bad_request("this connector carries nodes of one rank"));
     }
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER);
-    (parts.settings.tall_frames, parts.settings.tapered_frames) = (true, true);
+    parts.settings.tall_frames = true;
+    parts.settings.taper = parts.settings.taper.or(Some(TAPER));
     // The order of frames is the order of messages.
     parts.settings.streams = 1;
     let host = host(&parts.settings.listen).to_owned();
+    let home = Home::of_its_own(parts.memory.n_ranks(), parts.settings.awake(), &parts.gate)?;
     let refused = |source| TransferError::Listen { addr: host.clone(), source: Arc::new(source) };
     // The port of the setting is tcp's.
-    let listener = parts.world.net().listen(&format!("{host}:0")).await.map_err(refused)?;
+    let (net, addr) = (Arc::clone(parts.world.net()), format!("{host}:0"));
+    let listen = async move { Ok(net.listen(&addr).await) };
+    let listener = home.run(&parts.gate, "kv port", listen).await?.map_err(refused)?;
     let port = listener.local_addr().map_err(refused)?.port();
     let advertised = if parts.settings.advertise.is_empty() { &host } else { &parts.settings.advertise };
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: format!("{advertised}:{port}") };
     info!(endpoint = address.endpoint, "kv transfer by nccl");
     let door = PairDoor::new(listener, Arc::clone(&fabric), &parts);
     let medium = move |parts: &ConnectorParts| Ok(Arc::new(Sending::new(parts, Arc::clone(&fabric))) as _);
-    Ok(Wire::start(parts, address, None, Box::new(door), Box::new(medium)))
+    Ok(Wire::start(parts, home, (address, None), Box::new(door), Box::new(medium)))
 }
 
 /// What one slot has to hold: a frame's KV, or the largest page.

@@ -1,27 +1,25 @@
 //! Hot path. The receiver's end of a pair: asks for messages in the order of the sender's frames, and lays them into pages.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use tokio::sync::oneshot;
+use tracing::trace;
 use types::KvSpan;
 
 use super::cable::{Cable, Slot};
+use super::cables::Cables;
 use crate::connectors::link::frame::{FrameError, Piece};
 use crate::connectors::link::medium::{Fetch, Posts};
-use crate::connectors::link::said::{Said, differing};
+use crate::connectors::link::said::{Said, differing, said_as_many};
 use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding};
 use crate::lanes::LaneSpan;
+use crate::reshard::Lane;
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Receiving {
-    cable: Arc<Cable>,
-    /// Messages so far.
-    n_messages: AtomicU64,
-}
+pub(super) struct Receiving(pub(super) Cables);
 
 /// A message that was asked for. Dropped, it is received all the same, and forgotten.
 #[derive(Debug)]
@@ -33,26 +31,28 @@ struct Posted {
     received: Mutex<Option<oneshot::Receiver<Result<(), TransferError>>>>,
 }
 
-impl Receiving {
-    pub(super) fn over(cable: Cable) -> Self {
-        Self { cable: Arc::new(cable), n_messages: AtomicU64::new(0) }
-    }
-}
-
 #[async_trait]
 impl Posts for Receiving {
-    async fn post(&self, number: u64, bytes: u32) -> Result<Arc<dyn Fetch>, TransferError> {
-        let bytes = bytes as usize;
-        if self.n_messages.fetch_add(1, Ordering::Relaxed) != number {
+    fn n_lanes(&self) -> usize {
+        self.0.len()
+    }
+
+    fn expect(&self) {
+        self.0.expect();
+    }
+
+    async fn post(&self, lane: Lane, number: u64, bytes: u32) -> Result<Arc<dyn Fetch>, TransferError> {
+        let (line, bytes) = (self.0.of(lane)?, bytes as usize);
+        if line.number() != number {
             return Err(FrameError::Unexpected("a message out of its turn").into());
         }
-        if bytes == 0 || bytes > self.cable.stage().slot_bytes() {
+        let cable = Arc::clone(&line.cable);
+        if bytes == 0 || bytes > cable.stage().slot_bytes() {
             return Err(FrameError::Body("a message of a length that no slot has").into());
         }
-        let slot = Arc::new(self.cable.slot().await?);
-        let received = self.cable.put(Arc::clone(&slot), bytes).await?;
-        let received = Mutex::new(Some(received));
-        Ok(Arc::new(Posted { cable: Arc::clone(&self.cable), slot, bytes, received }))
+        let slot = Arc::new(cable.slot().await?);
+        let received = cable.put(Arc::clone(&slot), bytes, Vec::new()).await?;
+        Ok(Arc::new(Posted { cable, slot, bytes, received: Mutex::new(Some(received)) }))
     }
 }
 
@@ -65,8 +65,7 @@ impl Fetch for Posted {
         said: Said,
         _pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError> {
-        let Said::Here(said) = said else { return Err(FrameError::Unexpected("a promise").into()) };
-        let claim = landing.claim(span, said.len())?;
+        let claim = landing.claim_said(span, &said)?;
         if landing.runs(span).bytes() != self.bytes {
             return Err(FrameError::Body("the message is not as long as its span").into());
         }
@@ -75,8 +74,13 @@ impl Fetch for Posted {
         if claim == Claim::Skip {
             return Ok(Vec::new());
         }
-        let here = self.cable.stage().scatter(self.slot.nth, landing, span, !said.is_empty()).await?;
+        let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
+        trace!(target: "walk", %transfer, ?blocks, "message taken");
+        let here = self.cable.stage().scatter(self.slot.nth, landing, span, said.is_something()).await?;
         let Some(here) = here else { return Ok(Vec::new()) };
+        trace!(target: "walk", %transfer, ?blocks, "scattered");
+        let Some(said) = said.heard().await else { return Ok(Vec::new()) };
+        said_as_many(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);
         // A landing that has just failed has nothing to ask for.
         Ok(landing.arrived(span, self.bytes, &wrong).map(|()| wrong).unwrap_or_default())

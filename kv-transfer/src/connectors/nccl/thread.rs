@@ -5,9 +5,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kernels::cuda::ErrandDone;
+use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
-use tracing::{debug, info};
+use tracing::{debug, info, trace};
 use types::in_full;
 
 use super::cable::{Slot, Standing};
@@ -20,16 +22,24 @@ const JOIN_WITHIN: Duration = Duration::from_secs(60);
 const END_WITHIN: Duration = Duration::from_millis(500);
 /// The first message of every pair: the way between the two is made when it is first needed.
 const GREETING_BYTES: usize = 16;
-/// Looks that the thread takes without a pause: some hundred microseconds on a card, longer than it takes one message to follow
-/// another.
-const LOOKS_MAX: u32 = 300;
+/// So long the thread looks at messages under way without a pause: longer than it takes one to follow another.
+const LOOKS_FOR: Duration = Duration::from_micros(500);
 const PAUSE: Duration = Duration::from_micros(50);
+
+#[derive(Debug)]
+pub(super) enum Job {
+    /// A message comes soon.
+    Wake,
+    Message(Message),
+}
 
 /// One message to be sent or received.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct Message {
     pub(super) slot: Arc<Slot>,
     pub(super) bytes: usize,
+    /// What has to be done before, if it is sent.
+    pub(super) before: Vec<ErrandDone>,
     pub(super) done: oneshot::Sender<Result<(), TransferError>>,
 }
 
@@ -40,6 +50,8 @@ pub(super) struct PairThread {
     pub(super) id: PairId,
     pub(super) end: End,
     pub(super) stall: Duration,
+    /// How long it looks for the next message before it sleeps.
+    pub(super) awake: Duration,
     pub(super) queue: mpsc::Receiver<Job>,
 }
 
@@ -48,13 +60,15 @@ struct Pair {
     communicator: Box<dyn Communicator>,
     end: End,
     stall: Duration,
+    awake: Duration,
     queue: mpsc::Receiver<Job>,
-    under_way: VecDeque<Job>,
+    under_way: VecDeque<Message>,
     /// When something was last done, or begun with nothing before it.
     moved: Instant,
+    /// When a message was last promised.
+    roused: Instant,
     /// Nobody puts messages here any more.
     closed_since: Option<Instant>,
-    n_looks: u32,
 }
 
 impl PairThread {
@@ -75,18 +89,19 @@ impl PairThread {
     }
 
     fn joined(self) -> Result<Pair, TransferError> {
-        let Self { stage, id, end, stall, queue } = self;
+        let Self { stage, id, end, stall, awake, queue } = self;
         let communicator = stage.join(id, end)?;
         let moved = Instant::now();
         let mut pair = Pair {
             communicator,
             end,
             stall: JOIN_WITHIN,
+            awake,
             queue,
             under_way: VecDeque::new(),
             moved,
+            roused: moved,
             closed_since: None,
-            n_looks: 0,
         };
         pair.settle()?;
         pair.greet()?;
@@ -98,7 +113,7 @@ impl PairThread {
 impl Pair {
     /// The first slot is nobody's before the pair is ready.
     fn greet(&mut self) -> Result<(), TransferError> {
-        self.begin(0, GREETING_BYTES)?;
+        self.begin(0, GREETING_BYTES, &[])?;
         while self.communicator.n_done()? == 0 {
             self.look_again()?;
         }
@@ -106,33 +121,44 @@ impl Pair {
     }
 
     fn serve(&mut self) -> Result<(), TransferError> {
-        while let Some(job) = self.next()? {
+        while let Some(mut message) = self.next()? {
             if self.under_way.is_empty() {
                 self.moved = Instant::now();
             }
-            let (slot, bytes) = (job.slot.nth, job.bytes);
-            self.under_way.push_back(job);
-            self.begin(slot, bytes)?;
+            let (slot, bytes, before) =
+                (message.slot.nth, message.bytes, std::mem::take(&mut message.before));
+            self.under_way.push_back(message);
+            trace!(target: "walk", end = ?self.end, bytes, "message begins");
+            self.begin(slot, bytes, &before)?;
+            trace!(target: "walk", end = ?self.end, "message queued");
         }
         Ok(())
     }
 
     /// The next message; `None` where there will be none. Sees to those under way meanwhile.
-    fn next(&mut self) -> Result<Option<Job>, TransferError> {
+    fn next(&mut self) -> Result<Option<Message>, TransferError> {
         loop {
-            if self.under_way.is_empty() {
-                return Ok(self.queue.blocking_recv());
-            }
             match self.queue.try_recv() {
-                Ok(job) => return Ok(Some(job)),
-                Err(_) => self.look_again()?,
+                Ok(Job::Message(message)) => return Ok(Some(message)),
+                Ok(Job::Wake) => self.roused = Instant::now(),
+                Err(_) if !self.under_way.is_empty() => self.look_again()?,
+                Err(TryRecvError::Empty) if self.is_awake() => std::thread::yield_now(),
+                Err(_) => match self.queue.blocking_recv() {
+                    None => return Ok(None),
+                    Some(Job::Message(message)) => return Ok(Some(message)),
+                    Some(Job::Wake) => self.roused = Instant::now(),
+                },
             }
         }
     }
 
-    fn begin(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
+    fn is_awake(&self) -> bool {
+        self.moved.max(self.roused).elapsed() < self.awake
+    }
+
+    fn begin(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError> {
         match self.end {
-            End::Sender => self.communicator.send(slot, bytes)?,
+            End::Sender => self.communicator.send(slot, bytes, before)?,
             End::Receiver => self.communicator.receive(slot, bytes)?,
         }
         self.settle()
@@ -150,11 +176,12 @@ impl Pair {
         if !self.under_way.is_empty() {
             let n_done = self.communicator.n_done()?;
             for job in self.under_way.drain(..n_done) {
+                trace!(target: "walk", end = ?self.end, "message done");
                 // Whoever waited may have gone away with the landing.
                 let _ = job.done.send(Ok(()));
             }
             if n_done > 0 {
-                (self.moved, self.n_looks) = (Instant::now(), 0);
+                self.moved = Instant::now();
                 return Ok(());
             }
         }
@@ -172,9 +199,11 @@ impl Pair {
         Ok(())
     }
 
-    fn rest(&mut self) {
-        self.n_looks = self.n_looks.saturating_add(1);
-        if self.n_looks < LOOKS_MAX { std::thread::yield_now() } else { std::thread::sleep(PAUSE) }
+    fn rest(&self) {
+        match self.moved.elapsed() < LOOKS_FOR.max(self.awake) {
+            true => std::hint::spin_loop(),
+            false => std::thread::sleep(PAUSE),
+        }
     }
 
     /// A peer that does not come along is not waited for: then the communicator is given up.

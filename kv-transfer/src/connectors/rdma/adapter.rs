@@ -57,7 +57,7 @@ impl Adapter {
         let memory = &parts.memory;
         let ranks =
             (0..memory.n_ranks()).map(|rank| registered(&domain, memory, rank)).collect::<Result<_, _>>()?;
-        let card = memory.on_card().map(|_| CardLook::at(memory)).transpose()?;
+        let card = memory.on_card().map(|_| CardLook::at(memory, &parts.gate)).transpose()?;
         let timeout = timeout_within(parts.settings.stall());
         Ok(Self { port, device, domain, ranks, card, gid, lid: state.lid, mtu: state.mtu, timeout })
     }

@@ -1,15 +1,15 @@
 //! Hot path. Pages on a card, which the device reads and writes past the processor: the card itself makes their digests.
 
+use chassis::Gate;
 use kernels::cuda::CourierSize;
-use kv_cache::KvMemory;
+use kv_cache::{KvMemory, OnCard};
 
 use crate::connectors::cuda_ipc::carrier::Carrier;
-use crate::connectors::cuda_ipc::on_card;
 use crate::connectors::cuda_ipc::pages::{self, sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
-use crate::landing::OpenLanding;
+use crate::landing::{OpenLanding, bad_request};
 use crate::lanes::LaneSpan;
 
 /// Looks at one card's pages.
@@ -21,9 +21,10 @@ pub(super) struct CardLook {
 
 impl CardLook {
     /// Refused where pages are not such as a card can digest.
-    pub(super) fn at(memory: &KvMemory) -> Result<Self, TransferError> {
+    pub(super) fn at(memory: &KvMemory, gate: &Gate) -> Result<Self, TransferError> {
         pages::check(memory)?;
-        Ok(Self { memory: memory.clone(), carrier: Carrier::start(memory, 0, CourierSize::default())? })
+        let carrier = Carrier::start(memory, 0, CourierSize::default(), gate)?;
+        Ok(Self { memory: memory.clone(), carrier })
     }
 
     /// What the pages of a span are that is about to be written; `None` where only some heads of each page are meant,
@@ -62,5 +63,16 @@ impl CardLook {
             digests.extend(room.take(errand.map_err(TransferError::device)?, Some(flight)).await?);
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
+    }
+}
+
+/// The card's side of memory that lies on one. A connector that moves no other is not made without.
+fn on_card(memory: &KvMemory) -> Result<OnCard<'_>, TransferError> {
+    match memory.on_card() {
+        Some(card) => Ok(card),
+        None if memory.is_on_cards() => Err(bad_request(
+            "this node's KV is spread over several GPUs, and this connector moves what lies on one",
+        )),
+        None => Err(bad_request("this node's KV is not on a GPU")),
     }
 }

@@ -33,6 +33,7 @@ use super::link::wire::Wire;
 use super::tcp::advertised_host;
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
+use crate::home::Home;
 use crate::settings::TransferSettings;
 
 pub const SCHEME: &str = "rdma";
@@ -51,7 +52,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
     info!(endpoint = address.endpoint, device = %adapter.port, "kv transfer by rdma");
     let door = Port::new(listener, Arc::clone(&adapter), &parts);
     let medium = move |parts: &ConnectorParts| Ok(Writing::over(parts, Arc::clone(&adapter)) as _);
-    Ok(Wire::start(parts, address, None, Box::new(door), Box::new(medium)))
+    Ok(Wire::start(parts, Home::shared(), (address, None), Box::new(door), Box::new(medium)))
 }
 
 /// Where peers are met: as said, or where the node listens for the others, at any port.

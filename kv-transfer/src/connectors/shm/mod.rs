@@ -27,6 +27,7 @@ use super::link::links::Makes;
 use super::link::wire::Wire;
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
+use crate::home::Home;
 
 pub const SCHEME: &str = "shm";
 
@@ -56,5 +57,5 @@ fn over(mut parts: ConnectorParts, medium: Box<Makes>) -> Result<Arc<Wire>, Tran
     let refused = |source| TransferError::Listen { addr: FOLDER.to_owned(), source: Arc::new(source) };
     let (listener, socket) = door::bind(Path::new(FOLDER), parts.world.draw()).map_err(refused)?;
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint() };
-    Ok(Wire::start(parts, address, Some(socket), Box::new(listener), medium))
+    Ok(Wire::start(parts, Home::shared(), (address, Some(socket)), Box::new(listener), medium))
 }
