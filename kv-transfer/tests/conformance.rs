@@ -87,6 +87,18 @@ async fn nccl_on_many_threads() {
     nccl_over_the_double().await;
 }
 
+/// A queue for each two ranks that have something for each other.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nccl_between_ranks() {
+    let double = Double::default();
+    conformance_of_ranks(move |mut parts| {
+        let double = double.clone();
+        parts.settings.frame_bytes = 8;
+        async move { nccl::listen_double(parts, &double).await.expect("a free port") as Arc<dyn KvConnector> }
+    })
+    .await;
+}
+
 /// Without faults of its own: the suite's are played by the connector inside.
 #[tokio::test(start_paused = true)]
 async fn flaky_loopback() {

@@ -18,12 +18,9 @@ use crate::paced::Paced;
 const AUTO: &[&str] = &["cuda-ipc", "nccl", "shm", RDMA, "tcp"];
 /// Not in every executable.
 const RDMA: &str = "rdma";
-/// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere; and of those the ones whose nodes
-/// have one each.
+/// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
-const BETWEEN_TWO_GPUS: &[&str] = &["nccl"];
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
-const ON_SEVERAL_GPUS: &str = "its KV is spread over several GPUs, and this connector moves what lies on one";
 /// The one of them that must work.
 const LAST_RESORT: &str = "tcp";
 /// Peers of which it is remembered that a faster connector does not reach them. Beyond it they are warned of again.
@@ -148,14 +145,7 @@ impl Connectors {
 
 /// Why a connector between GPUs is not for this memory.
 fn not_between_gpus(name: &str, memory: &KvMemory) -> Option<&'static str> {
-    if !BETWEEN_GPUS.contains(&name) {
-        return None;
-    }
-    let is_for_two = BETWEEN_TWO_GPUS.contains(&name);
-    match memory.is_on_cards() {
-        false => Some(NOT_ON_A_GPU),
-        true => (is_for_two && memory.n_ranks() > 1).then_some(ON_SEVERAL_GPUS),
-    }
+    (BETWEEN_GPUS.contains(&name) && !memory.is_on_cards()).then_some(NOT_ON_A_GPU)
 }
 
 /// Of those that `auto` would look at, the ones that the settings do not let it.

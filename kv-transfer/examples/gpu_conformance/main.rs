@@ -39,6 +39,9 @@ const NCCL_STALL_MS: u64 = 10_000;
 /// Ranks of the nodes that send, and of those that receive.
 const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
 
+/// Of `nccl`, where no two GPUs of a pair are the same one: so of two GPUs none sends to itself.
+const RANKS_BY_NCCL: &[(u16, u16)] = &[(2, 2)];
+
 const CARDS_MAX: usize = 4;
 static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
 
@@ -127,7 +130,7 @@ fn run(args: &Args) -> Outcome<bool> {
         "measured": measured,
         "nccl_alone": by_nccl,
         "conformance": suites.iter().map(|((wire, frame), passed)| json!({"wire": wire, "frame_bytes": frame, "passed": passed})).collect::<Vec<_>>(),
-        "conformance_of_ranks": {"cuda-ipc": RANKS, "passed": of_ranks},
+        "conformance_of_ranks": {"cuda-ipc": RANKS, "nccl": RANKS_BY_NCCL, "passed": of_ranks},
     });
     if let Some(out) = &args.out {
         std::fs::write(out, serde_json::to_string_pretty(&report)? + "\n")?;
@@ -146,8 +149,11 @@ fn passes(runtime: &Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool
 
 /// The same between nodes of several ranks, where they share heads.
 fn ranks_pass(runtime: &Runtime) -> bool {
-    let (wire, frame_bytes) = RUNS[0];
-    ends_well(runtime, conformance_between(RANKS, move |parts| made(wire, frame_bytes, parts)))
+    let pass = |(wire, frame_bytes), ranks| {
+        ends_well(runtime, conformance_between(ranks, move |parts| made(wire, frame_bytes, parts)))
+    };
+    let by_copies = pass(RUNS[0], RANKS);
+    by_copies & pass(("nccl", 8), RANKS_BY_NCCL)
 }
 
 async fn made(wire: &'static str, frame_bytes: usize, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {

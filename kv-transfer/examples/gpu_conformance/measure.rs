@@ -156,7 +156,7 @@ fn ways() -> Vec<How> {
     ];
     let both = |how: How| [how, How { is_scattered: true, ..how }];
     let bare = [IPC, NCCL].map(|how| How { digests: false, ..how });
-    let of_ranks = [(IPC, (2, 2)), (IPC, (1, 2)), (IPC, (2, 1))];
+    let of_ranks = [(IPC, (2, 2)), (IPC, (1, 2)), (IPC, (2, 1)), (NCCL, (2, 2))];
     let of_ranks = of_ranks.map(|(how, ranks)| How { ranks, ..how });
     with_digests.into_iter().chain(bare).flat_map(both).chain(of_ranks).collect()
 }

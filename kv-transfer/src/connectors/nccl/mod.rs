@@ -42,7 +42,6 @@ use super::link::wire::Wire;
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
 use crate::home::Home;
-use crate::landing::bad_request;
 use crate::settings::Taper;
 
 pub const SCHEME: &str = "nccl";
@@ -70,9 +69,6 @@ pub async fn listen_double(parts: ConnectorParts, double: &Double) -> Result<Arc
 }
 
 async fn listen_over(mut parts: ConnectorParts, fabric: Arc<dyn Fabric>) -> Result<Arc<Wire>, TransferError> {
-    if parts.memory.layout().shard.tp_size != 1 {
-        return Err(bad_request("this connector carries nodes of one rank"));
-    }
     parts.settings.frame_bytes = parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER);
     parts.settings.tall_frames = true;
     parts.settings.taper = parts.settings.taper.or(Some(TAPER));
