@@ -21,6 +21,8 @@ use crate::transfer::contents;
 /// All layers are alike.
 pub(super) const GROUP: GroupIdx = GroupIdx(0);
 const LANDING_FOR: Duration = Duration::from_secs(120);
+/// What the connectors have under way is done by then.
+const CLOSES_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
 struct End {
@@ -38,6 +40,7 @@ pub struct Ends {
     shape: Shape,
     layers: Layers,
     world: World,
+    gate: Gate,
     near: End,
     far: End,
     from: Arc<BlockLease>,
@@ -56,10 +59,11 @@ impl Ends {
         let shape = Shape::of(case.bytes)
             .ok_or_else(|| BenchError::usage(format!("{} bytes are no whole number of pages", case.bytes)))?;
         let world = World::real();
-        let near = End::new(Side::Near, case, &shape, &world).await?;
-        let far = End::new(Side::Far, case, &shape, &world).await?;
+        let gate = Gate::new("bench");
+        let near = End::new(Side::Near, case, &shape, &world, &gate).await?;
+        let far = End::new(Side::Far, case, &shape, &world, &gate).await?;
         let from = Arc::new(near.room(shape.n_blocks)?);
-        Ok(Self { shape, layers: case.layers, world, near, far, from })
+        Ok(Self { shape, layers: case.layers, world, gate, near, far, from })
     }
 
     /// One transfer, from the question for a landing to the word that all of it is there.
@@ -84,6 +88,14 @@ impl Ends {
         let first = Step { token: TokenId(0), index: 0, logprobs: None, finish: None };
         sender.finish(Handoff { transfer, n_tokens: self.shape.n_tokens(), first }).await.map_err(failed)?;
         arrival.settle().await.map(|arrived| arrived.lease).map_err(failed)
+    }
+
+    /// Waits until the connectors' tasks and threads have ended: one that a process leaves behind when it exits still uses
+    /// a GPU whose driver is gone.
+    pub async fn close(self) -> Result<()> {
+        let gate = self.gate.clone();
+        drop(self);
+        gate.close(CLOSES_WITHIN).await.map_err(failed)
     }
 
     fn sends(&self) -> Vec<Range<u16>> {
@@ -129,7 +141,7 @@ impl Ends {
 }
 
 impl End {
-    async fn new(side: Side, case: &Case, shape: &Shape, world: &World) -> Result<Self> {
+    async fn new(side: Side, case: &Case, shape: &Shape, world: &World, gate: &Gate) -> Result<Self> {
         let name = match side {
             Side::Near => "near",
             Side::Far => "far",
@@ -158,7 +170,7 @@ impl End {
             memory: memory.clone(),
             fingerprint: Fingerprint::default(),
             world: world.clone(),
-            gate: Gate::new("bench"),
+            gate: gate.clone(),
             settings,
             metrics: TransferMetrics::default(),
             faults: Faults::none(),

@@ -60,6 +60,8 @@ pub async fn measure(case: &Case, within: Duration) -> Result<Measured> {
         }
         pairs.push(pair(&ends, &mut plain).await?);
     }
+    drop(plain);
+    ends.close().await?;
     Ok(summary(case, &pairs))
 }
 
