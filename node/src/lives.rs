@@ -179,7 +179,10 @@ impl Node<'_> {
         let asked = loop {
             tokio::select! {
                 biased;
-                ended = &mut living => return ended.map(|()| End::Stopped),
+                ended = &mut living => {
+                    wires_end(parts).await;
+                    return ended.map(|()| End::Stopped);
+                }
                 () = self.readiness.wait(), if !is_ready => {
                     is_ready = true;
                     tell_who_woke_it();
@@ -194,7 +197,10 @@ impl Node<'_> {
         info!("asked to sleep");
         ending.trigger();
         match living.await {
-            ended if self.shutdown.requested() => return ended.map(|()| End::Stopped),
+            ended if self.shutdown.requested() => {
+                wires_end(parts).await;
+                return ended.map(|()| End::Stopped);
+            }
             Ok(()) => {}
             Err(NodeError::Drain(late)) => warn!(%late, "what still ran was cut off"),
             Err(error) => return Err(error),
@@ -291,6 +297,16 @@ async fn slept(mut backend: Box<dyn Backend>) -> Result<Result<Box<dyn Asleep>, 
             }
             done => return Ok(done),
         }
+    }
+}
+
+/// Threads of connectors are at a GPU for a moment longer than their tasks are there. A process that ended meanwhile would
+/// crash in the driver.
+async fn wires_end(parts: NodeParts) {
+    let wires = parts.wires.clone();
+    drop(parts);
+    if let Err(late) = wires.close(END_WITHIN).await {
+        warn!(%late, "connectors have not ended, and the process does");
     }
 }
 
