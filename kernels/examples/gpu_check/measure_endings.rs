@@ -3,7 +3,7 @@
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
     AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, OwedNorm, OwnForm, OwnProduct,
-    SKINNY_FORMS, Weights,
+    SKINNY_FORMS, View, Weights,
 };
 use serde_json::Value;
 
@@ -17,16 +17,21 @@ const WIDTH: usize = 14_336;
 /// What products of one number of rows read and write.
 struct Bench {
     n_rows: usize,
-    /// Rows of gate and up, and of o, as many times as no cache holds.
+    /// Matrices, as many times as no cache holds.
     gate_up: Buffer<Bf16>,
     o: Buffer<Bf16>,
     down: Buffer<Bf16>,
     x: Buffer<Bf16>,
+    stream: Stream,
+    y: Buffer<Bf16>,
+}
+
+/// What layers add to.
+struct Stream {
     residual: Buffer<Bf16>,
+    out: Buffer<Bf16>,
     norm: Buffer<Bf16>,
     squares: Buffer<f32>,
-    out: Buffer<Bf16>,
-    y: Buffer<Bf16>,
 }
 
 pub(crate) fn all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
@@ -57,10 +62,12 @@ impl Bench {
             o: weights(HIDDEN * HIDDEN)?,
             down: weights(HIDDEN * WIDTH)?,
             x: card.upload(&Draw::new(28).many(n_rows * HIDDEN, 1.0))?,
-            residual: card.upload(&Draw::new(29).many(n_rows * HIDDEN, 1.0))?,
-            norm: card.upload(&Draw::new(30).many(HIDDEN, 1.0))?,
-            squares: card.upload(&vec![1.0_f32; n_rows * HIDDEN / 16])?,
-            out: card.buffer(n_rows * HIDDEN)?,
+            stream: Stream {
+                residual: card.upload(&Draw::new(29).many(n_rows * HIDDEN, 1.0))?,
+                out: card.buffer(n_rows * HIDDEN)?,
+                norm: card.upload(&Draw::new(30).many(HIDDEN, 1.0))?,
+                squares: card.upload(&vec![1.0_f32; n_rows * HIDDEN / 16])?,
+            },
             y: card.buffer(n_rows * 2 * WIDTH)?,
         })
     }
@@ -79,13 +86,11 @@ impl Bench {
             ("gated, owed 32", true, 32),
             ("gated, owed 256", true, 256),
         ] {
-            let n_copies = self.gate_up.len() / n;
-            let Self { gate_up, x, squares, y, .. } = &mut *self;
+            let Self { gate_up, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
-                let from = nth % n_copies * n;
-                let squares = squares.slice(0..n_rows * n_parts);
+                let squares = stream.squares.slice(0..n_rows * n_parts);
                 let owed = (n_parts > 0).then_some(OwedNorm { squares, epsilon: 1e-5 });
-                let w = Weights::Bf16(gate_up.slice(from..from + n));
+                let w = Weights::Bf16(copy(gate_up, nth, n));
                 let product = OwnProduct { w, x: x.view(), k: HIDDEN, owed };
                 let ending = if is_gated {
                     Ending::Gated(y.view_mut().slice(0..n_rows * WIDTH))
@@ -104,7 +109,7 @@ impl Bench {
         Ok(())
     }
 
-    /// o by itself; then, one after the other, o and the gate that ends o's norm.
+    /// o, without and with what comes after it.
     fn added(
         &mut self,
         card: &Card,
@@ -112,44 +117,26 @@ impl Bench {
         form: OwnForm,
         lines: &mut Vec<Value>,
     ) -> Result<(), CudaError> {
-        let (n, gate_n, n_rows) = (HIDDEN * HIDDEN, 2 * WIDTH * HIDDEN, self.n_rows);
-        let (n_copies, gate_copies) = (self.o.len() / n, self.gate_up.len() / gate_n);
-        let n_parts = form.parts(HIDDEN);
-        for name in ["sums", "added", "added, then gated"] {
-            let Self { gate_up, o, x, residual, norm, squares, out, y, .. } = &mut *self;
+        let (n, n_rows) = (HIDDEN * HIDDEN, self.n_rows);
+        for name in ["sums", "added"] {
+            let Self { o, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
-                let from = nth % n_copies * n;
-                let product = OwnProduct::plain(Weights::Bf16(o.slice(from..from + n)), x.view(), HIDDEN);
-                if name == "sums" {
-                    return card.multiply_own(
-                        form,
-                        product,
-                        Ending::Sums(y.view_mut().slice(0..n_rows * HIDDEN)),
-                    );
+                let product = OwnProduct::plain(Weights::Bf16(copy(o, nth, n)), x.view(), HIDDEN);
+                match name {
+                    "sums" => {
+                        let sums = y.view_mut().slice(0..n_rows * HIDDEN);
+                        card.multiply_own(form, product, Ending::Sums(sums))
+                    }
+                    _ => stream.give(card, form, product, n_rows),
                 }
-                let added = AddedRows {
-                    residual: residual.view_mut(),
-                    out: out.view_mut(),
-                    weight: norm.view(),
-                    squares: squares.view_mut().slice(0..n_rows * n_parts),
-                };
-                card.multiply_own(form, product, Ending::Added(added))?;
-                if name == "added" {
-                    return Ok(());
-                }
-                let from = nth % gate_copies * gate_n;
-                let owed = OwedNorm { squares: squares.slice(0..n_rows * n_parts), epsilon: 1e-5 };
-                let w = Weights::Bf16(gate_up.slice(from..from + gate_n));
-                let product = OwnProduct { w, x: out.view(), k: HIDDEN, owed: Some(owed) };
-                card.multiply_own(form, product, Ending::Gated(y.view_mut().slice(0..n_rows * WIDTH)))
             })?;
-            let bytes = if name == "added, then gated" { 2 * (n + gate_n) } else { 2 * n };
-            lines.push(line(&format!("o {n_rows} rows, {name}, {form:?}"), time, bytes as f64, limits.read));
+            let what = format!("o {n_rows} rows, {name}, {form:?}");
+            lines.push(line(&what, time, (2 * n) as f64, limits.read));
         }
         Ok(())
     }
 
-    /// What comes after attention in a layer, one after the other.
+    /// What comes after attention in a layer, one after the other: the first two products, the last two, all.
     fn chains(&mut self, card: &Card, limits: &Limits, lines: &mut Vec<Value>) -> Result<(), CudaError> {
         let n_rows = self.n_rows;
         let own = [OwnForm::Few(FewRowsForm { shares: 4 }), OwnForm::Skinny(SKINNY_FORMS[0])];
@@ -157,57 +144,60 @@ impl Bench {
         let sizes = [HIDDEN * HIDDEN, 2 * WIDTH * HIDDEN, WIDTH * HIDDEN];
         for nth_case in 0..24 {
             let forms = [own[nth_case % 2], own_gate[nth_case / 2 % 2], own[nth_case / 4 % 2]];
-            // Of three: the first two, the last two, all.
             let kinds = [[true, true, false], [false, true, true], [true, true, true]][nth_case / 8];
-            let (o_parts, down_parts) = (forms[0].parts(HIDDEN), forms[2].parts(HIDDEN));
-            let Self { gate_up, o, down, x, residual, norm, squares, out, y, .. } = &mut *self;
+            if !card.has_few_rows() && forms.iter().any(|form| matches!(form, OwnForm::Few(_))) {
+                continue;
+            }
+            let Self { gate_up, o, down, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
-                let weights = |of: usize, from: &Buffer<Bf16>| {
-                    let first = nth % (from.len() / sizes[of]) * sizes[of];
-                    first..first + sizes[of]
-                };
                 if kinds[0] {
-                    let w = Weights::Bf16(o.slice(weights(0, o)));
-                    let added = AddedRows {
-                        residual: residual.view_mut(),
-                        out: out.view_mut(),
-                        weight: norm.view(),
-                        squares: squares.view_mut().slice(0..n_rows * o_parts),
-                    };
-                    card.multiply_own(
-                        forms[0],
-                        OwnProduct::plain(w, x.view(), HIDDEN),
-                        Ending::Added(added),
-                    )?;
+                    let w = Weights::Bf16(copy(o, nth, sizes[0]));
+                    stream.give(card, forms[0], OwnProduct::plain(w, x.view(), HIDDEN), n_rows)?;
                 }
                 if kinds[1] {
-                    let owed = OwedNorm { squares: squares.slice(0..n_rows * o_parts), epsilon: 1e-5 };
-                    let w = Weights::Bf16(gate_up.slice(weights(1, gate_up)));
-                    let product = OwnProduct { w, x: out.view(), k: HIDDEN, owed: Some(owed) };
+                    let squares = stream.squares.slice(0..n_rows * forms[0].parts(HIDDEN));
+                    let owed = Some(OwedNorm { squares, epsilon: 1e-5 });
+                    let w = Weights::Bf16(copy(gate_up, nth, sizes[1]));
+                    let product = OwnProduct { w, x: stream.out.view(), k: HIDDEN, owed };
                     let gated = y.view_mut().slice(0..n_rows * WIDTH);
                     card.multiply_own(forms[1], product, Ending::Gated(gated))?;
                 }
                 if kinds[2] {
-                    let w = Weights::Bf16(down.slice(weights(2, down)));
-                    let added = AddedRows {
-                        residual: residual.view_mut(),
-                        out: out.view_mut(),
-                        weight: norm.view(),
-                        squares: squares.view_mut().slice(0..n_rows * down_parts),
-                    };
+                    let w = Weights::Bf16(copy(down, nth, sizes[2]));
                     let product = OwnProduct::plain(w, y.slice(0..n_rows * WIDTH), WIDTH);
-                    card.multiply_own(forms[2], product, Ending::Added(added))?;
+                    stream.give(card, forms[2], product, n_rows)?;
                 }
                 Ok(())
             })?;
             let bytes: usize = (0..3).filter(|of| kinds[*of]).map(|of| 2 * sizes[of]).sum();
-            lines.push(line(
-                &format!("chain {n_rows} rows, {kinds:?}, {forms:?}"),
-                time,
-                bytes as f64,
-                limits.read,
-            ));
+            let what = format!("chain {n_rows} rows, {kinds:?}, {forms:?}");
+            lines.push(line(&what, time, bytes as f64, limits.read));
         }
         Ok(())
     }
+}
+
+impl Stream {
+    fn give(
+        &mut self,
+        card: &Card,
+        form: OwnForm,
+        product: OwnProduct<'_>,
+        n_rows: usize,
+    ) -> Result<(), CudaError> {
+        let Self { residual, out, norm, squares } = self;
+        let added = AddedRows {
+            residual: residual.view_mut(),
+            out: out.view_mut(),
+            weight: norm.view(),
+            squares: squares.view_mut().slice(0..n_rows * form.parts(HIDDEN)),
+        };
+        card.multiply_own(form, product, Ending::Added(added))
+    }
+}
+
+/// The next of a matrix's copies, which no cache has.
+fn copy(of: &Buffer<Bf16>, nth: usize, n: usize) -> View<'_, Bf16> {
+    let from = nth % (of.len() / n) * n;
+    of.slice(from..from + n)
 }
