@@ -71,7 +71,7 @@ const SIZES_FP8: &[Size] = &[
 ];
 
 impl Card {
-    /// Whether this card can do [`Card::few_rows`].
+    /// Whether this card multiplies up to [`FEW_ROWS_MAX`] rows by a kernel of our own.
     pub fn has_few_rows(&self) -> bool {
         self.has(SIZES[0].names.sums)
     }
