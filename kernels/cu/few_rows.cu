@@ -1,21 +1,16 @@
 // y = x * transpose(w), for up to 128 rows of x: every weight is read once, and reading it is all the time there is.
 //
 // w is [n][k], as checkpoints have it. How clusters share the work, and what becomes of the sums: few_rows.cuh. One warp of
-// a block has the copy engine bring tiles of w and x through a ring; two groups of four warps multiply them, 64 rows of w each, as the tall side: the rows
-// of x are the flat one.
+// a block has the copy engine bring tiles of w and x through a ring; two groups of four warps multiply them, 64 rows of w
+// each, as the tall side: the rows of x are the flat one.
 //
 // What is asked for at once decides how fast memory is: a block keeps some 100 KB on the way, and two blocks share a
 // multiprocessor. The first of them are asked for while the kernel before ends.
 // The order of sums depends on the shape of w and the shares of k, not on the number of rows.
-// A block's share of k, by tiles.
-struct Steps {
-    u32 from, count;
-    __device__ __forceinline__ u32 column(u32 nth) const { return (from + nth) * TILE_COLUMNS; }
-};
 
 // One thread has all tiles brought. Weights do not come from the kernel before: they are asked for while it ends.
-template <u32 ROWS, u32 STAGES>
-__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps& steps, const Halves<UNIT>& rows) {
+template <u32 ROWS, u32 STAGES, u32 COLUMNS>
+__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows) {
     constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
     auto bring_w = [&](u32 nth, u32 stage) {
         u32 to = ring.at + stage * STAGE_BYTES, column = steps.column(nth), full = ring.full + stage * 8;
@@ -62,45 +57,11 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     held(sum);
 }
 
-template <u32 ROWS, u32 STAGES, typename Ending>
-__device__ __forceinline__ void few_rows(const Ending& ending, const Owed& owed, const TensorMap& of_w, const TensorMap& of_x,
-                                         const ProductShape& shape) {
-    extern __shared__ Eight shared[];
-    __shared__ u64 barriers[2 * STAGES];
-    Ring ring;
-    ring.at = (shared_address(shared) + 1023) / 1024 * 1024;
-    ring.full = shared_address(barriers), ring.empty = ring.full + STAGES * 8;
-    u32 share = blockIdx.x, n_shares = gridDim.x, warp = threadIdx.x / 32;
-    u32 n_tiles = (shape.k + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    Steps steps;
-    steps.from = (u64)n_tiles * share / n_shares;
-    steps.count = (u64)n_tiles * (share + 1) / n_shares - steps.from;
-
-    if (threadIdx.x == GROUPS_THREADS) {
-        fetch_map(of_w);
-        fetch_map(of_x);
-        for (u32 i = 0; i < STAGES; i++) {
-            barrier_start(ring.full + i * 8, 1);
-            barrier_start(ring.empty + i * 8, GROUPS_THREADS / 32);
-        }
-        barriers_started();
-    }
-    next_may_come();
-    __syncthreads();
-
-    float sum[ROWS / 2] = {};
-    if (warp < GROUPS_THREADS / 32) sum_up<ROWS, STAGES>(sum, ring, steps.count);
-    else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, ending.template halves<UNIT>(blockIdx.y, shape));
-    __syncthreads();
-    char* free = reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared));
-    end_rows<ROWS>(ending, owed, sum, free, ring.at, nullptr, shape);
-}
-
 #define FEW_ROWS(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                       \
     extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                     \
     NAME##_##ROWS(ENDING ending, Owed owed, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,     \
                   ProductShape shape) {                                                                                   \
-        few_rows<ROWS, STAGES>(ending, owed, w, x, shape);                                                                \
+        few_rows<ROWS, STAGES, TILE_COLUMNS>(ending, owed, nullptr, w, x, shape);                                         \
     }
 #define FEW_ROWS_OF(ROWS, STAGES, BLOCKS)                                                                                 \
     FEW_ROWS(few_rows, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                                  \

@@ -8,6 +8,20 @@ constexpr u32 PART_STRIDE = W_ROWS + 4, SHARES_MAX = 8;
 
 struct Ring { u32 at, full, empty; };
 
+// A block's share of k, by what it takes at once.
+template <u32 COLUMNS>
+struct Steps {
+    u32 from, count;
+    __device__ __forceinline__ u32 column(u32 nth) const { return (from + nth) * COLUMNS; }
+};
+
+// What each of the files has of its own: one thread has all tiles brought, the other warps sum up 64 rows of w each four of
+// them.
+template <u32 ROWS, u32 STAGES, u32 COLUMNS>
+__device__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
+template <u32 ROWS, u32 STAGES>
+__device__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count);
+
 // What a group of warps has summed up of its rows of w, to where the cluster sees it: part[row of x][row of w].
 template <u32 ROWS>
 __device__ __forceinline__ void show_part(float* part, const float (&sum)[ROWS / 2]) {
@@ -64,4 +78,39 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
         cluster_arrive();
         cluster_wait();
     }
+}
+
+// A whole product, which takes so many columns at once.
+template <u32 ROWS, u32 STAGES, u32 COLUMNS, typename Ending>
+__device__ __forceinline__ void few_rows(const Ending& ending, const Owed& owed, const float* scales, const TensorMap& of_w,
+                                         const TensorMap& of_x, const ProductShape& shape) {
+    extern __shared__ Eight shared[];
+    __shared__ u64 barriers[2 * STAGES];
+    Ring ring;
+    ring.at = (shared_address(shared) + 1023) / 1024 * 1024;
+    ring.full = shared_address(barriers), ring.empty = ring.full + STAGES * 8;
+    u32 share = blockIdx.x, n_shares = gridDim.x, warp = threadIdx.x / 32;
+    u32 n_steps = (shape.k + COLUMNS - 1) / COLUMNS;
+    Steps<COLUMNS> steps;
+    steps.from = (u64)n_steps * share / n_shares;
+    steps.count = (u64)n_steps * (share + 1) / n_shares - steps.from;
+
+    if (threadIdx.x == GROUPS_THREADS) {
+        fetch_map(of_w);
+        fetch_map(of_x);
+        for (u32 i = 0; i < STAGES; i++) {
+            barrier_start(ring.full + i * 8, 1);
+            barrier_start(ring.empty + i * 8, GROUPS_THREADS / 32);
+        }
+        barriers_started();
+    }
+    next_may_come();
+    __syncthreads();
+
+    float sum[ROWS / 2] = {};
+    if (warp < GROUPS_THREADS / 32) sum_up<ROWS, STAGES>(sum, ring, steps.count);
+    else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, ending.template halves<UNIT>(blockIdx.y, shape));
+    __syncthreads();
+    char* free = reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared));
+    end_rows<ROWS>(ending, owed, sum, free, ring.at, scales, shape);
 }

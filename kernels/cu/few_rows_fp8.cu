@@ -9,12 +9,6 @@
 constexpr u32 STEP_COLUMNS = 2 * TILE_COLUMNS;
 constexpr u32 W_GROUP_BYTES = W_ROWS * TILE_COLUMNS, W_BYTES = 2 * W_GROUP_BYTES;
 
-// A block's share of k, by steps.
-struct Steps {
-    u32 from, count;
-    __device__ __forceinline__ u32 column(u32 nth) const { return (from + nth) * STEP_COLUMNS; }
-};
-
 // === Products with a from registers, as a lane of `mma` holds it ===
 
 __device__ __forceinline__ void product_of(float (&c)[4], const u32* a, u64 b) {
@@ -96,8 +90,8 @@ __device__ __forceinline__ void widen_group(u32 (&a)[16], u32 at) {
 }
 
 // One thread has all tiles brought. Weights do not come from the kernel before: they are asked for while it ends.
-template <u32 ROWS, u32 STAGES>
-__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps& steps, const Halves<UNIT>& rows) {
+template <u32 ROWS, u32 STAGES, u32 COLUMNS>
+__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows) {
     constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + 2 * X_BYTES;
     auto bring_w = [&](u32 nth, u32 stage) {
         u32 to = ring.at + stage * STAGE_BYTES, column = steps.column(nth), full = ring.full + stage * 8;
@@ -162,45 +156,11 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     held(sum);
 }
 
-template <u32 ROWS, u32 STAGES, typename Ending>
-__device__ __forceinline__ void few_rows(const Ending& ending, const Owed& owed, const float* scales, const TensorMap& of_w,
-                                         const TensorMap& of_x, const ProductShape& shape) {
-    extern __shared__ Eight shared[];
-    __shared__ u64 barriers[2 * STAGES];
-    Ring ring;
-    ring.at = (shared_address(shared) + 1023) / 1024 * 1024;
-    ring.full = shared_address(barriers), ring.empty = ring.full + STAGES * 8;
-    u32 share = blockIdx.x, n_shares = gridDim.x, warp = threadIdx.x / 32;
-    u32 n_steps = (shape.k + STEP_COLUMNS - 1) / STEP_COLUMNS;
-    Steps steps;
-    steps.from = (u64)n_steps * share / n_shares;
-    steps.count = (u64)n_steps * (share + 1) / n_shares - steps.from;
-
-    if (threadIdx.x == GROUPS_THREADS) {
-        fetch_map(of_w);
-        fetch_map(of_x);
-        for (u32 i = 0; i < STAGES; i++) {
-            barrier_start(ring.full + i * 8, 1);
-            barrier_start(ring.empty + i * 8, GROUPS_THREADS / 32);
-        }
-        barriers_started();
-    }
-    next_may_come();
-    __syncthreads();
-
-    float sum[ROWS / 2] = {};
-    if (warp < GROUPS_THREADS / 32) sum_up<ROWS, STAGES>(sum, ring, steps.count);
-    else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, ending.template halves<UNIT>(blockIdx.y, shape));
-    __syncthreads();
-    char* free = reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared));
-    end_rows<ROWS>(ending, owed, sum, free, ring.at, scales, shape);
-}
-
 #define FEW_ROWS_FP8(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                  \
     extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                     \
     NAME##_##ROWS(ENDING ending, Owed owed, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,     \
                   ProductShape shape, const float* scales) {                                                              \
-        few_rows<ROWS, STAGES>(ending, owed, scales, w, x, shape);                                                        \
+        few_rows<ROWS, STAGES, STEP_COLUMNS>(ending, owed, scales, w, x, shape);                                          \
     }
 #define FEW_ROWS_FP8_OF(ROWS, STAGES, BLOCKS)                                                                             \
     FEW_ROWS_FP8(few_rows_fp8, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                          \

@@ -5,8 +5,8 @@
 //! is then begun where rows are added to the residual, and ended where the next product has summed them up.
 
 use kernels::cuda::{
-    AddedRows, Answer, Bf16, Buffer, CudaError, Ending, HeadsRows, OwedNorm, OwnForm, OwnProduct,
-    ProductShape, RopeWriteKv, SumRows, Weights,
+    AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, OwedNorm, OwnForm, OwnProduct,
+    ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -59,17 +59,14 @@ impl Decoder {
             norms: layer.head_norms.as_ref().map(|[q, k]| [q.view(), k.view()]),
             epsilon: self.heads.norm_epsilon(self.epsilon),
         };
-        let (w, x) = (layer.qkv.weight.view(), x.slice(0..n * hidden));
-        let bias = layer.qkv.bias.as_ref().map(Buffer::view);
+        let x = x.slice(0..n * hidden);
         if let Some(form) = form {
+            let (w, bias) = (layer.qkv.weight.view(), layer.qkv.bias.as_ref().map(Buffer::view));
             let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Heads(HeadsRows { rope, bias }));
         }
         normed.ensure_whole()?;
-        pass.products.multiply(pass.card, Answer::Narrow(rope.qkv.reborrow()), w, x, hidden)?;
-        if let Some(bias) = bias {
-            pass.card.add_bias(rope.qkv.reborrow(), bias)?;
-        }
+        linear((pass.card, pass.products), &mut rope.qkv, &layer.qkv, x)?;
         pass.card.rope_write_kv(rope)
     }
 
@@ -83,18 +80,15 @@ impl Decoder {
         let (n, hidden, width) = (pass.dims.n_tokens, self.sizes.hidden, self.sizes.intermediate);
         let form = form_unbiased(pass, &layer.gate_up);
         let Workspace { normed: x, squares, gate_up, gated, .. } = &mut *pass.space;
-        let (w, x) = (layer.gate_up.weight.view(), x.slice(0..n * hidden));
-        let gated = gated.view_mut().slice(0..n * width);
+        let (x, gated) = (x.slice(0..n * hidden), gated.view_mut().slice(0..n * width));
         if let Some(form) = form {
+            let w = layer.gate_up.weight.view();
             let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Gated(gated));
         }
         normed.ensure_whole()?;
-        let mut both = gate_up.view_mut().slice(0..n * 2 * width);
-        pass.products.multiply(pass.card, Answer::Narrow(both.reborrow()), w, x, hidden)?;
-        if let Some(bias) = &layer.gate_up.bias {
-            pass.card.add_bias(both, bias.view())?;
-        }
+        let both = &mut gate_up.view_mut().slice(0..n * 2 * width);
+        linear((pass.card, pass.products), both, &layer.gate_up, x)?;
         pass.card.silu_mul(gated, gate_up.slice(0..n * 2 * width), width)
     }
 
@@ -127,21 +121,20 @@ impl Decoder {
         &self,
         pass: &mut Pass<'_>,
         gift: Gift,
-        linear: &Linear,
+        matrix: &Linear,
         after: After<'_>,
     ) -> Result<Normed, CudaError> {
-        let (n, hidden, k) = (pass.dims.n_tokens, self.sizes.hidden, linear.columns);
+        let (n, hidden, k) = (pass.dims.n_tokens, self.sizes.hidden, matrix.columns);
         // Each rank has a part of what is given, and has to add up all of them first.
         let is_all = pass.peers.is_none();
-        let form = form_unbiased(pass, linear).filter(|_| is_all && after.can_end);
+        let form = form_unbiased(pass, matrix).filter(|_| is_all && after.can_end);
         let Workspace { attended, gated, given, residual, normed, squares, .. } = &mut *pass.space;
         let x = match gift {
             Gift::Attended => attended.slice(0..n * k),
             Gift::Gated => gated.slice(0..n * k),
         };
-        let w = linear.weight.view();
         if let Some(form) = form {
-            let n_parts = form.parts(hidden);
+            let (w, n_parts) = (matrix.weight.view(), form.parts(hidden));
             let added = AddedRows {
                 residual: residual.view_mut().slice(0..n * hidden),
                 out: normed.view_mut().slice(0..n * hidden),
@@ -151,11 +144,7 @@ impl Decoder {
             pass.card.multiply_own(form, OwnProduct::plain(w, x, k), Ending::Added(added))?;
             return Ok(Normed::Owed { n_parts });
         }
-        let mut given = given.view_mut().slice(0..n * hidden);
-        pass.products.multiply(pass.card, Answer::Narrow(given.reborrow()), w, x, k)?;
-        if let Some(bias) = &linear.bias {
-            pass.card.add_bias(given, bias.view())?;
-        }
+        linear((pass.card, pass.products), &mut given.view_mut().slice(0..n * hidden), matrix, x)?;
         self.add_given(pass, after.norm)?;
         Ok(Normed::Whole)
     }
@@ -201,6 +190,19 @@ impl Normed {
                 Err(CudaError::Argument { kernel: "product", wrong: "rows whose norm was only begun" })
             }
         }
+    }
+}
+
+fn linear(
+    (card, products): (&Card, &mut Products),
+    y: &mut ViewMut<'_, Bf16>,
+    linear: &Linear,
+    x: View<'_, Bf16>,
+) -> Result<(), CudaError> {
+    products.multiply(card, Answer::Narrow(y.reborrow()), linear.weight.view(), x, linear.columns)?;
+    match &linear.bias {
+        Some(bias) => card.add_bias(y.reborrow(), bias.view()),
+        None => Ok(()),
     }
 }
 

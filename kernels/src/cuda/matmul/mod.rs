@@ -215,7 +215,8 @@ impl Products {
     /// How our own kernels do products of this shape, if they do them: they can do what comes after them too. Never where
     /// a row's answer is to be the same in any company: more rows than they take have other kernels there.
     pub fn own_form(&self, card: &Card, shape: ProductShape) -> Option<OwnForm> {
-        if self.are_alike {
+        // Most steps with prompts end here, and look nothing up.
+        if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
             return None;
         }
         match self.choices.get(shape) {

@@ -5,8 +5,8 @@ use super::few_rows::FewRowsForm;
 use super::fp8::check_rows;
 use super::skinny::SkinnyForm;
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut, ensure, number,
-    rows_of,
+    BLOCK_TOKENS, Bf16, Card, CudaError, Element, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut, ensure,
+    number, rows_of,
 };
 
 /// How a product is done by one of our own kernels.
@@ -237,14 +237,8 @@ impl Ending<'_> {
         (n, n_rows): (usize, usize),
     ) -> Result<(), CudaError> {
         match self {
-            Self::Sums(y) => {
-                card.check_places(kernel, &[y], &[])?;
-                ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")
-            }
-            Self::Wide(y) => {
-                card.check_places(kernel, &[y], &[])?;
-                ensure(kernel, y.len() == n * n_rows, "an output that is not rows by rows")
-            }
+            Self::Sums(y) => check_sums(card, kernel, y, n * n_rows),
+            Self::Wide(y) => check_sums(card, kernel, y, n * n_rows),
             Self::Gated(y) => {
                 card.check_places(kernel, &[y], &[])?;
                 ensure(kernel, n.is_multiple_of(16), "a gate that is not a multiple of 8 wide")?;
@@ -290,6 +284,16 @@ impl Ending<'_> {
         }
         Ok(words)
     }
+}
+
+fn check_sums<T: Element>(
+    card: &Card,
+    kernel: &'static str,
+    y: &ViewMut<'_, T>,
+    n_sums: usize,
+) -> Result<(), CudaError> {
+    card.check_places(kernel, &[y], &[])?;
+    ensure(kernel, y.len() == n_sums, "an output that is not rows by rows")
 }
 
 impl AddedRows<'_> {
