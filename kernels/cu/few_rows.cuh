@@ -18,9 +18,9 @@ struct Steps {
 // What each of the files has of its own: one thread has all tiles brought, the other warps sum up 64 rows of w each four of
 // them.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS>
-__device__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
+__device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
 template <u32 ROWS, u32 STAGES>
-__device__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count);
+__device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count);
 
 // What a group of warps has summed up of its rows of w, to where the cluster sees it: part[row of x][row of w].
 template <u32 ROWS>
