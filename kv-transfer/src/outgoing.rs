@@ -221,9 +221,14 @@ impl Sender {
     async fn room(&self) -> Result<mpsc::OwnedPermit<Job>, TransferError> {
         tokio::select! {
             biased;
-            outcome = self.out.settled() => Err(outcome.err().unwrap_or(TransferError::Closed)),
-            room = self.jobs.clone().reserve_owned() => room.map_err(|_| TransferError::Closed),
+            _ = self.out.settled() => Err(self.why_over()),
+            // The pump lets go of its end once there is an outcome, be it between the two looks.
+            room = self.jobs.clone().reserve_owned() => room.map_err(|_| self.why_over()),
         }
+    }
+
+    fn why_over(&self) -> TransferError {
+        self.out.outcome().and_then(Result::err).unwrap_or(TransferError::Closed)
     }
 }
 

@@ -65,16 +65,18 @@ async fn shm_between_ranks_through_a_stage() {
     conformance_of_ranks(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
 }
 
-/// Without NCCL and without GPUs: over the double. Cards run the same suite in `examples/gpu_conformance`.
+/// Without NCCL and without GPUs. Cards run the same suite in `examples/gpu_conformance`.
+async fn over_the_double(double: Double, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
+    // The suite wants transfers of many frames; messages are many times larger than the setting.
+    parts.settings.frame_bytes = 8;
+    // Both nodes' threads are in one process: awake for long, they would only take the processors from each other.
+    parts.settings.awake_us = 20;
+    nccl::listen_double(parts, &double).await.expect("a free port")
+}
+
 async fn nccl_over_the_double() {
     let double = Double::default();
-    conformance(move |mut parts| {
-        let double = double.clone();
-        // The suite wants transfers of many frames; messages are many times larger than the setting.
-        parts.settings.frame_bytes = 8;
-        async move { nccl::listen_double(parts, &double).await.expect("a free port") as Arc<dyn KvConnector> }
-    })
-    .await;
+    conformance(move |parts| over_the_double(double.clone(), parts)).await;
 }
 
 #[tokio::test]
@@ -91,12 +93,7 @@ async fn nccl_on_many_threads() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nccl_between_ranks() {
     let double = Double::default();
-    conformance_of_ranks(move |mut parts| {
-        let double = double.clone();
-        parts.settings.frame_bytes = 8;
-        async move { nccl::listen_double(parts, &double).await.expect("a free port") as Arc<dyn KvConnector> }
-    })
-    .await;
+    conformance_of_ranks(move |parts| over_the_double(double.clone(), parts)).await;
 }
 
 /// Without faults of its own: the suite's are played by the connector inside.

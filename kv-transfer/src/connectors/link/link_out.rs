@@ -202,7 +202,8 @@ impl Wire for Link {
         let known = self.shared.remove(out);
         let Some(error) = unfinished.filter(|_| known && !self.is_lost()) else { return };
         let (code, detail) = code::encode(error);
-        if self.control.try_send(Frame::new(out.transfer(), Body::Failed { code, detail })).is_err() {
+        let failed = Frame::new(out.transfer(), Body::Failed { code, detail });
+        if let Err(mpsc::error::TrySendError::Full(_)) = self.control.try_send(failed) {
             self.shared.lose(TransferError::lost_because("too many control frames wait"));
         }
         self.shared.say_when_quiet(out);
@@ -289,12 +290,15 @@ impl Shared {
         let shared = Arc::clone(self);
         spawn_guarded(&self.parts.gate, "kv stream out", async move {
             let is_first = control.is_some();
+            // They live until the loss is known: whoever finds a queue without its end asks for the reason.
+            let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, is_first));
+            tokio::pin!(writing, reading);
             let ended = tokio::select! {
                 biased;
                 () = shared.closed.cancelled() => return,
                 error = shared.medium.broken() => Err(error),
-                ended = shared.write_all(writer, control) => ended,
-                ended = shared.read_all(reader, is_first) => ended,
+                ended = &mut writing => ended,
+                ended = &mut reading => ended,
             };
             shared.lose(ended.err().unwrap_or_else(|| TransferError::lost_because("the peer closed it")));
         })
