@@ -96,9 +96,9 @@ pub fn fingerprint() -> Fingerprint {
     Fingerprint::new([("weights".to_owned(), "conformance".to_owned())])
 }
 
-/// Small frames, so that small transfers have many; a stall time that does not slow the suite down.
+/// Small frames, so that small transfers have many; and as much patience as a machine needs that has other things to do.
 pub fn settings() -> TransferSettings {
-    let stall_ms = here(Duration::from_secs(2)).as_millis() as u64;
+    let stall_ms = here(Duration::from_secs(10)).as_millis() as u64;
     TransferSettings { frame_bytes: 1024, stall_ms, ..TransferSettings::default() }
 }
 
