@@ -11,9 +11,9 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     pub kind: FaultKind,
-    /// Bytes of KV that go through unharmed first, counted from when the fault comes first in line.
+    /// Of the KV that leaves from when the fault comes first in line, the byte whose frame is hit, however large frames are.
     pub after_bytes: u64,
-    /// Frames that are hit.
+    /// Frames that are hit, from that one on.
     pub times: u32,
 }
 
@@ -54,7 +54,14 @@ impl Fault {
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
     /// `None` is production: there is nothing to lock. Held for one look, never across an await.
-    queue: Option<Arc<Mutex<VecDeque<Fault>>>>,
+    programme: Option<Arc<Mutex<Programme>>>,
+}
+
+#[derive(Debug, Default)]
+struct Programme {
+    faults: VecDeque<Fault>,
+    /// Frames that were hit so far.
+    n_hit: u64,
 }
 
 impl Faults {
@@ -65,35 +72,41 @@ impl Faults {
 
     /// No faults yet.
     pub fn programmable() -> Self {
-        Self { queue: Some(Arc::default()) }
+        Self { programme: Some(Arc::default()) }
     }
 
     /// # Panics
     /// If these are [`Faults::none`].
     pub fn inject(&self, fault: Fault) {
-        let queue = self.queue.as_ref().expect("faults are injected into a flaky connector");
-        queue.lock().unwrap_or_else(PoisonError::into_inner).push_back(fault);
+        let programme = self.programme.as_ref().expect("faults are injected into a flaky connector");
+        programme.lock().unwrap_or_else(PoisonError::into_inner).faults.push_back(fault);
     }
 
-    /// Faults that were not played yet.
-    pub fn n_left(&self) -> usize {
-        let Some(queue) = &self.queue else { return 0 };
-        queue.lock().unwrap_or_else(PoisonError::into_inner).len()
+    /// Frames that were hit so far.
+    pub fn n_hit(&self) -> u64 {
+        let Some(programme) = &self.programme else { return 0 };
+        programme.lock().unwrap_or_else(PoisonError::into_inner).n_hit
     }
 
     /// What happens to a frame of `bytes` bytes of KV that is about to leave.
     pub(crate) fn next(&self, bytes: usize) -> Option<FaultKind> {
-        let mut queue = self.queue.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = queue.front_mut()?;
-        if first.after_bytes > 0 {
-            first.after_bytes = first.after_bytes.saturating_sub(bytes as u64);
+        self.programme.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner).next(bytes as u64)
+    }
+}
+
+impl Programme {
+    fn next(&mut self, bytes: u64) -> Option<FaultKind> {
+        let first = self.faults.front_mut()?;
+        if first.after_bytes >= bytes {
+            first.after_bytes -= bytes;
             return None;
         }
         let kind = first.kind.clone();
-        first.times -= 1;
+        (first.after_bytes, first.times) = (0, first.times - 1);
         if first.times == 0 {
-            queue.pop_front();
+            self.faults.pop_front();
         }
+        self.n_hit += 1;
         Some(kind)
     }
 }
@@ -115,8 +128,18 @@ mod tests {
         faults.inject(Fault::once(FaultKind::Stall).times(2));
         let played: Vec<_> = (0..6).map(|_| faults.next(100)).collect();
         let (lose, stall) = (Some(FaultKind::Lose), Some(FaultKind::Stall));
-        assert_eq!(played, [None, None, lose, stall.clone(), stall, None]);
-        assert_eq!(faults.n_left(), 0);
+        assert_eq!(played, [None, lose, stall.clone(), stall, None, None]);
+        assert_eq!(faults.n_hit(), 3);
+    }
+
+    #[test]
+    fn the_frame_that_has_the_byte_is_hit() {
+        for (bytes, hit) in [(50, 3), (75, 2), (150, 1), (151, 0), (1_000, 0)] {
+            let faults = Faults::programmable();
+            faults.inject(Fault::once(FaultKind::Lose).after(150));
+            let first = (0..5).position(|_| faults.next(bytes).is_some());
+            assert_eq!(first, Some(hit), "frames of {bytes} bytes");
+        }
     }
 
     #[test]

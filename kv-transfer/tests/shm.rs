@@ -34,7 +34,8 @@ async fn in_time<T>(what: impl Future<Output = T>) -> T {
 async fn blocks_are_free_at_once_although_the_sender_stands_still() {
     let pair = shm_pair().await;
     let from = pair.prefill.computed(N_TOKENS, 1);
-    pair.prefill.parts.faults.inject(Fault::once(FaultKind::Stall).after(500).times(u32::MAX));
+    // In the second group's KV: the first one's arrives.
+    pair.prefill.parts.faults.inject(Fault::once(FaultKind::Stall).after(6_000).times(u32::MAX));
     let (landing, arrival) = pair.land(N_TOKENS);
     let mut sender = pair.open(&landing).await.expect("granted");
     for span in whole(&landing) {

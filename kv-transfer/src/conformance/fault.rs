@@ -12,9 +12,10 @@ const N_TOKENS: u32 = 20 * BLOCK_TOKENS;
 
 /// One transfer of which frames are hit on their way, and which arrives nevertheless.
 async fn survives(pair: &Pair, fault: Fault) {
-    pair.prefill.parts.faults.inject(fault.clone());
+    let (faults, before) = (&pair.prefill.parts.faults, pair.prefill.parts.faults.n_hit());
+    faults.inject(fault.clone());
     pair.transfer(N_TOKENS, 1).await;
-    assert_eq!(pair.prefill.parts.faults.n_left(), 0, "{fault:?} was not played");
+    assert!(faults.n_hit() > before, "{fault:?} was not played");
 }
 
 pub async fn flipped_bit_is_refetched(pair: Arc<Pair>) {
@@ -23,7 +24,7 @@ pub async fn flipped_bit_is_refetched(pair: Arc<Pair>) {
     }
 }
 
-/// One frame with one page in it is hit whenever it is sent.
+/// The first page is hit whenever it is sent.
 pub async fn flipped_bit_twice_is_a_failure(pair: Arc<Pair>) {
     pair.prefill.parts.faults.inject(Fault::once(FaultKind::FlipBit(0)).times(u32::MAX));
     let from = pair.prefill.computed(BLOCK_TOKENS, 2);
@@ -39,11 +40,11 @@ pub async fn wrong_digest_is_refetched(pair: Arc<Pair>) {
 }
 
 pub async fn duplicate_frames_are_harmless(pair: Arc<Pair>) {
-    survives(&pair, Fault::once(FaultKind::Duplicate).times(5)).await;
+    survives(&pair, Fault::once(FaultKind::Duplicate).times(u32::MAX)).await;
 }
 
 pub async fn late_frames_are_harmless(pair: Arc<Pair>) {
-    survives(&pair, Fault::once(FaultKind::Delay(Duration::from_millis(20))).times(3)).await;
+    survives(&pair, Fault::once(FaultKind::Delay(Duration::from_millis(20))).times(u32::MAX)).await;
 }
 
 pub async fn lost_connection_fails_both_and_heals(pair: Arc<Pair>) {
@@ -100,6 +101,6 @@ pub async fn a_thousand_flipped_bits_are_caught(pair: Arc<Pair>) {
         let flip = FaultKind::FlipBit(nth.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 8);
         pair.prefill.parts.faults.inject(Fault::once(flip).after(nth * 37 % 5_000));
         pair.transfer(n_tokens, nth).await;
-        assert_eq!(pair.prefill.parts.faults.n_left(), 0, "transfer {nth} was not hit");
+        assert_eq!(pair.prefill.parts.faults.n_hit(), nth + 1, "transfer {nth} was not hit");
     }
 }
