@@ -13,9 +13,7 @@ use kv_transfer::conformance::conformance_without;
 use kv_transfer::{
     Arrival, ConnectorParts, Faults, KvConnector, KvSender, LandRequest, TransferError, build,
 };
-use types::{
-    BlockHash, Destination, Handoff, KvSpan, Landing, NodeId, NodeInfo, RequestId, Scheme, WireAddress,
-};
+use types::{BlockHash, Destination, Handoff, KvSpan, Landing, NodeId, RequestId, Scheme, WireAddress};
 
 /// Room for everything that a case has under way at one time.
 const POOL_BLOCKS: u32 = 4096;
@@ -120,10 +118,6 @@ impl KvConnector for ThroughPool {
 
     fn reaches(&self, wire: &WireAddress) -> bool {
         self.wire.reaches(wire)
-    }
-
-    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
-        self.wire.meet(peer).await
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {

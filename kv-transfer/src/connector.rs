@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use chassis::{Gate, World};
 use kv_cache::{BlockLease, KvMemory, LayerFence};
 use types::{
-    Deadline, Destination, Epoch, Fingerprint, Handoff, KvSpan, Landing, NodeId, NodeInfo, Scheme,
-    TransferId, WireAddress,
+    Deadline, Destination, Epoch, Fingerprint, Handoff, KvSpan, Landing, NodeId, Scheme, TransferId,
+    WireAddress,
 };
 
 use crate::arrival::Arrival;
@@ -35,12 +35,6 @@ pub trait KvConnector: Debug + Send + Sync + 'static {
     /// False for another wire's address. For a wire within one host it tells those apart that only seem to share it.
     fn reaches(&self, wire: &WireAddress) -> bool;
 
-    /// Called when a peer appears, so that first contact (seconds, for some wires) is not paid by the first request.
-    ///
-    /// A peer that this wire cannot reach is an error; a peer that does not speak it at all is not.
-    /// It is advice: [`open`](Self::open) works without it.
-    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError>;
-
     /// Decode side: makes leased blocks a place where one sender may put one sequence's KV.
     ///
     /// Takes the lease: blocks cannot be reused while bytes may still be in flight. The lease comes back in
@@ -53,7 +47,7 @@ pub trait KvConnector: Debug + Send + Sync + 'static {
     /// Prefill side: asks for a landing to be filled.
     ///
     /// Refuses a layout or fingerprint mismatch, an unknown, used or expired landing, a wrong grant and another life
-    /// of the node, all before a byte of KV moves. A landing is opened once.
+    /// of the node, all before a byte of KV moves. A landing is opened once. The first one to a peer makes the connection.
     async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError>;
 }
 

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use engine::backend::mock::Costs;
 use kv_cache::{BlockLease, LayerFence};
 use kv_transfer::{Arrival, KvConnector, KvSender, LandRequest, TransferError};
-use types::{Destination, Handoff, KvLayout, KvSpan, Landing, NodeInfo, Scheme, WireAddress};
+use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, WireAddress};
 
 /// Any connector, and what sending costs on it.
 #[derive(Debug)]
@@ -35,10 +35,6 @@ impl KvConnector for Paced {
 
     fn reaches(&self, wire: &WireAddress) -> bool {
         self.inner.reaches(wire)
-    }
-
-    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
-        self.inner.meet(peer).await
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {

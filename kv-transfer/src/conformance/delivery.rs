@@ -7,10 +7,9 @@ use futures::future::join_all;
 use futures::poll;
 use kv_cache::{FenceSignal, LayerFence};
 use types::layout::KvLayout;
-use types::node::{ModelInfo, NodeInfo, PROTOCOL, Role};
-use types::{KvSpan, WireAddress};
+use types::{KvSpan, in_full};
 
-use super::node::{BLOCK_TOKENS, Pair, fingerprint, handoff, layout, pages, whole};
+use super::node::{BLOCK_TOKENS, Pair, handoff, pages, whole};
 use crate::arrival::ArrivalStatus;
 use crate::error::TransferError;
 
@@ -175,38 +174,6 @@ pub async fn handoff_arrives_last_and_whole(pair: Arc<Pair>) {
     assert_eq!(arrived.expect("arrived").handoff, handoff(&landing));
 }
 
-pub async fn meeting_a_peer_is_advice(pair: Arc<Pair>) {
-    let wire = pair.decode.connector.address();
-    assert_eq!(wire.scheme, pair.decode.connector.scheme());
-    pair.prefill.connector.meet(&peer(&pair, vec![wire])).await.expect("it listens");
-    pair.prefill.connector.meet(&peer(&pair, vec![])).await.expect("a peer without this wire is no error");
-    pair.transfer(3 * BLOCK_TOKENS, 10).await;
-}
-
-fn peer(pair: &Pair, wires: Vec<WireAddress>) -> NodeInfo {
-    let model = ModelInfo {
-        name: "conformance".to_owned(),
-        context_tokens: 1024,
-        vocab: 256,
-        eos_tokens: vec![],
-        layout: layout(),
-        fingerprint: fingerprint(),
-    };
-    NodeInfo {
-        id: pair.decode.parts.node.clone(),
-        epoch: pair.decode.parts.epoch,
-        role: Role::Decode,
-        pid: 1,
-        host: "host".to_owned(),
-        without: vec![],
-        address: String::new(),
-        admin: String::new(),
-        wires,
-        model,
-        protocol: PROTOCOL,
-    }
-}
-
 /// 64 at once, every third of them given up by one side or the other.
 pub async fn interleaved_transfers_do_not_mix(pair: Arc<Pair>) {
     join_all((0..64).map(|nth| one_of_many(Arc::clone(&pair), nth))).await;
@@ -235,7 +202,7 @@ async fn arrival_is_dropped(pair: &Pair, n_tokens: u32, nth: u64) {
     drop(arrival);
     match deliver.await {
         Ok(()) | Err(TransferError::Cancelled | TransferError::UnknownLanding) => {}
-        Err(error) => panic!("cancelled transfers end as such: {error}"),
+        Err(error) => panic!("cancelled transfers end as such: {}", in_full(&error)),
     }
 }
 

@@ -71,7 +71,6 @@ pub async fn conformance_without<F>(
         delivery::send_waits_for_room_and_not_for_the_fence,
         delivery::lease_is_shared_until_the_wire_is_quiet,
         delivery::handoff_arrives_last_and_whole,
-        delivery::meeting_a_peer_is_advice,
         delivery::interleaved_transfers_do_not_mix,
         refusal::unknown_landing,
         refusal::wrong_grant,

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use tokio_util::sync::CancellationToken;
-use types::{Destination, Landing, NodeInfo, Scheme, WireAddress};
+use types::{Destination, Landing, Scheme, WireAddress};
 
 use crate::arrival::Arrival;
 use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
@@ -67,10 +67,6 @@ impl<T: KvConnector + ?Sized> KvConnector for Flaky<T> {
 
     fn reaches(&self, wire: &WireAddress) -> bool {
         self.inner.reaches(wire)
-    }
-
-    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
-        self.inner.meet(peer).await
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use async_trait::async_trait;
 use kv_cache::{BlockLease, KvMemory};
-use types::{Destination, Handoff, KvSpan, Landing, NodeInfo, Scheme, WireAddress};
+use types::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};
 
 use super::link::span_out::{SpanOut, copy_out, spoil};
 use crate::arrival::Arrival;
@@ -71,13 +71,6 @@ impl KvConnector for Loopback {
 
     fn reaches(&self, wire: &WireAddress) -> bool {
         wire.scheme == self.address.scheme && Self::at(&wire.endpoint).is_ok()
-    }
-
-    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
-        match peer.wires.iter().find(|wire| wire.scheme == self.address.scheme) {
-            Some(wire) => Self::at(&wire.endpoint).map(|_| ()),
-            None => Ok(()),
-        }
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {

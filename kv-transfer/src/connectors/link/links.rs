@@ -38,11 +38,6 @@ impl Links {
         Self { parts, home, medium, links: Mutex::default() }
     }
 
-    /// Makes a link to whoever listens at `endpoint`, if there is none.
-    pub(in crate::connectors) async fn meet(&self, endpoint: &str) -> Result<(), TransferError> {
-        self.link(endpoint).await.map(|_| ())
-    }
-
     /// Asks for a landing to be filled over a link to its node.
     pub(in crate::connectors) async fn open(
         &self,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use chassis::{Task, spawn_guarded};
 use rustix::fs::Access;
-use types::{Destination, Landing, NodeInfo, Scheme, WireAddress};
+use types::{Destination, Landing, Scheme, WireAddress};
 
 use super::links::{Links, Makes};
 use super::receiver::{Door, Receiver};
@@ -59,13 +59,6 @@ impl KvConnector for Wire {
     fn reaches(&self, wire: &WireAddress) -> bool {
         let is_seen = || rustix::fs::access(&wire.endpoint, Access::WRITE_OK).is_ok();
         wire.scheme == self.address.scheme && (self.socket.is_none() || is_seen())
-    }
-
-    async fn meet(&self, peer: &NodeInfo) -> Result<(), TransferError> {
-        match peer.wires.iter().find(|wire| wire.scheme == self.address.scheme) {
-            Some(wire) => self.links.meet(&wire.endpoint).await,
-            None => Ok(()),
-        }
     }
 
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
