@@ -215,7 +215,7 @@ impl Node<'_> {
         waiting: Waiting,
     ) -> Result<Result<Box<dyn Asleep>, Box<dyn Backend>>, NodeError> {
         let waiting = Waiting { used_bytes: backend.used_bytes(), ..waiting };
-        match slept(backend).await? {
+        match slept(backend, self.drive).await? {
             Ok(asleep) => {
                 self.say_asleep();
                 let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
@@ -238,7 +238,8 @@ impl Node<'_> {
         why: NodeError,
         waiting: Waiting,
     ) -> Result<Box<dyn Asleep>, NodeError> {
-        let asleep = slept(backend).await?.map_err(|sleepless| NodeError::Sleep(sleepless.why))?;
+        let asleep =
+            slept(backend, self.drive).await?.map_err(|sleepless| NodeError::Sleep(sleepless.why))?;
         self.say_asleep();
         waiting.not_woken(in_full(&why));
         Ok(asleep)
@@ -266,7 +267,7 @@ impl Node<'_> {
                 continue;
             };
             let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
-            match aside(move || asleep.wake()).await? {
+            match aside(self.drive, move || asleep.wake()).await? {
                 // Asked to stop meanwhile, it does not begin another life.
                 Ok(_) if self.shutdown.requested() => break None,
                 Ok(backend) => {
@@ -287,10 +288,13 @@ impl Node<'_> {
 }
 
 /// What still has a hold on memory is given a moment: threads of connectors end after their tasks.
-async fn slept(mut backend: Box<dyn Backend>) -> Result<Result<Box<dyn Asleep>, Sleepless>, NodeError> {
+async fn slept(
+    mut backend: Box<dyn Backend>,
+    drive: Drive,
+) -> Result<Result<Box<dyn Asleep>, Sleepless>, NodeError> {
     let give_up = Instant::now() + END_WITHIN;
     loop {
-        match aside(move || backend.sleep()).await? {
+        match aside(drive, move || backend.sleep()).await? {
             Err(Sleepless { backend: same, why: BackendError::Held(_) }) if Instant::now() < give_up => {
                 backend = same;
                 tokio::time::sleep(LOOK_EVERY).await;
@@ -323,9 +327,15 @@ async fn backend_of(parts: NodeParts, crank: Crank) -> Result<Box<dyn Backend>, 
     }
 }
 
-/// Something that takes its time, on a thread of its own.
-async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, NodeError> {
-    spawn_blocking(work).await.map_err(|_| NodeError::BackendLost)
+/// Something that takes its time, on a thread of its own; among tasks that model what things cost, at once.
+async fn aside<T: Send + 'static>(
+    drive: Drive,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, NodeError> {
+    match drive {
+        Drive::Thread => spawn_blocking(work).await.map_err(|_| NodeError::BackendLost),
+        Drive::Task => Ok(work()),
+    }
 }
 
 fn tell_awake(waiting: Waiting, used_bytes: Option<u64>) {

@@ -102,20 +102,6 @@ impl Wired {
 }
 
 impl NodeParts {
-    /// Takes the backend's memory, binds the connectors and starts the worker.
-    pub async fn build(
-        id: &NodeId,
-        config: &NodeConfig,
-        backend: Box<dyn Backend>,
-        world: World,
-        metrics: &ProcessMetrics,
-        drive: Drive,
-    ) -> Result<(Self, Crank), NodeError> {
-        let of_backend = (backend.model(), backend.memory().clone());
-        let wired = Wired::bind(id, config, of_backend, &world, metrics).await?;
-        Self::over(wired, config, backend, world, metrics, drive)
-    }
-
     /// Starts the worker.
     pub(crate) fn over(
         wired: Wired,

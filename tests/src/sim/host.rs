@@ -1,18 +1,16 @@
 //! The processes of a simulated cluster: what `baton router` and `baton decode` do, in one process.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Jumps, Shutdown, Task, World, spawn_guarded};
 use decode_node::DecodeService;
 use engine::backend::flaky::{Failures, Flaky};
-use engine::{Mock, MockSettings, Pace};
+use engine::{Backend, Mock, MockSettings, Pace};
 use kv_cache::BlockPool;
-use node::metrics::ProcessMetrics;
-use node::ports::{Ports, advertised};
-use node::{Drive, Life, NodeConfig, NodeParts, RawNodeConfig, live};
+use node::{Counter, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
 use prefill_node::PrefillService;
 use registry::embedded::bootstrap_server;
 use registry::memory::TTL;
@@ -22,9 +20,11 @@ use router::dispatch::{Budget, Dispatch, Parts};
 use router::metrics::RouterMetrics;
 use router::text::RouterModels;
 use router::{Cluster, NodeState};
+use scheduler::WorkerHandle;
 use tonic::service::Routes;
-use types::{NodeId, NodeInfo};
+use types::{Epoch, NodeId, NodeInfo, Role, in_full};
 
+use super::log::EventLog;
 use super::net::{Crash, SimNet};
 use super::plan::{NodeShape, Shape};
 
@@ -50,7 +50,7 @@ pub fn model() -> MockSettings {
 
 // === a node ===
 
-/// One node, in one life after another.
+/// One node: its processes, one after the other, each with one life after another.
 #[derive(Debug)]
 pub struct NodeHost {
     pub shape: NodeShape,
@@ -58,54 +58,71 @@ pub struct NodeHost {
     seed: u64,
     /// The calendar of its machine.
     pub jumps: Jumps,
-    n_lives: u32,
-    running: Option<NodeLife>,
-    /// What every life had, and must have given back in the end.
-    pub pools: Vec<(String, BlockPool)>,
+    n_processes: u32,
+    running: Option<Process>,
+    lives: Lived,
+}
+
+/// Every life that there was, the last one last. Never held across an await.
+type Lived = Arc<Mutex<Vec<LifeSeen>>>;
+
+/// What is seen of a life. It holds nothing that would keep the life from ending.
+#[derive(Clone, Debug)]
+pub struct LifeSeen {
+    pub name: String,
+    pub epoch: Epoch,
+    pub pool: BlockPool,
+    pub worker: WorkerHandle,
+    pub gate: Gate,
+    pub arriving: Counter,
 }
 
 #[derive(Debug)]
-struct NodeLife {
-    parts: NodeParts,
+struct Process {
+    /// Lives before its first one.
+    n_lives_before: usize,
     shutdown: Shutdown,
     living: Task<()>,
 }
 
 impl NodeHost {
     pub fn new(shape: NodeShape, net: SimNet, seed: u64) -> Self {
-        Self { shape, net, seed, jumps: Jumps::default(), n_lives: 0, running: None, pools: Vec::new() }
+        let (jumps, lives) = (Jumps::default(), Lived::default());
+        Self { shape, net, seed, jumps, n_processes: 0, running: None, lives }
     }
 
     pub fn is_running(&self) -> bool {
-        self.running.as_ref().is_some_and(|life| !life.living.is_finished())
+        self.running.as_ref().is_some_and(|process| !process.living.is_finished())
     }
 
-    pub fn parts(&self) -> Option<&NodeParts> {
-        self.running.as_ref().map(|life| &life.parts)
+    /// All lives, which must have given everything back in the end.
+    pub fn lives(&self) -> Vec<LifeSeen> {
+        locked(&self.lives).clone()
     }
 
-    /// Begins a life, unless one goes on.
-    pub async fn start(&mut self) {
-        if self.is_running() && !self.running.as_ref().is_some_and(|life| life.shutdown.requested()) {
+    /// The life that its process is in, or was in when it fell asleep.
+    pub fn life(&self) -> Option<LifeSeen> {
+        let process = self.running.as_ref()?;
+        locked(&self.lives).get(process.n_lives_before..)?.last().cloned()
+    }
+
+    /// Begins a process, unless one goes on.
+    pub fn start(&mut self) {
+        if self.is_running() && !self.running.as_ref().is_some_and(|process| process.shutdown.requested()) {
             return;
         }
         self.crash(Crash::Process);
-        self.n_lives += 1;
+        self.n_processes += 1;
         let name = self.shape.name.clone();
         let world = World::seeded(self.seed).with_net(self.net.host(&name)).with_jumps(&self.jumps);
-        let world = world.fork(&format!("{name} {}", self.n_lives));
-        let config = config(&self.shape);
-        let id = NodeId::new(&*name);
-        let metrics = Metrics::new("node");
-        let counted = ProcessMetrics::new(&metrics);
+        let world = world.fork(&format!("{name} {}", self.n_processes));
         let backend = Box::new(Flaky::new(self.mock(), self.failures()));
-        let parts = NodeParts::build(&id, &config, backend, world.clone(), &counted, Drive::Task).await;
-        let (parts, _crank) = parts.expect("a port that is free, and memory");
-        self.pools.push((format!("{name}, life {}", self.n_lives), parts.pool.clone()));
-        let shutdown = Shutdown::new();
-        let life = live_here(self.shape.clone(), config, world, metrics, parts.clone(), shutdown.clone());
-        let living = spawn_guarded(&Gate::new("simulated node"), "node", life);
-        self.running = Some(NodeLife { parts, shutdown, living });
+        let (shutdown, lives) = (Shutdown::new(), Arc::clone(&self.lives));
+        let n_lives_before = locked(&lives).len();
+        let run =
+            run_here(self.shape.clone(), world, backend, lives, shutdown.clone(), self.net.log().clone());
+        let living = spawn_guarded(&Gate::new("simulated node"), "node", run);
+        self.running = Some(Process { n_lives_before, shutdown, living });
     }
 
     fn mock(&self) -> Mock {
@@ -122,7 +139,7 @@ impl NodeHost {
         Failures { launch, collect, ..Failures::default() }
     }
 
-    /// Ends its life without asking. Its tasks may linger, but nobody hears of them any more.
+    /// Ends its process without asking. Its tasks may linger, but nobody hears of them any more.
     pub fn crash(&mut self, how: Crash) {
         if self.running.take().is_some() {
             self.net.crash(&self.shape.name, how);
@@ -131,20 +148,26 @@ impl NodeHost {
 
     /// Asks it to stop.
     pub fn drain(&mut self) {
-        if let Some(life) = &self.running {
-            life.shutdown.trigger();
+        if let Some(process) = &self.running {
+            process.shutdown.trigger();
         }
     }
 }
 
-async fn live_here(
+fn locked(lives: &Lived) -> MutexGuard<'_, Vec<LifeSeen>> {
+    lives.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A node's process, until it is asked to stop.
+async fn run_here(
     shape: NodeShape,
-    config: NodeConfig,
     world: World,
-    metrics: Metrics,
-    parts: NodeParts,
+    backend: Box<dyn Backend>,
+    lived: Lived,
     shutdown: Shutdown,
+    log: EventLog,
 ) {
+    let config = config(&shape);
     let bind = async |addr: &str| world.net().listen(addr).await;
     let (Ok(grpc), Ok(admin)) = (bind(&config.listen).await, bind(&config.admin).await) else {
         // It was killed before it had its ports.
@@ -152,23 +175,51 @@ async fn live_here(
     };
     let registry_parts = RegistryParts { world: world.clone(), gate: Gate::new("registry") };
     let registry = registry::open(REGISTRY_URL, registry_parts).expect("a right address");
+    let services = |role: Role, parts: &NodeParts| {
+        let mut lives = locked(&lived);
+        let name = format!("{}, life {}", shape.name, lives.len() + 1);
+        lives.push(LifeSeen::of(name, parts));
+        Ok(services(role, parts, &config))
+    };
+    let lives = Lives {
+        config: &config,
+        id: NodeId::new(&*shape.name),
+        role: shape.role,
+        registry: &*registry,
+        services: &services,
+        world,
+        metrics: Metrics::new("node"),
+        drive: Drive::Task,
+        shutdown,
+        grpc,
+        admin,
+    };
+    match node::lives::run(lives, backend).await {
+        Ok(()) => {}
+        // The plan gives drains less time than a request may take.
+        Err(error @ (NodeError::Drain(_) | NodeError::WorkerLate(_))) => {
+            log.say(format_args!("{} is cut short: {error}", shape.name));
+        }
+        Err(error) => log.accuse(format_args!("{} ends: {}", shape.name, in_full(&error))),
+    }
+}
+
+fn services(role: Role, parts: &NodeParts, config: &NodeConfig) -> Routes {
     let mut services = Routes::default();
-    if shape.role.prefills() {
+    if role.prefills() {
         services = services.add_service(PrefillService::new(parts.clone()).server());
     }
-    if shape.role.decodes() {
+    if role.decodes() {
         services = services.add_service(DecodeService::new(parts.clone(), config.decode.clone()).server());
     }
-    let id = NodeId::new(&*shape.name);
-    let (config, role, readiness) = (&config, shape.role, Readiness::unready("starting"));
-    let at = |listener| advertised(config.advertise.as_deref(), listener).expect("it is bound");
-    let (address, admin_address) = (at(&*grpc), at(&*admin));
-    let ports = Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics));
-    let registry = &*registry;
-    let life = Life { config, id, role, registry, shutdown, readiness, grpc, address, admin: admin_address };
-    // A drain that is late is cut short: the plan gives it less time than a request may take.
-    let _ = live(parts, services, life).await;
-    ports.close().await;
+    services
+}
+
+impl LifeSeen {
+    fn of(name: String, parts: &NodeParts) -> Self {
+        let NodeParts { epoch, pool, worker, gate, arriving, .. } = parts.clone();
+        Self { name, epoch, pool, worker, gate, arriving }
+    }
 }
 
 fn config(shape: &NodeShape) -> NodeConfig {
@@ -310,7 +361,7 @@ impl Hosts {
         let mut nodes = Vec::new();
         for shape in &shape.nodes {
             let mut node = NodeHost::new(shape.clone(), net.clone(), seed);
-            node.start().await;
+            node.start();
             nodes.push(node);
         }
         Self { router, nodes }
@@ -325,7 +376,7 @@ impl Hosts {
         let everyone = self.router.cluster().map(Cluster::everyone).unwrap_or_default();
         let is_known = |node: &NodeHost| {
             everyone.iter().any(|(info, state)| {
-                let epoch = node.parts().map(|parts| parts.epoch);
+                let epoch = node.life().map(|life| life.epoch);
                 info.id.as_str() == node.shape.name && Some(info.epoch) == epoch && *state == NodeState::Ready
             })
         };
@@ -335,9 +386,7 @@ impl Hosts {
     /// Everyone who does not live begins a new life.
     pub async fn start_all(&mut self) {
         self.router.start().await;
-        for node in &mut self.nodes {
-            node.start().await;
-        }
+        self.nodes.iter_mut().for_each(NodeHost::start);
     }
 }
 

@@ -14,6 +14,7 @@ pub mod oracle;
 pub mod witness;
 pub mod host;
 pub mod watcher;
+pub mod operator;
 pub mod rogue;
 pub mod net;
 pub mod pipe;

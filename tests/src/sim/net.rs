@@ -258,6 +258,10 @@ impl SimNet {
     }
 
     /// Open connections, for a look at what is left.
+    pub fn log(&self) -> &EventLog {
+        &self.shared.log
+    }
+
     pub fn n_connections(&self) -> usize {
         self.state().connections_of(|_| true).len()
     }

@@ -3,12 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kv_cache::BlockPool;
-use node::NodeParts;
 use tokio::time::{Instant, sleep};
 use types::{BlockEvent, NodeId};
 
-use super::host::{Hosts, NodeHost, RouterHost};
+use super::host::{Hosts, LifeSeen, NodeHost, RouterHost};
 use super::log::EventLog;
 use super::plan::Plan;
 use super::run::Tally;
@@ -32,32 +30,33 @@ pub async fn everything_is_given_back(hosts: &Hosts, log: &EventLog) {
         }
         sleep(Duration::from_millis(250)).await;
     }
-    for (life, pool) in hosts.nodes.iter().flat_map(|node| &node.pools) {
+    for LifeSeen { name, pool, .. } in hosts.nodes.iter().flat_map(NodeHost::lives) {
         if let Err(error) = pool.integrity() {
-            log.accuse(format_args!("{life}: the books of its pool are wrong: {error}"));
+            log.accuse(format_args!("{name}: the books of its pool are wrong: {error}"));
         }
     }
 }
 
 fn missing(node: &NodeHost) -> Vec<String> {
-    let of_pools = node.pools.iter().filter_map(|(life, pool)| missing_blocks(life, pool));
-    of_pools.chain(node.parts().and_then(work_left)).collect()
+    let lives = node.lives();
+    let of_pools = lives.iter().filter_map(missing_blocks);
+    of_pools.chain(node.life().as_ref().and_then(work_left)).collect()
 }
 
-fn missing_blocks(life: &str, pool: &BlockPool) -> Option<String> {
+fn missing_blocks(LifeSeen { name, pool, .. }: &LifeSeen) -> Option<String> {
     let counts = pool.counts();
     if counts.leased == 0 && counts.quarantined == 0 && counts.adds_up() {
         return None;
     }
     let held = pool.ledger().into_iter().filter_map(|entry| entry.holder).collect::<Vec<_>>();
-    Some(format!("{life}: blocks are not given back: {counts:?}, held by {held:?}"))
+    Some(format!("{name}: blocks are not given back: {counts:?}, held by {held:?}"))
 }
 
-fn work_left(parts: &NodeParts) -> Option<String> {
-    let load = parts.worker.load().borrow().node;
-    let holders = parts.gate.holders();
-    let is_idle = load.running == 0 && load.waiting == 0 && parts.arriving.count() == 0;
-    let left = || format!("work is left: {load:?}, arriving {}, {holders:?}", parts.arriving.count());
+fn work_left(life: &LifeSeen) -> Option<String> {
+    let load = life.worker.load().borrow().node;
+    let holders = life.gate.holders();
+    let is_idle = load.running == 0 && load.waiting == 0 && life.arriving.count() == 0;
+    let left = || format!("work is left: {load:?}, arriving {}, {holders:?}", life.arriving.count());
     (!is_idle || !holders.is_empty()).then(left)
 }
 
@@ -79,7 +78,7 @@ const OUTLIVES_BY: Duration = Duration::from_secs(1);
 /// No node keeps blocks for a request that must be over, and none waits for new work to notice it.
 pub fn nothing_outlives_its_request(hosts: &Hosts, deadlines: &BTreeMap<String, Instant>, log: &EventLog) {
     let over = |name: &str| deadlines.get(name).is_some_and(|due| *due + OUTLIVES_BY < Instant::now());
-    for (life, pool) in hosts.nodes.iter().flat_map(|node| &node.pools) {
+    for LifeSeen { name, pool, .. } in hosts.nodes.iter().flat_map(NodeHost::lives) {
         if pool.counts().leased == 0 {
             continue;
         }
@@ -87,7 +86,7 @@ pub fn nothing_outlives_its_request(hosts: &Hosts, deadlines: &BTreeMap<String, 
         for holder in holders {
             let request = holder.find("request ").or_else(|| holder.find("probe ")).map(|at| &holder[at..]);
             if request.is_some_and(over) {
-                log.accuse(format_args!("{life}: blocks outlive their request: {holder}"));
+                log.accuse(format_args!("{name}: blocks outlive their request: {holder}"));
             }
         }
     }
@@ -132,8 +131,8 @@ pub async fn mirrored(hosts: &Hosts, log: &EventLog) {
 }
 
 fn unlike(router: &RouterHost, node: &NodeHost) -> Option<String> {
-    let (parts, cluster) = (node.parts()?, router.cluster()?);
-    let Some(BlockEvent::Snapshot(held)) = parts.pool.events().try_next().map(|first| first.event) else {
+    let (life, cluster) = (node.life()?, router.cluster()?);
+    let Some(BlockEvent::Snapshot(held)) = life.pool.events().try_next().map(|first| first.event) else {
         return Some(format!("{}: its events do not begin with a snapshot", node.shape.name));
     };
     let known = cluster.cached(&NodeId::new(node.shape.name.clone())).hashes().cloned();

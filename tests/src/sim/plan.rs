@@ -112,6 +112,10 @@ pub enum Break {
     Start(String),
     /// A new life, with an engine that does not fail.
     Replace(String),
+    /// Asked to sleep.
+    Sleep(String),
+    /// Woken, in another role or in its own.
+    Wake(String, Option<Role>),
     /// The machine's calendar, in seconds.
     Jump(String, i64),
 }
@@ -130,6 +134,9 @@ impl fmt::Display for Break {
             Self::Drain(host) => write!(f, "drain {host}"),
             Self::Replace(host) => write!(f, "replace the engine of {host}"),
             Self::Start(host) => write!(f, "start {host}"),
+            Self::Sleep(host) => write!(f, "{host} shall sleep"),
+            Self::Wake(host, None) => write!(f, "wake {host}"),
+            Self::Wake(host, Some(role)) => write!(f, "wake {host} as {role}"),
             Self::Jump(host, seconds) => write!(f, "jump {host} by {seconds} s"),
         }
     }
@@ -142,7 +149,8 @@ impl Plan {
         let mut cluster = shape(&mut Chance::named(seed, "cluster"));
         spread(&mut Chance::named(seed, "ranks"), &mut cluster.nodes);
         let asks = asks(&mut Chance::named(seed, "asks"));
-        let faults = faults(&mut Chance::named(seed, "faults"), &cluster);
+        let mut faults = faults(&mut Chance::named(seed, "faults"), &cluster);
+        naps(&mut Chance::named(seed, "naps"), &cluster, &mut faults);
         Self { seed, cluster, asks, faults }.besieged()
     }
 
@@ -285,6 +293,27 @@ fn faults(chance: &mut Chance, cluster: &Shape) -> Vec<Fault> {
     }
     faults.sort_by_key(|fault| fault.at);
     faults
+}
+
+/// In a quarter of the clusters nodes sleep, whatever else happens.
+fn naps(chance: &mut Chance, cluster: &Shape, faults: &mut Vec<Fault>) {
+    if !chance.one_in(4) {
+        return;
+    }
+    for _ in 0..chance.within(1..=3) {
+        let at = chance.millis(0..=TROUBLE.as_millis() as u64 - 1);
+        let until = (at + chance.millis(0..=5_000)).min(TROUBLE);
+        faults.extend(nap(chance, &cluster.nodes, at, until));
+    }
+    faults.sort_by_key(|fault| fault.at);
+}
+
+/// One node sleeps, and one in three is something more when it wakes.
+pub(super) fn nap(chance: &mut Chance, nodes: &[NodeShape], at: Duration, until: Duration) -> [Fault; 2] {
+    let node = chance.pick(nodes).name.clone();
+    let role = chance.one_in(3).then_some(Role::Both);
+    let sleep = Fault { at, what: Break::Sleep(node.clone()) };
+    [sleep, Fault { at: until, what: Break::Wake(node, role) }]
 }
 
 fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration, faults: &mut Vec<Fault>) {

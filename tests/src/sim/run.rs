@@ -1,6 +1,6 @@
 //! One run: a plan is played, and judged.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use chassis::{Gate, Task, spawn_guarded};
@@ -11,8 +11,9 @@ use super::client::{Client, Ended, prompt};
 use super::host::{Hosts, WHOLE_WITHIN, model};
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
+use super::operator::Operator;
 use super::oracle;
-use super::plan::{ANSWER_TOKENS_MAX, Ask, Break, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, tokens};
+use super::plan::{ANSWER_TOKENS_MAX, Ask, Break, Fault, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, tokens};
 use super::reference::Alone;
 use super::rogue;
 use super::watcher::Watcher;
@@ -67,6 +68,7 @@ struct Run {
     /// When each request must be over, everywhere.
     deadlines: BTreeMap<String, Instant>,
     watcher: Watcher,
+    operator: Operator,
     _rogue: Task<()>,
     gate: Gate,
 }
@@ -92,11 +94,24 @@ impl Run {
         let alone = Alone::new(model(), n_blocks);
         let (gate, began) = (Gate::new("clients"), Instant::now());
         let watcher = Watcher::start(&net, plan.seed, &gate).await;
+        let operator = Operator::new(&net, &gate);
         let rogue = rogue::intrude(net.clone(), log.clone());
         let rogue = spawn_guarded(&gate, "rogue", rogue);
         let (clients, deadlines) = (Vec::new(), BTreeMap::new());
-        let mut run =
-            Self { plan, log, net, hosts, alone, began, clients, deadlines, watcher, _rogue: rogue, gate };
+        let mut run = Self {
+            plan,
+            log,
+            net,
+            hosts,
+            alone,
+            began,
+            clients,
+            deadlines,
+            watcher,
+            operator,
+            _rogue: rogue,
+            gate,
+        };
         run.become_whole(WHOLE_WITHIN).await;
         run.began = Instant::now();
         run
@@ -120,6 +135,7 @@ impl Run {
         self.trouble().await;
         self.net.heal();
         self.hosts.start_all().await;
+        self.wake_all();
         self.log.say("mended");
         let mut tally = Tally::default();
         for client in std::mem::take(&mut self.clients) {
@@ -178,6 +194,16 @@ impl Run {
         oracle::watched(&self.hosts.router, &self.watcher, &self.log).await;
     }
 
+    /// Whoever was asked to sleep is woken: the word for it may not have come through.
+    fn wake_all(&self) {
+        let asked = |fault: &Fault| match &fault.what {
+            Break::Sleep(node) => Some(node.clone()),
+            _ => None,
+        };
+        let nodes: BTreeSet<String> = self.plan.faults.iter().filter_map(asked).collect();
+        nodes.iter().for_each(|node| self.operator.wake(node, None));
+    }
+
     async fn break_it(&mut self, what: Break) {
         self.log.say(&what);
         let net = &self.net;
@@ -195,16 +221,18 @@ impl Run {
             },
             Break::Drain(host) => self.hosts.node(&host).into_iter().for_each(|node| node.drain()),
             Break::Start(host) => match self.hosts.node(&host) {
-                Some(node) => node.start().await,
+                Some(node) => node.start(),
                 None => self.hosts.router.start().await,
             },
             Break::Replace(host) => {
                 if let Some(node) = self.hosts.node(&host) {
                     node.shape.failing_steps.clear();
                     node.crash(Crash::Process);
-                    node.start().await;
+                    node.start();
                 }
             }
+            Break::Sleep(host) => self.operator.sleep(&host),
+            Break::Wake(host, role) => self.operator.wake(&host, role),
             Break::Jump(host, by) => self.hosts.node(&host).into_iter().for_each(|node| node.jumps.jump(by)),
         }
     }

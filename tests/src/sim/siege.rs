@@ -8,14 +8,14 @@ use types::Role;
 use super::chance::Chance;
 use super::plan::{
     ANSWER_TOKENS_MAX, Ask, BLOCKS_MIN, Break, Fault, NodeShape, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE,
-    tokens,
+    nap, tokens,
 };
 
 /// More steps than a node runs before it is mended.
 const STEPS_OF_A_RUN: u64 = 4_000;
 
 impl Plan {
-    /// The plan, or in five of twelve cases one of the sieges in its place.
+    /// The plan, or in half of the cases one of the sieges in its place.
     pub(super) fn besieged(self) -> Self {
         let mut chance = Chance::named(self.seed, "siege");
         match chance.below(12) {
@@ -24,6 +24,7 @@ impl Plan {
             2 => self.with_engines_that_fail(),
             3 => self.with_a_crowd(&mut chance),
             4 => self.with_kv_that_trickles(&mut chance),
+            5 => self.with_naps_by_turns(&mut chance),
             _ => self,
         }
     }
@@ -121,6 +122,30 @@ impl Plan {
         let (from, to) = (self.cluster.nodes[0].name.clone(), self.cluster.nodes[1].name.clone());
         let trickle = Break::Trickle(from, to, chance.millis(40..=120));
         self.faults = vec![Fault { at: Duration::ZERO, what: trickle }];
+        self
+    }
+
+    /// Every node sleeps for a while, and always one of its kind is awake: no request may be lost by that.
+    fn with_naps_by_turns(mut self, chance: &mut Chance) -> Self {
+        self.be_one_pair();
+        let second = |node: &NodeShape| NodeShape { name: format!("{}-1", node.role), ..node.clone() };
+        let seconds: Vec<_> = self.cluster.nodes.iter().map(second).collect();
+        self.cluster.nodes.extend(seconds);
+        self.cluster.nodes.iter_mut().for_each(|node| node.step_ms = *chance.pick(&[2.0, 25.0, 70.0]));
+        (self.cluster.attempts_max, self.cluster.wait_max) = (4, Duration::from_secs(10));
+        self.asks = (0..14)
+            .map(|_| {
+                let (at, length) = (chance.millis(0..=7_000), chance.within(4..=PROMPT_TOKENS_MAX));
+                Ask { must_be_answered: true, ..long_ask(chance, at, length, Duration::from_secs(15)) }
+            })
+            .collect();
+        self.asks.sort_by_key(|ask| ask.at);
+        self.faults.clear();
+        for (nth, node) in (0..).zip(&self.cluster.nodes) {
+            let at = Duration::from_secs(2) * nth + chance.millis(0..=500);
+            let until = at + chance.millis(0..=1_400);
+            self.faults.extend(nap(chance, std::slice::from_ref(node), at, until));
+        }
         self
     }
 

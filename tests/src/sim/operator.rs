@@ -1,0 +1,61 @@
+//! Somebody who has nodes sleep and wake over their admin ports, as `baton sleep` and `baton wake` do.
+
+use std::io;
+use std::sync::Arc;
+
+use chassis::{Gate, Net as _, spawn_guarded};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use types::Role;
+
+use super::log::EventLog;
+use super::net::{HostNet, SimNet};
+
+const OPERATOR: &str = "operator";
+/// Of an answer.
+const HEAD_BYTES_MAX: u64 = 4096;
+
+#[derive(Debug)]
+pub struct Operator {
+    host: Arc<HostNet>,
+    log: EventLog,
+    gate: Gate,
+}
+
+impl Operator {
+    pub fn new(net: &SimNet, gate: &Gate) -> Self {
+        Self { host: net.host(OPERATOR), log: net.log().clone(), gate: gate.clone() }
+    }
+
+    pub fn sleep(&self, node: &str) {
+        self.ask(node, "/sleep".to_owned());
+    }
+
+    pub fn wake(&self, node: &str, role: Option<Role>) {
+        self.ask(node, role.map_or("/wake".to_owned(), |role| format!("/wake?role={role}")));
+    }
+
+    /// Waits for the answer on the side.
+    fn ask(&self, node: &str, path: String) {
+        let (host, log, node) = (Arc::clone(&self.host), self.log.clone(), node.to_owned());
+        let ask = async move {
+            match post(&host, &node, &path).await {
+                Ok(status) => log.say(format_args!("{node} answers {path}: {status}")),
+                Err(error) => log.say(format_args!("{node} does not answer {path}: {}", error.kind())),
+            }
+        };
+        spawn_guarded(&self.gate, OPERATOR, ask).detach();
+    }
+}
+
+/// The status of the answer.
+async fn post(host: &HostNet, node: &str, path: &str) -> io::Result<String> {
+    let mut stream = host.connect(&format!("{node}:7001")).await?;
+    let ask =
+        format!("POST {path} HTTP/1.1\r\nhost: {node}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n");
+    stream.write_all(ask.as_bytes()).await?;
+    let mut answer = Vec::new();
+    stream.take(HEAD_BYTES_MAX).read_to_end(&mut answer).await?;
+    let head = String::from_utf8_lossy(&answer);
+    let status = head.split_whitespace().nth(1).ok_or(io::ErrorKind::UnexpectedEof)?;
+    Ok(status.to_owned())
+}
