@@ -8,6 +8,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::Response;
 use hyper::body::Incoming;
+use hyper_rustls::builderstates::WantsSchemes;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client as HyperClient;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -15,6 +16,7 @@ use hyper_util::rt::TokioExecutor;
 
 use crate::error::HubError;
 use crate::settings::HubSettings;
+use crate::trust;
 
 /// How long a hub, or the store it sends us to, may say nothing.
 pub(crate) const SILENT_MAX: Duration = Duration::from_secs(30);
@@ -51,7 +53,7 @@ impl Client {
             Some(value)
         });
         Ok(Self {
-            http: http()?,
+            http: http(trust::tls(&settings.authorities)?),
             endpoint: endpoint.ok_or_else(|| HubError::Endpoint { endpoint: settings.endpoint.clone() })?,
             authorization,
         })
@@ -139,21 +141,12 @@ impl Client {
     }
 }
 
-fn http() -> Result<Http, HubError> {
+fn http(tls: HttpsConnectorBuilder<WantsSchemes>) -> Http {
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
     tcp.set_connect_timeout(Some(CONNECT_WITHIN));
     tcp.set_nodelay(true);
-    let ring = || rustls::crypto::ring::default_provider();
-    // The machine's own authorities, which a company may have added to; else those that browsers trust.
-    let https = match HttpsConnectorBuilder::new().with_provider_and_native_roots(ring()) {
-        Ok(https) => https,
-        Err(_) => HttpsConnectorBuilder::new()
-            .with_provider_and_webpki_roots(ring())
-            .map_err(|error| HubError::Certificates(std::io::Error::other(error)))?,
-    };
-    let https = https.https_or_http().enable_http1().wrap_connector(tcp);
-    Ok(HyperClient::builder(TokioExecutor::new()).build(https))
+    HyperClient::builder(TokioExecutor::new()).build(tls.https_or_http().enable_http1().wrap_connector(tcp))
 }
 
 fn is_http(uri: &Uri) -> bool {
@@ -180,7 +173,10 @@ pub(crate) fn silent(url: &Uri) -> HubError {
 }
 
 pub(crate) fn unreachable(url: &Uri, error: impl std::error::Error + Send + Sync + 'static) -> HubError {
-    HubError::Unreachable { url: shown(url), source: Box::new(error) }
+    match trust::refusal(&error) {
+        Some(why) => HubError::Untrusted { url: shown(url), why },
+        None => HubError::Unreachable { url: shown(url), source: Box::new(error) },
+    }
 }
 
 /// Without the query: stores put signatures into it.

@@ -10,8 +10,14 @@ use http::StatusCode;
 pub enum HubError {
     #[error("the hub's address {endpoint:?} is none: it begins with http:// or https://")]
     Endpoint { endpoint: String },
-    #[error("trust nobody: no certificates of authorities were found")]
-    Certificates(#[source] io::Error),
+    #[error("no certificate of an authority is in {}: {reason}", path.display())]
+    Authorities { path: PathBuf, reason: String },
+    #[error("set up TLS")]
+    Tls(#[source] rustls::Error),
+    #[error(
+        "{url} is not trusted: {why}. An authority other than those of this machine is named by SSL_CERT_FILE, a PEM file"
+    )]
+    Untrusted { url: String, why: rustls::CertificateError },
     #[error("cannot reach {url}")]
     Unreachable { url: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("{url} said nothing for {waited:?}")]

@@ -62,7 +62,9 @@ impl Hub {
             _ => {}
         }
         match (self.update(id, &cache).await, cached) {
-            (Err(error), Some(snapshot)) if error.may_pass() => {
+            (Err(error), Some(snapshot))
+                if error.may_pass() || matches!(error, HubError::Untrusted { .. }) =>
+            {
                 warn!(model = %id, %error, "hub not reached, using what was fetched before");
                 Ok(snapshot)
             }

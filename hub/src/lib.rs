@@ -1,7 +1,7 @@
 //! Fetches model folders from a hub and keeps them as the hub's own tools do.
 //!
 //! Suggested reading order: what is asked for ([`id`]) and how ([`settings`]), where it is kept ([`cache`]), what is
-//! needed of it ([`needed`]), and the whole way ([`fetch`]) over one file's (`download`) and the wire (`client`).
+//! needed of it ([`needed`]), and the whole way ([`fetch`]) over one file's (`download`) and the wire (`client`, `trust`).
 //!
 //! A fetch happens before a process serves anybody, so files are read and written where the code stands.
 #![forbid(unsafe_code)]
@@ -14,6 +14,7 @@ pub mod fetch;
 mod download;
 mod digest;
 mod client;
+mod trust;
 mod progress;
 pub mod error;
 

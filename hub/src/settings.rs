@@ -17,6 +17,8 @@ pub struct HubSettings {
     pub cache: PathBuf,
     /// Only what the cache holds already.
     pub offline: bool,
+    /// A PEM file, and a folder of them, of the authorities that vouch for the hub, in place of the machine's.
+    pub authorities: (Option<PathBuf>, Option<PathBuf>),
 }
 
 impl std::fmt::Debug for HubSettings {
@@ -26,12 +28,14 @@ impl std::fmt::Debug for HubSettings {
             .field("endpoint", &self.endpoint)
             .field("cache", &self.cache)
             .field("offline", &self.offline)
+            .field("authorities", &self.authorities)
             .finish_non_exhaustive()
     }
 }
 
 impl HubSettings {
-    /// From `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and `HF_HUB_OFFLINE`.
+    /// From `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and `HF_HUB_OFFLINE`; and
+    /// `SSL_CERT_FILE` and `SSL_CERT_DIR`, as OpenSSL has them.
     pub fn from_env(env: impl Fn(&str) -> Option<OsString>) -> Self {
         let env = |name: &str| env(name).filter(|value| !value.is_empty());
         let text = |name: &str| env(name).and_then(|value| value.into_string().ok());
@@ -46,6 +50,7 @@ impl HubSettings {
             token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
             cache: cache.map_or_else(|| home.join("hub"), PathBuf::from),
             offline: text("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
+            authorities: (env("SSL_CERT_FILE").map(PathBuf::from), env("SSL_CERT_DIR").map(PathBuf::from)),
         }
     }
 }
@@ -102,5 +107,13 @@ mod tests {
         assert_eq!(settings(&[("HF_ENDPOINT", "http://mirror:1/")]).endpoint, "http://mirror:1");
         assert!(!settings(&[]).offline && !settings(&[("HF_HUB_OFFLINE", "0")]).offline);
         assert!(settings(&[("HF_HUB_OFFLINE", "True")]).offline);
+    }
+
+    #[test]
+    fn authorities_are_those_that_openssl_would_take() {
+        assert_eq!(settings(&[]).authorities, (None, None));
+        assert_eq!(settings(&[("SSL_CERT_FILE", "")]).authorities, (None, None));
+        let both = settings(&[("SSL_CERT_FILE", "/ca.pem"), ("SSL_CERT_DIR", "/cas")]).authorities;
+        assert_eq!(both, (Some("/ca.pem".into()), Some("/cas".into())));
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use axum::http::StatusCode;
 use baton_hub::{Hub, HubError, HubSettings, ModelId};
+use support::tls::Front;
 use support::{COMMIT, OLD, Town, git_name, sha256};
 
 const CONFIG: &[u8] = b"{\"vocab_size\": 1}";
@@ -263,7 +264,76 @@ fn an_address_that_is_none_is_refused() {
         token: None,
         cache: PathBuf::new(),
         offline: false,
+        authorities: (None, None),
     };
     let error = Hub::new(settings).expect_err("no scheme");
     assert!(error.to_string().contains("begins with http:// or https://"), "{error}");
+}
+
+/// What is fetched by TLS, with these authorities in place of the machine's.
+async fn fetched_by_tls(
+    town: &Town,
+    front: &Front,
+    authorities: (Option<PathBuf>, Option<PathBuf>),
+) -> Result<PathBuf, HubError> {
+    let cache = tempfile::tempdir().expect("a folder");
+    let settings = HubSettings {
+        endpoint: front.endpoint(),
+        authorities,
+        token: Some("secret".to_owned()),
+        ..town.settings(cache.path())
+    };
+    fetched(&Hub::new(settings)?, "org/name").await
+}
+
+#[tokio::test]
+async fn a_hub_is_trusted_whose_authority_is() {
+    let town = Town::new(&files()).await;
+    town.manners().token = Some("secret");
+    let front = Front::of(town.hub(), "127.0.0.1").await;
+    let folder = front.authority().parent().map(Path::to_owned);
+    for authorities in [(Some(front.authority()), None), (None, folder)] {
+        let snapshot = fetched_by_tls(&town, &front, authorities).await.expect("fetched");
+        assert!(snapshot.ends_with(COMMIT));
+    }
+}
+
+#[tokio::test]
+async fn a_hub_that_nobody_vouches_for_is_told_nothing() {
+    let town = Town::new(&files()).await;
+    let (front, elsewhere) =
+        (Front::of(town.hub(), "127.0.0.1").await, Front::of(town.hub(), "hub.example").await);
+    let others = elsewhere.authority();
+    for (front, authorities, why) in [
+        (&front, None, "UnknownIssuer"),
+        (&front, Some(&others), "UnknownIssuer"),
+        (&elsewhere, Some(&others), "not valid for name \"127.0.0.1\""),
+    ] {
+        let error = fetched_by_tls(&town, front, (authorities.cloned(), None)).await.expect_err("a stranger");
+        assert!(matches!(error, HubError::Untrusted { .. }), "{error:?}");
+        let said = sentence(&error);
+        assert!(
+            said.contains("is not trusted") && said.contains(why) && said.contains("SSL_CERT_FILE"),
+            "{said}"
+        );
+    }
+    assert_eq!(town.heard(), [""; 0], "no question, and no token");
+}
+
+#[tokio::test]
+async fn authorities_that_are_none_are_named() {
+    let town = Town::new(&files()).await;
+    let front = Front::of(town.hub(), "127.0.0.1").await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let (missing, empty) = (folder.path().join("missing.pem"), folder.path().join("empty.pem"));
+    fs::write(&empty, "nothing in particular").expect("written");
+    for (path, why) in [(missing, "No such file"), (empty, "it holds none")] {
+        let error = fetched_by_tls(&town, &front, (Some(path.clone()), None)).await.expect_err("nobody");
+        let said = sentence(&error);
+        assert!(
+            said.starts_with(&format!("no certificate of an authority is in {}", path.display())),
+            "{said}"
+        );
+        assert!(said.contains(why), "{said}");
+    }
 }

@@ -1,5 +1,7 @@
 //! A small hub on this machine: the paths, headers and redirects of the real one, and its ways to go wrong.
 
+pub mod tls;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::Path as FilePath;
@@ -74,7 +76,12 @@ impl Town {
             token: None,
             cache: cache.to_owned(),
             offline: false,
+            authorities: (None, None),
         }
+    }
+
+    pub fn hub(&self) -> SocketAddr {
+        self.hub
     }
 
     pub fn client(&self, cache: &FilePath) -> Hub {

@@ -1,0 +1,56 @@
+//! Whose word is taken for who a hub is.
+
+use std::error::Error;
+use std::io;
+use std::path::PathBuf;
+
+use hyper_rustls::HttpsConnectorBuilder;
+use hyper_rustls::builderstates::WantsSchemes;
+use rustls::{CertificateError, ClientConfig, RootCertStore};
+
+use crate::error::HubError;
+
+/// The authorities that are named; else the machine's own, which a company may have added to; else, where a machine has
+/// none, those that browsers trust.
+pub(crate) fn tls(
+    named: &(Option<PathBuf>, Option<PathBuf>),
+) -> Result<HttpsConnectorBuilder<WantsSchemes>, HubError> {
+    let (ring, builder) = (rustls::crypto::ring::default_provider, HttpsConnectorBuilder::new);
+    if let Some(roots) = roots(named)? {
+        let config = ClientConfig::builder_with_provider(ring().into()).with_safe_default_protocol_versions();
+        let config = config.map_err(HubError::Tls)?.with_root_certificates(roots).with_no_client_auth();
+        return Ok(builder().with_tls_config(config));
+    }
+    match builder().with_provider_and_native_roots(ring()) {
+        Ok(tls) => Ok(tls),
+        Err(_) => builder().with_provider_and_webpki_roots(ring()).map_err(HubError::Tls),
+    }
+}
+
+fn roots((file, folder): &(Option<PathBuf>, Option<PathBuf>)) -> Result<Option<RootCertStore>, HubError> {
+    let Some(path) = file.as_ref().or(folder.as_ref()) else { return Ok(None) };
+    let found = rustls_native_certs::load_certs_from_paths(file.as_deref(), folder.as_deref());
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates(found.certs);
+    match roots.is_empty() {
+        false => Ok(Some(roots)),
+        true => {
+            let reason = found.errors.first().map_or("it holds none".to_owned(), ToString::to_string);
+            Err(HubError::Authorities { path: path.clone(), reason })
+        }
+    }
+}
+
+/// Why a certificate was not accepted, if that is what the error is about.
+pub(crate) fn refusal(error: &(dyn Error + 'static)) -> Option<CertificateError> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(rustls::Error::InvalidCertificate(why)) = error.downcast_ref() {
+            return Some(why.clone());
+        }
+        // An I/O error speaks for the one inside of it, and names as its source that one's.
+        let inside = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+        next = inside.map(|inside| inside as &(dyn Error + 'static)).or_else(|| error.source());
+    }
+    None
+}
