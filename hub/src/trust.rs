@@ -27,18 +27,19 @@ pub(crate) fn tls(
     }
 }
 
+/// A file that is named must have some; a folder beside it may have none.
 fn roots((file, folder): &(Option<PathBuf>, Option<PathBuf>)) -> Result<Option<RootCertStore>, HubError> {
-    let Some(path) = file.as_ref().or(folder.as_ref()) else { return Ok(None) };
-    let found = rustls_native_certs::load_certs_from_paths(file.as_deref(), folder.as_deref());
     let mut roots = RootCertStore::empty();
-    roots.add_parsable_certificates(found.certs);
-    match roots.is_empty() {
-        false => Ok(Some(roots)),
-        true => {
+    for (file, folder) in [(file.as_deref(), None), (None, folder.as_deref())] {
+        let Some(path) = file.or(folder) else { continue };
+        let found = rustls_native_certs::load_certs_from_paths(file, folder);
+        roots.add_parsable_certificates(found.certs);
+        if roots.is_empty() {
             let reason = found.errors.first().map_or("it holds none".to_owned(), ToString::to_string);
-            Err(HubError::Authorities { path: path.clone(), reason })
+            return Err(HubError::Authorities { path: path.to_owned(), reason });
         }
     }
+    Ok((!roots.is_empty()).then_some(roots))
 }
 
 /// Why a certificate was not accepted, if that is what the error is about.

@@ -327,8 +327,13 @@ async fn authorities_that_are_none_are_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let (missing, empty) = (folder.path().join("missing.pem"), folder.path().join("empty.pem"));
     fs::write(&empty, "nothing in particular").expect("written");
-    for (path, why) in [(missing, "No such file"), (empty, "it holds none")] {
-        let error = fetched_by_tls(&town, &front, (Some(path.clone()), None)).await.expect_err("nobody");
+    let others = front.authority().parent().map(Path::to_owned);
+    for (path, folder, why) in [
+        (&missing, None, "No such file"),
+        (&missing, others, "No such file"),
+        (&empty, None, "it holds none"),
+    ] {
+        let error = fetched_by_tls(&town, &front, (Some(path.clone()), folder)).await.expect_err("nobody");
         let said = sentence(&error);
         assert!(
             said.starts_with(&format!("no certificate of an authority is in {}", path.display())),
