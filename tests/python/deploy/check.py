@@ -145,7 +145,7 @@ def process_of(objects, workload, container):
 
 
 def names():
-    """Probes, services, policies and budgets speak of ports, pages and pods that exist."""
+    """Probes, services, policies and budgets speak of ports, pages and pods that exist, and every pod has a policy."""
     for result, objects in rendered.all_of_them().items():
         try:
             names_of(objects)
@@ -159,6 +159,7 @@ def names_of(objects):
         assert selects(workload["spec"]["selector"], labels(workload)), name(workload)
         for container in pod(workload)["containers"]:
             probes_of(container)
+        guarded(workload, objects)
     for thing in objects:
         spec = thing.get("spec", {})
         if thing["kind"] == "Service":
@@ -198,13 +199,28 @@ def probes_of(container):
 
 
 def policy(which, spec, pods):
-    """Whom it is for exists, and every port that it opens to ours is one that they listen on."""
+    """Whom it is for exists, and every port that it opens to ours is one that they listen on; admin ports for monitors alone."""
     own = [one for one in pods if selects(spec["podSelector"], labels(one))]
     assert own, which
-    listening = {port for one in own for port in ports_of(one).values()}
+    listening = {port: called for one in own for called, port in ports_of(one).items()}
     for rule in spec.get("ingress") or []:
-        for port in rule.get("ports") or []:
+        assert rule.get("ports"), f"{which} opens every port"
+        for port in rule["ports"]:
             assert port["port"] in listening, f"{which} opens {port}, they listen on {listening}"
+            if "admin" in listening[port["port"]]:
+                assert all(map(monitors, rule.get("from") or [{}])), f"{which} opens a port on which nodes are put to sleep"
+
+
+def monitors(source):
+    """Whether only those who scrape metrics are meant."""
+    return source.get("namespaceSelector", {}).get("matchLabels") == {"kubernetes.io/metadata.name": "monitoring"}
+
+
+def guarded(workload, objects):
+    """What no policy opens is closed: one at least says who may connect."""
+    policies = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
+    ours = [spec for spec in policies if selects(spec["podSelector"], labels(workload))]
+    assert any("Ingress" in spec["policyTypes"] for spec in ours), f"anybody may connect to {name(workload)}"
 
 
 def serves(objects, service, port):
