@@ -1,7 +1,6 @@
-//! The rdma connector over real verbs, where there are any: in the VM of `tests/rdma-vm`, over Soft-RoCE.
+//! The rdma connector over real verbs: in the VM of `tests/rdma-vm`, over Soft-RoCE.
 //!
-//! The ports that it may use are named in `TEST_RDMA_PORTS`, as `rxe1 rxe2`. Where there are none, these tests say so and
-//! do nothing.
+//! The ports that it may use are named in `TEST_RDMA_PORTS`, as `rxe1 rxe2`. Elsewhere these tests are ignored.
 
 use std::sync::Arc;
 
@@ -12,12 +11,9 @@ use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 /// The VM's processor is emulated, and shares the machine's with whatever else runs there.
 const SLOWER: u32 = 5;
 
-/// The ports of two nodes; none where this is not to be tested.
-fn ports() -> Option<[String; 2]> {
-    let Ok(named) = std::env::var("TEST_RDMA_PORTS") else {
-        eprintln!("no ports are named in TEST_RDMA_PORTS: run tests/rdma-vm/run.sh");
-        return None;
-    };
+/// The ports of two nodes.
+fn ports() -> [String; 2] {
+    let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     // Which case it is at: in a VM that is all there is to see.
     let cases = tracing_subscriber::fmt().with_env_filter("warn,baton_kv_transfer::conformance=info");
     let _ = cases.without_time().with_ansi(false).with_writer(std::io::stderr).try_init();
@@ -25,7 +21,7 @@ fn ports() -> Option<[String; 2]> {
     let mut named = named.split(' ').map(str::to_owned);
     let first = named.next().expect("a name");
     let second = named.next().unwrap_or_else(|| first.clone());
-    Some([first, second])
+    [first, second]
 }
 
 /// Decode nodes on the second port, all others on the first.
@@ -35,14 +31,16 @@ async fn built([first, second]: [String; 2], mut parts: ConnectorParts) -> Arc<d
 }
 
 #[tokio::test]
+#[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn rdma() {
-    let Some(ports) = ports() else { return };
+    let ports = ports();
     conformance(move |parts| built(ports.clone(), parts)).await;
 }
 
 /// All of them share one connection's queue pairs, and each has memory of its own.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn rdma_between_ranks() {
-    let Some(ports) = ports() else { return };
+    let ports = ports();
     conformance_between(&[(1, 2), (4, 1)], move |parts| built(ports.clone(), parts)).await;
 }

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use baton_tests::Up;
+use baton_tests::{Up, executable};
 use tokio_stream::StreamExt as _;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
@@ -11,7 +11,7 @@ use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_official_openai_client_works_unmodified() {
-    let python = std::env::var("TEST_PYTHON").expect("./test.sh sets TEST_PYTHON");
+    let python = executable::python();
     let up = Up::start(&[]).await;
     let base_url = format!("http://{}/v1", up.http);
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/python/openai_client.py");

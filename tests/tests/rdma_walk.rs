@@ -2,7 +2,7 @@
 //!
 //! Prefill nodes have the device on one end of a cable, decode nodes the one on the other: all KV goes over that cable,
 //! and nothing else does. `TEST_RDMA_PORTS` names the devices, as `rxe1 rxe2`, and the cable's ends are what they are made
-//! on. Where there are none, these tests say so and do nothing.
+//! on. Elsewhere these tests are ignored.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,14 +26,11 @@ const STALL: Duration = Duration::from_secs(5);
 /// So long that a stream is in its middle when something breaks.
 const TOKENS: u32 = 40;
 
-/// The devices of prefill nodes and of decode nodes; none where this is not to be tested.
-fn ports() -> Option<[String; 2]> {
-    let Ok(named) = std::env::var("TEST_RDMA_PORTS") else {
-        eprintln!("NOT TESTED: no ports are named in TEST_RDMA_PORTS; run tests/rdma-vm/run.sh");
-        return None;
-    };
+/// The devices of prefill nodes and of decode nodes.
+fn ports() -> [String; 2] {
+    let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
     let (first, second) = named.split_once(' ').expect("the two ends of a cable");
-    Some([first.to_owned(), second.to_owned()])
+    [first.to_owned(), second.to_owned()]
 }
 
 /// So many nodes of each kind, and rdma as their only wire. `more`: the settings of one role beside that.
@@ -137,8 +134,9 @@ async fn carries(fleet: &Fleet) {
 
 /// One cluster for all of it: an emulated processor takes its time to start one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn two_and_two_answer_as_the_model_alone_over_rdma() {
-    let Some(ports) = ports() else { return };
+    let ports = ports();
     let mut fleet = fleet(&ports, PACED, (2, 2), "decode-first", |_| Vec::new()).await;
     equal(&fleet, async || {}).await;
     fleet.baseline().await;
@@ -209,8 +207,9 @@ async fn others_at_baseline(fleet: &Fleet, but: &str) {
 
 /// Neither of them has another one to go to.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
-    let Some(ports) = ports() else { return };
+    let ports = ports();
     let fleet = fleet(&ports, PACED, (1, 1), "prefill-first", |_| Vec::new()).await;
     equal(&fleet, async || {}).await;
     let deadline = Duration::from_secs(8);
@@ -324,8 +323,9 @@ fn run(program: &str, args: &str) {
 
 /// Every bit of every log-probability, and so every token.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn ranks_answer_as_one_does_over_rdma() {
-    let Some(ports) = ports() else { return };
+    let ports = ports();
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../engine/tests/models/llama");
     let one = Up::start(&["--colocated", "--model", model]).await;
     one.expect_log(A_NODE_STANDS_STILL);
