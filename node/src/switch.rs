@@ -5,8 +5,9 @@
 
 use std::time::Duration;
 
-use axum::extract::{Query, State};
-use axum::http::StatusCode;
+use axum::extract::{Query, Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use axum::{Json, Router};
@@ -55,6 +56,8 @@ pub enum Unchanged {
     UnknownRole(String),
     #[error("{WAITING_MAX} others have asked the node for something, and wait")]
     Busy,
+    #[error("web pages may not put nodes to sleep or wake them (the request names an Origin)")]
+    FromAPage,
     #[error("the node is stopping")]
     Stopping,
     #[error("the node stays awake: {0}")]
@@ -90,7 +93,11 @@ impl Switch {
 
     /// The pages for the admin port.
     pub fn pages(self) -> Router {
-        Router::new().route("/sleep", post(sleep)).route("/wake", post(wake)).with_state(self)
+        Router::new()
+            .route("/sleep", post(sleep))
+            .route("/wake", post(wake))
+            .layer(middleware::from_fn(not_from_a_page))
+            .with_state(self)
     }
 }
 
@@ -106,6 +113,14 @@ impl WakeQuery {
         let Some(word) = self.role else { return Ok(Wish::Wake(None)) };
         let role = ROLES.into_iter().find(|role| role.as_str() == word);
         role.map(|role| Wish::Wake(Some(role))).ok_or(Unchanged::UnknownRole(word))
+    }
+}
+
+/// An operator's browser reaches ports of this machine for any page that it shows, and says so.
+async fn not_from_a_page(request: Request, next: Next) -> Response {
+    match request.headers().contains_key(header::ORIGIN) {
+        true => page(Err(Unchanged::FromAPage)),
+        false => next.run(request).await,
     }
 }
 
@@ -144,6 +159,7 @@ impl Unchanged {
             Self::AsleepAlready => "asleep_already",
             Self::AwakeAlready => "awake_already",
             Self::UnknownRole(_) => "unknown_role",
+            Self::FromAPage => "from_a_page",
             Self::Busy => "busy",
             Self::Stopping => "stopping",
             Self::CannotSleep(_) => "cannot_sleep",
@@ -155,6 +171,7 @@ impl Unchanged {
         match self {
             Self::AsleepAlready | Self::AwakeAlready => StatusCode::CONFLICT,
             Self::UnknownRole(_) => StatusCode::BAD_REQUEST,
+            Self::FromAPage => StatusCode::FORBIDDEN,
             Self::Busy | Self::Stopping | Self::CannotSleep(_) | Self::CannotWake(_) => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -179,6 +196,9 @@ fn page(answer: Result<Change, Unchanged>) -> Response {
 
 #[cfg(test)]
 mod tests {
+    use axum::body::Body;
+    use tower::ServiceExt;
+
     use super::*;
 
     const CHANGE: Change =
@@ -212,6 +232,17 @@ mod tests {
         drop(wishes);
         assert!(waiting.await.iter().all(|answer| *answer == Err(Unchanged::Stopping)));
         assert_eq!(switch.ask(wake).await, Err(Unchanged::Stopping));
+    }
+
+    #[tokio::test]
+    async fn a_page_in_a_browser_changes_nothing() {
+        let (switch, mut wishes) = switch();
+        for path in ["/sleep", "/wake"] {
+            let request = Request::post(path).header("origin", "https://example.org").body(Body::empty());
+            let answer = switch.clone().pages().oneshot(request.unwrap()).await.expect("pages always answer");
+            assert_eq!(answer.status(), 403, "{path}");
+        }
+        assert!(futures::poll!(Box::pin(wishes.next())).is_pending(), "the node was asked for nothing");
     }
 
     #[test]
