@@ -1,17 +1,18 @@
 //! What comes after products of few rows, by the kernel that multiplies: against the same in f64.
 
-use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_SHARES, SKINNY_ROWS_MAX};
+use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
     AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwedNorm,
-    OwnForm, OwnProduct, RopeWriteKv, SKINNY_FORMS, Weights,
+    OwnForm, OwnProduct, SKINNY_FORMS, Weights,
 };
 
 use super::check_products::product;
-use super::check_rows::{EPSILON, POISON, normed, numbers_of, turned};
+use super::check_rows::{EPSILON, POISON};
 use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::fp8::Matrix;
-use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
+use super::rotation::Rotation;
+use super::verdict::{BF16_ERROR, Verdicts};
 
 /// A matrix, here and on the card.
 enum Drawn {
@@ -218,73 +219,33 @@ fn heads(
     if has_norms && !form.norms_heads() {
         return Ok(());
     }
-    let (n_positions, n_blocks) = (50, 10);
-    let n_heads = n_q_heads + 2 * n_kv_heads;
-    let (n, k) = (n_heads * head_dim, 264);
+    let n_blocks = 10;
+    let (n, k) = ((n_q_heads + 2 * n_kv_heads) * head_dim, 264);
     let w = Drawn::new(card, is_fp8, n, k)?;
     let rows = Rows::new(card, n_rows, k)?;
     let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
     let mut draw = Draw::new(6);
-    let turns: Vec<[f32; 2]> =
-        (0..n_positions * head_dim / 2).map(|_| draw.number() * 3.0).map(|a| [a.cos(), a.sin()]).collect();
-    let positions: Vec<u32> = (0..n_rows).map(|_| draw.below(n_positions) as u32).collect();
-    let mut slots = draw.order(n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
-    slots[n_rows / 2] = u32::MAX;
-    let weights = [draw.narrow(head_dim, 1.5), draw.narrow(head_dim, 1.5)];
+    let rotation = Rotation::drawn(&mut draw, (n_rows, n_q_heads), kv, has_norms);
+    let there = rotation.upload(card)?;
     let bias = if extras == Extras::None { vec![Bf16(0); n] } else { draw.narrow(n, 0.5) };
-    let norms = [card.upload(&weights[0])?, card.upload(&weights[1])?];
-    let (bias_there, slots_there) = (card.upload(&bias)?, card.upload(&slots)?);
-    let (turns_there, positions_there) = (card.upload(&turns)?, card.upload(&positions)?);
+    let bias_there = card.upload(&bias)?;
     let (mut qkv, mut pages) = (card.buffer::<Bf16>(n_rows * n)?, card.buffer::<Bf16>(kv.halves())?);
     card.fill(qkv.view_mut(), POISON)?;
     card.fill(pages.view_mut(), POISON)?;
-    let rope = RopeWriteKv {
-        qkv: qkv.view_mut(),
-        n_q_heads,
-        pages: pages.view_mut(),
-        kv,
-        positions: positions_there.view(),
-        slots: slots_there.view(),
-        turns: turns_there.view(),
-        norms: has_norms.then(|| [norms[0].view(), norms[1].view()]),
-        epsilon: EPSILON,
+    let of_rope = HeadsRows {
+        rope: there.rope(qkv.view_mut(), pages.view_mut()),
+        bias: (extras != Extras::None).then(|| bias_there.view()),
     };
-    let of_rope = HeadsRows { rope, bias: (extras != Extras::None).then(|| bias_there.view()) };
     card.multiply_own(form, rows.times(&w, owes), Ending::Heads(of_rope))?;
-    let q = wide(&card.download(qkv.view())?);
-    let pages = numbers_of(&card.download(pages.view())?, number);
-    let (mut of_q, mut q_reference, mut of_kv, mut kv_reference) = (vec![], vec![], vec![], vec![]);
-    for (row, sums) in w.product(&rows, owes).iter().enumerate() {
-        for (nth, head) in sums.chunks(head_dim).enumerate() {
-            let bias = wide(&bias[nth * head_dim..(nth + 1) * head_dim]);
-            let mut expected: Vec<f64> = head.iter().zip(bias).map(|(number, bias)| number + bias).collect();
-            if nth < n_q_heads + n_kv_heads {
-                if has_norms {
-                    expected = normed(&expected, &wide(&weights[usize::from(nth >= n_q_heads)]));
-                }
-                let of_turns = &turns[positions[row] as usize * head_dim / 2..][..head_dim / 2];
-                expected = turned(&expected, of_turns);
-            }
-            if nth < n_q_heads {
-                of_q.extend_from_slice(&q[row * n + nth * head_dim..][..head_dim]);
-                q_reference.extend(expected);
-            } else if slots[row] != u32::MAX {
-                let slot = slots[row] as usize;
-                let page = slot / BLOCK_TOKENS * 2 * n_kv_heads + nth - n_q_heads;
-                let from = (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * head_dim;
-                of_kv.extend_from_slice(&pages[from..from + head_dim]);
-                kv_reference.extend(expected);
-            }
-        }
-    }
+    let bias = wide(&bias);
+    let biased =
+        |sums: &Vec<f64>| -> Vec<f64> { sums.iter().zip(&bias).map(|(sum, bias)| sum + bias).collect() };
+    let before: Vec<Vec<f64>> = w.product(&rows, owes).iter().map(biased).collect();
     let name = format!(
         "heads {} {n_rows} rows, {head_dim} {n_q_heads}/{n_kv_heads}, {extras:?}, {number:?}, {form:?}, owes {owes}",
         w.name()
     );
-    verdicts.compare(format!("{name}, q"), &of_q, &q_reference, BF16_ERROR);
-    let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
-    verdicts.compare(format!("{name}, k and v"), &of_kv, &kv_reference, bound);
-    let n_poisoned = pages.iter().filter(|number| number.is_nan()).count();
-    verdicts.holds(format!("{name}, nothing else written"), n_poisoned == pages.len() - of_kv.len());
+    let found = (card.download(qkv.view())?, card.download(pages.view())?);
+    rotation.compare(verdicts, &name, before.iter().map(Vec::as_slice), found);
     Ok(())
 }

@@ -1,12 +1,11 @@
 //! Embedding, norms, the gate, rotation, argmax: against plain loops in f64.
 
-use baton_kernels::cpu::number::f8_to_f32;
-use baton_kernels::cuda::ops::BLOCK_TOKENS;
-use baton_kernels::cuda::{Bf16, Card, CudaError, KvNumber, KvPages, NOWHERE, RopeWriteKv};
+use baton_kernels::cuda::{Bf16, Card, CudaError, KvNumber, KvPages, NOWHERE};
 
 use super::draw::{Draw, wide};
 use super::extent::Extent;
-use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
+use super::rotation::Rotation;
+use super::verdict::{BF16_ERROR, Verdicts};
 
 /// A byte that makes NaN of every number it fills.
 pub(crate) const POISON: u8 = 0xFF;
@@ -103,27 +102,6 @@ fn silu(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Re
     Ok(())
 }
 
-pub(crate) fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
-    let half = head.len() / 2;
-    let turn = |i: usize| {
-        let [cos, sin] = turns[i % half].map(f64::from);
-        if i < half { head[i] * cos - head[i + half] * sin } else { head[i] * cos + head[i - half] * sin }
-    };
-    (0..head.len()).map(turn).collect()
-}
-
-/// What pages hold, whatever their numbers are.
-pub(crate) fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
-    match number {
-        KvNumber::Bf16 => wide(halves),
-        KvNumber::Fp8 => halves
-            .iter()
-            .flat_map(|half| half.0.to_le_bytes())
-            .map(|byte| f64::from(f8_to_f32(byte)))
-            .collect(),
-    }
-}
-
 fn rope(
     card: &Card,
     verdicts: &mut Verdicts,
@@ -132,67 +110,19 @@ fn rope(
     number: KvNumber,
 ) -> Result<(), CudaError> {
     let mut draw = Draw::new(4);
-    let (n_rows, n_positions, n_blocks) = (21, 50, 5);
-    let n_heads = n_q_heads + 2 * n_kv_heads;
+    let (n_rows, n_blocks) = (21, 5);
+    let width = (n_q_heads + 2 * n_kv_heads) * head_dim;
     let kv = KvPages { n_kv_heads, head_dim, n_blocks, number };
-    let qkv = draw.narrow(n_rows * n_heads * head_dim, 2.0);
-    let turns: Vec<[f32; 2]> =
-        (0..n_positions * head_dim / 2).map(|_| draw.number() * 3.0).map(|a| [a.cos(), a.sin()]).collect();
-    let positions: Vec<u32> = (0..n_rows).map(|_| draw.below(n_positions) as u32).collect();
-    let mut slots = draw.order(n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
-    slots[n_rows / 2] = u32::MAX;
-    let weights = [draw.narrow(head_dim, 1.5), draw.narrow(head_dim, 1.5)];
+    let qkv = draw.narrow(n_rows * width, 2.0);
+    let rotation = Rotation::drawn(&mut draw, (n_rows, n_q_heads), kv, has_norms);
+    let there = rotation.upload(card)?;
     let (mut rows, mut pages) = (card.upload(&qkv)?, card.buffer::<Bf16>(kv.halves())?);
     card.fill(pages.view_mut(), POISON)?;
-    let norms = [card.upload(&weights[0])?, card.upload(&weights[1])?];
-    card.rope_write_kv(RopeWriteKv {
-        qkv: rows.view_mut(),
-        n_q_heads,
-        pages: pages.view_mut(),
-        kv,
-        positions: card.upload(&positions)?.view(),
-        slots: card.upload(&slots)?.view(),
-        turns: card.upload(&turns)?.view(),
-        norms: has_norms.then(|| [norms[0].view(), norms[1].view()]),
-        epsilon: EPSILON,
-    })?;
-    let (rows, pages) =
-        (wide(&card.download(rows.view())?), numbers_of(&card.download(pages.view())?, number));
-    let (mut answer, mut reference, mut n_written) = (vec![], vec![], 0);
-    let (mut of_kv, mut kv_reference) = (vec![], vec![]);
-    for (row, numbers) in wide(&qkv).chunks(n_heads * head_dim).enumerate() {
-        for (nth, head) in numbers.chunks(head_dim).enumerate() {
-            let of_turns = &turns[positions[row] as usize * head_dim / 2..][..head_dim / 2];
-            let is_q = nth < n_q_heads;
-            let mut expected = head.to_vec();
-            if nth < n_q_heads + n_kv_heads {
-                if has_norms {
-                    expected = normed(&expected, &wide(&weights[usize::from(!is_q)]));
-                }
-                expected = turned(&expected, of_turns);
-            }
-            let (answer, reference) =
-                if is_q { (&mut answer, &mut reference) } else { (&mut of_kv, &mut kv_reference) };
-            let found = if is_q {
-                &rows[(row * n_heads + nth) * head_dim..]
-            } else if slots[row] == u32::MAX {
-                continue;
-            } else {
-                let slot = slots[row] as usize;
-                let page = slot / BLOCK_TOKENS * 2 * n_kv_heads + nth - n_q_heads;
-                n_written += head_dim;
-                &pages[(page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * head_dim..]
-            };
-            answer.extend_from_slice(&found[..head_dim]);
-            reference.extend(expected);
-        }
-    }
+    card.rope_write_kv(there.rope(rows.view_mut(), pages.view_mut()))?;
     let name = format!("rope_write_kv {head_dim} {n_q_heads}/{n_kv_heads} norms: {has_norms}, {number:?}");
-    verdicts.compare(format!("{name}, q"), &answer, &reference, BF16_ERROR);
-    let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
-    verdicts.compare(format!("{name}, k and v"), &of_kv, &kv_reference, bound);
-    let n_poisoned = pages.iter().filter(|number| number.is_nan()).count();
-    verdicts.holds(format!("{name}, nothing else written"), n_poisoned == pages.len() - n_written);
+    let before = wide(&qkv);
+    let found = (card.download(rows.view())?, card.download(pages.view())?);
+    rotation.compare(verdicts, &name, before.chunks(width), found);
     Ok(())
 }
 

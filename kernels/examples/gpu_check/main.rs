@@ -10,6 +10,7 @@
 mod draw;
 mod extent;
 mod verdict;
+mod rotation;
 mod check_rows;
 mod check_products;
 mod check_endings;

@@ -1,0 +1,148 @@
+//! Heads that are rotated and put into pages, with or without norms: what is drawn for it, and what must become of it.
+
+use baton_kernels::cpu::number::f8_to_f32;
+use baton_kernels::cuda::ops::BLOCK_TOKENS;
+use baton_kernels::cuda::{Bf16, Buffer, Card, CudaError, KvNumber, KvPages, RopeWriteKv, ViewMut};
+
+use super::check_rows::{EPSILON, normed};
+use super::draw::{Draw, wide};
+use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
+
+const N_POSITIONS: usize = 50;
+
+/// Where rows of heads go, and how they are turned on the way.
+pub(crate) struct Rotation {
+    n_q_heads: usize,
+    kv: KvPages,
+    turns: Vec<[f32; 2]>,
+    positions: Vec<u32>,
+    /// One of them is none: its k and v are written nowhere.
+    slots: Vec<u32>,
+    norms: [Vec<Bf16>; 2],
+    has_norms: bool,
+}
+
+/// The same on a card.
+pub(crate) struct RotationThere {
+    n_q_heads: usize,
+    kv: KvPages,
+    turns: Buffer<[f32; 2]>,
+    positions: Buffer<u32>,
+    slots: Buffer<u32>,
+    norms: [Buffer<Bf16>; 2],
+    has_norms: bool,
+}
+
+impl Rotation {
+    pub(crate) fn drawn(
+        draw: &mut Draw,
+        (n_rows, n_q_heads): (usize, usize),
+        kv: KvPages,
+        has_norms: bool,
+    ) -> Self {
+        let head_dim = kv.head_dim;
+        let turns = (0..N_POSITIONS * head_dim / 2).map(|_| draw.number() * 3.0);
+        let turns = turns.map(|angle| [angle.cos(), angle.sin()]).collect();
+        let positions = (0..n_rows).map(|_| draw.below(N_POSITIONS) as u32).collect();
+        let mut slots = draw.order(kv.n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
+        slots[n_rows / 2] = u32::MAX;
+        let norms = [draw.narrow(head_dim, 1.5), draw.narrow(head_dim, 1.5)];
+        Self { n_q_heads, kv, turns, positions, slots, norms, has_norms }
+    }
+
+    pub(crate) fn upload(&self, card: &Card) -> Result<RotationThere, CudaError> {
+        let Self { n_q_heads, kv, turns, positions, slots, norms, has_norms } = self;
+        Ok(RotationThere {
+            n_q_heads: *n_q_heads,
+            kv: *kv,
+            turns: card.upload(turns)?,
+            positions: card.upload(positions)?,
+            slots: card.upload(slots)?,
+            norms: [card.upload(&norms[0])?, card.upload(&norms[1])?],
+            has_norms: *has_norms,
+        })
+    }
+
+    /// Rows of all heads as they were, against q's and the pages that were found; those were poisoned before.
+    pub(crate) fn compare<'a>(
+        &self,
+        verdicts: &mut Verdicts,
+        name: &str,
+        before: impl Iterator<Item = &'a [f64]>,
+        (q, pages): (Vec<Bf16>, Vec<Bf16>),
+    ) {
+        let KvPages { n_kv_heads, head_dim, number, .. } = self.kv;
+        let (q, pages) = (wide(&q), numbers_of(&pages, number));
+        let (mut of_q, mut q_reference, mut of_kv, mut kv_reference) = (vec![], vec![], vec![], vec![]);
+        for (row, numbers) in before.enumerate() {
+            for (nth, head) in numbers.chunks(head_dim).enumerate() {
+                let expected = self.expected(row, nth, head);
+                if nth < self.n_q_heads {
+                    of_q.extend_from_slice(&q[row * numbers.len() + nth * head_dim..][..head_dim]);
+                    q_reference.extend(expected);
+                } else if self.slots[row] != u32::MAX {
+                    let slot = self.slots[row] as usize;
+                    let page = slot / BLOCK_TOKENS * 2 * n_kv_heads + nth - self.n_q_heads;
+                    let from = (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * head_dim;
+                    of_kv.extend_from_slice(&pages[from..from + head_dim]);
+                    kv_reference.extend(expected);
+                }
+            }
+        }
+        verdicts.compare(format!("{name}, q"), &of_q, &q_reference, BF16_ERROR);
+        let bound = if number == KvNumber::Fp8 { FP8_ERROR } else { BF16_ERROR };
+        verdicts.compare(format!("{name}, k and v"), &of_kv, &kv_reference, bound);
+        let n_poisoned = pages.iter().filter(|number| number.is_nan()).count();
+        verdicts.holds(format!("{name}, nothing else written"), n_poisoned == pages.len() - of_kv.len());
+    }
+
+    fn expected(&self, row: usize, nth: usize, head: &[f64]) -> Vec<f64> {
+        let is_q = nth < self.n_q_heads;
+        if !is_q && nth >= self.n_q_heads + self.kv.n_kv_heads {
+            return head.to_vec();
+        }
+        let half = self.kv.head_dim / 2;
+        let turns = &self.turns[self.positions[row] as usize * half..][..half];
+        match self.has_norms {
+            true => turned(&normed(head, &wide(&self.norms[usize::from(!is_q)])), turns),
+            false => turned(head, turns),
+        }
+    }
+}
+
+impl RotationThere {
+    pub(crate) fn rope<'a>(&'a self, qkv: ViewMut<'a, Bf16>, pages: ViewMut<'a, Bf16>) -> RopeWriteKv<'a> {
+        RopeWriteKv {
+            qkv,
+            n_q_heads: self.n_q_heads,
+            pages,
+            kv: self.kv,
+            positions: self.positions.view(),
+            slots: self.slots.view(),
+            turns: self.turns.view(),
+            norms: self.has_norms.then(|| [self.norms[0].view(), self.norms[1].view()]),
+            epsilon: EPSILON,
+        }
+    }
+}
+
+fn turned(head: &[f64], turns: &[[f32; 2]]) -> Vec<f64> {
+    let half = head.len() / 2;
+    let turn = |i: usize| {
+        let [cos, sin] = turns[i % half].map(f64::from);
+        if i < half { head[i] * cos - head[i + half] * sin } else { head[i] * cos + head[i - half] * sin }
+    };
+    (0..head.len()).map(turn).collect()
+}
+
+/// What pages hold, whatever their numbers are.
+fn numbers_of(halves: &[Bf16], number: KvNumber) -> Vec<f64> {
+    match number {
+        KvNumber::Bf16 => wide(halves),
+        KvNumber::Fp8 => halves
+            .iter()
+            .flat_map(|half| half.0.to_le_bytes())
+            .map(|byte| f64::from(f8_to_f32(byte)))
+            .collect(),
+    }
+}
