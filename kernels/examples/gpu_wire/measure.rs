@@ -9,18 +9,18 @@ use serde_json::{Value, json};
 
 use crate::{Outcome, Two};
 
-const RUNS: PageRuns = PageRuns::whole(2, 8, 4096);
-const N_LAYERS: u32 = 32;
+pub(crate) const RUNS: PageRuns = PageRuns::whole(2, 8, 4096);
+pub(crate) const N_LAYERS: u32 = 32;
 /// Of each layer: twice what is sent, so that there is something to scatter over.
-const N_PAGES: u32 = 1024;
-const N_SENT: u32 = 512;
+pub(crate) const N_PAGES: u32 = 1024;
+pub(crate) const N_SENT: u32 = 512;
 const GIGABYTE: f64 = 1e9;
 const ROUNDS: usize = 15;
 /// Errands that wait on the card, so that it never waits for the host.
 const AHEAD: usize = 6;
 
 #[derive(Clone, Copy, PartialEq)]
-enum What {
+pub(crate) enum What {
     Push,
     Copy,
     Pull,
@@ -29,6 +29,13 @@ enum What {
     Fetch {
         digests: bool,
     },
+}
+
+impl What {
+    /// Whether the card that has the pages does it.
+    pub(crate) fn is_near(self) -> bool {
+        matches!(self, Self::Digest | Self::Push)
+    }
 }
 
 /// How all pages are divided into errands.
@@ -97,7 +104,7 @@ pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
 }
 
 fn median_of(two: &Two, size: CourierSize, what: What, pages: &[u32], errands: Errands) -> Outcome<Duration> {
-    let memory = if matches!(what, What::Digest | What::Push) { &two.near } else { &two.far };
+    let memory = if what.is_near() { &two.near } else { &two.far };
     let courier = Courier::new(memory, size)?;
     median(|| whole(two, &courier, what, pages, errands))
 }
@@ -123,7 +130,7 @@ fn whole(two: &Two, courier: &Courier, what: What, pages: &[u32], errands: Erran
     Ok(())
 }
 
-fn start(
+pub(crate) fn start(
     two: &Two,
     courier: &Courier,
     what: What,

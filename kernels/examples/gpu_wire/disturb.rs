@@ -1,0 +1,148 @@
+//! How much longer a card takes for the products of a long prompt while KV is read from it, digested on it, or neither.
+//!
+//! What takes its time here is told apart: being read by the other card's copy engines or by its kernels, and digests by
+//! more or fewer multiprocessors. Each is compared with the same products alone, round by round.
+
+use std::thread;
+use std::time::Duration;
+
+use baton_kernels::RegionShape;
+use baton_kernels::cuda::{
+    Answer, Bf16, Buffer, Card, Courier, CourierSize, CudaError, Graph, Products, Weights,
+};
+use serde_json::{Value, json};
+
+use crate::measure::{N_LAYERS, N_PAGES, N_SENT, RUNS, What, start};
+use crate::{Outcome, Two};
+
+const N_TOKENS: usize = 8192;
+/// Of an 8B model: rows and columns, in the order of a layer.
+const MATRICES: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)];
+const WIDEST: usize = 14_336;
+const N_ROUNDS: usize = 10;
+/// A card that has just computed is slowed down by its limit of power.
+const REST: Duration = Duration::from_millis(150);
+
+/// Something that is done for each layer's KV meanwhile.
+struct Disturbance {
+    name: &'static str,
+    whats: &'static [What],
+    size: CourierSize,
+}
+
+fn disturbances() -> Vec<Disturbance> {
+    let usual = CourierSize::default();
+    let by_engines: &[What] = &[What::Fetch { digests: false }];
+    let all_of_it: &[What] = &[What::Digest, What::Fetch { digests: true }];
+    let all: [(_, &[What], _); _] = [
+        ("nothing", &[], usual),
+        ("nothing again", &[], usual),
+        ("read by two engines", by_engines, usual),
+        ("read by one engine", by_engines, CourierSize { n_engines: 1, ..usual }),
+        ("read by 16 multiprocessors", &[What::Copy], usual),
+        ("read by 4 multiprocessors", &[What::Copy], CourierSize { n_lanes: 1, ..usual }),
+        ("written by its own kernels", &[What::Push], usual),
+        ("digested by 16", &[What::Digest], usual),
+        ("digested by 132", &[What::Digest], CourierSize { digest_multiprocessors: 132, ..usual }),
+        ("digested by 16, read by two", all_of_it, usual),
+    ];
+    all.into_iter().map(|(name, whats, size)| Disturbance { name, whats, size }).collect()
+}
+
+pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
+    let shapes = [RegionShape { page_bytes: RUNS.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
+    let two = Two::new(cards, &shapes)?;
+    let disturbances = disturbances();
+    let couriers = disturbances.iter().map(|disturbance| disturbance.couriers(&two));
+    let couriers = couriers.collect::<Outcome<Vec<_>>>()?;
+    let mut prompt = Prompt::new(&cards[0])?;
+    // The first one is a card's that was at rest; how long the second one takes is how often there is a layer.
+    prompt.ms(&cards[0], || Ok(()))?;
+    let between = Duration::from_secs_f64(prompt.ms(&cards[0], || Ok(()))? / 1e3 / f64::from(N_LAYERS + 1));
+    let mut times = vec![vec![]; disturbances.len()];
+    for _ in 0..N_ROUNDS {
+        for (nth, disturbance) in disturbances.iter().enumerate() {
+            thread::sleep(REST);
+            times[nth].push(prompt.ms(&cards[0], || disturbance.go(&two, &couriers[nth], between))?);
+        }
+    }
+    let lines = disturbances.iter().zip(&times).map(|(disturbance, all)| {
+        let longer = all.iter().zip(&times[0]).map(|(with, without)| 100.0 * (with / without - 1.0));
+        let (ms, percent) = (middle(all.clone()), middle(longer.collect()));
+        eprintln!("{:28} {ms:7.2} ms, {percent:5.2} % longer", disturbance.name);
+        json!({"what": disturbance.name, "ms": ms, "percent_longer": percent, "all_ms": all})
+    });
+    Ok(lines.collect())
+}
+
+impl Disturbance {
+    /// The card's that computes, and the other's.
+    fn couriers(&self, two: &Two) -> Outcome<[Courier; 2]> {
+        Ok([Courier::new(&two.near, self.size)?, Courier::new(&two.far, self.size)?])
+    }
+
+    /// A layer after the other, in their time.
+    fn go(&self, two: &Two, [near, far]: &[Courier; 2], between: Duration) -> Outcome<()> {
+        let mut under_way = vec![];
+        for layer in 0..N_LAYERS {
+            thread::sleep(between);
+            let places: Vec<_> = (0..N_SENT).map(|page| (layer, page)).collect();
+            for what in self.whats {
+                let courier = if what.is_near() { near } else { far };
+                let errand = start(two, courier, *what, &places, places.len(), false)?;
+                under_way.push((courier, errand));
+            }
+        }
+        for (courier, errand) in under_way {
+            courier.take(errand)?;
+        }
+        Ok(())
+    }
+}
+
+/// The products of all layers, as one thing to launch.
+struct Prompt {
+    graph: Graph,
+    // What the graph works on, and in.
+    _rooms: Vec<Buffer<Bf16>>,
+    _products: Products,
+}
+
+impl Prompt {
+    fn new(card: &Card) -> Outcome<Self> {
+        let room = |n: usize, seed: u64| {
+            let mut room = card.buffer::<Bf16>(n)?;
+            card.dummy_weights(room.view_mut(), seed, 0.02)?;
+            Ok::<_, CudaError>(room)
+        };
+        let matrices = MATRICES.iter().map(|(n, k)| room(n * k, 1)).collect::<Result<Vec<_>, _>>()?;
+        let x = room(N_TOKENS * WIDEST, 2)?;
+        let mut y = room(N_TOKENS * WIDEST * 2, 3)?;
+        let mut products = Products::open(card, None)?;
+        let mut layer = || {
+            MATRICES.iter().zip(&matrices).try_for_each(|((n, k), w)| {
+                let y = Answer::Narrow(y.view_mut().slice(0..N_TOKENS * n));
+                products.multiply(card, y, Weights::Bf16(w.view()), x.slice(0..N_TOKENS * k), *k)
+            })
+        };
+        // What is loaded when it first runs cannot be recorded.
+        layer()?;
+        card.synchronize()?;
+        let graph = card.record(|| (0..N_LAYERS).try_for_each(|_| layer()))?;
+        Ok(Self { graph, _rooms: matrices.into_iter().chain([x, y]).collect(), _products: products })
+    }
+
+    /// How long it takes while something else is done.
+    fn ms(&mut self, card: &Card, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
+        let start = card.mark()?;
+        self.graph.launch()?;
+        let end = card.mark()?;
+        meanwhile()?;
+        Ok(f64::from(start.ms_until(&end)?))
+    }
+}
+
+fn middle(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers[numbers.len() / 2]
+}
