@@ -9,7 +9,6 @@
 
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::{
@@ -19,6 +18,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
 
 use super::engines::Engines;
 use super::error::ensure;
+use super::lanes::{Lanes, Load};
 use super::memory::DeviceMemory;
 use super::rectangles::{Moved, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
@@ -92,14 +92,12 @@ pub(super) struct WireKernels {
 pub struct Courier {
     context: Arc<CudaContext>,
     kernels: WireKernels,
-    lanes: Vec<Arc<CudaStream>>,
+    lanes: Lanes,
     engines: Engines,
     verifier: Arc<CudaStream>,
     size: CourierSize,
     /// Held while engines and the kernel behind them are told of one errand, so that it waits for its own copies only.
     order: Mutex<()>,
-    /// Errands so far: they take turns on the lanes.
-    n_errands: AtomicUsize,
     /// Of errands that are done, for the next ones.
     ///
     /// Held for a look, never while anything is waited for.
@@ -173,6 +171,8 @@ pub struct Errand {
     slate: Slate,
     done: Arc<CudaEvent>,
     n_digests: usize,
+    /// Of the lane that it is on.
+    _load: Option<Load>,
 }
 
 /// When an errand is done, for whatever else of the card waits for it.
@@ -201,6 +201,13 @@ impl Shape {
     fn between(self, from: PageRuns, to: PageRuns) -> Self {
         let part = |runs: PageRuns| u32::try_from(runs.part_bytes()).unwrap_or(u32::MAX);
         Self { from_part: part(from), to_part: part(to), ..self }
+    }
+
+    fn bytes(self) -> usize {
+        [self.n_pages, self.n_parts, self.n_heads, self.run_bytes]
+            .map(|number| number as usize)
+            .iter()
+            .product()
     }
 }
 
@@ -288,14 +295,14 @@ impl Courier {
         let context = Arc::clone(memory.context());
         let stream =
             || context.new_stream_with_priority(urgent(&context)).map_err(CudaError::during("make a stream"));
-        let lanes = (0..size.n_lanes.max(1)).map(|_| stream()).collect::<Result<_, _>>()?;
+        let lanes = Lanes::over((0..size.n_lanes.max(1)).map(|_| stream()).collect::<Result<_, _>>()?);
         let engines = (0..size.n_engines.max(1)).map(|_| stream()).collect::<Result<_, _>>()?;
         let engines = Engines::over(engines);
         let (verifier, kernels) = (stream()?, memory.wire_kernels().clone());
         let slates = (0..SLATES).map(|_| Slate::new(&context, TOLD_MAX, ANSWERS_USUAL));
         let slates = Mutex::new(slates.collect::<Result<_, _>>()?);
-        let (order, n_errands) = (Mutex::default(), AtomicUsize::new(0));
-        Ok(Self { kernels, lanes, engines, verifier, size, order, n_errands, slates, context })
+        let order = Mutex::default();
+        Ok(Self { kernels, lanes, engines, verifier, size, order, slates, context })
     }
 
     /// Digests pages, a number for each head of each page: what [`take`](Self::take) answers.
@@ -334,7 +341,7 @@ impl Courier {
         unsafe { self.engines.start(&rectangles, &self.verifier)? };
         match digests {
             true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
-            false => self.errand(self.slate(0, 0)?, 0, &self.verifier),
+            false => self.errand(self.slate(0, 0)?, 0, (&self.verifier, None)),
         }
     }
 
@@ -420,7 +427,7 @@ impl Courier {
         let fits = bytes <= from.bytes() && bytes <= memory.bytes();
         ensure("plain copy", fits, "more bytes than both memories have")?;
         self.bind()?;
-        let lane = &self.lanes[0];
+        let lane = self.lanes.first();
         // JUSTIFICATION: memory of cards is reached by address.
         // SAFETY: both ranges are mapped and as long as was just checked; who unmaps one waits for the card first.
         unsafe {
@@ -513,32 +520,39 @@ impl Courier {
         n_digests: usize,
     ) -> Result<Errand, CudaError> {
         self.bind()?;
-        let lane = self.lane(kind);
+        let (lane, load) = self.lane(kind, shape);
         let mut slate = self.slate(2 * shape.n_pages as usize, n_digests)?;
         let told = slate.told.words_mut(2 * shape.n_pages as usize);
         for (words, (from, to)) in told.chunks_exact_mut(2).zip(pages) {
             words.copy_from_slice(&[from, to]);
         }
         self.launch(kind, shape, &slate, lane)?;
-        self.errand(slate, n_digests, lane)
+        self.errand(slate, n_digests, (lane, load))
     }
 
-    /// Digests follow one another, behind what they look at; what moves takes turns.
-    fn lane(&self, kind: Kind) -> &CudaStream {
-        let turn = self.n_errands.fetch_add(1, Ordering::Relaxed);
+    /// Digests follow one another, behind what they look at; what moves is spread.
+    fn lane(&self, kind: Kind, shape: Shape) -> (&CudaStream, Option<Load>) {
         match kind {
-            Kind::Digest => &self.verifier,
-            Kind::Pull | Kind::Copy => &self.lanes[turn % self.lanes.len()],
+            Kind::Digest => (&self.verifier, None),
+            Kind::Pull | Kind::Copy => {
+                let (lane, load) = self.lanes.give(shape.bytes());
+                (lane, Some(load))
+            }
         }
     }
 
     /// All that waits on the lane now.
-    fn errand(&self, mut slate: Slate, n_digests: usize, lane: &CudaStream) -> Result<Errand, CudaError> {
+    fn errand(
+        &self,
+        mut slate: Slate,
+        n_digests: usize,
+        (lane, load): (&CudaStream, Option<Load>),
+    ) -> Result<Errand, CudaError> {
         slate.n_errands = slate.n_errands.wrapping_add(1);
         slate.tally.count_behind(lane, slate.n_errands)?;
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let done = lane.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
-        Ok(Errand { slate, done: Arc::new(done), n_digests })
+        Ok(Errand { slate, done: Arc::new(done), n_digests, _load: load })
     }
 
     fn bind(&self) -> Result<(), CudaError> {
@@ -623,10 +637,7 @@ fn n_digests(some: &SomePages<'_>) -> usize {
 
 impl fmt::Debug for Courier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Courier")
-            .field("size", &self.size)
-            .field("n_errands", &self.n_errands)
-            .finish_non_exhaustive()
+        f.debug_struct("Courier").field("size", &self.size).finish_non_exhaustive()
     }
 }
 

@@ -29,6 +29,7 @@ mod tally;
 mod slate;
 mod rectangles;
 mod engines;
+mod lanes;
 pub mod nccl;
 pub mod slots;
 pub mod courier;
