@@ -7,7 +7,7 @@ Each connector gets a fresh prefill node on the first GPU and a fresh decode nod
 compared go one at a time, so that both sides compute in the same shapes; their prompts are never seen twice. What is
 compared with is one node on the first GPU that does both.
 Streams that a dead node cuts are computed on in other shapes: there a token may differ where the reference's lead between
-its two best is under NEAR (docs/specification.md), and what follows it is another text. With EXACT=1 all nodes are
+its two best is under NEAR, and what follows it is another text. With EXACT=1 all nodes are
 deterministic, and every token of every stream must be the reference's.
 TP="2 1" gives prefill nodes two GPUs and decode nodes one, from the ones of DEVICES="cuda:0 cuda:2" on; the reference is
 computed as decode nodes compute. Where the two numbers differ, sums do, too, and all tokens are compared as those of cut streams.

@@ -65,8 +65,7 @@ __device__ __forceinline__ void store4(float* to, const float (&x)[4]) { *reinte
 __device__ __forceinline__ void store1(bf16* to, float x) { *to = narrow(x); }
 __device__ __forceinline__ void store1(float* to, float x) { *to = x; }
 __device__ __forceinline__ void load4(float (&x)[4], const bf16* from) {
-    Four four = *reinterpret_cast<const Four*>(from);
-    x[0] = low(four.pair[0]), x[1] = high(four.pair[0]), x[2] = low(four.pair[1]), x[3] = high(four.pair[1]);
+    widen4(x, *reinterpret_cast<const Four*>(from));
 }
 
 // The sums themselves.
@@ -153,6 +152,37 @@ struct Added {
         store4(out + (u64)row * shape.n + column, x);
     }
 };
+
+// The same where each card has a part of every sum: it is given to the others, and what is added is all of them. Cards that
+// wait for each other here do their blocks of threads in one order, so that the first block to wait is waited for by a block
+// that runs.
+struct Joined {
+    Added added;
+    Inboxes inboxes;
+    struct Before { Added::Before added; u32 round; };
+
+    template <u32 UNIT>
+    __device__ __forceinline__ Halves<UNIT> halves(u32 nth, const ProductShape& shape) const { return added.halves<UNIT>(nth, shape); }
+    __device__ __forceinline__ Before before(u32 row, u32 column, const ProductShape& shape) const {
+        Before before = {added.before(row, column, shape), 0};
+        if (row < shape.n_rows && column < shape.n) before.round = *inboxes.rounds_of(row, column / 4);
+        return before;
+    }
+    // What is on its way while the next one is summed up: all rows are given before any is ended.
+    __device__ __forceinline__ void give(u32 row, u32 column, const float (&x)[4], const Before& before, const ProductShape& shape) const {
+        if (row < shape.n_rows && column < shape.n) inboxes.give(row, column / 4, x, before.round);
+    }
+    template <u32 UNIT>
+    __device__ __forceinline__ void end(u32 nth, u32 row, u32 column, float (&x)[4], const Before& before, const ProductShape& shape) const {
+        if (row < shape.n_rows && column < shape.n) inboxes.take(x, row, column / 4, before.round);
+        __syncwarp();
+        added.end<UNIT>(nth, row, column, x, before.added, shape);
+    }
+};
+template <typename Ending>
+constexpr bool is_joined = false;
+template <>
+constexpr bool is_joined<Joined> = true;
 
 // What rope.cu does, with the bias before it: w is all heads of q, then of k, then of v. Rotated q goes to its place among
 // rows of all heads; k and v go to their page, and nowhere else. A norm needs a whole head to be summed up together.

@@ -68,6 +68,7 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     FEW_ROWS(few_rows_wide, Sums<float>, ROWS, STAGES, BLOCKS)                                                            \
     FEW_ROWS(few_rows_gated, Gated, ROWS, STAGES, BLOCKS)                                                                 \
     FEW_ROWS(few_rows_added, Added, ROWS, STAGES, BLOCKS)                                                                 \
+    FEW_ROWS(few_rows_joined, const __grid_constant__ Joined, ROWS, STAGES, BLOCKS)                                       \
     FEW_ROWS(few_rows_heads, Heads, ROWS, STAGES, BLOCKS)
 // Names: what comes after, and rows of x at most. A ring of some 100 KB leaves room for a second block.
 FEW_ROWS_OF(8, 6, 2)

@@ -67,11 +67,24 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
     } else {
         __syncthreads();
     }
+    auto sum_row = [&](float (&x)[4], u32 at, float of_norm) {
+        float4 total = add_parts(ring_at, at, lane, n_shares);
+        x[0] = total.x * by[0] * of_norm, x[1] = total.y * by[1] * of_norm, x[2] = total.z * by[2] * of_norm, x[3] = total.w * by[3] * of_norm;
+    };
+    u32 more = WARPS * n_shares;
+    float x[4];
+    if constexpr (is_joined<Ending>) {
+        typename Ending::Before of_row = before;
+        for (u32 at = row; at < shape.n_rows; at += more) {
+            if (at != row) of_row = ending.before(at, column, shape);
+            sum_row(x, at, owed.scale(at));
+            ending.give(at, column, x, of_row, shape);
+        }
+    }
     while (row < shape.n_rows) {
-        float4 total = add_parts(ring_at, row, lane, n_shares);
-        float x[4] = {total.x * by[0] * scale, total.y * by[1] * scale, total.z * by[2] * scale, total.w * by[3] * scale};
+        sum_row(x, row, scale);
         ending.template end<UNIT>(nth, row, column, x, before, shape);
-        row += WARPS * n_shares;
+        row += more;
         if (row < shape.n_rows) before = ending.before(row, column, shape), scale = owed.scale(row);
     }
     if (n_shares > 1) {  // nobody leaves while another reads here

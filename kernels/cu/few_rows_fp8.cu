@@ -166,6 +166,7 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     FEW_ROWS_FP8(few_rows_fp8, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                          \
     FEW_ROWS_FP8(few_rows_fp8_gated, Gated, ROWS, STAGES, BLOCKS)                                                         \
     FEW_ROWS_FP8(few_rows_fp8_added, Added, ROWS, STAGES, BLOCKS)                                                         \
+    FEW_ROWS_FP8(few_rows_fp8_joined, const __grid_constant__ Joined, ROWS, STAGES, BLOCKS)                               \
     FEW_ROWS_FP8(few_rows_fp8_heads, Heads, ROWS, STAGES, BLOCKS)
 // Names: what comes after, and rows of x at most. A ring of some 100 KB leaves room for a second block; the sums of 128
 // rows leave none.

@@ -17,6 +17,9 @@ struct alignas(8) Four { u32 pair[2]; };
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ float widen(bf16 narrow) { return __uint_as_float((u32)narrow << 16); }
+__device__ __forceinline__ void widen4(float (&x)[4], Four four) {
+    x[0] = low(four.pair[0]), x[1] = high(four.pair[0]), x[2] = low(four.pair[1]), x[3] = high(four.pair[1]);
+}
 
 __device__ __forceinline__ u32 narrow(float low, float high) {
     u32 pair;

@@ -1,75 +1,12 @@
 // What the cards of one model do together: each has a part of every sum, and all of them need the sum.
 //
-// They reach each other's memory (NVLink). A few rows are thrown: each card writes its part into the others' inboxes, every
-// second word a number that says which round it is of, so that whoever reads sees by itself what has come; one way over
-// the wire is all the waiting there is. Many rows are shared out: a card fetches the others' parts of its own rows, and
-// gives all of them what it makes of these; flags say when parts may be fetched, and when all have been given.
+// They reach each other's memory (NVLink). Few rows are thrown (ranks.cuh). Many rows are shared out: a card fetches the
+// others' parts of its own rows, and gives all of them what it makes of these; flags say when parts may be fetched, and when
+// all have been given.
 //
-// All cards launch the same kernels in the same order. A card that does not come within the patience of the others is
-// lost, which the host is told; whoever waits goes on with anything.
-constexpr u32 RANKS_MAX = 8;
+// All cards launch the same kernels in the same order.
 constexpr u32 FEW_THREADS = 1024, MANY_THREADS = 256, GATHER_THREADS = 256;
 constexpr u32 READY = 0, DONE = RANKS_MAX;  // places of flags, one for each sender
-constexpr u32 LOOK_AFTER = 1024;            // tries in vain before anything but the wire is looked at
-constexpr u64 ASK_AFTER = 50'000'000;       // nanoseconds in vain before the host is asked: all threads ask, which takes its time
-
-// The same thing on each rank's card.
-struct OfRanks { u64 at[RANKS_MAX]; };
-
-struct Ranks {
-    u64 lost;      // a word of the host's memory: not zero once somebody did not come
-    u64 known;     // a word of this card's: not zero once it knows
-    u64 patience;  // nanoseconds
-    u32 n, me;
-};
-
-// 4 numbers of bf16 and, twice, the round they are of: halves of 8 bytes come whole.
-struct alignas(16) Packet { u32 low, low_round, high, high_round; };
-
-struct Waiting {
-    u32 tries = 0;
-    u64 since = 0;
-};
-
-__device__ __forceinline__ u64 nanoseconds() {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
-
-// Called after each try in vain: whether to go on without. What one card waits for is cheap to look at, or its own being late
-// would make the others late.
-__device__ __forceinline__ bool is_lost(Waiting& waiting, const Ranks& ranks) {
-    if (++waiting.tries % LOOK_AFTER != 0) return false;
-    volatile u32* known = reinterpret_cast<volatile u32*>(ranks.known);
-    if (*known != 0) return true;
-    u64 now = nanoseconds();
-    if (waiting.since == 0) waiting.since = now;
-    if (now - waiting.since < ASK_AFTER) return false;
-    volatile u32* lost = reinterpret_cast<volatile u32*>(ranks.lost);
-    bool is_over = now - waiting.since >= ranks.patience;
-    if (!is_over && *lost == 0) return false;
-    if (is_over) *lost = 1;
-    *known = 1;
-    __threadfence_system();
-    return true;
-}
-
-__device__ __forceinline__ void throw_packet(u64 to, Four four, u32 round) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(to), "r"(four.pair[0]), "r"(round), "r"(four.pair[1]), "r"(round) : "memory");
-}
-
-__device__ __forceinline__ Four catch_packet(u64 at, u32 round, const Ranks& ranks) {
-    Packet packet;
-    Waiting waiting;
-    do {
-        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(packet.low), "=r"(packet.low_round), "=r"(packet.high), "=r"(packet.high_round)
-                     : "l"(at) : "memory");
-    } while ((packet.low_round != round || packet.high_round != round) && !is_lost(waiting, ranks));
-    return {packet.low, packet.high};
-}
 
 __device__ __forceinline__ void raise(u64 flag, u32 round) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(round) : "memory");
@@ -97,25 +34,23 @@ __device__ __forceinline__ float block_sum(float x) {
 
 // === few rows ===
 
-// A block of threads for each row. Inboxes are [round % 2][sender][row][packet]: whoever throws the round after the next has
-// caught the next, which its thrower began after it had caught this one.
+// A block of threads for each row.
 template <u32 PARTS>
-__device__ __forceinline__ void sum_few(bf16* out, bf16* residual, const bf16* part, const bf16* weight, u32 width, float epsilon,
-                                        const OfRanks& inboxes, u32* rounds, u32 rows_max, const Ranks& ranks) {
+__device__ __forceinline__ void sum_few(bf16* out, bf16* residual, const bf16* part, const bf16* weight, float epsilon, const Inboxes& inboxes) {
     in_turn();
-    u32 row = blockIdx.x, n_packets = width / 4, before = rounds[row], round = before + 1;
+    u32 row = blockIdx.x, n_packets = inboxes.n_packets, width = n_packets * 4;
     u64 first = (u64)row * width;
-    auto place = [&](u32 sender, u32 at) {
-        return (((u64)(before % 2 * ranks.n + sender) * rows_max + row) * n_packets + at) * sizeof(Packet);
-    };
     Four mine[PARTS];
+    u32 before[PARTS];
 #pragma unroll
     for (u32 i = 0; i < PARTS; i++) {
         u32 at = i * FEW_THREADS + threadIdx.x;
         if (at >= n_packets) break;
         mine[i] = *reinterpret_cast<const Four*>(part + first + at * 4);
-        for (u32 rank = 0; rank < ranks.n; rank++)
-            if (rank != ranks.me) throw_packet(inboxes.at[rank] + place(ranks.me, at), mine[i], round);
+        before[i] = *inboxes.rounds_of(row, at);
+        float x[4];
+        widen4(x, mine[i]);
+        inboxes.give(row, at, x, before[i]);
     }
     float squares = 0.f;
 #pragma unroll
@@ -124,11 +59,9 @@ __device__ __forceinline__ void sum_few(bf16* out, bf16* residual, const bf16* p
         if (at >= n_packets) break;
         Four* kept = reinterpret_cast<Four*>(residual + first + at * 4);
         Four old = *kept;
-        float sum[4] = {};
-        for (u32 rank = 0; rank < ranks.n; rank++) {  // in one order on all cards
-            Four x = rank == ranks.me ? mine[i] : catch_packet(inboxes.at[ranks.me] + place(rank, at), round, ranks);
-            sum[0] += low(x.pair[0]), sum[1] += high(x.pair[0]), sum[2] += low(x.pair[1]), sum[3] += high(x.pair[1]);
-        }
+        float sum[4];
+        widen4(sum, mine[i]);
+        inboxes.take(sum, row, at, before[i]);
         mine[i].pair[0] = narrow(sum[0] + low(old.pair[0]), sum[1] + high(old.pair[0]));
         mine[i].pair[1] = narrow(sum[2] + low(old.pair[1]), sum[3] + high(old.pair[1]));
         *kept = mine[i];
@@ -139,7 +72,6 @@ __device__ __forceinline__ void sum_few(bf16* out, bf16* residual, const bf16* p
         }
     }
     float scale = rsqrtf(block_sum<FEW_THREADS>(squares) / width + epsilon);
-    if (threadIdx.x == 0) rounds[row] = round;  // all threads have read it
 #pragma unroll
     for (u32 i = 0; i < PARTS; i++) {
         u32 at = i * FEW_THREADS + threadIdx.x;
@@ -154,10 +86,9 @@ __device__ __forceinline__ void sum_few(bf16* out, bf16* residual, const bf16* p
 
 // residual += the sum of all ranks' parts; out = norm(residual)
 extern "C" __global__ void __launch_bounds__(FEW_THREADS)
-sum_few_rows(bf16* out, bf16* residual, const bf16* part, const bf16* weight, u32 width, float epsilon,
-             const __grid_constant__ OfRanks inboxes, u32* rounds, u32 rows_max, const __grid_constant__ Ranks ranks) {
-    if (width <= FEW_THREADS * 4) sum_few<1>(out, residual, part, weight, width, epsilon, inboxes, rounds, rows_max, ranks);
-    else sum_few<4>(out, residual, part, weight, width, epsilon, inboxes, rounds, rows_max, ranks);
+sum_few_rows(bf16* out, bf16* residual, const bf16* part, const bf16* weight, float epsilon, const __grid_constant__ Inboxes inboxes) {
+    if (inboxes.n_packets <= FEW_THREADS) sum_few<1>(out, residual, part, weight, epsilon, inboxes);
+    else sum_few<4>(out, residual, part, weight, epsilon, inboxes);
 }
 
 // === many rows, and columns ===

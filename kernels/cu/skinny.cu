@@ -83,6 +83,7 @@ __device__ __forceinline__ void skinny(const Ending& ending, const Owed& owed, c
     }
 #pragma unroll
     for (u32 i = 0; i < 4; i++) total[i] *= scale;
+    if constexpr (is_joined<Ending>) ending.give(row, column, total, before, shape);
     ending.template end<UNIT>(nth, row, column, total, before, shape);
 }
 
@@ -96,6 +97,7 @@ __device__ __forceinline__ void skinny(const Ending& ending, const Owed& owed, c
     SKINNY(skinny_wide, Sums<float>, WARPS, UNROLL, BLOCKS)                                                               \
     SKINNY(skinny_gated, Gated, WARPS, UNROLL, BLOCKS)                                                                    \
     SKINNY(skinny_added, Added, WARPS, UNROLL, BLOCKS)                                                                    \
+    SKINNY(skinny_joined, const __grid_constant__ Joined, WARPS, UNROLL, BLOCKS)                                          \
     SKINNY(skinny_heads, Heads, WARPS, UNROLL, BLOCKS)
 // Names: what comes after; warps that multiply, loads of 32 numbers in flight.
 SKINNY_OF(16, 2, 2)

@@ -17,8 +17,8 @@ const N_STEPS: usize = 24;
 /// Enough for the longest golden prompt at once.
 const LIMITS: StepLimits = StepLimits { tokens: 2048, rows: 256 };
 /// What bf16 makes of logits that the CPU has in f32: rounded to 8 bits in every layer, which shows most in models as
-/// narrow as these. One and a half times the worst that was seen (`docs/measurements`).
-const TOLERANCE: Tolerance = Tolerance { epsilon: 0.3, logprob: 0.5, logprob_share: 0.05 };
+/// narrow as these. One and a half times the worst lead that was seen to be lost (`docs/measurements`).
+const TOLERANCE: Tolerance = Tolerance { epsilon: 0.5, logprob: 0.5, logprob_share: 0.05 };
 
 /// The same with KV in FP8: a number that differs in its last bits before it is rounded to 3 may differ by an eighth after.
 const TOLERANCE_OF_KV: Tolerance = Tolerance { epsilon: 1.1, logprob: 5.5, logprob_share: 0.05 };

@@ -69,7 +69,7 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
     ((64, 3, 2), Extras::Bias),
 ];
 
-fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
+pub(crate) fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
     let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
     let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
     let shares = FEW_ROWS_SHARES.iter().filter(|_| card.has_few_rows());

@@ -7,22 +7,23 @@ use std::time::Duration;
 use baton_kernels::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph, Peers, Shown, SumRows, Together};
 use serde_json::{Value, json};
 
+use super::check_joined;
 use super::check_rows::POISON;
 use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-const EPSILON: f32 = 1e-5;
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const EPSILON: f32 = 1e-5;
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 const FEW_ROWS: usize = 256;
 /// Different inputs that rounds take in turn: what an inbox held one and two rounds ago is never what is due.
-const N_INPUTS: usize = 3;
-const ROUNDS_OF_GRAPH: usize = 96;
-const GRAPHS: usize = 40;
+pub(crate) const N_INPUTS: usize = 3;
+pub(crate) const ROUNDS_OF_GRAPH: usize = 96;
+pub(crate) const GRAPHS: usize = 40;
 
 /// One card, with what it shows.
-struct Side {
-    card: Card,
+pub(crate) struct Side {
+    pub(crate) card: Card,
     part: Buffer<Bf16>,
     out: Buffer<Bf16>,
     whole: Buffer<f32>,
@@ -66,6 +67,7 @@ pub(crate) fn all(
             gathered(&mut sides, &mut peers, verdicts, (*n_rows, width, 4))?;
         }
     }
+    check_joined::all(&sides, extent, verdicts)?;
     if extent == Extent::Small {
         return Ok(json!(null));
     }
@@ -83,7 +85,7 @@ pub(crate) fn all(
     Ok(times)
 }
 
-fn peers(sides: &[Side; 2], width: usize, patience: Duration) -> Result<[Peers; 2], CudaError> {
+pub(crate) fn peers(sides: &[Side; 2], width: usize, patience: Duration) -> Result<[Peers; 2], CudaError> {
     let together = Together { few_rows: FEW_ROWS, width, patience };
     let cards = [&sides[0].card, &sides[1].card];
     let all = Peers::all(&cards, &[sides[0].shown(), sides[1].shown()], together)?;
@@ -107,9 +109,9 @@ fn sum(
     if is_many { side.card.sum_many_rows(peers, sum) } else { side.card.sum_few_rows(peers, sum) }
 }
 
-/// The order in which cards add.
-fn added(old: Bf16, parts: [Bf16; 2]) -> Bf16 {
-    let [a, b] = parts.map(f32::from);
+/// The order in which cards add, and what of a part is thrown.
+pub(crate) fn added(old: Bf16, parts: [f32; 2]) -> Bf16 {
+    let [a, b] = parts.map(|part| f32::from_bits(part.to_bits() & 0xffff_ff00));
     Bf16::from((0.0 + a + b) + f32::from(old))
 }
 
@@ -146,7 +148,8 @@ fn sums(
     for nth in [0, 1] {
         sum(&mut sides[nth], &mut peers[nth], (&mut residuals[nth], &weights[nth]), n, is_many)?;
     }
-    let expected: Vec<Bf16> = (0..n).map(|i| added(residual[i], [parts[0][i], parts[1][i]])).collect();
+    let expected: Vec<Bf16> =
+        (0..n).map(|i| added(residual[i], [parts[0][i].into(), parts[1][i].into()])).collect();
     let what = if is_many { "sum_many_rows" } else { "sum_few_rows" };
     for (nth, side) in sides.iter().enumerate() {
         let name = format!("{what} {n_rows}x{width}, card {nth}");
@@ -256,7 +259,7 @@ fn rounds(
         let [a, b] =
             [&parts[0][round % ROUNDS_OF_GRAPH % N_INPUTS], &parts[1][round % ROUNDS_OF_GRAPH % N_INPUTS]];
         for (i, sum) in expected.iter_mut().enumerate() {
-            *sum = added(*sum, [a[i], b[i]]);
+            *sum = added(*sum, [a[i].into(), b[i].into()]);
         }
     }
     let what = if is_many { "sum_many_rows" } else { "sum_few_rows" };
@@ -285,7 +288,7 @@ fn lost(sides: &mut [Side; 2], verdicts: &mut Verdicts) -> Result<(), CudaError>
         verdicts.holds(format!("a lost card is given up ({ms:.0} ms)"), ms < 2000.0);
         verdicts.holds("all cards are told of a lost one", peers[1].lost_flag().is_raised());
     }
-    Ok(())
+    check_joined::lost(sides, verdicts)
 }
 
 fn times(sides: &mut [Side; 2]) -> Result<Value, CudaError> {
@@ -310,14 +313,15 @@ fn times(sides: &mut [Side; 2]) -> Result<Value, CudaError> {
         eprintln!("gather_columns {n_rows} rows of 128256: {us:.1} us");
         lines.push(json!({"gather_rows": n_rows, "us": us}));
     }
+    check_joined::times(sides, &mut lines)?;
     Ok(json!(lines))
 }
 
-const N_TIMED: usize = 64;
+pub(crate) const N_TIMED: usize = 64;
 const N_TIMES: usize = 11;
 
 /// Microseconds of one launch of graphs of many, by the middle of some runs.
-fn middle(sides: &[Side; 2], graphs: &mut [Graph]) -> Result<f64, CudaError> {
+pub(crate) fn middle(sides: &[Side; 2], graphs: &mut [Graph]) -> Result<f64, CudaError> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {
         let start = sides[0].card.mark()?;

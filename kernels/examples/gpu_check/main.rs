@@ -18,6 +18,7 @@ mod fp8;
 mod check_attention;
 mod check_sample;
 mod check_ranks;
+mod check_joined;
 mod measure;
 mod measure_endings;
 

@@ -1,7 +1,7 @@
 //! Several cards of one machine that compute one model together: what each of them reaches of the others.
 //!
 //! Cards reach each other's memory by address. Who computes with which rows, and when, is the kernels' matter
-//! (`kernels/cu/ranks.cu`): they meet, and whoever does not come within their patience is lost, which is told here.
+//! (`kernels/cu/ranks.cuh`): they meet, and whoever does not come within their patience is lost, which is told here.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -12,25 +12,29 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, result, sys};
 
 use super::buffer::{Bf16, Buffer, View};
+use super::error::ensure;
+use super::ops::{number, two_in_one};
 use super::{Card, CudaError};
 
-/// Cards that can be together, as in `ranks.cu`.
+/// Cards that can be together, as in `ranks.cuh`.
 pub const PEERS_MAX: usize = 8;
 /// Words of flags: two kinds, each of every sender.
 const FLAGS: usize = 2 * PEERS_MAX;
+/// Words of 8 bytes of `Inboxes` in `ranks.cuh`.
+pub(super) const INBOXES_WORDS: usize = PEERS_MAX + 6;
 /// Words of `Turn` in `ranks.cu`.
 const TURN: usize = 2;
 /// Words that a packet of 4 numbers takes.
 const PACKET_WORDS: usize = 4;
 
-/// The same thing on each rank's card, as `OfRanks` in `ranks.cu`.
+/// The same thing on each rank's card, as `OfRanks` in `ranks.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct OfRanks {
     pub(super) at: [u64; PEERS_MAX],
 }
 
-/// As `Ranks` in `ranks.cu`.
+/// As `Ranks` in `ranks.cuh`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Ranks {
@@ -70,11 +74,11 @@ pub struct Together {
 pub struct Peers {
     pub(super) ranks: Ranks,
     pub(super) together: Together,
-    /// How often each row was thrown; counted by the card.
-    pub(super) rounds: Buffer<u32>,
+    /// How often each packet was thrown; counted by the card.
+    rounds: Buffer<u32>,
     /// Of flags; and whether the card knows of a lost one.
     pub(super) turn: Buffer<u32>,
-    pub(super) inboxes: OfRanks,
+    inboxes: OfRanks,
     pub(super) flags: OfRanks,
     pub(super) parts: OfRanks,
     pub(super) outs: OfRanks,
@@ -114,12 +118,17 @@ unsafe impl Sync for Lost {}
 impl Together {
     /// Bytes that each card keeps for what is thrown to it.
     pub fn inbox_bytes(&self, n_ranks: usize) -> usize {
-        self.inbox_words(n_ranks) * size_of::<u32>()
+        (self.inbox_words(n_ranks) + self.n_packets()) * size_of::<u32>()
     }
 
     /// Two rounds, each of every sender.
     fn inbox_words(&self, n_ranks: usize) -> usize {
-        2 * n_ranks * self.few_rows * (self.width / 4) * PACKET_WORDS
+        2 * n_ranks * self.n_packets() * PACKET_WORDS
+    }
+
+    /// Packets of all rows, whose rounds are counted.
+    fn n_packets(&self) -> usize {
+        self.few_rows * (self.width / 4)
     }
 }
 
@@ -149,7 +158,7 @@ impl Peers {
             Ok(Self {
                 ranks: lost.ranks(together, cards.len(), me, known),
                 together,
-                rounds: zeroed(card, together.few_rows)?,
+                rounds: zeroed(card, together.n_packets())?,
                 turn,
                 inboxes: of_all(&inboxes, |inbox| inbox.packets.view().address),
                 flags: of_all(&inboxes, |inbox| inbox.flags.view().address),
@@ -172,9 +181,43 @@ impl Peers {
         self.ranks.me as usize
     }
 
-    /// Rows up to which [`Card::sum_few_rows`] can be used.
+    /// Rows up to which [`Card::sum_few_rows`] can be used, and [`Ending::Joined`](super::Ending::Joined).
     pub fn few_rows(&self) -> usize {
         self.together.few_rows
+    }
+
+    /// The fields of `Inboxes` in `ranks.cuh`, in words: for one kernel that throws, after another.
+    pub(super) fn inboxes(&self, kernel: &'static str) -> Result<[u64; INBOXES_WORDS], CudaError> {
+        let Together { few_rows, width, .. } = self.together;
+        let Ranks { lost, known, patience_ns, n, me } = self.ranks;
+        let mut words = [0; INBOXES_WORDS];
+        let (at, rest) = words.split_at_mut(PEERS_MAX);
+        at.copy_from_slice(&self.inboxes.at);
+        rest.copy_from_slice(&[
+            self.rounds.view().address,
+            two_in_one(number(kernel, few_rows)?, number(kernel, width / 4)?),
+            lost,
+            known,
+            patience_ns,
+            two_in_one(n, me),
+        ]);
+        Ok(words)
+    }
+
+    pub(super) fn check_place(&self, card: &Card, kernel: &'static str) -> Result<(), CudaError> {
+        ensure(kernel, self.rounds.view().ordinal() == card.ordinal(), "another card's place")
+    }
+
+    /// Whether rows that this card throws find room in the others' inboxes.
+    pub(super) fn check_thrown(
+        &self,
+        card: &Card,
+        kernel: &'static str,
+        (n_rows, width): (usize, usize),
+    ) -> Result<(), CudaError> {
+        self.check_place(card, kernel)?;
+        ensure(kernel, width == self.together.width, "rows of another width than inboxes have")?;
+        ensure(kernel, n_rows <= self.together.few_rows, "more rows than inboxes have")
     }
 
     pub fn lost_flag(&self) -> LostFlag {
@@ -308,8 +351,8 @@ mod tests {
     #[test]
     fn an_inbox_has_room_for_two_rounds_of_every_sender() {
         let together = Together { few_rows: 256, width: 4096, patience: Duration::from_secs(10) };
-        // Each packet of 16 bytes carries 8.
-        assert_eq!(together.inbox_bytes(2), 2 * 2 * 256 * 4096 * 2 * 2);
+        // Each packet of 16 bytes carries 8, and is counted in 4.
+        assert_eq!(together.inbox_bytes(2), 2 * 2 * 256 * 4096 * 2 * 2 + 256 * 4096);
         assert_eq!(Together { few_rows: 0, ..together }.inbox_bytes(4), 0);
     }
 }

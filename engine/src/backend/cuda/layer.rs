@@ -6,7 +6,7 @@
 
 use kernels::cuda::{
     AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, OwedNorm, OwnForm, OwnProduct,
-    ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
+    Peers, ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -125,9 +125,8 @@ impl Decoder {
         after: After<'_>,
     ) -> Result<Normed, CudaError> {
         let (n, hidden, k) = (pass.dims.n_tokens, self.sizes.hidden, matrix.columns);
-        // Each rank has a part of what is given, and has to add up all of them first.
-        let is_all = pass.peers.is_none();
-        let form = form_unbiased(pass, matrix).filter(|_| is_all && after.can_end);
+        let are_thrown = pass.peers.as_deref().is_none_or(|peers| self.throws(peers, n));
+        let form = form_unbiased(pass, matrix).filter(|_| are_thrown && after.can_end);
         let Workspace { attended, gated, given, residual, normed, squares, .. } = &mut *pass.space;
         let x = match gift {
             Gift::Attended => attended.slice(0..n * k),
@@ -141,7 +140,11 @@ impl Decoder {
                 weight: after.norm.view(),
                 squares: squares.view_mut().slice(0..n * n_parts),
             };
-            pass.card.multiply_own(form, OwnProduct::plain(w, x, k), Ending::Added(added))?;
+            let ending = match pass.peers.as_deref_mut() {
+                None => Ending::Added(added),
+                Some(peers) => Ending::Joined(added, peers),
+            };
+            pass.card.multiply_own(form, OwnProduct::plain(w, x, k), ending)?;
             return Ok(Normed::Owed { n_parts });
         }
         linear((pass.card, pass.products), &mut given.view_mut().slice(0..n * hidden), matrix, x)?;
@@ -160,14 +163,18 @@ impl Decoder {
             None => pass.card.add_rms_norm(out, residual, part, weight, epsilon),
             Some(peers) => {
                 let sum = SumRows { out, residual, part, weight, epsilon };
-                // The two ways sum a row's squares in orders of their own.
-                let has_one_way = self.chunk_tokens.is_some();
-                match !has_one_way && pass.dims.n_tokens <= peers.few_rows() {
+                match self.throws(peers, pass.dims.n_tokens) {
                     true => pass.card.sum_few_rows(peers, sum),
                     false => pass.card.sum_many_rows(peers, sum),
                 }
             }
         }
+    }
+
+    /// Whether ranks throw their parts of so many rows to each other, which is one of the two ways of adding them up. The
+    /// two sum a row's squares in orders of their own: where answers are to be the same in any company there is one way.
+    fn throws(&self, peers: &Peers, n_rows: usize) -> bool {
+        self.chunk_tokens.is_none() && n_rows <= peers.few_rows()
     }
 
     /// What a product has to make up for.

@@ -66,7 +66,7 @@ pub(super) fn tune(
 ) -> Result<(), CudaError> {
     let Tools { card, decoder, products, space, .. } = tools;
     let about = format!(
-        "{} {}, cuBLASLt {}, in company and with what comes after",
+        "{} {}, cuBLASLt {}, in company and with what comes after, of ranks too",
         card.name(),
         card.arch(),
         products.library_version()

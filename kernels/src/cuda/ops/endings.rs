@@ -6,8 +6,9 @@ use super::fp8::check_rows;
 use super::skinny::SkinnyForm;
 use super::{
     BLOCK_TOKENS, Bf16, Card, CudaError, Element, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut, ensure,
-    number, rows_of,
+    number, rows_of, two_in_one,
 };
+use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
 /// How a product is done by one of our own kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +44,8 @@ pub enum Ending<'a> {
     /// The matrix is rows of a gate and then as many of what it lets through: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
     Added(AddedRows<'a>),
+    /// The same where each rank has a part of every sum: all ranks do this product, of the same sizes and in the same form.
+    Joined(AddedRows<'a>, &'a mut Peers),
     Heads(HeadsRows<'a>),
 }
 
@@ -102,13 +105,13 @@ pub(super) struct Owed {
     epsilon: f32,
 }
 
-/// The fields of an ending in endings.cuh, of whichever there is; a kernel takes as many as it has.
+/// The fields of an ending in endings.cuh, of whichever there is, in words of 8 bytes; a kernel takes as many as it has.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-pub(super) struct EndingWords {
-    addresses: [u64; 8],
-    rest: [u32; 8],
-}
+pub(super) struct EndingWords([u64; ADDED_WORDS + INBOXES_WORDS]);
+
+/// Words of what is added.
+const ADDED_WORDS: usize = 5;
 
 /// By what comes after a product.
 pub(super) struct KernelNames {
@@ -116,6 +119,7 @@ pub(super) struct KernelNames {
     pub(super) wide: &'static str,
     pub(super) gated: &'static str,
     pub(super) added: &'static str,
+    pub(super) joined: &'static str,
     pub(super) heads: &'static str,
 }
 
@@ -127,6 +131,7 @@ macro_rules! kernel_names {
             wide: concat!($family, "_wide_", $form),
             gated: concat!($family, "_gated_", $form),
             added: concat!($family, "_added_", $form),
+            joined: concat!($family, "_joined_", $form),
             heads: concat!($family, "_heads_", $form),
         }
     };
@@ -205,7 +210,9 @@ impl<'a> OwnProduct<'a> {
         let sizes = Sizes { n: number(kernel, n)?, k: number(kernel, k)?, n_rows: number(kernel, n_rows)? };
         let n_parts = match ending {
             Ending::Gated(_) => (n / 2).div_ceil(form.unit()),
-            Ending::Sums(_) | Ending::Wide(_) | Ending::Added(_) | Ending::Heads(_) => form.parts(n),
+            Ending::Sums(_) | Ending::Wide(_) | Ending::Added(_) | Ending::Joined(..) | Ending::Heads(_) => {
+                form.parts(n)
+            }
         };
         Ok(Checked { sizes, owed, ending: ending.words(kernel, n_parts)?, n_parts })
     }
@@ -245,6 +252,10 @@ impl Ending<'_> {
                 ensure(kernel, y.len() == n / 2 * n_rows, "an output that is not rows by half the rows")
             }
             Self::Added(added) => added.check(card, kernel, (n, n_rows), form.parts(n)),
+            Self::Joined(added, peers) => {
+                peers.check_thrown(card, kernel, (n_rows, n))?;
+                added.check(card, kernel, (n, n_rows), form.parts(n))
+            }
             Self::Heads(heads) => heads.check(card, kernel, (n, n_rows), form),
         }
     }
@@ -252,37 +263,22 @@ impl Ending<'_> {
     fn words(&self, kernel: &'static str, n_parts: usize) -> Result<EndingWords, CudaError> {
         let mut words = EndingWords::default();
         match self {
-            Self::Sums(y) | Self::Gated(y) => words.addresses[0] = y.address,
-            Self::Wide(y) => words.addresses[0] = y.address,
-            Self::Added(AddedRows { residual, out, weight, squares }) => {
-                words.addresses[..4].copy_from_slice(&[
-                    residual.address,
-                    out.address,
-                    weight.address,
-                    squares.address,
-                ]);
-                // It follows the last of the addresses.
-                words.addresses[4] = u64::from(number(kernel, n_parts)?);
+            Self::Sums(y) | Self::Gated(y) => words.0[0] = y.address,
+            Self::Wide(y) => words.0[0] = y.address,
+            Self::Added(added) => words.begin(&added.words(kernel, n_parts)?),
+            Self::Joined(added, peers) => {
+                words.begin(&added.words(kernel, n_parts)?);
+                words.0[ADDED_WORDS..].copy_from_slice(&peers.inboxes(kernel)?);
             }
-            Self::Heads(HeadsRows { rope, bias }) => {
-                let RopeWriteKv { qkv, pages, positions, slots, turns, norms, kv, .. } = rope;
-                let [q_norm, k_norm] = norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
-                let bias = bias.map_or(0, |bias| bias.address);
-                let (positions, slots) = (positions.address, slots.address);
-                words.addresses =
-                    [qkv.address, pages.address, positions, slots, turns.address, bias, q_norm, k_norm];
-                words.rest[..7].copy_from_slice(&[
-                    number(kernel, rope.n_q_heads)?,
-                    number(kernel, kv.n_kv_heads)?,
-                    number(kernel, kv.head_dim)?,
-                    number(kernel, kv.n_blocks * BLOCK_TOKENS)?,
-                    number(kernel, rows_of(kernel, turns.len(), kv.head_dim / 2)?)?,
-                    u32::from(kv.number == KvNumber::Fp8),
-                    rope.epsilon.to_bits(),
-                ]);
-            }
+            Self::Heads(heads) => words.begin(&heads.words(kernel)?),
         }
         Ok(words)
+    }
+}
+
+impl EndingWords {
+    fn begin(&mut self, words: &[u64]) {
+        self.0[..words.len()].copy_from_slice(words);
     }
 }
 
@@ -312,6 +308,12 @@ impl AddedRows<'_> {
         ensure(kernel, weight.len() == n, "a norm that is not as wide as a row")?;
         ensure(kernel, squares.len() == n_parts * n_rows, "not one sum of squares for each part of a row")
     }
+
+    fn words(&self, kernel: &'static str, n_parts: usize) -> Result<[u64; ADDED_WORDS], CudaError> {
+        let Self { residual, out, weight, squares } = self;
+        let n_parts = u64::from(number(kernel, n_parts)?);
+        Ok([residual.address, out.address, weight.address, squares.address, n_parts])
+    }
 }
 
 impl HeadsRows<'_> {
@@ -333,6 +335,28 @@ impl HeadsRows<'_> {
         card.check_places(kernel, &[bias], &[])?;
         ensure(kernel, bias.len() == n, "a bias that is not as wide as all heads")
     }
+
+    fn words(&self, kernel: &'static str) -> Result<[u64; 12], CudaError> {
+        let RopeWriteKv { qkv, pages, positions, slots, turns, norms, kv, .. } = &self.rope;
+        let [q_norm, k_norm] = norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
+        let bias = self.bias.map_or(0, |bias| bias.address);
+        let n_positions = rows_of(kernel, turns.len(), kv.head_dim / 2)?;
+        let of_size = |size: usize| number(kernel, size);
+        Ok([
+            qkv.address,
+            pages.address,
+            positions.address,
+            slots.address,
+            turns.address,
+            bias,
+            q_norm,
+            k_norm,
+            two_in_one(of_size(self.rope.n_q_heads)?, of_size(kv.n_kv_heads)?),
+            two_in_one(of_size(kv.head_dim)?, of_size(kv.n_blocks * BLOCK_TOKENS)?),
+            two_in_one(of_size(n_positions)?, u32::from(kv.number == KvNumber::Fp8)),
+            u64::from(self.rope.epsilon.to_bits()),
+        ])
+    }
 }
 
 impl KernelNames {
@@ -342,12 +366,13 @@ impl KernelNames {
             Ending::Wide(_) => self.wide,
             Ending::Gated(_) => self.gated,
             Ending::Added(_) => self.added,
+            Ending::Joined(..) => self.joined,
             Ending::Heads(_) => self.heads,
         }
     }
 
     pub(super) fn has(&self, kernel: &str) -> bool {
-        [self.sums, self.wide, self.gated, self.added, self.heads].contains(&kernel)
+        [self.sums, self.wide, self.gated, self.added, self.joined, self.heads].contains(&kernel)
     }
 }
 

@@ -118,8 +118,13 @@ impl Card {
 }
 
 /// A size as kernels count. Views of such lengths fit no card's memory otherwise.
-fn number(kernel: &'static str, size: usize) -> Result<u32, CudaError> {
+pub(super) fn number(kernel: &'static str, size: usize) -> Result<u32, CudaError> {
     u32::try_from(size).map_err(|_| CudaError::Argument { kernel, wrong: "a size of more than 32 bits" })
+}
+
+/// Two neighbouring fields of 32 bits, as a word of both: cards and this machine are little-endian.
+pub(super) fn two_in_one(first: u32, second: u32) -> u64 {
+    u64::from(first) | u64::from(second) << 32
 }
 
 /// Rows of so many numbers, without a rest.

@@ -29,7 +29,7 @@ impl SumRows<'_> {
     fn check(&self, card: &Card, kernel: &'static str, peers: &Peers) -> Result<(usize, usize), CudaError> {
         let Self { out, residual, part, weight, .. } = self;
         card.check_places(kernel, &[out, residual, part, weight], &[])?;
-        ensure(kernel, peers.rounds.view().ordinal() == card.ordinal(), "another card's place")?;
+        peers.check_place(card, kernel)?;
         let width = weight.len();
         ensure(kernel, width.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
         ensure(kernel, width <= WIDTH_MAX, "rows wider than 16,384")?;
@@ -44,16 +44,13 @@ impl Card {
     pub fn sum_few_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
         let kernel = "sum_few_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
-        let rooms = peers.together;
-        ensure(kernel, width == rooms.width, "rows of another width than inboxes have")?;
-        ensure(kernel, n_rows <= rooms.few_rows, "more rows than inboxes have")?;
+        peers.check_thrown(self, kernel, (n_rows, width))?;
         if n_rows == 0 {
             return Ok(());
         }
-        let (width, rows_max) = (number(kernel, width)?, number(kernel, rooms.few_rows)?);
         let config = grid(n_rows, 1, FEW_THREADS);
         let SumRows { out, residual, part, weight, epsilon } = sum;
-        let rounds = peers.rounds.view_mut().address;
+        let inboxes = peers.inboxes(kernel)?;
         launch!(
             self,
             kernel,
@@ -62,12 +59,8 @@ impl Card {
             &residual.address,
             &part.address,
             &weight.address,
-            &width,
             &epsilon,
-            &peers.inboxes,
-            &rounds,
-            &rows_max,
-            &peers.ranks
+            &inboxes
         )
     }
 

@@ -1,0 +1,364 @@
+//! Products whose sums two cards have parts of, added up by the kernels that multiply: to the bit what is made of both parts in
+//! f32 on the processor, and as near to it as numbers in bf16 are where there are no such parts (FP8); then thousands of them, and
+//! of products and sums by kernels of their own, in turn; and how long they take.
+
+use std::time::Duration;
+
+use baton_kernels::cuda::{
+    AddedRows, Bf16, Buffer, Card, CudaError, Ending, Graph, OwnForm, OwnProduct, Peers, SumRows, Weights,
+};
+use serde_json::{Value, json};
+
+use super::check_endings::forms;
+use super::check_ranks::{
+    EPSILON, GRAPHS, N_INPUTS, N_TIMED, PATIENCE, ROUNDS_OF_GRAPH, Side, added, middle, peers,
+};
+use super::check_rows::POISON;
+use super::draw::{Draw, wide};
+use super::extent::Extent;
+use super::fp8::Matrix;
+use super::measure::BEYOND_CACHES;
+use super::verdict::{BF16_ERROR, Verdicts};
+
+/// What a card multiplies: not what the other one does.
+struct Inputs {
+    matrix: Matrices,
+    k: usize,
+    x: Buffer<Bf16>,
+}
+
+enum Matrices {
+    /// A matrix of so many numbers, once or several times.
+    Bf16 {
+        numbers: Buffer<Bf16>,
+        len: usize,
+    },
+    Fp8(Matrix),
+}
+
+/// What sums are added to.
+struct Stream {
+    width: usize,
+    part: Buffer<Bf16>,
+    residual: Buffer<Bf16>,
+    out: Buffer<Bf16>,
+    norm: Buffer<Bf16>,
+    squares: Buffer<f32>,
+}
+
+/// How sums of both cards are added up. As numbers: places in what each makes of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    InTwo,
+    Joined,
+}
+
+/// The matrix, as far as a card has it: rows, columns, and whether it is in FP8.
+type Shape = (usize, usize, bool);
+
+pub(crate) fn all(sides: &[Side; 2], extent: Extent, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    for (width, k) in extent.of(&[(200, 264), (8, 40), (4096, 1024)], 2) {
+        for is_fp8 in [false, true] {
+            for n_rows in extent.of(&[3, 128, 1, 8, 17, 64], 2) {
+                alike(sides, verdicts, (*width, *k, is_fp8), *n_rows)?;
+            }
+        }
+    }
+    if extent == Extent::Whole {
+        for n_rows in [1, 8, 40] {
+            rounds(sides, verdicts, n_rows)?;
+        }
+    }
+    Ok(())
+}
+
+impl Inputs {
+    fn new(
+        card: &Card,
+        (width, k, is_fp8): Shape,
+        n_rows: usize,
+        (nth, n_copies): (usize, usize),
+    ) -> Result<Self, CudaError> {
+        let mut draw = Draw::new((7 * width * k + nth) as u64);
+        let len = width * k;
+        let matrix = if is_fp8 {
+            Matrices::Fp8(Matrix::drawn(card, &mut draw, width, k)?)
+        } else {
+            let numbers = draw.many(n_copies * len, 1.0 / (k as f32).sqrt());
+            Matrices::Bf16 { numbers: card.upload(&numbers)?, len }
+        };
+        Ok(Self { matrix, k, x: card.upload(&draw.narrow(n_rows * k, 1.0))? })
+    }
+
+    fn product(&self, n_rows: usize, nth: usize) -> OwnProduct<'_> {
+        let w = match &self.matrix {
+            Matrices::Bf16 { numbers, len } => {
+                let first = nth % (numbers.len() / len) * len;
+                Weights::Bf16(numbers.slice(first..first + len))
+            }
+            Matrices::Fp8(matrix) => matrix.weights(),
+        };
+        OwnProduct::plain(w, self.x.slice(0..n_rows * self.k), self.k)
+    }
+}
+
+impl Stream {
+    fn new(card: &Card, width: usize, n_rows: usize) -> Result<Self, CudaError> {
+        let n = n_rows * width;
+        let mut draw = Draw::new(n as u64);
+        let mut stream = Self {
+            width,
+            part: card.buffer(n)?,
+            residual: card.upload(&draw.narrow(n, 2.0))?,
+            out: card.buffer(n)?,
+            norm: card.upload(&draw.narrow(width, 1.5))?,
+            // As many as any form has, of rows that may end in the middle of what is summed up together.
+            squares: card.buffer(n_rows * width.div_ceil(16))?,
+        };
+        card.fill(stream.part.view_mut(), POISON)?;
+        card.fill(stream.out.view_mut(), POISON)?;
+        card.fill(stream.squares.view_mut(), POISON)?;
+        Ok(stream)
+    }
+
+    fn multiply(&mut self, card: &Card, form: OwnForm, product: OwnProduct<'_>) -> Result<(), CudaError> {
+        let n = product.x.len() / product.k * self.width;
+        card.multiply_own(form, product, Ending::Sums(self.part.view_mut().slice(0..n)))
+    }
+
+    /// What a card has of the sums, before it is added up: in bf16, where it is thrown by a kernel of its own or there is nothing
+    /// finer, or in f32.
+    fn parts(
+        &mut self,
+        card: &Card,
+        (form, way): (OwnForm, Way),
+        product: OwnProduct<'_>,
+    ) -> Result<Vec<f32>, CudaError> {
+        let n = product.x.len() / product.k * self.width;
+        if way == Way::InTwo || matches!(product.w, Weights::Fp8(_)) {
+            self.multiply(card, form, product)?;
+            return Ok(card.download(self.part.slice(0..n))?.into_iter().map(f32::from).collect());
+        }
+        let mut parts = card.buffer::<f32>(n)?;
+        card.multiply_own(form, product, Ending::Wide(parts.view_mut()))?;
+        card.download(parts.view())
+    }
+
+    fn give(
+        &mut self,
+        card: &Card,
+        peers: &mut Peers,
+        (form, way): (OwnForm, Way),
+        product: OwnProduct<'_>,
+    ) -> Result<(), CudaError> {
+        let n_rows = product.x.len() / product.k;
+        let n = n_rows * self.width;
+        match way {
+            Way::InTwo => {
+                self.multiply(card, form, product)?;
+                let Self { part, residual, out, norm, .. } = self;
+                let sum = SumRows {
+                    out: out.view_mut().slice(0..n),
+                    residual: residual.view_mut().slice(0..n),
+                    part: part.slice(0..n),
+                    weight: norm.view(),
+                    epsilon: EPSILON,
+                };
+                card.sum_few_rows(peers, sum)
+            }
+            Way::Joined => {
+                let n_parts = form.parts(self.width);
+                let Self { residual, out, norm, squares, .. } = self;
+                let added = AddedRows {
+                    residual: residual.view_mut().slice(0..n),
+                    out: out.view_mut().slice(0..n),
+                    weight: norm.view(),
+                    squares: squares.view_mut().slice(0..n_rows * n_parts),
+                };
+                card.multiply_own(form, product, Ending::Joined(added, peers))
+            }
+        }
+    }
+}
+
+/// Every form.
+fn alike(sides: &[Side; 2], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -> Result<(), CudaError> {
+    let (width, k, is_fp8) = shape;
+    let mut peers = peers(sides, width, PATIENCE)?;
+    let inputs = |nth: usize| Inputs::new(&sides[nth].card, shape, n_rows, (nth, 1));
+    let inputs = [inputs(0)?, inputs(1)?];
+    for form in forms(&sides[0].card, is_fp8, n_rows) {
+        let how = (form, Way::Joined);
+        let stream = |nth: usize| Stream::new(&sides[nth].card, width, n_rows);
+        let mut streams = [stream(0)?, stream(1)?];
+        let mut parts = vec![];
+        for ((side, stream), inputs) in sides.iter().zip(&mut streams).zip(&inputs) {
+            parts.push(stream.parts(&side.card, how, inputs.product(n_rows, 0))?);
+        }
+        let old = sides[0].card.download(streams[0].residual.view())?;
+        let expected: Vec<Bf16> =
+            old.iter().enumerate().map(|(i, old)| added(*old, [parts[0][i], parts[1][i]])).collect();
+        for (nth, stream) in streams.iter_mut().enumerate() {
+            stream.give(&sides[nth].card, &mut peers[nth], how, inputs[nth].product(n_rows, 0))?;
+        }
+        let mut residuals = vec![];
+        for (nth, stream) in streams.iter().enumerate() {
+            let name = format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, card {nth}");
+            let card = &sides[nth].card;
+            let residual = card.download(stream.residual.view())?;
+            match is_fp8 {
+                true => verdicts.compare(
+                    format!("{name}, residual"),
+                    &wide(&residual),
+                    &wide(&expected),
+                    BF16_ERROR,
+                ),
+                false => verdicts.holds(format!("{name}, residual"), residual == expected),
+            }
+            verdicts.holds(format!("{name}, nobody lost"), !peers[nth].lost_flag().is_raised());
+            let (found, norm) = (wide(&residual), wide(&card.download(stream.norm.view())?));
+            let times: Vec<f64> = found.iter().zip(norm.iter().cycle()).map(|(x, by)| x * by).collect();
+            let out = wide(&card.download(stream.out.view())?);
+            verdicts.compare(format!("{name}, out"), &out, &times, BF16_ERROR);
+            let of_part = if form.norms_heads() { 128 } else { 16 };
+            let parts = found.chunks(width).flat_map(|row| row.chunks(of_part));
+            let parts: Vec<f64> = parts.map(|part| part.iter().map(|x| x * x).sum()).collect();
+            let squares = card.download(stream.squares.slice(0..parts.len()))?;
+            let squares: Vec<f64> = squares.into_iter().map(f64::from).collect();
+            verdicts.compare(format!("{name}, squares"), &squares, &parts, 1e-5);
+            residuals.push(residual);
+        }
+        let name = format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, both cards alike");
+        verdicts.holds(name, residuals[0] == residuals[1]);
+    }
+    Ok(())
+}
+
+/// Thousands of sums, one on top of the other: by every form, in both ways, of all rows and of one.
+fn rounds(sides: &[Side; 2], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), CudaError> {
+    let shape @ (width, ..) = (256, 512, false);
+    let forms = forms(&sides[0].card, false, n_rows);
+    let form = |round: usize| round % forms.len();
+    let input = |round: usize| round % N_INPUTS;
+    let rows = |round: usize| if round % 4 == 3 { 1 } else { n_rows };
+    let way = |round: usize| if round % 5 == 4 { Way::InTwo } else { Way::Joined };
+    let mut peers = peers(sides, width, PATIENCE)?;
+    let (mut streams, mut inputs, mut parts, mut graphs) = (vec![], vec![], vec![], vec![]);
+    for (nth, Side { card, .. }) in sides.iter().enumerate() {
+        let drawn = |of: usize| Inputs::new(card, shape, n_rows, (N_INPUTS * nth + of, 1));
+        let of_side = (0..N_INPUTS).map(drawn).collect::<Result<Vec<_>, _>>()?;
+        let mut stream = Stream::new(card, width, n_rows)?;
+        // What each form makes of each input, to be added up in each way.
+        let mut of_forms = vec![];
+        for form in &forms {
+            for input in &of_side {
+                let mut of_way = |way| stream.parts(card, (*form, way), input.product(n_rows, 0));
+                of_forms.push([of_way(Way::InTwo)?, of_way(Way::Joined)?]);
+            }
+        }
+        streams.push(stream);
+        inputs.push(of_side);
+        parts.push(of_forms);
+    }
+    // The first ones load code, which cannot be recorded.
+    for form in &forms {
+        for way in [Way::InTwo, Way::Joined] {
+            for nth in [0, 1] {
+                let product = inputs[nth][0].product(n_rows, 0);
+                streams[nth].give(&sides[nth].card, &mut peers[nth], (*form, way), product)?;
+            }
+        }
+    }
+    for (nth, (Side { card, .. }, stream)) in sides.iter().zip(&mut streams).enumerate() {
+        card.fill(stream.residual.view_mut(), 0)?;
+        let peers = &mut peers[nth];
+        graphs.push(card.record(|| {
+            (0..ROUNDS_OF_GRAPH).try_for_each(|round| {
+                let product = inputs[nth][input(round)].product(rows(round), 0);
+                stream.give(card, peers, (forms[form(round)], way(round)), product)
+            })
+        })?);
+        card.synchronize()?;
+    }
+    for _ in 0..GRAPHS {
+        graphs.iter_mut().try_for_each(Graph::launch)?;
+    }
+    let mut expected = vec![Bf16::default(); n_rows * width];
+    for round in (0..GRAPHS).flat_map(|_| 0..ROUNDS_OF_GRAPH) {
+        let of = form(round) * N_INPUTS + input(round);
+        for (i, sum) in expected.iter_mut().take(rows(round) * width).enumerate() {
+            *sum = added(*sum, [0, 1].map(|card: usize| parts[card][of][way(round) as usize][i]));
+        }
+    }
+    for (nth, Side { card, .. }) in sides.iter().enumerate() {
+        let is_right = card.download(streams[nth].residual.view())? == expected;
+        let name =
+            format!("{} rounds, joined and in two, {n_rows} rows, card {nth}", GRAPHS * ROUNDS_OF_GRAPH);
+        verdicts.holds(name, is_right && !peers[nth].lost_flag().is_raised());
+    }
+    drop(graphs);
+    Ok(())
+}
+
+/// A card whose peer does not come gives up in its time, and says so.
+pub(crate) fn lost(sides: &[Side; 2], verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let (card, width, n_rows) = (&sides[0].card, 4096, 8);
+    let inputs = Inputs::new(card, (width, 512, false), n_rows, (0, 1))?;
+    for form in forms(card, false, n_rows) {
+        let mut peers = peers(sides, width, Duration::from_millis(100))?;
+        let mut stream = Stream::new(card, width, n_rows)?;
+        let start = card.mark()?;
+        stream.give(card, &mut peers[0], (form, Way::Joined), inputs.product(n_rows, 0))?;
+        let ms = start.ms_until(&card.mark()?)?;
+        verdicts.holds(format!("joined: a lost card is given up ({ms:.0} ms), {form:?}"), ms < 2000.0);
+        verdicts.holds("joined: all cards are told of a lost one", peers[1].lost_flag().is_raised());
+    }
+    Ok(())
+}
+
+/// Both ways of every form, for two ranks' parts of an 8B model's matrices.
+pub(crate) fn times(sides: &[Side; 2], lines: &mut Vec<Value>) -> Result<(), CudaError> {
+    let width = 4096;
+    for (name, k) in [("o", 2048), ("down", 7168)] {
+        let n_copies = BEYOND_CACHES / (2 * width * k) + 1;
+        let inputs = |nth: usize| Inputs::new(&sides[nth].card, (width, k, false), 64, (nth, n_copies));
+        let inputs = [inputs(0)?, inputs(1)?];
+        for n_rows in [1, 8, 64] {
+            for form in forms(&sides[0].card, false, n_rows) {
+                let mut line = json!({"matrix": name, "rows": n_rows, "form": format!("{form:?}")});
+                for (of, way) in [("in_two_us", Way::InTwo), ("joined_us", Way::Joined)] {
+                    line[of] = json!(time(sides, &inputs, n_rows, (form, way))?);
+                }
+                eprintln!("a product and its sum over two cards: {line}");
+                lines.push(line);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn time(
+    sides: &[Side; 2],
+    inputs: &[Inputs; 2],
+    n_rows: usize,
+    how: (OwnForm, Way),
+) -> Result<f64, CudaError> {
+    let width = 4096;
+    let mut peers = peers(sides, width, PATIENCE)?;
+    let stream = |nth: usize| Stream::new(&sides[nth].card, width, n_rows);
+    let mut streams = [stream(0)?, stream(1)?];
+    for nth in [0, 1] {
+        let product = inputs[nth].product(n_rows, 0);
+        streams[nth].give(&sides[nth].card, &mut peers[nth], how, product)?;
+    }
+    let mut graphs = vec![];
+    for ((nth, stream), peers) in streams.iter_mut().enumerate().zip(&mut peers) {
+        let card = &sides[nth].card;
+        graphs.push(card.record(|| {
+            (0..N_TIMED).try_for_each(|at| stream.give(card, peers, how, inputs[nth].product(n_rows, at)))
+        })?);
+    }
+    let time = middle(sides, &mut graphs)?;
+    drop(graphs);
+    Ok(time)
+}
