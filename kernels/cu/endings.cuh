@@ -27,7 +27,7 @@ struct Owed {
     // none.
     template <u32 ROWS>
     __device__ __forceinline__ void scales(float (&scale)[ROWS], u32 first, u32 n_rows) const {
-        constexpr u32 AT_ONCE = ROWS < 8 ? 8 / ROWS : 1;
+        constexpr u32 AT_ONCE = ROWS < 8 ? 8 / ROWS : 2;
         if (squares == nullptr) {
 #pragma unroll
             for (u32 i = 0; i < ROWS; i++) scale[i] = 1.f;

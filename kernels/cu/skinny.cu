@@ -26,27 +26,29 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const bf16* w, const b
             weights[i][half] = at + t * 8 < k ? constant8(rows[half] + at) : Eight{0, 0, 0, 0};
     }
     wait_for_last();
+    Eight numbers[UNROLL];
+    bool is_row = g < shape.n_rows;
+#pragma unroll
+    for (u32 i = 0; i < UNROLL; i++) {
+        u32 at = (warp * UNROLL + i) * 32;
+        numbers[i] = is_row && at + t * 8 < k ? load8(of_x + at) : Eight{0, 0, 0, 0};
+    }
     // Warps take turns of UNROLL * 32 numbers along k, so that together they read rows in long runs.
     for (u32 turn = warp * UNROLL * 32; turn < k; turn += WARPS * UNROLL * 32) {
-        Eight numbers[UNROLL];
-#pragma unroll
-        for (u32 i = 0; i < UNROLL; i++) {
-            u32 at = turn + i * 32;
-            bool here = at + t * 8 < k && g < shape.n_rows;
-            numbers[i] = here ? load8(of_x + at) : Eight{0, 0, 0, 0};
-        }
 #pragma unroll
         for (u32 i = 0; i < UNROLL; i++) {
             u32 next = turn + WARPS * UNROLL * 32 + i * 32;
             Eight &a = weights[i][0], &b = weights[i][1], &v = numbers[i];
             mma(sum, a.pair[0], b.pair[0], a.pair[1], b.pair[1], v.pair[0], v.pair[1]);
             mma(sum, a.pair[2], b.pair[2], a.pair[3], b.pair[3], v.pair[2], v.pair[3]);
-            // As soon as these are used, the ones of the next turn take their place.
+            // As soon as these are used, the ones of the next turn take their place. Those of x, too: eight rows do not stay in
+            // the first cache, and a warp that waits for the second asks for no weights.
             if (next + t * 8 < k) {
                 a = constant8(rows[0] + next);
                 b = constant8(rows[1] + next);
+                v = is_row ? load8(of_x + next) : Eight{0, 0, 0, 0};
             } else {
-                a = b = Eight{0, 0, 0, 0};
+                a = b = v = Eight{0, 0, 0, 0};
             }
         }
     }

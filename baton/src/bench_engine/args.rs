@@ -73,7 +73,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, default_value_t = 128, value_name = "N")]
     pub(crate) request_output: usize,
     /// Tokens of a step of theirs.
-    #[arg(long, default_value_t = 4096, value_name = "N")]
+    #[arg(long, default_value_t = 8192, value_name = "N")]
     pub(crate) request_step_tokens: usize,
     /// The most tokens of a step.
     #[arg(long, default_value_t = 8192, value_name = "N")]
