@@ -198,7 +198,7 @@ pub(crate) fn cut(
 /// | 40 blocks, at most 8 a piece | pieces |
 /// |---|---|
 /// | as they are | 8, 8, 8, 8, 8 |
-/// | tapered, a quarter of 8 at least, a third of the rest at most | 2, 4, 8, 8, 6, 4, 2, 2, 2, 2 |
+/// | tapered, first a quarter of 8, a third of the rest at most, a quarter of 8 at least | 2, 4, 8, 8, 6, 4, 2, 2, 2, 2 |
 pub(crate) fn cut_tall(
     page_bytes: impl Fn(u16) -> usize,
     span: &KvSpan,
@@ -234,15 +234,15 @@ impl Sizes {
     fn new(max: u32, n_blocks: u32, taper: Option<Taper>) -> Self {
         match taper.filter(|_| n_blocks > 2 * max) {
             None => Self { max, least: max, grown: max, share: 1 },
-            Some(Taper { least_part, share }) => {
-                let least = (max / least_part.max(1)).max(1);
-                Self { max, least, grown: least, share: share.max(1) }
+            Some(Taper { first_part, least_part, share }) => {
+                let part = |of: u32| (max / of.max(1)).max(1);
+                Self { max, least: part(least_part), grown: part(first_part), share: share.max(1) }
             }
         }
     }
 
     fn next(&mut self, rest: u32) -> u32 {
-        let size = self.grown.min(rest / self.share).max(self.least).min(rest);
+        let size = self.grown.min((rest / self.share).max(self.least)).min(rest);
         self.grown = (2 * self.grown).min(self.max);
         size
     }

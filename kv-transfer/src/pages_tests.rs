@@ -152,14 +152,15 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
 
 #[test]
 fn of_many_pieces_the_first_and_the_last_are_small() {
-    let sizes_of = |n_blocks: u32, share: u32| -> Vec<usize> {
-        let taper = Some(Taper { least_part: 4, share });
+    let tapered = |n_blocks: u32, taper: Taper| -> Vec<usize> {
+        let taper = Some(taper);
         let pieces = cut_tall(|_| 512, &span(0..3, 7..7 + n_blocks), (8 * 3 * 512, 1000), taper);
         let starts: Vec<u32> = pieces.iter().map(|piece| piece.blocks.start).collect();
         let ends = std::iter::once(7).chain(pieces.iter().map(|piece| piece.blocks.end));
         assert_eq!(starts, ends.take(pieces.len()).collect::<Vec<_>>(), "without a gap");
         pieces.iter().map(|piece| piece.blocks.len()).collect()
     };
+    let sizes_of = |n_blocks, share| tapered(n_blocks, Taper { first_part: 4, least_part: 4, share });
     assert_eq!(sizes_of(40, 3), [2, 4, 8, 8, 6, 4, 2, 2, 2, 2]);
     assert_eq!(sizes_of(40, 1), [2, 4, 8, 8, 8, 8, 2]);
     assert_eq!(sizes_of(17, 2), [2, 4, 5, 3, 2, 1]);
@@ -167,4 +168,13 @@ fn of_many_pieces_the_first_and_the_last_are_small() {
     assert_eq!(sizes_of(16, 3), [8, 8]);
     assert_eq!(sizes_of(1, 3), [1]);
     assert!(sizes_of(0, 3).is_empty());
+    for (first_part, least_part, expected) in [
+        (1, 4, &[8, 8, 8, 8, 4, 2, 2][..]),
+        (2, 4, &[4, 8, 8, 8, 6, 3, 2, 1]),
+        (4, 1, &[2, 4, 8, 8, 8, 8, 2]),
+        (8, 4, &[1, 2, 4, 8, 8, 8, 4, 2, 2, 1]),
+    ] {
+        let taper = Taper { first_part, least_part, share: 2 };
+        assert_eq!(tapered(40, taper), expected, "{taper:?}");
+    }
 }

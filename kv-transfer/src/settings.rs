@@ -42,11 +42,12 @@ pub struct TransferSettings {
     pub digests: bool,
 }
 
-/// Of many frames the first are the smallest, each twice as large as the one before; the last ones are shares of what is
-/// left.
+/// Of many frames the first are small, each twice as large as the one before; the last ones are shares of what is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Taper {
-    /// The smallest frame is this part of the largest.
+    /// The first frame is this part of the largest.
+    pub first_part: u32,
+    /// The smallest of the last ones is this part of the largest.
     pub least_part: u32,
     /// A frame is no more than this part of what is left.
     pub share: u32,

@@ -58,7 +58,7 @@ impl How {
             "what": self.wire, "ranks": self.ranks, "digests": self.digests,
             "blocks": if self.is_scattered { "scattered" } else { "neighbours" },
             "frame_mib": self.frame_bytes >> 20, "multiprocessors": self.multiprocessors, "awake_us": self.awake_us,
-            "taper": self.taper.map_or(json!("default"), |taper| json!([taper.least_part, taper.share])),
+            "taper": self.taper.map_or(json!("default"), |taper| json!([taper.first_part, taper.least_part, taper.share])),
         })
     }
 }
@@ -139,7 +139,10 @@ const NCCL: How = How { wire: "nccl", frames_larger: 128, frame_bytes: 64 << 20,
 
 /// What is measured: wires as they are by default, and what becomes of them if something is otherwise.
 fn ways() -> Vec<How> {
-    let tapered = |how: How, least_part, share| How { taper: Some(Taper { least_part, share }), ..how };
+    let tapered = |how: How, least_part, share| How {
+        taper: Some(Taper { first_part: least_part, least_part, share }),
+        ..how
+    };
     let with_digests = [
         IPC,
         NCCL,

@@ -42,7 +42,7 @@ const FRAMES_LARGER: usize = 96;
 const MULTIPROCESSORS: u32 = 16;
 /// From 8 MiB on, which is on its way while the next ones are told of; and shares of what is left, so that all lanes of the
 /// card are done at about the same time, and the last digests soon after.
-const TAPER: Taper = Taper { least_part: 6, share: 4 };
+const TAPER: Taper = Taper { first_part: 6, least_part: 6, share: 4 };
 /// Frames of a link that are under way at one time: a stream has one.
 const STREAMS: u16 = 6;
 

@@ -51,7 +51,7 @@ const MESSAGES_LARGER: usize = 128;
 
 /// Each message costs NCCL some microseconds, so few are small: the first, which is gathered before anything is sent, and
 /// the last ones, which are scattered when all has come.
-const TAPER: Taper = Taper { least_part: 4, share: 2 };
+const TAPER: Taper = Taper { first_part: 4, least_part: 4, share: 2 };
 
 /// Listens beside `tcp`. Refused where the KV is not on a card, cannot be moved 16 bytes at a time, or there is no NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
