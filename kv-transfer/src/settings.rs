@@ -37,6 +37,10 @@ pub struct TransferSettings {
     /// becomes of the last. `None`: as the connector was measured best with.
     #[serde(skip)]
     pub taper: Option<Taper>,
+    /// Communicators of a pair of nccl's, which take turns: two at most, and one where NCCL is older than 2.27. Fewer only
+    /// to measure what the second one gives: a node has no such setting.
+    #[serde(skip, default = "two")]
+    pub nccl_queues: usize,
     /// Whether digests are made and compared. Off only to measure what they cost: a node has no such setting.
     #[serde(skip, default = "on")]
     pub digests: bool,
@@ -57,6 +61,10 @@ fn on() -> bool {
     true
 }
 
+fn two() -> usize {
+    2
+}
+
 impl Default for TransferSettings {
     fn default() -> Self {
         Self {
@@ -71,6 +79,7 @@ impl Default for TransferSettings {
             rdma_device: String::new(),
             tall_frames: false,
             taper: None,
+            nccl_queues: two(),
             digests: true,
         }
     }

@@ -1,4 +1,4 @@
-//! What a queue for each pair of nodes promises, over the double: no GPU and no NCCL are here.
+//! What the queues of each pair of nodes promise, over the double: no GPU and no NCCL are here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,17 +8,27 @@ use baton_kv_transfer::connectors::nccl::{self, double::Double};
 use baton_kv_transfer::{ConnectorParts, KvConnector, TransferError, TransferSettings};
 use futures::future::join_all;
 use kv_cache::LayerFence;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
 
 const N_TOKENS: u32 = 5 * BLOCK_TOKENS;
 const STALL_MS: u64 = 400;
 const WITHIN: Duration = Duration::from_secs(20);
+/// Of a pair.
+const QUEUES: usize = 2;
 
 async fn pair_over(double: &Double) -> Pair {
+    pair_of(double, (QUEUES, QUEUES)).await
+}
+
+/// So many queues a pair may have, as far as the sender goes, and the receiver.
+async fn pair_of(double: &Double, (of_sender, of_receiver): (usize, usize)) -> Pair {
     let double = double.clone();
     let make: Make = Arc::new(move |parts: ConnectorParts| {
         let (double, settings) = (double.clone(), parts.settings.clone());
+        let nccl_queues = if parts.node.as_str() == "decode" { of_receiver } else { of_sender };
         // A message is many times larger than the setting: these are of a few pages.
-        let settings = TransferSettings { stall_ms: STALL_MS, frame_bytes: 16, ..settings };
+        let settings = TransferSettings { stall_ms: STALL_MS, frame_bytes: 16, nccl_queues, ..settings };
         let parts = ConnectorParts { settings, ..parts };
         Box::pin(async move {
             nccl::listen_double(parts, &double).await.expect("a free port") as Arc<dyn KvConnector>
@@ -60,7 +70,7 @@ async fn cancelled(pair: &Pair, nth: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn interleaved_transfers_share_one_queue_and_a_third_of_them_is_cancelled() {
+async fn interleaved_transfers_share_a_pair_and_a_third_of_them_is_cancelled() {
     let double = Double::default();
     let pair = Arc::new(pair_over(&double).await);
     let one = |nth: u64| {
@@ -74,7 +84,11 @@ async fn interleaved_transfers_share_one_queue_and_a_third_of_them_is_cancelled(
     };
     in_time(join_all((0..64).map(one))).await;
     pair.at_baseline().await;
-    assert_eq!((double.n_pairs(), double.n_given_up()), (1, 0), "a cancelled transfer costs nobody a pair");
+    assert_eq!(
+        (double.n_queues(), double.n_given_up()),
+        (QUEUES, 0),
+        "a cancelled transfer costs nobody a pair"
+    );
 }
 
 #[tokio::test]
@@ -98,11 +112,11 @@ async fn a_message_that_stands_still_costs_the_pair_and_the_next_transfer_has_a_
     assert!(began.elapsed() < Duration::from_millis(4 * STALL_MS), "{:?}", began.elapsed());
     drop(from);
     pair.at_baseline().await;
-    until(|| double.n_given_up() + double.n_ended() == 2).await;
+    until(|| double.n_given_up() + double.n_ended() == 2 * QUEUES).await;
     assert!(double.n_given_up() > 0);
     double.stand_still(false);
     pair.transfer(N_TOKENS, 3).await;
-    assert_eq!(double.n_pairs(), 2);
+    assert_eq!(double.n_queues(), 2 * QUEUES);
 }
 
 /// A landing's pages are written by this node alone, out of a slot: that they are quiet does not hang on the peer.
@@ -123,11 +137,11 @@ async fn blocks_are_free_at_once_although_messages_stand_still() {
     double.stand_still(false);
     drop(sender);
     pair.transfer(N_TOKENS, 3).await;
-    assert_eq!((double.n_pairs(), double.n_given_up()), (1, 0));
+    assert_eq!((double.n_queues(), double.n_given_up()), (QUEUES, 0));
 }
 
 #[tokio::test]
-async fn each_pair_of_nodes_has_a_queue_of_its_own() {
+async fn each_pair_of_nodes_has_queues_of_its_own() {
     let double = Double::default();
     let pair = pair_over(&double).await;
     let third = pair.third(Node::parts("prefill-1", layout())).await;
@@ -144,7 +158,7 @@ async fn each_pair_of_nodes_has_a_queue_of_its_own() {
         delivered.expect("delivered");
         pair.check(&arrived.expect("arrived"), N_TOKENS, nth as u64);
     }
-    assert_eq!(double.n_pairs(), 2);
+    assert_eq!(double.n_queues(), 2 * QUEUES);
 }
 
 #[tokio::test]
@@ -153,6 +167,51 @@ async fn a_pair_ends_in_good_order_with_its_nodes() {
     let pair = pair_over(&double).await;
     pair.transfer(N_TOKENS, 1).await;
     drop(pair);
-    until(|| double.n_ended() + double.n_given_up() == 2).await;
+    until(|| double.n_ended() + double.n_given_up() == 2 * QUEUES).await;
     assert_eq!(double.n_given_up(), 0);
+}
+
+#[tokio::test]
+async fn a_pair_has_as_many_queues_as_both_its_nodes_can_have() {
+    for n_queues in [(1, 1), (1, 2), (2, 1)] {
+        let double = Double::default();
+        let pair = pair_of(&double, n_queues).await;
+        for nth in 0..3 {
+            pair.transfer(N_TOKENS, nth).await;
+        }
+        assert_eq!((double.n_queues(), double.n_given_up()), (1, 0), "{n_queues:?}");
+    }
+}
+
+/// What a peer says first is not what the other end expects.
+#[tokio::test]
+async fn pairs_of_no_queue_or_of_more_than_were_offered_are_refused() {
+    let double = Double::default();
+    let pair = pair_over(&double).await;
+    let (landing, _arrival) = pair.land(N_TOKENS);
+    for greeting in [[b'N', 1, 0, 2], [b'Q', 1, 0, 0]] {
+        let mut stream = TcpStream::connect(&landing.wire.endpoint).await.expect("it listens");
+        stream.write_all(&greeting).await.expect("it reads");
+        let mut answer = Vec::new();
+        let read = in_time(stream.read_to_end(&mut answer)).await;
+        assert!(read.is_err() || answer.is_empty(), "{greeting:?} was answered: {answer:?}");
+    }
+    for n_queues in [0, QUEUES as u8 + 1] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let mut elsewhere = landing.clone();
+        elsewhere.wire.endpoint = listener.local_addr().expect("it has one").to_string();
+        let answer = async {
+            let (mut stream, _) = listener.accept().await.expect("the sender comes");
+            let mut greeting = [0; 4];
+            stream.read_exact(&mut greeting).await.expect("it greets");
+            assert_eq!(greeting, [b'Q', 1, 0, QUEUES as u8]);
+            stream.write_all(&[1, 0, n_queues]).await.expect("it reads");
+            let mut ids = Vec::new();
+            let read = stream.read_to_end(&mut ids).await;
+            assert!(read.is_err() || ids.is_empty(), "{n_queues} queues were accepted");
+        };
+        let (opened, ()) = in_time(async { tokio::join!(pair.open(&elsewhere), answer) }).await;
+        opened.expect_err("that is no answer");
+    }
+    assert_eq!(double.n_queues(), 0);
 }

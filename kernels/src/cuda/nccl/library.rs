@@ -17,6 +17,9 @@ const NAMES: &[&str] = &["libnccl.so.2", "libnccl.so"];
 const USUAL_FOLDERS: &[&str] = &["/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/lib64"];
 /// The first release whose communicators can be made without blocking and be given up from the outside.
 const VERSION_MIN: c_int = 21_800;
+/// The first release with which a thread may call for one communicator while its call for another has not settled. Earlier
+/// ones have a thread's calls in variables of that thread, for one at a time.
+const SEVERAL_SINCE: c_int = 22_700;
 
 pub(super) type CommHandle = *mut c_void;
 type Status = c_int;
@@ -115,6 +118,11 @@ impl Nccl {
     /// As in its header: 22803 is 2.28.3.
     pub fn version(&self) -> i32 {
         self.version
+    }
+
+    /// Whether one thread can see to several communicators whose calls do not wait for each other.
+    pub fn takes_several(&self) -> bool {
+        self.version >= SEVERAL_SINCE
     }
 
     /// For one communicator. The process that asks is the one that the other finds.

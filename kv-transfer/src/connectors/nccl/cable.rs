@@ -42,7 +42,7 @@ pub(super) enum Standing {
     Lost(TransferError),
 }
 
-/// See the module. Dropped, the communicator ends: in good order where nothing is under way.
+/// See the module. Dropped, its communicators end: in good order where nothing is under way.
 #[derive(Debug)]
 pub struct Cable {
     stage: Arc<dyn Stage>,

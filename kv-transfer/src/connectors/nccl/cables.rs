@@ -37,7 +37,7 @@ impl Cables {
                 End::Sender => lane.from,
                 End::Receiver => lane.to,
             };
-            let cable = Arc::new(Cable::start(fabric.stage(rank)?, *id, end, terms)?);
+            let cable = Arc::new(Cable::start(fabric.stage(rank)?, id.clone(), end, terms)?);
             Ok(Line { lane: *lane, cable, n_messages: AtomicU64::new(0) })
         };
         Ok(Self(lanes.all().iter().zip(ids).map(start).collect::<Result<_, TransferError>>()?))

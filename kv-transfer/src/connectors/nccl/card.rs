@@ -7,8 +7,10 @@ use async_trait::async_trait;
 use kernels::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
 use kernels::cuda::{CourierSize, ErrandDone, SlotAt, Slots};
 use kv_cache::KvMemory;
+use tracing::trace;
 
-use super::fabric::{Communicator, End, Fabric, Gathering, PairId, Stage};
+use super::fabric::{Communicator, End, Fabric, Gathering, QueueId, Stage};
+use super::n_queues;
 use crate::connector::ConnectorParts;
 use crate::connectors::cuda_ipc::carrier::Carriers;
 use crate::connectors::cuda_ipc::pages::{card_of, sent, wanted};
@@ -30,20 +32,26 @@ pub(super) struct CardFabric {
     memory: KvMemory,
     carriers: Carriers,
     slot_bytes: usize,
+    n_queues: usize,
 }
 
 impl CardFabric {
     pub(super) fn new(parts: &ConnectorParts, slot_bytes: usize) -> Result<Self, TransferError> {
-        Nccl::load().map_err(TransferError::device)?;
+        let nccl = Nccl::load().map_err(TransferError::device)?;
+        let n_queues = if nccl.takes_several() { n_queues(parts) } else { 1 };
         let lane_multiprocessors = parts.settings.multiprocessors(MULTIPROCESSORS);
         let size = CourierSize { n_lanes: 2, lane_multiprocessors, ..CourierSize::default() };
         let carriers = Carriers::start(&parts.memory, size, &parts.gate)?;
-        Ok(Self { memory: parts.memory.clone(), carriers, slot_bytes })
+        Ok(Self { memory: parts.memory.clone(), carriers, slot_bytes, n_queues })
     }
 }
 
 impl Fabric for CardFabric {
-    fn id(&self) -> Result<PairId, TransferError> {
+    fn n_queues(&self) -> usize {
+        self.n_queues
+    }
+
+    fn id(&self) -> Result<QueueId, TransferError> {
         let nccl = Nccl::load().map_err(TransferError::device)?;
         Ok(nccl.unique_id().map_err(TransferError::device)?.0)
     }
@@ -117,14 +125,14 @@ impl Stage for CardStage {
         self.slots.flip(slot, bit).map_err(TransferError::device)
     }
 
-    fn join(self: Arc<Self>, id: PairId, end: End) -> Result<Box<dyn Communicator>, TransferError> {
+    fn join(self: Arc<Self>, id: QueueId, end: End) -> Result<Box<dyn Communicator>, TransferError> {
         let rank = match end {
             End::Sender => Rank::Sender,
             End::Receiver => Rank::Receiver,
         };
         let inner = nccl::Communicator::join(Arc::clone(&self.slots), UniqueId(id), rank);
         let inner = inner.map_err(TransferError::device)?;
-        Ok(Box::new(OverNccl { inner, is_unmarked: false, messages: VecDeque::new() }))
+        Ok(Box::new(OverNccl { inner, end, is_unmarked: false, messages: VecDeque::new() }))
     }
 }
 
@@ -132,6 +140,7 @@ impl Stage for CardStage {
 #[derive(Debug)]
 struct OverNccl {
     inner: nccl::Communicator,
+    end: End,
     /// The last message was queued, but the call has not settled when anyone last asked.
     is_unmarked: bool,
     messages: VecDeque<Message>,
@@ -142,6 +151,7 @@ impl Communicator for OverNccl {
         let is_settled = self.inner.is_settled().map_err(TransferError::device)?;
         if is_settled && std::mem::take(&mut self.is_unmarked) {
             self.messages.push_back(self.inner.message().map_err(TransferError::device)?);
+            trace!(target: "walk", end = ?self.end, "message queued");
         }
         Ok(is_settled)
     }

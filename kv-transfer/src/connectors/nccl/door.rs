@@ -20,10 +20,12 @@ use crate::connectors::link::receiver::{Arriving, Door, Incoming};
 use crate::error::TransferError;
 use crate::lanes::Lanes;
 
-/// What a stream begins with. How many ranks the sender has follows; the receiver says how many it has; and then come the
-/// ids of the pairs, one for each lane between them, in their order.
-const GREETING: u8 = b'N';
-const GREETING_BYTES: usize = 3;
+/// What a stream begins with. How many ranks the sender has follows, and how many queues a pair of its may have; the
+/// receiver says how many ranks it has, and how many queues a pair has then, which are no more; and then come the ids of all
+/// queues of the pairs, one pair for each lane between them, in their order.
+const GREETING: u8 = b'Q';
+const GREETING_BYTES: usize = 4;
+const ANSWER_BYTES: usize = 3;
 
 /// Learns which lanes there are, and says who the other ends of their pairs are.
 pub(super) async fn greet(
@@ -33,14 +35,18 @@ pub(super) async fn greet(
 ) -> io::Result<(Lanes, Vec<PairId>)> {
     let ours = layout.shard.tp_size;
     let [low, high] = ours.to_le_bytes();
-    stream.write_all(&[GREETING, low, high]).await?;
-    let mut theirs = [0; 2];
-    stream.read_exact(&mut theirs).await?;
-    let shard = Shard { tp_size: u16::from_le_bytes(theirs), ..layout.shard };
+    stream.write_all(&[GREETING, low, high, fabric.n_queues() as u8]).await?;
+    let mut answer = [0; ANSWER_BYTES];
+    stream.read_exact(&mut answer).await?;
+    let [low, high, n_queues] = answer;
+    if n_queues == 0 || usize::from(n_queues) > fabric.n_queues() {
+        return Err(io::Error::other("the answer is pairs of more queues than were offered, or of none"));
+    }
+    let shard = Shard { tp_size: u16::from_le_bytes([low, high]), ..layout.shard };
     let lanes = Lanes::between(ours, &KvLayout { shard, ..layout.clone() }).map_err(io::Error::other)?;
-    let ids: Vec<PairId> =
-        (0..lanes.len()).map(|_| fabric.id().map_err(io::Error::other)).collect::<io::Result<_>>()?;
-    stream.write_all(&ids.concat()).await?;
+    let pair = |_| (0..n_queues).map(|_| fabric.id().map_err(io::Error::other)).collect();
+    let ids: Vec<PairId> = (0..lanes.len()).map(pair).collect::<io::Result<_>>()?;
+    stream.write_all(ids.concat().as_flattened()).await?;
     Ok((lanes, ids))
 }
 
@@ -79,14 +85,19 @@ async fn greeted(
 ) -> Result<Incoming, TransferError> {
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting).await.map_err(TransferError::lost)?;
-    let [GREETING, low, high] = greeting else {
+    let [GREETING, low, high, n_queues] = greeting else {
         return Err(FrameError::Unexpected("another greeting").into());
     };
+    if n_queues == 0 {
+        return Err(FrameError::Unexpected("pairs without a queue").into());
+    }
+    let n_queues = usize::from(n_queues).min(fabric.n_queues());
     let lanes = Lanes::between(u16::from_le_bytes([low, high]), &layout)
         .map_err(|error| TransferError::Layout(error.to_string()))?;
-    stream.write_all(&layout.shard.tp_size.to_le_bytes()).await.map_err(TransferError::lost)?;
-    let mut ids = vec![[0; ID_BYTES]; lanes.len()];
-    for id in &mut ids {
+    let [low, high] = layout.shard.tp_size.to_le_bytes();
+    stream.write_all(&[low, high, n_queues as u8]).await.map_err(TransferError::lost)?;
+    let mut ids: Vec<PairId> = vec![vec![[0; ID_BYTES]; n_queues]; lanes.len()];
+    for id in ids.iter_mut().flatten() {
         stream.read_exact(id).await.map_err(TransferError::lost)?;
     }
     let cables = Cables::start(&*fabric, (&lanes, &ids), End::Receiver, &terms)?;

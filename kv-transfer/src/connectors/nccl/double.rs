@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use kernels::cuda::ErrandDone;
 use kv_cache::KvMemory;
 
-use super::fabric::{Communicator, End, Fabric, Gathering, ID_BYTES, PairId, Stage};
+use super::fabric::{Communicator, End, Fabric, Gathering, ID_BYTES, QueueId, Stage};
 use crate::connectors::link::span_out::{SpanOut, copy_out};
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -32,13 +32,13 @@ pub struct Double {
 struct Inner {
     n_ids: AtomicU64,
     /// Held for a look-up.
-    pairs: Mutex<HashMap<PairId, Arc<Mutex<Queue>>>>,
+    queues: Mutex<HashMap<QueueId, Arc<Mutex<Queue>>>>,
     stands_still: AtomicBool,
     n_given_up: AtomicUsize,
     n_ended: AtomicUsize,
 }
 
-/// What is between the two ends of a pair.
+/// What is between the two ends of one of a pair's queues.
 #[derive(Debug, Default)]
 struct Queue {
     n_joined: usize,
@@ -49,8 +49,8 @@ struct Queue {
 }
 
 impl Double {
-    pub(super) fn fabric(&self, memory: &KvMemory, slot_bytes: usize) -> HostFabric {
-        HostFabric { double: self.clone(), memory: memory.clone(), slot_bytes }
+    pub(super) fn fabric(&self, memory: &KvMemory, slot_bytes: usize, n_queues: usize) -> HostFabric {
+        HostFabric { double: self.clone(), memory: memory.clone(), slot_bytes, n_queues }
     }
 
     /// From here on, no message is done, or all that wait are.
@@ -58,19 +58,19 @@ impl Double {
         self.inner.stands_still.store(stands_still, Ordering::Release);
     }
 
-    /// Ends of pairs that were given up: what NCCL calls to abort.
+    /// Ends of queues that were given up: what NCCL calls to abort.
     pub fn n_given_up(&self) -> usize {
         self.inner.n_given_up.load(Ordering::Acquire)
     }
 
-    /// Ends of pairs that have ended in good order.
+    /// Ends of queues that have ended in good order.
     pub fn n_ended(&self) -> usize {
         self.inner.n_ended.load(Ordering::Acquire)
     }
 
-    /// Pairs that there have ever been.
-    pub fn n_pairs(&self) -> usize {
-        locked(&self.inner.pairs).len()
+    /// Queues that there have ever been.
+    pub fn n_queues(&self) -> usize {
+        locked(&self.inner.queues).len()
     }
 }
 
@@ -84,10 +84,15 @@ pub(super) struct HostFabric {
     double: Double,
     memory: KvMemory,
     slot_bytes: usize,
+    n_queues: usize,
 }
 
 impl Fabric for HostFabric {
-    fn id(&self) -> Result<PairId, TransferError> {
+    fn n_queues(&self) -> usize {
+        self.n_queues
+    }
+
+    fn id(&self) -> Result<QueueId, TransferError> {
         let nth = self.double.inner.n_ids.fetch_add(1, Ordering::Relaxed);
         let mut id = [0; ID_BYTES];
         id[..8].copy_from_slice(&nth.to_le_bytes());
@@ -177,10 +182,17 @@ impl Stage for HostStage {
         Ok(())
     }
 
-    fn join(self: Arc<Self>, id: PairId, end: End) -> Result<Box<dyn Communicator>, TransferError> {
-        let queue = Arc::clone(locked(&self.double.inner.pairs).entry(id).or_default());
+    fn join(self: Arc<Self>, id: QueueId, end: End) -> Result<Box<dyn Communicator>, TransferError> {
+        let queue = Arc::clone(locked(&self.double.inner.queues).entry(id).or_default());
         locked(&queue).n_joined += 1;
-        Ok(Box::new(HostCommunicator { stage: self, queue, end, wanted: VecDeque::new(), is_over: false }))
+        Ok(Box::new(HostCommunicator {
+            stage: self,
+            queue,
+            end,
+            wanted: VecDeque::new(),
+            is_called: false,
+            is_over: false,
+        }))
     }
 }
 
@@ -191,6 +203,8 @@ struct HostCommunicator {
     end: End,
     /// Where the next messages go, and how long they are to be.
     wanted: VecDeque<(usize, usize)>,
+    /// A call settles when it is asked for the second time.
+    is_called: bool,
     is_over: bool,
 }
 
@@ -212,17 +226,19 @@ impl HostCommunicator {
 
 impl Communicator for HostCommunicator {
     fn is_settled(&mut self) -> Result<bool, TransferError> {
-        Ok(locked(&self.queue).n_joined == 2)
+        Ok(!std::mem::take(&mut self.is_called) && locked(&self.queue).n_joined == 2)
     }
 
     fn send(&mut self, slot: usize, bytes: usize, _before: &[ErrandDone]) -> Result<(), TransferError> {
         let message = locked(&self.stage.slots[slot])[..bytes].to_vec();
         locked(&self.queue).messages.push_back(message);
+        self.is_called = true;
         Ok(())
     }
 
     fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError> {
         self.wanted.push_back((slot, bytes));
+        self.is_called = true;
         Ok(())
     }
 

@@ -13,9 +13,15 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 
-/// What two ends of a pair find each other by. The receiver learns it from the sender's greeting.
+/// Queues of a pair, at most.
+pub(super) const QUEUES_MAX: usize = 2;
+
+/// What the two ends of a queue find each other by.
 pub(super) const ID_BYTES: usize = 128;
-pub(super) type PairId = [u8; ID_BYTES];
+pub(super) type QueueId = [u8; ID_BYTES];
+
+/// Those of a pair's queues, at least one. The receiver learns them from the sender's greeting.
+pub(super) type PairId = Vec<QueueId>;
 
 /// Which end of a pair this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,8 +32,11 @@ pub(super) enum End {
 
 /// One node's way to have communicators.
 pub(super) trait Fabric: Debug + Send + Sync {
-    /// For one pair that this node is the sender of.
-    fn id(&self) -> Result<PairId, TransferError>;
+    /// How many queues a pair of this node's has at most, and no less than one.
+    fn n_queues(&self) -> usize;
+
+    /// For one queue of a pair that this node is the sender of.
+    fn id(&self) -> Result<QueueId, TransferError>;
 
     /// Slots for one pair, beside the KV of this rank.
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError>;
@@ -55,8 +64,8 @@ pub(super) trait Stage: Debug + Send + Sync {
     /// Spoils one bit of a slot: a fault that a test plays.
     fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError>;
 
-    /// Begins to join the pair of this id, with messages between these slots. Called on the pair's own thread.
-    fn join(self: Arc<Self>, id: PairId, end: End) -> Result<Box<dyn Communicator>, TransferError>;
+    /// Begins to join one queue of a pair, with messages between these slots. Called on the pair's own thread.
+    fn join(self: Arc<Self>, id: QueueId, end: End) -> Result<Box<dyn Communicator>, TransferError>;
 }
 
 /// Pages on their way into a slot.
@@ -90,7 +99,7 @@ impl Gathering {
     }
 }
 
-/// One end of a pair's queue of messages. It belongs to one thread, and none of its methods waits.
+/// One end of one of a pair's queues of messages. It belongs to one thread, and none of its methods waits.
 ///
 /// ```text
 /// right:  send, is_settled until true, send, is_settled until true, …; n_done at any time

@@ -1,10 +1,10 @@
 //! KV from one GPU to another by NCCL: wherever it finds a way, on one host or across.
 //!
 //! A [link](super::link) with one stream, over TCP, tells what comes; the KV itself comes as messages of a queue that the
-//! pair of nodes has for itself (`cable`): one communicator, made with the link and ended with it, so that neither end's
-//! next life meets it. NCCL knows no names: the two ends must ask for messages in the same order. So the sender numbers
-//! them in its frames, and the receiver asks for them in that order, whatever has become of their transfers: a message
-//! that nobody wants any more is received all the same, and forgotten.
+//! pair of nodes has for itself (`cable`): two communicators that take turns, made with the link and ended with it, so that
+//! neither end's next life meets them. NCCL knows no names: the two ends must ask for messages in the same order. So the
+//! sender numbers them in its frames, and the receiver asks for them in that order, whatever has become of their transfers:
+//! a message that nobody wants any more is received all the same, and forgotten.
 //!
 //! NCCL never sees a page. A message goes from a slot of the sender's card, into which a kernel has gathered and digested
 //! pages, to a slot of the receiver's, from which a kernel scatters and digests them. So a landing is quiet when this node's
@@ -12,9 +12,9 @@
 //! up only where the peer is dead or stands still, and what was under way is tried again with a new one. See
 //! `docs/decisions/0011-nccl-between-slots.md`.
 //!
-//! Suggested reading order: what is needed of the card and of NCCL (`fabric`), the queue of a pair (`cable`), how two
-//! processes find each other (`door`), the sender (`sending`) and the receiver (`receiving`); then NCCL on cards (`card`),
-//! and the double over host memory with which tests see to the rest (`double`).
+//! Suggested reading order: what is needed of the card and of NCCL (`fabric`), the queue of a pair (`cable`), who sees to it
+//! (`thread`, `turns`), how two processes find each other (`door`), the sender (`sending`) and the receiver (`receiving`);
+//! then NCCL on cards (`card`), and the double over host memory with which tests see to the rest (`double`).
 
 mod card;
 mod door;
@@ -23,6 +23,7 @@ mod fabric;
 mod receiving;
 mod sending;
 mod thread;
+mod turns;
 
 pub mod cable;
 mod cables;
@@ -35,7 +36,7 @@ use types::{Scheme, WireAddress};
 use self::card::CardFabric;
 use self::door::PairDoor;
 use self::double::Double;
-use self::fabric::Fabric;
+use self::fabric::{Fabric, QUEUES_MAX};
 use self::sending::Sending;
 use super::link::check_pages;
 use super::link::wire::Wire;
@@ -64,7 +65,7 @@ pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
 /// The same without a GPU and without NCCL: pages, slots and messages of the double, which is host memory.
 pub async fn listen_double(parts: ConnectorParts, double: &Double) -> Result<Arc<Wire>, TransferError> {
     let bytes = slot_bytes(&parts)?;
-    let fabric = Arc::new(double.fabric(&parts.memory, bytes));
+    let fabric = Arc::new(double.fabric(&parts.memory, bytes, n_queues(&parts)));
     listen_over(parts, fabric).await
 }
 
@@ -94,6 +95,11 @@ async fn listen_over(mut parts: ConnectorParts, fabric: Arc<dyn Fabric>) -> Resu
 fn slot_bytes(parts: &ConnectorParts) -> Result<usize, TransferError> {
     let largest = check_pages(parts)?;
     Ok(parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER).max(largest).next_multiple_of(SLOT_ALIGN))
+}
+
+/// Of a pair, if NCCL can do that.
+fn n_queues(parts: &ConnectorParts) -> usize {
+    parts.settings.nccl_queues.clamp(1, QUEUES_MAX)
 }
 
 /// Slots begin on edges that any kernel likes.

@@ -1,5 +1,5 @@
-//! Hot path. Who looks after a communicator: a thread, because it wants its calls one at a time and has to be asked how it
-//! is.
+//! Hot path. Who looks after the communicators of a pair: a thread, because they want their calls one at a time and have to
+//! be asked how they are.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,14 +13,15 @@ use tracing::{debug, info, trace};
 use types::in_full;
 
 use super::cable::{Slot, Standing};
-use super::fabric::{Communicator, End, PairId, Stage};
+use super::fabric::{End, PairId, Stage};
+use super::turns::Turns;
 use crate::error::TransferError;
 
 /// Joining takes the library some seconds the first time. Whoever waits has a deadline of his own, and may wait again.
 const JOIN_WITHIN: Duration = Duration::from_secs(60);
 /// A peer that has gone away takes no part in a good end.
 const END_WITHIN: Duration = Duration::from_millis(500);
-/// The first message of every pair: the way between the two is made when it is first needed.
+/// The first message of every queue: the way between the two is made when it is first needed.
 const GREETING_BYTES: usize = 16;
 /// So long the thread looks at messages under way without a pause: longer than it takes one to follow another.
 const LOOKS_FOR: Duration = Duration::from_micros(500);
@@ -55,9 +56,9 @@ pub(super) struct PairThread {
     pub(super) queue: mpsc::Receiver<Job>,
 }
 
-/// A communicator, and what it has under way.
+/// The queues of a pair, and what they have under way.
 struct Pair {
-    communicator: Box<dyn Communicator>,
+    turns: Turns,
     end: End,
     stall: Duration,
     awake: Duration,
@@ -90,10 +91,10 @@ impl PairThread {
 
     fn joined(self) -> Result<Pair, TransferError> {
         let Self { stage, id, end, stall, awake, queue } = self;
-        let communicator = stage.join(id, end)?;
+        let queues = id.into_iter().map(|id| Arc::clone(&stage).join(id, end)).collect::<Result<_, _>>()?;
         let moved = Instant::now();
         let mut pair = Pair {
-            communicator,
+            turns: Turns::new(queues),
             end,
             stall: JOIN_WITHIN,
             awake,
@@ -113,9 +114,11 @@ impl PairThread {
 impl Pair {
     /// The first slot is nobody's before the pair is ready.
     fn greet(&mut self) -> Result<(), TransferError> {
-        self.begin(0, GREETING_BYTES, &[])?;
-        while self.communicator.n_done()? == 0 {
-            self.look_again()?;
+        for _ in 0..self.turns.n_queues() {
+            self.begin(0, GREETING_BYTES, &[])?;
+            while self.turns.n_done()? == 0 {
+                self.look_again()?;
+            }
         }
         Ok(())
     }
@@ -130,7 +133,6 @@ impl Pair {
             self.under_way.push_back(message);
             trace!(target: "walk", end = ?self.end, bytes, "message begins");
             self.begin(slot, bytes, &before)?;
-            trace!(target: "walk", end = ?self.end, "message queued");
         }
         Ok(())
     }
@@ -158,14 +160,14 @@ impl Pair {
 
     fn begin(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError> {
         match self.end {
-            End::Sender => self.communicator.send(slot, bytes, before)?,
-            End::Receiver => self.communicator.receive(slot, bytes)?,
+            End::Sender => self.turns.send(slot, bytes, before)?,
+            End::Receiver => self.turns.receive(slot, bytes)?,
         }
         self.settle()
     }
 
     fn settle(&mut self) -> Result<(), TransferError> {
-        while !self.communicator.is_settled()? {
+        while !self.turns.is_settled()? {
             self.look_again()?;
         }
         Ok(())
@@ -174,7 +176,7 @@ impl Pair {
     /// Passes on what is done. Fails where nothing has been for too long, or nobody wants it any more.
     fn look_again(&mut self) -> Result<(), TransferError> {
         if !self.under_way.is_empty() {
-            let n_done = self.communicator.n_done()?;
+            let n_done = self.turns.n_done()?;
             for job in self.under_way.drain(..n_done) {
                 trace!(target: "walk", end = ?self.end, "message done");
                 // Whoever waited may have gone away with the landing.
@@ -206,16 +208,16 @@ impl Pair {
         }
     }
 
-    /// A peer that does not come along is not waited for: then the communicator is given up.
+    /// A peer that does not come along is not waited for: then the communicators are given up.
     fn end_well(mut self) {
         let began = Instant::now();
-        let mut finalized = self.communicator.finalize().is_ok();
-        while finalized && !self.communicator.is_settled().unwrap_or(true) {
+        let mut finalized = self.turns.finalize().is_ok();
+        while finalized && !self.turns.is_settled().unwrap_or(true) {
             finalized = began.elapsed() < END_WITHIN;
             std::thread::sleep(PAUSE);
         }
         if finalized {
-            self.communicator.destroy();
+            self.turns.destroy();
         }
     }
 }
