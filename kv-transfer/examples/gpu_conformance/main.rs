@@ -1,14 +1,22 @@
 //! The suite that every connector passes, over the memory of two GPUs, and how fast `cuda-ipc` and `nccl` move KV between
 //! them, beside a plain copy and NCCL alone.
 //!
-//! `gpu_conformance [--nvrtc FOLDER] [--out FILE] [--walks FILE] [--only measure|suite] [--commit NAME]`: JSON to the file,
-//! every step of one transfer of each kind to the other, a summary to stderr; fails where the suite does. Nodes that send are on the first GPU, those that receive on the second. The ranks of nodes that have several
-//! are on all in turn, those that receive from the second on: of four GPUs, two ranks that send are on the first two, and
-//! two that receive on the last.
+//! ```text
+//! gpu_conformance [--nvrtc FOLDER] [--out FILE] [--walks FILE] [--only measure|ways|alone|suite] [--wire NAME] [--commit NAME]
+//! ```
+//!
+//! JSON to the file, every step of one transfer of each kind to the other, a summary to stderr; fails where the suite does.
+//! `ways` are those of `nccl`, held against each other and against NCCL alone in turn; `alone` is NCCL without the connector;
+//! of `suite`, `--wire` is the only one that it sees to.
+//!
+//! Nodes that send are on the first GPU, those that receive on the second. The ranks of nodes that have several are on all in
+//! turn, those that receive from the second on: of four GPUs, two ranks that send are on the first two, and two that receive
+//! on the last.
 
 mod marks;
 mod measure;
 mod nccl;
+mod ways;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,7 +28,7 @@ use baton_kv_transfer::conformance::{conformance, conformance_between};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 use kernels::cuda::{Cache, Card};
 use kv_cache::KvMemory;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
@@ -41,6 +49,15 @@ const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
 
 /// Of `nccl`, where no two GPUs of a pair are the same one: so of two GPUs none sends to itself.
 const RANKS_BY_NCCL: &[(u16, u16)] = &[(2, 2)];
+
+/// Wires that are run between nodes of several ranks.
+const RUNS_OF_RANKS: &[Run] = &[(("cuda-ipc", 11), RANKS), (("nccl", 8), RANKS_BY_NCCL)];
+
+/// A wire, the setting for its frames, and how many ranks send and receive.
+type Run = ((&'static str, usize), &'static [(u16, u16)]);
+
+/// What can be asked for alone.
+const PARTS: &[&str] = &["measure", "ways", "alone", "suite"];
 
 const CARDS_MAX: usize = 4;
 static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
@@ -66,8 +83,9 @@ struct Args {
     nvrtc: Option<PathBuf>,
     out: Option<PathBuf>,
     walks: Option<PathBuf>,
-    /// `measure` or `suite`; both otherwise.
+    /// One of the parts; all otherwise.
     only: Option<String>,
+    wire: Option<String>,
     commit: Option<String>,
 }
 
@@ -81,6 +99,7 @@ fn args() -> Args {
             "--out" => args.out = Some(value.into()),
             "--walks" => args.walks = Some(value.into()),
             "--only" => args.only = Some(value),
+            "--wire" => args.wire = Some(value),
             "--commit" => args.commit = Some(value),
             _ => eprintln!("unknown word: {word}"),
         }
@@ -103,6 +122,9 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Outcome<bool> {
+    if let Some(only) = args.only.as_ref().filter(|only| !PARTS.contains(&only.as_str())) {
+        return Err(format!("--only {only}: there are {PARTS:?}").into());
+    }
     let open = |ordinal| Card::open(ordinal, args.nvrtc.as_deref(), &Cache::none());
     let n_cards = Card::count()?.min(CARDS_MAX);
     let all = (0..n_cards.max(2)).map(open).collect::<Result<Vec<Card>, _>>()?;
@@ -110,27 +132,33 @@ fn run(args: &Args) -> Outcome<bool> {
     lie_in(memory);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(8).enable_all().build()?;
     let is_wanted = |part: &str| args.only.as_ref().is_none_or(|only| only == part);
-    let nothing = serde_json::Value::Null;
-    let (measured, walks) = match is_wanted("measure") {
-        true => runtime.block_on(measure::all())?,
-        false => (nothing.clone(), nothing.clone()),
-    };
-    let by_nccl = if is_wanted("measure") { nccl::plainly() } else { nothing };
+    let is_seen_to = |wire: &str| args.wire.as_ref().is_none_or(|only| only == wire);
+    let nothing = || (Value::Null, Vec::new());
+    let (measured, mut walks) =
+        if is_wanted("measure") { runtime.block_on(measure::all())? } else { nothing() };
+    let (ways, more) = if is_wanted("ways") { runtime.block_on(ways::all())? } else { nothing() };
+    walks.extend(more);
+    let by_nccl = if is_wanted("measure") || is_wanted("alone") { nccl::alone() } else { Value::Null };
     eprintln!("{by_nccl}");
     if let Some(out) = &args.walks {
-        std::fs::write(out, serde_json::to_string_pretty(&walks)? + "\n")?;
+        std::fs::write(out, serde_json::to_string_pretty(&json!(walks))? + "\n")?;
     }
-    let runs = if is_wanted("suite") { RUNS } else { &[] };
-    let suites: Vec<_> = runs.iter().map(|run| (*run, passes(&runtime, *run))).collect();
-    let of_ranks = !is_wanted("suite") || ranks_pass(&runtime);
+    let runs = RUNS.iter().filter(|(wire, _)| is_wanted("suite") && is_seen_to(wire));
+    let suites: Vec<_> = runs.map(|run| (*run, passes(&runtime, *run))).collect();
+    let of_ranks: Vec<_> = RUNS_OF_RANKS
+        .iter()
+        .filter(|((wire, _), _)| is_wanted("suite") && is_seen_to(wire))
+        .map(|(run, ranks)| (*run, ranks_pass(&runtime, *run, ranks)))
+        .collect();
     let report = json!({
         "command": "gpu_conformance",
         "commit": args.commit,
         "cards": cards.iter().map(Card::name).collect::<Vec<_>>(),
         "measured": measured,
         "nccl_alone": by_nccl,
-        "conformance": suites.iter().map(|((wire, frame), passed)| json!({"wire": wire, "frame_bytes": frame, "passed": passed})).collect::<Vec<_>>(),
-        "conformance_of_ranks": {"cuda-ipc": RANKS, "nccl": RANKS_BY_NCCL, "passed": of_ranks},
+        "ways": ways,
+        "conformance": told(&suites),
+        "conformance_of_ranks": {"cuda-ipc": RANKS, "nccl": RANKS_BY_NCCL, "of": told(&of_ranks)},
     });
     if let Some(out) = &args.out {
         std::fs::write(out, serde_json::to_string_pretty(&report)? + "\n")?;
@@ -138,8 +166,12 @@ fn run(args: &Args) -> Outcome<bool> {
     for ((wire, frame), passed) in &suites {
         eprintln!("conformance of {wire}, frames of {frame}: {}", if *passed { "passed" } else { "FAILED" });
     }
-    eprintln!("conformance of ranks: {}", if of_ranks { "passed" } else { "FAILED" });
-    Ok(of_ranks && suites.iter().all(|(_, passed)| *passed))
+    for ((wire, _), passed) in &of_ranks {
+        eprintln!("conformance of ranks, {wire}: {}", if *passed { "passed" } else { "FAILED" });
+    }
+    // What was not run has not passed.
+    let has_run = !is_wanted("suite") || !suites.is_empty();
+    Ok(has_run && suites.iter().chain(&of_ranks).all(|(_, passed)| *passed))
 }
 
 /// Runs all cases; a case that fails has said so.
@@ -148,12 +180,17 @@ fn passes(runtime: &Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool
 }
 
 /// The same between nodes of several ranks, where they share heads.
-fn ranks_pass(runtime: &Runtime) -> bool {
-    let pass = |(wire, frame_bytes), ranks| {
-        ends_well(runtime, conformance_between(ranks, move |parts| made(wire, frame_bytes, parts)))
-    };
-    let by_copies = pass(RUNS[0], RANKS);
-    by_copies & pass(("nccl", 8), RANKS_BY_NCCL)
+fn ranks_pass(
+    runtime: &Runtime,
+    (wire, frame_bytes): (&'static str, usize),
+    ranks: &'static [(u16, u16)],
+) -> bool {
+    ends_well(runtime, conformance_between(ranks, move |parts| made(wire, frame_bytes, parts)))
+}
+
+fn told(suites: &[((&str, usize), bool)]) -> Value {
+    let line = |((wire, frame), passed): &((&str, usize), bool)| json!({"wire": wire, "frame_bytes": frame, "passed": passed});
+    json!(suites.iter().map(line).collect::<Vec<_>>())
 }
 
 async fn made(wire: &'static str, frame_bytes: usize, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {

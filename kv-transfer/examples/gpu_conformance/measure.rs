@@ -17,24 +17,28 @@ use crate::{Outcome, marks, memory, now};
 const N_TOKENS: u32 = 8192;
 const N_SENT: u32 = N_TOKENS / 16;
 /// Twice what is sent, so that there is something to scatter over.
-const N_BLOCKS: u32 = 2 * N_SENT;
-const ROUNDS: usize = 15;
+pub(crate) const N_BLOCKS: u32 = 2 * N_SENT;
+pub(crate) const ROUNDS: usize = 15;
+/// Before those that are timed.
+pub(crate) const WARM_UP: usize = 3;
 /// Transfers of which every step is told, after those that are timed.
 const MARKED: usize = 3;
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy)]
-struct How {
-    wire: &'static str,
+pub(crate) struct How {
+    pub(crate) wire: &'static str,
     /// Its frames are so many times larger than the setting.
-    frames_larger: usize,
-    digests: bool,
-    is_scattered: bool,
-    frame_bytes: usize,
-    multiprocessors: u32,
-    ranks: (u16, u16),
-    awake_us: u64,
-    taper: Option<Taper>,
+    pub(crate) frames_larger: usize,
+    pub(crate) digests: bool,
+    pub(crate) is_scattered: bool,
+    pub(crate) frame_bytes: usize,
+    pub(crate) multiprocessors: u32,
+    pub(crate) ranks: (u16, u16),
+    pub(crate) awake_us: u64,
+    pub(crate) taper: Option<Taper>,
+    /// Of a pair of nccl's, at most.
+    pub(crate) nccl_queues: usize,
 }
 
 /// From the first `send` to the arrival, and to the sender's knowledge of it.
@@ -46,28 +50,29 @@ struct Took {
     walk: Value,
 }
 
-struct Side {
+pub(crate) struct Side {
     parts: ConnectorParts,
     pool: BlockPool,
     wire: Arc<dyn KvConnector>,
 }
 
 impl How {
-    fn told(self) -> Value {
+    pub(crate) fn told(self) -> Value {
         json!({
             "what": self.wire, "ranks": self.ranks, "digests": self.digests,
             "blocks": if self.is_scattered { "scattered" } else { "neighbours" },
             "frame_mib": self.frame_bytes >> 20, "multiprocessors": self.multiprocessors, "awake_us": self.awake_us,
             "taper": self.taper.map_or(json!("default"), |taper| json!([taper.first_part, taper.least_part, taper.share])),
+            "nccl_queues": self.nccl_queues,
         })
     }
 }
 
-fn layout() -> KvLayout {
+pub(crate) fn layout() -> KvLayout {
     KvLayout::uniform(16, KvDtype::Bf16, 32, 8, 128)
 }
 
-async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Side> {
+pub(crate) async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Side> {
     let frame_bytes = how.frame_bytes / how.frames_larger;
     let settings = TransferSettings {
         digests: how.digests,
@@ -75,6 +80,7 @@ async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Side> {
         gpu_multiprocessors: how.multiprocessors,
         awake_us: how.awake_us,
         taper: how.taper,
+        nccl_queues: how.nccl_queues,
         ..TransferSettings::default()
     };
     let parts =
@@ -91,7 +97,7 @@ impl Side {
     }
 
     /// For one sequence, and what lies between them.
-    fn blocks(&self, how: How) -> (BlockLease, Vec<BlockLease>) {
+    pub(crate) fn blocks(&self, how: How) -> (BlockLease, Vec<BlockLease>) {
         if how.is_scattered { self.scattered() } else { (self.lease(N_SENT as usize), vec![]) }
     }
 
@@ -104,8 +110,19 @@ impl Side {
         (self.lease(N_SENT as usize), kept.into_iter().map(|(_, lease)| lease).collect())
     }
 
+    /// No block of it is leased any more: the last transfer's are given back by a task.
+    pub(crate) async fn is_free(&self) -> Outcome<()> {
+        let mut freed = self.pool.freed();
+        let back = async {
+            while self.pool.counts().leased > 0 {
+                freed.changed().await.expect("the pool lives");
+            }
+        };
+        Ok(tokio::time::timeout(ENDS_WITHIN, back).await?)
+    }
+
     /// Nothing of it goes on beside what is measured next.
-    async fn ends(self) -> Outcome<()> {
+    pub(crate) async fn ends(self) -> Outcome<()> {
         let Self { parts, wire, .. } = self;
         drop(wire);
         Ok(parts.gate.close(ENDS_WITHIN).await?)
@@ -113,7 +130,7 @@ impl Side {
 }
 
 /// Numbers that do not repeat within a layer.
-fn fill(memory: &KvMemory) {
+pub(crate) fn fill(memory: &KvMemory) {
     for (layer, rank) in (0..32).flat_map(|layer| (0..memory.n_ranks()).map(move |rank| (layer, rank))) {
         let mut pages = memory.rank(rank).write(GroupIdx(0), layer, 0..N_BLOCKS).expect("nobody else");
         let words = pages.as_chunks_mut::<8>().0;
@@ -134,15 +151,13 @@ const IPC: How = How {
     ranks: (1, 1),
     awake_us: 500,
     taper: None,
+    nccl_queues: 2,
 };
-const NCCL: How = How { wire: "nccl", frames_larger: 128, frame_bytes: 64 << 20, multiprocessors: 32, ..IPC };
+pub(crate) const NCCL: How =
+    How { wire: "nccl", frames_larger: 128, frame_bytes: 64 << 20, multiprocessors: 32, ..IPC };
 
 /// What is measured: wires as they are by default, and what becomes of them if something is otherwise.
 fn ways() -> Vec<How> {
-    let tapered = |how: How, least_part, share| How {
-        taper: Some(Taper { first_part: least_part, least_part, share }),
-        ..how
-    };
     let with_digests = [
         IPC,
         NCCL,
@@ -150,10 +165,7 @@ fn ways() -> Vec<How> {
         How { awake_us: 0, ..NCCL },
         How { frame_bytes: 32 << 20, ..IPC },
         How { multiprocessors: 48, ..NCCL },
-        tapered(IPC, 4, 1),
-        tapered(NCCL, 4, 1),
-        tapered(NCCL, 8, 2),
-        tapered(NCCL, 4, 3),
+        How { taper: Some(Taper { first_part: 4, least_part: 4, share: 1 }), ..IPC },
         IPC,
         NCCL,
     ];
@@ -164,6 +176,11 @@ fn ways() -> Vec<How> {
     with_digests.into_iter().chain(bare).flat_map(both).chain(of_ranks).collect()
 }
 
+/// Of one sequence.
+pub(crate) fn sent_bytes() -> usize {
+    N_SENT as usize * layout().block_bytes(GroupIdx(0))
+}
+
 /// Between nodes of several ranks, in memory of their own.
 async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how: How) -> Outcome<Took> {
     let (near, far) = (near?, far?);
@@ -172,10 +189,10 @@ async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how:
 }
 
 /// What was measured, and all steps of one transfer for each way.
-pub(crate) async fn all() -> Outcome<(Value, Value)> {
+pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
-    let bytes = N_SENT as usize * layout().block_bytes(GroupIdx(0));
+    let bytes = sent_bytes();
     let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far, bytes)?})];
     eprintln!("{}", lines[0]);
     let mut walks = Vec::new();
@@ -205,7 +222,7 @@ pub(crate) async fn all() -> Outcome<(Value, Value)> {
     }
     lines.push(json!({"what": "plain copy, again", "gigabytes_per_second": plainly(&near, &far, bytes)?}));
     eprintln!("{}", lines[lines.len() - 1]);
-    Ok((json!(lines), json!(walks)))
+    Ok((json!(lines), walks))
 }
 
 fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
@@ -214,12 +231,12 @@ fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
     let remote = far.memory().import(&fd, exported)?;
     let courier = Courier::new(far.memory(), CourierSize::default())?;
     let mut took = Vec::new();
-    for _ in 0..ROUNDS + 3 {
+    for _ in 0..ROUNDS + WARM_UP {
         let start = now();
         courier.copy_plainly(&remote, far.memory(), bytes)?;
         took.push(start.elapsed());
     }
-    Ok(bytes as f64 / median(took.split_off(3)).as_secs_f64() / 1e9)
+    Ok(bytes as f64 / median(took.split_off(WARM_UP)).as_secs_f64() / 1e9)
 }
 
 /// All layers are computed already.
@@ -228,7 +245,7 @@ async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome
     let (from, _between) = prefill.blocks(how);
     let from = Arc::new(from);
     let (mut arrivals, mut finishes) = (Vec::new(), Vec::new());
-    for round in 0..ROUNDS + 3 {
+    for round in 0..ROUNDS + WARM_UP {
         let one = one(&prefill, &decode, &from, how).await?;
         arrivals.push(one.arrival);
         finishes.push(one.finish);
@@ -246,19 +263,19 @@ async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome
     }
     prefill.ends().await?;
     decode.ends().await?;
-    let (arrival, finish) = (median(arrivals.split_off(3)), median(finishes.split_off(3)));
+    let (arrival, finish) = (median(arrivals.split_off(WARM_UP)), median(finishes.split_off(WARM_UP)));
     Ok(Took { arrival, finish, marks, walk })
 }
 
 /// One transfer.
-struct One {
-    start: Instant,
-    arrival: Duration,
-    finish: Duration,
+pub(crate) struct One {
+    pub(crate) start: Instant,
+    pub(crate) arrival: Duration,
+    pub(crate) finish: Duration,
     arrived: ArrivedKv,
 }
 
-async fn one(prefill: &Side, decode: &Side, from: &Arc<BlockLease>, how: How) -> Outcome<One> {
+pub(crate) async fn one(prefill: &Side, decode: &Side, from: &Arc<BlockLease>, how: How) -> Outcome<One> {
     let (lease, _between) = decode.blocks(how);
     let (landing, arrival) = decode.wire.land(LandRequest {
         transfer: decode.parts.world.transfer_id(),
@@ -298,7 +315,7 @@ fn check(near: &KvMemory, far: &KvMemory, from: &BlockLease, to: &BlockLease) {
     }
 }
 
-fn median(mut took: Vec<Duration>) -> Duration {
+pub(crate) fn median(mut took: Vec<Duration>) -> Duration {
     took.sort();
     took[took.len() / 2]
 }

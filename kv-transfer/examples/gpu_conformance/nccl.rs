@@ -17,39 +17,50 @@ const WITHIN: Duration = Duration::from_secs(60);
 /// Messages in a row make this many bytes: no message waits for the one before it.
 const ROW_BYTES: usize = 1 << 30;
 
+/// Gigabytes a second of messages of one size, one at a time and in a row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rate {
+    bytes: usize,
+    pub(crate) one: f64,
+    row: f64,
+}
+
 /// Rates of `ncclSend` and `ncclRecv` by size, one at a time and in a row, or why there are none.
-pub(crate) fn plainly() -> Value {
-    match rates() {
-        Ok(rates) => json!(rates),
+pub(crate) fn alone() -> Value {
+    let line = |Rate { bytes, one, row }: &Rate| {
+        json!({
+            "bytes": bytes, "median_ms": *bytes as f64 / one / 1e6, "gigabytes_per_second": one,
+            "in_a_row_gigabytes_per_second": row,
+        })
+    };
+    match rates(SIZES) {
+        Ok(rates) => json!(rates.iter().map(line).collect::<Vec<_>>()),
         Err(error) => json!({"error": error.to_string()}),
     }
 }
 
-fn rates() -> Outcome<Vec<Value>> {
+pub(crate) fn rates(sizes: &'static [usize]) -> Outcome<Vec<Rate>> {
     let id = Nccl::load()?.unique_id()?;
-    let far =
-        std::thread::spawn(move || end("decode", id, Rank::Receiver).map_err(|error| error.to_string()));
-    let near = end("prefill", id, Rank::Sender)?;
+    let far = move || end("decode", id, Rank::Receiver, sizes).map_err(|error| error.to_string());
+    let far = std::thread::spawn(far);
+    let near = end("prefill", id, Rank::Sender, sizes)?;
     let far = far.join().expect("no panic")?;
-    let line = |(size, (near, far)): (&usize, (&[Duration; 2], &[Duration; 2]))| {
-        let [one, row] = [0, 1].map(|nth| near[nth].max(far[nth]).as_secs_f64());
-        json!({
-            "bytes": size, "median_ms": one * 1e3, "gigabytes_per_second": *size as f64 / one / 1e9,
-            "in_a_row_gigabytes_per_second": ROW_BYTES as f64 / row / 1e9,
-        })
+    let rate = |(bytes, (near, far)): (&usize, (&[Duration; 2], &[Duration; 2]))| {
+        let of = |bytes: usize, nth: usize| bytes as f64 / near[nth].max(far[nth]).as_secs_f64() / 1e9;
+        Rate { bytes: *bytes, one: of(*bytes, 0), row: of(ROW_BYTES, 1) }
     };
-    Ok(SIZES.iter().zip(near.iter().zip(&far)).map(line).collect())
+    Ok(sizes.iter().zip(near.iter().zip(&far)).map(rate).collect())
 }
 
 /// The median of each size, of one message and of a row, as one end sees it.
-fn end(name: &str, id: UniqueId, rank: Rank) -> Outcome<Vec<[Duration; 2]>> {
+fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Duration; 2]>> {
     let memory = memory(name, layout(), 1);
-    let largest = SIZES.iter().max().copied().unwrap_or(0);
+    let largest = sizes.iter().max().copied().unwrap_or(0);
     let slots = Arc::new(Slots::new(memory.on_card().expect("on a card").memory(), 1, largest)?);
     let mut pair = Communicator::join(slots, id, rank)?;
     settle(&mut pair)?;
     let mut medians = Vec::new();
-    for size in SIZES {
+    for size in sizes {
         let mut median_of = |n_messages: usize| -> Outcome<Duration> {
             let mut took = Vec::new();
             for _ in 0..ROUNDS + 2 {
@@ -65,6 +76,9 @@ fn end(name: &str, id: UniqueId, rank: Rank) -> Outcome<Vec<[Duration; 2]>> {
         };
         medians.push([median_of(1)?, median_of(ROW_BYTES / size)?]);
     }
+    pair.finalize()?;
+    settle(&mut pair)?;
+    pair.destroy()?;
     Ok(medians)
 }
 

@@ -1,0 +1,164 @@
+//! What can be otherwise about nccl's messages, each way against the others and against NCCL alone: all in one process, in
+//! turn, because two runs differ by more than two ways.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_kv_transfer::Taper;
+use kernels::cuda::nccl::Nccl;
+use kv_cache::KvMemory;
+use serde_json::{Value, json};
+
+use crate::measure::{How, N_BLOCKS, NCCL, ROUNDS, WARM_UP, fill, layout, median, one, sent_bytes, side};
+use crate::nccl::rates;
+use crate::{Outcome, marks, memory};
+
+/// How often each way is made anew, with all others in between.
+const REPEATS: usize = 5;
+/// NCCL alone with the buffer that the connector is held against.
+const CONTIGUOUS: &[usize] = &[1 << 30];
+
+/// One way, and what was measured of it: neighbours and scattered blocks.
+struct Row {
+    name: &'static str,
+    how: How,
+    seen: [Seen; 2],
+    error: Option<String>,
+}
+
+#[derive(Default)]
+struct Seen {
+    /// Gigabytes a second to the arrival, and to the sender's knowledge of it, once for each repeat.
+    arrived: Vec<f64>,
+    finished: Vec<f64>,
+    /// Of one transfer of the last.
+    marks: Value,
+    walk: Value,
+}
+
+fn rows() -> Vec<Row> {
+    let tapered =
+        |first_part, least_part, share| How { taper: Some(Taper { first_part, least_part, share }), ..NCCL };
+    let all = [
+        ("as it is", NCCL),
+        ("one queue", How { nccl_queues: 1, ..NCCL }),
+        ("first a quarter, halves of the rest", tapered(4, 4, 2)),
+        ("first a half, halves of the rest", tapered(2, 4, 2)),
+        ("first whole, halves of the rest", tapered(1, 4, 2)),
+        ("first a half, thirds of the rest", tapered(2, 4, 3)),
+        ("first whole, thirds of the rest", tapered(1, 4, 3)),
+        ("first a half, down to an eighth", tapered(2, 8, 2)),
+        ("48 multiprocessors", How { multiprocessors: 48, ..NCCL }),
+    ];
+    let row = |(name, how)| Row { name, how, seen: Default::default(), error: None };
+    all.into_iter().map(row).collect()
+}
+
+/// All ways, `REPEATS` times, and every step of a transfer of each; the table goes to stderr as well.
+pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
+    let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
+    fill(&near);
+    let (mut alone, mut rows) = (Vec::new(), rows());
+    for _ in 0..REPEATS {
+        alone.push(rates(CONTIGUOUS)?[0].one);
+        for row in &mut rows {
+            if let Err(error) = row.measure(&near, &far).await {
+                row.error = Some(error.to_string());
+            }
+            // In case that the run is cut short.
+            eprintln!("{} {:.1?} {:.1?}", row.name, row.seen[0].arrived, row.seen[1].arrived);
+        }
+    }
+    alone.push(rates(CONTIGUOUS)?[0].one);
+    let denominator = middle(&alone);
+    eprintln!("{}", table(&rows, &alone));
+    let told = json!({
+        "nccl_version": Nccl::load()?.version(),
+        "nccl_alone_1_gib": {"gigabytes_per_second": alone, "median": denominator},
+        "ways": rows.iter().map(|row| row.told(denominator)).collect::<Vec<_>>(),
+    });
+    Ok((told, rows.iter().flat_map(Row::walks).collect()))
+}
+
+impl Row {
+    /// Neighbours, and then scattered blocks.
+    fn hows(&self) -> [How; 2] {
+        [false, true].map(|is_scattered| How { is_scattered, ..self.how })
+    }
+
+    async fn measure(&mut self, near: &KvMemory, far: &KvMemory) -> Outcome<()> {
+        let (prefill, decode) =
+            (side("prefill", near, self.how).await?, side("decode", far, self.how).await?);
+        for (how, seen) in self.hows().into_iter().zip(&mut self.seen) {
+            prefill.is_free().await?;
+            decode.is_free().await?;
+            let (from, _between) = prefill.blocks(how);
+            let from = Arc::new(from);
+            let (mut arrivals, mut finishes) = (Vec::new(), Vec::new());
+            for _ in 0..ROUNDS + WARM_UP {
+                let one = one(&prefill, &decode, &from, how).await?;
+                arrivals.push(one.arrival);
+                finishes.push(one.finish);
+            }
+            seen.arrived.push(rate(median(arrivals.split_off(WARM_UP))));
+            seen.finished.push(rate(median(finishes.split_off(WARM_UP))));
+            marks::begin();
+            let one = one(&prefill, &decode, &from, how).await?;
+            let all = marks::end();
+            (seen.marks, seen.walk) = (marks::told(one.start, &all), marks::whole(one.start, &all));
+        }
+        prefill.ends().await?;
+        decode.ends().await
+    }
+
+    fn told(&self, denominator: f64) -> Value {
+        let of = |seen: &Seen| {
+            let median = middle(&seen.arrived);
+            json!({
+                "arrived_gigabytes_per_second": seen.arrived,
+                "finished_gigabytes_per_second": seen.finished,
+                "median": median, "of_nccl_alone": median / denominator,
+                "marks": seen.marks,
+            })
+        };
+        let [neighbours, scattered] = self.seen.each_ref().map(of);
+        json!({
+            "way": self.name, "how": self.how.told(), "error": self.error,
+            "neighbours": neighbours, "scattered": scattered,
+        })
+    }
+
+    fn walks(&self) -> [Value; 2] {
+        let [neighbours, scattered] = self.hows();
+        [(neighbours, &self.seen[0]), (scattered, &self.seen[1])]
+            .map(|(how, seen)| json!({"way": self.name, "how": how.told(), "walk": seen.walk}))
+    }
+}
+
+fn rate(took: Duration) -> f64 {
+    sent_bytes() as f64 / took.as_secs_f64() / 1e9
+}
+
+/// Of no numbers at all: not a number.
+fn middle(numbers: &[f64]) -> f64 {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn table(rows: &[Row], alone: &[f64]) -> String {
+    let denominator = middle(alone);
+    let mut table = format!("NCCL alone, 1 GiB: {alone:.1?} GB/s, median {denominator:.1}\n");
+    for row in rows {
+        let of = |seen: &Seen| {
+            let median = middle(&seen.arrived);
+            format!("{median:6.1} ({:.3}) {:<36}", median / denominator, format!("{:.1?}", seen.arrived))
+        };
+        let [neighbours, scattered] = row.seen.each_ref().map(of);
+        let error = row.error.as_deref().unwrap_or("");
+        let line = writeln!(table, "{:<36} {neighbours} | {scattered} {error}", row.name);
+        line.expect("a string takes all");
+    }
+    table
+}
