@@ -26,13 +26,20 @@ const N_SLOTS: usize = 5;
 /// A message is gathered and scattered by so many: with 16 that takes longer than to send it.
 const MULTIPROCESSORS: u32 = 32;
 
+/// So many pairs of each card have more than one queue. NCCL has a message wait for its peer on some 16 multiprocessors: if
+/// those of all pairs did not fit on a card any more, cards could wait for each other in a circle, until a pair is given up.
+const PAIRS_OF_SEVERAL: usize = 4;
+
 /// One node's cards.
 #[derive(Debug)]
 pub(super) struct CardFabric {
     memory: KvMemory,
     carriers: Carriers,
     slot_bytes: usize,
+    /// Of a pair, while there are few.
     n_queues: usize,
+    /// Held by each pair.
+    pairs: Arc<()>,
 }
 
 impl CardFabric {
@@ -42,13 +49,14 @@ impl CardFabric {
         let lane_multiprocessors = parts.settings.multiprocessors(MULTIPROCESSORS);
         let size = CourierSize { n_lanes: 2, lane_multiprocessors, ..CourierSize::default() };
         let carriers = Carriers::start(&parts.memory, size, &parts.gate)?;
-        Ok(Self { memory: parts.memory.clone(), carriers, slot_bytes, n_queues })
+        Ok(Self { memory: parts.memory.clone(), carriers, slot_bytes, n_queues, pairs: Arc::default() })
     }
 }
 
 impl Fabric for CardFabric {
     fn n_queues(&self) -> usize {
-        self.n_queues
+        let n_pairs = Arc::strong_count(&self.pairs) - 1;
+        if n_pairs < PAIRS_OF_SEVERAL * usize::from(self.memory.n_ranks()) { self.n_queues } else { 1 }
     }
 
     fn id(&self) -> Result<QueueId, TransferError> {
@@ -59,8 +67,8 @@ impl Fabric for CardFabric {
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
         let slots = Slots::new(card_of(&self.memory, rank)?.memory(), N_SLOTS, self.slot_bytes);
         let slots = Arc::new(slots.map_err(TransferError::device)?);
-        let (memory, carriers) = (self.memory.clone(), self.carriers.clone());
-        Ok(Arc::new(CardStage { memory, carriers, rank, slots }))
+        let (memory, carriers, pair) = (self.memory.clone(), self.carriers.clone(), Arc::clone(&self.pairs));
+        Ok(Arc::new(CardStage { memory, carriers, rank, slots, pair }))
     }
 }
 
@@ -72,6 +80,9 @@ struct CardStage {
     /// Whose card it is.
     rank: u16,
     slots: Arc<Slots>,
+    /// One more.
+    #[expect(dead_code, reason = "held to be counted")]
+    pair: Arc<()>,
 }
 
 #[async_trait]

@@ -33,13 +33,13 @@ pub(super) async fn greet(
     layout: &KvLayout,
     fabric: &dyn Fabric,
 ) -> io::Result<(Lanes, Vec<PairId>)> {
-    let ours = layout.shard.tp_size;
+    let (ours, offered) = (layout.shard.tp_size, fabric.n_queues() as u8);
     let [low, high] = ours.to_le_bytes();
-    stream.write_all(&[GREETING, low, high, fabric.n_queues() as u8]).await?;
+    stream.write_all(&[GREETING, low, high, offered]).await?;
     let mut answer = [0; ANSWER_BYTES];
     stream.read_exact(&mut answer).await?;
     let [low, high, n_queues] = answer;
-    if n_queues == 0 || usize::from(n_queues) > fabric.n_queues() {
+    if !(1..=offered).contains(&n_queues) {
         return Err(io::Error::other("the answer is pairs of more queues than were offered, or of none"));
     }
     let shard = Shard { tp_size: u16::from_le_bytes([low, high]), ..layout.shard };

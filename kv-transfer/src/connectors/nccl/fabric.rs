@@ -32,7 +32,7 @@ pub(super) enum End {
 
 /// One node's way to have communicators.
 pub(super) trait Fabric: Debug + Send + Sync {
-    /// How many queues a pair of this node's has at most, and no less than one.
+    /// How many queues the next pair of this node's has at most, and no less than one.
     fn n_queues(&self) -> usize;
 
     /// For one queue of a pair that this node is the sender of.
