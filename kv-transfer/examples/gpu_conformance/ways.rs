@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::measure::{How, N_BLOCKS, NCCL, ROUNDS, WARM_UP, fill, layout, median, one, sent_bytes, side};
 use crate::nccl::rates;
-use crate::{Outcome, marks, memory};
+use crate::{Outcome, marks, memory, now};
 
 /// How often each way is made anew, with all others in between.
 const REPEATS: usize = 5;
@@ -24,6 +24,8 @@ struct Row {
     name: &'static str,
     how: How,
     seen: [Seen; 2],
+    /// Seconds that the first transfer between two nodes takes, contact included, once for each repeat.
+    first: Vec<f64>,
     error: Option<String>,
 }
 
@@ -51,7 +53,7 @@ fn rows() -> Vec<Row> {
         ("first a half, down to an eighth", tapered(2, 8, 2)),
         ("48 multiprocessors", How { multiprocessors: 48, ..NCCL }),
     ];
-    let row = |(name, how)| Row { name, how, seen: Default::default(), error: None };
+    let row = |(name, how)| Row { name, how, seen: Default::default(), first: Vec::new(), error: None };
     all.into_iter().map(row).collect()
 }
 
@@ -95,18 +97,23 @@ impl Row {
             decode.is_free().await?;
             let (from, _between) = prefill.blocks(how);
             let from = Arc::new(from);
+            if !how.is_scattered {
+                let began = now();
+                one(&prefill, &decode, &from, how).await?;
+                self.first.push(began.elapsed().as_secs_f64());
+            }
             let (mut arrivals, mut finishes) = (Vec::new(), Vec::new());
             for _ in 0..ROUNDS + WARM_UP {
-                let one = one(&prefill, &decode, &from, how).await?;
-                arrivals.push(one.arrival);
-                finishes.push(one.finish);
+                let took = one(&prefill, &decode, &from, how).await?;
+                arrivals.push(took.arrival);
+                finishes.push(took.finish);
             }
             seen.arrived.push(rate(median(arrivals.split_off(WARM_UP))));
             seen.finished.push(rate(median(finishes.split_off(WARM_UP))));
             marks::begin();
-            let one = one(&prefill, &decode, &from, how).await?;
+            let took = one(&prefill, &decode, &from, how).await?;
             let all = marks::end();
-            (seen.marks, seen.walk) = (marks::told(one.start, &all), marks::whole(one.start, &all));
+            (seen.marks, seen.walk) = (marks::told(took.start, &all), marks::whole(took.start, &all));
         }
         prefill.ends().await?;
         decode.ends().await
@@ -125,7 +132,7 @@ impl Row {
         let [neighbours, scattered] = self.seen.each_ref().map(of);
         json!({
             "way": self.name, "how": self.how.told(), "error": self.error,
-            "neighbours": neighbours, "scattered": scattered,
+            "neighbours": neighbours, "scattered": scattered, "first_transfer_seconds": self.first,
         })
     }
 
@@ -157,7 +164,8 @@ fn table(rows: &[Row], alone: &[f64]) -> String {
         };
         let [neighbours, scattered] = row.seen.each_ref().map(of);
         let error = row.error.as_deref().unwrap_or("");
-        let line = writeln!(table, "{:<36} {neighbours} | {scattered} {error}", row.name);
+        let first = middle(&row.first);
+        let line = writeln!(table, "{:<36} {neighbours} | {scattered} first {first:.2} s {error}", row.name);
         line.expect("a string takes all");
     }
     table
