@@ -47,10 +47,9 @@ fn rows() -> Vec<Row> {
         ("one queue", How { nccl_queues: 1, ..NCCL }),
         ("first a quarter, halves of the rest", tapered(4, 4, 2)),
         ("first a half, halves of the rest", tapered(2, 4, 2)),
-        ("first whole, halves of the rest", tapered(1, 4, 2)),
         ("first a half, thirds of the rest", tapered(2, 4, 3)),
         ("first whole, thirds of the rest", tapered(1, 4, 3)),
-        ("first a half, down to an eighth", tapered(2, 8, 2)),
+        ("first whole, down to an eighth", tapered(1, 8, 2)),
         ("48 multiprocessors", How { multiprocessors: 48, ..NCCL }),
     ];
     let row = |(name, how)| Row { name, how, seen: Default::default(), first: Vec::new(), error: None };

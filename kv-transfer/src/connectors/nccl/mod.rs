@@ -50,9 +50,9 @@ pub const SCHEME: &str = "nccl";
 /// A message is so many times larger than the setting for frames: it takes NCCL some microseconds to begin one.
 const MESSAGES_LARGER: usize = 128;
 
-/// Each message costs NCCL some microseconds, so few are small: the first, which is gathered before anything is sent, and
-/// the last ones, which are scattered when all has come.
-const TAPER: Taper = Taper { first_part: 4, least_part: 4, share: 2 };
+/// Each message costs NCCL some microseconds, so few are small: the last ones, which are scattered when all has come. The
+/// first is gathered in the time that NCCL takes to launch it.
+const TAPER: Taper = Taper { first_part: 1, least_part: 4, share: 2 };
 
 /// Listens beside `tcp`. Refused where the KV is not on a card, cannot be moved 16 bytes at a time, or there is no NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
