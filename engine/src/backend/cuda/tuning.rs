@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use kernels::cuda::matmul::{Choice, Choices, RUNGS};
-use kernels::cuda::{Answer, Bf16, Card, CudaError, OwnForm, ProductShape, Products, View, Weights};
+use kernels::cuda::{Answer, Bf16, Card, CudaError, OwnForm, ProductShape, Products, View, Weights, source};
 use tracing::{debug, info, warn};
 
 use super::CudaSettings;
@@ -66,10 +66,11 @@ pub(super) fn tune(
 ) -> Result<(), CudaError> {
     let Tools { card, decoder, products, space, .. } = tools;
     let about = format!(
-        "{} {}, cuBLASLt {}, in company and with what comes after, of ranks too",
+        "{} {}, cuBLASLt {}, kernels {}, in company",
         card.name(),
         card.arch(),
-        products.library_version()
+        products.library_version(),
+        source::digest()
     );
     let file = settings.choices_file(&about);
     if let Some(file) = &file {
