@@ -21,4 +21,4 @@ pub mod error;
 pub use error::HubError;
 pub use fetch::Hub;
 pub use id::ModelId;
-pub use settings::HubSettings;
+pub use settings::{Authorities, HubSettings};

@@ -17,8 +17,17 @@ pub struct HubSettings {
     pub cache: PathBuf,
     /// Only what the cache holds already.
     pub offline: bool,
-    /// A PEM file, and a folder of them, of the authorities that vouch for the hub, in place of the machine's.
-    pub authorities: (Option<PathBuf>, Option<PathBuf>),
+    /// In place of the machine's, where any are named.
+    pub authorities: Authorities,
+}
+
+/// Where those are who vouch for the hub.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Authorities {
+    /// In PEM. It must hold some.
+    pub file: Option<PathBuf>,
+    /// Files of that kind. There may be none in it where a file is named.
+    pub folder: Option<PathBuf>,
 }
 
 impl std::fmt::Debug for HubSettings {
@@ -50,7 +59,10 @@ impl HubSettings {
             token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
             cache: cache.map_or_else(|| home.join("hub"), PathBuf::from),
             offline: text("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
-            authorities: (env("SSL_CERT_FILE").map(PathBuf::from), env("SSL_CERT_DIR").map(PathBuf::from)),
+            authorities: Authorities {
+                file: env("SSL_CERT_FILE").map(PathBuf::from),
+                folder: env("SSL_CERT_DIR").map(PathBuf::from),
+            },
         }
     }
 }
@@ -111,9 +123,9 @@ mod tests {
 
     #[test]
     fn authorities_are_those_that_openssl_would_take() {
-        assert_eq!(settings(&[]).authorities, (None, None));
-        assert_eq!(settings(&[("SSL_CERT_FILE", "")]).authorities, (None, None));
+        assert_eq!(settings(&[]).authorities, Authorities::default());
+        assert_eq!(settings(&[("SSL_CERT_FILE", "")]).authorities, Authorities::default());
         let both = settings(&[("SSL_CERT_FILE", "/ca.pem"), ("SSL_CERT_DIR", "/cas")]).authorities;
-        assert_eq!(both, (Some("/ca.pem".into()), Some("/cas".into())));
+        assert_eq!(both, Authorities { file: Some("/ca.pem".into()), folder: Some("/cas".into()) });
     }
 }

@@ -2,19 +2,17 @@
 
 use std::error::Error;
 use std::io;
-use std::path::PathBuf;
 
 use hyper_rustls::HttpsConnectorBuilder;
 use hyper_rustls::builderstates::WantsSchemes;
 use rustls::{CertificateError, ClientConfig, RootCertStore};
 
 use crate::error::HubError;
+use crate::settings::Authorities;
 
 /// The authorities that are named; else the machine's own, which a company may have added to; else, where a machine has
 /// none, those that browsers trust.
-pub(crate) fn tls(
-    named: &(Option<PathBuf>, Option<PathBuf>),
-) -> Result<HttpsConnectorBuilder<WantsSchemes>, HubError> {
+pub(crate) fn tls(named: &Authorities) -> Result<HttpsConnectorBuilder<WantsSchemes>, HubError> {
     let (ring, builder) = (rustls::crypto::ring::default_provider, HttpsConnectorBuilder::new);
     if let Some(roots) = roots(named)? {
         let config = ClientConfig::builder_with_provider(ring().into()).with_safe_default_protocol_versions();
@@ -27,8 +25,7 @@ pub(crate) fn tls(
     }
 }
 
-/// A file that is named must have some; a folder beside it may have none.
-fn roots((file, folder): &(Option<PathBuf>, Option<PathBuf>)) -> Result<Option<RootCertStore>, HubError> {
+fn roots(Authorities { file, folder }: &Authorities) -> Result<Option<RootCertStore>, HubError> {
     let mut roots = RootCertStore::empty();
     for (file, folder) in [(file.as_deref(), None), (None, folder.as_deref())] {
         let Some(path) = file.or(folder) else { continue };

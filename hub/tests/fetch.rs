@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use baton_hub::{Hub, HubError, HubSettings, ModelId};
+use baton_hub::{Authorities, Hub, HubError, HubSettings, ModelId};
 use support::tls::Front;
 use support::{COMMIT, OLD, Town, git_name, sha256};
 
@@ -264,18 +264,14 @@ fn an_address_that_is_none_is_refused() {
         token: None,
         cache: PathBuf::new(),
         offline: false,
-        authorities: (None, None),
+        authorities: Authorities::default(),
     };
     let error = Hub::new(settings).expect_err("no scheme");
     assert!(error.to_string().contains("begins with http:// or https://"), "{error}");
 }
 
 /// What is fetched by TLS, with these authorities in place of the machine's.
-async fn fetched_by_tls(
-    town: &Town,
-    front: &Front,
-    authorities: (Option<PathBuf>, Option<PathBuf>),
-) -> Result<PathBuf, HubError> {
+async fn fetched_by_tls(town: &Town, front: &Front, authorities: Authorities) -> Result<PathBuf, HubError> {
     let cache = tempfile::tempdir().expect("a folder");
     let settings = HubSettings {
         endpoint: front.endpoint(),
@@ -292,7 +288,8 @@ async fn a_hub_is_trusted_whose_authority_is() {
     town.manners().token = Some("secret");
     let front = Front::of(town.hub(), "127.0.0.1").await;
     let folder = front.authority().parent().map(Path::to_owned);
-    for authorities in [(Some(front.authority()), None), (None, folder)] {
+    let of_file = Authorities { file: Some(front.authority()), folder: None };
+    for authorities in [of_file, Authorities { file: None, folder }] {
         let snapshot = fetched_by_tls(&town, &front, authorities).await.expect("fetched");
         assert!(snapshot.ends_with(COMMIT));
     }
@@ -309,7 +306,8 @@ async fn a_hub_that_nobody_vouches_for_is_told_nothing() {
         (&front, Some(&others), "UnknownIssuer"),
         (&elsewhere, Some(&others), "not valid for name \"127.0.0.1\""),
     ] {
-        let error = fetched_by_tls(&town, front, (authorities.cloned(), None)).await.expect_err("a stranger");
+        let authorities = Authorities { file: authorities.cloned(), folder: None };
+        let error = fetched_by_tls(&town, front, authorities).await.expect_err("a stranger");
         assert!(matches!(error, HubError::Untrusted { .. }), "{error:?}");
         let said = sentence(&error);
         assert!(
@@ -333,7 +331,8 @@ async fn authorities_that_are_none_are_named() {
         (&missing, others, "No such file"),
         (&empty, None, "it holds none"),
     ] {
-        let error = fetched_by_tls(&town, &front, (Some(path.clone()), folder)).await.expect_err("nobody");
+        let authorities = Authorities { file: Some(path.clone()), folder };
+        let error = fetched_by_tls(&town, &front, authorities).await.expect_err("nobody");
         let said = sentence(&error);
         assert!(
             said.starts_with(&format!("no certificate of an authority is in {}", path.display())),

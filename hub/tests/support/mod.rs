@@ -13,7 +13,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use baton_hub::{Hub, HubSettings};
+use baton_hub::{Authorities, Hub, HubSettings};
 use futures::stream::{self, StreamExt as _};
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256, digest};
 use serde_json::json;
@@ -76,7 +76,7 @@ impl Town {
             token: None,
             cache: cache.to_owned(),
             offline: false,
-            authorities: (None, None),
+            authorities: Authorities::default(),
         }
     }
 
