@@ -10,33 +10,37 @@ use super::verdict::{BF16_ERROR, FP8_ERROR, Verdicts};
 
 const N_POSITIONS: usize = 50;
 
+/// Which heads rows have, where k and v of them go, and whether q and k are normed.
+#[derive(Clone, Copy)]
+struct Heads {
+    n_q: usize,
+    kv: KvPages,
+    has_norms: bool,
+}
+
 /// Where rows of heads go, and how they are turned on the way.
 pub(crate) struct Rotation {
-    n_q_heads: usize,
-    kv: KvPages,
+    heads: Heads,
     turns: Vec<[f32; 2]>,
     positions: Vec<u32>,
     /// One of them is none: its k and v are written nowhere.
     slots: Vec<u32>,
     norms: [Vec<Bf16>; 2],
-    has_norms: bool,
 }
 
 /// The same on a card.
 pub(crate) struct RotationThere {
-    n_q_heads: usize,
-    kv: KvPages,
+    heads: Heads,
     turns: Buffer<[f32; 2]>,
     positions: Buffer<u32>,
     slots: Buffer<u32>,
     norms: [Buffer<Bf16>; 2],
-    has_norms: bool,
 }
 
 impl Rotation {
     pub(crate) fn drawn(
         draw: &mut Draw,
-        (n_rows, n_q_heads): (usize, usize),
+        (n_rows, n_q): (usize, usize),
         kv: KvPages,
         has_norms: bool,
     ) -> Self {
@@ -47,19 +51,17 @@ impl Rotation {
         let mut slots = draw.order(kv.n_blocks * BLOCK_TOKENS)[..n_rows].to_vec();
         slots[n_rows / 2] = u32::MAX;
         let norms = [draw.narrow(head_dim, 1.5), draw.narrow(head_dim, 1.5)];
-        Self { n_q_heads, kv, turns, positions, slots, norms, has_norms }
+        Self { heads: Heads { n_q, kv, has_norms }, turns, positions, slots, norms }
     }
 
     pub(crate) fn upload(&self, card: &Card) -> Result<RotationThere, CudaError> {
-        let Self { n_q_heads, kv, turns, positions, slots, norms, has_norms } = self;
+        let Self { heads, turns, positions, slots, norms } = self;
         Ok(RotationThere {
-            n_q_heads: *n_q_heads,
-            kv: *kv,
+            heads: *heads,
             turns: card.upload(turns)?,
             positions: card.upload(positions)?,
             slots: card.upload(slots)?,
             norms: [card.upload(&norms[0])?, card.upload(&norms[1])?],
-            has_norms: *has_norms,
         })
     }
 
@@ -71,18 +73,18 @@ impl Rotation {
         before: impl Iterator<Item = &'a [f64]>,
         (q, pages): (Vec<Bf16>, Vec<Bf16>),
     ) {
-        let KvPages { n_kv_heads, head_dim, number, .. } = self.kv;
+        let Heads { n_q, kv: KvPages { n_kv_heads, head_dim, number, .. }, .. } = self.heads;
         let (q, pages) = (wide(&q), numbers_of(&pages, number));
         let (mut of_q, mut q_reference, mut of_kv, mut kv_reference) = (vec![], vec![], vec![], vec![]);
         for (row, numbers) in before.enumerate() {
             for (nth, head) in numbers.chunks(head_dim).enumerate() {
                 let expected = self.expected(row, nth, head);
-                if nth < self.n_q_heads {
+                if nth < n_q {
                     of_q.extend_from_slice(&q[row * numbers.len() + nth * head_dim..][..head_dim]);
                     q_reference.extend(expected);
                 } else if self.slots[row] != u32::MAX {
                     let slot = self.slots[row] as usize;
-                    let page = slot / BLOCK_TOKENS * 2 * n_kv_heads + nth - self.n_q_heads;
+                    let page = slot / BLOCK_TOKENS * 2 * n_kv_heads + nth - n_q;
                     let from = (page * BLOCK_TOKENS + slot % BLOCK_TOKENS) * head_dim;
                     of_kv.extend_from_slice(&pages[from..from + head_dim]);
                     kv_reference.extend(expected);
@@ -97,13 +99,14 @@ impl Rotation {
     }
 
     fn expected(&self, row: usize, nth: usize, head: &[f64]) -> Vec<f64> {
-        let is_q = nth < self.n_q_heads;
-        if !is_q && nth >= self.n_q_heads + self.kv.n_kv_heads {
+        let Heads { n_q, kv, has_norms } = self.heads;
+        let is_q = nth < n_q;
+        if !is_q && nth >= n_q + kv.n_kv_heads {
             return head.to_vec();
         }
-        let half = self.kv.head_dim / 2;
+        let half = kv.head_dim / 2;
         let turns = &self.turns[self.positions[row] as usize * half..][..half];
-        match self.has_norms {
+        match has_norms {
             true => turned(&normed(head, &wide(&self.norms[usize::from(!is_q)])), turns),
             false => turned(head, turns),
         }
@@ -112,15 +115,16 @@ impl Rotation {
 
 impl RotationThere {
     pub(crate) fn rope<'a>(&'a self, qkv: ViewMut<'a, Bf16>, pages: ViewMut<'a, Bf16>) -> RopeWriteKv<'a> {
+        let Heads { n_q, kv, has_norms } = self.heads;
         RopeWriteKv {
             qkv,
-            n_q_heads: self.n_q_heads,
+            n_q_heads: n_q,
             pages,
-            kv: self.kv,
+            kv,
             positions: self.positions.view(),
             slots: self.slots.view(),
             turns: self.turns.view(),
-            norms: self.has_norms.then(|| [self.norms[0].view(), self.norms[1].view()]),
+            norms: has_norms.then(|| [self.norms[0].view(), self.norms[1].view()]),
             epsilon: EPSILON,
         }
     }

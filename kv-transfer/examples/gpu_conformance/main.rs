@@ -132,7 +132,7 @@ fn run(args: &Args) -> Outcome<bool> {
     lie_in(memory);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(8).enable_all().build()?;
     let is_wanted = |part: &str| args.only.as_ref().is_none_or(|only| only == part);
-    let is_seen_to = |wire: &str| args.wire.as_ref().is_none_or(|only| only == wire);
+    let is_seen_to = |wire: &str| is_wanted("suite") && args.wire.as_ref().is_none_or(|only| only == wire);
     let nothing = || (Value::Null, Vec::new());
     let (measured, mut walks) =
         if is_wanted("measure") { runtime.block_on(measure::all())? } else { nothing() };
@@ -143,11 +143,11 @@ fn run(args: &Args) -> Outcome<bool> {
     if let Some(out) = &args.walks {
         std::fs::write(out, serde_json::to_string_pretty(&json!(walks))? + "\n")?;
     }
-    let runs = RUNS.iter().filter(|(wire, _)| is_wanted("suite") && is_seen_to(wire));
+    let runs = RUNS.iter().filter(|(wire, _)| is_seen_to(wire));
     let suites: Vec<_> = runs.map(|run| (*run, passes(&runtime, *run))).collect();
     let of_ranks: Vec<_> = RUNS_OF_RANKS
         .iter()
-        .filter(|((wire, _), _)| is_wanted("suite") && is_seen_to(wire))
+        .filter(|((wire, _), _)| is_seen_to(wire))
         .map(|(run, ranks)| (*run, ranks_pass(&runtime, *run, ranks)))
         .collect();
     let report = json!({

@@ -177,8 +177,13 @@ fn ways() -> Vec<How> {
 }
 
 /// Of one sequence.
-pub(crate) fn sent_bytes() -> usize {
+fn sent_bytes() -> usize {
     N_SENT as usize * layout().block_bytes(GroupIdx(0))
+}
+
+/// Gigabytes a second, where one sequence takes so long.
+pub(crate) fn rate(took: Duration) -> f64 {
+    sent_bytes() as f64 / took.as_secs_f64() / 1e9
 }
 
 /// Between nodes of several ranks, in memory of their own.
@@ -192,8 +197,7 @@ async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how:
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
-    let bytes = sent_bytes();
-    let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far, bytes)?})];
+    let mut lines = vec![json!({"what": "plain copy", "gigabytes_per_second": plainly(&near, &far)?})];
     eprintln!("{}", lines[0]);
     let mut walks = Vec::new();
     for how in ways() {
@@ -204,7 +208,6 @@ pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
                 through_ranks((of("prefill", from), of("decode", to)), how).await
             }
         };
-        let rate = |took: Duration| bytes as f64 / took.as_secs_f64() / 1e9;
         let mut line = how.told();
         match took {
             Err(error) => line["error"] = json!(error.to_string()),
@@ -220,12 +223,12 @@ pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
         eprintln!("{} {rate}", how.told());
         lines.push(line);
     }
-    lines.push(json!({"what": "plain copy, again", "gigabytes_per_second": plainly(&near, &far, bytes)?}));
+    lines.push(json!({"what": "plain copy, again", "gigabytes_per_second": plainly(&near, &far)?}));
     eprintln!("{}", lines[lines.len() - 1]);
     Ok((json!(lines), walks))
 }
 
-fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
+fn plainly(near: &KvMemory, far: &KvMemory) -> Outcome<f64> {
     let (near, far) = (near.on_card().expect("on a card"), far.on_card().expect("on a card"));
     let (fd, exported) = near.memory().export()?;
     let remote = far.memory().import(&fd, exported)?;
@@ -233,10 +236,10 @@ fn plainly(near: &KvMemory, far: &KvMemory, bytes: usize) -> Outcome<f64> {
     let mut took = Vec::new();
     for _ in 0..ROUNDS + WARM_UP {
         let start = now();
-        courier.copy_plainly(&remote, far.memory(), bytes)?;
+        courier.copy_plainly(&remote, far.memory(), sent_bytes())?;
         took.push(start.elapsed());
     }
-    Ok(bytes as f64 / median(took.split_off(WARM_UP)).as_secs_f64() / 1e9)
+    Ok(rate(median(took.split_off(WARM_UP))))
 }
 
 /// All layers are computed already.
@@ -255,11 +258,7 @@ async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome
     }
     let (mut marks, mut walk) = (Value::Null, Value::Null);
     for _ in 0..MARKED {
-        marks::begin();
-        let one = one(&prefill, &decode, &from, how).await?;
-        let seen = marks::end();
-        marks = marks::told(one.start, &seen);
-        walk = marks::whole(one.start, &seen);
+        (marks, walk) = marked(&prefill, &decode, &from, how).await?;
     }
     prefill.ends().await?;
     decode.ends().await?;
@@ -269,7 +268,7 @@ async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome
 
 /// One transfer.
 pub(crate) struct One {
-    pub(crate) start: Instant,
+    start: Instant,
     pub(crate) arrival: Duration,
     pub(crate) finish: Duration,
     arrived: ArrivedKv,
@@ -297,6 +296,19 @@ pub(crate) async fn one(prefill: &Side, decode: &Side, from: &Arc<BlockLease>, h
     let finish = start.elapsed();
     sent?;
     Ok(One { start, arrival, finish, arrived: arrived? })
+}
+
+/// The marks of one transfer, and every step of it.
+pub(crate) async fn marked(
+    prefill: &Side,
+    decode: &Side,
+    from: &Arc<BlockLease>,
+    how: How,
+) -> Outcome<(Value, Value)> {
+    marks::begin();
+    let one = one(prefill, decode, from, how).await?;
+    let seen = marks::end();
+    Ok((marks::told(one.start, &seen), marks::whole(one.start, &seen)))
 }
 
 /// Every byte of every layer.

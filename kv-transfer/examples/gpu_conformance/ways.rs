@@ -3,16 +3,15 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::Duration;
 
 use baton_kv_transfer::Taper;
 use kernels::cuda::nccl::Nccl;
 use kv_cache::KvMemory;
 use serde_json::{Value, json};
 
-use crate::measure::{How, N_BLOCKS, NCCL, ROUNDS, WARM_UP, fill, layout, median, one, sent_bytes, side};
+use crate::measure::{How, N_BLOCKS, NCCL, ROUNDS, WARM_UP, fill, layout, marked, median, one, rate, side};
 use crate::nccl::rates;
-use crate::{Outcome, marks, memory, now};
+use crate::{Outcome, memory, now};
 
 /// How often each way is made anew, with all others in between.
 const REPEATS: usize = 5;
@@ -109,10 +108,7 @@ impl Row {
             }
             seen.arrived.push(rate(median(arrivals.split_off(WARM_UP))));
             seen.finished.push(rate(median(finishes.split_off(WARM_UP))));
-            marks::begin();
-            let took = one(&prefill, &decode, &from, how).await?;
-            let all = marks::end();
-            (seen.marks, seen.walk) = (marks::told(took.start, &all), marks::whole(took.start, &all));
+            (seen.marks, seen.walk) = marked(&prefill, &decode, &from, how).await?;
         }
         prefill.ends().await?;
         decode.ends().await
@@ -140,10 +136,6 @@ impl Row {
         [(neighbours, &self.seen[0]), (scattered, &self.seen[1])]
             .map(|(how, seen)| json!({"way": self.name, "how": how.told(), "walk": seen.walk}))
     }
-}
-
-fn rate(took: Duration) -> f64 {
-    sent_bytes() as f64 / took.as_secs_f64() / 1e9
 }
 
 /// Of no numbers at all: not a number.
