@@ -198,7 +198,10 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
 
 // One block of threads adds up one head's parts. Its warps take turns over them, so that all are read at once: a lane has
 // HEAD / 32 dims. What warps found is added up in their order.
-constexpr u32 MERGE_WARPS = 8;
+//
+// A lane keeps the sums of the first 64 parts, and a warp asks for its own of these before any have come: one trip to memory
+// for nearly every sequence.
+constexpr u32 MERGE_WARPS = 8, SUMS_KEPT = 2, PARTS_KEPT = SUMS_KEPT * 32 / MERGE_WARPS;
 
 template <u32 HEAD>
 __device__ __forceinline__ void merge(bf16* out, const float* parts, const float2* part_sums, const u32* lengths,
@@ -206,33 +209,55 @@ __device__ __forceinline__ void merge(bf16* out, const float* parts, const float
     constexpr u32 DIMS = HEAD / 32;
     struct alignas(DIMS * 4) Dims { float of[DIMS]; };
     __shared__ float found[MERGE_WARPS][HEAD];
-    in_turn();
+    next_may_come();
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u64 q_head = (u64)blockIdx.y * n_q_heads + blockIdx.x;
     u32 chunk_tokens = chunk_blocks * BLOCK_TOKENS;
     u32 n_used = min((lengths[blockIdx.y] + chunk_tokens - 1) / chunk_tokens, n_parts);
     const float2* sums = part_sums + q_head * n_parts;
+    auto part_at = [&](u32 i) { return *reinterpret_cast<const Dims*>(parts + (q_head * n_parts + i) * HEAD + lane * DIMS); };
+    wait_for_last();
+
+    float2 kept[SUMS_KEPT];
+    Dims kept_parts[PARTS_KEPT];
+#pragma unroll
+    for (u32 i = 0; i < SUMS_KEPT; i++) kept[i] = lane + i * 32 < n_used ? sums[lane + i * 32] : make_float2(-INF, 0.f);
+#pragma unroll
+    for (u32 i = 0; i < PARTS_KEPT; i++) kept_parts[i] = warp + i * MERGE_WARPS < n_used ? part_at(warp + i * MERGE_WARPS) : Dims{};
 
     // Every warp finds the greatest score and the total for itself, in the same order.
     float most = -INF, total = 0.f;
-    for (u32 i = lane; i < n_used; i += 32) most = fmaxf(most, sums[i].x);
+#pragma unroll
+    for (u32 i = 0; i < SUMS_KEPT; i++) most = fmaxf(most, kept[i].x);
+    for (u32 i = lane + SUMS_KEPT * 32; i < n_used; i += 32) most = fmaxf(most, sums[i].x);
 #pragma unroll
     for (int of = 16; of > 0; of /= 2) most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, of));
     auto share_of = [&](float2 sum) {
         if (sum.y != sum.y) return sum.y;  // NaN spoils all of it
         return sum.x == -INF ? 0.f : power2(sum.x - most);
     };
-    for (u32 i = lane; i < n_used; i += 32) total += share_of(sums[i]) * sums[i].y;
+    float shares[SUMS_KEPT];
+#pragma unroll
+    for (u32 i = 0; i < SUMS_KEPT; i++) {
+        shares[i] = share_of(kept[i]);
+        total += shares[i] * kept[i].y;
+    }
+    for (u32 i = lane + SUMS_KEPT * 32; i < n_used; i += 32) total += share_of(sums[i]) * sums[i].y;
     total = warp_sum(total);
 
     float number[DIMS] = {};
-#pragma unroll 4
-    for (u32 i = warp; i < n_used; i += MERGE_WARPS) {
-        Dims part = *reinterpret_cast<const Dims*>(parts + (q_head * n_parts + i) * HEAD + lane * DIMS);
-        float share = share_of(sums[i]);
+    auto add = [&](float share, const Dims& part) {
 #pragma unroll
         for (u32 j = 0; j < DIMS; j++) number[j] += share * part.of[j];
+    };
+#pragma unroll
+    for (u32 i = 0; i < PARTS_KEPT; i++) {
+        u32 nth = warp + i * MERGE_WARPS;
+        float share = __shfl_sync(FULL_WARP, shares[i * MERGE_WARPS / 32], nth % 32);
+        if (nth < n_used) add(share, kept_parts[i]);
     }
+#pragma unroll 4
+    for (u32 i = warp + SUMS_KEPT * 32; i < n_used; i += MERGE_WARPS) add(share_of(sums[i]), part_at(i));
 #pragma unroll
     for (u32 j = 0; j < DIMS; j++) found[warp][lane * DIMS + j] = number[j];
     __syncthreads();

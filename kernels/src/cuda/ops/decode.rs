@@ -9,6 +9,8 @@ use crate::cuda::tensor_map::TensorMap;
 
 /// Threads of a part, as in `decode_attention.cu`.
 const THREADS: u32 = 128;
+/// Warps of a part, which take its pages in turns.
+const WARPS: usize = THREADS as usize / 32;
 /// Query heads that one pass over a KV head serves.
 const HEADS_AT_ONCE: usize = 8;
 
@@ -93,11 +95,14 @@ impl DecodeAttention<'_> {
         let at_once = if card.has(HOPPER[0].one) { BLOCKS_AT_ONCE_ON_HOPPER } else { BLOCKS_AT_ONCE };
         let places = card.n_multiprocessors() as usize * at_once;
         let blocks = length_max.div_ceil(BLOCK_TOKENS).max(1);
-        let chunk = |n_chunks: usize| blocks.div_ceil(n_chunks) * BLOCK_TOKENS;
+        // A chunk takes as long as the warp with the most pages: what others would not take is no time saved.
+        let chunk = |n_chunks: usize| blocks.div_ceil(n_chunks).next_multiple_of(WARPS) * BLOCK_TOKENS;
         let tokens_of_time = |n_chunks: &usize| {
+            let tokens = chunk(*n_chunks);
+            let n_chunks = length_max.div_ceil(tokens).max(1);
             let n_turns = (n_rows * n_kv_heads * n_chunks).div_ceil(places).max(1);
-            let of_merge = if *n_chunks > 1 { n_chunks * MERGE_TOKENS } else { 0 };
-            n_turns * (chunk(*n_chunks) + START_TOKENS) + of_merge
+            let of_merge = if n_chunks > 1 { n_chunks * MERGE_TOKENS } else { 0 };
+            n_turns * (tokens + START_TOKENS) + of_merge
         };
         let n_chunks = (1..=blocks.min(CHUNKS_MAX)).min_by_key(tokens_of_time).unwrap_or(1);
         chunk(n_chunks)
