@@ -3,7 +3,7 @@
 // A cluster takes 128 rows of w at a time, its blocks of threads a share of k each. Each shows the others what it has
 // summed up, and then they end rows of x in turns, a warp one row at a time: a lane adds up four neighbours of the 128, in
 // the order of shares.
-constexpr u32 UNIT = 64, W_ROWS = 2 * UNIT, GROUPS_THREADS = 256, ALL_THREADS = GROUPS_THREADS + 32, WARPS = ALL_THREADS / 32;
+constexpr u32 UNIT = 64, W_ROWS = 2 * UNIT, GROUPS_THREADS = 256, ALL_THREADS = GROUPS_THREADS + 32;
 constexpr u32 PART_STRIDE = W_ROWS + 4, SHARES_MAX = 8;
 
 struct Ring { u32 at, full, empty; };
@@ -71,7 +71,7 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
         float4 total = add_parts(ring_at, at, lane, n_shares);
         x[0] = total.x * by[0] * of_norm, x[1] = total.y * by[1] * of_norm, x[2] = total.z * by[2] * of_norm, x[3] = total.w * by[3] * of_norm;
     };
-    u32 more = WARPS * n_shares;
+    u32 more = ALL_THREADS / 32 * n_shares;
     float x[4];
     if constexpr (is_joined<Ending>) {
         typename Ending::Before of_row = before;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
         if (row < shape.n_rows) before = ending.before(row, column, shape), scale = owed.scale(row);
     }
     if (n_shares > 1) {  // nobody leaves while another reads here
-        cluster_arrive();
+        cluster_arrive_silently();
         cluster_wait();
     }
 }

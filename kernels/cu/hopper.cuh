@@ -58,6 +58,11 @@ __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// The same, of what nobody was shown anything by.
+__device__ __forceinline__ void cluster_arrive_silently() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The same place in the shared memory of another block of the cluster.
 __device__ __forceinline__ u32 place_in(u32 at, u32 rank) {

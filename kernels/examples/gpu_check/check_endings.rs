@@ -1,6 +1,6 @@
 //! What comes after products of few rows, by the kernel that multiplies: against the same in f64.
 
-use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, SKINNY_ROWS_MAX};
+use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
     AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwedNorm,
     OwnForm, OwnProduct, SKINNY_FORMS, Weights,
@@ -72,8 +72,8 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
 pub(crate) fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
     let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
     let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
-    let shares = FEW_ROWS_SHARES.iter().filter(|_| card.has_few_rows());
-    skinny.chain(shares.map(|shares| OwnForm::Few(FewRowsForm { shares: *shares }))).collect()
+    let serves = |form: &&FewRowsForm| card.has_few_rows() && form.serves(n_rows, is_fp8);
+    skinny.chain(FEW_ROWS_FORMS.iter().filter(serves).copied().map(OwnForm::Few)).collect()
 }
 
 impl Drawn {

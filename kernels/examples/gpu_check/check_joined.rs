@@ -139,6 +139,10 @@ impl Stream {
             self.multiply(card, form, product)?;
             return Ok(card.download(self.part.slice(0..n))?.into_iter().map(f32::from).collect());
         }
+        let form = match form {
+            OwnForm::Few(form) => OwnForm::Few(form.joined(self.width, product.k)),
+            OwnForm::Skinny(_) => form,
+        };
         let mut parts = card.buffer::<f32>(n)?;
         card.multiply_own(form, product, Ending::Wide(parts.view_mut()))?;
         card.download(parts.view())

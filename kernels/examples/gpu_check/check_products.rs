@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
+use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
-    Bf16, Card, CudaError, Ending, OwnForm, OwnProduct, SKINNY_FORMS, SkinnyForm, Weights,
+    Bf16, Buffer, Card, CudaError, Ending, OwnForm, OwnProduct, SKINNY_FORMS, SkinnyForm, Weights,
 };
 
 use super::check_rows::POISON;
@@ -32,6 +32,9 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
             }
         }
     }
+    if card.has_few_rows() && extent == Extent::Whole {
+        even(card, verdicts)?;
+    }
     Ok(())
 }
 
@@ -53,17 +56,57 @@ fn few_rows(
     let (w, x) = (card.upload(&w)?, card.upload(&x)?);
     let mut narrow = card.buffer::<Bf16>(n * n_rows)?;
     let mut whole = card.buffer::<f32>(n * n_rows)?;
-    for shares in FEW_ROWS_SHARES {
+    for form in FEW_ROWS_FORMS.iter().copied().filter(|form| form.serves(n_rows, false)) {
         card.fill(narrow.view_mut(), POISON)?;
         card.fill(whole.view_mut(), POISON)?;
-        let form = FewRowsForm { shares: *shares };
         let product = OwnProduct::plain(Weights::Bf16(w.view()), x.view(), k);
         card.multiply_own(OwnForm::Few(form), product, Ending::Sums(narrow.view_mut()))?;
         card.multiply_own(OwnForm::Few(form), product, Ending::Wide(whole.view_mut()))?;
-        let name = format!("few_rows {n_rows}x{n}x{k}, shares {shares}");
+        let name = format!("few_rows {n_rows}x{n}x{k}, {form:?}");
         verdicts.compare(name.clone(), &wide(&card.download(narrow.view())?), &reference, BF16_ERROR);
         let answer: Vec<f64> = card.download(whole.view())?.into_iter().map(f64::from).collect();
         verdicts.compare(format!("{name} in f32"), &answer, &reference, 1e-4);
+    }
+    Ok(())
+}
+
+/// Matrices of a real size, divided evenly, one after the other and again and again: the same as by clusters but for the order of
+/// sums, and the same, bit by bit, each time, whoever comes last.
+fn even(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    let mut draw = Draw::new(32);
+    let shapes = [(4096, 4096), (28_672, 4096), (4096, 14_336), (6144, 4096), (1160, 4160)];
+    let matrices: Vec<Buffer<Bf16>> =
+        shapes.iter().map(|(n, k)| card.upload(&draw.narrow(n * k, 0.02))).collect::<Result<_, _>>()?;
+    for n_rows in [64, 33, 16, 5] {
+        let x = card.upload(&draw.narrow(n_rows * 14_336, 1.0))?;
+        let mut answers = [FewRowsForm::Clusters { shares: 1 }, FewRowsForm::Even].map(|form| (form, vec![]));
+        for (form, found) in &mut answers {
+            let n_times = if *form == FewRowsForm::Even { 12 } else { 1 };
+            let mut all: Vec<Buffer<f32>> = vec![];
+            for nth in 0..n_times * shapes.len() {
+                all.push(card.buffer(n_rows * shapes[nth % shapes.len()].0)?);
+            }
+            let mut graph = card.record(|| {
+                all.iter_mut().enumerate().try_for_each(|(nth, y)| {
+                    let (w, (_, k)) = (&matrices[nth % shapes.len()], shapes[nth % shapes.len()]);
+                    let product = OwnProduct::plain(Weights::Bf16(w.view()), x.slice(0..n_rows * k), k);
+                    card.multiply_own(OwnForm::Few(*form), product, Ending::Wide(y.view_mut()))
+                })
+            })?;
+            graph.launch()?;
+            graph.launch()?;
+            for y in &all {
+                found.push(card.download(y.view())?);
+            }
+        }
+        let [(_, clusters), (_, even)] = answers;
+        for (nth, (n, k)) in shapes.iter().enumerate() {
+            let name = format!("few_rows {n_rows}x{n}x{k}, even");
+            let wide = |numbers: &Vec<f32>| numbers.iter().copied().map(f64::from).collect::<Vec<_>>();
+            verdicts.compare(format!("{name} and clusters"), &wide(&even[nth]), &wide(&clusters[nth]), 3e-5);
+            let is_same = even.iter().skip(nth).step_by(shapes.len()).all(|again| *again == even[nth]);
+            verdicts.holds(format!("{name}, the same each time"), is_same);
+        }
     }
     Ok(())
 }

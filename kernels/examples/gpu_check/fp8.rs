@@ -100,7 +100,7 @@ fn few_rows(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix, n_rows: usize
     let mut y = card.buffer::<Bf16>(n * n_rows)?;
     for shares in FEW_ROWS_SHARES {
         card.fill(y.view_mut(), POISON)?;
-        let form = OwnForm::Few(FewRowsForm { shares: *shares });
+        let form = OwnForm::Few(FewRowsForm::Clusters { shares: *shares });
         card.multiply_own(
             form,
             OwnProduct::plain(matrix.weights(), x.view(), k),
@@ -184,7 +184,7 @@ pub(crate) fn measure(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaEr
             let x = card.upload(&Draw::new(28).narrow(n_rows * k, 1.0))?;
             let mut y = card.buffer::<Bf16>(n_rows * n)?;
             for shares in FEW_ROWS_SHARES {
-                let form = FewRowsForm { shares: *shares };
+                let form = FewRowsForm::Clusters { shares: *shares };
                 let time = seconds(card, 4 * N_LAUNCHES, |nth| {
                     let product = OwnProduct::plain(Weights::Fp8(rows(nth)), x.view(), k);
                     card.multiply_own(OwnForm::Few(form), product, Ending::Sums(y.view_mut()))

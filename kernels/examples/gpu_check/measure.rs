@@ -1,6 +1,6 @@
 //! How fast each kernel is, beside what the card can do at most, measured in the same minute.
 
-use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_SHARES, FewRowsForm};
+use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
     Bf16, Buffer, Card, CudaError, DecodeAttention, Ending, KvNumber, KvPages, OwnForm, OwnProduct,
     PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, View, ViewMut, Weights,
@@ -180,8 +180,7 @@ fn products_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
         }
         if card.has_few_rows() {
             for n_rows in [1, 8, 16, 32, 64, 128] {
-                for shares in FEW_ROWS_SHARES {
-                    let form = FewRowsForm { shares: *shares };
+                for form in FEW_ROWS_FORMS.iter().copied().filter(|form| form.serves(n_rows, false)) {
                     lines.push(few_rows(card, limits, (name, form), &weights, (*n, *k, n_rows))?);
                 }
             }
@@ -217,7 +216,7 @@ fn few_rows(
         card.multiply_own(OwnForm::Few(form), OwnProduct::plain(Weights::Bf16(w), x, k), Ending::Sums(y))
     })?;
     let chosen = if form == FewRowsForm::of(n, k) { " (chosen)" } else { "" };
-    let what = format!("few_rows {name} {n_rows}x{n}x{k}, shares {}{chosen}", form.shares);
+    let what = format!("few_rows {name} {n_rows}x{n}x{k}, {form:?}{chosen}");
     Ok(line(&what, time, bytes, limits.read))
 }
 

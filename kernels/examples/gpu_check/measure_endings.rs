@@ -41,7 +41,7 @@ pub(crate) fn all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError>
         bench.chains(card, limits, &mut lines)?;
         let skinny = SKINNY_FORMS.iter().copied().map(OwnForm::Skinny);
         let shares = FEW_ROWS_SHARES.iter().filter(|shares| card.has_few_rows() && **shares <= 4);
-        let few = shares.map(|shares| OwnForm::Few(FewRowsForm { shares: *shares }));
+        let few = shares.map(|shares| OwnForm::Few(FewRowsForm::Clusters { shares: *shares }));
         for form in skinny.chain(few) {
             bench.gates(card, limits, form, &mut lines)?;
             bench.added(card, limits, form, &mut lines)?;
@@ -139,8 +139,8 @@ impl Bench {
     /// What comes after attention in a layer, one after the other: the first two products, the last two, all.
     fn chains(&mut self, card: &Card, limits: &Limits, lines: &mut Vec<Value>) -> Result<(), CudaError> {
         let n_rows = self.n_rows;
-        let own = [OwnForm::Few(FewRowsForm { shares: 4 }), OwnForm::Skinny(SKINNY_FORMS[0])];
-        let own_gate = [OwnForm::Few(FewRowsForm { shares: 1 }), OwnForm::Skinny(SKINNY_FORMS[2])];
+        let own = [OwnForm::Few(FewRowsForm::Clusters { shares: 4 }), OwnForm::Skinny(SKINNY_FORMS[0])];
+        let own_gate = [OwnForm::Few(FewRowsForm::Clusters { shares: 1 }), OwnForm::Skinny(SKINNY_FORMS[2])];
         let sizes = [HIDDEN * HIDDEN, 2 * WIDTH * HIDDEN, WIDTH * HIDDEN];
         for nth_case in 0..24 {
             let forms = [own[nth_case % 2], own_gate[nth_case / 2 % 2], own[nth_case / 4 % 2]];

@@ -32,6 +32,9 @@ pub struct Card {
     n_compiled: usize,
     /// From which the blocks of a kernel draw pieces of work, one kernel at a time. Zero between kernels.
     tickets: Buffer<u32>,
+    /// Where blocks of threads that share tiles leave parts, and count themselves: one kernel at a time. Counts are zero between
+    /// kernels.
+    meeting: (Buffer<f32>, Buffer<u32>),
 }
 
 /// How a kernel is spread over the card.
@@ -89,8 +92,24 @@ impl Card {
         let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
         let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch)?;
         let overlaps = capability.0 >= 9;
-        let tickets = zeroed_tickets(&context, &stream)?;
-        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled, tickets })
+        let tickets = zeroed(&context, &stream, 2)?;
+        let places = n_multiprocessors as usize;
+        let meeting = (
+            Buffer::<f32>::new(&context, places * super::ops::MEETING_PARTS)?,
+            zeroed(&context, &stream, places)?,
+        );
+        Ok(Self {
+            context,
+            stream,
+            functions,
+            name,
+            arch,
+            n_multiprocessors,
+            overlaps,
+            n_compiled,
+            tickets,
+            meeting,
+        })
     }
 
     /// As the driver names it.
@@ -205,6 +224,12 @@ impl Card {
         self.tickets.view().address
     }
 
+    /// Where blocks of threads that share tiles leave parts, and count themselves. Kernels of this card's stream meet there one
+    /// after the other, and leave all counts zero. A kernel on a stream of its own must not come here.
+    pub(super) fn meeting(&self) -> (u64, u64) {
+        (self.meeting.0.view().address, self.meeting.1.view().address)
+    }
+
     /// Whether a kernel is there: some are for one kind of card only.
     pub(super) fn has(&self, kernel: &str) -> bool {
         self.functions.contains_key(kernel)
@@ -295,15 +320,15 @@ impl Marker {
     }
 }
 
-/// The number of the next piece of work, and how many blocks found none left.
-fn zeroed_tickets(context: &Arc<CudaContext>, stream: &Arc<CudaStream>) -> Result<Buffer<u32>, CudaError> {
-    let mut tickets = Buffer::<u32>::new(context, 2)?;
-    let address = tickets.view_mut().address;
+/// Counts that begin at zero.
+fn zeroed(context: &Arc<CudaContext>, stream: &Arc<CudaStream>, n: usize) -> Result<Buffer<u32>, CudaError> {
+    let mut counts = Buffer::<u32>::new(context, n)?;
+    let address = counts.view_mut().address;
     // JUSTIFICATION: memory of the card is reached by address.
     // SAFETY: the buffer is of this card and as long.
-    unsafe { result::memset_d8_async(address, 0, 2 * size_of::<u32>(), stream.cu_stream()) }
+    unsafe { result::memset_d8_async(address, 0, n * size_of::<u32>(), stream.cu_stream()) }
         .map_err(CudaError::during("fill memory of the GPU"))?;
-    Ok(tickets)
+    Ok(counts)
 }
 
 /// Many small blocks of threads over a row of work.

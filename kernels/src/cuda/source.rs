@@ -172,6 +172,38 @@ pub const SOURCES: &[Source] = &[
     )
     .on_hopper(),
     source!(
+        "few_rows_even.cu",
+        [
+            "few_rows_even_8",
+            "few_rows_even_wide_8",
+            "few_rows_even_gated_8",
+            "few_rows_even_added_8",
+            "few_rows_even_heads_8",
+            "few_rows_even_16",
+            "few_rows_even_wide_16",
+            "few_rows_even_gated_16",
+            "few_rows_even_added_16",
+            "few_rows_even_heads_16",
+            "few_rows_even_32",
+            "few_rows_even_wide_32",
+            "few_rows_even_gated_32",
+            "few_rows_even_added_32",
+            "few_rows_even_heads_32",
+            "few_rows_even_64",
+            "few_rows_even_wide_64",
+            "few_rows_even_gated_64",
+            "few_rows_even_added_64",
+            "few_rows_even_heads_64",
+        ],
+        "pages.cuh",
+        "tensor.cuh",
+        "hopper.cuh",
+        "ranks.cuh",
+        "endings.cuh",
+        "few_rows.cuh"
+    )
+    .on_hopper(),
+    source!(
         "few_rows_fp8.cu",
         [
             "few_rows_fp8_8",

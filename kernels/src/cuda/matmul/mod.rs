@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use super::error::ensure;
 use super::ops::{
-    Ending, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm, Fp8Rows, OwnForm, OwnProduct, SKINNY_FORMS,
+    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, OwnForm, OwnProduct, SKINNY_FORMS,
     SKINNY_ROWS_MAX, Weights,
 };
 use super::{Bf16, Buffer, Card, CudaError, View, ViewMut};
@@ -294,7 +294,9 @@ impl Products {
         let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
         let few_max = if shape.is_fp8 { PASSES_ROWS_MAX } else { FEW_ROWS_MAX };
         let is_few = card.has_few_rows() && shape.n_rows <= few_max;
-        let few = FEW_ROWS_SHARES.iter().filter(|_| is_few).map(|shares| FewRowsForm { shares: *shares });
+        let serves =
+            |form: &&FewRowsForm| is_few && form.serves(shape.n_rows.min(FEW_ROWS_MAX), shape.is_fp8);
+        let few = FEW_ROWS_FORMS.iter().filter(serves).copied();
         Ok(skinny.chain(few.map(OwnForm::Few)).map(Choice::Own).chain(algorithms).collect())
     }
 }

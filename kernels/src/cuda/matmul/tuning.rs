@@ -119,7 +119,8 @@ fn line(shape: ProductShape, choice: Choice) -> String {
     let mut line = format!("{n} {k} {n_rows} {kind}");
     let written = match choice {
         Choice::Own(OwnForm::Skinny(form)) => write!(line, " skinny {}", form.name),
-        Choice::Own(OwnForm::Few(form)) => write!(line, " few {}", form.shares),
+        Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares })) => write!(line, " few {shares}"),
+        Choice::Own(OwnForm::Few(FewRowsForm::Even)) => write!(line, " few even"),
         Choice::Lt(algorithm) => {
             line.push_str(" lt");
             algorithm.words().iter().try_for_each(|word| write!(line, " {word:x}"))
@@ -146,9 +147,12 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
             let form = SKINNY_FORMS.iter().find(|form| form.name == *name).copied()?;
             Choice::Own(OwnForm::Skinny(form))
         }
+        ("few", ["even"]) if FewRowsForm::Even.serves(shape.n_rows, is_fp8) => {
+            Choice::Own(OwnForm::Few(FewRowsForm::Even))
+        }
         ("few", [shares]) => {
             let shares = shares.parse().ok().filter(|shares| FEW_ROWS_SHARES.contains(shares))?;
-            Choice::Own(OwnForm::Few(FewRowsForm { shares }))
+            Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares }))
         }
         ("lt", words) => {
             let words: Option<Vec<u64>> =
@@ -183,11 +187,12 @@ mod tests {
         choices.keep(shape(8), Choice::Own(OwnForm::Skinny(SKINNY_FORMS[1])));
         let lt = Choice::Lt(Algorithm::of([1, 2, 0xffff_ffff_ffff_ffff, 0, 5, 6, 7, 8]));
         choices.keep(shape(64), lt);
-        choices.keep(shape(32), Choice::Own(OwnForm::Few(FewRowsForm { shares: 4 })));
+        choices.keep(shape(32), Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares: 4 })));
+        choices.keep(shape(16), Choice::Own(OwnForm::Few(FewRowsForm::Even)));
         choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
         choices.keep(
             ProductShape { is_fp8: true, ..shape(64) },
-            Choice::Own(OwnForm::Few(FewRowsForm { shares: 2 })),
+            Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares: 2 })),
         );
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");
@@ -203,7 +208,7 @@ mod tests {
     fn lines_that_make_no_sense_are_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("choices.txt");
-        let text = "about\n6144 4096 8 narrow skinny none\n6144 4096 8 narrow few 3 12\n1 2\n6144 4096 8 narrow lt 1 2\n6144 4096 8 broad lt 1\n";
+        let text = "about\n6144 4096 8 narrow skinny none\n6144 4096 8 narrow few 3 12\n6144 4096 128 narrow few even\n1 2\n6144 4096 8 narrow lt 1 2\n6144 4096 8 broad lt 1\n";
         std::fs::write(&file, text).unwrap();
         assert!(Choices::read(&file, "about").is_empty());
     }

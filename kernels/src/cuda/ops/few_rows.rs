@@ -1,7 +1,7 @@
 //! Products of up to 128 rows with a large matrix on Hopper, whose time is mostly that of reading the matrix.
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
-use super::{Bf16, Card, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch};
+use super::{Bf16, Card, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
 use crate::cuda::card::Grid;
 use crate::cuda::tensor_map::{Matrix, TensorMap};
 
@@ -10,12 +10,28 @@ pub const FEW_ROWS_MAX: usize = 128;
 /// Blocks of threads that may share a pass along `k`: a cluster.
 pub const FEW_ROWS_SHARES: &[usize] = &[1, 2, 4, 8];
 
-/// How the work is divided. A row's answer depends on `shares` and on nothing else: it is the same in any company.
+/// The most rows that [`FewRowsForm::Even`] serves.
+const EVEN_ROWS_MAX: usize = 64;
+
+/// How the work is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FewRowsForm {
-    /// Blocks of threads that share a pass along `k`: one of [`FEW_ROWS_SHARES`].
-    pub shares: usize,
+pub enum FewRowsForm {
+    /// A cluster of blocks of threads for 128 rows of the matrix, which share a pass along `k`: one of [`FEW_ROWS_SHARES`]. A
+    /// row's answer depends on `shares` and on nothing else: it is the same in any company.
+    Clusters { shares: usize },
+    /// The same part of the matrix for each of as many blocks of threads as run at once, wherever it begins and ends: up to 64
+    /// rows, with a matrix in bf16. A row's answer depends on how many multiprocessors the card has.
+    Even,
 }
+
+/// Every form.
+pub const FEW_ROWS_FORMS: &[FewRowsForm] = &[
+    FewRowsForm::Clusters { shares: 1 },
+    FewRowsForm::Clusters { shares: 2 },
+    FewRowsForm::Clusters { shares: 4 },
+    FewRowsForm::Clusters { shares: 8 },
+    FewRowsForm::Even,
+];
 
 impl FewRowsForm {
     /// A good form for a matrix: as few shares as give nearly every multiprocessor a block of threads.
@@ -25,7 +41,24 @@ impl FewRowsForm {
         let is_enough = |shares: &&usize| n.div_ceil(W_ROWS) * **shares >= BLOCKS_ENOUGH;
         let mut useful = FEW_ROWS_SHARES.iter().filter(|shares| k >= **shares * 4 * TILE_COLUMNS);
         let shares = useful.clone().find(is_enough).or_else(|| useful.next_back()).copied().unwrap_or(1);
-        Self { shares }
+        Self::Clusters { shares }
+    }
+
+    /// The form in which ranks do it where each has a part of every sum: they wait for what each other's blocks of threads
+    /// give, and all cards do clusters in one order.
+    pub fn joined(self, n: usize, k: usize) -> Self {
+        match self {
+            Self::Clusters { .. } => self,
+            Self::Even => Self::of(n, k),
+        }
+    }
+
+    /// Whether it does so many rows with such a matrix.
+    pub fn serves(self, n_rows: usize, is_fp8: bool) -> bool {
+        match self {
+            Self::Clusters { .. } => n_rows <= FEW_ROWS_MAX,
+            Self::Even => n_rows <= EVEN_ROWS_MAX && !is_fp8,
+        }
     }
 }
 
@@ -70,6 +103,28 @@ const SIZES_FP8: &[Size] = &[
     size!("few_rows_fp8", 128, 4),
 ];
 
+/// As in `few_rows_even.cu`, of which none is joined.
+const SIZES_EVEN: &[Size] = &[
+    size!("few_rows_even", 8, 12),
+    size!("few_rows_even", 16, 12),
+    size!("few_rows_even", 32, 10),
+    size!("few_rows_even", 64, 8),
+];
+/// Numbers between two rows of a part in shared memory.
+const PART_STRIDE: usize = W_ROWS + 4;
+/// Numbers of all parts that a block of threads leaves: two, of as many rows as there may be.
+pub(in crate::cuda) const MEETING_PARTS: usize = 2 * EVEN_ROWS_MAX * W_ROWS;
+
+/// The fields of Meeting in few_rows_even.cu: it is copied as bytes.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Meeting {
+    parts: u64,
+    arrived: u64,
+    n_tiles: u32,
+    n_stages: u32,
+}
+
 impl Card {
     /// Whether this card multiplies up to [`FEW_ROWS_MAX`] rows by a kernel of our own.
     pub fn has_few_rows(&self) -> bool {
@@ -83,13 +138,30 @@ impl Card {
         product: OwnProduct<'_>,
         ending: Ending<'_>,
     ) -> Result<(), CudaError> {
+        let form = match &ending {
+            Ending::Joined(..) => form.joined(product.w.n_rows(product.k), product.k),
+            _ => form,
+        };
+        match form {
+            FewRowsForm::Clusters { shares } => self.few_rows_clusters(shares, product, ending),
+            FewRowsForm::Even => self.few_rows_even(product, ending),
+        }
+    }
+
+    fn few_rows_clusters(
+        &self,
+        shares: usize,
+        product: OwnProduct<'_>,
+        ending: Ending<'_>,
+    ) -> Result<(), CudaError> {
+        let form = FewRowsForm::Clusters { shares };
         let OwnProduct { w, x, k, .. } = product;
         let of_kernel = match w {
             Weights::Bf16(_) => SIZES,
             Weights::Fp8(_) => SIZES_FP8,
         };
         let kernel = of_kernel[0].names.of(&ending);
-        ensure(kernel, FEW_ROWS_SHARES.contains(&form.shares), "shares that are not 1, 2, 4 or 8")?;
+        ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "shares that are not 1, 2, 4 or 8")?;
         let checked = product.check(self, kernel, OwnForm::Few(form), &ending)?;
         let Checked { sizes, owed, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
@@ -107,21 +179,54 @@ impl Card {
             return Ok(());
         }
         let of_x = Matrix { address: x.address, n_rows, n_columns: k, stride: k };
-        let (blocks, of_tiles) = ((form.shares, n_parts, 1), TensorMap::of(of_x, size.rows_max)?);
+        let (blocks, of_tiles) = ((shares, n_parts, 1), TensorMap::of(of_x, size.rows_max)?);
         match w {
             Weights::Bf16(w) => {
                 let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
                 let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(size) };
-                launch!(self, kernel, config, form.shares, &words, &owed, &of_w, &of_tiles, &sizes)
+                launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes)
             }
             Weights::Fp8(w) => {
                 let boxes = (TILE_COLUMNS, UNIT);
                 let of_w = TensorMap::of_bytes(w.numbers.address, n, Fp8Rows::width(k), boxes)?;
                 let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes_fp8(size) };
                 let scales = w.scales.address;
-                launch!(self, kernel, config, form.shares, &words, &owed, &of_w, &of_tiles, &sizes, &scales)
+                launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes, &scales)
             }
         }
+    }
+
+    /// [`FewRowsForm::Even`].
+    fn few_rows_even(&self, product: OwnProduct<'_>, ending: Ending<'_>) -> Result<(), CudaError> {
+        let OwnProduct { w, x, k, .. } = product;
+        let kernel = SIZES_EVEN[0].names.of(&ending);
+        let checked = product.check(self, kernel, OwnForm::Few(FewRowsForm::Even), &ending)?;
+        let Checked { sizes, owed, ending: words, n_parts } = checked;
+        let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
+        ensure(kernel, n_rows <= EVEN_ROWS_MAX, "more than 64 rows")?;
+        let size = SIZES_EVEN.iter().find(|size| size.rows_max >= n_rows);
+        let size = size.expect("the rows were just counted");
+        let kernel = size.names.of(&ending);
+        ensure(kernel, self.has(kernel), "a card that is not of Hopper's kind")?;
+        let Weights::Bf16(w) = w else {
+            return ensure(kernel, false, "a matrix in FP8");
+        };
+        if n == 0 || n_rows == 0 {
+            return Ok(());
+        }
+        let n_units = n_parts * k.div_ceil(TILE_COLUMNS);
+        let n_blocks = n_units.min(self.n_multiprocessors() as usize);
+        let counts = (n_units + 1).checked_mul(n_blocks).and_then(|most| u32::try_from(most).ok());
+        ensure(kernel, counts.is_some(), "a matrix that is too large")?;
+        let of_x = Matrix { address: x.address, n_rows, n_columns: k, stride: k };
+        let of_tiles = TensorMap::of(of_x, size.rows_max)?;
+        let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
+        let (parts, arrived) = self.meeting();
+        let meeting =
+            Meeting { parts, arrived, n_tiles: number(kernel, n_parts)?, n_stages: size.stages as u32 };
+        let config =
+            Grid { blocks: (n_blocks, 1, 1), threads: THREADS, shared_bytes: shared_bytes_even(size) };
+        launch!(self, kernel, config, 1, &words, &owed, &of_w, &of_tiles, &sizes, &meeting)
     }
 }
 
@@ -136,8 +241,14 @@ fn shared_bytes_fp8(size: &Size) -> u32 {
     (ring + 1024) as u32
 }
 
+/// The ring, and a part beside it.
+fn shared_bytes_even(size: &Size) -> u32 {
+    shared_bytes(size) + (size.rows_max * PART_STRIDE * size_of::<f32>()) as u32
+}
+
 /// Shared memory that a kernel of these files asks for.
 pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let of = |sizes: &'static [Size]| sizes.iter().find(|size| size.names.has(kernel));
-    of(SIZES).map(shared_bytes).or_else(|| of(SIZES_FP8).map(shared_bytes_fp8))
+    let even = of(SIZES_EVEN).map(shared_bytes_even);
+    of(SIZES).map(shared_bytes).or_else(|| of(SIZES_FP8).map(shared_bytes_fp8)).or(even)
 }

@@ -1,0 +1,309 @@
+// y = x * transpose(w), for up to 64 rows of x: the products of few_rows.cu, divided evenly.
+//
+// All steps of k of all tiles of 128 rows of w are one row of units, tile after tile, and each block of threads takes as many
+// of them as any other, one after the other: none is idle while others work, wherever the card puts them. A block's share
+// falls into pieces, each of one tile. Of a tile that several blocks have a piece of, each leaves its part in memory, and
+// whoever is the last to come adds up all of them, in the order of k: nobody waits for anybody, and the sums are the same
+// whoever it is. The ring goes on from piece to piece.
+// The order of sums depends on how many blocks of threads there are.
+constexpr u32 STAGES_MAX = 12, GROUPS_WARPS = GROUPS_THREADS / 32;
+// What a thread has on its way at once: registers are there for these, with one block of threads on a multiprocessor.
+constexpr u32 OTHERS_AT_ONCE = 4;
+template <typename Ending>
+constexpr u32 ROWS_AT_ONCE = 4;
+template <>
+constexpr u32 ROWS_AT_ONCE<Heads> = 2;
+
+// Where blocks meet: a block leaves up to two parts [64][128] in `parts`, and counts itself in `arrived` of the tile's first
+// block. One kernel at a time has them; `arrived` is zero between kernels.
+struct Meeting {
+    float* parts;
+    u32* arrived;
+    u32 n_tiles, n_stages;
+};
+
+// Tiles' steps, and which of them a block of threads takes.
+struct Units {
+    u32 n_steps, count, from, to;
+
+    __device__ __forceinline__ Units(const ProductShape& shape, const Meeting& meeting) {
+        n_steps = (shape.k + TILE_COLUMNS - 1) / TILE_COLUMNS;
+        count = n_steps * meeting.n_tiles;
+        from = count * blockIdx.x / gridDim.x;
+        to = count * (blockIdx.x + 1) / gridDim.x;
+    }
+    // Whose share a unit is in.
+    __device__ __forceinline__ u32 block_of(u32 unit) const { return ((unit + 1) * gridDim.x - 1) / count; }
+};
+
+// The blocks of threads that have a piece of a tile: they follow one another.
+struct Company {
+    u32 first, n;
+
+    __device__ __forceinline__ Company(const Units& units, u32 tile) {
+        first = units.block_of(tile * units.n_steps);
+        n = units.block_of((tile + 1) * units.n_steps - 1) - first + 1;
+    }
+    // A part's place: the first block begins the tile with its last piece, the others go on with their first.
+    __device__ __forceinline__ float* part(const Meeting& meeting, u32 nth) const {
+        return meeting.parts + (u64)(2 * (first + nth) + (nth == 0)) * 2 * UNIT * UNIT;
+    }
+};
+
+__device__ __forceinline__ u32 arrivals_seen(const u32* arrived) {
+    u32 n;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(arrived) : "memory");
+    return n;
+}
+// Counts itself, and shows what all threads before a barrier have written. Answers how many came before, and sees theirs.
+__device__ __forceinline__ u32 arrive(u32* arrived) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+    return before;
+}
+// One thread of a block tells another what it has seen.
+__device__ __forceinline__ void tell(u32 at) { asm volatile("st.release.cta.shared::cta.u32 [%0], 1;" ::"r"(at) : "memory"); }
+__device__ __forceinline__ bool was_told(u32 at) {
+    u32 told;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(told) : "r"(at) : "memory");
+    return told != 0;
+}
+__device__ __forceinline__ void load_part_if(bool is_wanted, float4& x, const float* from) {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w) : "l"(from), "r"((u32)is_wanted) : "memory");
+}
+
+// One thread has all tiles brought, of all pieces. Weights do not come from the kernel before: they are asked for while it ends.
+// While the last of them are on their way it looks whether all others have left their parts of the last piece's tile.
+template <u32 ROWS, typename Ending>
+__device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ring, const TensorMap& of_w, const TensorMap& of_x,
+                                            const Units& units, const ProductShape& shape, const Meeting& meeting, u32 are_there) {
+    constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
+    u32 n_stages = meeting.n_stages, tile = units.from / units.n_steps, step = units.from % units.n_steps;
+    u32 first_step = step;
+    Halves<UNIT> rows = ending.template halves<UNIT>(tile, shape);
+    auto bring_w = [&](u32 stage) {
+        u32 to = ring.at + stage * STAGE_BYTES, column = step * TILE_COLUMNS, full = ring.full + stage * 8;
+        barrier_expect(full, STAGE_BYTES);
+        copy_tile(to, of_w, column, rows.first, full, EVICT_FIRST);
+        copy_tile(to + W_BYTES / 2, of_w, column, rows.second, full, EVICT_FIRST);
+    };
+    auto bring_x = [&](u32 of_step, u32 stage) {
+        copy_tile(ring.at + stage * STAGE_BYTES + W_BYTES, of_x, of_step * TILE_COLUMNS, 0, ring.full + stage * 8, EVICT_LAST);
+    };
+    auto next = [&](u32& of_step) { return ++of_step == units.n_steps ? of_step = 0, true : false; };
+    auto advance = [&]() {
+        if (next(step)) rows = ending.template halves<UNIT>(++tile, shape);
+    };
+    u32 n_first = min(n_stages, units.to - units.from), stage = 0, parity = 0;
+    for (u32 i = 0; i < n_first; i++) bring_w(i), advance();
+    wait_for_last();
+    for (u32 i = 0; i < n_first; i++) bring_x(first_step, i), next(first_step);
+    for (u32 unit = units.from + n_first; unit < units.to; unit++) {
+        barrier_wait(ring.empty + stage * 8, parity);
+        bring_w(stage);
+        bring_x(step, stage);
+        advance();
+        if (++stage == n_stages) stage = 0, parity ^= 1;
+    }
+    Company company(units, (units.to - 1) / units.n_steps);
+    if (company.n == 1) return;
+    for (u32 i = 0; i < n_first; i++) {  // from the oldest that is in the ring
+        barrier_wait(ring.full + stage * 8, parity);
+        if (arrivals_seen(meeting.arrived + company.first) == company.n - 1) {
+            tell(are_there);
+            return;
+        }
+        if (++stage == n_stages) stage = 0, parity ^= 1;
+    }
+}
+
+// Sums up a group's 64 rows of w over a piece.
+template <u32 ROWS>
+__device__ __forceinline__ void sum_piece(float (&sum)[ROWS / 2], const Ring& ring, u32 n_stages, u32 count, u32& stage, u32& parity) {
+    constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
+    u32 group = threadIdx.x / 128, lane = threadIdx.x % 32, last = 0;
+    for (u32 nth = 0; nth < count; nth++) {
+        barrier_wait(ring.full + stage * 8, parity);
+        u64 a = tile_of(ring.at + stage * STAGE_BYTES + group * 64 * TILE_ROW_BYTES, 16);
+        u64 b = tile_of(ring.at + stage * STAGE_BYTES + W_BYTES, 16);
+        held(sum);
+        products_begin();
+#pragma unroll
+        for (u32 i = 0; i < TILE_COLUMNS / 16; i++) product(sum, a + 2 * i, b + 2 * i);
+        products_committed();
+        held(sum);
+        products_done_but<1>();
+        if (nth > 0 && lane == 0) barrier_arrive(ring.empty + last * 8);
+        last = stage;
+        if (++stage == n_stages) stage = 0, parity ^= 1;
+    }
+    products_done_but<0>();
+    held(sum);
+    if (lane == 0) barrier_arrive(ring.empty + last * 8);
+}
+
+// What a block's threads share beside the ring.
+template <u32 ROWS>
+struct Shared {
+    float scales[ROWS];
+    u32 are_there;  // all others have left their parts of the last piece's tile
+    u32 is_last;    // nobody of the piece's company comes after this block
+};
+
+template <u32 N>
+__device__ __forceinline__ void add4(float4 (&total)[N], const float4 (&more)[N]) {
+#pragma unroll
+    for (u32 i = 0; i < N; i++) total[i].x += more[i].x, total[i].y += more[i].y, total[i].z += more[i].z, total[i].w += more[i].w;
+}
+
+// A lane's four of some of its warp's rows, of all blocks' parts, in the order of k: this block's own lies in shared memory. All
+// loads of a few parts are on their way before the first is used.
+template <u32 N>
+__device__ __forceinline__ void add_company(float4 (&total)[N], const float* mine, u32 first_row, const Company& company, const Meeting& meeting,
+                                            const ProductShape& shape) {
+    u32 lane = threadIdx.x % 32, own = blockIdx.x - company.first, n_others = company.n - 1;
+    float4 of_own[N];
+#pragma unroll
+    for (u32 i = 0; i < N; i++) of_own[i] = *reinterpret_cast<const float4*>(mine + (first_row + i * GROUPS_WARPS) * PART_STRIDE + lane * 4);
+    for (u32 first = 0; first < n_others; first += OTHERS_AT_ONCE) {
+        float4 more[OTHERS_AT_ONCE][N] = {};
+#pragma unroll
+        for (u32 j = 0; j < OTHERS_AT_ONCE; j++) {
+            u32 other = first + j;
+            const float* part = company.part(meeting, other < own ? other : other + 1);
+#pragma unroll
+            for (u32 i = 0; i < N; i++) {
+                u32 row = first_row + i * GROUPS_WARPS;
+                load_part_if(other < n_others && row < shape.n_rows, more[j][i], part + row * W_ROWS + lane * 4);
+            }
+        }
+#pragma unroll
+        for (u32 j = 0; j < OTHERS_AT_ONCE; j++) {
+            if (first + j == own && own < n_others) add4(total, of_own);
+            add4(total, more[j]);
+        }
+    }
+    if (own == n_others) add4(total, of_own);
+}
+
+// Leaves the part of a piece where others find it. The first thread knows then whether all have come.
+__device__ __forceinline__ void leave_part(const float* mine, const Company& company, const Meeting& meeting, const ProductShape& shape, u32* is_last) {
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float* to = company.part(meeting, blockIdx.x - company.first);
+    for (u32 row = warp; row < shape.n_rows; row += GROUPS_WARPS)
+        *reinterpret_cast<float4*>(to + row * W_ROWS + lane * 4) = *reinterpret_cast<const float4*>(mine + row * PART_STRIDE + lane * 4);
+    threads_wait<GROUPS_THREADS>(1);
+    if (threadIdx.x == 0) *is_last = arrive(meeting.arrived + company.first) == company.n - 1;
+    threads_wait<GROUPS_THREADS>(1);
+}
+
+// What becomes of a piece: its part is left for others, or all that there is of the tile is added up and ended. A warp ends a few
+// rows at a time, and what it reads for the next of them beside parts is on its way meanwhile.
+template <u32 ROWS, typename Ending>
+__device__ __forceinline__ void end_piece(const Ending& ending, const float (&sum)[ROWS / 2], float* mine, Shared<ROWS>& shared, u32 tile,
+                                          bool is_last_piece, const Company& company, const Meeting& meeting, const ProductShape& shape) {
+    constexpr u32 OF_WARP = ROWS / GROUPS_WARPS, MOST = ROWS_AT_ONCE<Ending>, AT_ONCE = OF_WARP < MOST ? OF_WARP : MOST;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = ending.template halves<UNIT>(tile, shape).row_of(lane * 4);
+    typename Ending::Before before[AT_ONCE] = {}, next[AT_ONCE] = {};
+    auto ask = [&](typename Ending::Before(&of_rows)[AT_ONCE], u32 first_row) {
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++)
+            if (first_row + i * GROUPS_WARPS < shape.n_rows) of_rows[i] = ending.before(first_row + i * GROUPS_WARPS, column, shape);
+    };
+    ask(before, warp);
+    threads_wait<GROUPS_THREADS>(1);  // what lies there of the piece before has been read
+    show_part<ROWS>(mine, sum);
+    if (threadIdx.x == 0) shared.is_last = company.n == 1 || (is_last_piece && was_told(shared_address(&shared.are_there)));
+    threads_wait<GROUPS_THREADS>(1);
+    if (!shared.is_last) {
+        leave_part(mine, company, meeting, shape, &shared.is_last);
+        if (!shared.is_last) return;
+    }
+    if (company.n > 1 && threadIdx.x == 0) meeting.arrived[company.first] = 0;
+#pragma unroll
+    for (u32 from = 0; from < OF_WARP; from += AT_ONCE) {
+        u32 first_row = warp + from * GROUPS_WARPS;
+        if (first_row >= shape.n_rows) break;
+        float4 total[AT_ONCE] = {};
+        add_company(total, mine, first_row, company, meeting, shape);
+        if (from + AT_ONCE < OF_WARP) ask(next, first_row + AT_ONCE * GROUPS_WARPS);
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            u32 row = first_row + i * GROUPS_WARPS;
+            if (row >= shape.n_rows) break;
+            float scale = shared.scales[row], x[4] = {total[i].x * scale, total[i].y * scale, total[i].z * scale, total[i].w * scale};
+            ending.template end<UNIT>(tile, row, column, x, before[i], shape);
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) before[i] = next[i];
+    }
+}
+
+template <u32 ROWS, typename Ending>
+__device__ __forceinline__ void few_rows_even(const Ending& ending, const Owed& owed, const TensorMap& of_w, const TensorMap& of_x,
+                                              const ProductShape& shape, const Meeting& meeting) {
+    constexpr u32 STAGE_BYTES = (W_ROWS + ROWS) * TILE_ROW_BYTES, ROWS_OF_WARP = ROWS / GROUPS_WARPS;
+    extern __shared__ Eight room[];
+    __shared__ u64 barriers[2 * STAGES_MAX];
+    __shared__ Shared<ROWS> shared;
+    Ring ring;
+    ring.at = (shared_address(room) + 1023) / 1024 * 1024;
+    ring.full = shared_address(barriers), ring.empty = ring.full + STAGES_MAX * 8;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_stages = meeting.n_stages;
+    Units units(shape, meeting);
+
+    if (threadIdx.x == GROUPS_THREADS) {
+        fetch_map(of_w);
+        fetch_map(of_x);
+        for (u32 i = 0; i < n_stages; i++) {
+            barrier_start(ring.full + i * 8, 1);
+            barrier_start(ring.empty + i * 8, GROUPS_WARPS);
+        }
+        barriers_started();
+        shared.are_there = 0;
+    }
+    next_may_come();
+    __syncthreads();
+    if (warp == GROUPS_WARPS) {
+        if (lane == 0) bring_units<ROWS>(ending, ring, of_w, of_x, units, shape, meeting, shared_address(&shared.are_there));
+        return;
+    }
+
+    // What the rows' norms lack is computed while weights are on their way.
+    wait_for_last();
+    float scales[ROWS_OF_WARP];
+    owed.scales(scales, warp * ROWS_OF_WARP, shape.n_rows);
+#pragma unroll
+    for (u32 i = 0; i < ROWS_OF_WARP; i++)
+        if (lane == 0) shared.scales[warp * ROWS_OF_WARP + i] = scales[i];
+
+    float* mine = reinterpret_cast<float*>(reinterpret_cast<char*>(room) + (ring.at - shared_address(room)) + n_stages * STAGE_BYTES);
+    u32 stage = 0, parity = 0, tile = units.from / units.n_steps;
+    for (u32 unit = units.from; unit < units.to; tile++) {
+        u32 end = min((tile + 1) * units.n_steps, units.to);
+        Company company(units, tile);
+        float sum[ROWS / 2] = {};
+        sum_piece<ROWS>(sum, ring, n_stages, end - unit, stage, parity);
+        end_piece<ROWS>(ending, sum, mine, shared, tile, end == units.to, company, meeting, shape);
+        unit = end;
+    }
+}
+
+#define FEW_ROWS_EVEN(NAME, ENDING, ROWS)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)                                                          \
+    NAME##_##ROWS(ENDING ending, Owed owed, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,     \
+                  ProductShape shape, Meeting meeting) {                                                                  \
+        few_rows_even<ROWS>(ending, owed, w, x, shape, meeting);                                                          \
+    }
+#define FEW_ROWS_EVEN_OF(ROWS)                                                                                            \
+    FEW_ROWS_EVEN(few_rows_even, Sums<bf16>, ROWS)                                                                        \
+    FEW_ROWS_EVEN(few_rows_even_wide, Sums<float>, ROWS)                                                                  \
+    FEW_ROWS_EVEN(few_rows_even_gated, Gated, ROWS)                                                                       \
+    FEW_ROWS_EVEN(few_rows_even_added, Added, ROWS)                                                                       \
+    FEW_ROWS_EVEN(few_rows_even_heads, Heads, ROWS)
+// Names: what comes after, and rows of x at most.
+FEW_ROWS_EVEN_OF(8)
+FEW_ROWS_EVEN_OF(16)
+FEW_ROWS_EVEN_OF(32)
+FEW_ROWS_EVEN_OF(64)
