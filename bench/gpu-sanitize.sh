@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 examples=${2:-target/release/examples}
-tools=${TOOLS:-memcheck racecheck} parts=${PARTS:-rows products endings fp8 attention sample ranks wire}
+tools=${TOOLS:-memcheck racecheck} parts=${PARTS:-rows products many_rows endings fp8 attention sample ranks wire}
 mkdir -p "$out"
 
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on the PATH" >&2; exit 2; }

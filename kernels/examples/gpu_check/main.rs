@@ -3,7 +3,7 @@
 //! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]
 //! [--small yes]`:
 //! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
-//! runs on Hopper what other cards run; `--only` is rows, products, endings, fp8, attention, sample, or ranks, which needs two GPUs;
+//! runs on Hopper what other cards run; `--only` is rows, products, many_rows, endings, fp8, attention, sample, or ranks, which needs two GPUs;
 //! `--small` leaves out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
 #![allow(clippy::print_stdout)]
 
@@ -19,6 +19,7 @@ mod check_attention;
 mod check_sample;
 mod check_ranks;
 mod check_joined;
+mod many_rows;
 mod measure;
 mod measure_endings;
 
@@ -102,6 +103,9 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     }
     if is_wanted("products") {
         check_products::all(&card, &mut verdicts, args.extent)?;
+    }
+    if is_wanted("many_rows") {
+        many_rows::check(&card, &mut verdicts, args.extent)?;
     }
     if is_wanted("endings") {
         check_endings::all(&card, &mut verdicts, args.extent)?;

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::draw::Draw;
 use super::fp8;
+use super::many_rows;
 use super::measure_endings;
 
 /// Timed repetitions, of which the middle one counts.
@@ -41,6 +42,7 @@ pub(crate) fn all(card: &Card, is_wanted: impl Fn(&str) -> bool) -> Result<Value
         "copy_bytes_per_s": limits.copy,
         "rows": if is_wanted("rows") { rows(card, &limits)? } else { vec![] },
         "products": if is_wanted("products") { products_all(card, &limits)? } else { vec![] },
+        "many_rows": if is_wanted("many_rows") { many_rows::measure(card)? } else { vec![] },
         "endings": if is_wanted("endings") { measure_endings::all(card, &limits)? } else { vec![] },
         "fp8": if is_wanted("fp8") { fp8::measure(card, &limits)? } else { vec![] },
         "decode_attention": if is_wanted("attention") { decode_all(card, &limits)? } else { vec![] },

@@ -261,6 +261,11 @@ impl<'a, T: Element> ViewMut<'a, T> {
         ViewMut { address: self.place(&range), len: range.len(), ..self }
     }
 
+    /// The same, to be read for a while.
+    pub fn view(&self) -> View<'_, T> {
+        View { address: self.address, len: self.len, ordinal: self.ordinal, buffer: PhantomData }
+    }
+
     /// The same, for a while.
     pub fn reborrow(&mut self) -> ViewMut<'_, T> {
         ViewMut { address: self.address, len: self.len, ordinal: self.ordinal, buffer: PhantomData }

@@ -45,12 +45,13 @@ pub use courier::{Courier, CourierSize, Errand, ErrandDone, PageRuns, RemotePage
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;
-pub use matmul::{Answer, ProductShape, Products};
+pub use matmul::{Answer, Next, NormedRows, ProductShape, Products};
 pub use memory::DeviceMemory;
 pub use ops::{
     AddedRows, DecodeAttention, DrawRow, DummyPart, EDIT_WORDS, Edit, Ending, FeedTokens, FewRowsForm,
-    Fp8Rows, HeadsRows, KvNumber, KvPages, NOWHERE, Outcome, OwedNorm, OwnForm, OwnProduct, PrefillAttention,
-    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX, Weights,
+    Fp8Rows, HeadsRows, KvNumber, KvPages, ManyRows, NOWHERE, Outcome, OwedNorm, OwnForm, OwnProduct,
+    PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX,
+    Weights,
 };
 pub use peers::{LostFlag, PEERS_MAX, Peers, Shown, Together};
 pub use pinned::Pinned;

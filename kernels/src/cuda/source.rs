@@ -240,6 +240,8 @@ pub const SOURCES: &[Source] = &[
         "few_rows.cuh"
     )
     .on_hopper(),
+    source!("many_rows.cu", ["many_rows", "many_rows_added", "many_rows_gated"], "tensor.cuh", "hopper.cuh")
+        .on_hopper(),
     source!(
         "decode_attention_hopper.cu",
         [

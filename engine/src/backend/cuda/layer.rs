@@ -5,8 +5,8 @@
 //! is then begun where rows are added to the residual, and ended where the next product has summed them up.
 
 use kernels::cuda::{
-    AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, OwedNorm, OwnForm, OwnProduct,
-    Peers, ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
+    AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, Next, NormedRows, OwedNorm, OwnForm,
+    OwnProduct, Peers, ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -87,9 +87,13 @@ impl Decoder {
             return pass.card.multiply_own(form, product, Ending::Gated(gated));
         }
         normed.ensure_whole()?;
-        let both = &mut gate_up.view_mut().slice(0..n * 2 * width);
-        linear((pass.card, pass.products), both, &layer.gate_up, x)?;
-        pass.card.silu_mul(gated, gate_up.slice(0..n * 2 * width), width)
+        let mut both = gate_up.view_mut().slice(0..n * 2 * width);
+        if layer.gate_up.bias.is_none() {
+            let w = layer.gate_up.weight.view();
+            return pass.products.multiply_then(pass.card, Next::Gate(gated), both, (w, x), hidden);
+        }
+        linear((pass.card, pass.products), &mut both, &layer.gate_up, x)?;
+        pass.card.silu_mul(gated, both.view(), width)
     }
 
     /// What attention has found goes to the residual, whose norm the feed-forward part reads.
@@ -147,7 +151,18 @@ impl Decoder {
             pass.card.multiply_own(form, OwnProduct::plain(w, x, k), ending)?;
             return Ok(Normed::Owed { n_parts });
         }
-        linear((pass.card, pass.products), &mut given.view_mut().slice(0..n * hidden), matrix, x)?;
+        let mut given = given.view_mut().slice(0..n * hidden);
+        if pass.peers.is_none() && matrix.bias.is_none() {
+            let next = Next::Norm(NormedRows {
+                residual: residual.view_mut().slice(0..n * hidden),
+                out: normed.view_mut().slice(0..n * hidden),
+                weight: after.norm.view(),
+                epsilon: self.epsilon,
+            });
+            pass.products.multiply_then(pass.card, next, given, (matrix.weight.view(), x), k)?;
+            return Ok(Normed::Whole);
+        }
+        linear((pass.card, pass.products), &mut given, matrix, x)?;
         self.add_given(pass, after.norm)?;
         Ok(Normed::Whole)
     }

@@ -6,7 +6,9 @@
 use std::collections::BTreeMap;
 
 use kernels::cuda::matmul::{Choice, Choices, RUNGS};
-use kernels::cuda::{Answer, Bf16, Card, CudaError, OwnForm, ProductShape, Products, View, Weights, source};
+use kernels::cuda::{
+    Answer, Bf16, Card, CudaError, Next, NormedRows, OwnForm, ProductShape, Products, View, Weights, source,
+};
 use tracing::{debug, info, warn};
 
 use super::CudaSettings;
@@ -37,6 +39,15 @@ struct Kind<'a> {
     rows_max: usize,
     is_wide: bool,
     is_fp8: bool,
+    after: After,
+}
+
+/// What comes after many rows of a product, which a kernel may do together with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum After {
+    Other,
+    Gate,
+    Norm,
 }
 
 impl Kind<'_> {
@@ -76,7 +87,7 @@ pub(super) fn tune(
     if let Some(file) = &file {
         products.adopt(Choices::read(file, &about));
     }
-    let kinds = kinds(decoder, limits);
+    let kinds = kinds(decoder, limits, helpers.are_there());
     let missing: Vec<(&Kind<'_>, ProductShape)> = kinds
         .iter()
         .flat_map(|kind| kind.shapes().map(move |shape| (kind, shape)))
@@ -89,7 +100,7 @@ pub(super) fn tune(
     fill(card, space)?;
     let mut best = BTreeMap::new();
     for (kind, shape) in missing {
-        best.insert(shape, measure(card, products, kind, shape, space)?);
+        best.insert(shape, measure(card, products, kind, shape, space, decoder.weights.norm.view())?);
     }
     let shapes: Vec<ProductShape> = kinds.iter().map(|kind| kind.shape(1)).collect();
     in_company(tools, helpers, limits, &shapes, &best)?;
@@ -135,27 +146,37 @@ fn in_company(
     Ok(())
 }
 
-fn kinds(decoder: &Decoder, limits: StepLimits) -> Vec<Kind<'_>> {
+fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
+    // Ranks add up what they have before it is normed.
+    let norm = if shares { After::Other } else { After::Norm };
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
     let of_layers = [
-        (all_of(layers, |layer| &layer.qkv), sizes.hidden),
-        (all_of(layers, |layer| &layer.o), sizes.q_width),
-        (all_of(layers, |layer| &layer.gate_up), sizes.hidden),
-        (all_of(layers, |layer| &layer.down), sizes.intermediate),
+        (all_of(layers, |layer| &layer.qkv), sizes.hidden, After::Other),
+        (all_of(layers, |layer| &layer.o), sizes.q_width, norm),
+        (all_of(layers, |layer| &layer.gate_up), sizes.hidden, After::Gate),
+        (all_of(layers, |layer| &layer.down), sizes.intermediate, norm),
     ];
     let mut kinds = Vec::new();
-    for (matrices, k) in of_layers {
+    for (matrices, k, after) in of_layers {
         // A checkpoint may have some layers in FP8 and others not.
         let (in_fp8, in_bf16): (Vec<_>, Vec<_>) =
             matrices.into_iter().partition(|matrix| matches!(matrix, Weights::Fp8(_)));
         for (matrices, is_fp8) in [(in_bf16, false), (in_fp8, true)] {
             if !matrices.is_empty() {
-                kinds.push(Kind { matrices, k, rows_max: limits.tokens, is_wide: false, is_fp8 });
+                let rows_max = limits.tokens;
+                kinds.push(Kind { matrices, k, rows_max, is_wide: false, is_fp8, after });
             }
         }
     }
     let head = vec![Weights::Bf16(decoder.weights.head())];
-    kinds.push(Kind { matrices: head, k: sizes.hidden, rows_max: limits.rows, is_wide: true, is_fp8: false });
+    kinds.push(Kind {
+        matrices: head,
+        k: sizes.hidden,
+        rows_max: limits.rows,
+        is_wide: true,
+        is_fp8: false,
+        after: After::Other,
+    });
     kinds
 }
 
@@ -172,8 +193,15 @@ fn measure(
     kind: &Kind<'_>,
     shape: ProductShape,
     space: &mut Workspace,
+    norm: View<'_, Bf16>,
 ) -> Result<Vec<Choice>, CudaError> {
-    let (y, x) = rooms(shape, space);
+    // What comes after few rows is tried in company.
+    let after = if shape.n_rows > ROWS_IN_COMPANY_MAX { kind.after } else { After::Other };
+    let (y, x) = match after {
+        After::Other => rooms(shape, space),
+        After::Gate => gate_rooms(shape, space),
+        After::Norm => norm_rooms(shape, space, norm),
+    };
     let timed = products.tune(card, shape, y, &kind.matrices, x)?;
     for (choice, ms) in &timed {
         debug!(?shape, ?choice, ms, "a product by itself");
@@ -181,8 +209,39 @@ fn measure(
     Ok(timed.into_iter().map(|(choice, _)| choice).collect())
 }
 
+/// Where an answer goes, and what comes after it.
+type Room<'a> = (Answer<'a>, Option<Next<'a>>);
+
+/// The same as [`rooms`], with a gate behind it.
+fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (Room<'_>, View<'_, Bf16>) {
+    let ProductShape { n, k, n_rows, .. } = shape;
+    let Workspace { normed, gated, gate_up, .. } = space;
+    let gated = Next::Gate(gated.view_mut().slice(0..n_rows * n / 2));
+    let both = Answer::Narrow(gate_up.view_mut().slice(0..n_rows * n));
+    ((both, Some(gated)), normed.slice(0..n_rows * k))
+}
+
+/// The same, with the residual and its norm behind it.
+fn norm_rooms<'a>(
+    shape: ProductShape,
+    space: &'a mut Workspace,
+    weight: View<'a, Bf16>,
+) -> (Room<'a>, View<'a, Bf16>) {
+    let ProductShape { n, k, n_rows, .. } = shape;
+    let Workspace { attended, gated, given, residual, normed, .. } = space;
+    let x = [&*attended, &*gated].into_iter().find(|x| x.len() >= n_rows * k);
+    let x = x.expect("what each product reads has a room").slice(0..n_rows * k);
+    let next = Next::Norm(NormedRows {
+        residual: residual.view_mut().slice(0..n_rows * n),
+        out: normed.view_mut().slice(0..n_rows * n),
+        weight,
+        epsilon: 1e-5,
+    });
+    ((Answer::Narrow(given.view_mut().slice(0..n_rows * n)), Some(next)), x)
+}
+
 /// What a product of this shape reads, and where its answer goes.
-fn rooms(shape: ProductShape, space: &mut Workspace) -> (Answer<'_>, View<'_, Bf16>) {
+fn rooms(shape: ProductShape, space: &mut Workspace) -> (Room<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, is_wide, .. } = shape;
     let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
     // Rows as wide as `k`, from wherever there are enough, and room for the answer elsewhere.
@@ -195,7 +254,7 @@ fn rooms(shape: ProductShape, space: &mut Workspace) -> (Answer<'_>, View<'_, Bf
         let room = room.expect("what each product of a layer gives has a room");
         Answer::Narrow(room.view_mut().slice(0..n_rows * n))
     };
-    (y, x)
+    ((y, None), x)
 }
 
 /// Tries the best ways of each product in whole decode steps, and keeps those with which they take the least time.

@@ -1,7 +1,8 @@
 //! Products of rows with large matrices, each done in the way that was fastest for its shape on this card.
 //!
-//! Few rows take the time to read the matrix, and our own kernels read faster; many take arithmetic, and cuBLASLt does
-//! that best, by one of its many algorithms. Which one is measured once for each shape ([`tuning`]).
+//! Few rows take the time to read the matrix, and our own kernels read faster; many take arithmetic, which cuBLASLt does
+//! by one of its many algorithms, and on Hopper a kernel of ours together with what comes after. Which one is measured once
+//! for each shape ([`tuning`]).
 //!
 //! What is fastest for some rows adds up in another order than what is fastest for more of them. Where a row's answer must
 //! be the same in any company, every product of a matrix is done in one way, so many rows at a time ([`Products::open_alike`]).
@@ -17,7 +18,7 @@ use std::ops::Range;
 
 use super::error::ensure;
 use super::ops::{
-    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, OwnForm, OwnProduct, SKINNY_FORMS,
+    Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, ManyRows, OwnForm, OwnProduct, SKINNY_FORMS,
     SKINNY_ROWS_MAX, Weights,
 };
 use super::{Bf16, Buffer, Card, CudaError, View, ViewMut};
@@ -41,7 +42,8 @@ pub struct ProductShape {
 pub enum Choice {
     /// By [`Card::multiply_own`]: up to 8 rows, or, on Hopper, up to 128; with a matrix in FP8, so many rows at a time.
     Own(OwnForm),
-    /// In FP8 the matrix is widened first.
+    /// By [`Card::multiply_many`]: on Hopper, more rows. In FP8 the matrix is widened first, here and below.
+    Many,
     Lt(Algorithm),
 }
 
@@ -50,6 +52,23 @@ pub enum Choice {
 pub enum Answer<'a> {
     Narrow(ViewMut<'a, Bf16>),
     Wide(ViewMut<'a, f32>),
+}
+
+/// What comes after a product, where a kernel of many rows may do it too.
+#[derive(Debug)]
+pub enum Next<'a> {
+    /// The product is a gate and then as much that it lets through: `silu(gate) * up`.
+    Gate(ViewMut<'a, Bf16>),
+    Norm(NormedRows<'a>),
+}
+
+/// The product is added to the residual, and `out` is the residual's norm.
+#[derive(Debug)]
+pub struct NormedRows<'a> {
+    pub residual: ViewMut<'a, Bf16>,
+    pub out: ViewMut<'a, Bf16>,
+    pub weight: View<'a, Bf16>,
+    pub epsilon: f32,
 }
 
 /// Everything that products need, and what was found out about them.
@@ -69,6 +88,7 @@ pub struct Products {
 #[derive(Debug)]
 enum Way {
     Own(OwnForm),
+    Many,
     Lt(Plan),
 }
 
@@ -124,6 +144,30 @@ impl<'a> From<Answer<'a>> for Ending<'a> {
     }
 }
 
+impl Next<'_> {
+    /// By a kernel of its own: of rows of `n` numbers.
+    fn follow(self, card: &Card, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
+        match self {
+            Self::Gate(gated) => card.silu_mul(gated, product, n / 2),
+            Self::Norm(NormedRows { residual, out, weight, epsilon }) => {
+                card.add_rms_norm(out, residual, product, weight, epsilon)
+            }
+        }
+    }
+
+    fn reborrow(&mut self) -> Next<'_> {
+        match self {
+            Self::Gate(gated) => Next::Gate(gated.reborrow()),
+            Self::Norm(NormedRows { residual, out, weight, epsilon }) => Next::Norm(NormedRows {
+                residual: residual.reborrow(),
+                out: out.reborrow(),
+                weight: *weight,
+                epsilon: *epsilon,
+            }),
+        }
+    }
+}
+
 impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. Nothing is known of any shape yet.
     pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
@@ -174,6 +218,34 @@ impl Products {
         if self.are_alike {
             return self.multiply_alike(card, shape, y, w, x);
         }
+        self.find_way(card, shape)?;
+        let Self { lt, ways, widened, .. } = self;
+        let way = &ways[&shape];
+        lt.run_way(card, way, y, readied(card, way, w, widened.as_mut(), k)?, x, k)
+    }
+
+    /// A product and what comes after it. Where a kernel does both, nothing is written to `room`, which else takes the product.
+    pub fn multiply_then(
+        &mut self,
+        card: &Card,
+        next: Next<'_>,
+        mut room: ViewMut<'_, Bf16>,
+        (w, x): (Weights<'_>, View<'_, Bf16>),
+        k: usize,
+    ) -> Result<(), CudaError> {
+        let shape = checked(&Answer::Narrow(room.reborrow()), w, x, k)?;
+        if self.are_alike || shape.n_rows == 0 || shape.n == 0 {
+            self.multiply(card, Answer::Narrow(room.reborrow()), w, x, k)?;
+            return next.follow(card, room.view(), shape.n);
+        }
+        self.find_way(card, shape)?;
+        let Self { lt, ways, widened, .. } = self;
+        let way = &ways[&shape];
+        lt.run_then(card, way, next, room, (readied(card, way, w, widened.as_mut(), k)?, x), k)
+    }
+
+    /// Afterwards there is a way for this shape.
+    fn find_way(&mut self, card: &Card, shape: ProductShape) -> Result<(), CudaError> {
         if !self.ways.contains_key(&shape) {
             let way = self.way(card, shape)?;
             if self.ways.len() >= WAYS_MAX {
@@ -181,9 +253,7 @@ impl Products {
             }
             self.ways.insert(shape, way);
         }
-        let Self { lt, ways, widened, .. } = self;
-        let way = &ways[&shape];
-        lt.run_way(card, way, y, readied(card, way, w, widened.as_mut(), k)?, x, k)
+        Ok(())
     }
 
     /// In the matrix's own way, as many rows at a time as it takes.
@@ -221,7 +291,7 @@ impl Products {
         }
         match self.choices.get(shape) {
             Some(Choice::Own(form)) => Some(form).filter(|_| shape.n_rows <= own_rows_max(form)),
-            Some(Choice::Lt(_)) => None,
+            Some(Choice::Many | Choice::Lt(_)) => None,
             None => guess(card, shape),
         }
     }
@@ -232,6 +302,7 @@ impl Products {
             Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
                 Ok(Way::Own(form))
             }
+            Some(Choice::Many) if shape.n_rows > FEW_ROWS_MAX => Ok(Way::Many),
             Some(Choice::Lt(algorithm)) => Ok(Way::Lt(self.lt.plan_with(shape, algorithm)?)),
             _ => match guess(card, shape) {
                 Some(form) => Ok(Way::Own(form)),
@@ -242,12 +313,12 @@ impl Products {
 
     /// Measures every way that there is for this shape, over matrices that no cache holds together, and keeps the best.
     /// Answers the few best and how long they took, the best one first: which is best in company is for [`Self::prefer`] to
-    /// find out.
+    /// find out. Where something comes after it, that is measured as well.
     pub fn tune(
         &mut self,
         card: &Card,
         shape: ProductShape,
-        mut y: Answer<'_>,
+        (mut y, mut next): (Answer<'_>, Option<Next<'_>>),
         matrices: &[Weights<'_>],
         x: View<'_, Bf16>,
     ) -> Result<Vec<(Choice, f32)>, CudaError> {
@@ -255,23 +326,30 @@ impl Products {
         for choice in self.candidates(card, shape)? {
             let way = match choice {
                 Choice::Own(form) => Way::Own(form),
+                Choice::Many => Way::Many,
                 Choice::Lt(algorithm) => Way::Lt(self.lt.plan_with(shape, algorithm)?),
             };
             let Self { lt, widened, .. } = self;
             let time = tuning::time(card, matrices.len(), shape.n_rows, |nth| {
                 let w = readied(card, &way, matrices[nth], widened.as_mut(), shape.k)?;
-                lt.run_way(card, &way, y.reborrow(), w, x, shape.k)
+                match (y.reborrow(), &mut next) {
+                    (Answer::Narrow(room), Some(next)) => {
+                        lt.run_then(card, &way, next.reborrow(), room, (w, x), shape.k)
+                    }
+                    (y, _) => lt.run_way(card, &way, y, w, x, shape.k),
+                }
             })?;
             timed.push((time, choice));
         }
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
         // In company our own kernels do what comes after the product too: some of each are for trying.
-        let mut kept = [0; 3];
+        let mut kept = [0; 4];
         timed.retain(|(_, choice)| {
             let kept = match choice {
                 Choice::Own(OwnForm::Skinny(_)) => &mut kept[0],
                 Choice::Own(OwnForm::Few(_)) => &mut kept[1],
-                Choice::Lt(_) => &mut kept[2],
+                Choice::Many => &mut kept[2],
+                Choice::Lt(_) => &mut kept[3],
             };
             *kept += 1;
             *kept <= BEST_OF_KIND
@@ -297,7 +375,9 @@ impl Products {
         let serves =
             |form: &&FewRowsForm| is_few && form.serves(shape.n_rows.min(FEW_ROWS_MAX), shape.is_fp8);
         let few = FEW_ROWS_FORMS.iter().filter(serves).copied();
-        Ok(skinny.chain(few.map(OwnForm::Few)).map(Choice::Own).chain(algorithms).collect())
+        let is_many = card.has_many_rows() && shape.n_rows > FEW_ROWS_MAX && !shape.is_wide;
+        let many = is_many.then_some(Choice::Many);
+        Ok(skinny.chain(few.map(OwnForm::Few)).map(Choice::Own).chain(many).chain(algorithms).collect())
     }
 }
 
@@ -316,7 +396,7 @@ impl Lt {
             (Weights::Fp8(rows), Way::Own(form @ OwnForm::Few(_))) => {
                 return in_passes(card, *form, y, rows, x, k);
             }
-            (Weights::Fp8(_), Way::Own(OwnForm::Skinny(_)) | Way::Lt(_)) => {
+            (Weights::Fp8(_), Way::Own(OwnForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
                 return ensure("product", false, "a matrix in FP8 that was not widened");
             }
         };
@@ -324,7 +404,33 @@ impl Lt {
             (Way::Own(form), y) => {
                 card.multiply_own(*form, OwnProduct::plain(Weights::Bf16(w), x, k), y.into())
             }
+            (Way::Many, Answer::Narrow(y)) => card.multiply_many(w, x, k, ManyRows::Sums(y)),
+            (Way::Many, Answer::Wide(_)) => ensure("product", false, "an answer in f32 of many rows"),
             (Way::Lt(plan), y) => self.run(card, plan, y, w, x),
+        }
+    }
+
+    fn run_then(
+        &self,
+        card: &Card,
+        way: &Way,
+        next: Next<'_>,
+        mut room: ViewMut<'_, Bf16>,
+        (w, x): (Weights<'_>, View<'_, Bf16>),
+        k: usize,
+    ) -> Result<(), CudaError> {
+        match (way, w, next) {
+            (Way::Many, Weights::Bf16(w), Next::Gate(gated)) => {
+                card.multiply_many(w, x, k, ManyRows::Gated(gated))
+            }
+            (Way::Many, Weights::Bf16(w), Next::Norm(mut rows)) => {
+                card.multiply_many(w, x, k, ManyRows::Added(rows.residual.reborrow()))?;
+                card.rms_norm(rows.out, rows.residual.view(), rows.weight, rows.epsilon)
+            }
+            (_, w, next) => {
+                self.run_way(card, way, Answer::Narrow(room.reborrow()), w, x, k)?;
+                next.follow(card, room.view(), w.n_rows(k))
+            }
         }
     }
 }
@@ -375,7 +481,7 @@ fn readied<'a>(
     k: usize,
 ) -> Result<Weights<'a>, CudaError> {
     match (w, way) {
-        (Weights::Fp8(rows), Way::Own(OwnForm::Skinny(_)) | Way::Lt(_)) => {
+        (Weights::Fp8(rows), Way::Own(OwnForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
             widen(card, room, rows, k).map(Weights::Bf16)
         }
         _ => Ok(w),

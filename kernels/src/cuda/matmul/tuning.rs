@@ -108,7 +108,7 @@ fn least(card: &Card, mut run: impl FnMut() -> Result<(), CudaError>) -> Result<
     Ok(least)
 }
 
-/// `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, or `… lt` and the algorithm's words.
+/// `n k rows narrow|wide|fp8 skinny NAME`, `… few SHARES`, `… many`, or `… lt` and the algorithm's words.
 fn line(shape: ProductShape, choice: Choice) -> String {
     let ProductShape { n, k, n_rows, is_wide, is_fp8 } = shape;
     let kind = match (is_fp8, is_wide) {
@@ -121,6 +121,7 @@ fn line(shape: ProductShape, choice: Choice) -> String {
         Choice::Own(OwnForm::Skinny(form)) => write!(line, " skinny {}", form.name),
         Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares })) => write!(line, " few {shares}"),
         Choice::Own(OwnForm::Few(FewRowsForm::Even)) => write!(line, " few even"),
+        Choice::Many => write!(line, " many"),
         Choice::Lt(algorithm) => {
             line.push_str(" lt");
             algorithm.words().iter().try_for_each(|word| write!(line, " {word:x}"))
@@ -154,6 +155,7 @@ fn parsed(line: &str) -> Option<(ProductShape, Choice)> {
             let shares = shares.parse().ok().filter(|shares| FEW_ROWS_SHARES.contains(shares))?;
             Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares }))
         }
+        ("many", []) => Choice::Many,
         ("lt", words) => {
             let words: Option<Vec<u64>> =
                 words.iter().map(|word| u64::from_str_radix(word, 16).ok()).collect();
@@ -190,6 +192,7 @@ mod tests {
         choices.keep(shape(32), Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares: 4 })));
         choices.keep(shape(16), Choice::Own(OwnForm::Few(FewRowsForm::Even)));
         choices.keep(ProductShape { is_wide: true, ..shape(64) }, lt);
+        choices.keep(shape(512), Choice::Many);
         choices.keep(
             ProductShape { is_fp8: true, ..shape(64) },
             Choice::Own(OwnForm::Few(FewRowsForm::Clusters { shares: 2 })),
@@ -199,6 +202,7 @@ mod tests {
         assert_eq!(read, choices);
         assert_eq!(read.get(shape(50)), Some(lt), "rows below the rung");
         assert_eq!(read.get(shape(5)), Some(Choice::Own(OwnForm::Skinny(SKINNY_FORMS[1]))));
+        assert_eq!(read.get(shape(400)), Some(Choice::Many));
         assert_eq!(read.get(shape(65)), None);
         assert!(Choices::read(&file, "another card").is_empty());
         assert!(Choices::read(&folder.path().join("none"), "a card, 13.1").is_empty());

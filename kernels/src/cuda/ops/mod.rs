@@ -11,6 +11,7 @@ mod decode;
 mod prefill;
 mod probe;
 mod few_rows;
+mod many_rows;
 mod endings;
 mod fp8;
 mod feed;
@@ -26,6 +27,7 @@ pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
 pub use fp8::Fp8Rows;
+pub use many_rows::ManyRows;
 pub use prefill::{PrefillAttention, PrefillSequence};
 pub use ranks::SumRows;
 pub use rope::RopeWriteKv;
@@ -137,7 +139,12 @@ fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, Cuda
 
 /// Shared memory that kernels ask for beyond what they declare.
 pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
-    let of_files = [prefill::shared_bytes_of, decode::shared_bytes_of, few_rows::shared_bytes_of];
+    let of_files = [
+        prefill::shared_bytes_of,
+        decode::shared_bytes_of,
+        few_rows::shared_bytes_of,
+        many_rows::shared_bytes_of,
+    ];
     of_files.iter().find_map(|of_file| of_file(kernel))
 }
 

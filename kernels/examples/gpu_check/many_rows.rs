@@ -1,0 +1,104 @@
+//! Products of many rows with a matrix, and what may come after: against sums in f64, and how fast they are.
+
+use baton_kernels::cuda::{Bf16, Card, CudaError, ManyRows, ViewMut};
+use serde_json::{Value, json};
+
+use super::check_products::product;
+use super::check_rows::POISON;
+use super::draw::{Draw, wide};
+use super::extent::Extent;
+use super::measure::{MATRICES, seconds};
+use super::verdict::{BF16_ERROR, Verdicts};
+
+/// Rows of the matrix, and their width: odd ones, of one tile and of many.
+const SHAPES: &[(usize, usize)] = &[(16, 8), (272, 72), (1040, 264), (528, 4096), (4624, 1032)];
+/// Beside the edges of a block's rows and of a pair's; more pairs than are taken together.
+const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
+/// Numbers of all sums that are computed here too.
+const SUMS_MAX: usize = 1 << 20;
+
+pub(crate) fn check(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+    if !card.has_many_rows() {
+        return Ok(());
+    }
+    for (n, k) in extent.of(SHAPES, 3) {
+        for n_rows in extent.of(ROWS, 2).iter().filter(|n_rows| **n_rows * n <= 2 * SUMS_MAX) {
+            one(card, verdicts, (*n, *k, *n_rows))?;
+        }
+    }
+    Ok(())
+}
+
+/// What becomes of the sums, by its name.
+fn ending<'a>(what: &str, y: ViewMut<'a, Bf16>) -> ManyRows<'a> {
+    match what {
+        "added" => ManyRows::Added(y),
+        "gated" => ManyRows::Gated(y),
+        _ => ManyRows::Sums(y),
+    }
+}
+
+fn one(card: &Card, verdicts: &mut Verdicts, (n, k, n_rows): (usize, usize, usize)) -> Result<(), CudaError> {
+    let mut draw = Draw::new((7 * n * k + n_rows) as u64);
+    let (w, x) = (draw.narrow(n * k, 1.0 / (k as f32).sqrt()), draw.narrow(n_rows * k, 1.0));
+    let sums = product(&w, &x, k);
+    let (w, x) = (card.upload(&w)?, card.upload(&x)?);
+    let name = format!("many_rows {n_rows}x{n}x{k}");
+    let before = draw.narrow(n_rows * n, 1.0);
+    // Something lies behind the answer that is to stay.
+    let behind = 64 * n;
+    let poison = Bf16(u16::from_le_bytes([POISON; 2]));
+    let mut found = |what: &str, into: &[Bf16]| {
+        let mut y = card.upload(&[into, &vec![poison; behind]].concat())?;
+        card.multiply_many(w.view(), x.view(), k, ending(what, y.view_mut().slice(0..into.len())))?;
+        let mut answer = card.download(y.view())?;
+        let stays = answer.split_off(into.len()).iter().all(|number| number.0 == poison.0);
+        verdicts.holds(format!("{name}, {what}, nothing beyond"), stays);
+        Ok::<_, CudaError>(answer)
+    };
+    let plain = found("sums", &vec![poison; n_rows * n])?;
+    let added = found("added", &before)?;
+    let gated = found("gated", &vec![poison; n_rows * n / 2])?;
+    verdicts.compare(name.clone(), &wide(&plain), &sums, BF16_ERROR);
+    // To the last bit what a kernel of its own would make of it.
+    let all = plain.iter().zip(&before).zip(&added);
+    let is_sum =
+        |((a, b), sum): ((&Bf16, &Bf16), &Bf16)| Bf16::from(f32::from(*a) + f32::from(*b)).0 == sum.0;
+    verdicts.holds(format!("{name}, added to what was there"), all.clone().all(is_sum));
+    let gate = |row: &[f64]| -> Vec<f64> {
+        let (gate, up) = row.split_at(n / 2);
+        gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect()
+    };
+    let reference: Vec<f64> = sums.chunks(n).flat_map(gate).collect();
+    verdicts.compare(format!("{name}, gated"), &wide(&gated), &reference, BF16_ERROR);
+    Ok(())
+}
+
+/// Products one after the other for as long as it takes the card to reach its limit of power.
+const N_LAUNCHES: usize = 40;
+
+pub(crate) fn measure(card: &Card) -> Result<Vec<Value>, CudaError> {
+    let mut lines = vec![];
+    if !card.has_many_rows() {
+        return Ok(lines);
+    }
+    for (name, n, k) in MATRICES.iter().filter(|(name, ..)| *name != "lm_head") {
+        let w = card.upload(&Draw::new(33).many(n * k, 0.02))?;
+        for n_rows in [256, 512, 2048, 8192] {
+            let x = card.upload(&Draw::new(34).many(n_rows * k, 1.0))?;
+            let mut y = card.buffer::<Bf16>(n_rows * n)?;
+            for what in ["sums", "added", "gated"] {
+                let time = seconds(card, N_LAUNCHES, |_| {
+                    let len = if what == "gated" { n_rows * n / 2 } else { n_rows * n };
+                    let rows = ending(what, y.view_mut().slice(0..len));
+                    card.multiply_many(w.view(), x.view(), *k, rows)
+                })?;
+                let flop = (2 * n_rows * n * k) as f64;
+                let what = format!("many_rows {name} {n_rows}x{n}x{k}, {what}");
+                eprintln!("{what}: {:.1} us, {:.1} TFLOP/s", time * 1e6, flop / time / 1e12);
+                lines.push(json!({"what": what, "us": time * 1e6, "flop_per_s": flop / time}));
+            }
+        }
+    }
+    Ok(lines)
+}
