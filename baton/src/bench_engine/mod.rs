@@ -84,8 +84,10 @@ fn measured(args: &EngineArgs) -> Result<Report, Failed> {
     report.open_s = started.elapsed().as_secs_f64();
     report::tell(&format!("{} on {}: open after {:.1} s", report.model, report.device, report.open_s));
     report.loaded = opened.loaded();
+    let workload = args.workload();
+    workload.ensure_room(opened.backend()).map_err(Failed::usage)?;
     report.limits = opened.limits()?;
-    let measured = measure(opened.backend(), &args.workload(), &mut report::tell);
+    let measured = measure(opened.backend(), &workload, &mut report::tell);
     report.measured = Some(measured.map_err(Failed::work)?);
     if args.profile {
         report.profiles = opened.profiles(&args.batches, args.context)?;

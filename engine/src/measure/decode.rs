@@ -12,6 +12,11 @@ use crate::backend::Backend;
 const N_WARM: usize = 6;
 const N_TIMED: usize = 40;
 
+/// Tokens of a sequence that begins with so many, at the end of all steps.
+pub(super) fn tokens_of_lane(context_tokens: usize) -> usize {
+    context_tokens + N_WARM + N_TIMED + 1
+}
+
 /// All batches, over contexts that are computed once.
 pub(super) fn measure(
     backend: &mut dyn Backend,
@@ -20,7 +25,7 @@ pub(super) fn measure(
 ) -> Result<Vec<DecodeTimes>, MeasureError> {
     let Some(n_lanes) = workload.batches.iter().max().copied() else { return Ok(Vec::new()) };
     let context = workload.context_tokens;
-    let mut lanes = Lanes::new(backend, n_lanes, context, context + N_WARM + N_TIMED + 1)?;
+    let mut lanes = Lanes::new(backend, n_lanes, context, tokens_of_lane(context))?;
     for nth in 0..n_lanes {
         prompts::compute(backend, &lanes, nth, context, workload.step_tokens)?;
     }

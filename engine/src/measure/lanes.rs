@@ -29,6 +29,18 @@ pub(super) enum Part {
     Next { position: usize, is_in_flight: bool },
 }
 
+/// Whether there are blocks for so many sequences of so many tokens.
+pub(super) fn ensure_room(
+    backend: &dyn Backend,
+    n_lanes: usize,
+    n_tokens: usize,
+) -> Result<(), MeasureError> {
+    let layout = &backend.model().layout;
+    let needed = n_lanes * layout.groups.len() * layout.blocks_for(n_tokens);
+    let found = backend.memory().n_blocks() as usize;
+    if needed > found { Err(MeasureError::Blocks { needed, found }) } else { Ok(()) }
+}
+
 impl Lanes {
     /// `n_tokens` in all for each, `prompt_tokens` of them the prompt, which is another for each sequence.
     pub(super) fn new(
@@ -37,12 +49,9 @@ impl Lanes {
         prompt_tokens: usize,
         n_tokens: usize,
     ) -> Result<Self, MeasureError> {
+        ensure_room(backend, n_lanes, n_tokens)?;
         let layout = &backend.model().layout;
         let (n_groups, of_lane) = (layout.groups.len(), layout.blocks_for(n_tokens));
-        let (needed, found) = (n_lanes * n_groups * of_lane, backend.memory().n_blocks() as usize);
-        if needed > found {
-            return Err(MeasureError::Blocks { needed, found });
-        }
         let vocab = backend.model().vocab;
         let lane = |nth: usize| Lane {
             prompt: (0..prompt_tokens).map(|at| token(vocab, nth, at)).collect(),

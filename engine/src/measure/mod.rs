@@ -79,6 +79,28 @@ pub struct Offline {
     pub step_tokens: usize,
 }
 
+impl Offline {
+    /// Sequences that ever run at one time.
+    fn rows(&self) -> usize {
+        self.rows_max.min(self.n_requests)
+    }
+
+    fn tokens_of_lane(&self) -> usize {
+        self.prompt_tokens + self.output_tokens
+    }
+}
+
+impl Workload {
+    /// Whether there is KV for all of it: what is known before is not to end a measurement in its middle.
+    pub fn ensure_room(&self, backend: &dyn Backend) -> Result<(), MeasureError> {
+        let prompts = self.prompts.iter().map(|prompt_tokens| (1, *prompt_tokens));
+        let steps = self.batches.iter().map(|rows| (*rows, decode::tokens_of_lane(self.context_tokens)));
+        let offline = self.offline.iter().map(|offline| (offline.rows(), offline.tokens_of_lane()));
+        let mut all = prompts.chain(steps).chain(offline);
+        all.try_for_each(|(n_lanes, n_tokens)| lanes::ensure_room(backend, n_lanes, n_tokens))
+    }
+}
+
 /// What was found.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Measured {
@@ -148,6 +170,7 @@ pub fn measure(
     workload: &Workload,
     told: &mut dyn FnMut(&str),
 ) -> Result<Measured, MeasureError> {
+    workload.ensure_room(backend)?;
     let mut measured = Measured::default();
     for prompt_tokens in &workload.prompts {
         let times = prompts::measure(backend, *prompt_tokens, workload.step_tokens)?;

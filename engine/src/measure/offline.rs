@@ -29,8 +29,8 @@ struct Queue {
 }
 
 pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineTimes, MeasureError> {
-    let rows = of.rows_max.min(of.n_requests);
-    let lanes = Lanes::new(backend, rows, of.prompt_tokens, of.prompt_tokens + of.output_tokens)?;
+    let (rows, n_tokens) = (of.rows(), of.tokens_of_lane());
+    let lanes = Lanes::new(backend, rows, of.prompt_tokens, n_tokens)?;
     let mut queue = Queue {
         of,
         n_waiting: of.n_requests,

@@ -53,6 +53,12 @@ fn too_little_memory_is_said_in_blocks() {
     };
     let error = measure(&mut mock(), &workload, &mut |_| {}).expect_err("a million rows");
     assert!(error.to_string().contains("blocks of KV are needed"), "{error}");
+    // What comes last is known to be too much before anything is measured.
+    let of = Offline { n_requests: 900, prompt_tokens: 20, output_tokens: 5, rows_max: 800, step_tokens: 16 };
+    let workload = Workload { batches: vec![1], prompts: vec![30], offline: Some(of), ..workload };
+    let mut lines = 0;
+    let error = measure(&mut mock(), &workload, &mut |_| lines += 1).expect_err("800 sequences");
+    assert_eq!((error.to_string().contains("blocks of KV are needed"), lines), (true, 0), "{error}");
 }
 
 #[test]
