@@ -252,3 +252,44 @@ pub(in crate::cuda) fn shared_bytes_of(kernel: &str) -> Option<u32> {
     let even = of(SIZES_EVEN).map(shared_bytes_even);
     of(SIZES).map(shared_bytes).or_else(|| of(SIZES_FP8).map(shared_bytes_fp8)).or(even)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_has_as_many_shares_as_keep_a_card_busy() {
+        // An 8B model's: o, down, q with k and v, gate with up; its output; and one that is too narrow to be shared.
+        for (n, k, shares) in [
+            (4096, 4096, 4),
+            (4096, 14_336, 4),
+            (6144, 4096, 4),
+            (28_672, 4096, 1),
+            (128_256, 4096, 1),
+            (64, 64, 1),
+        ] {
+            assert_eq!(FewRowsForm::of(n, k), FewRowsForm::Clusters { shares }, "{n} x {k}");
+        }
+    }
+
+    #[test]
+    fn ranks_join_by_clusters_alone() {
+        for form in FEW_ROWS_FORMS {
+            let joined = form.joined(4096, 14_336);
+            assert!(matches!(joined, FewRowsForm::Clusters { .. }), "{form:?}");
+            assert_eq!(joined, joined.joined(4096, 14_336));
+        }
+        assert_eq!(FewRowsForm::Even.joined(4096, 14_336), FewRowsForm::of(4096, 14_336));
+    }
+
+    #[test]
+    fn even_division_is_for_few_rows_in_bf16() {
+        for (n_rows, is_fp8, even) in
+            [(1, false, true), (64, false, true), (65, false, false), (8, true, false)]
+        {
+            assert_eq!(FewRowsForm::Even.serves(n_rows, is_fp8), even, "{n_rows} rows");
+            assert!(FewRowsForm::of(4096, 4096).serves(n_rows, is_fp8));
+        }
+        assert!(!FewRowsForm::of(4096, 4096).serves(129, false));
+    }
+}
