@@ -1,12 +1,11 @@
-// What few_rows.cu and few_rows_fp8.cu have in common: how the work is divided, and how sums come to their ending.
+// What few_rows.cu and few_rows_fp8.cu have in common: how the work is divided, and how sums come to their ending. Sizes, and how
+// a tile of bf16 is multiplied, are those of few_rows_even.cu, too.
 //
 // A cluster takes 128 rows of w at a time, its blocks of threads a share of k each. Each shows the others what it has
 // summed up, and then they end rows of x in turns, a warp one row at a time: a lane adds up four neighbours of the 128, in
 // the order of shares.
 constexpr u32 UNIT = 64, W_ROWS = 2 * UNIT, GROUPS_THREADS = 256, ALL_THREADS = GROUPS_THREADS + 32;
 constexpr u32 PART_STRIDE = W_ROWS + 4, SHARES_MAX = 8;
-
-struct Ring { u32 at, full, empty; };
 
 // A block's share of k, by what it takes at once.
 template <u32 COLUMNS>
@@ -21,6 +20,23 @@ template <u32 ROWS, u32 STAGES, u32 COLUMNS>
 __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& of_w, const TensorMap& of_x, const Steps<COLUMNS>& steps, const Halves<UNIT>& rows);
 template <u32 ROWS, u32 STAGES>
 __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count);
+
+// Begins a group's products of the tiles that come to this stage, 64 rows of w each; those of the stage before are done then.
+template <u32 ROWS>
+__device__ __forceinline__ void multiply_tiles(float (&sum)[ROWS / 2], const Ring& ring, u32 stage, u32 parity) {
+    constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
+    u32 group = threadIdx.x / 128;
+    barrier_wait(ring.full + stage * 8, parity);
+    u64 a = tile_of(ring.at + stage * STAGE_BYTES + group * 64 * TILE_ROW_BYTES, 16);
+    u64 b = tile_of(ring.at + stage * STAGE_BYTES + W_BYTES, 16);
+    held(sum);
+    products_begin();
+#pragma unroll
+    for (u32 i = 0; i < TILE_COLUMNS / 16; i++) product(sum, a + 2 * i, b + 2 * i);
+    products_committed();
+    held(sum);
+    products_done_but<1>();
+}
 
 // What a group of warps has summed up of its rows of w, to where the cluster sees it: part[row of x][row of w].
 template <u32 ROWS>

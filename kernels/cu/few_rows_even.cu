@@ -121,19 +121,9 @@ __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ri
 // Sums up a group's 64 rows of w over a piece.
 template <u32 ROWS>
 __device__ __forceinline__ void sum_piece(float (&sum)[ROWS / 2], const Ring& ring, u32 n_stages, u32 count, u32& stage, u32& parity) {
-    constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
-    u32 group = threadIdx.x / 128, lane = threadIdx.x % 32, last = 0;
+    u32 lane = threadIdx.x % 32, last = 0;
     for (u32 nth = 0; nth < count; nth++) {
-        barrier_wait(ring.full + stage * 8, parity);
-        u64 a = tile_of(ring.at + stage * STAGE_BYTES + group * 64 * TILE_ROW_BYTES, 16);
-        u64 b = tile_of(ring.at + stage * STAGE_BYTES + W_BYTES, 16);
-        held(sum);
-        products_begin();
-#pragma unroll
-        for (u32 i = 0; i < TILE_COLUMNS / 16; i++) product(sum, a + 2 * i, b + 2 * i);
-        products_committed();
-        held(sum);
-        products_done_but<1>();
+        multiply_tiles<ROWS>(sum, ring, stage, parity);
         if (nth > 0 && lane == 0) barrier_arrive(ring.empty + last * 8);
         last = stage;
         if (++stage == n_stages) stage = 0, parity ^= 1;

@@ -31,6 +31,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Tiles in shared memory that are filled and emptied in turns, each with a barrier for either.
+struct Ring { u32 at, full, empty; };
+
 // A hardware barrier of so many threads: 0 is everyone's.
 template <u32 THREADS>
 __device__ __forceinline__ void threads_wait(u32 barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory"); }

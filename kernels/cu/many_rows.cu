@@ -30,8 +30,6 @@ __device__ __forceinline__ Tile tile_at(u32 nth, const ManyShape& shape) {
     return {first + rest % n_pairs, rest / n_pairs};
 }
 
-struct Ring { u32 at, full, empty; };
-
 struct Turn {
     u32 stage = 0, parity = 0;
     __device__ __forceinline__ void next() {

@@ -7,7 +7,7 @@ use baton_kernels::cuda::{
 };
 
 use super::check_products::product;
-use super::check_rows::{EPSILON, POISON};
+use super::check_rows::{EPSILON, POISON, let_through};
 use super::draw::{Draw, wide};
 use super::extent::Extent;
 use super::fp8::Matrix;
@@ -156,10 +156,7 @@ fn gated(
     let rows = Rows::new(card, n_rows, w.k())?;
     let both = w.product(&rows, owes);
     let width = both[0].len() / 2;
-    let gate = |row: &Vec<f64>| {
-        (0..width).map(|i| row[i] / (1.0 + (-row[i]).exp()) * row[width + i]).collect::<Vec<_>>()
-    };
-    let reference: Vec<f64> = both.iter().flat_map(gate).collect();
+    let reference: Vec<f64> = both.iter().flat_map(|row| let_through(row)).collect();
     let mut y = card.buffer::<Bf16>(n_rows * width)?;
     card.fill(y.view_mut(), POISON)?;
     card.multiply_own(form, rows.times(w, owes), Ending::Gated(y.view_mut()))?;

@@ -1,4 +1,4 @@
-//! Products of many rows with a large matrix on Hopper, whose time is that of multiplying, and the gate that may come after.
+//! Products of many rows with a large matrix on Hopper, whose time is that of multiplying, and what may come after.
 
 use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::card::Grid;
