@@ -2,7 +2,8 @@
 //
 // A kernel sums up 2 * UNIT rows of w for a row of x, and ends them with UNIT / 2 neighbouring lanes, each of which has four
 // that are neighbours. The two halves of what is summed up may lie apart in w, so that what belongs together meets.
-// Each ending has what it reads beside the sums (`Before`), which is asked for while others are still summing.
+// Each ending has what it reads beside the sums (`Before`), which is asked for while others are still summing: kept as it is read,
+// so that nothing waits for it before the sums are there.
 // w is [n][k].
 struct ProductShape { u32 n, k, n_rows; };
 
@@ -64,9 +65,7 @@ __device__ __forceinline__ void store4(bf16* to, const float (&x)[4]) { *reinter
 __device__ __forceinline__ void store4(float* to, const float (&x)[4]) { *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]); }
 __device__ __forceinline__ void store1(bf16* to, float x) { *to = narrow(x); }
 __device__ __forceinline__ void store1(float* to, float x) { *to = x; }
-__device__ __forceinline__ void load4(float (&x)[4], const bf16* from) {
-    widen4(x, *reinterpret_cast<const Four*>(from));
-}
+__device__ __forceinline__ const Four* four_at(const bf16* from) { return reinterpret_cast<const Four*>(from); }
 
 // The sums themselves.
 template <typename Number>
@@ -122,24 +121,26 @@ struct Added {
     const bf16* weight;
     float* squares;
     u32 n_parts;
-    struct Before { float residual[4], weight[4]; };
+    struct Before { Four residual, weight; };
 
     template <u32 UNIT>
     __device__ __forceinline__ Halves<UNIT> halves(u32 nth, const ProductShape&) const { return neighbours<UNIT>(nth); }
     __device__ __forceinline__ Before before(u32 row, u32 column, const ProductShape& shape) const {
         Before before = {};
         if (row < shape.n_rows && column < shape.n) {
-            load4(before.residual, residual + (u64)row * shape.n + column);
-            load4(before.weight, weight + column);
+            before.residual = *four_at(residual + (u64)row * shape.n + column);
+            before.weight = *four_at(weight + column);
         }
         return before;
     }
     template <u32 UNIT>
     __device__ __forceinline__ void end(u32 nth, u32 row, u32 column, float (&x)[4], const Before& before, const ProductShape& shape) const {
-        float square = 0.f;
+        float square = 0.f, residuals[4], weights[4];
+        widen4(residuals, before.residual);
+        widen4(weights, before.weight);
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
-            x[i] = widen(narrow(x[i] + before.residual[i]));
+            x[i] = widen(narrow(x[i] + residuals[i]));
             square += column < shape.n ? x[i] * x[i] : 0.f;
         }
 #pragma unroll
@@ -149,7 +150,7 @@ struct Added {
         if (column >= shape.n) return;
         store4(residual + (u64)row * shape.n + column, x);
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) x[i] *= before.weight[i];
+        for (u32 i = 0; i < 4; i++) x[i] *= weights[i];
         store4(out + (u64)row * shape.n + column, x);
     }
 };
@@ -195,7 +196,7 @@ struct Heads {
     const bf16 *bias, *q_norm, *k_norm;
     u32 n_q_heads, n_kv_heads, head_dim, n_slots, n_positions, is_fp8;
     float epsilon;
-    struct Before { float2 turn[4]; float bias[4]; u32 slot; };
+    struct Before { float2 turn[4]; Four bias; u32 slot; };
 
     template <u32 UNIT>
     __device__ __forceinline__ Halves<UNIT> halves(u32 nth, const ProductShape&) const {
@@ -215,15 +216,17 @@ struct Heads {
             if (position < n_positions) two = from[i / 2];
             before.turn[i] = make_float2(two.x, two.y), before.turn[i + 1] = make_float2(two.z, two.w);
         }
-        if (bias != nullptr) load4(before.bias, bias + column);
+        if (bias != nullptr) before.bias = *four_at(bias + column);
         return before;
     }
     template <u32 UNIT>
     __device__ __forceinline__ void end(u32, u32 row, u32 column, float (&x)[4], const Before& before, const ProductShape& shape) const {
         u32 head = column / head_dim, dim = column % head_dim, lanes = min(head_dim / 4, UNIT / 2);
         bool is_q = head < n_q_heads, is_v = head >= n_q_heads + n_kv_heads;
+        float biases[4];
+        widen4(biases, before.bias);
 #pragma unroll
-        for (u32 i = 0; i < 4; i++) x[i] += before.bias[i];
+        for (u32 i = 0; i < 4; i++) x[i] += biases[i];
         if (q_norm != nullptr) norm(x, is_q ? q_norm : k_norm, dim, lanes, !is_v);
         float sign = dim < head_dim / 2 ? -1.f : 1.f;
 #pragma unroll
@@ -254,7 +257,7 @@ struct Heads {
         for (u32 of = lanes / 2; of > 0; of /= 2) square += __shfl_xor_sync(FULL_WARP, square, of);
         if (!is_normed) return;
         float scale = rsqrtf(square / head_dim + epsilon), by[4];
-        load4(by, weight + dim);
+        widen4(by, *four_at(weight + dim));
 #pragma unroll
         for (u32 i = 0; i < 4; i++) x[i] *= scale * by[i];
     }

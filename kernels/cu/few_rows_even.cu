@@ -6,20 +6,22 @@
 // whoever is the last to come adds up all of them, in the order of k: nobody waits for anybody, and the sums are the same
 // whoever it is. The ring goes on from piece to piece.
 // The order of sums depends on how many blocks of threads there are.
-constexpr u32 STAGES_MAX = 12, GROUPS_WARPS = GROUPS_THREADS / 32;
-// What a thread has on its way at once: registers are there for these, with one block of threads on a multiprocessor.
-constexpr u32 OTHERS_AT_ONCE = 4;
+//
+// Tiles of x come when the kernel before has ended, behind those of w that were asked for until then: a longer ring keeps the
+// first of them waiting.
+constexpr u32 STAGES = 6, GROUPS_WARPS = GROUPS_THREADS / 32;
+// Rows of which a warp has what their ending reads on its way at once: beside sums, registers are there for so many.
 template <typename Ending>
 constexpr u32 ROWS_AT_ONCE = 4;
 template <>
-constexpr u32 ROWS_AT_ONCE<Heads> = 2;
+constexpr u32 ROWS_AT_ONCE<Heads> = 1;
 
-// Where blocks meet: a block leaves up to two parts [64][128] in `parts`, and counts itself in `arrived` of the tile's first
-// block. One kernel at a time has them; `arrived` is zero between kernels.
+// Where blocks meet: a block leaves up to two parts of 64 * 128 sums in `parts`, and counts itself in `arrived` of the tile's
+// first block. One kernel at a time has them; `arrived` is zero between kernels.
 struct Meeting {
     float* parts;
     u32* arrived;
-    u32 n_tiles, n_stages;
+    u32 n_tiles;
 };
 
 // Tiles' steps, and which of them a block of threads takes.
@@ -44,9 +46,11 @@ struct Company {
         first = units.block_of(tile * units.n_steps);
         n = units.block_of((tile + 1) * units.n_steps - 1) - first + 1;
     }
-    // A part's place: the first block begins the tile with its last piece, the others go on with their first.
-    __device__ __forceinline__ float* part(const Meeting& meeting, u32 nth) const {
-        return meeting.parts + (u64)(2 * (first + nth) + (nth == 0)) * 2 * UNIT * UNIT;
+    // A thread's place in a part: the first block begins the tile with its last piece, the others go on with their first. A thread
+    // finds there what the same thread of another block has left, by fours: those of all threads beside each other.
+    __device__ __forceinline__ float4* part(const Meeting& meeting, u32 nth) const {
+        float* part = meeting.parts + (u64)(2 * (first + nth) + (nth == 0)) * 2 * UNIT * UNIT;
+        return reinterpret_cast<float4*>(part) + threadIdx.x;
     }
 };
 
@@ -68,9 +72,9 @@ __device__ __forceinline__ bool was_told(u32 at) {
     asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(told) : "r"(at) : "memory");
     return told != 0;
 }
-__device__ __forceinline__ void load_part_if(bool is_wanted, float4& x, const float* from) {
+__device__ __forceinline__ void load_part_if(bool is_wanted, float* x, const float4* from) {
     asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-                 : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w) : "l"(from), "r"((u32)is_wanted) : "memory");
+                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "l"(from), "r"((u32)is_wanted) : "memory");
 }
 
 // One thread has all tiles brought, of all pieces. Weights do not come from the kernel before: they are asked for while it ends.
@@ -79,7 +83,7 @@ template <u32 ROWS, typename Ending>
 __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ring, const TensorMap& of_w, const TensorMap& of_x,
                                             const Units& units, const ProductShape& shape, const Meeting& meeting, u32 are_there) {
     constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
-    u32 n_stages = meeting.n_stages, tile = units.from / units.n_steps, step = units.from % units.n_steps;
+    u32 tile = units.from / units.n_steps, step = units.from % units.n_steps;
     u32 first_step = step;
     Halves<UNIT> rows = ending.template halves<UNIT>(tile, shape);
     auto bring_w = [&](u32 stage) {
@@ -95,7 +99,7 @@ __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ri
     auto advance = [&]() {
         if (next(step)) rows = ending.template halves<UNIT>(++tile, shape);
     };
-    u32 n_first = min(n_stages, units.to - units.from), stage = 0, parity = 0;
+    u32 n_first = min(STAGES, units.to - units.from), stage = 0, parity = 0;
     for (u32 i = 0; i < n_first; i++) bring_w(i), advance();
     wait_for_last();
     for (u32 i = 0; i < n_first; i++) bring_x(first_step, i), next(first_step);
@@ -104,7 +108,7 @@ __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ri
         bring_w(stage);
         bring_x(step, stage);
         advance();
-        if (++stage == n_stages) stage = 0, parity ^= 1;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     Company company(units, (units.to - 1) / units.n_steps);
     if (company.n == 1) return;
@@ -114,19 +118,19 @@ __device__ __forceinline__ void bring_units(const Ending& ending, const Ring& ri
             tell(are_there);
             return;
         }
-        if (++stage == n_stages) stage = 0, parity ^= 1;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }
 
 // Sums up a group's 64 rows of w over a piece.
 template <u32 ROWS>
-__device__ __forceinline__ void sum_piece(float (&sum)[ROWS / 2], const Ring& ring, u32 n_stages, u32 count, u32& stage, u32& parity) {
+__device__ __forceinline__ void sum_piece(float (&sum)[ROWS / 2], const Ring& ring, u32 count, u32& stage, u32& parity) {
     u32 lane = threadIdx.x % 32, last = 0;
     for (u32 nth = 0; nth < count; nth++) {
         multiply_tiles<ROWS>(sum, ring, stage, parity);
         if (nth > 0 && lane == 0) barrier_arrive(ring.empty + last * 8);
         last = stage;
-        if (++stage == n_stages) stage = 0, parity ^= 1;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     products_done_but<0>();
     held(sum);
@@ -141,57 +145,52 @@ struct Shared {
     u32 is_last;    // nobody of the piece's company comes after this block
 };
 
+// Adds up a thread's sums of all blocks, in the order of k: its own are in registers. All of a few parts are on their way before
+// the first is used.
 template <u32 N>
-__device__ __forceinline__ void add4(float4 (&total)[N], const float4 (&more)[N]) {
+__device__ __forceinline__ void add_company(float (&sum)[N], const Company& company, const Meeting& meeting) {
+    constexpr u32 AT_ONCE = N > 16 ? 2 : 4;
+    u32 own = blockIdx.x - company.first, n_others = company.n - 1;
+    float total[N] = {};
+    auto add = [&](const float (&more)[N]) {
 #pragma unroll
-    for (u32 i = 0; i < N; i++) total[i].x += more[i].x, total[i].y += more[i].y, total[i].z += more[i].z, total[i].w += more[i].w;
-}
-
-// A lane's four of some of its warp's rows, of all blocks' parts, in the order of k: this block's own lies in shared memory. All
-// loads of a few parts are on their way before the first is used.
-template <u32 N>
-__device__ __forceinline__ void add_company(float4 (&total)[N], const float* mine, u32 first_row, const Company& company, const Meeting& meeting,
-                                            const ProductShape& shape) {
-    u32 lane = threadIdx.x % 32, own = blockIdx.x - company.first, n_others = company.n - 1;
-    float4 of_own[N];
+        for (u32 i = 0; i < N; i++) total[i] += more[i];
+    };
+    for (u32 first = 0; first < n_others; first += AT_ONCE) {
+        float more[AT_ONCE][N] = {};
 #pragma unroll
-    for (u32 i = 0; i < N; i++) of_own[i] = *reinterpret_cast<const float4*>(mine + (first_row + i * GROUPS_WARPS) * PART_STRIDE + lane * 4);
-    for (u32 first = 0; first < n_others; first += OTHERS_AT_ONCE) {
-        float4 more[OTHERS_AT_ONCE][N] = {};
-#pragma unroll
-        for (u32 j = 0; j < OTHERS_AT_ONCE; j++) {
+        for (u32 j = 0; j < AT_ONCE; j++) {
             u32 other = first + j;
-            const float* part = company.part(meeting, other < own ? other : other + 1);
+            const float4* part = company.part(meeting, other < own ? other : other + 1);
 #pragma unroll
-            for (u32 i = 0; i < N; i++) {
-                u32 row = first_row + i * GROUPS_WARPS;
-                load_part_if(other < n_others && row < shape.n_rows, more[j][i], part + row * W_ROWS + lane * 4);
-            }
+            for (u32 i = 0; i < N; i += 4) load_part_if(other < n_others, more[j] + i, part + i / 4 * GROUPS_THREADS);
         }
 #pragma unroll
-        for (u32 j = 0; j < OTHERS_AT_ONCE; j++) {
-            if (first + j == own && own < n_others) add4(total, of_own);
-            add4(total, more[j]);
+        for (u32 j = 0; j < AT_ONCE; j++) {
+            if (first + j == own && own < n_others) add(sum);
+            add(more[j]);
         }
     }
-    if (own == n_others) add4(total, of_own);
+    if (own == n_others) add(sum);
+#pragma unroll
+    for (u32 i = 0; i < N; i++) sum[i] = total[i];
 }
 
-// Leaves the part of a piece where others find it. The first thread knows then whether all have come.
-__device__ __forceinline__ void leave_part(const float* mine, const Company& company, const Meeting& meeting, const ProductShape& shape, u32* is_last) {
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float* to = company.part(meeting, blockIdx.x - company.first);
-    for (u32 row = warp; row < shape.n_rows; row += GROUPS_WARPS)
-        *reinterpret_cast<float4*>(to + row * W_ROWS + lane * 4) = *reinterpret_cast<const float4*>(mine + row * PART_STRIDE + lane * 4);
+// Leaves a piece's sums where others find them. The first thread knows then whether all have come.
+template <u32 N>
+__device__ __forceinline__ void leave_part(const float (&sum)[N], const Company& company, const Meeting& meeting, u32* is_last) {
+    float4* part = company.part(meeting, blockIdx.x - company.first);
+#pragma unroll
+    for (u32 i = 0; i < N; i += 4) part[i / 4 * GROUPS_THREADS] = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
     threads_wait<GROUPS_THREADS>(1);
     if (threadIdx.x == 0) *is_last = arrive(meeting.arrived + company.first) == company.n - 1;
     threads_wait<GROUPS_THREADS>(1);
 }
 
-// What becomes of a piece: its part is left for others, or all that there is of the tile is added up and ended. A warp ends a few
-// rows at a time, and what it reads for the next of them beside parts is on its way meanwhile.
+// What becomes of a piece: its sums are left for others, or all that there is of the tile is added up and ended. A warp ends a
+// few rows at a time, and what it reads for the next of them is on its way meanwhile.
 template <u32 ROWS, typename Ending>
-__device__ __forceinline__ void end_piece(const Ending& ending, const float (&sum)[ROWS / 2], float* mine, Shared<ROWS>& shared, u32 tile,
+__device__ __forceinline__ void end_piece(const Ending& ending, float (&sum)[ROWS / 2], float* mine, Shared<ROWS>& shared, u32 tile,
                                           bool is_last_piece, const Company& company, const Meeting& meeting, const ProductShape& shape) {
     constexpr u32 OF_WARP = ROWS / GROUPS_WARPS, MOST = ROWS_AT_ONCE<Ending>, AT_ONCE = OF_WARP < MOST ? OF_WARP : MOST;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = ending.template halves<UNIT>(tile, shape).row_of(lane * 4);
@@ -201,28 +200,31 @@ __device__ __forceinline__ void end_piece(const Ending& ending, const float (&su
         for (u32 i = 0; i < AT_ONCE; i++)
             if (first_row + i * GROUPS_WARPS < shape.n_rows) of_rows[i] = ending.before(first_row + i * GROUPS_WARPS, column, shape);
     };
-    ask(before, warp);
     threads_wait<GROUPS_THREADS>(1);  // what lies there of the piece before has been read
-    show_part<ROWS>(mine, sum);
-    if (threadIdx.x == 0) shared.is_last = company.n == 1 || (is_last_piece && was_told(shared_address(&shared.are_there)));
-    threads_wait<GROUPS_THREADS>(1);
-    if (!shared.is_last) {
-        leave_part(mine, company, meeting, shape, &shared.is_last);
-        if (!shared.is_last) return;
+    if (company.n > 1) {
+        if (threadIdx.x == 0) shared.is_last = is_last_piece && was_told(shared_address(&shared.are_there));
+        threads_wait<GROUPS_THREADS>(1);
+        if (!shared.is_last) {
+            leave_part(sum, company, meeting, &shared.is_last);
+            if (!shared.is_last) return;
+        }
+        if (threadIdx.x == 0) meeting.arrived[company.first] = 0;
     }
-    if (company.n > 1 && threadIdx.x == 0) meeting.arrived[company.first] = 0;
+    ask(before, warp);
+    if (company.n > 1) add_company(sum, company, meeting);
+    show_part<ROWS>(mine, sum);
+    threads_wait<GROUPS_THREADS>(1);
 #pragma unroll
     for (u32 from = 0; from < OF_WARP; from += AT_ONCE) {
         u32 first_row = warp + from * GROUPS_WARPS;
         if (first_row >= shape.n_rows) break;
-        float4 total[AT_ONCE] = {};
-        add_company(total, mine, first_row, company, meeting, shape);
         if (from + AT_ONCE < OF_WARP) ask(next, first_row + AT_ONCE * GROUPS_WARPS);
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++) {
             u32 row = first_row + i * GROUPS_WARPS;
             if (row >= shape.n_rows) break;
-            float scale = shared.scales[row], x[4] = {total[i].x * scale, total[i].y * scale, total[i].z * scale, total[i].w * scale};
+            float4 total = *reinterpret_cast<const float4*>(mine + row * PART_STRIDE + lane * 4);
+            float scale = shared.scales[row], x[4] = {total.x * scale, total.y * scale, total.z * scale, total.w * scale};
             ending.template end<UNIT>(tile, row, column, x, before[i], shape);
         }
 #pragma unroll
@@ -235,18 +237,18 @@ __device__ __forceinline__ void few_rows_even(const Ending& ending, const Owed& 
                                               const ProductShape& shape, const Meeting& meeting) {
     constexpr u32 STAGE_BYTES = (W_ROWS + ROWS) * TILE_ROW_BYTES, ROWS_OF_WARP = ROWS / GROUPS_WARPS;
     extern __shared__ Eight room[];
-    __shared__ u64 barriers[2 * STAGES_MAX];
+    __shared__ u64 barriers[2 * STAGES];
     __shared__ Shared<ROWS> shared;
     Ring ring;
     ring.at = (shared_address(room) + 1023) / 1024 * 1024;
-    ring.full = shared_address(barriers), ring.empty = ring.full + STAGES_MAX * 8;
-    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_stages = meeting.n_stages;
+    ring.full = shared_address(barriers), ring.empty = ring.full + STAGES * 8;
+    u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Units units(shape, meeting);
 
     if (threadIdx.x == GROUPS_THREADS) {
         fetch_map(of_w);
         fetch_map(of_x);
-        for (u32 i = 0; i < n_stages; i++) {
+        for (u32 i = 0; i < STAGES; i++) {
             barrier_start(ring.full + i * 8, 1);
             barrier_start(ring.empty + i * 8, GROUPS_WARPS);
         }
@@ -268,13 +270,13 @@ __device__ __forceinline__ void few_rows_even(const Ending& ending, const Owed& 
     for (u32 i = 0; i < ROWS_OF_WARP; i++)
         if (lane == 0) shared.scales[warp * ROWS_OF_WARP + i] = scales[i];
 
-    float* mine = reinterpret_cast<float*>(reinterpret_cast<char*>(room) + (ring.at - shared_address(room)) + n_stages * STAGE_BYTES);
+    float* mine = reinterpret_cast<float*>(reinterpret_cast<char*>(room) + (ring.at - shared_address(room)) + STAGES * STAGE_BYTES);
     u32 stage = 0, parity = 0, tile = units.from / units.n_steps;
     for (u32 unit = units.from; unit < units.to; tile++) {
         u32 end = min((tile + 1) * units.n_steps, units.to);
         Company company(units, tile);
         float sum[ROWS / 2] = {};
-        sum_piece<ROWS>(sum, ring, n_stages, end - unit, stage, parity);
+        sum_piece<ROWS>(sum, ring, end - unit, stage, parity);
         end_piece<ROWS>(ending, sum, mine, shared, tile, end == units.to, company, meeting, shape);
         unit = end;
     }

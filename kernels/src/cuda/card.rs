@@ -271,9 +271,23 @@ impl Card {
                 clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster as u32, y: 1, z: 1 },
             },
         };
-        let mut attributes = [overlap, together];
-        let n_attributes = u32::from(self.overlaps) + u32::from(self.overlaps && cluster > 1);
+        // Else some multiprocessors get two blocks while others have none.
+        let balanced = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                clusterSchedulingPolicyPreference:
+                    sys::CUclusterSchedulingPolicy::CU_CLUSTER_SCHEDULING_POLICY_LOAD_BALANCING,
+            },
+        };
         let (x, y, z) = grid.blocks;
+        let has_one_each = x * y * z <= self.n_multiprocessors() as usize;
+        let mut attributes = [overlap, together, balanced];
+        let n_attributes = match (self.overlaps, cluster > 1) {
+            (false, _) => 0,
+            (true, false) => 1,
+            (true, true) => 2 + u32::from(has_one_each),
+        };
         let config = sys::CUlaunchConfig {
             gridDimX: x as u32,
             gridDimY: y as u32,

@@ -23,7 +23,7 @@ pub struct CudaLimits {
     pub weight_bytes: usize,
     /// All matrices read, and nothing done with them.
     pub read_bytes_per_s: f64,
-    /// All products of all layers, one after the other, the output layer left out.
+    /// All products of all layers, one after the other, recorded as steps are; the output layer left out.
     pub products: Vec<ProductRate>,
 }
 
@@ -136,15 +136,8 @@ fn product_rate(tools: &mut Tools, rows: usize) -> Result<ProductRate, CudaError
     card.dummy_weights(space.attended.view_mut(), 4, 1.0 / 32768.0)?;
     card.dummy_weights(space.gated.view_mut(), 5, 1.0 / 32768.0)?;
     let dims = Dims { n_tokens: rows, ..Dims::default() };
-    let ms = tools.pass(dims, &[], |decoder, pass| {
-        least(|| {
-            let start = pass.card.mark()?;
-            for kind in KINDS {
-                decoder.products_of(pass, *kind)?;
-            }
-            let end = pass.card.mark()?;
-            start.ms_until(&end)
-        })
+    let ms = time_recorded(tools, dims, |decoder, pass| {
+        KINDS.iter().try_for_each(|kind| decoder.products_of(pass, *kind))
     })?;
     let layers = &tools.decoder.weights.layers;
     let matrices = KINDS.iter().flat_map(|kind| layers.iter().map(kind));

@@ -105,10 +105,10 @@ const SIZES_FP8: &[Size] = &[
 
 /// As in `few_rows_even.cu`, of which none is joined.
 const SIZES_EVEN: &[Size] = &[
-    size!("few_rows_even", 8, 12),
-    size!("few_rows_even", 16, 12),
-    size!("few_rows_even", 32, 10),
-    size!("few_rows_even", 64, 8),
+    size!("few_rows_even", 8, 6),
+    size!("few_rows_even", 16, 6),
+    size!("few_rows_even", 32, 6),
+    size!("few_rows_even", 64, 6),
 ];
 /// Numbers between two rows of a part in shared memory.
 const PART_STRIDE: usize = W_ROWS + 4;
@@ -122,7 +122,6 @@ struct Meeting {
     parts: u64,
     arrived: u64,
     n_tiles: u32,
-    n_stages: u32,
 }
 
 impl Card {
@@ -222,8 +221,7 @@ impl Card {
         let of_tiles = TensorMap::of(of_x, size.rows_max)?;
         let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
         let (parts, arrived) = self.meeting();
-        let meeting =
-            Meeting { parts, arrived, n_tiles: number(kernel, n_parts)?, n_stages: size.stages as u32 };
+        let meeting = Meeting { parts, arrived, n_tiles: number(kernel, n_parts)? };
         let config =
             Grid { blocks: (n_blocks, 1, 1), threads: THREADS, shared_bytes: shared_bytes_even(size) };
         launch!(self, kernel, config, 1, &words, &owed, &of_w, &of_tiles, &sizes, &meeting)
