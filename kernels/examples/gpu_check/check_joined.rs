@@ -1,4 +1,4 @@
-//! Products whose sums two cards have parts of, added up by the kernels that multiply: to the bit what is made of both parts in
+//! Products whose sums all ranks have parts of, added up by the kernels that multiply: to the bit what is made of all parts in
 //! f32 on the processor, and as near to it as numbers in bf16 are where there are no such parts (FP8); then thousands of them, and
 //! of products and sums by kernels of their own, in turn; and how long they take.
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::check_endings::forms;
 use super::check_ranks::{
-    EPSILON, GRAPHS, N_INPUTS, N_TIMED, PATIENCE, ROUNDS_OF_GRAPH, Side, added, middle, peers,
+    EPSILON, GRAPHS, N_INPUTS, N_TIMED, PATIENCE, ROUNDS_OF_GRAPH, Side, added, middle, peers, rank_of,
 };
 use super::check_rows::POISON;
 use super::draw::{Draw, wide};
@@ -20,7 +20,7 @@ use super::fp8::Matrix;
 use super::measure::BEYOND_CACHES;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// What a card multiplies: not what the other one does.
+/// What a rank multiplies: not what another does.
 struct Inputs {
     matrix: Matrices,
     k: usize,
@@ -46,7 +46,7 @@ struct Stream {
     squares: Buffer<f32>,
 }
 
-/// How sums of both cards are added up. As numbers: places in what each makes of a product.
+/// How sums of all ranks are added up. As numbers: places in what each makes of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     InTwo,
@@ -56,20 +56,27 @@ enum Way {
 /// The matrix, as far as a card has it: rows, columns, and whether it is in FP8.
 type Shape = (usize, usize, bool);
 
-pub(crate) fn all(sides: &[Side; 2], extent: Extent, verdicts: &mut Verdicts) -> Result<(), CudaError> {
-    for (width, k) in extent.of(&[(200, 264), (8, 40), (4096, 1024)], 2) {
+/// Rows of a matrix, and their width: the last one has as many blocks of threads as a card runs at once.
+pub(crate) const SHAPES: &[(usize, usize)] = &[(200, 264), (8, 40), (4096, 1024)];
+
+pub(crate) fn all(
+    sides: &[Side],
+    shapes: &[(usize, usize)],
+    extent: Extent,
+    verdicts: &mut Verdicts,
+) -> Result<(), CudaError> {
+    for (width, k) in extent.of(shapes, 2) {
         for is_fp8 in [false, true] {
             for n_rows in extent.of(&[3, 128, 1, 8, 17, 64], 2) {
                 alike(sides, verdicts, (*width, *k, is_fp8), *n_rows)?;
             }
         }
     }
-    if extent == Extent::Whole {
-        for n_rows in [1, 8, 40] {
-            rounds(sides, verdicts, n_rows)?;
-        }
-    }
     Ok(())
+}
+
+pub(crate) fn many_rounds(sides: &[Side], verdicts: &mut Verdicts) -> Result<(), CudaError> {
+    [1, 8, 40].into_iter().try_for_each(|n_rows| rounds(sides, verdicts, n_rows))
 }
 
 impl Inputs {
@@ -185,29 +192,33 @@ impl Stream {
     }
 }
 
+fn streams(sides: &[Side], width: usize, n_rows: usize) -> Result<Vec<Stream>, CudaError> {
+    sides.iter().map(|side| Stream::new(&side.card, width, n_rows)).collect()
+}
+
 /// Every form.
-fn alike(sides: &[Side; 2], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -> Result<(), CudaError> {
+fn alike(sides: &[Side], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -> Result<(), CudaError> {
     let (width, k, is_fp8) = shape;
     let mut peers = peers(sides, width, PATIENCE)?;
-    let inputs = |nth: usize| Inputs::new(&sides[nth].card, shape, n_rows, (nth, 1));
-    let inputs = [inputs(0)?, inputs(1)?];
+    let inputs = |(nth, side): (usize, &Side)| Inputs::new(&side.card, shape, n_rows, (nth, 1));
+    let inputs = sides.iter().enumerate().map(inputs).collect::<Result<Vec<_>, _>>()?;
     for form in forms(&sides[0].card, is_fp8, n_rows) {
         let how = (form, Way::Joined);
-        let stream = |nth: usize| Stream::new(&sides[nth].card, width, n_rows);
-        let mut streams = [stream(0)?, stream(1)?];
+        let mut streams = streams(sides, width, n_rows)?;
         let mut parts = vec![];
         for ((side, stream), inputs) in sides.iter().zip(&mut streams).zip(&inputs) {
             parts.push(stream.parts(&side.card, how, inputs.product(n_rows, 0))?);
         }
         let old = sides[0].card.download(streams[0].residual.view())?;
-        let expected: Vec<Bf16> =
-            old.iter().enumerate().map(|(i, old)| added(*old, [parts[0][i], parts[1][i]])).collect();
+        let of_ranks = |i: usize| parts.iter().map(move |part: &Vec<f32>| part[i]);
+        let expected: Vec<Bf16> = old.iter().enumerate().map(|(i, old)| added(*old, of_ranks(i))).collect();
         for (nth, stream) in streams.iter_mut().enumerate() {
             stream.give(&sides[nth].card, &mut peers[nth], how, inputs[nth].product(n_rows, 0))?;
         }
         let mut residuals = vec![];
         for (nth, stream) in streams.iter().enumerate() {
-            let name = format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, card {nth}");
+            let name =
+                format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, {}", rank_of(nth, sides));
             let card = &sides[nth].card;
             let residual = card.download(stream.residual.view())?;
             match is_fp8 {
@@ -232,14 +243,14 @@ fn alike(sides: &[Side; 2], verdicts: &mut Verdicts, shape: Shape, n_rows: usize
             verdicts.compare(format!("{name}, squares"), &squares, &parts, 1e-5);
             residuals.push(residual);
         }
-        let name = format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, both cards alike");
-        verdicts.holds(name, residuals[0] == residuals[1]);
+        let name = format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, all {} alike", sides.len());
+        verdicts.holds(name, residuals.iter().all(|residual| *residual == residuals[0]));
     }
     Ok(())
 }
 
 /// Thousands of sums, one on top of the other: by every form, in both ways, of all rows and of one.
-fn rounds(sides: &[Side; 2], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), CudaError> {
+fn rounds(sides: &[Side], verdicts: &mut Verdicts, n_rows: usize) -> Result<(), CudaError> {
     let shape @ (width, ..) = (256, 512, false);
     let forms = forms(&sides[0].card, false, n_rows);
     let form = |round: usize| round % forms.len();
@@ -267,9 +278,9 @@ fn rounds(sides: &[Side; 2], verdicts: &mut Verdicts, n_rows: usize) -> Result<(
     // The first ones load code, which cannot be recorded.
     for form in &forms {
         for way in [Way::InTwo, Way::Joined] {
-            for nth in [0, 1] {
+            for (nth, Side { card, .. }) in sides.iter().enumerate() {
                 let product = inputs[nth][0].product(n_rows, 0);
-                streams[nth].give(&sides[nth].card, &mut peers[nth], (*form, way), product)?;
+                streams[nth].give(card, &mut peers[nth], (*form, way), product)?;
             }
         }
     }
@@ -291,13 +302,13 @@ fn rounds(sides: &[Side; 2], verdicts: &mut Verdicts, n_rows: usize) -> Result<(
     for round in (0..GRAPHS).flat_map(|_| 0..ROUNDS_OF_GRAPH) {
         let of = form(round) * N_INPUTS + input(round);
         for (i, sum) in expected.iter_mut().take(rows(round) * width).enumerate() {
-            *sum = added(*sum, [0, 1].map(|card: usize| parts[card][of][way(round) as usize][i]));
+            *sum = added(*sum, parts.iter().map(|of_forms| of_forms[of][way(round) as usize][i]));
         }
     }
     for (nth, Side { card, .. }) in sides.iter().enumerate() {
         let is_right = card.download(streams[nth].residual.view())? == expected;
-        let name =
-            format!("{} rounds, joined and in two, {n_rows} rows, card {nth}", GRAPHS * ROUNDS_OF_GRAPH);
+        let n_rounds = GRAPHS * ROUNDS_OF_GRAPH;
+        let name = format!("{n_rounds} rounds, joined and in two, {n_rows} rows, {}", rank_of(nth, sides));
         verdicts.holds(name, is_right && !peers[nth].lost_flag().is_raised());
     }
     drop(graphs);
@@ -305,7 +316,7 @@ fn rounds(sides: &[Side; 2], verdicts: &mut Verdicts, n_rows: usize) -> Result<(
 }
 
 /// A card whose peer does not come gives up in its time, and says so.
-pub(crate) fn lost(sides: &[Side; 2], verdicts: &mut Verdicts) -> Result<(), CudaError> {
+pub(crate) fn lost(sides: &[Side], verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (card, width, n_rows) = (&sides[0].card, 4096, 8);
     let inputs = Inputs::new(card, (width, 512, false), n_rows, (0, 1))?;
     for form in forms(card, false, n_rows) {
@@ -321,12 +332,13 @@ pub(crate) fn lost(sides: &[Side; 2], verdicts: &mut Verdicts) -> Result<(), Cud
 }
 
 /// Both ways of every form, for two ranks' parts of an 8B model's matrices.
-pub(crate) fn times(sides: &[Side; 2], lines: &mut Vec<Value>) -> Result<(), CudaError> {
+pub(crate) fn times(sides: &[Side], lines: &mut Vec<Value>) -> Result<(), CudaError> {
     let width = 4096;
     for (name, k) in [("o", 2048), ("down", 7168)] {
         let n_copies = BEYOND_CACHES / (2 * width * k) + 1;
-        let inputs = |nth: usize| Inputs::new(&sides[nth].card, (width, k, false), 64, (nth, n_copies));
-        let inputs = [inputs(0)?, inputs(1)?];
+        let inputs =
+            |(nth, side): (usize, &Side)| Inputs::new(&side.card, (width, k, false), 64, (nth, n_copies));
+        let inputs = sides.iter().enumerate().map(inputs).collect::<Result<Vec<_>, _>>()?;
         for n_rows in [1, 8, 64] {
             for form in forms(&sides[0].card, false, n_rows) {
                 let mut line = json!({"matrix": name, "rows": n_rows, "form": format!("{form:?}")});
@@ -341,19 +353,12 @@ pub(crate) fn times(sides: &[Side; 2], lines: &mut Vec<Value>) -> Result<(), Cud
     Ok(())
 }
 
-fn time(
-    sides: &[Side; 2],
-    inputs: &[Inputs; 2],
-    n_rows: usize,
-    how: (OwnForm, Way),
-) -> Result<f64, CudaError> {
+fn time(sides: &[Side], inputs: &[Inputs], n_rows: usize, how: (OwnForm, Way)) -> Result<f64, CudaError> {
     let width = 4096;
     let mut peers = peers(sides, width, PATIENCE)?;
-    let stream = |nth: usize| Stream::new(&sides[nth].card, width, n_rows);
-    let mut streams = [stream(0)?, stream(1)?];
-    for nth in [0, 1] {
-        let product = inputs[nth].product(n_rows, 0);
-        streams[nth].give(&sides[nth].card, &mut peers[nth], how, product)?;
+    let mut streams = streams(sides, width, n_rows)?;
+    for (nth, Side { card, .. }) in sides.iter().enumerate() {
+        streams[nth].give(card, &mut peers[nth], how, inputs[nth].product(n_rows, 0))?;
     }
     let mut graphs = vec![];
     for ((nth, stream), peers) in streams.iter_mut().enumerate().zip(&mut peers) {

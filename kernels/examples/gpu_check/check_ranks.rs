@@ -1,5 +1,6 @@
-//! What two cards do together: every number of it, then thousands of rounds in graphs whose inputs are never those of the
-//! rounds just before, and how long one takes.
+//! What cards do together: every number of it, then thousands of rounds in graphs whose inputs are never those of the
+//! rounds just before, and how long one takes. Two ranks have a card each; four are two on each, which says what they compute
+//! and not how fast: with `CUDA_MODULE_LOADING=EAGER`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -51,26 +52,16 @@ pub(crate) fn all(
         eprintln!("ranks: there is one GPU, and two are needed: left out");
         return Ok(json!(null));
     }
-    let n = 8192 * 4096;
-    let mut sides = [Side::open(0, nvrtc, cache, n)?, Side::open(1, nvrtc, cache, n)?];
-    for width in extent.of(&[40, 4096, 8, 5120, 16_384], 2) {
-        let width = *width;
-        let mut peers = peers(&sides, width, PATIENCE)?;
-        for n_rows in extent.of(&[3, 17, 1, FEW_ROWS], 2) {
-            sums(&mut sides, &mut peers, verdicts, (*n_rows, width), false)?;
-        }
-        for n_rows in extent.of(&[5, 1, 2, 300, 1031], 2) {
-            sums(&mut sides, &mut peers, verdicts, (*n_rows, width), true)?;
-        }
-        for n_rows in extent.of(&[7, 1, 33], 1) {
-            gathered(&mut sides, &mut peers, verdicts, (*n_rows, width, 0))?;
-            gathered(&mut sides, &mut peers, verdicts, (*n_rows, width, 4))?;
-        }
-    }
-    check_joined::all(&sides, extent, verdicts)?;
+    let open = |ordinals: &[usize], n: usize| -> Result<Vec<Side>, CudaError> {
+        ordinals.iter().map(|ordinal| Side::open(*ordinal, nvrtc, cache, n)).collect()
+    };
+    let mut sides = open(&[0, 1], 8192 * 4096)?;
+    alike(&mut sides, (&[40, 4096, 8, 5120, 16_384], &[3, 17, 1, FEW_ROWS]), extent, verdicts)?;
+    check_joined::all(&sides, check_joined::SHAPES, extent, verdicts)?;
     if extent == Extent::Small {
         return Ok(json!(null));
     }
+    check_joined::many_rounds(&sides, verdicts)?;
     for (rows, is_many) in [
         ((1, 4096), false),
         ((5, 4096), false),
@@ -80,16 +71,54 @@ pub(crate) fn all(
     ] {
         rounds(&mut sides, verdicts, rows, is_many)?;
     }
+    // Code that is loaded when it is first wanted waits for the kernels of its card, and so for the other rank.
+    if std::env::var("CUDA_MODULE_LOADING").is_ok_and(|how| how == "EAGER") {
+        // Of few blocks of threads: those of both ranks of a card must run at once, each one's next behind it.
+        let mut four = open(&[0, 1, 0, 1], 1032 * 16_384)?;
+        alike(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
+        check_joined::all(&four, &check_joined::SHAPES[..2], extent, verdicts)?;
+    } else {
+        eprintln!("four ranks on two GPUs: CUDA_MODULE_LOADING is not EAGER: left out");
+    }
     let times = if measures { times(&mut sides)? } else { json!(null) };
     lost(&mut sides, verdicts)?;
     Ok(times)
 }
 
-pub(crate) fn peers(sides: &[Side; 2], width: usize, patience: Duration) -> Result<[Peers; 2], CudaError> {
+/// Every number, of rows so wide, and of so many that are thrown.
+fn alike(
+    sides: &mut [Side],
+    (widths, few): (&[usize], &[usize]),
+    extent: Extent,
+    verdicts: &mut Verdicts,
+) -> Result<(), CudaError> {
+    for width in extent.of(widths, 2) {
+        let width = *width;
+        let mut peers = peers(sides, width, PATIENCE)?;
+        for n_rows in extent.of(few, 2) {
+            sums(sides, &mut peers, verdicts, (*n_rows, width), false)?;
+        }
+        for n_rows in extent.of(&[5, 1, 2, 300, 1031], 2) {
+            sums(sides, &mut peers, verdicts, (*n_rows, width), true)?;
+        }
+        for n_rows in extent.of(&[7, 1, 33], 1) {
+            gathered(sides, &mut peers, verdicts, (*n_rows, width, 0))?;
+            gathered(sides, &mut peers, verdicts, (*n_rows, width, 4))?;
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<Vec<Peers>, CudaError> {
     let together = Together { few_rows: FEW_ROWS, width, patience };
-    let cards = [&sides[0].card, &sides[1].card];
-    let all = Peers::all(&cards, &[sides[0].shown(), sides[1].shown()], together)?;
-    Ok(all.try_into().expect("one for each card"))
+    let cards: Vec<&Card> = sides.iter().map(|side| &side.card).collect();
+    let shown: Vec<Shown<'_>> = sides.iter().map(Side::shown).collect();
+    Peers::all(&cards, &shown, together)
+}
+
+/// A rank among all, as messages have it.
+pub(crate) fn rank_of(nth: usize, sides: &[Side]) -> String {
+    format!("rank {nth} of {}", sides.len())
 }
 
 fn sum(
@@ -110,9 +139,9 @@ fn sum(
 }
 
 /// The order in which cards add, and what of a part is thrown.
-pub(crate) fn added(old: Bf16, parts: [f32; 2]) -> Bf16 {
-    let [a, b] = parts.map(|part| f32::from_bits(part.to_bits() & 0xffff_ff00));
-    Bf16::from((0.0 + a + b) + f32::from(old))
+pub(crate) fn added(old: Bf16, parts: impl IntoIterator<Item = f32>) -> Bf16 {
+    let thrown = parts.into_iter().map(|part| f32::from_bits(part.to_bits() & 0xffff_ff00));
+    Bf16::from(thrown.fold(0.0, |sum, part| sum + part) + f32::from(old))
 }
 
 fn normed(rows: &[Bf16], weight: &[Bf16]) -> Vec<f64> {
@@ -127,8 +156,8 @@ fn normed(rows: &[Bf16], weight: &[Bf16]) -> Vec<f64> {
 
 /// One sum; a row more than is summed stays poisoned, and so does whatever else there is.
 fn sums(
-    sides: &mut [Side; 2],
-    peers: &mut [Peers; 2],
+    sides: &mut [Side],
+    peers: &mut [Peers],
     verdicts: &mut Verdicts,
     (n_rows, width): (usize, usize),
     is_many: bool,
@@ -136,7 +165,8 @@ fn sums(
     let mut draw = Draw::new((n_rows * width) as u64);
     let (n, more) = (n_rows * width, (n_rows + 1) * width);
     let (residual, weight) = (draw.narrow(n, 2.0), draw.narrow(width, 1.5));
-    let parts = [draw.narrow(n, 3.0), draw.narrow(n, 1.0)];
+    let parts: Vec<Vec<Bf16>> =
+        (0..sides.len()).map(|nth| draw.narrow(n, if nth == 0 { 3.0 } else { 1.0 })).collect();
     let (mut residuals, mut weights) = (Vec::new(), Vec::new());
     for (side, part) in sides.iter_mut().zip(&parts) {
         side.card.fill(side.out.view_mut().slice(0..more), POISON)?;
@@ -145,16 +175,16 @@ fn sums(
         weights.push(side.card.upload(&weight)?);
         side.card.synchronize()?;
     }
-    for nth in [0, 1] {
-        sum(&mut sides[nth], &mut peers[nth], (&mut residuals[nth], &weights[nth]), n, is_many)?;
+    for (nth, side) in sides.iter_mut().enumerate() {
+        sum(side, &mut peers[nth], (&mut residuals[nth], &weights[nth]), n, is_many)?;
     }
-    let expected: Vec<Bf16> =
-        (0..n).map(|i| added(residual[i], [parts[0][i].into(), parts[1][i].into()])).collect();
+    let of_ranks = |i: usize| parts.iter().map(move |part| f32::from(part[i]));
+    let expected: Vec<Bf16> = (0..n).map(|i| added(residual[i], of_ranks(i))).collect();
     let what = if is_many { "sum_many_rows" } else { "sum_few_rows" };
     for (nth, side) in sides.iter().enumerate() {
-        let name = format!("{what} {n_rows}x{width}, card {nth}");
+        let name = format!("{what} {n_rows}x{width}, {}", rank_of(nth, sides));
         let found = side.card.download(residuals[nth].view())?;
-        let is_own = |row: usize| !is_many || row % 2 == nth;
+        let is_own = |row: usize| !is_many || row % sides.len() == nth;
         let is_right = (0..n).all(|i| found[i] == if is_own(i / width) { expected[i] } else { residual[i] });
         verdicts.holds(format!("{name}: residual"), is_right);
         let out = side.card.download(side.out.slice(0..more))?;
@@ -165,14 +195,14 @@ fn sums(
     Ok(())
 }
 
-/// Columns of both cards; the last ones of the second are `n_left_out` too many.
+/// Columns of all ranks; the last ones of the last are `n_left_out` too many.
 fn gathered(
-    sides: &mut [Side; 2],
-    peers: &mut [Peers; 2],
+    sides: &mut [Side],
+    peers: &mut [Peers],
     verdicts: &mut Verdicts,
     (n_rows, part_width, n_left_out): (usize, usize, usize),
 ) -> Result<(), CudaError> {
-    let width = 2 * part_width - n_left_out;
+    let width = sides.len() * part_width - n_left_out;
     let (n, n_part) = (n_rows * width, n_rows * part_width);
     let number = |nth: usize, i: usize| (nth * n_part + i) as f32;
     let mut parts = Vec::new();
@@ -193,7 +223,7 @@ fn gathered(
         };
         let is_right = (0..n).all(|i| whole[i] == expected(i)) && whole[n..].iter().all(|x| x.is_nan());
         verdicts.holds(
-            format!("gather_columns {n_rows}x{part_width}, {n_left_out} left out, card {nth}"),
+            format!("gather_columns {n_rows}x{part_width}, {n_left_out} left out, {}", rank_of(nth, sides)),
             is_right,
         );
     }
@@ -202,7 +232,7 @@ fn gathered(
 
 /// Thousands of sums, one on top of the other, each of other parts than the two before it.
 fn rounds(
-    sides: &mut [Side; 2],
+    sides: &mut [Side],
     verdicts: &mut Verdicts,
     (n_rows, width): (usize, usize),
     is_many: bool,
@@ -256,17 +286,17 @@ fn rounds(
     }
     let mut expected = vec![Bf16::default(); n];
     for round in 0..GRAPHS * ROUNDS_OF_GRAPH {
-        let [a, b] =
-            [&parts[0][round % ROUNDS_OF_GRAPH % N_INPUTS], &parts[1][round % ROUNDS_OF_GRAPH % N_INPUTS]];
+        let input = round % ROUNDS_OF_GRAPH % N_INPUTS;
         for (i, sum) in expected.iter_mut().enumerate() {
-            *sum = added(*sum, [a[i].into(), b[i].into()]);
+            *sum = added(*sum, parts.iter().map(|of_side| of_side[input][i].into()));
         }
     }
     let what = if is_many { "sum_many_rows" } else { "sum_few_rows" };
     for (nth, side) in sides.iter().enumerate() {
-        let name = format!("{} rounds of {what} {n_rows}x{width}, card {nth}", GRAPHS * ROUNDS_OF_GRAPH);
+        let n_rounds = GRAPHS * ROUNDS_OF_GRAPH;
+        let name = format!("{n_rounds} rounds of {what} {n_rows}x{width}, {}", rank_of(nth, sides));
         let found = side.card.download(residuals[nth].view())?;
-        let is_own = |row: usize| !is_many || row % 2 == nth;
+        let is_own = |row: usize| !is_many || row % sides.len() == nth;
         let is_right = (0..n).all(|i| !is_own(i / width) || found[i] == expected[i]);
         verdicts.holds(name.clone(), is_right && !peers[nth].lost_flag().is_raised());
         let out = side.card.download(side.out.slice(0..n))?;
@@ -277,7 +307,7 @@ fn rounds(
 }
 
 /// A card whose peer does not come gives up in its time, and says so.
-fn lost(sides: &mut [Side; 2], verdicts: &mut Verdicts) -> Result<(), CudaError> {
+fn lost(sides: &mut [Side], verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut peers = peers(sides, 4096, Duration::from_millis(100))?;
     let side = &mut sides[0];
     let (mut residual, weight) = (side.card.buffer(4096)?, side.card.buffer(4096)?);
@@ -291,7 +321,7 @@ fn lost(sides: &mut [Side; 2], verdicts: &mut Verdicts) -> Result<(), CudaError>
     check_joined::lost(sides, verdicts)
 }
 
-fn times(sides: &mut [Side; 2]) -> Result<Value, CudaError> {
+fn times(sides: &mut [Side]) -> Result<Value, CudaError> {
     let width = 4096;
     let mut lines = Vec::new();
     for n_rows in [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192] {
@@ -321,19 +351,19 @@ pub(crate) const N_TIMED: usize = 64;
 const N_TIMES: usize = 11;
 
 /// Microseconds of one launch of graphs of many, by the middle of some runs.
-pub(crate) fn middle(sides: &[Side; 2], graphs: &mut [Graph]) -> Result<f64, CudaError> {
+pub(crate) fn middle(sides: &[Side], graphs: &mut [Graph]) -> Result<f64, CudaError> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {
         let start = sides[0].card.mark()?;
         graphs.iter_mut().try_for_each(Graph::launch)?;
         times.push(f64::from(start.ms_until(&sides[0].card.mark()?)?) * 1e3 / N_TIMED as f64);
-        sides[1].card.synchronize()?;
+        sides[1..].iter().try_for_each(|side| side.card.synchronize())?;
     }
     times.sort_by(f64::total_cmp);
     Ok(times[N_TIMES / 2])
 }
 
-fn time(sides: &mut [Side; 2], peers: &mut [Peers; 2], n: usize, is_many: bool) -> Result<f64, CudaError> {
+fn time(sides: &mut [Side], peers: &mut [Peers], n: usize, is_many: bool) -> Result<f64, CudaError> {
     let mut kept = Vec::new();
     for side in sides.iter() {
         kept.push((
@@ -342,14 +372,12 @@ fn time(sides: &mut [Side; 2], peers: &mut [Peers; 2], n: usize, is_many: bool) 
         ));
     }
     // The first ones load code, which cannot be recorded.
-    for nth in [0, 1] {
-        let (residual, weight) = &mut kept[nth];
-        sum(&mut sides[nth], &mut peers[nth], (residual, weight), n, is_many)?;
+    for ((nth, side), (residual, weight)) in sides.iter_mut().enumerate().zip(&mut kept) {
+        sum(side, &mut peers[nth], (residual, weight), n, is_many)?;
     }
     let mut graphs = Vec::new();
-    for nth in [0, 1] {
-        let (residual, weight) = &mut kept[nth];
-        let (Side { card, part, out, .. }, peers) = (&mut sides[nth], &mut peers[nth]);
+    for ((nth, side), (residual, weight)) in sides.iter_mut().enumerate().zip(&mut kept) {
+        let (Side { card, part, out, .. }, peers) = (side, &mut peers[nth]);
         graphs.push(card.record(|| {
             for _ in 0..N_TIMED {
                 let sum = SumRows {
@@ -389,7 +417,7 @@ fn alone(side: &mut Side, n: usize) -> Result<f64, CudaError> {
     Ok(f64::from(least) * 1e3 / N_TIMED as f64)
 }
 
-fn time_gather(sides: &mut [Side; 2], peers: &mut [Peers; 2], n_rows: usize) -> Result<f64, CudaError> {
+fn time_gather(sides: &mut [Side], peers: &mut [Peers], n_rows: usize) -> Result<f64, CudaError> {
     let (n, n_part) = (n_rows * 128_256, n_rows * 64_128);
     let mut parts = Vec::new();
     for side in sides.iter() {

@@ -281,6 +281,10 @@ fn reach_each_other(cards: &[&Card]) -> Result<(), CudaError> {
 }
 
 fn reach(from: &Card, to: &Card) -> Result<(), CudaError> {
+    // Two ranks on one GPU, each with a stream of its own: for checks of more ranks than there are GPUs.
+    if from.ordinal() == to.ordinal() {
+        return Ok(());
+    }
     let not_reachable = CudaError::NotReachable { from: from.ordinal(), to: to.ordinal() };
     from.bind()?;
     let mut can = 0;
