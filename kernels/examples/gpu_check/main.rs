@@ -1,10 +1,6 @@
 //! Runs every kernel on a GPU against plain Rust, then measures each against what the card can do.
 //!
-//! `gpu_check [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--measure no] [--arch sm_90] [--only PART]
-//! [--small yes]`:
-//! JSON to the file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails. `--arch sm_90`
-//! runs on Hopper what other cards run; `--only` is rows, products, many_rows, endings, fp8, attention, sample, or ranks, which needs two GPUs;
-//! `--small` leaves out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
+//! JSON to a file, a summary to stderr; fails where a kernel is wrong. Without a GPU it says so and fails.
 #![allow(clippy::print_stdout)]
 
 mod draw;
@@ -27,52 +23,61 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use baton_kernels::cuda::{Cache, Card, CudaError};
+use clap::{Parser, ValueEnum};
 use extent::Extent;
 use serde_json::json;
 use verdict::Verdicts;
 
+/// Run every kernel on a GPU against plain Rust, then measure each against what the card can do.
+#[derive(Debug, Parser)]
 struct Args {
+    /// The folder of the compiler's library, if it is not where the loader looks.
+    #[arg(long, value_name = "FOLDER")]
     nvrtc: Option<PathBuf>,
+    /// The file that everything found is written to, as JSON.
+    #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// What the file shall say of the commit.
+    #[arg(long, value_name = "NAME")]
     commit: Option<String>,
-    cache: Cache,
-    measures: bool,
+    /// Where compiled kernels are kept: nowhere unless this is named.
+    #[arg(long, value_name = "FOLDER")]
+    cache: Option<PathBuf>,
+    /// Whether kernels are measured, once they are checked.
+    #[arg(long, value_enum, default_value_t = YesNo::Yes)]
+    measure: YesNo,
+    /// Kernels for this kind of card: `sm_90` on Hopper is what other cards run.
+    #[arg(long)]
     arch: Option<String>,
-    only: Option<String>,
-    extent: Extent,
+    /// This part and nothing else. `ranks` needs two GPUs.
+    #[arg(long, value_enum)]
+    only: Option<Part>,
+    /// Leave out what is large, for tools that look at every access (`bench/gpu-sanitize.sh`).
+    #[arg(long, value_enum, default_value_t = YesNo::No)]
+    small: YesNo,
 }
 
-fn args() -> Args {
-    let mut args = Args {
-        nvrtc: None,
-        out: None,
-        commit: None,
-        cache: Cache::none(),
-        measures: true,
-        arch: None,
-        only: None,
-        extent: Extent::Whole,
-    };
-    let mut words = std::env::args().skip(1);
-    while let Some(word) = words.next() {
-        let value = words.next().unwrap_or_default();
-        match word.as_str() {
-            "--nvrtc" => args.nvrtc = Some(value.into()),
-            "--out" => args.out = Some(value.into()),
-            "--commit" => args.commit = Some(value),
-            "--cache" => args.cache = Cache::at(&PathBuf::from(value)),
-            "--measure" => args.measures = value != "no",
-            "--arch" => args.arch = Some(value),
-            "--only" => args.only = Some(value),
-            "--small" if value == "yes" => args.extent = Extent::Small,
-            _ => eprintln!("unknown word: {word}"),
-        }
-    }
-    args
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum YesNo {
+    Yes,
+    No,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Part {
+    Rows,
+    Products,
+    ManyRows,
+    Endings,
+    Fp8,
+    Attention,
+    Sample,
+    Ranks,
 }
 
 fn main() -> ExitCode {
-    let args = args();
+    let args = Args::parse();
     match run(&args) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -84,12 +89,12 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<bool, CudaError> {
-    let open = || Card::open_as(0, args.nvrtc.as_deref(), &args.cache, args.arch.as_deref());
+    let cache = args.cache.as_deref().map_or_else(Cache::none, Cache::at);
+    let extent = if args.small == YesNo::Yes { Extent::Small } else { Extent::Whole };
+    let measures = args.measure == YesNo::Yes;
+    let open = || Card::open_as(0, args.nvrtc.as_deref(), &cache, args.arch.as_deref());
     let card = open()?;
-    let n_compiled_again = match args.cache {
-        _ if card.n_compiled() == 0 => 0,
-        _ => open()?.n_compiled(),
-    };
+    let n_compiled_again = if card.n_compiled() == 0 { 0 } else { open()?.n_compiled() };
     eprintln!(
         "{} ({}), {} sources compiled, {n_compiled_again} when opened again",
         card.name(),
@@ -97,38 +102,33 @@ fn run(args: &Args) -> Result<bool, CudaError> {
         card.n_compiled()
     );
     let mut verdicts = Verdicts::default();
-    let is_wanted = |part: &str| args.only.as_deref().is_none_or(|only| only == part);
-    if is_wanted("rows") {
-        check_rows::all(&card, &mut verdicts, args.extent)?;
+    let is_wanted = |part: Part| args.only.is_none_or(|only| only == part);
+    if is_wanted(Part::Rows) {
+        check_rows::all(&card, &mut verdicts, extent)?;
     }
-    if is_wanted("products") {
-        check_products::all(&card, &mut verdicts, args.extent)?;
+    if is_wanted(Part::Products) {
+        check_products::all(&card, &mut verdicts, extent)?;
     }
-    if is_wanted("many_rows") {
-        many_rows::check(&card, &mut verdicts, args.extent)?;
+    if is_wanted(Part::ManyRows) {
+        many_rows::check(&card, &mut verdicts, extent)?;
     }
-    if is_wanted("endings") {
-        check_endings::all(&card, &mut verdicts, args.extent)?;
+    if is_wanted(Part::Endings) {
+        check_endings::all(&card, &mut verdicts, extent)?;
     }
-    if is_wanted("fp8") {
-        fp8::check(&card, &mut verdicts, args.extent)?;
+    if is_wanted(Part::Fp8) {
+        fp8::check(&card, &mut verdicts, extent)?;
     }
-    if is_wanted("attention") {
-        check_attention::all(&card, &mut verdicts, args.extent)?;
+    if is_wanted(Part::Attention) {
+        check_attention::all(&card, &mut verdicts, extent)?;
     }
-    if is_wanted("sample") {
-        check_sample::all(&card, &mut verdicts, args.extent)?;
+    if is_wanted(Part::Sample) {
+        check_sample::all(&card, &mut verdicts, extent)?;
     }
     let mut ranks = json!(null);
-    if is_wanted("ranks") {
-        ranks = check_ranks::all(
-            args.nvrtc.as_deref(),
-            &args.cache,
-            (args.measures, args.extent),
-            &mut verdicts,
-        )?;
+    if is_wanted(Part::Ranks) {
+        ranks = check_ranks::all(args.nvrtc.as_deref(), &cache, (measures, extent), &mut verdicts)?;
     }
-    let measured = if args.measures { measure::all(&card, is_wanted)? } else { json!(null) };
+    let measured = if measures { measure::all(&card, is_wanted)? } else { json!(null) };
     let report = json!({
         "command": "gpu_check",
         "commit": args.commit,

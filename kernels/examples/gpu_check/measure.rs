@@ -7,6 +7,7 @@ use baton_kernels::cuda::{
 };
 use serde_json::{Value, json};
 
+use super::Part;
 use super::draw::Draw;
 use super::fp8;
 use super::many_rows;
@@ -34,19 +35,19 @@ pub(crate) struct Limits {
     pub(crate) copy: f64,
 }
 
-pub(crate) fn all(card: &Card, is_wanted: impl Fn(&str) -> bool) -> Result<Value, CudaError> {
+pub(crate) fn all(card: &Card, is_wanted: impl Fn(Part) -> bool) -> Result<Value, CudaError> {
     let limits = limits(card)?;
     eprintln!("read {:.3} TB/s, copy {:.3} TB/s (read plus written)", limits.read / 1e12, limits.copy / 1e12);
     let value = json!({
         "read_bytes_per_s": limits.read,
         "copy_bytes_per_s": limits.copy,
-        "rows": if is_wanted("rows") { rows(card, &limits)? } else { vec![] },
-        "products": if is_wanted("products") { products_all(card, &limits)? } else { vec![] },
-        "many_rows": if is_wanted("many_rows") { many_rows::measure(card)? } else { vec![] },
-        "endings": if is_wanted("endings") { measure_endings::all(card, &limits)? } else { vec![] },
-        "fp8": if is_wanted("fp8") { fp8::measure(card, &limits)? } else { vec![] },
-        "decode_attention": if is_wanted("attention") { decode_all(card, &limits)? } else { vec![] },
-        "prefill_attention": if is_wanted("attention") { prefill_all(card)? } else { vec![] },
+        "rows": if is_wanted(Part::Rows) { rows(card, &limits)? } else { vec![] },
+        "products": if is_wanted(Part::Products) { products_all(card, &limits)? } else { vec![] },
+        "many_rows": if is_wanted(Part::ManyRows) { many_rows::measure(card)? } else { vec![] },
+        "endings": if is_wanted(Part::Endings) { measure_endings::all(card, &limits)? } else { vec![] },
+        "fp8": if is_wanted(Part::Fp8) { fp8::measure(card, &limits)? } else { vec![] },
+        "decode_attention": if is_wanted(Part::Attention) { decode_all(card, &limits)? } else { vec![] },
+        "prefill_attention": if is_wanted(Part::Attention) { prefill_all(card)? } else { vec![] },
     });
     let again = self::limits(card)?;
     eprintln!("read again {:.3} TB/s", again.read / 1e12);

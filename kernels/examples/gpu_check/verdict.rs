@@ -37,8 +37,9 @@ impl Verdicts {
         self.push(name.into(), if holds { 0.0 } else { f64::INFINITY }, 0.0);
     }
 
+    /// Where nothing was looked at, nothing is right.
     pub(crate) fn are_all_right(&self) -> bool {
-        self.0.iter().all(Verdict::is_right)
+        !self.0.is_empty() && self.0.iter().all(Verdict::is_right)
     }
 
     pub(crate) fn to_json(&self) -> Value {

@@ -1,9 +1,6 @@
 //! Memory of two GPUs and what moves pages between them: checked against the processor, then measured.
 //!
-//! `gpu_wire [--nvrtc FOLDER] [--cache FOLDER] [--out FILE] [--commit NAME] [--small yes] [--only PART]`: JSON to the file, a summary to
-//! stderr; fails where a byte or a digest is wrong. `--only` is check, measure or disturb (what products beside it lose). It
-//! needs two GPUs that reach each other. `--small` checks some shapes and measures nothing, for tools that look at every
-//! access (`bench/gpu-sanitize.sh`).
+//! JSON to a file, a summary to stderr; fails where a byte or a digest is wrong. It needs two GPUs that reach each other.
 
 mod check;
 mod measure;
@@ -14,6 +11,7 @@ use std::process::ExitCode;
 
 use baton_kernels::RegionShape;
 use baton_kernels::cuda::{Cache, Card, DeviceMemory, RemoteMemory};
+use clap::{Parser, ValueEnum};
 use serde_json::json;
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
@@ -41,36 +39,45 @@ impl Two {
     }
 }
 
+/// Check what moves pages between two GPUs against the processor, then measure it.
+#[derive(Debug, Parser)]
 struct Args {
+    /// The folder of the compiler's library, if it is not where the loader looks.
+    #[arg(long, value_name = "FOLDER")]
     nvrtc: Option<PathBuf>,
+    /// The file that everything found is written to, as JSON.
+    #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// What the file shall say of the commit.
+    #[arg(long, value_name = "NAME")]
     commit: Option<String>,
-    cache: Cache,
-    is_small: bool,
-    only: Option<String>,
+    /// Where compiled kernels are kept: nowhere unless this is named.
+    #[arg(long, value_name = "FOLDER")]
+    cache: Option<PathBuf>,
+    /// Check some shapes and measure nothing, for tools that look at every access (`bench/gpu-sanitize.sh`).
+    #[arg(long, value_enum, default_value_t = YesNo::No)]
+    small: YesNo,
+    /// This part and nothing else.
+    #[arg(long, value_enum)]
+    only: Option<Part>,
 }
 
-fn args() -> Args {
-    let mut args =
-        Args { nvrtc: None, out: None, commit: None, cache: Cache::none(), is_small: false, only: None };
-    let mut words = std::env::args().skip(1);
-    while let Some(word) = words.next() {
-        let value = words.next().unwrap_or_default();
-        match word.as_str() {
-            "--nvrtc" => args.nvrtc = Some(value.into()),
-            "--out" => args.out = Some(value.into()),
-            "--commit" => args.commit = Some(value),
-            "--cache" => args.cache = Cache::at(&PathBuf::from(value)),
-            "--only" => args.only = Some(value),
-            "--small" => args.is_small = value == "yes",
-            _ => eprintln!("unknown word: {word}"),
-        }
-    }
-    args
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum YesNo {
+    Yes,
+    No,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    Check,
+    Measure,
+    /// What products lose beside it.
+    Disturb,
 }
 
 fn main() -> ExitCode {
-    match run(&args()) {
+    match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -80,19 +87,21 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Outcome<()> {
-    let open = |ordinal| Card::open(ordinal, args.nvrtc.as_deref(), &args.cache);
+    let cache = args.cache.as_deref().map_or_else(Cache::none, Cache::at);
+    let is_small = args.small == YesNo::Yes;
+    let open = |ordinal| Card::open(ordinal, args.nvrtc.as_deref(), &cache);
     let cards = [open(0)?, open(1)?];
-    let is_wanted = |part: &str| args.only.as_deref().is_none_or(|only| only == part);
+    let is_wanted = |part: Part| args.only.is_none_or(|only| only == part);
     let mut n_checks = 0;
-    if is_wanted("check") {
-        n_checks = check::all(&cards, args.is_small)?;
+    if is_wanted(Part::Check) {
+        n_checks = check::all(&cards, is_small)?;
         eprintln!("{n_checks} checks are right");
     }
-    if args.is_small {
+    if is_small {
         return Ok(());
     }
-    let measured = if is_wanted("measure") { measure::all(&cards)? } else { json!(null) };
-    let disturbed = if is_wanted("disturb") { disturb::all(&cards)? } else { json!(null) };
+    let measured = if is_wanted(Part::Measure) { measure::all(&cards)? } else { json!(null) };
+    let disturbed = if is_wanted(Part::Disturb) { disturb::all(&cards)? } else { json!(null) };
     let report = json!({
         "command": "gpu_wire",
         "commit": args.commit,
