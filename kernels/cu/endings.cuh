@@ -106,8 +106,7 @@ struct Gated {
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
             float up = __shfl_xor_sync(FULL_WARP, x[i], lanes);
-            // A fast quotient: zero from 2^126 on, where it is next to nothing anyway.
-            x[i] = __fdividef(x[i], 1.f + __expf(-x[i])) * up;
+            x[i] = gated(x[i], up);
         }
         bool is_gate = threadIdx.x % (2 * lanes) < lanes;
         if (is_gate && row < shape.n_rows && column < width) store4(y + (u64)row * width + column, x);

@@ -126,8 +126,8 @@ struct Sums {
 // silu(gate) * up.
 struct Gated {
     static __device__ __forceinline__ void end(const float (&sum)[W_ROWS / 2], const TensorMap& of_y, u32 nth, u32 row, u32 out) {
-        auto gated = [&](u32 at) { return __fdividef(sum[at], 1.f + __expf(-sum[at])) * sum[64 + at]; };
-        give<false>(of_y, nth * HALF, row, out, [&](u32 i, u32 j) { return narrow(gated(4 * i + 2 * j), gated(4 * i + 2 * j + 1)); });
+        auto of_both = [&](u32 at) { return gated(sum[at], sum[64 + at]); };
+        give<false>(of_y, nth * HALF, row, out, [&](u32 i, u32 j) { return narrow(of_both(4 * i + 2 * j), of_both(4 * i + 2 * j + 1)); });
     }
 };
 
