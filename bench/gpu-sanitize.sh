@@ -2,8 +2,8 @@
 # compute-sanitizer over every kernel, on a machine with a GPU: memcheck (accesses out of bounds) and racecheck (shared memory
 # that two threads touch in no order). The checks are gpu_check's, of the small sizes: each access costs a hundredfold.
 # Usage: bench/gpu-sanitize.sh OUT [EXAMPLES]     a log for each tool and part goes to OUT; the folder of gpu_check and gpu_wire
-# TOOLS and PARTS choose; `ranks` and `wire` need two GPUs. PATIENCE is what one of them may take, in seconds. All parts of a tool
-# run at once.
+# TOOLS and PARTS choose; `ranks` and `wire` need two GPUs, `many_rows` one of Hopper's kind. PATIENCE is what one of them may
+# take, in seconds. All parts of a tool run at once.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 examples=${2:-target/release/examples}

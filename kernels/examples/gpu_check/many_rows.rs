@@ -19,6 +19,7 @@ const SUMS_MAX: usize = 2 << 20;
 
 pub(crate) fn check(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     if !card.has_many_rows() {
+        eprintln!("many rows: this card is not of Hopper's kind: left out");
         return Ok(());
     }
     for (n, k) in extent.of(SHAPES, 3) {

@@ -268,11 +268,12 @@ fn of_all<T>(all: &[T], address: impl Fn(&T) -> u64) -> OfRanks {
     of_ranks
 }
 
-/// Kernels of each card may use the memory of every other.
+/// Kernels of each card may use the memory of every other. Two ranks may be on one GPU, each with a stream of its own: for
+/// checks of more ranks than there are GPUs.
 fn reach_each_other(cards: &[&Card]) -> Result<(), CudaError> {
     for from in cards {
         for to in cards {
-            if !std::ptr::eq(*from, *to) {
+            if from.ordinal() != to.ordinal() {
                 reach(from, to)?;
             }
         }
@@ -281,10 +282,6 @@ fn reach_each_other(cards: &[&Card]) -> Result<(), CudaError> {
 }
 
 fn reach(from: &Card, to: &Card) -> Result<(), CudaError> {
-    // Two ranks on one GPU, each with a stream of its own: for checks of more ranks than there are GPUs.
-    if from.ordinal() == to.ordinal() {
-        return Ok(());
-    }
     let not_reachable = CudaError::NotReachable { from: from.ordinal(), to: to.ordinal() };
     from.bind()?;
     let mut can = 0;
