@@ -80,5 +80,6 @@ case "$status:$said" in
     67:[1-9]*) grep -qa VM-BROKEN "$serial" || exit "$said" ;;
 esac
 say "the VM failed (emulator's status $status, said '$said'): $(cat "$work/errors")"
-tail -c 2000 "$serial" >&2
+# Where the kernel says what went wrong, it says so first, and then at length.
+grep -an -m 1 -A 80 'BUG: \|Oops: \|Kernel panic' "$serial" >&2 || tail -c 2000 "$serial" >&2
 exit 125

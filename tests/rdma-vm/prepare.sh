@@ -99,7 +99,7 @@ modules() {
     tool=$(find_file /bin/kmod /usr/bin/kmod)
     ln -sf "$tool" "$cache/modprobe" && ln -sf "$tool" "$cache/depmod"
     "$cache/depmod" -b "$cache/kernel" "$1"
-    for module in crc32_generic rdma_rxe rdma_ucm dummy veth sch_netem; do
+    for module in crc32_generic rdma_rxe rdma_ucm dummy veth sch_netem sch_ingress cls_u32 act_gact act_pedit; do
         "$cache/modprobe" -d "$cache/kernel" -S "$1" --show-depends "$module"
     done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }'
 }
