@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use engine::Device;
-use node::KvMemorySize;
+use node::{KvMemorySize, ModelKvMemory};
 
 use crate::bench_engine::EngineArgs;
 
@@ -112,10 +112,10 @@ pub(crate) struct UpArgs {
     /// Those of each decode node, which may be more or fewer. With `--colocated`, the one node's.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) decode_tp: u16,
-    /// Memory for KV on each node: `4GiB`, or a share of what is free when it starts, `30%`. By default what
-    /// `model.kv_memory` is by default.
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) kv_memory: Option<KvMemorySize>,
+    /// Memory for KV on each node: `4GiB`, a share of what is free when it starts, `30%`, or `auto/N`: what suits the model
+    /// on a device that N nodes share. By default that, for as many as there are.
+    #[arg(long, value_name = "SIZE", env = "BATON_MODEL__KV_MEMORY")]
+    pub(crate) kv_memory: Option<ModelKvMemory>,
     /// The wire on which KV travels; `auto` is the fastest that works here.
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub(crate) connector: String,

@@ -1,11 +1,13 @@
 //! `baton up`: a router with the embedded registry in this process, and its nodes as child processes.
 
+use std::num::NonZero;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use chassis::telemetry;
 use chassis::{Shutdown, World};
 use futures::future::join_all;
+use node::ModelKvMemory;
 use router::{NodeState, RawRouterConfig, Router, RouterConfig};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -131,8 +133,24 @@ fn computing_node(
         ("BATON_MODEL__DEVICE", device.to_string()),
         ("BATON_MODEL__TP", ranks.to_string()),
     ];
-    let kv_memory = args.kv_memory.map(|size| ("BATON_MODEL__KV_MEMORY", size.to_string()));
-    settings.into_iter().chain(kv_memory).collect()
+    let kv_memory = args.kv_memory.unwrap_or_else(|| ModelKvMemory::Auto { nodes: sharers(args, device) });
+    settings.into_iter().chain([("BATON_MODEL__KV_MEMORY", kv_memory.to_string())]).collect()
+}
+
+/// Nodes that compute on this device, or on one of those after it that its ranks take.
+fn sharers(args: &UpArgs, device: &Device) -> NonZero<u16> {
+    let ranks_max = args.prefill_tp.max(args.decode_tp) as usize;
+    let first = |device: &Device| match device {
+        Device::Cpu => None,
+        Device::Auto => Some(0),
+        Device::Cuda(ordinal) => Some(*ordinal),
+    };
+    let near = |other: &Device| match (first(device), first(other)) {
+        (Some(one), Some(other)) => one.abs_diff(other) < ranks_max,
+        (one, other) => one == other,
+    };
+    let n = roles(args).iter().zip(args.device.iter().cycle()).filter(|(_, other)| near(other)).count();
+    NonZero::new(n as u16).unwrap_or(NonZero::<u16>::MIN)
 }
 
 /// Who computes, in the order in which devices are given out.

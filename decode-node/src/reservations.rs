@@ -66,7 +66,8 @@ impl Reservations {
 
     fn refuse_what_never_fits(&self, prompt: &Prompt) -> Result<(), Refusal> {
         let layout = &self.node.model.layout;
-        let (needed, total) = (layout.blocks_for(prompt.tokens_at_most()), self.node.pool.counts().total);
+        let needed = layout.blocks_of_all_groups(prompt.tokens_at_most());
+        let total = self.node.pool.counts().total;
         if needed > total as usize {
             let reason = format!("prompt and answer need {needed} blocks of KV, this node has {total}");
             return Err(Refusal::new(RefusalKind::TooLong, reason));
@@ -103,8 +104,9 @@ impl Reservations {
         Ok(Reservation::Landing { landing: Box::new(landing), arrival, arriving })
     }
 
-    /// Refuses a landing that would take the blocks into which running sequences are about to grow.
+    /// Refuses a landing that would take the blocks into which running sequences are about to grow. `fresh`: of each group.
     fn leave_room_to_grow(&self, fresh: usize) -> Result<(), Refusal> {
+        let fresh = fresh * self.node.model.layout.groups.len();
         let kept = self.node.worker.load().borrow().growth_reserve_blocks;
         let available = self.node.pool.counts().available();
         if fresh as u32 + kept > available {

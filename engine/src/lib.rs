@@ -1,6 +1,6 @@
 //! Runs the model: turns tokens into KV and KV into tokens.
 //!
-//! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), what can fail
+//! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), how much memory it gets ([`kv_room`]), what can fail
 //! ([`error`]), what every backend is held to ([`conformance`], [`equality`]), and how fast it is ([`measure`]). Then a
 //! real model: its weights ([`load`]), its layers ([`model`]), its choice of a token ([`sampler`]), and what runs it: a
 //! processor ([`cpu`]) or a GPU ([`cuda`]).
@@ -8,6 +8,7 @@
 
 pub mod step;
 pub mod backend;
+pub mod kv_room;
 pub mod error;
 pub mod conformance;
 pub mod equality;
@@ -24,4 +25,5 @@ pub use backend::cuda::{CudaBackend, CudaSettings};
 pub use backend::mock::{Mock, MockSettings, Pace};
 pub use backend::{Asleep, Backend, Device, EngineSettings, Sleepless, StepLimits, Wakeless, open};
 pub use error::{BackendError, LoadError, OpenError, RowError};
+pub use kv_room::{AutoRoom, KvRoom};
 pub use step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch, StepOutput};

@@ -88,9 +88,22 @@ impl KvMemory {
     ///
     /// A layout without attention keeps no KV and has one block, whatever the memory.
     pub fn blocks_within(layout: &KvLayout, bytes: usize) -> u32 {
-        match Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size) {
+        match Self::block_bytes(layout) {
             0 => 1,
             block_bytes => u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// Bytes of one block in all regions of all ranks.
+    pub fn block_bytes(layout: &KvLayout) -> usize {
+        Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size)
+    }
+
+    /// Tokens of the longest sequence, of `context_tokens` at most, for which so many blocks have room.
+    pub fn longest(layout: &KvLayout, n_blocks: u32, context_tokens: usize) -> usize {
+        match (n_blocks as usize).checked_div(layout.groups.len()) {
+            None => context_tokens,
+            Some(blocks) => context_tokens.min(blocks * usize::from(layout.block_tokens)),
         }
     }
 

@@ -3,10 +3,9 @@
 use std::num::NonZero;
 use std::time::Duration;
 
-use chassis::byte_size::ByteSize;
 use chassis::telemetry::LogSettings;
 use engine::load::Quantize;
-use engine::{CpuSettings, Device, EngineSettings, LoadFormat, Pace, StepLimits};
+use engine::{CpuSettings, Device, EngineSettings, KvRoom, LoadFormat, Pace, StepLimits};
 use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
@@ -14,7 +13,7 @@ use types::layout::RANKS_MAX;
 use types::{KvDtype, NodeId};
 
 use crate::error::NodeError;
-use crate::kv_memory::KvMemorySize;
+use crate::kv_memory::ModelKvMemory;
 
 /// A node's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -154,10 +153,13 @@ pub struct ModelSection {
     /// GPUs of one kind; that takes time. Without it they are as near as bf16 has them. CPUs and mocks always are exact. The
     /// same on all nodes of a model, and on GPUs the same `tp`.
     pub deterministic: bool,
-    /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`; for a
-    /// GPU an amount, of all its ranks together. The same KV type and block size must be set on all nodes of a model.
-    pub kv_memory: KvMemorySize,
-    /// `bf16`; `fp8`, for twice as many tokens and a loss of exactness; or, on a CPU, `f32`. A mock has its own.
+    /// Memory for KV, of all ranks together: `4GiB`; on a CPU also a share of the machine's (or container's) free memory
+    /// when the node starts, `60%`; or `auto`: up to 90 % of a GPU's memory goes to weights and KV, and on a CPU KV gets
+    /// room for four of the model's longest sequences, 64 MiB at least and 40 % of what is free at most. `auto/2` is half
+    /// as much, for a device that two nodes share. A request that can never fit is refused.
+    pub kv_memory: ModelKvMemory,
+    /// `bf16`; `fp8`, for twice as many tokens and a loss of exactness; or, on a CPU, `f32`. A mock has its own. The same
+    /// on all nodes of a model.
     pub kv_dtype: String,
     /// Threads that compute; 0: as many as there are cores.
     pub threads: usize,
@@ -180,7 +182,7 @@ impl Default for ModelSection {
             device: "auto".to_owned(),
             gpu_arch: String::new(),
             deterministic: false,
-            kv_memory: KvMemorySize::Bytes(ByteSize(64 << 20)),
+            kv_memory: ModelKvMemory::Auto { nodes: NonZero::<u16>::MIN },
             kv_dtype: "bf16".to_owned(),
             threads: 0,
             tp: 1,
@@ -194,7 +196,7 @@ impl ModelSection {
     fn engine(&self, scheduler: &SchedulerSection) -> Result<EngineSettings, NodeError> {
         let device: Device =
             self.device.parse().map_err(|error| NodeError::Config(format!("model.device: {error}")))?;
-        let kv_bytes = self.kv_bytes(device)?;
+        let kv = self.kv(device)?;
         let cpu = CpuSettings {
             threads: NonZero::new(self.threads),
             kv_dtype: choice(
@@ -231,7 +233,7 @@ impl ModelSection {
             deterministic: self.deterministic,
             limits,
             ranks,
-            kv_bytes,
+            kv,
             pace: Pace::Sleeping,
             cpu,
         })
@@ -239,13 +241,13 @@ impl ModelSection {
 }
 
 impl ModelSection {
-    fn kv_bytes(&self, device: Device) -> Result<usize, NodeError> {
+    fn kv(&self, device: Device) -> Result<KvRoom, NodeError> {
         let refused = |why: String| NodeError::Config(format!("model.kv_memory: {why}"));
-        if let (KvMemorySize::Percent(_), Device::Cuda(_)) = (self.kv_memory, device) {
+        let room = self.kv_memory.room().map_err(|error| refused(error.to_string()))?;
+        if let (KvRoom::OnHost(_), Device::Cuda(_)) = (room, device) {
             return Err(refused("a share is of the machine's memory: name an amount for a GPU".to_owned()));
         }
-        let bytes = self.kv_memory.bytes().map_err(|error| refused(error.to_string()))?;
-        usize::try_from(bytes).map_err(|_| refused("more than this machine can address".to_owned()))
+        Ok(room)
     }
 }
 

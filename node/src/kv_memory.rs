@@ -1,11 +1,47 @@
-//! How much memory a node keeps for KV: an amount, or a share of what is free when it starts.
+//! How much memory a node keeps for KV: an amount, a share of what is free when it starts, or what suits the model.
 
 use std::fmt;
 use std::fs;
+use std::num::NonZero;
 use std::str::FromStr;
 
 use chassis::byte_size::ByteSize;
+use engine::{AutoRoom, KvRoom};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+/// What a node that computes is told: `"auto"`, `"auto/2"`, or a size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModelKvMemory {
+    /// What suits the model, on a device that so many nodes share.
+    Auto {
+        nodes: NonZero<u16>,
+    },
+    Size(KvMemorySize),
+}
+
+/// Of what is free on the machine, or of a GPU's memory, what all nodes that share it may take.
+const AUTO_HOST_PERCENT: u64 = 40;
+const AUTO_GPU_PERCENT: usize = 90;
+/// Where nobody says how much is free.
+const AUTO_UNKNOWN_BYTES: u64 = 1 << 30;
+
+impl ModelKvMemory {
+    /// What the engine is told of it now.
+    pub fn room(self) -> Result<KvRoom, UnknownMemory> {
+        let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        Ok(match self {
+            Self::Size(KvMemorySize::Bytes(ByteSize(amount))) => KvRoom::Bytes(bytes(amount)),
+            Self::Size(share @ KvMemorySize::Percent(_)) => KvRoom::OnHost(bytes(share.bytes()?)),
+            Self::Auto { nodes } => {
+                let host = available().map_or(AUTO_UNKNOWN_BYTES, |free| free / 100 * AUTO_HOST_PERCENT);
+                KvRoom::Auto(AutoRoom {
+                    host_bytes: bytes(host / u64::from(nodes.get())),
+                    gpu_percent: AUTO_GPU_PERCENT / usize::from(nodes.get()),
+                })
+            }
+        })
+    }
+}
 
 /// `"4GiB"`, a number of bytes, or `"60%"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +57,11 @@ pub enum KvMemorySize {
     "{0:?} is no amount of memory: \"4GiB\", a number of bytes, or a share of what is free from \"1%\" to \"95%\""
 )]
 pub struct NotMemory(String);
+
+/// Neither that, nor `auto`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}; or \"auto\", \"auto/2\" for what suits a model whose device 2 nodes share")]
+pub struct NotModelMemory(NotMemory);
 
 /// Nobody says how much is free.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -81,25 +122,68 @@ impl fmt::Display for KvMemorySize {
     }
 }
 
+impl FromStr for ModelKvMemory {
+    type Err = NotModelMemory;
+
+    fn from_str(text: &str) -> Result<Self, NotModelMemory> {
+        let nodes = match text.strip_prefix("auto") {
+            Some("") => Some(NonZero::<u16>::MIN),
+            Some(sharers) => sharers.strip_prefix('/').and_then(|nodes| nodes.parse().ok()),
+            None => None,
+        };
+        match nodes {
+            Some(nodes) => Ok(Self::Auto { nodes }),
+            None => text.parse().map(Self::Size).map_err(NotModelMemory),
+        }
+    }
+}
+
+impl fmt::Display for ModelKvMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto { nodes } if nodes.get() == 1 => write!(f, "auto"),
+            Self::Auto { nodes } => write!(f, "auto/{nodes}"),
+            Self::Size(size) => write!(f, "{size}"),
+        }
+    }
+}
+
 impl Serialize for KvMemorySize {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
+impl Serialize for ModelKvMemory {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// As it stands in a file.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected an amount of memory: \"4GiB\", a number of bytes, or a share such as \"60%\""
+)]
+enum Written {
+    Bytes(u64),
+    Text(String),
+}
+
 impl<'de> Deserialize<'de> for KvMemorySize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(
-            untagged,
-            expecting = "expected an amount of memory: \"4GiB\", a number of bytes, or a share such as \"60%\""
-        )]
-        enum Written {
-            Bytes(u64),
-            Text(String),
-        }
         match Written::deserialize(deserializer)? {
             Written::Bytes(bytes) => Ok(Self::Bytes(ByteSize(bytes))),
+            Written::Text(text) => text.parse().map_err(de::Error::custom),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for ModelKvMemory {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Written::deserialize(deserializer)? {
+            Written::Bytes(bytes) => Ok(Self::Size(KvMemorySize::Bytes(ByteSize(bytes)))),
             Written::Text(text) => text.parse().map_err(de::Error::custom),
         }
     }
@@ -123,6 +207,28 @@ mod tests {
             let error = text.parse::<KvMemorySize>().expect_err(text).to_string();
             assert!(error.starts_with(&format!("{text:?} is no amount of memory")), "{error}");
         }
+    }
+
+    #[test]
+    fn what_suits_the_model_is_shared_by_those_on_its_device() {
+        let auto = |nodes| ModelKvMemory::Auto { nodes: NonZero::new(nodes).expect("some") };
+        for (text, memory) in
+            [("auto", auto(1)), ("auto/2", auto(2)), ("60%", ModelKvMemory::Size(KvMemorySize::Percent(60)))]
+        {
+            assert_eq!(text.parse(), Ok(memory));
+            assert_eq!(memory.to_string(), text);
+        }
+        for text in ["auto/0", "auto/", "auto2", "automatic", "auto/99999"] {
+            let error = text.parse::<ModelKvMemory>().expect_err(text).to_string();
+            assert!(
+                error.starts_with(&format!("{text:?} is no amount")) && error.contains("auto/2"),
+                "{error}"
+            );
+        }
+        let rooms = [1, 3].map(|nodes| auto(nodes).room().expect("this machine says"));
+        let [KvRoom::Auto(alone), KvRoom::Auto(third)] = rooms else { panic!("{rooms:?}") };
+        assert_eq!((alone.gpu_percent, third.gpu_percent), (90, 30));
+        assert!(third.host_bytes > 0 && third.host_bytes < alone.host_bytes / 2);
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub use config::{DecodeSection, NodeConfig, RawNodeConfig};
 pub use connectors::{Connectors, PeerWires};
 pub use counted::{Counted, Counter};
 pub use error::NodeError;
-pub use kv_memory::KvMemorySize;
+pub use kv_memory::{KvMemorySize, ModelKvMemory};
 pub use lives::{Lives, Services};
 pub use parts::{Drive, NodeParts};
 pub use ports::Ports;

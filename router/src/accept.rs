@@ -272,9 +272,8 @@ fn check_tokens(model: &RouterModel, param: &'static str, tokens: &[TokenId]) ->
         return Err(AcceptError::invalid(param, "a prompt has at least one token"));
     }
     if tokens.len() >= model.context_tokens as usize {
-        let (n, context) = (tokens.len(), model.context_tokens);
-        let reason =
-            format!("the prompt has {n} tokens, which leaves no room in the model's context of {context}");
+        let (n, context) = (tokens.len(), model.context());
+        let reason = format!("the prompt has {n} tokens, which leaves no room in {context}");
         return Err(AcceptError::TooLong { param: param.into(), reason });
     }
     tokens.iter().try_for_each(|token| check_token(model, param, *token))
@@ -289,7 +288,7 @@ fn check_token(model: &RouterModel, param: &'static str, token: TokenId) -> Resu
 }
 
 fn stop_rules(model: &RouterModel, n_prompt: usize, wishes: &Wishes) -> Result<StopRules, AcceptError> {
-    let max_tokens = max_tokens(model.context_tokens, n_prompt, wishes.max_tokens)?;
+    let max_tokens = max_tokens(model, n_prompt, wishes.max_tokens)?;
     if wishes.min_tokens > max_tokens {
         let reason = format!("{} are more than the {max_tokens} at most", wishes.min_tokens);
         return Err(AcceptError::invalid("min_tokens", reason));
@@ -304,17 +303,17 @@ fn stop_rules(model: &RouterModel, n_prompt: usize, wishes: &Wishes) -> Result<S
 }
 
 /// The prompt fits already, with room for at least one more token.
-fn max_tokens(context: u32, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
-    let room = context - n_prompt as u32;
+fn max_tokens(model: &RouterModel, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
+    let room = model.context_tokens - n_prompt as u32;
     match asked {
         MaxTokens::RestOfContext => Ok(room),
         MaxTokens::AtMost(tokens) => Ok(tokens.min(room)),
         MaxTokens::Asked { tokens: 0, param } => Err(AcceptError::invalid(param, "at least 1 token")),
         MaxTokens::Asked { tokens, .. } if tokens <= room => Ok(tokens),
         MaxTokens::Asked { tokens, param } => {
-            let reason = format!(
-                "the prompt's {n_prompt} tokens and the {tokens} of {param} are more than the model's context of {context}"
-            );
+            let context = model.context();
+            let reason =
+                format!("the prompt's {n_prompt} tokens and the {tokens} of {param} are more than {context}");
             Err(AcceptError::TooLong { param: param.into(), reason })
         }
     }

@@ -134,10 +134,14 @@ impl Cluster {
                 if members.by_id.get(&id).is_some_and(|member| member.info.epoch == epoch) {
                     info!(node = %id, "node left");
                     members.by_id.remove(&id);
+                    members.fit(&self.shared.models);
                 }
             }
             MembershipEvent::Snapshot(nodes) => {
-                self.members().by_id.retain(|id, _| nodes.iter().any(|node| node.id == *id));
+                let mut members = self.members();
+                members.by_id.retain(|id, _| nodes.iter().any(|node| node.id == *id));
+                members.fit(&self.shared.models);
+                drop(members);
                 nodes.into_iter().for_each(|node| self.join(node));
             }
         }
@@ -159,6 +163,7 @@ impl Cluster {
             warn!(node = %info.id, reason, "node refused");
         }
         members.by_id.insert(info.id.clone(), Member::new(info, state, client, follow));
+        members.fit(&self.shared.models);
     }
 
     /// Follows one node's status stream for as long as the node is a member, opening it again whenever it breaks or has
@@ -306,6 +311,13 @@ impl Members {
         let learned = || if node.role.pools() { Ok(()) } else { models.learn(&node.model) };
         let refusal = self.refusal(node).or_else(|| Some(learned().err()?.to_string()));
         refusal.map_or(NodeState::Connecting, NodeState::Refused)
+    }
+
+    /// Requests are taken that any of the nodes that compute could serve, and no longer ones.
+    fn fit(&self, models: &RouterModels) {
+        let computes =
+            |member: &&Member| !member.info.role.pools() && !matches!(member.state, NodeState::Refused(_));
+        models.fit(self.by_id.values().filter(computes).map(|member| &member.info.model));
     }
 
     /// Why the node does not fit to this build, or to the other nodes.

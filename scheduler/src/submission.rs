@@ -137,8 +137,7 @@ impl Extent {
         model: &ModelInfo,
         n_blocks: u32,
     ) -> Result<(), Refusal> {
-        let n_groups = model.layout.groups.len();
-        let needed = model.layout.blocks_for(self.tokens_max) * n_groups;
+        let needed = model.layout.blocks_of_all_groups(self.tokens_max);
         if needed > n_blocks as usize {
             let reason = format!("{} tokens need {needed} blocks, this node has {n_blocks}", self.tokens_max);
             return Err(Refusal::new(RefusalKind::TooLong, reason));

@@ -7,6 +7,7 @@ use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
 use baton_tests::up::is_alive;
 use baton_tests::{Ask, Up, eventually, executable};
 use rustix::process::Signal;
+use serde_json::{Value, json};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn it_stops_when_asked_and_leaves_nobody() {
@@ -113,6 +114,29 @@ async fn memory_for_kv_is_what_is_asked_for() {
     // The mock's blocks are 8 KiB.
     assert_eq!(blocks("4MiB").await, 512);
     assert!(blocks("2%").await > 512, "of what is free here");
+}
+
+/// Memory for 512 tokens of a model that could go on for 2,048: who names no number of tokens gets as many as there is
+/// room for, and who names too many is told which setting is in the way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn little_memory_makes_sequences_shorter() {
+    let up = Up::start(&["--model", "demo", "--kv-memory", "768KiB"]).await;
+    let ask = async |more: Value| {
+        let mut body =
+            json!({"model": "demo", "messages": [{"role": "user", "content": "What is prefill?"}]});
+        body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        let (status, _, body) = up.client().post("/v1/chat/completions", body.to_string()).await;
+        (status.as_u16(), serde_json::from_str::<Value>(&body).expect("JSON"))
+    };
+    let (status, answer) = ask(json!({})).await;
+    assert_eq!((status, &answer["choices"][0]["finish_reason"]), (200, &json!("stop")), "{answer}");
+    let (status, answer) = ask(json!({"ignore_eos": true})).await;
+    assert_eq!((status, &answer["choices"][0]["finish_reason"]), (200, &json!("length")), "{answer}");
+    assert_eq!(answer["usage"]["total_tokens"], 512);
+    let (status, refusal) = ask(json!({"max_tokens": 600})).await;
+    assert_eq!((status, &refusal["error"]["code"]), (400, &json!("context_length_exceeded")), "{refusal}");
+    let says = refusal["error"]["message"].as_str().expect("a sentence");
+    assert!(says.contains("the 512 tokens") && says.contains("`model.kv_memory`"), "{says}");
 }
 
 #[test]

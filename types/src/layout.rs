@@ -212,6 +212,11 @@ impl KvLayout {
         tokens.div_ceil(usize::from(self.block_tokens))
     }
 
+    /// Blocks of all groups together: each group has blocks of its own.
+    pub fn blocks_of_all_groups(&self, tokens: usize) -> usize {
+        self.blocks_for(tokens) * self.groups.len()
+    }
+
     fn is_latent(&self, shape: LayerShape) -> bool {
         self.groups.iter().any(|group| group.attention == Attention::Latent && group.layers.contains(&shape))
     }

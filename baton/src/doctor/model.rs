@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use engine::{AutoRoom, KvRoom};
 use node::kv_memory::of_machine;
 
 use crate::model::Place;
@@ -17,7 +18,7 @@ pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
     match process {
         ProcessFile::Router(_) => Vec::new(),
         ProcessFile::Node(config) => {
-            vec![model(&config.engine.model), kv_memory("model.kv_memory", config.engine.kv_bytes as u64)]
+            vec![model(&config.engine.model), kv_room(config.engine.kv)]
         }
         // It reads no model: the nodes say whose KV it keeps.
         ProcessFile::Pool(config) => {
@@ -81,6 +82,19 @@ fn has_weights(folder: &Path) -> bool {
     entries
         .map(|entry| entry.path())
         .any(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+}
+
+fn kv_room(room: KvRoom) -> Finding {
+    match room {
+        KvRoom::Bytes(bytes) | KvRoom::OnHost(bytes) => kv_memory("model.kv_memory", bytes as u64),
+        KvRoom::Auto(AutoRoom { host_bytes, gpu_percent }) => Finding::ok(
+            GROUP,
+            format!(
+                "model.kv_memory is auto: {gpu_percent} % of a GPU's memory with the weights, or {} MiB at most on a CPU",
+                host_bytes >> 20
+            ),
+        ),
+    }
 }
 
 fn kv_memory(setting: &str, wanted: u64) -> Finding {

@@ -9,6 +9,7 @@ use tracing::warn;
 use types::ModelInfo;
 
 use crate::error::{BackendError, OpenError};
+use crate::kv_room::KvRoom;
 use crate::step::{Launched, StepBatch, StepOutput};
 
 pub mod asleep;
@@ -100,8 +101,7 @@ pub struct EngineSettings {
     pub limits: StepLimits,
     /// Tensor-parallel ranks, which share the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
-    /// Memory for KV, of all ranks together. The regions' sum never exceeds it.
-    pub kv_bytes: usize,
+    pub kv: KvRoom,
     /// How a mock spends its costs; a real model has its own.
     pub pace: mock::Pace,
     /// How a real model is computed on a processor.
@@ -193,7 +193,7 @@ mod tests {
             deterministic: false,
             limits,
             ranks,
-            kv_bytes,
+            kv: kv_bytes.into(),
             pace: Pace::Modelled,
             cpu,
         })

@@ -99,6 +99,26 @@ async fn a_node_whose_tokens_mean_something_else_to_the_router_is_refused() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_sequence_may_be_as_long_as_the_least_of_the_nodes_allows() {
+    let town = town().await;
+    let longest = || town.models.find(None).expect("learned").context_tokens;
+    let full = info("a", Role::Decode).model.context_tokens;
+    let _large = town.registry.announce(info("a", Role::Decode)).await.expect("announced");
+    town.state("a", &NodeState::Connecting).await;
+    assert_eq!(longest(), full);
+    let mut node = info("b", Role::Prefill);
+    node.model.context_tokens = full / 2;
+    let small = town.registry.announce(node).await.expect("announced");
+    town.state("b", &NodeState::Connecting).await;
+    assert_eq!(longest(), full / 2);
+    small.withdraw().await;
+    while town.cluster.everyone().len() > 1 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(longest(), full);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_new_life_replaces_the_old_one() {
     let town = town().await;
     let puppet = Puppet::new("d", Role::Decode, &[Act::Serve]);

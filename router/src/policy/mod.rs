@@ -70,7 +70,7 @@ impl ClusterView {
 
 impl NodeView {
     fn has_room(&self, prompt: &Prompt) -> bool {
-        let needed = self.info.model.layout.blocks_for(prompt.tokens.len() + 1);
+        let needed = self.info.model.layout.blocks_of_all_groups(prompt.tokens.len() + 1);
         self.load.blocks.available() as usize >= needed
     }
 }

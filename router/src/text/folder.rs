@@ -38,6 +38,7 @@ pub fn open(folder: &Path, name: &str) -> Result<RouterModel, TextError> {
         },
         tokenizer: tokenizer.into(),
         context_tokens: config.max_position_embeddings,
+        is_short: false,
         vocab: config.vocab_size,
         eos: eos.map(Ids::tokens).unwrap_or_default(),
         defaults: generation.sampling(&folder.join(GENERATION_CONFIG))?,

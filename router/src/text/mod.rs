@@ -32,6 +32,8 @@ pub struct RouterModel {
     pub template: Option<ChatTemplate>,
     /// The longest sequence, prompt and output together.
     pub context_tokens: u32,
+    /// It could be longer, had a node of the model more memory for KV.
+    pub is_short: bool,
     /// Tokens are numbered below this. A model may have more of them than its tokenizer writes.
     pub vocab: u32,
     /// The tokens with which the model ends its answers.
@@ -53,6 +55,7 @@ impl RouterModel {
             tokenizer: Arc::new(Tokenizer::Bytes),
             template: Some(ChatTemplate::plain()),
             context_tokens,
+            is_short: false,
             vocab: Tokenizer::Bytes.vocab(),
             eos: vec![tokenizer::END],
             defaults: Sampling::default(),
@@ -71,6 +74,7 @@ impl RouterModel {
             tokenizer: Arc::new(tokenizer),
             template,
             context_tokens: info.context_tokens,
+            is_short: false,
             vocab: info.vocab,
             eos: info.eos_tokens.clone(),
             defaults: Sampling::default(),
@@ -78,11 +82,24 @@ impl RouterModel {
     }
 
     /// Within what a node can do: it may have been given less memory than its model's longest sequence needs.
-    fn within(&self, info: &ModelInfo) -> Self {
+    fn within(self, info: &ModelInfo) -> Self {
         Self {
+            is_short: self.is_short || info.context_tokens < self.context_tokens,
             context_tokens: self.context_tokens.min(info.context_tokens),
             vocab: self.vocab.min(info.vocab),
-            ..self.clone()
+            ..self
+        }
+    }
+
+    /// The longest sequence, in a refusal's words.
+    pub(crate) fn context(&self) -> String {
+        let tokens = self.context_tokens;
+        if self.is_short {
+            format!(
+                "the {tokens} tokens for which all nodes of the model have memory (`model.kv_memory` there)"
+            )
+        } else {
+            format!("the model's context of {tokens}")
         }
     }
 }
@@ -103,29 +120,50 @@ pub enum CannotSpeak {
 /// The models that this router speaks for, by name. Clones share one table.
 #[derive(Clone, Debug, Default)]
 pub struct RouterModels {
-    /// Read by every request and written when a node joins; never held across an await.
-    by_name: Arc<RwLock<BTreeMap<String, Arc<RouterModel>>>>,
+    /// Read by every request and written when a node comes or goes; never held across an await.
+    by_name: Arc<RwLock<BTreeMap<String, Spoken>>>,
+}
+
+#[derive(Clone, Debug)]
+struct Spoken {
+    own: RouterModel,
+    /// From a node: then its nodes alone know how long a sequence can be.
+    is_learned: bool,
+    /// Within what the nodes can do that there are now.
+    fitted: Arc<RouterModel>,
 }
 
 impl RouterModels {
     pub fn new(models: impl IntoIterator<Item = RouterModel>) -> Self {
         let table = Self::default();
-        models.into_iter().for_each(|model| table.insert(model));
+        models.into_iter().for_each(|model| table.insert(model, false));
         table
     }
 
     /// Speaks for a node's model from now on, or says why not: tokens must mean the same on both sides.
     pub fn learn(&self, info: &ModelInfo) -> Result<(), CannotSpeak> {
-        let learned = match self.find(Some(&info.name)) {
-            Ok(known) => {
-                agree(&known, info)?;
-                known.within(info)
+        match self.find(Some(&info.name)) {
+            Ok(known) => agree(&known, info),
+            Err(_) => {
+                let own = RouterModel::of_node(info);
+                let own = own.ok_or_else(|| CannotSpeak::NoTokenizer { model: info.name.clone() })?;
+                self.insert(own, true);
+                Ok(())
             }
-            Err(_) => RouterModel::of_node(info)
-                .ok_or_else(|| CannotSpeak::NoTokenizer { model: info.name.clone() })?,
-        };
-        self.insert(learned);
-        Ok(())
+        }
+    }
+
+    /// Keeps within what all of these nodes can do, and no longer within what others could.
+    pub fn fit<'a>(&self, nodes: impl Iterator<Item = &'a ModelInfo> + Clone) {
+        let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
+        for (name, spoken) in models.iter_mut() {
+            let its = || nodes.clone().filter(|info| info.name == *name);
+            let longest = its().map(|info| info.context_tokens).max();
+            if let (true, Some(longest)) = (spoken.is_learned, longest) {
+                spoken.own.context_tokens = longest;
+            }
+            spoken.fitted = Arc::new(its().fold(spoken.own.clone(), RouterModel::within));
+        }
     }
 
     /// The model that a request names. A request that names none means the only one there is.
@@ -133,16 +171,20 @@ impl RouterModels {
         let models = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
         match name {
             Some(name) => {
-                models.get(name).cloned().ok_or_else(|| AcceptError::UnknownModel { name: name.to_owned() })
+                let known = models.get(name).map(|spoken| Arc::clone(&spoken.fitted));
+                known.ok_or_else(|| AcceptError::UnknownModel { name: name.to_owned() })
             }
-            None if models.len() == 1 => Ok(models.values().next().cloned().expect("there is one")),
-            None => Err(AcceptError::missing("model")),
+            None => match models.values().collect::<Vec<_>>().as_slice() {
+                [only] => Ok(Arc::clone(&only.fitted)),
+                _ => Err(AcceptError::missing("model")),
+            },
         }
     }
 
-    fn insert(&self, model: RouterModel) {
+    fn insert(&self, own: RouterModel, is_learned: bool) {
         let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
-        models.insert(model.name.clone(), Arc::new(model));
+        let fitted = Arc::new(own.clone());
+        models.insert(own.name.clone(), Spoken { own, is_learned, fitted });
     }
 }
 
@@ -206,9 +248,36 @@ mod tests {
     #[test]
     fn a_known_model_keeps_within_what_its_nodes_can_do() {
         let models = models(&["mock"]);
-        models.learn(&node("mock", TOKENIZER_BYTES)).expect("the same tokenizer");
-        let mock = models.find(None).expect("known");
-        assert_eq!((mock.context_tokens, mock.vocab), (32, 261));
+        let (small, other) = (node("mock", TOKENIZER_BYTES), node("other", TOKENIZER_BYTES));
+        let smaller = ModelInfo { context_tokens: 16, ..small.clone() };
+        let fitted = |nodes: &[&ModelInfo]| {
+            nodes.iter().for_each(|info| models.learn(info).expect("the same tokenizer"));
+            models.fit(nodes.iter().copied());
+            let mock = models.find(Some("mock")).expect("known");
+            (mock.context_tokens, mock.vocab)
+        };
+        assert_eq!(fitted(&[&small]), (32, 261));
+        assert_eq!(fitted(&[&small, &smaller, &other]), (16, 261));
+        assert_eq!(fitted(&[&small, &other]), (32, 261), "the smaller one has left");
+        assert_eq!(fitted(&[&other]), (64, 261), "so has the other");
+    }
+
+    #[test]
+    fn a_learned_model_is_as_long_as_its_nodes_of_now() {
+        let models = RouterModels::default();
+        let small = node("mock", TOKENIZER_BYTES);
+        models.learn(&small).expect("bytes need nothing");
+        let large = ModelInfo { context_tokens: 1024, ..small.clone() };
+        let fitted = |nodes: &[&ModelInfo]| {
+            models.fit(nodes.iter().copied());
+            let mock = models.find(None).expect("known");
+            (mock.context_tokens, mock.context())
+        };
+        assert_eq!(fitted(&[&small]), (32, "the model's context of 32".to_owned()));
+        let (tokens, context) = fitted(&[&large, &small]);
+        assert_eq!(tokens, 32);
+        assert!(context.starts_with("the 32 tokens for which all nodes"), "{context}");
+        assert_eq!(fitted(&[&large]).0, 1024, "the node that was there first has left");
     }
 
     #[test]

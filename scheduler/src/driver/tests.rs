@@ -172,7 +172,7 @@ async fn predicted_work_beyond_the_bound_is_refused() {
 #[tokio::test(start_paused = true)]
 async fn what_can_never_fit_is_refused_at_the_door() {
     let node = start(mock(8), roomy());
-    let refusal = submit(&node.handle, endless("a", 20, 100)).expect_err("8 blocks of 4 tokens");
+    let refusal = submit(&node.handle, endless("a", 32, 100)).expect_err("8 blocks of 4 tokens");
     assert_eq!(refusal.kind, RefusalKind::TooLong);
     let mut late = endless("a", 5, 5);
     late.deadline = deadline_in(Duration::ZERO);

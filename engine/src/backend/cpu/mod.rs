@@ -28,6 +28,7 @@ pub use settings::{CpuSettings, LoadFormat};
 use super::asleep::{self, Asleep, Closed, Sleepless};
 use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, LoadError, OpenError};
+use crate::kv_room::KvRoom;
 use crate::load::weights::Seen;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint};
 use crate::model::{self, Architecture, Model, ModelConfig};
@@ -65,22 +66,26 @@ struct Opened {
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
     let settings = CpuSettings { ranks: engine.ranks, ..engine.cpu.clone() };
-    Ok(Box::new(CpuBackend::open(Path::new(folder), engine.kv_bytes, &settings)?))
+    Ok(Box::new(CpuBackend::open(Path::new(folder), engine.kv, &settings)?))
 }
 
 impl CpuBackend {
-    /// Loads the model of a folder. Resident memory is its weights, `kv_bytes` of KV, and what a step computes in.
-    pub fn open(folder: &Path, kv_bytes: usize, settings: &CpuSettings) -> Result<Self, OpenError> {
-        let opened = Opened { folder: folder.to_owned(), kv_bytes, settings: settings.clone() };
+    /// Loads the model of a folder. Resident memory is its weights, those of KV, and what a step computes in.
+    pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CpuSettings) -> Result<Self, OpenError> {
+        let kv = kv.into();
         let processors = processors(settings).map_err(LoadError::Threads)?;
         let processor = processors.first().expect("there is a rank");
         let folder = ModelFolder::open(folder)?;
         let loaded = Loaded::load(&folder, settings, processor)?;
         let layout = layout(&folder.config, loaded.architecture, settings)?;
+        let kv_bytes = kv.on_host(&layout, folder.config.context_tokens);
         let memory = memory(&layout, kv_bytes)?;
+        // As much again when it wakes, whatever is free then.
+        let opened = Opened { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
         let model = ModelInfo {
             name: folder.name(),
-            context_tokens: folder.config.context_tokens as u32,
+            context_tokens: KvMemory::longest(&layout, memory.n_blocks(), folder.config.context_tokens)
+                as u32,
             vocab: folder.config.vocab as u32,
             eos_tokens: folder.config.eos_tokens.clone(),
             fingerprint: loaded.fingerprint(&folder, &layout, processor, settings)?,

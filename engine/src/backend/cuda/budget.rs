@@ -31,7 +31,7 @@ impl Budget {
         Self { n_ranks, weights: sizes.bytes(in_fp8), workspace, kv: kv.div_ceil(n_ranks) }
     }
 
-    fn without_kv(self) -> usize {
+    pub(super) fn without_kv(self) -> usize {
         self.weights + self.workspace + SPARE_BYTES
     }
 

@@ -99,7 +99,7 @@ struct Arrivals {
 /// The line in the table of backends: `name` is a model's folder.
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let folder = name.unwrap_or_default();
-    Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv_bytes, &engine.cuda())?))
+    Ok(Box::new(CudaBackend::open(Path::new(folder), engine.kv, &engine.cuda())?))
 }
 
 impl CudaBackend {

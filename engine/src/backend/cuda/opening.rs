@@ -33,6 +33,7 @@ use super::{Arrivals, CudaBackend, CudaSettings, Loaded, tuning};
 use crate::backend::{StepLimits, cpu};
 use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
+use crate::kv_room::{AutoRoom, KvRoom};
 use crate::load::meter::Meter;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint};
 use crate::model::{self, Architecture, ModelConfig};
@@ -78,8 +79,17 @@ struct Empty {
 impl CudaBackend {
     /// Puts the model of a folder onto a card, or onto several. All memory is taken here, and what will not fit is refused
     /// with the sum.
-    pub fn open(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
+    pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CudaSettings) -> Result<Self, OpenError> {
         let cards = open_cards(settings)?;
+        let kv_bytes = match kv.into() {
+            KvRoom::Bytes(bytes) => bytes,
+            KvRoom::OnHost(_) => {
+                let wrong =
+                    "KV memory is a share of the machine's memory: name an amount for a GPU, or `auto`";
+                return Err(OpenError::CudaModel(wrong.to_owned()));
+            }
+            KvRoom::Auto(auto) => room_on(&cards, auto, folder, settings)?,
+        };
         let described = Arc::new(Described::of(folder, kv_bytes, settings)?);
         let (empty, weight_bytes) = described.take(cards, kv_bytes)?;
         let memory = empty.first().map(|first| first.memory.clone()).expect("there is a first rank");
@@ -123,6 +133,27 @@ fn open_cards(settings: &CudaSettings) -> Result<Vec<Card>, CudaError> {
     let (libraries, arch) = (settings.libraries.as_deref(), settings.arch.as_deref());
     let open = |ordinal| Card::open_as(ordinal, libraries, &settings.kernel_cache(), arch);
     (first..first + n_ranks).map(open).collect()
+}
+
+/// KV as large as its share of the fullest card leaves it.
+fn room_on(
+    cards: &[Card],
+    auto: AutoRoom,
+    folder: &Path,
+    settings: &CudaSettings,
+) -> Result<usize, OpenError> {
+    let mut least = usize::MAX;
+    for (share, card) in Share::of_all(cards.len()).zip(cards) {
+        let memory = card.memory()?;
+        // As if all of it were for KV: what goes by the longest sequence is counted in full.
+        let described = Described::of(folder, memory.1 * cards.len(), settings)?;
+        let sizes = Sizes::of(&described.folder.config, described.heads, share)?;
+        let shape = described.workspace(card, sizes);
+        let taken = Budget::of(sizes, &described.in_fp8, &shape, 0).without_kv();
+        least = least.min(auto.on_gpus(cards.len(), memory, taken));
+    }
+    info!(mib = least >> 20, percent = auto.gpu_percent, "KV gets what the GPU has left");
+    Ok(least)
 }
 
 fn open_products(card: &Card, settings: &CudaSettings) -> Result<Products, CudaError> {
@@ -181,7 +212,7 @@ impl Described {
         let layout = layout.over_ranks(settings.ranks.get());
         let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
         let n_blocks = n_blocks(&layout, kv_bytes)?;
-        let tokens_max = config.context_tokens.min(n_blocks as usize * BLOCK_TOKENS);
+        let tokens_max = KvMemory::longest(&layout, n_blocks, config.context_tokens);
         let in_fp8 = match settings.load_format {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
@@ -367,7 +398,7 @@ impl Described {
         let config = &self.folder.config;
         Ok(ModelInfo {
             name: self.folder.name(),
-            context_tokens: config.context_tokens as u32,
+            context_tokens: self.tokens_max as u32,
             vocab: config.vocab as u32,
             eos_tokens: config.eos_tokens.clone(),
             fingerprint: self.fingerprint(arithmetic)?,

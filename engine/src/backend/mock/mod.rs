@@ -63,10 +63,11 @@ struct QueuedStep {
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
-    let n_blocks = KvMemory::blocks_within(&layout, engine.kv_bytes);
+    let kv_bytes = engine.kv.of_mock();
+    let n_blocks = KvMemory::blocks_within(&layout, kv_bytes);
     if n_blocks == 0 {
         let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
-        return Err(OpenError::NoKvMemory { bytes: engine.kv_bytes, block_bytes });
+        return Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes });
     }
     // One name whatever the costs: clients ask for `mock`.
     Ok(Box::new(Mock::over_ranks("mock", settings, engine.ranks, n_blocks, engine.pace)?))
@@ -92,11 +93,12 @@ impl Mock {
         pace: Pace,
     ) -> Result<Self, OpenError> {
         let layout = spread(&settings, ranks)?;
-        let memory = KvMemory::host(layout.clone(), n_blocks)
-            .map_err(|error| OpenError::KvMemory(error.to_string()))?;
+        let layers = Layer::all(&layout);
+        let memory =
+            KvMemory::host(layout, n_blocks).map_err(|error| OpenError::KvMemory(error.to_string()))?;
         Ok(Self {
-            layers: Layer::all(&layout),
-            model: model(name, &settings, layout),
+            layers,
+            model: model(name, &settings, &memory),
             memory,
             settings,
             pace,
@@ -207,13 +209,15 @@ impl Backend for Mock {
 }
 
 /// What a mock says of itself. Mocks of one layout understand each other's KV, whatever their costs.
-fn model(name: &str, settings: &MockSettings, layout: KvLayout) -> ModelInfo {
+fn model(name: &str, settings: &MockSettings, memory: &KvMemory) -> ModelInfo {
+    let layout = memory.layout().clone();
     let mut parts = layout.fingerprint_parts();
     parts.push(("weights".to_owned(), format!("mock, eos one in {}", settings.eos_one_in)));
     parts.push(("tokenizer".to_owned(), "bytes".to_owned()));
     ModelInfo {
         name: name.to_owned(),
-        context_tokens: settings.context_tokens,
+        context_tokens: KvMemory::longest(&layout, memory.n_blocks(), settings.context_tokens as usize)
+            as u32,
         vocab: draw::VOCAB,
         eos_tokens: vec![draw::END],
         layout,

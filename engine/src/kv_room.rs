@@ -1,0 +1,103 @@
+//! How much memory KV gets, where nobody has named an amount.
+
+use kv_cache::KvMemory;
+use types::KvLayout;
+
+/// Memory for KV, of all ranks together. The regions' sum never exceeds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvRoom {
+    Bytes(usize),
+    /// A share of the machine's memory, which says nothing of a GPU's.
+    OnHost(usize),
+    Auto(AutoRoom),
+}
+
+/// What suits the model and what computes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AutoRoom {
+    /// Bytes at most, in the machine's memory.
+    pub host_bytes: usize,
+    /// Of each GPU's memory, what weights, KV and all else may come to.
+    pub gpu_percent: usize,
+}
+
+/// Enough for any mock, and for small models.
+const LEAST_BYTES: usize = 64 << 20;
+/// Of the longest that there can be: a processor computes few of them at a time.
+const SEQUENCES: usize = 4;
+/// Of what is free on a GPU before its libraries are opened, which take some of it.
+const FREE_PERCENT: usize = 95;
+
+impl KvRoom {
+    /// What a mock gets.
+    pub(crate) fn of_mock(self) -> usize {
+        match self {
+            Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
+            Self::Auto(_) => LEAST_BYTES,
+        }
+    }
+
+    /// What a model gets in the machine's memory, whose longest sequence has so many tokens.
+    pub(crate) fn on_host(self, layout: &KvLayout, context_tokens: usize) -> usize {
+        match self {
+            Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
+            Self::Auto(auto) => {
+                let blocks = SEQUENCES * layout.blocks_of_all_groups(context_tokens);
+                let wanted = blocks.saturating_mul(KvMemory::block_bytes(layout));
+                wanted.min(auto.host_bytes).max(LEAST_BYTES)
+            }
+        }
+    }
+}
+
+impl AutoRoom {
+    /// What a model gets on GPUs, on the fullest of which `free` of `total` bytes are free and `taken` go to all else.
+    /// What does not fit is refused later, with the sum.
+    pub(crate) fn on_gpus(self, n_gpus: usize, (free, total): (usize, usize), taken: usize) -> usize {
+        let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
+        ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
+    }
+}
+
+impl From<usize> for KvRoom {
+    fn from(bytes: usize) -> Self {
+        Self::Bytes(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use types::layout::KvDtype;
+
+    use super::*;
+
+    const AUTO: AutoRoom = AutoRoom { host_bytes: 1 << 30, gpu_percent: 45 };
+
+    #[test]
+    fn an_amount_is_that_amount_everywhere() {
+        let layout = KvLayout::uniform(16, KvDtype::Bf16, 1, 1, 4);
+        let room = KvRoom::from(1000);
+        assert_eq!((room.of_mock(), room.on_host(&layout, 512)), (1000, 1000));
+    }
+
+    #[test]
+    fn a_host_has_room_for_four_of_the_longest_within_bounds() {
+        // 2 × 4 heads × 64 numbers of 2 bytes in each of 16 layers: 16 KiB a token.
+        let layout = KvLayout::uniform(16, KvDtype::Bf16, 16, 4, 64);
+        let bytes = |context_tokens| KvRoom::Auto(AUTO).on_host(&layout, context_tokens);
+        assert_eq!(bytes(512), LEAST_BYTES, "32 MiB would do");
+        assert_eq!(bytes(4096), 256 << 20);
+        assert_eq!(bytes(131_072), 1 << 30, "of 8 GiB");
+    }
+
+    #[test]
+    fn a_gpu_gives_what_its_share_leaves_and_never_all_that_is_free() {
+        let gib = 1 << 30;
+        let (total, taken) = (100 * gib, 17 * gib);
+        let left = |free| AUTO.on_gpus(1, (free, total), taken).div_ceil(gib);
+        assert_eq!(left(total), 28, "45 of 100, less 17");
+        assert_eq!(left(40 * gib), 21, "38 of 40, less 17: another program is on the card");
+        assert_eq!(AUTO.on_gpus(2, (total, total), taken).div_ceil(gib), 56, "two cards, each with as much");
+        assert_eq!(AUTO.on_gpus(1, (total, total), 60 * gib), LEAST_BYTES, "refused later, with the sum");
+    }
+}
