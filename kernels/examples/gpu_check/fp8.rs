@@ -135,6 +135,8 @@ fn company(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), 
 fn every_way(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (n, k) = (1032, 520);
     let matrix = Matrix::drawn(card, &mut Draw::new(41), n, k)?;
+    // Whose numbers are where the other one is widened to, right before.
+    let before = Matrix::drawn(card, &mut Draw::new(43), n, k)?;
     let (mut guessed, mut alike) = (Products::open(card, None)?, Products::open_alike(card, None)?);
     guessed.make_room(card, n * k)?;
     alike.make_room(card, n * k)?;
@@ -145,13 +147,9 @@ fn every_way(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
         let mut y = card.buffer::<Bf16>(n * n_rows)?;
         for (name, products) in [("guessed", &mut guessed), ("alike", &mut alike)] {
             card.fill(y.view_mut(), POISON)?;
-            products.multiply(
-                card,
-                Answer::Narrow(y.view_mut()),
-                Weights::Fp8(matrix.rows()),
-                x.view(),
-                k,
-            )?;
+            for one in [&before, &matrix] {
+                products.multiply(card, Answer::Narrow(y.view_mut()), one.weights(), x.view(), k)?;
+            }
             let name = format!("product in FP8 {n_rows}x{n}x{k}, {name}");
             verdicts.compare(name, &wide(&card.download(y.view())?), &reference, BF16_ERROR);
         }

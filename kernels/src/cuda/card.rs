@@ -45,6 +45,8 @@ pub(super) struct Grid {
     pub(super) threads: u32,
     /// Of each block, beyond what the kernel has by itself.
     pub(super) shared_bytes: u32,
+    /// It comes onto the card when the kernel before has ended, and not while it does.
+    pub(super) waits: bool,
 }
 
 /// A place in the stream, to measure the time between two.
@@ -283,11 +285,14 @@ impl Card {
         let (x, y, z) = grid.blocks;
         let has_one_each = x * y * z <= self.n_multiprocessors() as usize;
         let mut attributes = [overlap, together, balanced];
-        let n_attributes = match (self.overlaps, cluster > 1) {
+        let mut attributes = &mut attributes[..match (self.overlaps, cluster > 1) {
             (false, _) => 0,
             (true, false) => 1,
-            (true, true) => 2 + u32::from(has_one_each),
-        };
+            (true, true) => 2 + usize::from(has_one_each),
+        }];
+        if grid.waits && !attributes.is_empty() {
+            attributes = &mut attributes[1..];
+        }
         let config = sys::CUlaunchConfig {
             gridDimX: x as u32,
             gridDimY: y as u32,
@@ -298,7 +303,7 @@ impl Card {
             sharedMemBytes: grid.shared_bytes,
             hStream: self.stream.cu_stream(),
             attrs: attributes.as_mut_ptr(),
-            numAttrs: n_attributes,
+            numAttrs: attributes.len() as u32,
         };
         // JUSTIFICATION: cudarc's own launch knows no attributes.
         // SAFETY: configuration and arguments outlive the call, which copies them; the rest is the caller's promise.
@@ -347,7 +352,7 @@ fn zeroed(context: &Arc<CudaContext>, stream: &Arc<CudaStream>, n: usize) -> Res
 
 /// Many small blocks of threads over a row of work.
 pub(super) fn grid(x: usize, y: usize, threads: u32) -> Grid {
-    Grid { blocks: (x, y, 1), threads, shared_bytes: 0 }
+    Grid { blocks: (x, y, 1), threads, shared_bytes: 0, waits: false }
 }
 
 /// What to compile for. Hopper's own instructions need the `a`; the code then runs on no other card.

@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 
-use kernels::cuda::matmul::{Choice, Choices, RUNGS};
+use kernels::cuda::matmul::{Choice, Choices, Measured, RUNGS};
 use kernels::cuda::{
     Answer, Bf16, Card, CudaError, Next, NormedRows, OwnForm, ProductShape, Products, View, Weights, source,
 };
 use tracing::{debug, info, warn};
+use types::in_full;
 
 use super::CudaSettings;
 use super::decoder::Decoder;
@@ -202,11 +203,14 @@ fn measure(
         After::Gate => gate_rooms(shape, space),
         After::Norm => norm_rooms(shape, space, norm),
     };
-    let timed = products.tune(card, shape, y, &kind.matrices, x)?;
-    for (choice, ms) in &timed {
+    let Measured { best, refused } = products.tune(card, shape, y, &kind.matrices, x)?;
+    for (choice, ms) in &best {
         debug!(?shape, ?choice, ms, "a product by itself");
     }
-    Ok(timed.into_iter().map(|(choice, _)| choice).collect())
+    for (choice, error) in &refused {
+        warn!(?shape, ?choice, error = in_full(error), "a way of multiplying does not run on this GPU");
+    }
+    Ok(best.into_iter().map(|(choice, _)| choice).collect())
 }
 
 /// Where an answer goes, and what comes after it.

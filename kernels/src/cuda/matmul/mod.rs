@@ -47,6 +47,15 @@ pub enum Choice {
     Lt(Algorithm),
 }
 
+/// What [`Products::tune`] found.
+#[derive(Debug)]
+pub struct Measured {
+    /// The few best ways and how long they took, the best one first.
+    pub best: Vec<(Choice, f32)>,
+    /// What should run on this card and did not.
+    pub refused: Vec<(Choice, CudaError)>,
+}
+
 /// Where the answer goes.
 #[derive(Debug)]
 pub enum Answer<'a> {
@@ -290,7 +299,7 @@ impl Products {
             return None;
         }
         match self.choices.get(shape) {
-            Some(Choice::Own(form)) => Some(form).filter(|_| shape.n_rows <= own_rows_max(form)),
+            Some(Choice::Own(form)) => Some(form).filter(|form| is_by_itself(*form, shape)),
             Some(Choice::Many | Choice::Lt(_)) => None,
             None => guess(card, shape),
         }
@@ -312,8 +321,7 @@ impl Products {
     }
 
     /// Measures every way that there is for this shape, over matrices that no cache holds together, and keeps the best.
-    /// Answers the few best and how long they took, the best one first: which is best in company is for [`Self::prefer`] to
-    /// find out. Where something comes after it, that is measured as well.
+    /// Answers the few best: which is best in company is for [`Self::prefer`] to find out. Where something comes after it, that is measured as well.
     pub fn tune(
         &mut self,
         card: &Card,
@@ -321,8 +329,9 @@ impl Products {
         (mut y, mut next): (Answer<'_>, Option<Next<'_>>),
         matrices: &[Weights<'_>],
         x: View<'_, Bf16>,
-    ) -> Result<Vec<(Choice, f32)>, CudaError> {
+    ) -> Result<Measured, CudaError> {
         let mut timed: Vec<(f32, Choice)> = Vec::new();
+        let mut refused = Vec::new();
         for choice in self.candidates(card, shape)? {
             let way = match choice {
                 Choice::Own(form) => Way::Own(form),
@@ -338,8 +347,20 @@ impl Products {
                     }
                     (y, _) => lt.run_way(card, &way, y, w, x, shape.k),
                 }
-            })?;
-            timed.push((time, choice));
+            });
+            match time {
+                Ok(time) => timed.push((time, choice)),
+                // A library's way that it then does not do, or clusters for which a part of a card is too small.
+                Err(error) => {
+                    card.synchronize()?;
+                    refused.push((choice, error));
+                }
+            }
+        }
+        if timed.is_empty()
+            && let Some((_, error)) = refused.pop()
+        {
+            return Err(error);
         }
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
         // In company our own kernels do what comes after the product too: some of each are for trying.
@@ -357,7 +378,7 @@ impl Products {
         if let Some((_, choice)) = timed.first() {
             self.prefer(shape, *choice);
         }
-        Ok(timed.into_iter().map(|(time, choice)| (choice, time)).collect())
+        Ok(Measured { best: timed.into_iter().map(|(time, choice)| (choice, time)).collect(), refused })
     }
 
     /// Does products of this shape in this way from now on.
@@ -391,8 +412,9 @@ impl Lt {
         x: View<'_, Bf16>,
         k: usize,
     ) -> Result<(), CudaError> {
+        let given = w;
         let w = match (w, way) {
-            (Weights::Bf16(w), _) => w,
+            (Weights::Bf16(w) | Weights::Widened(w), _) => w,
             (Weights::Fp8(rows), Way::Own(form @ OwnForm::Few(_))) => {
                 return in_passes(card, *form, y, rows, x, k);
             }
@@ -401,9 +423,7 @@ impl Lt {
             }
         };
         match (way, y) {
-            (Way::Own(form), y) => {
-                card.multiply_own(*form, OwnProduct::plain(Weights::Bf16(w), x, k), y.into())
-            }
+            (Way::Own(form), y) => card.multiply_own(*form, OwnProduct::plain(given, x, k), y.into()),
             (Way::Many, Answer::Narrow(y)) => card.multiply_many(w, x, k, ManyRows::Sums(y)),
             (Way::Many, Answer::Wide(_)) => ensure("product", false, "an answer in f32 of many rows"),
             (Way::Lt(plan), y) => self.run(card, plan, y, w, x),
@@ -420,10 +440,10 @@ impl Lt {
         k: usize,
     ) -> Result<(), CudaError> {
         match (way, w, next) {
-            (Way::Many, Weights::Bf16(w), Next::Gate(gated)) => {
+            (Way::Many, Weights::Bf16(w) | Weights::Widened(w), Next::Gate(gated)) => {
                 card.multiply_many(w, x, k, ManyRows::Gated(gated))
             }
-            (Way::Many, Weights::Bf16(w), Next::Norm(mut rows)) => {
+            (Way::Many, Weights::Bf16(w) | Weights::Widened(w), Next::Norm(mut rows)) => {
                 card.multiply_many(w, x, k, ManyRows::Added(rows.residual.reborrow()))?;
                 card.rms_norm(rows.out, rows.residual.view(), rows.weight, rows.epsilon)
             }
@@ -442,6 +462,12 @@ fn guess(card: &Card, shape: ProductShape) -> Option<OwnForm> {
         return Some(OwnForm::Few(FewRowsForm::of(n, k)));
     }
     (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(OwnForm::Skinny(SKINNY_FORMS[0]))
+}
+
+/// The kernel does the product in one go and alone: a matrix in FP8 is not widened before it.
+fn is_by_itself(form: OwnForm, shape: ProductShape) -> bool {
+    let takes_fp8 = matches!(form, OwnForm::Few(_));
+    shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8)
 }
 
 fn own_rows_max(form: OwnForm) -> usize {
@@ -482,7 +508,7 @@ fn readied<'a>(
 ) -> Result<Weights<'a>, CudaError> {
     match (w, way) {
         (Weights::Fp8(rows), Way::Own(OwnForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
-            widen(card, room, rows, k).map(Weights::Bf16)
+            widen(card, room, rows, k).map(Weights::Widened)
         }
         _ => Ok(w),
     }
@@ -517,4 +543,25 @@ fn checked(y: &Answer<'_>, w: Weights<'_>, x: View<'_, Bf16>, k: usize) -> Resul
     let are_vectors = w.halves().is_aligned() && x.is_aligned() && y.address().is_multiple_of(16);
     ensure(kernel, are_vectors, "numbers that begin off a 16-byte edge")?;
     Ok(ProductShape { n, k, n_rows, is_wide: y.is_wide(), is_fp8 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_widened_first_is_no_product_by_itself() {
+        let shape = |n_rows, is_fp8| ProductShape { n: 64, k: 64, n_rows, is_wide: false, is_fp8 };
+        let (skinny, few) = (OwnForm::Skinny(SKINNY_FORMS[0]), OwnForm::Few(FEW_ROWS_FORMS[0]));
+        for (form, n_rows, is_fp8, expected) in [
+            (skinny, 8, false, true),
+            (skinny, 9, false, false),
+            (skinny, 8, true, false),
+            (few, 128, true, true),
+            (few, 129, false, false),
+        ] {
+            let shape = shape(n_rows, is_fp8);
+            assert_eq!(is_by_itself(form, shape), expected, "{form:?}, {shape:?}");
+        }
+    }
 }

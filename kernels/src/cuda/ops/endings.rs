@@ -22,6 +22,8 @@ pub enum OwnForm {
 pub enum Weights<'a> {
     Bf16(View<'a, Bf16>),
     Fp8(Fp8Rows<'a>),
+    /// The same as bf16, written by the kernel before: nobody may read it while that ends.
+    Widened(View<'a, Bf16>),
 }
 
 /// Few rows of `k`, and the matrix that each is multiplied with.
@@ -162,7 +164,7 @@ impl<'a> Weights<'a> {
     /// Its rows, of `k` numbers.
     pub fn n_rows(self, k: usize) -> usize {
         match self {
-            Self::Bf16(numbers) => numbers.len() / k.max(1),
+            Self::Bf16(numbers) | Self::Widened(numbers) => numbers.len() / k.max(1),
             Self::Fp8(rows) => rows.scales.len(),
         }
     }
@@ -170,7 +172,7 @@ impl<'a> Weights<'a> {
     /// Its memory, as numbers of 16 bits.
     pub fn halves(self) -> View<'a, Bf16> {
         match self {
-            Self::Bf16(numbers) => numbers,
+            Self::Bf16(numbers) | Self::Widened(numbers) => numbers,
             Self::Fp8(rows) => rows.numbers.halves(),
         }
     }
@@ -180,6 +182,11 @@ impl<'a> OwnProduct<'a> {
     /// Of rows that are as they should be.
     pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
         Self { w, x, k, owed: None }
+    }
+
+    /// Its weights are on their way before the kernel before has ended, unless that one writes them.
+    pub(super) fn is_widened(&self) -> bool {
+        matches!(self.w, Weights::Widened(_))
     }
 
     pub(super) fn check(
@@ -192,7 +199,7 @@ impl<'a> OwnProduct<'a> {
         let Self { w, x, k, owed } = *self;
         ensure(kernel, k > 0 && k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
         let n = match w {
-            Weights::Bf16(w) => {
+            Weights::Bf16(w) | Weights::Widened(w) => {
                 card.check_places(kernel, &[&w, &x], &[])?;
                 rows_of(kernel, w.len(), k)?
             }

@@ -156,7 +156,7 @@ impl Card {
         let form = FewRowsForm::Clusters { shares };
         let OwnProduct { w, x, k, .. } = product;
         let of_kernel = match w {
-            Weights::Bf16(_) => SIZES,
+            Weights::Bf16(_) | Weights::Widened(_) => SIZES,
             Weights::Fp8(_) => SIZES_FP8,
         };
         let kernel = of_kernel[0].names.of(&ending);
@@ -180,15 +180,17 @@ impl Card {
         let of_x = Matrix { address: x.address, n_rows, n_columns: k, stride: k };
         let (blocks, of_tiles) = ((shares, n_parts, 1), TensorMap::of(of_x, size.rows_max)?);
         match w {
-            Weights::Bf16(w) => {
+            Weights::Bf16(w) | Weights::Widened(w) => {
                 let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
-                let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(size) };
+                let shared_bytes = shared_bytes(size);
+                let config = Grid { blocks, threads: THREADS, shared_bytes, waits: product.is_widened() };
                 launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes)
             }
             Weights::Fp8(w) => {
                 let boxes = (TILE_COLUMNS, UNIT);
                 let of_w = TensorMap::of_bytes(w.numbers.address, n, Fp8Rows::width(k), boxes)?;
-                let config = Grid { blocks, threads: THREADS, shared_bytes: shared_bytes_fp8(size) };
+                let config =
+                    Grid { blocks, threads: THREADS, shared_bytes: shared_bytes_fp8(size), waits: false };
                 let scales = w.scales.address;
                 launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes, &scales)
             }
@@ -207,7 +209,7 @@ impl Card {
         let size = size.expect("the rows were just counted");
         let kernel = size.names.of(&ending);
         ensure(kernel, self.has(kernel), "a card that is not of Hopper's kind")?;
-        let Weights::Bf16(w) = w else {
+        let (Weights::Bf16(w) | Weights::Widened(w)) = w else {
             return ensure(kernel, false, "a matrix in FP8");
         };
         if n == 0 || n_rows == 0 {
@@ -222,8 +224,12 @@ impl Card {
         let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
         let (parts, arrived) = self.meeting();
         let meeting = Meeting { parts, arrived, n_tiles: number(kernel, n_parts)? };
-        let config =
-            Grid { blocks: (n_blocks, 1, 1), threads: THREADS, shared_bytes: shared_bytes_even(size) };
+        let config = Grid {
+            blocks: (n_blocks, 1, 1),
+            threads: THREADS,
+            shared_bytes: shared_bytes_even(size),
+            waits: product.is_widened(),
+        };
         launch!(self, kernel, config, 1, &words, &owed, &of_w, &of_tiles, &sizes, &meeting)
     }
 }

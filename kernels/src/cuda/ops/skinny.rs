@@ -2,7 +2,7 @@
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
 use super::{Card, CudaError, ensure, launch};
-use crate::cuda::card::grid;
+use crate::cuda::card::{Grid, grid};
 
 /// The most rows that one pass over the matrix serves.
 pub const SKINNY_ROWS_MAX: usize = 8;
@@ -45,14 +45,14 @@ impl Card {
         let checked = product.check(self, kernel, OwnForm::Skinny(form), &ending)?;
         let Checked { sizes, owed, ending, n_parts } = checked;
         ensure(kernel, sizes.n_rows as usize <= SKINNY_ROWS_MAX, "more than 8 rows")?;
-        let Weights::Bf16(w) = product.w else {
+        let (Weights::Bf16(w) | Weights::Widened(w)) = product.w else {
             return ensure(kernel, false, "a matrix in FP8 that was not widened");
         };
         if sizes.n == 0 || sizes.n_rows == 0 {
             return Ok(());
         }
         // One warp more does what comes after.
-        let config = grid(n_parts, 1, (form.warps + 1) * 32);
+        let config = Grid { waits: product.is_widened(), ..grid(n_parts, 1, (form.warps + 1) * 32) };
         launch!(self, kernel, config, &ending, &owed, &w.address, &product.x.address, &sizes)
     }
 }
