@@ -16,6 +16,20 @@ pub(super) struct InFp8 {
     pub(super) down: bool,
 }
 
+/// What weights are, for a fingerprint: where not all matrices are alike, another choice of them is another model.
+pub(super) fn dtype(layers: &[InFp8]) -> String {
+    let of_layer = |layer: &InFp8| {
+        let InFp8 { qkv, o, gate_up, down } = *layer;
+        [qkv, o, gate_up, down].iter().fold(0_u8, |bits, is_fp8| bits << 1 | u8::from(*is_fp8))
+    };
+    let bits: String = layers.iter().map(|layer| format!("{:x}", of_layer(layer))).collect();
+    match () {
+        () if layers.iter().all(|layer| *layer == InFp8::ALL) => "fp8".to_owned(),
+        () if layers.iter().any(|layer| layer.any()) => format!("fp8 in {bits}"),
+        () => "bf16".to_owned(),
+    }
+}
+
 impl InFp8 {
     pub(super) const ALL: Self = Self { qkv: true, o: true, gate_up: true, down: true };
 
@@ -143,6 +157,8 @@ mod tests {
         let of_file = InFp8::of_layers(3, Quantize::No, &source);
         let first = InFp8 { gate_up: true, down: true, ..none };
         assert_eq!(of_file, [first, InFp8 { qkv: true, o: true, ..none }, none]);
+        assert_eq!(dtype(&of_file), "fp8 in 3c0", "another choice of matrices is another model");
+        assert_eq!((dtype(&[InFp8::ALL; 3]).as_str(), dtype(&[none; 3]).as_str()), ("fp8", "bf16"));
         assert!(first.any() && !none.any());
         assert_eq!(InFp8::of_layers(3, Quantize::Fp8, &source), [InFp8::ALL; 3], "the rest is quantized");
     }

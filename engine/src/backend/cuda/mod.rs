@@ -235,14 +235,13 @@ impl CudaBackend {
 
     fn check_size(&self, dims: Dims) -> Result<(), BackendError> {
         let StepLimits { tokens, rows } = self.limits;
-        if dims.n_tokens <= tokens
-            && dims.n_wanted <= rows
-            && dims.n_words() <= self.rank.tools.space.words.len()
-        {
+        let (n_words, words) = (dims.n_words(), self.rank.tools.space.words.len());
+        if dims.n_tokens <= tokens && dims.n_wanted <= rows && n_words <= words {
             return Ok(());
         }
         Err(BackendError::Launch(format!(
-            "{} tokens, of which {} are drawn, where the GPU was prepared for {tokens} and {rows}",
+            "{} tokens, of which {} are drawn, with tables and the like of {n_words} words, where the GPU was prepared \
+             for {tokens}, {rows} and {words}",
             dims.n_tokens, dims.n_wanted
         )))
     }

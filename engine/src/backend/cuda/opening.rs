@@ -17,7 +17,7 @@ use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
 use super::budget::Budget;
 use super::decoder::{Decoder, LayerPlace};
 use super::flight::HostSampler;
-use super::fp8::InFp8;
+use super::fp8::{self, InFp8};
 use super::heads::Heads;
 use super::ladder::Ladder;
 use super::lockstep::{Helpers, Opened};
@@ -271,7 +271,7 @@ impl Described {
 
     fn workspace(&self, card: &Card, sizes: Sizes) -> WorkspaceShape {
         let limits = self.settings.limits;
-        let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max, self.n_blocks as usize);
+        let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max);
         let (tokens_max, chunk_tokens) = (self.tokens_max, self.settings.chunk_tokens());
         let room = Room { tokens_max, n_words, chunk_tokens };
         WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
@@ -410,7 +410,7 @@ impl Described {
         let tokenizer = self.folder.tokenizer()?;
         let parts = [
             ("weights", self.weights()?),
-            ("dtype", if self.is_in_fp8() { "fp8" } else { "bf16" }.to_owned()),
+            ("dtype", fp8::dtype(&self.in_fp8)),
             ("arithmetic", arithmetic.to_owned()),
             ("rope", self.folder.config.rope.fingerprint()),
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
@@ -445,12 +445,10 @@ fn places(layout: &KvLayout) -> Vec<LayerPlace> {
     places.into_iter().map(|(_, place)| place).collect()
 }
 
-/// Words of the largest plan: tables as long as the longest sequence, for as many rows as there may be, yet no more
-/// blocks than there are, four times over, for rows that share blocks or are shorter than the longest.
-fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize, n_blocks: usize) -> usize {
-    let blocks = tokens_max.div_ceil(BLOCK_TOKENS);
-    let of_tables = limits.rows * blocks;
-    let of_tables = of_tables.min(4 * n_blocks + limits.rows * 64).max(blocks);
+/// Words of the largest plan: tables as long as the longest sequence, for as many rows as there may be. All of a step's
+/// tables are as long as that of its longest row, so no number of blocks bounds them: one long row among many short ones.
+fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize) -> usize {
+    let of_tables = limits.rows * tokens_max.div_ceil(BLOCK_TOKENS);
     let of_tokens = (3 + n_groups) * limits.tokens;
     of_tokens + 6 * limits.rows + 2 * n_groups * of_tables
 }
@@ -459,6 +457,7 @@ fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize, n_blocks: u
 mod tests {
     use types::GroupIdx;
 
+    use super::super::plan::Dims;
     use super::*;
 
     #[test]
@@ -479,10 +478,16 @@ mod tests {
     }
 
     #[test]
-    fn words_are_bounded_by_what_there_is() {
+    fn there_are_words_for_one_long_row_among_short_ones() {
         let limits = StepLimits { tokens: 2048, rows: 256 };
-        let of_long = words_max(limits, 1, 131_072, 1 << 20);
-        assert!(of_long < 1 << 23, "{of_long}");
-        assert!(words_max(limits, 1, 1024, 64) < 1 << 16);
+        let room = words_max(limits, 2, 131_072);
+        let decodes = Dims::of_decodes(2, limits.rows, 131_072);
+        assert!(decodes.n_words() <= room, "{} of {room}", decodes.n_words());
+        let (n_decodes, n_chunks) = (limits.rows - 100, 100);
+        let chunks =
+            Dims { n_chunks, n_tokens: limits.tokens, chunk_blocks: decodes.decode_blocks, ..decodes };
+        let mixed = Dims { n_decodes, ..chunks };
+        assert!(mixed.n_words() <= room, "{} of {room}", mixed.n_words());
+        assert!(room < 1 << 24, "{room}: 64 MiB on the card");
     }
 }
