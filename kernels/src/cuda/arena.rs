@@ -64,7 +64,8 @@ impl Arena {
     /// first one on.
     pub fn refill(&mut self) -> Result<(), CudaError> {
         if let Err(refused) = self.pieces.iter().try_for_each(|piece| piece.take_again()) {
-            self.give_back()?;
+            // Why it could not be taken says more than why it could not be given back.
+            let _ = self.give_back();
             return Err(refused);
         }
         self.places.rewind();

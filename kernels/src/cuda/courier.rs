@@ -338,11 +338,13 @@ impl Courier {
         // SAFETY: rectangles are made of pages, and `checked` has checked that every page lies within memory that is mapped
         // on both sides; whoever unmaps it waits for the card first. That nobody else uses the pages here is the leases'
         // matter, as for kernels.
-        unsafe { self.engines.start(&rectangles, &self.verifier)? };
-        match digests {
+        let started = unsafe { self.engines.start(&rectangles, &self.verifier) };
+        let errand = started.and_then(|()| match digests {
             true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
             false => self.errand(self.slate(0, 0)?, 0, (&self.verifier, None)),
-        }
+        });
+        // Without an errand nobody waits for what has begun: it is over before the pages are anybody else's.
+        errand.inspect_err(|_| self.engines.settle())
     }
 
     /// As [`fetch`](Self::fetch) with digests, by a kernel.

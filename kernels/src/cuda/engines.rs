@@ -42,6 +42,13 @@ impl Engines {
         }
         Ok(())
     }
+
+    /// Waits until nothing moves. A card that does not answer is lost, and moves nothing either.
+    pub(super) fn settle(&self) {
+        for stream in &self.streams {
+            let _ = stream.synchronize();
+        }
+    }
 }
 
 /// # Safety

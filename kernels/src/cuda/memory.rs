@@ -84,7 +84,9 @@ impl DeviceMemory {
         self.mapped.take_again()?;
         // JUSTIFICATION: as in `taken`.
         // SAFETY: the whole range is mapped, and no page of it can be borrowed yet.
-        unsafe { self.staging.clear(self.mapped.address(), self.mapped.bytes()) }
+        let cleared = unsafe { self.staging.clear(self.mapped.address(), self.mapped.bytes()) };
+        // Why it was not cleared says more than why it could not be given back.
+        cleared.inspect_err(|_| drop(self.mapped.give_back()))
     }
 
     /// Whether a device reaches the memory by itself.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kernels::MemoryError;
 use kernels::cuda::DeviceMemory;
 use tokio::time::Instant;
-use tracing::info;
+use tracing::{info, warn};
 use types::in_full;
 
 use super::opening::{Described, LOAD_WITHIN};
@@ -90,7 +90,7 @@ impl CudaBackend {
         let others = self.helpers.finish(LOAD_WITHIN)?;
         let refilled = first_refusal(own, others.into_iter().map(|done| done.refused));
         if let Err(refused) = refilled {
-            self.give_back()?;
+            told(self.give_back());
             return Err(refused);
         }
         self.loaded = Loaded { seconds: started.elapsed().as_secs_f64(), ..self.loaded };
@@ -119,7 +119,7 @@ impl Rank {
         self.check_room()?;
         let filled = self.fill(described);
         if filled.is_err() {
-            self.give_back()?;
+            told(self.give_back());
         }
         filled
     }
@@ -148,6 +148,13 @@ impl Rank {
 
     fn kv(&self) -> &DeviceMemory {
         kv_of(&self.tools.memory, &self.tools.decoder).memory()
+    }
+}
+
+/// What follows a failed wake is for the log: the caller is told why it failed.
+fn told(given_back: RankResult) {
+    if let Err(error) = given_back {
+        warn!(error = in_full(&error), "memory was not given back after a wake that failed");
     }
 }
 
