@@ -17,6 +17,7 @@ use types::Role;
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
 use crate::model;
+use crate::process_file::ProcessFile;
 
 /// How long the registry may take to hear that the node has left.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
@@ -26,8 +27,7 @@ pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
     let config = NodeConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     if args.check {
-        eprintln!("the configuration is valid");
-        return Ok(ExitCode::SUCCESS);
+        return ProcessFile::Node(Box::new(config)).is_valid();
     }
     let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;

@@ -13,6 +13,7 @@ use types::Role;
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
 use crate::node::bind;
+use crate::process_file::ProcessFile;
 
 /// How long the registry may take to hear that the node has left.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
@@ -22,8 +23,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
     let config = PoolConfig::resolve(raw).map_err(Failed::usage)?;
     if args.check {
-        eprintln!("the configuration is valid");
-        return Ok(ExitCode::SUCCESS);
+        return ProcessFile::Pool(Box::new(config)).is_valid();
     }
     let _telemetry = telemetry::init(Role::Pool.as_str(), &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;

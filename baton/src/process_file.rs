@@ -40,8 +40,17 @@ impl ProcessFile {
             () if has(file, "pool") => Self::pool(file, env),
             () => Self::node(file, env),
         }?;
+        read.names_connectors().map_err(|why| in_file(file, &why))?;
         read.names_a_registry()?;
         Ok(read)
+    }
+
+    /// The answer to `--check`: every word is known, that of a connector and that of a registry, too.
+    pub(crate) fn is_valid(&self) -> Result<ExitCode, Failed> {
+        self.names_connectors().map_err(Failed::usage)?;
+        self.names_a_registry()?;
+        eprintln!("the configuration is valid");
+        Ok(ExitCode::SUCCESS)
     }
 
     /// What a process without a file is: the router of `baton up`.
@@ -59,14 +68,12 @@ impl ProcessFile {
     fn node(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
         let raw: RawNodeConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
         let config = NodeConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
-        names_connectors(file, &config.connectors)?;
         Ok(Self::Node(Box::new(config)))
     }
 
     fn pool(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
         let raw: RawPoolConfig = chassis::config::load(Some(file), env).map_err(Failed::usage)?;
         let config = PoolConfig::resolve(raw).map_err(|error| in_file(file, &error))?;
-        names_connectors(file, &config.connectors)?;
         Ok(Self::Pool(Box::new(config)))
     }
 
@@ -87,6 +94,18 @@ impl ProcessFile {
         }
     }
 
+    fn names_connectors(&self) -> Result<(), String> {
+        let names = match self {
+            Self::Router(_) => return Ok(()),
+            Self::Node(config) => &config.connectors,
+            Self::Pool(config) => &config.connectors,
+        };
+        let known: Vec<&str> = kv_transfer::connectors().iter().map(|(name, _)| *name).collect();
+        let unknown = |name: &&String| *name != "auto" && !known.contains(&name.as_str());
+        let Some(name) = names.iter().find(unknown) else { return Ok(()) };
+        Err(format!("`transfer.connectors`: {name:?} is not one of auto, {}", known.join(", ")))
+    }
+
     /// Opening a registry sends nothing, but wants a runtime; it refuses an address that means none.
     fn names_a_registry(&self) -> Result<(), Failed> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -102,14 +121,6 @@ impl ProcessFile {
 fn has(file: &Path, section: &str) -> bool {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     text.parse::<toml::Table>().is_ok_and(|table| table.contains_key(section))
-}
-
-fn names_connectors(file: &Path, names: &[String]) -> Result<(), Failed> {
-    let known: Vec<&str> = kv_transfer::connectors().iter().map(|(name, _)| *name).collect();
-    let unknown = |name: &&String| *name != "auto" && !known.contains(&name.as_str());
-    let Some(name) = names.iter().find(unknown) else { return Ok(()) };
-    let known = known.join(", ");
-    Err(in_file(file, &format!("`transfer.connectors`: {name:?} is not one of auto, {known}")))
 }
 
 fn in_file(file: &Path, error: &dyn std::fmt::Display) -> Failed {

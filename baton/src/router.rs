@@ -8,14 +8,14 @@ use router::{RawRouterConfig, Router, RouterConfig};
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
 use crate::model;
+use crate::process_file::ProcessFile;
 
 pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let raw: RawRouterConfig =
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
     let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     if args.check {
-        eprintln!("the configuration is valid");
-        return Ok(ExitCode::SUCCESS);
+        return ProcessFile::Router(Box::new(config)).is_valid();
     }
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;

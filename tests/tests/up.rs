@@ -99,6 +99,15 @@ fn wrong_input_is_refused_with_what_would_be_right() {
     assert_eq!(code, 2, "{stderr}");
     assert!(stderr.contains("no amount of memory"), "{stderr}");
 
+    for role in ["prefill", "pool"] {
+        let (code, _, stderr) = run(&[role, "--check"], &[("BATON_TRANSFER__CONNECTORS", "[\"pigeon\"]")]);
+        assert_eq!(code, 2, "{stderr}");
+        assert!(stderr.contains("\"pigeon\" is not one of auto, "), "{stderr}");
+        let (code, _, stderr) = run(&[role, "--check"], &[("BATON_REGISTRY__URL", "paper://wall")]);
+        assert_eq!(code, 2, "{stderr}");
+        assert!(stderr.contains("paper"), "{stderr}");
+    }
+
     let gpu = [("BATON_MODEL__DEVICE", "cuda:0"), ("BATON_MODEL__KV_MEMORY", "50%")];
     let (code, _, stderr) = run(&["decode", "--check"], &gpu);
     assert_eq!(code, 2, "{stderr}");
