@@ -29,8 +29,11 @@ pub(super) struct Terms {
 
 impl Terms {
     pub(super) fn of(parts: &ConnectorParts) -> Self {
-        let (stall, awake) = (parts.settings.stall(), parts.settings.awake());
-        Self { stall, awake, gate: parts.gate.clone() }
+        Self::with(parts.settings.stall(), parts.settings.awake(), parts.gate.clone())
+    }
+
+    pub(super) fn with(stall: Duration, awake: Duration, gate: Gate) -> Self {
+        Self { stall, awake, gate }
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use futures::future::{select_all, try_join_all};
 
 use super::cable::{Cable, Terms};
-use super::fabric::{End, Fabric, PairId};
+use super::fabric::{End, Fabric, PairId, Stage};
 use crate::connectors::link::frame::FrameError;
 use crate::error::TransferError;
 use crate::lanes::Lanes;
@@ -24,23 +24,41 @@ pub(super) struct Line {
     n_messages: AtomicU64,
 }
 
-impl Cables {
-    /// Joins the pairs of these ids, one for each lane in their order.
-    pub(super) fn start(
-        fabric: &dyn Fabric,
-        (lanes, ids): (&Lanes, &[PairId]),
-        end: End,
-        terms: &Terms,
-    ) -> Result<Self, TransferError> {
-        let start = |(lane, id): (&Lane, &PairId)| {
+/// The slots of one end, for each lane. Both ends have theirs before there are ids: an id waits for both to join, and one
+/// that nobody joins costs NCCL a thread and a port for good.
+#[derive(Debug)]
+pub(super) struct Stages {
+    end: End,
+    of_lanes: Vec<(Lane, Arc<dyn Stage>)>,
+}
+
+impl Stages {
+    pub(super) fn take(fabric: &dyn Fabric, lanes: &Lanes, end: End) -> Result<Self, TransferError> {
+        let stage = |lane: &Lane| {
             let rank = match end {
                 End::Sender => lane.from,
                 End::Receiver => lane.to,
             };
-            let cable = Arc::new(Cable::start(fabric.stage(rank)?, id.clone(), end, terms)?);
-            Ok(Line { lane: *lane, cable, n_messages: AtomicU64::new(0) })
+            Ok((*lane, fabric.stage(rank)?))
         };
-        Ok(Self(lanes.all().iter().zip(ids).map(start).collect::<Result<_, TransferError>>()?))
+        Ok(Self { end, of_lanes: lanes.all().iter().map(stage).collect::<Result<_, TransferError>>()? })
+    }
+
+    /// How many lanes there are.
+    pub(super) fn len(&self) -> usize {
+        self.of_lanes.len()
+    }
+}
+
+impl Cables {
+    /// Joins the pairs of these ids, one for each lane in their order.
+    pub(super) fn start(stages: Stages, ids: &[PairId], terms: &Terms) -> Result<Self, TransferError> {
+        let Stages { end, of_lanes } = stages;
+        let start = |((lane, stage), id): ((Lane, Arc<dyn Stage>), &PairId)| {
+            let cable = Arc::new(Cable::start(stage, id.clone(), end, terms)?);
+            Ok(Line { lane, cable, n_messages: AtomicU64::new(0) })
+        };
+        Ok(Self(of_lanes.into_iter().zip(ids).map(start).collect::<Result<_, TransferError>>()?))
     }
 
     pub(super) fn of(&self, lane: Lane) -> Result<&Line, FrameError> {

@@ -10,7 +10,7 @@ use types::KvLayout;
 use types::layout::Shard;
 
 use super::cable::Terms;
-use super::cables::Cables;
+use super::cables::{Cables, Stages};
 use super::fabric::{End, Fabric, ID_BYTES, PairId};
 use super::receiving::Receiving;
 use crate::connector::ConnectorParts;
@@ -27,12 +27,12 @@ const GREETING: u8 = b'Q';
 const GREETING_BYTES: usize = 4;
 const ANSWER_BYTES: usize = 3;
 
-/// Learns which lanes there are, and says who the other ends of their pairs are.
+/// Learns which lanes there are, takes their slots, and says who the other ends of their pairs are.
 pub(super) async fn greet(
     stream: &mut Stream,
     layout: &KvLayout,
     fabric: &dyn Fabric,
-) -> io::Result<(Lanes, Vec<PairId>)> {
+) -> io::Result<(Stages, Vec<PairId>)> {
     let (ours, offered) = (layout.shard.tp_size, fabric.n_queues() as u8);
     let [low, high] = ours.to_le_bytes();
     stream.write_all(&[GREETING, low, high, offered]).await?;
@@ -44,10 +44,11 @@ pub(super) async fn greet(
     }
     let shard = Shard { tp_size: u16::from_le_bytes([low, high]), ..layout.shard };
     let lanes = Lanes::between(ours, &KvLayout { shard, ..layout.clone() }).map_err(io::Error::other)?;
+    let stages = Stages::take(fabric, &lanes, End::Sender).map_err(io::Error::other)?;
     let pair = |_| (0..n_queues).map(|_| fabric.id().map_err(io::Error::other)).collect();
-    let ids: Vec<PairId> = (0..lanes.len()).map(pair).collect::<io::Result<_>>()?;
+    let ids: Vec<PairId> = (0..stages.len()).map(pair).collect::<io::Result<_>>()?;
     stream.write_all(ids.concat().as_flattened()).await?;
-    Ok((lanes, ids))
+    Ok((stages, ids))
 }
 
 /// Where streams come in.
@@ -94,12 +95,61 @@ async fn greeted(
     let n_queues = usize::from(n_queues).min(fabric.n_queues());
     let lanes = Lanes::between(u16::from_le_bytes([low, high]), &layout)
         .map_err(|error| TransferError::Layout(error.to_string()))?;
+    let stages = Stages::take(&*fabric, &lanes, End::Receiver)?;
     let [low, high] = layout.shard.tp_size.to_le_bytes();
     stream.write_all(&[low, high, n_queues as u8]).await.map_err(TransferError::lost)?;
-    let mut ids: Vec<PairId> = vec![vec![[0; ID_BYTES]; n_queues]; lanes.len()];
+    let mut ids: Vec<PairId> = vec![vec![[0; ID_BYTES]; n_queues]; stages.len()];
     for id in ids.iter_mut().flatten() {
         stream.read_exact(id).await.map_err(TransferError::lost)?;
     }
-    let cables = Cables::start(&*fabric, (&lanes, &ids), End::Receiver, &terms)?;
+    let cables = Cables::start(stages, &ids, &terms)?;
     Ok(Incoming { stream, elsewhere: Some(Apart::Queue(Box::new(Receiving(cables)))) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use chassis::Gate;
+    use types::KvDtype;
+
+    use super::super::fabric::{QueueId, Stage};
+    use super::*;
+
+    /// A node without memory for slots, which counts the ids that it made.
+    #[derive(Debug, Default)]
+    struct Full {
+        n_ids: AtomicUsize,
+    }
+
+    impl Fabric for Full {
+        fn n_queues(&self) -> usize {
+            1
+        }
+
+        fn id(&self) -> Result<QueueId, TransferError> {
+            self.n_ids.fetch_add(1, Ordering::Relaxed);
+            Ok([0; ID_BYTES])
+        }
+
+        fn stage(&self, _rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
+            Err(TransferError::lost_because("no memory for slots"))
+        }
+    }
+
+    #[tokio::test]
+    async fn an_end_without_memory_for_slots_makes_nobody_wait_for_an_id() {
+        let layout = KvLayout::uniform(16, KvDtype::Bf16, 1, 1, 4);
+        let (near, far) = tokio::io::duplex(1 << 12);
+        let (mut near, far) = (Stream::other(near), Stream::other(far));
+        let (sender, receiver) = (Full::default(), Arc::new(Full::default()));
+        let terms = Terms::with(Duration::from_secs(1), Duration::ZERO, Gate::new("test"));
+        let (greeted, refused) =
+            tokio::join!(greet(&mut near, &layout, &sender), greeted(far, receiver, layout.clone(), terms));
+        let error = refused.expect_err("it has no memory");
+        assert!(types::in_full(&error).contains("no memory for slots"), "{error:?}");
+        assert!(greeted.is_err());
+        assert_eq!(sender.n_ids.load(Ordering::Relaxed), 0);
+    }
 }

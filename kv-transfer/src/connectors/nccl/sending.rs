@@ -15,7 +15,7 @@ use types::KvLayout;
 use super::cable::{Slot, Terms};
 use super::cables::{Cables, Line};
 use super::door;
-use super::fabric::{End, Fabric, Gathering};
+use super::fabric::{Fabric, Gathering};
 use crate::connector::ConnectorParts;
 use crate::connectors::link::frame::{Body, Frame, FrameError};
 use crate::connectors::link::medium::{BETWEEN_GPUS_SINCE, Medium};
@@ -171,8 +171,8 @@ impl Medium for Sending {
     /// The pairs are joined before the link is there, so that the first transfer does not wait for it.
     async fn connect(&self, endpoint: &str, _stream: u16) -> io::Result<Stream> {
         let mut stream = self.world.net().connect(endpoint).await?;
-        let (lanes, ids) = door::greet(&mut stream, &self.layout, &*self.fabric).await?;
-        let cables = Cables::start(&*self.fabric, (&lanes, &ids), End::Sender, &self.terms);
+        let (stages, ids) = door::greet(&mut stream, &self.layout, &*self.fabric).await?;
+        let cables = Cables::start(stages, &ids, &self.terms);
         let cables = cables.map_err(io::Error::other)?;
         cables.ready().await.map_err(io::Error::other)?;
         self.cables.set(cables).map_err(|_| io::Error::other("a link has one stream"))?;
