@@ -34,7 +34,7 @@ impl Admission {
             Err(_) => Err(ServeError::Overloaded {
                 retry_after: RETRY_AFTER,
                 reason: format!(
-                    "{} requests are being served, as many as admission.requests_max allows",
+                    "{} requests are being served, as many as router.requests_max allows",
                     self.requests_max
                 ),
             }),

@@ -32,11 +32,11 @@ pub struct RouterSection {
     pub order: String,
     /// Time a request may take that does not say how long it may take.
     pub deadline_ms: u64,
-    /// Requests at one time; more are answered with 429.
+    /// Answers being made at one time (a request with `n` counts `n`); more are answered with 429.
     pub requests_max: usize,
     /// Routes that may fail between two tokens of one request.
     pub attempts_max: u32,
-    /// How long a request may wait for a node with room before it is answered with 503.
+    /// How long a request may wait for a node with room before it is answered with 429 (`full` or `queue`).
     pub wait_ms: u64,
     /// How long requests under way may go on after the router was asked to stop.
     pub drain_ms: u64,

@@ -260,6 +260,16 @@ fn documents_link_to_pages_that_exist() {
     }
 }
 
+#[test]
+fn every_decision_has_a_number_of_its_own() {
+    let pages = std::fs::read_dir(root().join("docs/decisions")).expect("decisions").flatten();
+    let name = |page: std::fs::DirEntry| page.file_name().into_string().expect("UTF-8");
+    let mut numbers: Vec<String> = pages.map(name).map(|name| name.chars().take(4).collect()).collect();
+    numbers.sort_unstable();
+    let expected: Vec<String> = (1..=numbers.len()).map(|number| format!("{number:04}")).collect();
+    assert_eq!(numbers, expected);
+}
+
 /// Functions, and what a test's macro makes into functions: `name => What,`.
 fn named_in(text: &str) -> Vec<String> {
     let functions = text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next());

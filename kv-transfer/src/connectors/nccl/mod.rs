@@ -10,7 +10,7 @@
 //! pages, to a slot of the receiver's, from which a kernel scatters and digests them. So a landing is quiet when this node's
 //! own kernels are done, as with `cuda-ipc`, and a transfer that is cancelled costs nobody a communicator. Those are given
 //! up only where the peer is dead or stands still, and what was under way is tried again with a new one. See
-//! `docs/decisions/0011-nccl-between-slots.md`.
+//! `docs/decisions/0023-nccl-between-slots.md`.
 //!
 //! Suggested reading order: what is needed of the card and of NCCL (`fabric`), the queue of a pair (`cable`), who sees to it
 //! (`thread`, `turns`), how two processes find each other (`door`), the sender (`sending`) and the receiver (`receiving`);
