@@ -1,9 +1,9 @@
 //! Runs the model: turns tokens into KV and KV into tokens.
 //!
-//! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), how much memory it gets ([`kv_room`]), what can fail
-//! ([`error`]), what every backend is held to ([`conformance`], [`equality`]), and how fast it is ([`measure`]). Then a
-//! real model: its weights ([`load`]), its layers ([`model`]), its choice of a token ([`sampler`]), and what runs it: a
-//! processor ([`cpu`]) or a GPU ([`cuda`]).
+//! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), how much memory KV gets
+//! ([`kv_room`]), what can fail ([`error`]), what every backend is held to ([`conformance`], [`equality`]), and how fast
+//! it is ([`measure`]). Then a real model: its weights ([`load`]), its layers ([`model`]), its choice of a token
+//! ([`sampler`]), and what runs it: a processor ([`cpu`]) or a GPU ([`cuda`]).
 #![forbid(unsafe_code)]
 
 pub mod step;

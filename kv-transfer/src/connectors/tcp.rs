@@ -55,7 +55,10 @@ struct Port(Box<dyn Listener>);
 impl Door for Port {
     async fn accept(&mut self) -> io::Result<(String, Arriving)> {
         let (stream, from) = self.0.accept().await?;
-        Ok((from.to_string(), Box::pin(async { Ok(Incoming { stream, elsewhere: None }) })))
+        Ok((
+            from.to_string(),
+            Box::pin(async { Ok(Incoming { stream, elsewhere: None, at_the_door: None }) }),
+        ))
     }
 }
 

@@ -70,7 +70,7 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
 }
 
 impl CpuBackend {
-    /// Loads the model of a folder. Resident memory is its weights, those of KV, and what a step computes in.
+    /// Loads the model of a folder. Resident memory is its weights, its KV, and what a step computes in.
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CpuSettings) -> Result<Self, OpenError> {
         let kv = kv.into();
         let processors = processors(settings).map_err(LoadError::Threads)?;

@@ -69,7 +69,7 @@ async fn greeted(
         true => None,
         false => Some(Apart::Card(Arc::new(mapped(files, bytes, memory, carriers).await?))),
     };
-    Ok(Incoming { stream: Stream::other(stream), elsewhere })
+    Ok(Incoming { stream: Stream::other(stream), elsewhere, at_the_door: None })
 }
 
 /// Maps each of the sender's cards for those of this side that want something of it. It takes the driver its time: on a

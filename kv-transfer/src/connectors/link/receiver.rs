@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use chassis::{Gate, Stream, spawn_guarded};
 use futures::future::BoxFuture;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, trace, warn};
 use types::node::PROTOCOL;
@@ -47,6 +47,8 @@ const ANSWERS_QUEUED_MAX: usize = 4096;
 pub(in crate::connectors) struct Incoming {
     pub(in crate::connectors) stream: Stream,
     pub(in crate::connectors) elsewhere: Option<Apart>,
+    /// What few strangers may have at one time: it goes when the stream says whose it is.
+    pub(in crate::connectors) at_the_door: Option<OwnedSemaphorePermit>,
 }
 
 /// A stream that is about to come in: greetings of the wire's own may be due.
@@ -154,7 +156,8 @@ impl Receiver {
         self.home.nth(turn).at(start).detach();
     }
 
-    async fn serve(&self, Incoming { stream, elsewhere }: Incoming) -> Result<(), TransferError> {
+    async fn serve(&self, incoming: Incoming) -> Result<(), TransferError> {
+        let Incoming { stream, elsewhere, at_the_door } = incoming;
         let stall = self.parts.settings.stall();
         let (reader, writer) = stream.into_split();
         let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
@@ -163,6 +166,7 @@ impl Receiver {
             Some(_) => return Err(FrameError::Unexpected("anything before a hello").into()),
             None => return Ok(()),
         };
+        drop(at_the_door);
         let version = match PROTOCOL.agree(hello.protocol) {
             Ok(version) => version,
             Err(mismatch) => {

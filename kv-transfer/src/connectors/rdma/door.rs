@@ -45,7 +45,7 @@ async fn greeted(
 ) -> Result<Incoming, TransferError> {
     let first = read_first(&mut stream).await.map_err(TransferError::lost)?;
     if first.n > 0 {
-        return Ok(Incoming { stream, elsewhere: None });
+        return Ok(Incoming { stream, elsewhere: None, at_the_door: None });
     }
     if first.pairs == 0 {
         return Err(FrameError::Unexpected("a link without queue pairs").into());
@@ -53,5 +53,5 @@ async fn greeted(
     let sender = read_end(&mut stream, first.pairs).await.map_err(TransferError::lost)?;
     let (written, end) = Written::of(&adapter, &parts, &sender)?;
     write_end(&mut stream, &end).await.map_err(TransferError::lost)?;
-    Ok(Incoming { stream, elsewhere: Some(Apart::Here(Arc::new(written))) })
+    Ok(Incoming { stream, elsewhere: Some(Apart::Here(Arc::new(written))), at_the_door: None })
 }

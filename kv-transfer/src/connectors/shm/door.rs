@@ -149,7 +149,7 @@ async fn greeted(stream: UnixStream) -> Result<Incoming, TransferError> {
     }
     let seen = Seen::of(files)?;
     let elsewhere = seen.map(|seen| Apart::Host(Box::new(seen)));
-    Ok(Incoming { stream: Stream::other(stream), elsewhere })
+    Ok(Incoming { stream: Stream::other(stream), elsewhere, at_the_door: None })
 }
 
 /// The first bytes of a stream, and the files that came with them.
