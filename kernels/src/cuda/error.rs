@@ -1,6 +1,7 @@
 //! What can go wrong between this process and a GPU: each a sentence that says what to do.
 
 use cudarc::driver::DriverError;
+use cudarc::driver::sys::CUresult;
 
 /// No GPU to be had, or a call to it that failed.
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +66,11 @@ pub enum CudaError {
 }
 
 impl CudaError {
+    /// The card had no memory for it, and works on.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Driver { source: DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY), .. })
+    }
+
     /// Names what was being done when the driver refused.
     pub(super) fn during(what: &'static str) -> impl FnOnce(DriverError) -> Self {
         move |source| Self::Driver { what, source }

@@ -1,8 +1,9 @@
 //! Decode steps recorded as graphs, one for each size of the ladder.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::cuda::{CudaError, Graph};
+use tracing::warn;
 
 use super::ladder::{Ladder, Rung};
 use super::plan::Dims;
@@ -19,13 +20,16 @@ pub(super) struct Recorded {
     /// Room for a step's words; what needs more is not recorded.
     n_words_max: usize,
     graphs: BTreeMap<Rung, Graph>,
+    /// For which there was no memory.
+    unrecorded: BTreeSet<Rung>,
     n_at_start: usize,
 }
 
 impl Recorded {
     /// Without a ladder nothing is recorded.
     pub(super) fn new(ladder: Option<Ladder>, n_groups: usize, n_words_max: usize) -> Self {
-        Self { ladder, n_groups, n_words_max, graphs: BTreeMap::new(), n_at_start: 0 }
+        let (graphs, unrecorded) = (BTreeMap::new(), BTreeSet::new());
+        Self { ladder, n_groups, n_words_max, graphs, unrecorded, n_at_start: 0 }
     }
 
     /// Those recorded at the start, and those after it.
@@ -46,12 +50,23 @@ impl Recorded {
         Dims::of_decodes(self.n_groups, rung.rows, rung.length)
     }
 
-    /// Runs the step that lies ready, whose size this is.
+    /// Runs the step that lies ready, whose size this is. Where the card has no memory for one more graph, its kernels are
+    /// launched one by one, which takes longer.
     pub(super) fn launch(&mut self, rung: Rung, tools: &mut Tools) -> Result<(), CudaError> {
-        if !self.graphs.contains_key(&rung) {
-            self.record(rung, tools)?;
+        if !self.graphs.contains_key(&rung) && !self.unrecorded.contains(&rung) {
+            match self.record(rung, tools) {
+                Err(error) if error.is_out_of_memory() => {
+                    let (rows, length) = (rung.rows, rung.length);
+                    warn!(rows, length, "no memory for the graph of a decode step: such steps take longer");
+                    self.unrecorded.insert(rung);
+                }
+                recorded => recorded?,
+            }
         }
-        self.graphs.get_mut(&rung).expect("it is recorded").launch()
+        match self.graphs.get_mut(&rung) {
+            Some(graph) => graph.launch(),
+            None => tools.forward(self.dims(rung), &[], |_, _| Ok(())),
+        }
     }
 
     /// Records all sizes for sequences of up to `length` tokens. `told` hears how many of how many are done.
