@@ -3,6 +3,8 @@
 use kv_cache::KvMemory;
 use types::KvLayout;
 
+use crate::error::OpenError;
+
 /// Memory for KV, of all ranks together. The regions' sum never exceeds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvRoom {
@@ -56,6 +58,17 @@ impl AutoRoom {
     pub(crate) fn on_gpus(self, n_gpus: usize, (free, total): (usize, usize), taken: usize) -> usize {
         let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
         ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
+    }
+}
+
+/// How many blocks so many bytes have room for: one at least.
+pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenError> {
+    match KvMemory::blocks_within(layout, kv_bytes) {
+        0 => {
+            let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
+            Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes })
+        }
+        n_blocks => Ok(n_blocks),
     }
 }
 

@@ -49,6 +49,12 @@ pub(super) struct Grid {
     pub(super) waits: bool,
 }
 
+impl Grid {
+    pub(super) fn of(blocks: (usize, usize, usize), threads: u32, shared_bytes: u32) -> Self {
+        Self { blocks, threads, shared_bytes, waits: false }
+    }
+}
+
 /// A place in the stream, to measure the time between two.
 #[derive(Debug)]
 pub struct Marker(pub(super) CudaEvent);
@@ -352,7 +358,7 @@ fn zeroed(context: &Arc<CudaContext>, stream: &Arc<CudaStream>, n: usize) -> Res
 
 /// Many small blocks of threads over a row of work.
 pub(super) fn grid(x: usize, y: usize, threads: u32) -> Grid {
-    Grid { blocks: (x, y, 1), threads, shared_bytes: 0, waits: false }
+    Grid::of((x, y, 1), threads, 0)
 }
 
 /// What to compile for. Hopper's own instructions need the `a`; the code then runs on no other card.

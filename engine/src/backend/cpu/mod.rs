@@ -28,7 +28,7 @@ pub use settings::{CpuSettings, LoadFormat};
 use super::asleep::{self, Asleep, Closed, Sleepless};
 use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, LoadError, OpenError};
-use crate::kv_room::KvRoom;
+use crate::kv_room::{KvRoom, n_blocks};
 use crate::load::weights::Seen;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint};
 use crate::model::{self, Architecture, Model, ModelConfig};
@@ -305,10 +305,6 @@ pub(super) fn groups(n_kv_heads: u16, head_dim: u16, windows: &[Option<u32>]) ->
 }
 
 fn memory(layout: &KvLayout, kv_bytes: usize) -> Result<KvMemory, OpenError> {
-    let n_blocks = KvMemory::blocks_within(layout, kv_bytes);
-    if n_blocks == 0 {
-        let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
-        return Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes });
-    }
-    KvMemory::host(layout.clone(), n_blocks).map_err(|error| OpenError::KvMemory(error.to_string()))
+    KvMemory::host(layout.clone(), n_blocks(layout, kv_bytes)?)
+        .map_err(|error| OpenError::KvMemory(error.to_string()))
 }

@@ -33,7 +33,7 @@ use super::{Arrivals, CudaBackend, CudaSettings, Loaded, tuning};
 use crate::backend::{StepLimits, cpu};
 use crate::cpu::LoadFormat;
 use crate::error::{LoadError, OpenError};
-use crate::kv_room::{AutoRoom, KvRoom};
+use crate::kv_room::{AutoRoom, KvRoom, n_blocks};
 use crate::load::meter::Meter;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint};
 use crate::model::{self, Architecture, ModelConfig};
@@ -142,11 +142,11 @@ fn room_on(
     folder: &Path,
     settings: &CudaSettings,
 ) -> Result<usize, OpenError> {
+    let memories = cards.iter().map(Card::memory).collect::<Result<Vec<_>, _>>()?;
+    // As if all of it were for KV: what goes by the longest sequence is counted in full.
+    let described = Described::of(folder, memories.iter().map(|(_, total)| total).sum(), settings)?;
     let mut least = usize::MAX;
-    for (share, card) in Share::of_all(cards.len()).zip(cards) {
-        let memory = card.memory()?;
-        // As if all of it were for KV: what goes by the longest sequence is counted in full.
-        let described = Described::of(folder, memory.1 * cards.len(), settings)?;
+    for ((share, card), memory) in Share::of_all(cards.len()).zip(cards).zip(memories) {
         let sizes = Sizes::of(&described.folder.config, described.heads, share)?;
         let shape = described.workspace(card, sizes);
         let taken = Budget::of(sizes, &described.in_fp8, &shape, 0).without_kv();
@@ -416,16 +416,6 @@ impl Described {
             ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
         ];
         Ok(fingerprint::fingerprint(&self.layout, parts))
-    }
-}
-
-fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenError> {
-    match KvMemory::blocks_within(layout, kv_bytes) {
-        0 => {
-            let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
-            Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes })
-        }
-        n_blocks => Ok(n_blocks),
     }
 }
 

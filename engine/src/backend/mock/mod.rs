@@ -24,6 +24,7 @@ pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify, wire_cost
 use crate::backend::asleep::{self, Asleep, Closed, Sleepless};
 use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, OpenError};
+use crate::kv_room::n_blocks;
 use crate::step::{Launched, SlotId, StepBatch, StepOutput};
 use layer::Layer;
 use row::{QueuedRow, RunningRow};
@@ -63,12 +64,7 @@ struct QueuedStep {
 pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dyn Backend>, OpenError> {
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
-    let kv_bytes = engine.kv.of_mock();
-    let n_blocks = KvMemory::blocks_within(&layout, kv_bytes);
-    if n_blocks == 0 {
-        let block_bytes = layout.group_indices().map(|group| layout.block_bytes(group)).sum();
-        return Err(OpenError::NoKvMemory { bytes: kv_bytes, block_bytes });
-    }
+    let n_blocks = n_blocks(&layout, engine.kv.of_mock())?;
     // One name whatever the costs: clients ask for `mock`.
     Ok(Box::new(Mock::over_ranks("mock", settings, engine.ranks, n_blocks, engine.pace)?))
 }

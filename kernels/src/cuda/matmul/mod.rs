@@ -412,21 +412,17 @@ impl Lt {
         x: View<'_, Bf16>,
         k: usize,
     ) -> Result<(), CudaError> {
-        let given = w;
-        let w = match (w, way) {
-            (Weights::Bf16(w) | Weights::Widened(w), _) => w,
-            (Weights::Fp8(rows), Way::Own(form @ OwnForm::Few(_))) => {
-                return in_passes(card, *form, y, rows, x, k);
-            }
-            (Weights::Fp8(_), Way::Own(OwnForm::Skinny(_)) | Way::Many | Way::Lt(_)) => {
-                return ensure("product", false, "a matrix in FP8 that was not widened");
-            }
+        if let (Weights::Fp8(rows), Way::Own(form @ OwnForm::Few(_))) = (w, way) {
+            return in_passes(card, *form, y, rows, x, k);
+        }
+        let Some(numbers) = w.in_bf16() else {
+            return ensure("product", false, "a matrix in FP8 that was not widened");
         };
         match (way, y) {
-            (Way::Own(form), y) => card.multiply_own(*form, OwnProduct::plain(given, x, k), y.into()),
-            (Way::Many, Answer::Narrow(y)) => card.multiply_many(w, x, k, ManyRows::Sums(y)),
+            (Way::Own(form), y) => card.multiply_own(*form, OwnProduct::plain(w, x, k), y.into()),
+            (Way::Many, Answer::Narrow(y)) => card.multiply_many(numbers, x, k, ManyRows::Sums(y)),
             (Way::Many, Answer::Wide(_)) => ensure("product", false, "an answer in f32 of many rows"),
-            (Way::Lt(plan), y) => self.run(card, plan, y, w, x),
+            (Way::Lt(plan), y) => self.run(card, plan, y, numbers, x),
         }
     }
 

@@ -224,7 +224,7 @@ impl Card {
             is_able && !attention.leaves_cache
         };
         let Some(hopper) = HOPPER.iter().find(of_heads) else {
-            let config = Grid { blocks, threads: THREADS, shared_bytes: 0, waits: false };
+            let config = Grid::of(blocks, THREADS, 0);
             return launch!(
                 self,
                 kernel,
@@ -240,8 +240,7 @@ impl Card {
             );
         };
         let of_pages = TensorMap::of(kv.matrix(*pages), BLOCK_TOKENS)?;
-        let config =
-            Grid { blocks, threads: THREADS, shared_bytes: shared_bytes(hopper.head_dim), waits: false };
+        let config = Grid::of(blocks, THREADS, shared_bytes(hopper.head_dim));
         if let Some(n_at_once) = attention.queries_at_once() {
             let n_rows = lengths.len();
             let blocks = (blocks.0, blocks.1, n_rows.div_ceil(n_at_once));

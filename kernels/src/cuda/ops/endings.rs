@@ -169,6 +169,14 @@ impl<'a> Weights<'a> {
         }
     }
 
+    /// Its numbers, if they are in bf16.
+    pub(in crate::cuda) fn in_bf16(self) -> Option<View<'a, Bf16>> {
+        match self {
+            Self::Bf16(numbers) | Self::Widened(numbers) => Some(numbers),
+            Self::Fp8(_) => None,
+        }
+    }
+
     /// Its memory, as numbers of 16 bits.
     pub fn halves(self) -> View<'a, Bf16> {
         match self {

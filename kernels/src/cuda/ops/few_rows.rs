@@ -183,14 +183,13 @@ impl Card {
             Weights::Bf16(w) | Weights::Widened(w) => {
                 let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
                 let shared_bytes = shared_bytes(size);
-                let config = Grid { blocks, threads: THREADS, shared_bytes, waits: product.is_widened() };
+                let config = Grid { waits: product.is_widened(), ..Grid::of(blocks, THREADS, shared_bytes) };
                 launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes)
             }
             Weights::Fp8(w) => {
                 let boxes = (TILE_COLUMNS, UNIT);
                 let of_w = TensorMap::of_bytes(w.numbers.address, n, Fp8Rows::width(k), boxes)?;
-                let config =
-                    Grid { blocks, threads: THREADS, shared_bytes: shared_bytes_fp8(size), waits: false };
+                let config = Grid::of(blocks, THREADS, shared_bytes_fp8(size));
                 let scales = w.scales.address;
                 launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes, &scales)
             }
@@ -209,7 +208,7 @@ impl Card {
         let size = size.expect("the rows were just counted");
         let kernel = size.names.of(&ending);
         ensure(kernel, self.has(kernel), "a card that is not of Hopper's kind")?;
-        let (Weights::Bf16(w) | Weights::Widened(w)) = w else {
+        let Some(w) = w.in_bf16() else {
             return ensure(kernel, false, "a matrix in FP8");
         };
         if n == 0 || n_rows == 0 {
@@ -225,10 +224,8 @@ impl Card {
         let (parts, arrived) = self.meeting();
         let meeting = Meeting { parts, arrived, n_tiles: number(kernel, n_parts)? };
         let config = Grid {
-            blocks: (n_blocks, 1, 1),
-            threads: THREADS,
-            shared_bytes: shared_bytes_even(size),
             waits: product.is_widened(),
+            ..Grid::of((n_blocks, 1, 1), THREADS, shared_bytes_even(size))
         };
         launch!(self, kernel, config, 1, &words, &owed, &of_w, &of_tiles, &sizes, &meeting)
     }

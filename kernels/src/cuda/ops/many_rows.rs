@@ -85,12 +85,7 @@ impl Card {
         let of_w = TensorMap::of(matrix(w.address, n, k), HALF)?;
         let of_x = TensorMap::of(matrix(x.address, n_rows, k), ROWS)?;
         let n_clusters = (self.n_multiprocessors() as usize / CLUSTER).min(n_pairs * n_columns).max(1);
-        let config = Grid {
-            blocks: (n_clusters * CLUSTER, 1, 1),
-            threads: THREADS,
-            shared_bytes: SHARED_BYTES,
-            waits: false,
-        };
+        let config = Grid::of((n_clusters * CLUSTER, 1, 1), THREADS, SHARED_BYTES);
         launch!(self, kernel, config, CLUSTER, &of_y, &of_w, &of_x, &shape)
     }
 }

@@ -147,7 +147,7 @@ impl Card {
             return self.launch_prefill_hopper(&attention, shape);
         }
         let shared_bytes = shared_bytes_of(kernel).unwrap_or(0);
-        let config = Grid { blocks, threads: THREADS, shared_bytes, waits: false };
+        let config = Grid::of(blocks, THREADS, shared_bytes);
         launch!(
             self,
             kernel,
@@ -171,7 +171,7 @@ impl Card {
         let shared_bytes = shared_bytes_of(HOPPER).unwrap_or(0);
         let tickets = self.tickets();
         let n_blocks = self.n_multiprocessors().min(shape.n_pieces) as usize;
-        let config = Grid { blocks: (n_blocks, 1, 1), threads: HOPPER_THREADS, shared_bytes, waits: false };
+        let config = Grid::of((n_blocks, 1, 1), HOPPER_THREADS, shared_bytes);
         launch!(
             self,
             HOPPER,

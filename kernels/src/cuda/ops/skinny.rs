@@ -1,6 +1,6 @@
 //! Products of up to 8 rows with a large matrix, which take the time to read the matrix: on every card.
 
-use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
+use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, kernel_names};
 use super::{Card, CudaError, ensure, launch};
 use crate::cuda::card::{Grid, grid};
 
@@ -45,7 +45,7 @@ impl Card {
         let checked = product.check(self, kernel, OwnForm::Skinny(form), &ending)?;
         let Checked { sizes, owed, ending, n_parts } = checked;
         ensure(kernel, sizes.n_rows as usize <= SKINNY_ROWS_MAX, "more than 8 rows")?;
-        let (Weights::Bf16(w) | Weights::Widened(w)) = product.w else {
+        let Some(w) = product.w.in_bf16() else {
             return ensure(kernel, false, "a matrix in FP8 that was not widened");
         };
         if sizes.n == 0 || sizes.n_rows == 0 {
