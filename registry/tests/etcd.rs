@@ -1,6 +1,6 @@
 //! The etcd registry against a real etcd.
 
-#![allow(missing_debug_implementations, clippy::large_futures)]
+#![allow(missing_debug_implementations)]
 
 mod support;
 
@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use baton_registry as registry;
 use chassis::{Gate, World};
-use etcd_client::{Client, GetOptions, Permission, PermissionType};
 use registry::conformance::{Subject, Watcher, announced, in_time, left, node};
+use registry::etcd::EtcdClient;
+use registry::etcd::client::prefix_end;
+use registry::etcd::client::v3;
 use registry::{MembershipEvent, Registry, RegistryError, RegistryParts, Standing};
 use types::{NodeId, NodeInfo};
 
@@ -210,7 +212,7 @@ async fn a_watch_that_missed_compacted_history_gets_a_snapshot() {
     wire.cut();
     in_time(b.withdraw()).await;
     let _c = announced(&*direct, node("c", 1)).await;
-    compact(&mut etcd.client().await).await;
+    compact(&etcd.client().await).await;
     wire.mend();
 
     let now = MembershipEvent::Snapshot(vec![a_node, node("c", 1)]);
@@ -220,10 +222,15 @@ async fn a_watch_that_missed_compacted_history_gets_a_snapshot() {
 }
 
 /// Forgets all history, as etcd's operators do at intervals.
-async fn compact(client: &mut Client) {
-    let now = client.get(PREFIX, None).await.expect("etcd answers");
-    let revision = now.header().expect("it has one").revision();
-    client.compact(revision, None).await.expect("there is history");
+async fn compact(client: &EtcdClient) {
+    let now = client.kv().range(range(PREFIX)).await.expect("etcd answers").into_inner();
+    let revision = now.header.expect("it has one").revision;
+    client.kv().compact(v3::CompactionRequest { revision }).await.expect("there is history");
+}
+
+/// All keys with this prefix.
+fn range(prefix: &str) -> v3::RangeRequest {
+    v3::RangeRequest { key: prefix.into(), range_end: prefix_end(prefix), keys_only: true }
 }
 
 #[tokio::test]
@@ -247,7 +254,9 @@ async fn a_key_deleted_by_hand_comes_back() {
     let etcd = Etcd::start().await;
     let registry = blue(&etcd.endpoint());
     let mut pair = Pair::of(&*registry).await;
-    etcd.client().await.delete(format!("{PREFIX}nodes/a"), None).await.expect("etcd answers");
+    let key = format!("{PREFIX}nodes/a").into_bytes();
+    let delete = v3::DeleteRangeRequest { key, range_end: Vec::new() };
+    etcd.client().await.kv().delete_range(delete).await.expect("etcd answers");
     assert_eq!(pair.watcher.next().await, left("a", 1));
     assert_eq!(pair.watcher.next().await, MembershipEvent::Joined(node("a", 1)));
 }
@@ -256,13 +265,18 @@ async fn a_key_deleted_by_hand_comes_back() {
 async fn what_cannot_be_read_is_left_out() {
     let etcd = Etcd::start().await;
     let registry = blue(&etcd.endpoint());
-    let mut client = etcd.client().await;
+    let client = etcd.client().await;
+    let put_rubbish = async |key: &str| {
+        let key = format!("{PREFIX}{key}").into_bytes();
+        let put = v3::PutRequest { key, value: b"rubbish".to_vec(), lease: 0 };
+        client.kv().put(put).await.expect("etcd answers");
+    };
     for key in ["nodes/rubbish", "nodes/", "nodes/a/b", "something-else"] {
-        client.put(format!("{PREFIX}{key}"), "rubbish", None).await.expect("etcd answers");
+        put_rubbish(key).await;
     }
     let mut watcher = Watcher::of(&*registry).await;
     assert_eq!(watcher.next().await, MembershipEvent::Snapshot(vec![]));
-    client.put(format!("{PREFIX}nodes/more"), "rubbish", None).await.expect("etcd answers");
+    put_rubbish("nodes/more").await;
     let _a = announced(&*registry, node("rubbish", 1)).await;
     assert_eq!(watcher.next().await, MembershipEvent::Joined(node("rubbish", 1)));
 }
@@ -284,11 +298,12 @@ async fn nothing_but_the_mark_stays_behind() {
     let Pair { announcements: [a, b], .. } = Pair::of(&*registry).await;
     in_time(a.withdraw()).await;
     in_time(b.withdraw()).await;
-    let mut client = etcd.client().await;
-    let all = client.get("/", Some(GetOptions::new().with_prefix())).await.expect("etcd answers");
-    let keys: Vec<&str> = all.kvs().iter().map(|entry| entry.key_str().expect("text")).collect();
-    assert_eq!(keys, ["/baton/blue/life"]);
-    assert_eq!(client.leases().await.expect("etcd answers").leases().len(), 0);
+    let client = etcd.client().await;
+    let all = client.kv().range(range("/")).await.expect("etcd answers").into_inner();
+    let keys: Vec<&[u8]> = all.kvs.iter().map(|entry| &*entry.key).collect();
+    assert_eq!(keys, [b"/baton/blue/life"]);
+    let leases = client.lease().lease_leases(v3::LeaseLeasesRequest {}).await.expect("etcd answers");
+    assert_eq!(leases.into_inner().leases.len(), 0);
 }
 
 // === who may ===
@@ -297,16 +312,19 @@ const USER: (&str, &str) = ("baton", "p@ss word");
 
 /// Turns authentication on, with one user who may use the keys of one cluster.
 async fn protect(etcd: &Etcd) {
-    let mut client = etcd.client().await;
-    client.role_add("baton").await.expect("etcd answers");
-    let keys = Permission::new(PermissionType::Readwrite, PREFIX).with_prefix();
-    client.role_grant_permission("baton", keys).await.expect("the role is there");
-    client.user_add(USER.0, USER.1, None).await.expect("etcd answers");
-    client.user_grant_role(USER.0, "baton").await.expect("both are there");
-    client.user_add("root", "root", None).await.expect("etcd answers");
-    client.role_add("root").await.expect("etcd answers");
-    client.user_grant_role("root", "root").await.expect("both are there");
-    client.auth_enable().await.expect("there is a root");
+    let mut auth = etcd.client().await.auth();
+    let (key, range_end) = (PREFIX.into(), prefix_end(PREFIX));
+    let perm = v3::Permission { perm_type: v3::permission::Type::Readwrite.into(), key, range_end };
+    for (name, password, role) in [(USER.0, USER.1, "baton"), ("root", "root", "root")] {
+        auth.role_add(v3::AuthRoleAddRequest { name: role.into() }).await.expect("etcd answers");
+        let user = v3::AuthUserAddRequest { name: name.into(), password: password.into() };
+        auth.user_add(user).await.expect("etcd answers");
+        let grant = v3::AuthUserGrantRoleRequest { user: name.into(), role: role.into() };
+        auth.user_grant_role(grant).await.expect("both are there");
+    }
+    let keys = v3::AuthRoleGrantPermissionRequest { name: "baton".into(), perm: Some(perm) };
+    auth.role_grant_permission(keys).await.expect("the role is there");
+    auth.auth_enable(v3::AuthEnableRequest {}).await.expect("there is a root");
 }
 
 #[tokio::test]
@@ -340,7 +358,7 @@ async fn who_may_not_is_told_so_at_once() {
 #[tokio::test]
 async fn tls_with_certificates_on_both_sides() {
     let certificates = Certificates::new();
-    let etcd = Etcd::start_with(certificates.etcd_arguments(), Some(certificates.client_options())).await;
+    let etcd = Etcd::start_with(certificates.etcd_arguments(), Some(certificates.client_files())).await;
     let address = format!("etcd://{}/blue", etcd.endpoint());
     let registry = open(&format!("{address}?{}&ttl_s=3", certificates.query()));
     Pair::of(&*registry).await.goes_on().await;

@@ -1,7 +1,7 @@
 //! etcd is away for a second and for ten, comes back with and without its data, loses leases, forgets its history, or
 //! has a member less. Requests go on, nobody is forgotten, and everybody is announced again by itself.
 
-#![allow(clippy::large_futures, reason = "what etcd's client makes is large, and awaited a few times")]
+#![allow(clippy::large_futures, reason = "a test awaits them a few times")]
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -9,8 +9,9 @@ use std::time::Duration;
 use baton_tests::check::prompts;
 use baton_tests::logs::THE_REGISTRY_IS_AWAY;
 use baton_tests::{Answer, Ask, Etcd, Node, Up, Wire, eventually, in_time};
-use etcd_client::{Client as EtcdClient, GetOptions};
 use futures::future::join_all;
+use registry::etcd::client::{prefix_end, v3};
+use registry::etcd::{EtcdClient, EtcdSettings};
 use tokio::time::{Instant, sleep};
 
 /// A mock whose steps take time, so that there is always a stream in the middle.
@@ -82,27 +83,28 @@ async fn through(up: &Up, trouble: impl Future<Output = ()>) {
 
 async fn etcd_client(etcd: &Etcd) -> EtcdClient {
     eventually("etcd to answer", async || {
-        let mut client = EtcdClient::connect(etcd.endpoints(), None).await.ok()?;
-        let asked = tokio::time::timeout(Duration::from_secs(2), client.get("x", None)).await;
-        asked.ok()?.ok()?;
+        let client = EtcdClient::connect(&EtcdSettings::new(etcd.endpoints(), CLUSTER)).await.ok()?;
+        tokio::time::timeout(Duration::from_secs(2), announced(&client)).await.ok()??;
         Some(client)
     })
     .await
 }
 
 /// The keys of the members, and etcd's revision. None if the member that was asked is the one that is away.
-async fn announced(client: &mut EtcdClient) -> Option<(Vec<String>, i64)> {
-    let prefix = GetOptions::new().with_prefix().with_keys_only();
-    let answer = client.get(format!("/baton/{CLUSTER}/nodes/"), Some(prefix)).await.ok()?;
-    let keys = answer.kvs().iter().map(|kv| kv.key_str().expect("text").to_owned()).collect();
-    Some((keys, answer.header().expect("it has one").revision()))
+async fn announced(client: &EtcdClient) -> Option<(Vec<Vec<u8>>, i64)> {
+    let prefix = format!("/baton/{CLUSTER}/nodes/");
+    let range_end = prefix_end(&prefix);
+    let members = v3::RangeRequest { key: prefix.into_bytes(), range_end, keys_only: true };
+    let answer = client.kv().range(members).await.ok()?.into_inner();
+    let keys = answer.kvs.into_iter().map(|entry| entry.key).collect();
+    Some((keys, answer.header.expect("it has one").revision))
 }
 
 /// Everybody is announced, by itself; how many writes that took.
 async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
-    let mut client = etcd_client(etcd).await;
+    let client = etcd_client(etcd).await;
     eventually("everybody to be announced", async || {
-        let (keys, revision) = announced(&mut client).await?;
+        let (keys, revision) = announced(&client).await?;
         (keys.len() == nodes.len()).then_some(revision)
     })
     .await
@@ -110,10 +112,10 @@ async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
 
 /// Nobody goes on writing: what is announced is announced once.
 async fn is_calm(etcd: &Etcd) {
-    let mut client = etcd_client(etcd).await;
-    let (_, before) = announced(&mut client).await.expect("etcd answers");
+    let client = etcd_client(etcd).await;
+    let (_, before) = announced(&client).await.expect("etcd answers");
     sleep(Duration::from_secs(3)).await;
-    let (_, after) = announced(&mut client).await.expect("etcd answers");
+    let (_, after) = announced(&client).await.expect("etcd answers");
     assert_eq!(after, before, "signs of life write nothing");
 }
 
@@ -158,11 +160,12 @@ async fn lost_leases_and_a_forgotten_history_change_nothing() {
     let wire = Wire::to(etcd.endpoints()[0].clone()).await;
     let up = cluster(&url(wire.addr)).await;
     let nodes = up.nodes().await;
-    let mut client = etcd_client(&etcd).await;
-    let leases = client.leases().await.expect("etcd answers");
-    assert_eq!(leases.leases().len(), nodes.len(), "a lease for each");
-    for lease in leases.leases() {
-        client.lease_revoke(lease.id()).await.expect("it is there");
+    let client = etcd_client(&etcd).await;
+    let leases = client.lease().lease_leases(v3::LeaseLeasesRequest {}).await.expect("etcd answers");
+    let leases = leases.into_inner().leases;
+    assert_eq!(leases.len(), nodes.len(), "a lease for each");
+    for v3::LeaseStatus { id } in leases {
+        client.lease().lease_revoke(v3::LeaseRevokeRequest { id }).await.expect("it is there");
     }
     // Known nodes are gone for as long as they are not announced again: etcd itself has said so.
     all_announced(&etcd, &nodes).await;
@@ -172,9 +175,11 @@ async fn lost_leases_and_a_forgotten_history_change_nothing() {
     })
     .await;
     let trouble = async {
-        let (_, revision) = announced(&mut client).await.expect("etcd answers");
-        client.put("/elsewhere", "a later revision", None).await.expect("etcd answers");
-        client.compact(revision, None).await.expect("there is history");
+        let (_, revision) = announced(&client).await.expect("etcd answers");
+        let key = b"/elsewhere".to_vec();
+        let put = v3::PutRequest { key, value: b"a later revision".to_vec(), lease: 0 };
+        client.kv().put(put).await.expect("etcd answers");
+        client.kv().compact(v3::CompactionRequest { revision }).await.expect("there is history");
         wire.cut();
         all_announced(&etcd, &nodes).await;
         is_calm(&etcd).await;

@@ -4,15 +4,21 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use chassis::World;
-use etcd_client::{
-    Client, Compare, CompareOp, Error, KeyValue, LeaseKeepAliveStream, LeaseKeeper, PutOptions, Txn, TxnOp,
-};
 use prost::Message as _;
 use proto::v1;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Streaming};
 use tracing::debug;
 use types::NodeInfo;
 
-use super::connection::{connect, refused};
+use super::client::v3::compare::{CompareResult, CompareTarget, TargetUnion};
+use super::client::v3::request_op::Request;
+use super::client::v3::{
+    Compare, KeyValue, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseKeepAliveResponse, LeaseRevokeRequest,
+    PutRequest, RangeRequest, RequestOp, TxnRequest,
+};
+use super::client::{EtcdClient, failed, token_expired};
 use super::keys::Keys;
 use super::settings::EtcdSettings;
 use crate::announcement::{LeaseTerms, Presence};
@@ -29,7 +35,7 @@ pub(crate) struct InEtcd {
     node: NodeInfo,
     world: World,
     /// `None` after anything went wrong: the next call connects anew.
-    connection: Option<Client>,
+    connection: Option<EtcdClient>,
     /// The lease that the node's key is, or was last, attached to.
     lease: Option<i64>,
     pulse: Option<Pulse>,
@@ -37,8 +43,9 @@ pub(crate) struct InEtcd {
 
 /// The stream over which a lease is kept alive.
 struct Pulse {
-    requests: LeaseKeeper,
-    answers: LeaseKeepAliveStream,
+    lease: i64,
+    requests: mpsc::Sender<LeaseKeepAliveRequest>,
+    answers: Streaming<LeaseKeepAliveResponse>,
 }
 
 impl InEtcd {
@@ -47,11 +54,11 @@ impl InEtcd {
         Self { settings, keys, node, world, connection: None, lease: None, pulse: None }
     }
 
-    async fn client(&mut self) -> Result<Client, RegistryError> {
+    async fn client(&mut self) -> Result<EtcdClient, RegistryError> {
         if let Some(client) = &self.connection {
             return Ok(client.clone());
         }
-        let client = connect(&self.settings).await?;
+        let client = EtcdClient::connect(&self.settings).await?;
         self.connection = Some(client.clone());
         Ok(client)
     }
@@ -61,62 +68,70 @@ impl InEtcd {
 impl Presence for InEtcd {
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
         // A call may be dropped at any await, so the connection counts as broken until the end says otherwise.
-        let mut client = self.client().await?;
+        let client = self.client().await?;
         self.connection = None;
-        let terms = self.join(&mut client).await?;
+        let terms = self.join(&client).await?;
         self.connection = Some(client);
         Ok(terms)
     }
 
     async fn keep_alive(&mut self) -> Result<(), RegistryError> {
-        let lease = self.lease.ok_or(RegistryError::LeaseLost)?;
-        let mut client = self.client().await?;
-        self.connection = None;
-        let pulse = match self.pulse.take() {
-            Some(pulse) => pulse.beat().await?,
-            None => Pulse::start(&mut client, lease).await?,
-        };
-        self.holds_its_key(&mut client, lease).await?;
-        self.pulse = Some(pulse);
-        self.connection = Some(client);
-        Ok(())
+        match self.beat().await {
+            // The failure has dropped the connection: the next one authenticates anew.
+            Err(error) if token_expired(&error) => self.beat().await,
+            done => done,
+        }
     }
 
     /// Revoking a lease deletes the keys that are attached to it, so the key of a later life stays.
     async fn withdraw(&mut self) -> Result<(), RegistryError> {
         let Some(lease) = self.lease else { return Ok(()) };
-        let mut client = self.client().await?;
-        match client.lease_revoke(lease).await {
+        let client = self.client().await?;
+        match client.lease().lease_revoke(LeaseRevokeRequest { id: lease }).await {
             Ok(_) => Ok(()),
-            Err(Error::GRpcStatus(status)) if status.code() == tonic::Code::NotFound => Ok(()),
-            Err(error) => Err(refused("revoke the lease", error)),
+            Err(status) if status.code() == Code::NotFound => Ok(()),
+            Err(status) => Err(failed("revoke the lease", status)),
         }
     }
 }
 
 impl InEtcd {
-    async fn join(&mut self, client: &mut Client) -> Result<LeaseTerms, RegistryError> {
+    async fn beat(&mut self) -> Result<(), RegistryError> {
+        let lease = self.lease.ok_or(RegistryError::LeaseLost)?;
+        let client = self.client().await?;
+        self.connection = None;
+        let pulse = match self.pulse.take() {
+            Some(pulse) => pulse.beat().await?,
+            None => Pulse::start(&client, lease).await?,
+        };
+        self.holds_its_key(&client, lease).await?;
+        self.pulse = Some(pulse);
+        self.connection = Some(client);
+        Ok(())
+    }
+
+    async fn join(&mut self, client: &EtcdClient) -> Result<LeaseTerms, RegistryError> {
         self.pulse = None;
-        let granted = client.lease_grant(self.settings.ttl.as_secs() as i64, None).await;
-        let granted = granted.map_err(|error| refused("grant a lease", error))?;
-        let lease = granted.id();
-        if let Err(error) = self.put(client, lease).await {
-            // It holds nothing; without this it would lapse by itself.
-            let _ = client.lease_revoke(lease).await;
+        let request = LeaseGrantRequest { ttl: self.settings.ttl.as_secs() as i64 };
+        let granted = client.lease().lease_grant(request).await;
+        let granted = granted.map_err(|status| failed("grant a lease", status))?.into_inner();
+        if let Err(error) = self.put(client, granted.id).await {
+            // It holds nothing; without this it would expire by itself.
+            let _ = client.lease().lease_revoke(LeaseRevokeRequest { id: granted.id }).await;
             return Err(error);
         }
-        let ttl = Duration::from_secs(granted.ttl().unsigned_abs());
+        let ttl = Duration::from_secs(granted.ttl.unsigned_abs());
         Ok(LeaseTerms { ttl, beat: ttl / BEATS_PER_TTL })
     }
 
     /// Writes the node's key under `lease`, unless a later life has written it.
-    async fn put(&mut self, client: &mut Client, lease: i64) -> Result<(), RegistryError> {
+    async fn put(&mut self, client: &EtcdClient, lease: i64) -> Result<(), RegistryError> {
         for _ in 0..PUT_ATTEMPTS {
             let seen = self.read(client).await?;
             self.refuse_later_life(seen.as_ref())?;
             // From here on the key may be ours, even if the answer is lost.
             self.lease = Some(lease);
-            if self.put_over(client, lease, seen.map_or(0, |seen| seen.mod_revision())).await? {
+            if self.put_over(client, lease, seen.map_or(0, |seen| seen.mod_revision)).await? {
                 return Ok(());
             }
             debug!(node = %self.node.id, "another life was faster, reading again");
@@ -124,14 +139,15 @@ impl InEtcd {
         Err(RegistryError::Interrupted { reason: "the node's key is being fought over".to_owned() })
     }
 
-    async fn read(&self, client: &mut Client) -> Result<Option<KeyValue>, RegistryError> {
-        let answer = client.get(self.keys.node(&self.node.id), None).await;
-        Ok(answer.map_err(|error| refused("read the node's key", error))?.take_kvs().pop())
+    async fn read(&self, client: &EtcdClient) -> Result<Option<KeyValue>, RegistryError> {
+        let key = self.keys.node(&self.node.id).into_bytes();
+        let answer = client.kv().range(RangeRequest { key, ..RangeRequest::default() }).await;
+        Ok(answer.map_err(|status| failed("read the node's key", status))?.into_inner().kvs.pop())
     }
 
     fn refuse_later_life(&self, seen: Option<&KeyValue>) -> Result<(), RegistryError> {
         // What cannot be read is nobody's life.
-        let seen = seen.and_then(|seen| v1::NodeInfo::decode(seen.value()).ok());
+        let seen = seen.and_then(|seen| v1::NodeInfo::decode(&*seen.value).ok());
         match seen {
             Some(seen) if seen.epoch > self.node.epoch.0 => {
                 Err(RegistryError::Superseded { id: self.node.id.clone(), epoch: self.node.epoch })
@@ -141,52 +157,72 @@ impl InEtcd {
     }
 
     /// Writes only over what was seen (0: nothing). Also leaves the mark of this etcd's data if it has none.
-    async fn put_over(&self, client: &mut Client, lease: i64, seen: i64) -> Result<bool, RegistryError> {
-        let key = self.keys.node(&self.node.id);
+    async fn put_over(&self, client: &EtcdClient, lease: i64, seen: i64) -> Result<bool, RegistryError> {
+        let key = self.keys.node(&self.node.id).into_bytes();
         let value = v1::NodeInfo::from(&self.node).encode_to_vec();
-        let put = TxnOp::put(key.clone(), value, Some(PutOptions::new().with_lease(lease)));
-        let unchanged = Compare::mod_revision(key, CompareOp::Equal, seen);
-        let transaction = Txn::new().when([unchanged]).and_then([TxnOp::txn(self.mark()), put]);
-        let answer = client.txn(transaction).await.map_err(|error| refused("write the node's key", error))?;
-        Ok(answer.succeeded())
+        let unchanged = equal(key.clone(), CompareTarget::Mod, TargetUnion::ModRevision(seen));
+        let put = Request::RequestPut(PutRequest { key, value, lease });
+        let transaction = transaction(unchanged, [Request::RequestTxn(self.mark()), put]);
+        let answer = client.kv().txn(transaction).await;
+        Ok(answer.map_err(|status| failed("write the node's key", status))?.into_inner().succeeded)
     }
 
-    fn mark(&self) -> Txn {
-        let key = self.keys.life();
-        let life = format!("{:016x}", self.world.draw());
-        let absent = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
-        Txn::new().when([absent]).and_then([TxnOp::put(key, life, None)])
+    fn mark(&self) -> TxnRequest {
+        let key = self.keys.life().into_bytes();
+        let value = format!("{:016x}", self.world.draw()).into_bytes();
+        let absent = equal(key.clone(), CompareTarget::Create, TargetUnion::CreateRevision(0));
+        transaction(absent, [Request::RequestPut(PutRequest { key, value, lease: 0 })])
     }
 
     /// A lease can live while its key is gone: deleted by hand, or lost in a restored backup.
-    async fn holds_its_key(&self, client: &mut Client, lease: i64) -> Result<(), RegistryError> {
+    async fn holds_its_key(&self, client: &EtcdClient, lease: i64) -> Result<(), RegistryError> {
         match self.read(client).await? {
-            Some(seen) if seen.lease() == lease => Ok(()),
+            Some(seen) if seen.lease == lease => Ok(()),
             Some(_) | None => Err(RegistryError::LeaseLost),
         }
     }
+}
+
+fn equal(key: Vec<u8>, target: CompareTarget, value: TargetUnion) -> Compare {
+    Compare { result: CompareResult::Equal.into(), target: target.into(), key, target_union: Some(value) }
+}
+
+/// Does all of `success` if `condition` holds, and otherwise nothing.
+fn transaction(condition: Compare, success: impl IntoIterator<Item = Request>) -> TxnRequest {
+    let success = success.into_iter().map(|request| RequestOp { request: Some(request) }).collect();
+    TxnRequest { compare: vec![condition], success }
 }
 
 // === Pulse ===
 
 impl Pulse {
     /// Opens the stream, with a first sign of life in it.
-    async fn start(client: &mut Client, lease: i64) -> Result<Self, RegistryError> {
-        match client.lease_keep_alive(lease).await {
-            Ok((requests, answers)) => Ok(Self { requests, answers }),
-            // The one thing that this variant says of a lease that was asked for.
-            Err(Error::LeaseKeepAliveError(_)) => Err(RegistryError::LeaseLost),
-            Err(error) => Err(refused("keep the lease alive", error)),
-        }
+    async fn start(client: &EtcdClient, lease: i64) -> Result<Self, RegistryError> {
+        let (requests, queued) = mpsc::channel(1);
+        requests
+            .try_send(LeaseKeepAliveRequest { id: lease })
+            .expect("the queue is new and has room for one");
+        let answers = client.lease().lease_keep_alive(ReceiverStream::new(queued)).await;
+        let answers = answers.map_err(|status| failed("keep the lease alive", status))?.into_inner();
+        Self { lease, requests, answers }.answered().await
     }
 
-    async fn beat(mut self) -> Result<Self, RegistryError> {
-        let broken = |error| refused("keep the lease alive", error);
-        self.requests.keep_alive().await.map_err(broken)?;
-        match self.answers.message().await.map_err(broken)? {
-            Some(answer) if answer.ttl() > 0 => Ok(self),
+    async fn beat(self) -> Result<Self, RegistryError> {
+        let request = LeaseKeepAliveRequest { id: self.lease };
+        self.requests.send(request).await.map_err(|_closed| ended())?;
+        self.answered().await
+    }
+
+    async fn answered(mut self) -> Result<Self, RegistryError> {
+        let answer = self.answers.message().await;
+        match answer.map_err(|status| failed("keep the lease alive", status))? {
+            Some(answer) if answer.ttl > 0 => Ok(self),
             Some(_) => Err(RegistryError::LeaseLost),
-            None => Err(RegistryError::Interrupted { reason: "etcd ended the keep-alive".to_owned() }),
+            None => Err(ended()),
         }
     }
+}
+
+fn ended() -> RegistryError {
+    RegistryError::Interrupted { reason: "etcd ended the keep-alive".to_owned() }
 }

@@ -9,7 +9,7 @@
 //! place that knows etcd.
 
 mod announce;
-mod connection;
+pub mod client;
 mod keys;
 mod settings;
 mod watch;
@@ -19,6 +19,7 @@ use chassis::{Gate, World};
 use futures::stream::BoxStream;
 use types::NodeInfo;
 
+pub use client::EtcdClient;
 pub use settings::{EtcdSettings, TlsFiles};
 
 use crate::announcement::{self, Announcement};

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use etcd_client::{Certificate, Identity, TlsOptions};
+use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
 use crate::error::RegistryError;
 use crate::url::{RegistryUrl, User, port_of};
@@ -120,8 +120,8 @@ fn ttl(url: &RegistryUrl) -> Result<Duration, RegistryError> {
 }
 
 impl TlsFiles {
-    pub(crate) fn options(&self) -> Result<TlsOptions, RegistryError> {
-        let options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(&self.ca)?));
+    pub(crate) fn options(&self) -> Result<ClientTlsConfig, RegistryError> {
+        let options = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(&self.ca)?));
         let options = match &self.identity {
             Some((cert, key)) => options.identity(Identity::from_pem(read(cert)?, read(key)?)),
             None => options,

@@ -3,16 +3,20 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
-use etcd_client::{
-    Client, EventType, GetOptions, GetResponse, KeyValue, ResponseHeader, WatchOptions, WatchResponse,
-    WatchStream,
-};
 use prost::Message as _;
 use proto::v1;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
 use tracing::warn;
 use types::{NodeId, NodeInfo};
 
-use super::connection::{connect, refused};
+use super::client::v3::event::EventType;
+use super::client::v3::watch_request::RequestUnion;
+use super::client::v3::{
+    KeyValue, RangeRequest, RangeResponse, WatchCreateRequest, WatchRequest, WatchResponse,
+};
+use super::client::{EtcdClient, failed, prefix_end};
 use super::keys::{Key, Keys};
 use super::settings::EtcdSettings;
 use crate::announcement::within;
@@ -26,10 +30,11 @@ pub(crate) struct EtcdFeed {
     heard: Option<Heard>,
 }
 
-/// A watch that is open. The client is kept with it: the connection goes with the last handle.
+/// An open watch. etcd ends it when the requests end, and the connection closes with the last client.
 struct Connection {
-    stream: WatchStream,
-    _client: Client,
+    changes: Streaming<WatchResponse>,
+    _requests: mpsc::Sender<WatchRequest>,
+    _client: EtcdClient,
 }
 
 /// What was last heard, to tell an etcd that went on from one that has lost its data.
@@ -51,11 +56,10 @@ impl EtcdFeed {
 impl Feed for EtcdFeed {
     async fn next(&mut self) -> Result<Vec<News>, RegistryError> {
         let Some(connection) = &mut self.connection else {
-            // Boxed: etcd's client makes large futures, and this one is awaited once per connection.
-            return Ok(vec![within("watch etcd", Box::pin(self.connect())).await?]);
+            return Ok(vec![within("watch etcd", self.connect()).await?]);
         };
-        let heard = connection.stream.message().await;
-        let news = heard.map_err(|error| refused("watch etcd", error)).and_then(|heard| self.read(heard));
+        let heard = connection.changes.message().await;
+        let news = heard.map_err(|status| failed("watch etcd", status)).and_then(|heard| self.read(heard));
         if news.is_err() {
             self.connection = None;
         }
@@ -71,24 +75,24 @@ impl EtcdFeed {
     /// Reads everything, and watches from the next revision on. A compaction between the two ends the watch with an
     /// error, and this is done again.
     async fn connect(&mut self) -> Result<News, RegistryError> {
-        let mut client = connect(&self.settings).await?;
-        let everything = GetOptions::new().with_prefix();
-        let mut kv = client.kv_client().max_decoding_message_size(proto::MESSAGE_BYTES_MAX);
-        let state = kv.get(self.keys.prefix(), Some(everything)).await;
-        let state = state.map_err(|error| refused("read the members", error))?;
-        let revision = state.header().map_or(0, ResponseHeader::revision);
-        let changes = WatchOptions::new().with_prefix().with_start_revision(revision + 1);
-        let stream = client.watch(self.keys.prefix(), Some(changes)).await;
-        let stream = stream.map_err(|error| refused("watch the members", error))?;
-        self.connection = Some(Connection { stream, _client: client });
+        let client = EtcdClient::connect(&self.settings).await?;
+        let prefix = self.keys.prefix();
+        let (key, range_end) = (prefix.as_bytes().to_vec(), prefix_end(prefix));
+        let everything =
+            RangeRequest { key: key.clone(), range_end: range_end.clone(), ..RangeRequest::default() };
+        let state = client.kv().range(everything).await;
+        let state = state.map_err(|status| failed("read the members", status))?.into_inner();
+        let revision = state.header.map_or(0, |header| header.revision);
+        let create = WatchCreateRequest { key, range_end, start_revision: revision + 1 };
+        self.connection = Some(open(client, create).await?);
         Ok(self.read_state(&state, revision))
     }
 
-    fn read_state(&mut self, state: &GetResponse, revision: i64) -> News {
+    fn read_state(&mut self, state: &RangeResponse, revision: i64) -> News {
         let (mut nodes, mut life) = (Vec::new(), None);
-        for entry in state.kvs() {
-            match self.keys.read(entry.key()) {
-                Key::Life => life = Some(entry.value().to_vec()),
+        for entry in &state.kvs {
+            match self.keys.read(&entry.key) {
+                Key::Life => life = Some(entry.value.to_vec()),
                 Key::Node(id) => nodes.extend(read_node(&id, entry)),
                 Key::Other => {}
             }
@@ -101,28 +105,28 @@ impl EtcdFeed {
 
     fn read(&mut self, heard: Option<WatchResponse>) -> Result<Vec<News>, RegistryError> {
         let heard = heard.ok_or_else(|| interrupted("etcd ended it"))?;
-        if heard.canceled() {
+        if heard.canceled {
             return Err(interrupted(&cancel_reason(&heard)));
         }
-        if let (Some(before), Some(header)) = (&mut self.heard, heard.header()) {
-            before.revision = before.revision.max(header.revision());
+        if let (Some(before), Some(header)) = (&mut self.heard, &heard.header) {
+            before.revision = before.revision.max(header.revision);
         }
         let mut news = Vec::new();
-        for event in heard.events() {
-            if let Some(entry) = event.kv() {
-                news.extend(self.read_event(event.event_type(), entry));
+        for event in &heard.events {
+            if let Some(entry) = &event.kv {
+                news.extend(self.read_event(event.r#type(), entry));
             }
         }
         Ok(news)
     }
 
     fn read_event(&mut self, event: EventType, entry: &KeyValue) -> Option<News> {
-        match (self.keys.read(entry.key()), event) {
+        match (self.keys.read(&entry.key), event) {
             (Key::Node(id), EventType::Put) => read_node(&id, entry).map(News::Is),
             (Key::Node(id), EventType::Delete) => Some(News::Gone(id)),
             (Key::Life, _) => {
                 if let Some(heard) = &mut self.heard {
-                    heard.life = (event == EventType::Put).then(|| entry.value().to_vec());
+                    heard.life = (event == EventType::Put).then(|| entry.value.to_vec());
                 }
                 None
             }
@@ -139,9 +143,20 @@ impl Heard {
     }
 }
 
+/// Opens a watch. etcd answers the request that creates it with a message that has no events.
+async fn open(client: EtcdClient, create: WatchCreateRequest) -> Result<Connection, RegistryError> {
+    let refused = |status| failed("watch the members", status);
+    let (requests, queued) = mpsc::channel(1);
+    let create = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
+    requests.try_send(create).expect("the queue is new and has room for one");
+    let changes = client.watch().watch(ReceiverStream::new(queued)).await;
+    let changes = changes.map_err(refused)?.into_inner();
+    Ok(Connection { changes, _requests: requests, _client: client })
+}
+
 /// What cannot be read was written by a newer version or by hand, and is left out.
 fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
-    let node = v1::NodeInfo::decode(entry.value()).map_err(|error| error.to_string());
+    let node = v1::NodeInfo::decode(&*entry.value).map_err(|error| error.to_string());
     let node = node.and_then(|node| NodeInfo::try_from(node).map_err(|error| error.to_string()));
     match node {
         Ok(node) if node.id == *id => return Some(node),
@@ -152,8 +167,8 @@ fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
 }
 
 fn cancel_reason(heard: &WatchResponse) -> String {
-    match heard.compact_revision() {
-        0 => format!("etcd cancelled it: {}", heard.cancel_reason()),
+    match heard.compact_revision {
+        0 => format!("etcd cancelled it: {}", heard.cancel_reason),
         revision => format!("etcd has compacted its history up to revision {revision}"),
     }
 }

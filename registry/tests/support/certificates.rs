@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use etcd_client::{Certificate, Identity, TlsOptions};
+use baton_registry::etcd::TlsFiles;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 use tempfile::TempDir;
 
@@ -53,11 +53,9 @@ impl Certificates {
             .collect()
     }
 
-    pub fn client_options(&self) -> TlsOptions {
-        let read = |name: &str| std::fs::read(self.path(name)).expect("it was written");
-        TlsOptions::new()
-            .ca_certificate(Certificate::from_pem(read("ca.pem")))
-            .identity(Identity::from_pem(read("client.pem"), read("client.key")))
+    pub fn client_files(&self) -> TlsFiles {
+        let identity = Some((self.path("client.pem"), self.path("client.key")));
+        TlsFiles { ca: self.path("ca.pem"), identity, server_name: None }
     }
 
     /// What stands behind the `?` of a registry's address.

@@ -6,10 +6,12 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
-use etcd_client::{Client, ConnectOptions, TlsOptions};
+use baton_registry::etcd::client::v3::RangeRequest;
+use baton_registry::etcd::{EtcdClient, EtcdSettings, TlsFiles};
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
+use tonic::Code;
 
 const STARTS_WITHIN: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -23,7 +25,7 @@ pub struct Etcd {
     peer_port: u16,
     /// Further arguments, and with TLS what a client needs.
     arguments: Vec<String>,
-    tls: Option<TlsOptions>,
+    tls: Option<TlsFiles>,
     /// `None` while it is stopped.
     process: Option<Child>,
 }
@@ -33,7 +35,7 @@ impl Etcd {
         Self::start_with(Vec::new(), None).await
     }
 
-    pub async fn start_with(arguments: Vec<String>, tls: Option<TlsOptions>) -> Self {
+    pub async fn start_with(arguments: Vec<String>, tls: Option<TlsFiles>) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mut etcd = Self { folder, client_port: 0, peer_port: 0, arguments, tls, process: None };
         for _ in 0..PORT_ATTEMPTS {
@@ -50,15 +52,11 @@ impl Etcd {
         format!("127.0.0.1:{}", self.client_port)
     }
 
-    pub async fn client(&self) -> Client {
-        self.client_as(None).await
-    }
-
-    pub async fn client_as(&self, user: Option<(&str, &str)>) -> Client {
-        let options = ConnectOptions::new().with_connect_timeout(Duration::from_secs(1));
-        let options = self.tls.clone().map_or(options.clone(), |tls| options.with_tls(tls));
-        let options = user.map_or(options.clone(), |(name, password)| options.with_user(name, password));
-        Client::connect([self.endpoint()], Some(options)).await.expect("etcd answers")
+    /// A client without a user.
+    pub async fn client(&self) -> EtcdClient {
+        let mut settings = EtcdSettings::new(vec![self.endpoint()], "test");
+        settings.tls = self.tls.clone();
+        EtcdClient::connect(&settings).await.expect("nothing is sent yet")
     }
 
     /// Kills it. Its data stay.
@@ -98,7 +96,7 @@ impl Etcd {
     }
 
     async fn is_up(&mut self) -> bool {
-        while self.client().await.status().await.is_err() {
+        while !self.answers().await {
             let process = self.process.as_mut().expect("it was just started");
             if process.try_wait().expect("it is ours").is_some() {
                 return false;
@@ -106,6 +104,16 @@ impl Etcd {
             tokio::time::sleep(LOOK_EVERY).await;
         }
         true
+    }
+
+    /// Whether it answers a read, even if only to refuse it.
+    async fn answers(&self) -> bool {
+        let read = RangeRequest { key: b"test".to_vec(), ..RangeRequest::default() };
+        match timeout(Duration::from_secs(1), self.client().await.kv().range(read)).await {
+            Ok(Err(status)) => matches!(status.code(), Code::InvalidArgument | Code::PermissionDenied),
+            Ok(Ok(_)) => true,
+            Err(_elapsed) => false,
+        }
     }
 
     fn command(&self) -> Command {

@@ -1,0 +1,176 @@
+//! A client for the part of etcd's API that Baton uses: one connection to all members, with the user's token.
+
+use std::time::Duration;
+
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+
+use super::settings::EtcdSettings;
+use crate::error::{Cause, RegistryError};
+use crate::url::User;
+
+/// etcd's messages and calls, as far as `rpc.proto` has them.
+#[allow(clippy::all, clippy::pedantic, missing_debug_implementations)]
+pub mod v3 {
+    tonic::include_proto!("etcdserverpb");
+}
+
+use v3::auth_client::AuthClient;
+use v3::kv_client::KvClient;
+use v3::lease_client::LeaseClient;
+use v3::watch_client::WatchClient;
+
+const CONNECT_WITHIN: Duration = Duration::from_secs(2);
+/// A member that is connected and silent (stopped, or cut off) is noticed after interval + timeout. That must be well
+/// before its leases expire: otherwise a watch would believe the departures that such a member reports when it resumes.
+const PING_INTERVAL: Duration = Duration::from_secs(2);
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
+
+type EtcdChannel = InterceptedService<Channel, CallHeaders>;
+
+/// Calls to one etcd cluster, spread over its members. Cheap to clone; the connections close with the last clone.
+#[derive(Clone, Debug)]
+pub struct EtcdClient {
+    channel: EtcdChannel,
+}
+
+impl EtcdClient {
+    /// Authenticates if `settings` has a user. Without one, nothing is sent before the first call.
+    pub async fn connect(settings: &EtcdSettings) -> Result<Self, RegistryError> {
+        let endpoints: Result<Vec<Endpoint>, RegistryError> =
+            settings.endpoints.iter().map(|address| endpoint(address, settings)).collect();
+        let channel = Channel::balance_list(endpoints?.into_iter());
+        let token = match &settings.user {
+            Some(user) => Some(authenticate(channel.clone(), user).await?),
+            None => None,
+        };
+        Ok(Self { channel: InterceptedService::new(channel, CallHeaders { token }) })
+    }
+
+    pub fn kv(&self) -> KvClient<EtcdChannel> {
+        KvClient::new(self.channel.clone()).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
+    }
+
+    pub fn lease(&self) -> LeaseClient<EtcdChannel> {
+        LeaseClient::new(self.channel.clone())
+    }
+
+    pub fn watch(&self) -> WatchClient<EtcdChannel> {
+        WatchClient::new(self.channel.clone())
+    }
+
+    pub fn auth(&self) -> AuthClient<EtcdChannel> {
+        AuthClient::new(self.channel.clone())
+    }
+}
+
+fn endpoint(address: &str, settings: &EtcdSettings) -> Result<Endpoint, RegistryError> {
+    let scheme = if settings.tls.is_some() { "https" } else { "http" };
+    let endpoint =
+        Endpoint::from_shared(format!("{scheme}://{address}")).map_err(|error| unusable(error.into()))?;
+    let endpoint = endpoint
+        .connect_timeout(CONNECT_WITHIN)
+        .http2_keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .keep_alive_while_idle(true);
+    match &settings.tls {
+        Some(tls) => endpoint.tls_config(tls.options()?).map_err(|error| unusable(error.into())),
+        None => Ok(endpoint),
+    }
+}
+
+async fn authenticate(channel: Channel, user: &User) -> Result<MetadataValue<Ascii>, RegistryError> {
+    let request = v3::AuthenticateRequest { name: user.name.clone(), password: user.password.clone() };
+    let answer = AuthClient::new(channel).authenticate(request).await;
+    let token = answer.map_err(|status| failed("connect to etcd", status))?.into_inner().token;
+    MetadataValue::try_from(token).map_err(|error| unusable(error.into()))
+}
+
+/// The settings, or a file that they name, cannot be used: waiting does not help.
+fn unusable(source: Cause) -> RegistryError {
+    RegistryError::Denied { operation: "connect to etcd", source }
+}
+
+/// Sorts etcd's errors into those that waiting may mend and those that it does not.
+pub(crate) fn failed(operation: &'static str, status: Status) -> RegistryError {
+    let is_denied = is_denial(&status);
+    let source = Box::new(status);
+    if is_denied {
+        RegistryError::Denied { operation, source }
+    } else {
+        RegistryError::Unreachable { operation, source }
+    }
+}
+
+/// An expired token is no denial (a new connection gets a new one). A wrong password is, and etcd reports it as an
+/// invalid argument.
+fn is_denial(status: &Status) -> bool {
+    matches!(
+        status.code(),
+        Code::InvalidArgument | Code::PermissionDenied | Code::FailedPrecondition | Code::Unimplemented
+    )
+}
+
+/// Whether a call failed only because the connection's token has expired.
+pub(crate) fn token_expired(error: &RegistryError) -> bool {
+    let RegistryError::Unreachable { source, .. } = error else { return false };
+    source.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Unauthenticated)
+}
+
+/// What every call carries.
+#[derive(Clone, Debug)]
+pub struct CallHeaders {
+    token: Option<MetadataValue<Ascii>>,
+}
+
+impl Interceptor for CallHeaders {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        // A member that has lost its cluster must refuse, and not serve an old state as the present one.
+        request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
+        if let Some(token) = &self.token {
+            request.metadata_mut().insert("token", token.clone());
+        }
+        Ok(request)
+    }
+}
+
+/// The end of the range that holds every key with this prefix: the prefix with its last byte one higher.
+pub fn prefix_end(prefix: &str) -> Vec<u8> {
+    let mut end = prefix.as_bytes().to_vec();
+    if let Some(last) = end.last_mut() {
+        // UTF-8 has no byte 0xff, so there is always a next one.
+        *last += 1;
+    }
+    end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_ends_before_the_next_sibling() {
+        assert_eq!(prefix_end("/baton/a/"), b"/baton/a0");
+        assert_eq!(prefix_end(""), b"");
+    }
+
+    #[test]
+    fn errors_say_whether_waiting_helps() {
+        for (code, is_final) in [
+            (Code::InvalidArgument, true),
+            (Code::PermissionDenied, true),
+            (Code::FailedPrecondition, true),
+            (Code::Unimplemented, true),
+            (Code::Unauthenticated, false),
+            (Code::Unavailable, false),
+            (Code::Unknown, false),
+        ] {
+            let error = failed("read", Status::new(code, "reason"));
+            assert_eq!(error.is_final(), is_final, "{code:?}");
+            assert_eq!(token_expired(&error), code == Code::Unauthenticated, "{code:?}");
+        }
+    }
+}
