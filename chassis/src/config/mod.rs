@@ -8,9 +8,11 @@
 //! the default is a string it is always one.
 //!
 //! What no setting reads is an error with the nearest name in it, in the file and in the environment alike.
+//! The variables that kubelet sets for a Service whose name begins with `baton` are recognised and passed over.
 //! Durations are integers whose unit is in the key (`drain_ms`), amounts of memory are [`ByteSize`](crate::byte_size::ByteSize).
 
 mod overrides;
+mod service_links;
 #[cfg(test)]
 mod tests;
 

@@ -4,6 +4,7 @@ use serde_json::Value as Json;
 use toml::{Table, Value};
 
 use super::RESERVED;
+use super::service_links::ServiceLinks;
 use crate::error::{ConfigError, ConfigProblem, Origin};
 
 const PREFIX: &str = "BATON_";
@@ -20,7 +21,21 @@ pub(super) struct Override {
 pub(super) fn read(env: impl IntoIterator<Item = (String, String)>, known: &Json) -> Vec<Override> {
     let mut variables: Vec<_> = env.into_iter().filter(|(name, _)| is_setting(name)).collect();
     variables.sort();
-    variables.into_iter().map(|(name, text)| Override::new(name, text, known)).collect()
+    let links = ServiceLinks::of(&variables);
+    let is_link = |(name, text): &&(String, String)| !is_known(name, known) && links.include(name, text);
+    let settings = variables.iter().filter(|variable| !is_link(variable));
+    settings.map(|(name, text)| Override::new(name.clone(), text.clone(), known)).collect()
+}
+
+/// Whether the variable names a section or a setting that there is: then it is never taken for a Service's.
+fn is_known(name: &str, known: &Json) -> bool {
+    path(name).first().is_some_and(|section| known.get(section).is_some())
+}
+
+/// The section and the key that a variable names.
+fn path(variable: &str) -> Vec<String> {
+    let name = variable.strip_prefix(PREFIX).unwrap_or(variable);
+    name.split(SEPARATOR).map(str::to_lowercase).collect()
 }
 
 fn is_setting(name: &str) -> bool {
@@ -29,8 +44,7 @@ fn is_setting(name: &str) -> bool {
 
 impl Override {
     fn new(variable: String, text: String, known: &Json) -> Self {
-        let name = variable.strip_prefix(PREFIX).unwrap_or(&variable);
-        let path: Vec<String> = name.split(SEPARATOR).map(str::to_lowercase).collect();
+        let path = path(&variable);
         let default = path.iter().try_fold(known, |value, key| value.get(key));
         let value = if matches!(default, Some(Json::String(_))) { Value::String(text) } else { typed(text) };
         Self { variable, path, value }

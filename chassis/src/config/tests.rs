@@ -123,6 +123,72 @@ fn unknown_variables_are_refused() {
     check_refused("", &[("BATON_HTTP__PROT", "1")], expected);
 }
 
+/// What kubelet sets for a Service with one named port.
+const SERVICE_LINKS: [(&str, &str); 8] = [
+    ("BATON_ROUTER_SERVICE_HOST", "10.96.0.7"),
+    ("BATON_ROUTER_SERVICE_PORT", "8000"),
+    ("BATON_ROUTER_SERVICE_PORT_HTTP_API", "8000"),
+    ("BATON_ROUTER_PORT", "tcp://10.96.0.7:8000"),
+    ("BATON_ROUTER_PORT_8000_TCP", "tcp://10.96.0.7:8000"),
+    ("BATON_ROUTER_PORT_8000_TCP_ADDR", "10.96.0.7"),
+    ("BATON_ROUTER_PORT_8000_TCP_PORT", "8000"),
+    ("BATON_ROUTER_PORT_8000_TCP_PROTO", "tcp"),
+];
+
+#[test]
+fn variables_of_kubernetes_services_are_passed_over() {
+    check("", &SERVICE_LINKS, |_| {});
+    // Other release names, a Service that is called `baton`, IPv6, and one whose name has a section's name in it.
+    for (service, address) in [
+        ("BATON", "10.96.0.7"),
+        ("BATON_X", "fd00::7"),
+        ("BATON_HTTP", "10.96.0.7"),
+        ("BATON_A_B_PORT", "10.0.0.1"),
+    ] {
+        let link = |(name, value): &(&str, &str)| {
+            (name.replace("BATON_ROUTER", service), value.replace("10.96.0.7", address))
+        };
+        let links: Vec<(String, String)> = SERVICE_LINKS.iter().map(link).collect();
+        let mut links: Vec<(&str, &str)> = links.iter().map(|(name, value)| (&**name, &**value)).collect();
+        links.push(("BATON_HTTP__PORT", "2"));
+        check("", &links, |raw| raw.http.port = 2);
+    }
+}
+
+#[test]
+fn what_only_looks_like_a_service_is_refused() {
+    for (name, value) in [
+        ("BATON_ROUTER_PORTS", "tcp://10.96.0.7:8000"),
+        ("BATON_ROUTER_PORT_8000_TCP_NAME", "http"),
+        ("BATON_ROUTER_PORT_8000_QUIC", "quic://10.96.0.7:8000"),
+        ("BATON_ROUTER_SERVICE_PORT_HTTP", "http"),
+        ("BATON_OTHER_SERVICE_PORT", "8000"),
+        ("BATON_OTHER_SERVICE_HOST", "10.0.0.1"),
+        ("BATON_HTTP_PORT", "8000"),
+    ] {
+        let env: Vec<_> = SERVICE_LINKS.into_iter().chain([(name, value)]).collect();
+        let refused = read("", &env).expect_err(name).to_string();
+        assert!(refused.starts_with(&format!("environment variable {name}: ")), "{refused}");
+    }
+    let expected =
+        "environment variable BATON_HTTP_PORT: `http_port`: no such setting, did you mean `http.port`?";
+    check_refused("", &[("BATON_HTTP_PORT", "8000")], expected);
+}
+
+#[test]
+fn variables_of_systemd_and_slurm_are_not_settings() {
+    let env = [
+        ("INVOCATION_ID", "0123456789abcdef"),
+        ("JOURNAL_STREAM", "8:12345"),
+        ("NOTIFY_SOCKET", "/run/systemd/notify"),
+        ("LISTEN_FDS", "1"),
+        ("SLURM_JOB_NAME", "baton"),
+        ("SLURM_STEP_NODELIST", "baton[0-3]"),
+        ("SBATCH_EXPORT", "BATON_HTTP__PORT"),
+    ];
+    check("", &env, |_| {});
+}
+
 #[test]
 fn wrong_values_name_place_and_key() {
     for (text, env, expected) in [
