@@ -39,6 +39,11 @@ fn every_mounted_configuration_is_accepted() {
 }
 
 #[test]
+fn every_container_starts_with_the_variables_of_kubernetes_services() {
+    check("service_links");
+}
+
+#[test]
 fn every_port_probe_and_selector_names_what_exists() {
     check("names");
 }

@@ -301,5 +301,5 @@ fn every_failure_has_a_line() {
         assert!(line.starts_with(&format!("| F{} |", nth + 1)), "{line}");
         assert!(line.contains("test `") || line.contains("waits for"), "{line}");
     }
-    assert_eq!(lines.len(), 45);
+    assert_eq!(lines.len(), 57);
 }

@@ -130,8 +130,7 @@ def process_of(objects, workload, container):
     files = mounted_files(objects, workload, container)
     file = args[args.index("--config") + 1]
     assert file in files, f"{file} is not mounted, only {sorted(files)}"
-    env = {entry["name"]: entry.get("value", "10.0.0.5") for entry in container.get("env") or []}
-    executable.accepts(files[file], args[0], env.items())
+    executable.accepts(files[file], args[0], own_variables(container).items())
     listens = executable.ports(files[file])
     declared = {port["containerPort"] for port in container["ports"]}
     assert declared == set(listens.values()), f"declares {declared}, listens on {listens}"
@@ -142,6 +141,69 @@ def process_of(objects, workload, container):
     security = container["securityContext"]
     assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"], security
     assert pod(workload)["securityContext"]["runAsNonRoot"]
+
+
+# Names that an installation, or a stranger in the namespace, may give to Services.
+OTHER_NAMES = ["baton", "baton-x", "baton-blue-router", "baton-2"]
+
+
+def service_links():
+    """No pod asks for variables of Services, and every container starts with those that kubelet would add."""
+    for result, objects in rendered.all_of_them().items():
+        for workload in workloads(objects):
+            assert pod(workload).get("enableServiceLinks") is False, f"{result}, {name(workload)}"
+    tried = set()
+    for result, objects in rendered.all_of_them().items():
+        for workload, container in baton_containers(objects):
+            # Also where a patch has dropped the setting from the pod.
+            env = kubelet_variables(objects) | own_variables(container)
+            args = container["args"]
+            text = mounted_files(objects, workload, container)[args[args.index("--config") + 1]]
+            start = (args[0], text, tuple(sorted(env.items())))
+            if start in tried:
+                continue
+            tried.add(start)
+            try:
+                executable.accepts(text, args[0], env.items())
+            except AssertionError as error:
+                raise AssertionError(f"{result}, {name(workload)}, {container['name']}: {error}") from None
+    assert len(tried) > 5, len(tried)
+
+
+def own_variables(container):
+    return {entry["name"]: entry.get("value", "10.0.0.5") for entry in container.get("env") or []}
+
+
+def kubelet_variables(objects):
+    """What kubelet adds for the Services of a namespace: those of the result, and others with names like ours."""
+    variables = {}
+    services = [thing for thing in objects if thing["kind"] == "Service" and thing["spec"].get("clusterIP") != "None"]
+    for service in services:
+        variables |= links_of(service["metadata"]["name"], service["spec"]["ports"])
+        for other in OTHER_NAMES:
+            variables |= links_of(other, service["spec"]["ports"])
+    assert "BATON_X_SERVICE_HOST" in variables
+    return variables
+
+
+def links_of(service, ports, address="10.96.0.7"):
+    """As kubelet's envvars.FromServices makes them."""
+    prefix = service.upper().replace("-", "_")
+    first = ports[0]["port"]
+    links = {f"{prefix}_SERVICE_HOST": address, f"{prefix}_SERVICE_PORT": str(first)}
+    links[f"{prefix}_PORT"] = f"tcp://{address}:{first}"
+    for port in ports:
+        number, protocol = port["port"], port.get("protocol", "TCP")
+        if "name" in port:
+            links[f"{prefix}_SERVICE_PORT_{port['name'].upper().replace('-', '_')}"] = str(number)
+        stem = f"{prefix}_PORT_{number}_{protocol}"
+        links |= {
+            stem: f"{protocol.lower()}://{address}:{number}",
+            f"{stem}_PROTO": protocol.lower(),
+            f"{stem}_PORT": str(number),
+            f"{stem}_ADDR": address,
+        }
+    return links
 
 
 def names():
@@ -288,7 +350,7 @@ def metrics():
                 assert f"`{generic}`" in documented, f"{file}: {metric}"
 
 
-CHECKS = [schemas, schemas_refuse, same, configs, names, compose, dockerfile, metrics]
+CHECKS = [schemas, schemas_refuse, same, configs, service_links, names, compose, dockerfile, metrics]
 
 if __name__ == "__main__":
     for check in CHECKS:
