@@ -59,7 +59,7 @@ async fn up(args: &UpArgs, mut raw: RawRouterConfig, model: &Located) -> Result<
         () = shutdown.wait() => Ok(()),
     };
     if came_up.is_ok() && !shutdown.requested() {
-        eprintln!("{}", table(&cluster));
+        print_table(table(&cluster));
         ready_line(&format!("ready http=http://{http} grpc=http://{grpc}"));
         tokio::select! {
             () = shutdown.wait() => {}
@@ -78,6 +78,11 @@ async fn up(args: &UpArgs, mut raw: RawRouterConfig, model: &Located) -> Result<
 #[allow(clippy::print_stdout, reason = "the one line that others rely on")]
 fn ready_line(line: &str) {
     println!("{line}");
+}
+
+/// Prints from a thread of its own: standard error may be a pipe that is full and not read.
+fn print_table(table: String) {
+    std::thread::spawn(move || eprintln!("{table}"));
 }
 
 /// The router's settings: the environment's, under the flags.

@@ -1,6 +1,7 @@
 //! The numbers of one process: a registry that is passed in, never a global one.
 
-use prometheus::core::Collector;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
 use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
     Opts, Registry, TextEncoder,
@@ -48,6 +49,15 @@ impl Metrics {
     /// `process` is `router`, `prefill`, `decode`, …
     pub fn new(process: &'static str) -> Self {
         Self { process, registry: Registry::new() }
+    }
+
+    /// The metrics of a whole process, those of its log among them.
+    pub fn of_process(process: &'static str) -> Self {
+        let metrics = Self::new(process);
+        let opts = metrics.total("log_lines_lost_total", "Log lines lost because the log was not read.");
+        let counter = IntCounter::with_opts(opts.clone()).expect("the name is well-formed");
+        metrics.registry.register(Box::new(LostLines { opts, counter })).expect("the name is taken once");
+        metrics
     }
 
     pub fn counter(&self, name: &str, help: &str) -> IntCounter {
@@ -125,6 +135,25 @@ impl Metrics {
         let metric = metric.expect("a metric's name is well-formed");
         self.registry.register(Box::new(metric.clone())).expect("a metric's name is taken once");
         metric
+    }
+}
+
+/// Reads the number of lost log lines when a page is made.
+struct LostLines {
+    opts: Opts,
+    /// Describes the metric. It stays at zero: each page gets a counter of its own.
+    counter: IntCounter,
+}
+
+impl Collector for LostLines {
+    fn desc(&self) -> Vec<&Desc> {
+        self.counter.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let counter = IntCounter::with_opts(self.opts.clone()).expect("the name is well-formed");
+        counter.inc_by(crate::telemetry::lost_lines());
+        counter.collect()
     }
 }
 

@@ -104,7 +104,7 @@ impl Router {
         shutdown: Shutdown,
         farewell: impl Future<Output = ()>,
     ) -> Result<(), StillHeld> {
-        let metrics = Metrics::new("router");
+        let metrics = Metrics::of_process("router");
         let serve = Arc::new(self.dispatch(&metrics));
         let watchdog = spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after));
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadline);

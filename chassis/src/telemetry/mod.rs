@@ -6,6 +6,7 @@
 
 mod capture;
 mod json;
+mod lines;
 mod otlp;
 mod propagate;
 mod spans;
@@ -20,6 +21,7 @@ use opentelemetry_sdk::trace::SdkTracerProvider;
 use serde::{Deserialize, Serialize};
 use tracing::level_filters::LevelFilter;
 use tracing::{Dispatch, Level, Metadata, error};
+use tracing_appender::non_blocking::WorkerGuard;
 use tracing_subscriber::filter::{EnvFilter, FilterExt, filter_fn};
 use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
@@ -28,6 +30,7 @@ use tracing_subscriber::{Layer, Registry, fmt};
 
 use crate::error::StartError;
 pub use capture::Capture;
+pub use lines::lost_lines;
 pub use otlp::ENDPOINT_VARIABLE;
 pub use propagate::{inject, request_span};
 
@@ -68,6 +71,8 @@ pub enum LogFormat {
 #[must_use = "spans are lost once this is dropped"]
 pub struct Telemetry {
     provider: SdkTracerProvider,
+    /// Dropped after the provider has written its last spans.
+    _lines: Option<WorkerGuard>,
 }
 
 impl Drop for Telemetry {
@@ -79,10 +84,15 @@ impl Drop for Telemetry {
 }
 
 /// Logs to stderr from here on, panics included. `process` is `router`, `prefill`, … and stands in every line.
+///
+/// Logging never blocks: lines wait in a bounded queue for a thread of their own, and a full queue loses lines, which
+/// [`lost_lines`] counts. Dropping the answer writes what is queued, for at most about a second.
 pub fn init(process: &'static str, settings: &LogSettings) -> Result<Telemetry, StartError> {
     let level = std::env::var(LEVEL_VARIABLE).unwrap_or_else(|_| settings.level.clone());
     let settings = LogSettings { level, ..settings.clone() };
-    let (dispatch, telemetry) = dispatch(process, &settings, io::stderr)?;
+    let (writer, guard) = lines::to(io::stderr());
+    let (dispatch, mut telemetry) = dispatch(process, &settings, writer)?;
+    telemetry._lines = Some(guard);
     dispatch.try_init().map_err(StartError::Telemetry)?;
     std::panic::set_hook(Box::new(|panic| error!(%panic, "panicked")));
     Ok(telemetry)
@@ -110,7 +120,7 @@ where
     let filter = level_filter(&settings.level)?.or(filter_fn(is_lasting_span));
     let lines = lines(process, settings.format, writer).with_filter(filter);
     let dispatch = Dispatch::new(tracing_subscriber::registry().with(lines).with(traces));
-    Ok((dispatch, Telemetry { provider }))
+    Ok((dispatch, Telemetry { provider, _lines: None }))
 }
 
 /// Where ended spans go: lines, a collector, both, or nowhere.
