@@ -4,6 +4,8 @@
 //!
 //! ```toml
 //! context_tokens = 32768     # longest sequence, prompt and output together
+//! name = "mock"              # what requests call the model
+//! weights = 0                # another number is another model of the same name: other tokens, another fingerprint
 //! eos_one_in = 200           # about one drawn token in so many ends the sequence; 0: none does
 //! verify = "all"             # "all": every position's KV at every read; "last_block": its last block only
 //!
@@ -37,6 +39,8 @@ const NAMED: &[(&str, &str)] =
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MockSettings {
+    pub name: String,
+    pub weights: u64,
     pub context_tokens: u32,
     pub eos_one_in: u64,
     pub verify: Verify,
@@ -86,6 +90,8 @@ pub enum DtypeName {
 impl Default for MockSettings {
     fn default() -> Self {
         Self {
+            name: "mock".to_owned(),
+            weights: 0,
             context_tokens: 32768,
             eos_one_in: 200,
             verify: Verify::All,

@@ -6,6 +6,7 @@
 use types::step::Logprobs;
 use types::{Sampling, StopRules, TokenId};
 
+use super::cost::MockSettings;
 use super::kv::{Chain, mix};
 use crate::error::RowError;
 use crate::step::{SampleSpec, Sampled};
@@ -34,7 +35,14 @@ impl Drawing {
     }
 
     /// The token at `position`, after the tokens of `chain`.
-    pub(super) fn draw(&self, chain: Chain, position: usize, eos_one_in: u64) -> Result<Sampled, RowError> {
+    pub(super) fn draw(
+        &self,
+        chain: Chain,
+        position: usize,
+        settings: &MockSettings,
+    ) -> Result<Sampled, RowError> {
+        let MockSettings { eos_one_in, weights, .. } = *settings;
+        let chain = Chain(chain.0 ^ weights);
         let base = match self.sampling.temperature {
             0.0 => mix(chain.0 ^ GREEDY),
             _ => mix(chain.0 ^ mix(self.sampling.seed ^ mix(position as u64))),
@@ -81,7 +89,9 @@ mod tests {
     }
 
     fn draw(sampling: Sampling, position: usize) -> TokenId {
-        drawing(sampling, StopRules::default(), 0).draw(Chain(5), position, 0).expect("a token").token
+        let settings = MockSettings { eos_one_in: 0, ..MockSettings::default() };
+        let drawing = drawing(sampling, StopRules::default(), 0);
+        drawing.draw(Chain(5), position, &settings).expect("a token").token
     }
 
     #[test]
@@ -100,9 +110,22 @@ mod tests {
     }
 
     #[test]
+    fn other_weights_draw_other_tokens() {
+        let tokens = |weights| {
+            let settings = MockSettings { eos_one_in: 0, weights, ..MockSettings::default() };
+            let drawing = drawing(Sampling::default(), StopRules::default(), 0);
+            let draw = |nth| drawing.draw(Chain(nth), 0, &settings).expect("a token").token;
+            (0..20).map(draw).collect::<Vec<_>>()
+        };
+        assert_eq!(tokens(1), tokens(1));
+        assert_ne!(tokens(0), tokens(1));
+    }
+
+    #[test]
     fn the_end_comes_when_it_may() {
         let ends = |stop: StopRules, index| {
-            let drawn = drawing(Sampling::default(), stop, index).draw(Chain(1), 0, 1);
+            let settings = MockSettings { eos_one_in: 1, ..MockSettings::default() };
+            let drawn = drawing(Sampling::default(), stop, index).draw(Chain(1), 0, &settings);
             drawn.expect("a token").token == END
         };
         assert!(ends(StopRules::default(), 0), "one in one");

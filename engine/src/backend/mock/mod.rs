@@ -65,8 +65,9 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
     let settings = MockSettings::named(name)?;
     let layout = spread(&settings, engine.ranks)?;
     let n_blocks = n_blocks(&layout, engine.kv.of_mock())?;
-    // One name whatever the costs: clients ask for `mock`.
-    Ok(Box::new(Mock::over_ranks("mock", settings, engine.ranks, n_blocks, engine.pace)?))
+    // The file's name does not count: clients ask for `mock` whatever the costs.
+    let name = settings.name.clone();
+    Ok(Box::new(Mock::over_ranks(&name, settings, engine.ranks, n_blocks, engine.pace)?))
 }
 
 fn spread(settings: &MockSettings, ranks: NonZero<u16>) -> Result<KvLayout, OpenError> {
@@ -126,7 +127,7 @@ impl Mock {
         self.previous.clear();
         let mut outcomes = Vec::with_capacity(rows.len());
         for row in rows {
-            let (slot, outcome) = row.finish(self.settings.eos_one_in);
+            let (slot, outcome) = row.finish(&self.settings);
             if let Ok(Some(sampled)) = &outcome {
                 self.previous.insert(slot, sampled.token);
             }
@@ -208,7 +209,10 @@ impl Backend for Mock {
 fn model(name: &str, settings: &MockSettings, memory: &KvMemory) -> ModelInfo {
     let layout = memory.layout().clone();
     let mut parts = layout.fingerprint_parts();
-    parts.push(("weights".to_owned(), format!("mock, eos one in {}", settings.eos_one_in)));
+    parts.push((
+        "weights".to_owned(),
+        format!("mock {}, eos one in {}", settings.weights, settings.eos_one_in),
+    ));
     parts.push(("tokenizer".to_owned(), "bytes".to_owned()));
     ModelInfo {
         name: name.to_owned(),

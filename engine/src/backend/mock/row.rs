@@ -6,7 +6,7 @@ use std::ops::Range;
 use kv_cache::KvMemory;
 use types::{BlockIdx, TokenId};
 
-use super::cost::Verify;
+use super::cost::{MockSettings, Verify};
 use super::draw::Drawing;
 use super::kv::{Chain, Link};
 use super::layer::Layer;
@@ -212,12 +212,12 @@ impl RunningRow {
     }
 
     /// The row's place in the output.
-    pub(super) fn finish(self, eos_one_in: u64) -> (SlotId, Result<Option<Sampled>, RowError>) {
+    pub(super) fn finish(self, settings: &MockSettings) -> (SlotId, Result<Option<Sampled>, RowError>) {
         let sampled = self.outcome.clone().and_then(|()| match &self.row.drawing {
             None => Ok(None),
             Some(drawing) => {
                 let last = self.link(self.end() - 1);
-                drawing.draw(last.chain, self.end(), eos_one_in).map(Some)
+                drawing.draw(last.chain, self.end(), settings).map(Some)
             }
         });
         (self.row.slot, sampled)
