@@ -66,6 +66,7 @@ impl Life {
     }
 
     async fn run(&self, offer: &PrefillOffer) -> Result<(), Refusal> {
+        self.prompt.model.check(&self.service.node.model)?;
         match self.service.reservations.reserve(&self.prompt, offer)? {
             Reservation::Local { held_tokens } => {
                 self.say(Event::Local(v1::Local { held_tokens })).await;

@@ -1,7 +1,7 @@
 //! One node's life, shared by all kinds of them: what it is made of, announcing, its status stream, its drain.
 //!
 //! Suggested reading order: [`config`], the memory that is asked for ([`kv_memory`]), what a node is made of ([`parts`], [`connectors`], [`counted`]), what it tells of
-//! itself ([`status`]), how it notices that nothing moves ([`watchdog`]), one life from announcing to drain ([`life`], [`ports`]), and
+//! itself ([`status`]) and hears of itself ([`standing`]), how it notices that nothing moves ([`watchdog`]), one life from announcing to drain ([`life`], [`ports`]), and
 //! one after another with sleep between them ([`lives`], [`switch`]).
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,7 @@ pub mod parts;
 pub mod connectors;
 mod paced;
 pub mod counted;
+pub mod standing;
 pub mod status;
 pub mod life;
 pub mod ports;
@@ -28,4 +29,5 @@ pub use kv_memory::{KvMemorySize, ModelKvMemory};
 pub use lives::{Lives, Services};
 pub use parts::{Drive, NodeParts};
 pub use ports::Ports;
+pub use standing::Standings;
 pub use watchdog::Stuck;

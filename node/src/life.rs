@@ -42,7 +42,8 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
 
     let info = node_info(&parts, &life);
     let watchdog = Watchdog::new(parts.clone(), readiness.clone(), draining.clone(), life.config.stuck_after);
-    let status = StatusService::new(parts.clone(), draining.clone(), watchdog.stuck()).server();
+    let status =
+        StatusService::new(parts.clone(), draining.clone(), watchdog.stuck(), watchdog.standings()).server();
     let mut ports = Ports::default();
     ports.grpc(life.grpc, services.add_service(status));
     let gauges = parts.metrics.clone().follow(parts.pool.clone(), parts.arriving.clone());

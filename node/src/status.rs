@@ -16,6 +16,7 @@ use tonic::{Request, Response, Status};
 use types::NodeLoad;
 
 use crate::parts::NodeParts;
+use crate::standing::Standings;
 use crate::watchdog::Stuck;
 
 /// At most so often a changed load is told.
@@ -29,13 +30,19 @@ pub struct StatusService {
     node: NodeParts,
     draining: Shutdown,
     stuck: watch::Receiver<Option<Stuck>>,
+    standings: Standings,
 }
 
 impl StatusService {
     /// `draining` is said once the node takes no new work. While it is `stuck`, it tells nobody its load: a router takes
     /// it for unreachable, and asks again.
-    pub fn new(node: NodeParts, draining: Shutdown, stuck: watch::Receiver<Option<Stuck>>) -> Self {
-        Self { node, draining, stuck }
+    pub fn new(
+        node: NodeParts,
+        draining: Shutdown,
+        stuck: watch::Receiver<Option<Stuck>>,
+        standings: Standings,
+    ) -> Self {
+        Self { node, draining, stuck, standings }
     }
 
     pub fn server(self) -> NodeStatusServer<Self> {
@@ -124,6 +131,14 @@ impl NodeStatus for StatusService {
             }
         });
         Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn set_standing(
+        &self,
+        request: Request<v1::StandingRequest>,
+    ) -> Result<Response<v1::StandingAnswer>, Status> {
+        self.standings.hear(request.into_inner(), self.node.world.now());
+        Ok(Response::new(v1::StandingAnswer {}))
     }
 
     async fn ledger(

@@ -14,6 +14,7 @@ use tracing::{info, warn};
 use types::BlockCounts;
 
 use crate::parts::NodeParts;
+use crate::standing::Standings;
 
 /// How often it looks.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -71,15 +72,28 @@ pub(crate) struct Watchdog {
     /// How long nothing may move.
     bound: Duration,
     stuck: watch::Sender<Option<Stuck>>,
+    standings: Standings,
 }
 
 impl Watchdog {
     pub(crate) fn new(node: NodeParts, readiness: Readiness, draining: Shutdown, bound: Duration) -> Self {
-        Self { node, readiness, draining, bound, stuck: watch::Sender::new(None) }
+        Self {
+            node,
+            readiness,
+            draining,
+            bound,
+            stuck: watch::Sender::new(None),
+            standings: Standings::default(),
+        }
     }
 
     pub(crate) fn stuck(&self) -> watch::Receiver<Option<Stuck>> {
         self.stuck.subscribe()
+    }
+
+    /// What routers say of the node: a refusal makes it unready.
+    pub(crate) fn standings(&self) -> Standings {
+        self.standings.clone()
     }
 
     /// Keeps readiness true until the node drains or the worker is gone.
@@ -110,7 +124,10 @@ impl Watchdog {
         match look(&load, now, self.bound) {
             None => {
                 self.note(None);
-                self.readiness.set_ready();
+                match self.standings.refusal(now) {
+                    None => self.readiness.set_ready(),
+                    Some(reason) => self.readiness.set_unready(reason),
+                }
             }
             Some((stuck, since)) => {
                 self.note(Some(stuck));

@@ -5,10 +5,11 @@ use std::time::Duration;
 use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
 use chassis::{Listener, Shutdown, World, spawn_guarded};
-use node::Ports;
 use node::metrics::NodeMetrics;
 use node::ports::advertised;
+use node::{Ports, Standings};
 use registry::Registry;
+use tokio::time::Instant;
 use tracing::{error, info};
 use types::node::PROTOCOL;
 use types::{NodeId, NodeInfo, Role};
@@ -22,6 +23,9 @@ use crate::status::StatusService;
 
 /// How often it is looked at whether the node is idle.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// How often it is looked at what routers say of the node.
+const STANDING_EVERY: Duration = Duration::from_millis(250);
 
 /// What a pool node needs to live.
 #[derive(Debug)]
@@ -58,17 +62,22 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let (services, _health) =
         chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET]).map_err(PoolNodeError::Services)?;
     let services = services.add_service(PoolService::new(parts.clone()).server());
-    ports.grpc(grpc, services.add_service(StatusService::new(parts.clone(), draining.clone()).server()));
+    let standings = Standings::default();
+    let status = StatusService::new(parts.clone(), draining.clone(), standings.clone());
+    ports.grpc(grpc, services.add_service(status.server()));
     let gauges = NodeMetrics::new(&metrics).follow(parts.shelf.pool().clone(), parts.sequences.clone());
     let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
     let _books = spawn_guarded(ports.gate(), "books", check_books(parts.clone()));
 
     let info = node_info(&parts, id, address, admin_address);
     let announcement = registry.announce(info.clone()).await.map_err(PoolNodeError::Announce)?;
-    readiness.set_ready();
     info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
         connectors = ?parts.connectors, model = info.model.name, blocks = parts.shelf.counts().total, "node is up");
-    shutdown.wait().await;
+    tokio::select! {
+        biased;
+        () = shutdown.wait() => {}
+        () = keep_ready(&readiness, &standings) => {}
+    }
 
     info!("draining");
     draining.trigger();
@@ -77,6 +86,17 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let drained = parts.gate.close(config.drain).await.map_err(PoolNodeError::Drain);
     ports.close().await;
     drained
+}
+
+/// Keeps readiness true while no router refuses the node. Without an end.
+async fn keep_ready(readiness: &Readiness, standings: &Standings) {
+    loop {
+        match standings.refusal(Instant::now()) {
+            None => readiness.set_ready(),
+            Some(reason) => readiness.set_unready(reason),
+        }
+        tokio::time::sleep(STANDING_EVERY).await;
+    }
 }
 
 /// Recounts all blocks once everybody who was here has left.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use chassis::Shutdown;
 use futures::Stream;
 use futures::stream::unfold;
+use node::Standings;
 use proto::v1;
 use proto::v1::node_status_server::{NodeStatus, NodeStatusServer};
 use proto::v1::status_event::Event;
@@ -22,12 +23,13 @@ const LOAD_EVERY: Duration = Duration::from_millis(250);
 pub(crate) struct StatusService {
     node: PoolParts,
     draining: Shutdown,
+    standings: Standings,
 }
 
 impl StatusService {
     /// `draining` is said once the node takes nothing new.
-    pub(crate) fn new(node: PoolParts, draining: Shutdown) -> Self {
-        Self { node, draining }
+    pub(crate) fn new(node: PoolParts, draining: Shutdown, standings: Standings) -> Self {
+        Self { node, draining, standings }
     }
 
     pub(crate) fn server(self) -> NodeStatusServer<Self> {
@@ -72,6 +74,14 @@ impl NodeStatus for StatusService {
             Some((Ok(v1::StatusEvent { event: Some(event) }), (status, told)))
         });
         Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn set_standing(
+        &self,
+        request: Request<v1::StandingRequest>,
+    ) -> Result<Response<v1::StandingAnswer>, Status> {
+        self.standings.hear(request.into_inner(), tokio::time::Instant::now());
+        Ok(Response::new(v1::StandingAnswer {}))
     }
 
     async fn ledger(

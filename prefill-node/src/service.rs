@@ -40,6 +40,7 @@ impl PrefillService {
 
     /// Computes a prompt. Dropping the future before it is ready cancels the sequence and its delivery.
     async fn run_prompt(&self, prompt: Prompt, to: Destination) -> Result<Answered, Refusal> {
+        prompt.model.check(&self.node.model)?;
         let (outbox, answer, parcels) = outbox();
         let deadline = prompt.deadline;
         let (work, place) = match to {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use chassis::World;
 use types::prompt::Priority;
-use types::{Deadline, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId};
+use types::{Deadline, Prompt, PromptModel, RequestId, Sampling, StopRules, TenantId, TokenId};
 
 use crate::error::AcceptError;
 use crate::text::{RouterModel, StopStrings};
@@ -159,7 +159,7 @@ impl Acceptor {
         for tokens in inputs.tokens {
             check_tokens(model, inputs.param, &tokens)?;
             let stop = stop_rules(model, tokens.len(), wishes)?;
-            prompts.push(prompt(tokens, sampling.clone(), stop, caller.clone()));
+            prompts.push(prompt(model, tokens, sampling.clone(), stop, caller.clone()));
         }
         Ok(Accepted { prompts: fanned_out(prompts, wishes.n), stop })
     }
@@ -213,9 +213,16 @@ impl Acceptor {
     }
 }
 
-fn prompt(tokens: Vec<TokenId>, sampling: Sampling, stop: StopRules, caller: Caller) -> Prompt {
+fn prompt(
+    model: &RouterModel,
+    tokens: Vec<TokenId>,
+    sampling: Sampling,
+    stop: StopRules,
+    caller: Caller,
+) -> Prompt {
     let Caller { id, tenant, priority, deadline } = caller;
-    Prompt { id, tenant, tokens: tokens.into(), n_generated: 0, sampling, stop, priority, deadline }
+    let model = PromptModel::named(model.name.as_str());
+    Prompt { id, tenant, model, tokens: tokens.into(), n_generated: 0, sampling, stop, priority, deadline }
 }
 
 // === who asks ===

@@ -1,11 +1,13 @@
 //! Who is usable now: the registry's members, joined with what their status streams say.
 //!
-//! `Members` is the state and changes only in its own methods, which are tested without a runtime. [`Cluster`] is the
-//! handle around it: one task applies the registry's events, and one task per member follows its status stream.
+//! `Members` is the state, and `groups` decides which nodes of a model serve it. [`Cluster`] is the handle around them: one
+//! task applies the registry's events; for each member one task follows its status stream, and one tells it why it gets
+//! no work.
 
 mod cached;
+mod groups;
+mod members;
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,18 +15,27 @@ use std::time::Duration;
 use chassis::{Gate, Task, World, spawn_guarded};
 use futures::StreamExt as _;
 use registry::{MembershipEvent, Registry, RegistryError};
-use tracing::{info, warn};
-use types::place::keepers;
-use types::{BlockHash, ModelInfo, NodeId, NodeInfo, NodeLoad};
+use tokio::sync::watch;
+use tracing::{debug, info, warn};
+use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, PromptModel};
 
 pub use cached::{CachedBlocks, Gap};
+pub use members::{Group, ModelGroups, NodeState, WantedFingerprint};
 
-use crate::policy::{ClusterView, NodeView, Route};
-use crate::rpc::{NodeClient, StatusUpdate};
+use crate::policy::{ClusterView, Route};
+use crate::rpc::{NodeClient, Standing, StatusUpdate};
 use crate::text::RouterModels;
+use members::{Member, Members};
 
 /// How long to wait before a broken status stream is opened again: doubling from the first to the last.
 const FOLLOW_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(2);
+
+/// How often a postponed decision is looked at again.
+const DECIDE_AGAIN: Duration = Duration::from_millis(100);
+
+/// How often a node is told again why it gets no work, and for how long it believes a router that says nothing more.
+const TELL_AGAIN: Duration = Duration::from_secs(2);
+const BELIEVED_FOR: Duration = Duration::from_secs(6);
 
 /// A handle to the cluster as the router sees it. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -39,6 +50,10 @@ struct Shared {
     models: RouterModels,
     /// Held for a look or a change, never across an await.
     members: Mutex<Members>,
+    /// Counts changes of which nodes are in use.
+    decided: watch::Sender<u64>,
+    /// The name by which nodes tell routers apart.
+    router: String,
 }
 
 impl fmt::Debug for Shared {
@@ -48,8 +63,12 @@ impl fmt::Debug for Shared {
 }
 
 impl Cluster {
-    pub fn new(world: World, gate: Gate, models: RouterModels) -> Self {
-        Self { shared: Arc::new(Shared { world, gate, models, members: Mutex::new(Members::default()) }) }
+    /// `wanted` is the operator's word on weights, where there is one.
+    pub fn new(world: World, gate: Gate, models: RouterModels, wanted: Option<WantedFingerprint>) -> Self {
+        let epoch: Epoch = world.epoch();
+        let members = Mutex::new(Members::new(epoch, wanted));
+        let (decided, router) = (watch::Sender::new(0), format!("router-{epoch}"));
+        Self { shared: Arc::new(Shared { world, gate, models, members, decided, router }) }
     }
 
     /// Follows the registry until the gate closes or the answer is dropped.
@@ -57,15 +76,28 @@ impl Cluster {
         let mut events = registry.watch().await?;
         let cluster = self.clone();
         Ok(spawn_guarded(&self.shared.gate, "membership", async move {
-            while let Some(event) = events.next().await {
-                cluster.apply(event);
+            let mut decided = cluster.shared.decided.subscribe();
+            loop {
+                decided.borrow_and_update();
+                let is_postponed = cluster.members().is_postponed();
+                tokio::select! {
+                    biased;
+                    event = events.next() => match event {
+                        Some(event) => cluster.apply(event),
+                        None => return,
+                    },
+                    // Another task has decided: it may have postponed.
+                    _ = decided.changed() => {}
+                    () = tokio::time::sleep(DECIDE_AGAIN), if is_postponed => cluster.decide(&mut cluster.members()),
+                }
             }
         }))
     }
 
-    /// The usable nodes, without those that a prompt has failed on.
-    pub fn view(&self, without: &[NodeId]) -> ClusterView {
-        self.members().view(without)
+    /// The usable nodes for a prompt of this model, without those that it has failed on: nodes of the weights that the
+    /// prompt names, otherwise of the group in force.
+    pub fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
+        self.members().view(model, without)
     }
 
     /// Remembers that a route was taken, so that the next one sees it before the nodes report it.
@@ -94,16 +126,31 @@ impl Cluster {
 
     /// The models that at least one usable node decodes.
     pub fn models(&self) -> Vec<ModelInfo> {
-        let mut models: BTreeMap<String, ModelInfo> = BTreeMap::new();
-        for node in self.view(&[]).nodes.iter().filter(|node| node.info.role.decodes()) {
-            models.entry(node.info.model.name.clone()).or_insert_with(|| node.info.model.clone());
-        }
-        models.into_values().collect()
+        self.members().models()
+    }
+
+    /// Every model's groups of agreeing nodes, and which of them is in force.
+    pub fn groups(&self) -> Vec<ModelGroups> {
+        self.members().groups()
     }
 
     /// Whether tokens can flow; otherwise the reason why not.
     pub fn ready(&self) -> Result<(), String> {
         self.members().ready()
+    }
+
+    /// Why no node can be had for a prompt of this model.
+    pub fn why_no_node(&self, model: &PromptModel) -> String {
+        match (&model.fingerprint, self.ready()) {
+            (Some(begun), _) => {
+                let name = &model.name;
+                format!(
+                    "the answer began with `{name}` {begun}, and no decode node with these weights is ready"
+                )
+            }
+            (None, Err(reason)) => reason,
+            (None, Ok(())) => format!("no decode node of `{}` is ready", model.name),
+        }
     }
 
     /// Steps that the members have run, by what they said last. It changes when one of them computes, comes or goes.
@@ -118,7 +165,8 @@ impl Cluster {
 
     /// Everyone who is known, usable or not.
     pub fn everyone(&self) -> Vec<(Arc<NodeInfo>, NodeState)> {
-        self.members().by_id.values().map(|member| (member.info.clone(), member.state.clone())).collect()
+        let members = self.members();
+        members.by_id.values().map(|member| (member.info.clone(), members.state(member))).collect()
     }
 
     /// Forgets everyone, and stops following them.
@@ -128,42 +176,70 @@ impl Cluster {
 
     fn apply(&self, event: MembershipEvent) {
         match event {
-            MembershipEvent::Joined(node) => self.join(node),
+            MembershipEvent::Joined(node) => self.join(node, false),
             MembershipEvent::Left { id, epoch } => {
                 let mut members = self.members();
                 if members.by_id.get(&id).is_some_and(|member| member.info.epoch == epoch) {
                     info!(node = %id, "node left");
                     members.by_id.remove(&id);
-                    members.fit(&self.shared.models);
+                    self.decide(&mut members);
                 }
             }
             MembershipEvent::Snapshot(nodes) => {
-                let mut members = self.members();
-                members.by_id.retain(|id, _| nodes.iter().any(|node| node.id == *id));
-                members.fit(&self.shared.models);
-                drop(members);
-                nodes.into_iter().for_each(|node| self.join(node));
+                self.members().by_id.retain(|id, _| nodes.iter().any(|node| node.id == *id));
+                nodes.into_iter().for_each(|node| self.join(node, true));
+                self.decide(&mut self.members());
             }
         }
     }
 
-    /// Takes a node in, or a new life of it. A node that is known already is left as it is.
-    fn join(&self, node: NodeInfo) {
+    /// Takes a node in, or a new life of it. A node that is known already is left as it is. `is_listed`: the registry has
+    /// listed all members.
+    fn join(&self, node: NodeInfo, is_listed: bool) {
         if self.members().by_id.get(&node.id).is_some_and(|member| *member.info == node) {
             return;
         }
         info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined");
         let info = Arc::new(node);
         let client = NodeClient::new(&self.shared.world, &info);
-        let follower = self.clone().status_of(info.clone(), client.clone());
-        let follow = spawn_guarded(&self.shared.gate, "status", follower);
+        let follow = self.clone().status_of(info.clone(), client.clone());
+        let tell = self.clone().tell(info.clone(), client.clone());
         let mut members = self.members();
-        let state = members.admit(&info, &self.shared.models);
-        if let NodeState::Refused(reason) = &state {
+        let refusal = members.refusal(&info, &self.shared.models);
+        if let Some(reason) = &refusal {
             warn!(node = %info.id, reason, "node refused");
         }
-        members.by_id.insert(info.id.clone(), Member::new(info, state, client, follow));
-        members.fit(&self.shared.models);
+        let tasks = [
+            spawn_guarded(&self.shared.gate, "status", follow),
+            spawn_guarded(&self.shared.gate, "standing", tell),
+        ];
+        members.insert(Member::new(info, refusal, client, tasks), is_listed, self.shared.world.now());
+        self.decide(&mut members);
+    }
+
+    /// Chooses anew which nodes serve each model.
+    fn decide(&self, members: &mut Members) {
+        members.decide(&self.shared.models, self.shared.world.now());
+        self.shared.decided.send_modify(|count| *count += 1);
+    }
+
+    /// Tells a node why it gets no work, again and again while that is so, and once that it does again.
+    async fn tell(self, info: Arc<NodeInfo>, client: NodeClient) {
+        let mut decided = self.shared.decided.subscribe();
+        let mut told = None;
+        loop {
+            decided.borrow_and_update();
+            let refusal = self.members().word_for(&info);
+            if refusal.is_some() || told.is_some() {
+                let router = self.shared.router.clone();
+                let standing = Standing { router, refusal: refusal.clone(), believed_for: BELIEVED_FOR };
+                match client.tell(standing).await {
+                    Ok(()) => told = refusal,
+                    Err(failure) => debug!(node = %info.id, refusal = %failure.refusal, "standing not told"),
+                }
+            }
+            let _ = tokio::time::timeout(TELL_AGAIN, decided.changed()).await;
+        }
     }
 
     /// Follows one node's status stream for as long as the node is a member, opening it again whenever it breaks or has
@@ -172,7 +248,7 @@ impl Cluster {
         let mut pause = *FOLLOW_AGAIN.start();
         loop {
             match self.follow_status(&info, &client, &mut pause).await {
-                Ok(()) => self.members().unreachable(&info),
+                Ok(()) => self.unreachable(&info),
                 Err(gap) => warn!(node = %info.id, %gap, "block events have a gap, asking for all blocks"),
             }
             let jitter = pause.mul_f64((self.shared.world.draw() % 1000) as f64 / 1000.0);
@@ -190,199 +266,29 @@ impl Cluster {
     ) -> Result<(), Gap> {
         let Ok(mut updates) = client.status().await else { return Ok(()) };
         while let Ok(Some(update)) = updates.next().await {
-            self.members().update(info, update)?;
+            self.update(info, update)?;
             *pause = *FOLLOW_AGAIN.start();
         }
         Ok(())
     }
 
-    fn members(&self) -> MutexGuard<'_, Members> {
-        self.shared.members.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-// === state ===
-
-/// How usable a node is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NodeState {
-    /// Announced, but its status stream has not spoken yet.
-    Connecting,
-    Ready,
-    /// It takes no new work.
-    Draining,
-    /// Its status stream broke; it is tried again.
-    Unreachable,
-    /// It does not fit to the others.
-    Refused(String),
-}
-
-impl NodeState {
-    pub fn as_str(&self) -> &'static str {
-        match self {
-            Self::Connecting => "connecting",
-            Self::Ready => "ready",
-            Self::Draining => "draining",
-            Self::Unreachable => "unreachable",
-            Self::Refused(_) => "refused",
-        }
-    }
-}
-
-#[derive(Default)]
-struct Members {
-    by_id: BTreeMap<NodeId, Member>,
-    /// Counts routes, for whose turn it is.
-    turns: u64,
-}
-
-struct Member {
-    info: Arc<NodeInfo>,
-    state: NodeState,
-    load: NodeLoad,
-    assigned: u32,
-    assigned_tokens: u64,
-    last_turn: u64,
-    /// It has failed since it spoke last.
-    is_suspect: bool,
-    cached: CachedBlocks,
-    client: NodeClient,
-    /// Ends with the member.
-    _follow: Task<()>,
-}
-
-impl Member {
-    fn new(info: Arc<NodeInfo>, state: NodeState, client: NodeClient, follow: Task<()>) -> Self {
-        Self {
-            info,
-            state,
-            load: NodeLoad::default(),
-            assigned: 0,
-            assigned_tokens: 0,
-            last_turn: 0,
-            is_suspect: false,
-            cached: CachedBlocks::default(),
-            client,
-            _follow: follow,
-        }
-    }
-
-    fn view(&self) -> NodeView {
-        NodeView {
-            info: self.info.clone(),
-            load: self.load,
-            assigned: self.assigned,
-            assigned_tokens: self.assigned_tokens,
-            last_turn: self.last_turn,
-        }
-    }
-}
-
-impl Members {
-    fn view(&self, without: &[NodeId]) -> ClusterView {
-        let usable =
-            |member: &&Member| member.state == NodeState::Ready && !without.contains(&member.info.id);
-        ClusterView { nodes: self.by_id.values().filter(usable).map(Member::view).collect() }
-    }
-
-    fn keeper(&self, first: BlockHash, model: &ModelInfo) -> Option<Arc<NodeInfo>> {
-        let keeps = |member: &&Member| {
-            let NodeInfo { role, model: kept, .. } = &*member.info;
-            role.pools() && kept.name == model.name && kept.fingerprint == model.fingerprint
-        };
-        let usable = |member: &&Member| member.state == NodeState::Ready && !member.is_suspect;
-        let ids = self.by_id.values().filter(keeps).filter(usable).map(|member| &member.info.id);
-        let keeper = keepers(ids, first).first().copied()?;
-        Some(self.by_id.get(keeper)?.info.clone())
-    }
-
-    fn assign(&mut self, id: &NodeId, n_tokens: usize) {
-        self.turns += 1;
-        if let Some(member) = self.by_id.get_mut(id) {
-            member.assigned += 1;
-            member.assigned_tokens += n_tokens as u64;
-            member.last_turn = self.turns;
-        }
-    }
-
-    /// Refuses a node that speaks another protocol, whose KV the others of its model could not read, or whose tokens mean
-    /// something else to the router.
-    fn admit(&self, node: &NodeInfo, models: &RouterModels) -> NodeState {
-        let learned = || if node.role.pools() { Ok(()) } else { models.learn(&node.model) };
-        let refusal = self.refusal(node).or_else(|| Some(learned().err()?.to_string()));
-        refusal.map_or(NodeState::Connecting, NodeState::Refused)
-    }
-
-    /// Requests are taken that any of the nodes that compute could serve, and no longer ones.
-    fn fit(&self, models: &RouterModels) {
-        let computes =
-            |member: &&Member| !member.info.role.pools() && !matches!(member.state, NodeState::Refused(_));
-        models.fit(self.by_id.values().filter(computes).map(|member| &member.info.model));
-    }
-
-    /// Why the node does not fit to this build, or to the other nodes.
-    fn refusal(&self, node: &NodeInfo) -> Option<String> {
-        if let Err(mismatch) = types::node::PROTOCOL.agree(node.protocol) {
-            return Some(mismatch.to_string());
-        }
-        let alike = |member: &&Member| {
-            member.info.id != node.id
-                && !member.info.role.pools()
-                && member.info.model.name == node.model.name
-                && !matches!(member.state, NodeState::Refused(_))
-        };
-        let other = self.by_id.values().find(alike)?;
-        let mismatch = other.info.model.fingerprint.agree(&node.model.fingerprint).err()?;
-        Some(format!("against {}: {mismatch}", other.info.id))
-    }
-
-    /// A word from the status stream of this life of the node; another life's is ignored.
-    fn update(&mut self, info: &NodeInfo, update: StatusUpdate) -> Result<(), Gap> {
-        let Some(member) = self.life_of(info) else { return Ok(()) };
-        match update {
-            StatusUpdate::Load(load) => {
-                member.load = load;
-                member.assigned = 0;
-                member.assigned_tokens = 0;
-                member.is_suspect = false;
-                if matches!(member.state, NodeState::Connecting | NodeState::Unreachable) {
-                    member.state = NodeState::Ready;
-                }
-            }
-            StatusUpdate::Draining => member.state = NodeState::Draining,
-            StatusUpdate::Blocks(number, event) => member.cached.apply(number, event)?,
+    fn update(&self, info: &NodeInfo, update: StatusUpdate) -> Result<(), Gap> {
+        let mut members = self.members();
+        if members.update(info, update)? {
+            self.decide(&mut members);
         }
         Ok(())
     }
 
-    fn unreachable(&mut self, info: &NodeInfo) {
-        if let Some(member) = self.life_of(info)
-            && member.state == NodeState::Ready
-        {
-            warn!(node = %info.id, "status stream broke");
-            member.state = NodeState::Unreachable;
+    fn unreachable(&self, info: &NodeInfo) {
+        let mut members = self.members();
+        if members.unreachable(info) {
+            self.decide(&mut members);
         }
     }
 
-    /// The member, if it is still in this life and was not refused.
-    fn life_of(&mut self, info: &NodeInfo) -> Option<&mut Member> {
-        let member = self.by_id.get_mut(&info.id)?;
-        let same_life = member.info.epoch == info.epoch;
-        (same_life && !matches!(member.state, NodeState::Refused(_))).then_some(member)
-    }
-
-    fn ready(&self) -> Result<(), String> {
-        let view = self.view(&[]);
-        if view.nodes.iter().any(|node| node.info.role.decodes()) {
-            return Ok(());
-        }
-        let states: Vec<String> = self
-            .by_id
-            .values()
-            .map(|member| format!("{} is {}", member.info.id, member.state.as_str()))
-            .collect();
-        let known = if states.is_empty() { "no node is known".to_owned() } else { states.join(", ") };
-        Err(format!("no decode node is ready: {known}"))
+    fn members(&self) -> MutexGuard<'_, Members> {
+        self.shared.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

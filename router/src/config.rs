@@ -6,6 +6,9 @@ use std::time::Duration;
 use chassis::telemetry::LogSettings;
 use serde::{Deserialize, Serialize};
 
+use types::FingerprintDigest;
+
+use crate::cluster::WantedFingerprint;
 use crate::dispatch::{Budget, Order};
 use crate::policy;
 
@@ -86,6 +89,9 @@ pub struct ModelSection {
     pub path: String,
     /// What requests call the model. Empty: the folder's name.
     pub name: String,
+    /// The weights that may serve the model: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits. Nodes with another
+    /// one are refused. Empty: the larger group of agreeing nodes serves. Without `name` and `path` it holds for every model.
+    pub fingerprint: String,
 }
 
 /// Where the text half of a model lies, and what requests call it.
@@ -112,6 +118,8 @@ pub struct RouterConfig {
     pub registry_url: Option<String>,
     /// `None`: only models that need no text half.
     pub model: Option<ModelFolder>,
+    /// `None`: the nodes decide by their number.
+    pub wanted: Option<WantedFingerprint>,
     pub log: LogSettings,
 }
 
@@ -144,6 +152,7 @@ impl RouterConfig {
             drain: Duration::from_millis(router.drain_ms),
             stuck_after: Duration::from_millis(router.stuck_ms),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
+            wanted: wanted(&model)?,
             model: model_folder(model),
             log,
         })
@@ -158,9 +167,21 @@ fn order(name: &str) -> Result<Order, UnknownChoice> {
     }
 }
 
+fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownChoice> {
+    let ModelSection { name, fingerprint, .. } = section;
+    if fingerprint.is_empty() {
+        return Ok(None);
+    }
+    let digest = FingerprintDigest::parse(fingerprint).ok_or_else(|| {
+        unknown("model.fingerprint", fingerprint.clone(), &["16 hexadecimal digits as in /debug/cluster"])
+    })?;
+    let model = model_folder(section.clone()).map_or_else(|| name.clone(), |folder| folder.name);
+    Ok(Some(WantedFingerprint { model, fingerprint: digest }))
+}
+
 /// A node's `mock` and `mock:NAME` are no folders.
 fn model_folder(section: ModelSection) -> Option<ModelFolder> {
-    let ModelSection { path, name } = section;
+    let ModelSection { path, name, .. } = section;
     if path.is_empty() || path == "mock" || path.starts_with("mock:") {
         return None;
     }
@@ -194,7 +215,8 @@ mod tests {
     #[test]
     fn a_model_is_named_after_its_folder() {
         let model = |path: &str, name: &str| {
-            let section = ModelSection { path: path.to_owned(), name: name.to_owned() };
+            let section =
+                ModelSection { path: path.to_owned(), name: name.to_owned(), ..ModelSection::default() };
             model_folder(section).map(|folder| folder.name)
         };
         assert_eq!(model("", ""), None);
@@ -203,6 +225,20 @@ mod tests {
         assert_eq!(model("/nowhere/Qwen3-0.6B/", "").as_deref(), Some("Qwen3-0.6B"));
         assert_eq!(model("src/text/..", "").as_deref(), Some("src"));
         assert_eq!(model("/nowhere/Qwen3-0.6B", "org/qwen").as_deref(), Some("org/qwen"));
+    }
+
+    #[test]
+    fn a_fingerprint_is_the_operators_word() {
+        let resolved = |fingerprint: &str| {
+            let mut raw = RawRouterConfig::default();
+            (raw.model.name, raw.model.fingerprint) = ("m".to_owned(), fingerprint.to_owned());
+            RouterConfig::resolve(raw).map(|config| config.wanted)
+        };
+        assert_eq!(resolved(""), Ok(None));
+        let wanted = WantedFingerprint { model: "m".to_owned(), fingerprint: FingerprintDigest(0xab) };
+        assert_eq!(resolved("00000000000000ab"), Ok(Some(wanted)));
+        let error = resolved("ab").expect_err("too short");
+        assert!(error.to_string().starts_with("`model.fingerprint`: \"ab\" is not one of"), "{error}");
     }
 
     #[test]

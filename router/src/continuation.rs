@@ -57,6 +57,7 @@ enum State {
 impl Continuation {
     pub(crate) fn new(dispatch: Dispatch, prompt: Prompt, started: Started, booking: Booking) -> Self {
         let last = dispatch.parts().world.now();
+        let prompt = Prompt { model: started.model.clone(), ..prompt };
         let state = State::First(Box::new(started));
         Self { dispatch, prompt, sent: Vec::new(), state, losses: 0, last, booking }
     }

@@ -10,10 +10,10 @@ use chassis::metrics::Metrics;
 use futures::future::join_all;
 use proto::v1;
 use serde::Deserialize;
-use serde_json::{Value, json};
-use types::{BlockCounts, MissingWire, NodeInfo};
+use serde_json::{Map, Value, json};
+use types::{BlockCounts, MissingWire, NodeId, NodeInfo};
 
-use crate::cluster::{Cluster, NodeState};
+use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
 
 /// `/debug/cluster`, `/debug/kv` and `/metrics`.
@@ -30,7 +30,8 @@ async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
     let nodes: Vec<Value> = everyone.iter().map(|(info, state)| node(&cluster, info, state)).collect();
     let infos: Vec<&NodeInfo> = everyone.iter().map(|(info, _)| &**info).collect();
     let (pairs, pairs_left_out) = pairs(&infos);
-    Json(json!({ "nodes": nodes, "pairs": pairs, "pairs_left_out": pairs_left_out }))
+    let models: Vec<Value> = cluster.groups().iter().map(model).collect();
+    Json(json!({ "nodes": nodes, "models": models, "pairs": pairs, "pairs_left_out": pairs_left_out }))
 }
 
 fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
@@ -46,13 +47,40 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         "connectors": connectors,
         "connectors_out": without,
         "model": info.model.name,
+        "fingerprint": info.model.fingerprint.digest().to_string(),
         "state": state.as_str(),
         "cached_blocks": cluster.cached(&info.id).hashes().map(HashSet::len),
     });
-    if let NodeState::Refused(reason) = state {
+    if let Some(reason) = state.reason() {
         node["reason"] = json!(reason);
     }
     node
+}
+
+/// A model's groups of agreeing nodes, and which of them is in force and why.
+fn model(model: &ModelGroups) -> Value {
+    let group = |group: &Group| {
+        let parts: Map<String, Value> = group
+            .model
+            .model
+            .fingerprint
+            .parts()
+            .map(|(name, value)| (name.to_owned(), value.into()))
+            .collect();
+        json!({
+            "fingerprint": group.fingerprint.to_string(),
+            "parts": parts,
+            "in_force": model.in_force == Some(group.fingerprint),
+            "can_decode": group.can_decode,
+            "nodes": group.nodes.iter().map(NodeId::as_str).collect::<Vec<_>>(),
+        })
+    };
+    json!({
+        "name": model.name,
+        "in_force": model.in_force.map(|digest| digest.to_string()),
+        "why": model.why,
+        "groups": model.groups.iter().map(group).collect::<Vec<_>>(),
+    })
 }
 
 fn missing(missing: &MissingWire) -> Value {

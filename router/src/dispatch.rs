@@ -15,7 +15,8 @@ use futures::StreamExt as _;
 use tokio::time::Instant;
 use tracing::{debug, info, trace};
 use types::{
-    Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, RefusalKind, Step, Usage, Verdict,
+    Deadline, Destination, ModelInfo, NodeId, NodeInfo, Prefilled, Prompt, PromptModel, RefusalKind, Step,
+    Usage, Verdict,
 };
 
 use crate::admission::Admission;
@@ -84,6 +85,8 @@ pub struct Parts {
 /// The first step in hand, and where the others come from.
 #[derive(Debug)]
 pub(crate) struct Started {
+    /// The weights that computed it: every further step is of the same.
+    pub(crate) model: PromptModel,
     pub(crate) first: Step,
     pub(crate) usage: Usage,
     pub(crate) rest: Rest,
@@ -126,6 +129,7 @@ impl Dispatch {
             let route = tries.route(prompt).await?;
             let route = if by == By::Both { route } else { Route { prefill: None, ..route } };
             self.parts.cluster.assign(&route, prompt.tokens.len());
+            let prompt = &prompt.for_weights_of(&route.decode.model);
             match self.attempt(prompt, &route, &waiting).await {
                 Ok(started) => return Ok(started),
                 Err(failure) => tries.failed(failure).await?,
@@ -170,7 +174,7 @@ impl Dispatch {
                     failure = decode.failure() => return Err(failure),
                 };
                 decode.kv_from(sender);
-                Ok(self.started(prefilled, Rest::Decode(Box::new(decode))))
+                Ok(self.started(prompt, prefilled, Rest::Decode(Box::new(decode))))
             }
             (Opening::Landing(_), None) => Err(decode.unasked_landing()),
             (Opening::Local { held_tokens }, _) => {
@@ -190,15 +194,16 @@ impl Dispatch {
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: held_tokens };
         loop {
             if let DecodeProgress::Step(first) = decode.progress().await? {
-                return Ok(Started { first, usage, rest: Rest::Decode(Box::new(decode)) });
+                let model = prompt.model.clone();
+                return Ok(Started { model, first, usage, rest: Rest::Decode(Box::new(decode)) });
             }
         }
     }
 
-    fn started(&self, prefilled: Prefilled, rest: Rest) -> Started {
+    fn started(&self, prompt: &Prompt, prefilled: Prefilled, rest: Rest) -> Started {
         self.parts.metrics.stage(Stage::PrefillQueue, prefilled.queued);
         self.parts.metrics.stage(Stage::Prefill, prefilled.computed);
-        Started { first: prefilled.first, usage: prefilled.usage, rest }
+        Started { model: prompt.model.clone(), first: prefilled.first, usage: prefilled.usage, rest }
     }
 
     fn client(&self, node: &NodeInfo) -> Result<NodeClient, Failure> {
@@ -272,13 +277,13 @@ impl<'a> Tries<'a> {
     /// A route over nodes that have not failed. When none is left, all may try again.
     async fn route(&mut self, prompt: &Prompt) -> Result<Route, ServeError> {
         let draw = self.parts.world.draw();
-        if let Ok(route) = self.parts.policy.route(prompt, &self.parts.cluster.view(&self.failed), draw) {
+        if let Ok(route) =
+            self.parts.policy.route(prompt, &self.parts.cluster.view(&prompt.model, &self.failed), draw)
+        {
             return Ok(route);
         }
         if self.failed.is_empty() {
-            let reason =
-                self.parts.cluster.ready().err().unwrap_or_else(|| "no decode node is ready".to_owned());
-            return Err(ServeError::NoNodes { reason });
+            return Err(ServeError::NoNodes { reason: self.parts.cluster.why_no_node(&prompt.model) });
         }
         self.failed.clear();
         self.again(prompt, draw).await
@@ -291,10 +296,10 @@ impl<'a> Tries<'a> {
         loop {
             self.rest().await;
             let cluster = &self.parts.cluster;
-            match self.parts.policy.route(prompt, &cluster.view(&[]), draw) {
+            match self.parts.policy.route(prompt, &cluster.view(&prompt.model, &[]), draw) {
                 Ok(route) => return Ok(route),
                 Err(_) if self.parts.world.now() < give_up && !cluster.everyone().is_empty() => {}
-                Err(error) => return Err(ServeError::NoNodes { reason: error.to_string() }),
+                Err(_) => return Err(ServeError::NoNodes { reason: cluster.why_no_node(&prompt.model) }),
             }
         }
     }

@@ -69,7 +69,7 @@ impl Router {
         let http = bind(&world, &config.http).await?;
         let grpc = bind(&world, &config.grpc).await?;
         let models = RouterModels::new(open_model(config.model.clone()).await?);
-        let cluster = Cluster::new(world.clone(), gate.clone(), models.clone());
+        let cluster = Cluster::new(world.clone(), gate.clone(), models.clone(), config.wanted.clone());
         let embedded =
             config.registry_url.is_none().then(|| MemoryRegistry::new(TTL, world.clone(), gate.clone()));
         let registry: Arc<dyn Registry> = match (&embedded, &config.registry_url) {

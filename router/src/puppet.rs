@@ -86,6 +86,12 @@ impl Puppet {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// What it was asked, without what it was told of its standing.
+    pub(crate) fn prompts(&self) -> Vec<String> {
+        let is_standing = |word: &String| word.starts_with("no work: ") || word == "in use";
+        self.heard().into_iter().filter(|word| !is_standing(word)).collect()
+    }
+
     fn hear(&self, word: impl Into<String>) {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner).push(word.into());
     }
@@ -126,7 +132,8 @@ fn steps(prompt: &Prompt) -> Vec<Step> {
 pub(crate) fn info(id: &str, role: Role) -> NodeInfo {
     NodeInfo {
         id: NodeId::new(id),
-        epoch: Epoch(1),
+        // Later than any router's start: nothing waits for others of its kind.
+        epoch: Epoch(u64::MAX - 1),
         role,
         pid: 1,
         host: "h".to_owned(),
@@ -324,6 +331,15 @@ impl NodeStatus for Puppet {
             .collect::<Vec<_>>();
         let words = std::iter::once(load).chain(events).map(Ok);
         Ok(Response::new(stream::iter(words).chain(stream::pending()).boxed()))
+    }
+
+    async fn set_standing(
+        &self,
+        request: Request<v1::StandingRequest>,
+    ) -> Result<Response<v1::StandingAnswer>, Status> {
+        let v1::StandingRequest { refusal, .. } = request.into_inner();
+        self.hear(if refusal.is_empty() { "in use".to_owned() } else { format!("no work: {refusal}") });
+        Ok(Response::new(v1::StandingAnswer {}))
     }
 
     async fn ledger(&self, _: Request<v1::LedgerRequest>) -> Result<Response<v1::LedgerAnswer>, Status> {

@@ -45,6 +45,17 @@ pub enum StatusUpdate {
     Draining,
 }
 
+/// What a router tells a node about its place in the cluster.
+#[derive(Clone, Debug)]
+pub struct Standing {
+    /// The router's name.
+    pub router: String,
+    /// Why the router gives the node no work; `None`: it does.
+    pub refusal: Option<String>,
+    /// The node forgets a refusal that is not repeated for so long.
+    pub believed_for: Duration,
+}
+
 impl NodeClient {
     /// Connects when it is first used.
     pub fn new(world: &World, info: &Arc<NodeInfo>) -> Self {
@@ -100,6 +111,20 @@ impl NodeClient {
         let updates =
             call.await.map_err(|_| self.silent())?.map_err(|status| self.failure(&status))?.into_inner();
         Ok(StatusUpdates { client: self.clone(), updates })
+    }
+
+    /// Tells the node whether it gets work, and why not.
+    pub async fn tell(&self, standing: Standing) -> Result<(), Failure> {
+        let Standing { router, refusal, believed_for } = standing;
+        let request = v1::StandingRequest {
+            router,
+            refusal: refusal.unwrap_or_default(),
+            ttl_ms: believed_for.as_millis() as u64,
+        };
+        let mut client = NodeStatusClient::new(self.channel.clone());
+        let call = tokio::time::timeout(QUESTION_TIMEOUT, client.set_standing(request));
+        call.await.map_err(|_| self.silent())?.map_err(|status| self.failure(&status))?;
+        Ok(())
     }
 
     pub async fn ledger(&self, blocks: bool) -> Result<(BlockCounts, Vec<v1::LedgerBlock>), Failure> {

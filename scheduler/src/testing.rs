@@ -68,6 +68,7 @@ pub(crate) fn prompt(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
     Prompt {
         id: RequestId::new(id),
         tenant: TenantId::default(),
+        model: types::PromptModel::default(),
         tokens,
         n_generated: 0,
         sampling: Sampling::default(),

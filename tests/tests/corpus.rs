@@ -163,6 +163,7 @@ fn a_prompt(now: Instant) -> Prompt {
     Prompt {
         id: RequestId::new("r"),
         tenant: TenantId::default(),
+        model: types::PromptModel::default(),
         tokens: (0..9).map(TokenId).collect(),
         n_generated: 1,
         sampling: Sampling::default(),

@@ -260,6 +260,7 @@ fn prompt() -> Prompt {
     Prompt {
         id: RequestId::new("replayed"),
         tenant: TenantId::default(),
+        model: types::PromptModel::default(),
         tokens: (100..170).map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling::default(),

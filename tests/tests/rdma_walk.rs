@@ -78,6 +78,7 @@ fn prompt(ask: &Ask) -> Prompt {
     Prompt {
         id: RequestId::new("alone"),
         tenant: TenantId::default(),
+        model: types::PromptModel::default(),
         tokens: ask.prompt.iter().copied().map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling { temperature: 0.0, ..Sampling::default() },

@@ -109,6 +109,20 @@ impl Fingerprint {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
+    /// A short form of all parts. Equal digests mean equal fingerprints.
+    pub fn digest(&self) -> FingerprintDigest {
+        let mut hasher = blake3::Hasher::new();
+        for (name, value) in self.parts() {
+            for text in [name, value] {
+                hasher.update(&(text.len() as u64).to_le_bytes());
+                hasher.update(text.as_bytes());
+            }
+        }
+        let mut first = [0; 8];
+        first.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
+        FingerprintDigest(u64::from_le_bytes(first))
+    }
+
     /// Refuses a peer that would read the same bytes in another way.
     pub fn agree(&self, peer: &Self) -> Result<(), FingerprintMismatch> {
         let names: std::collections::BTreeSet<&String> = self.0.keys().chain(peer.0.keys()).collect();
@@ -120,6 +134,24 @@ impl Fingerprint {
             })
             .collect();
         if differences.is_empty() { Ok(()) } else { Err(FingerprintMismatch(differences)) }
+    }
+}
+
+/// The digest of a [`Fingerprint`]: 16 hexadecimal digits in text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FingerprintDigest(pub u64);
+
+impl fmt::Display for FingerprintDigest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl FingerprintDigest {
+    /// Reads what [`Display`](fmt::Display) writes.
+    pub fn parse(text: &str) -> Option<Self> {
+        let is_digest = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        is_digest.then(|| u64::from_str_radix(text, 16).ok()).flatten().map(Self)
     }
 }
 
@@ -211,6 +243,21 @@ mod tests {
         assert!(tokenizer_digest(b"{}").starts_with("blake3:"));
         assert_eq!(tokenizer_digest(b"{}"), tokenizer_digest(b"{}"));
         assert_ne!(tokenizer_digest(b"{}"), tokenizer_digest(b"{} "));
+    }
+
+    #[test]
+    fn a_digest_stands_for_all_parts() {
+        let of = |parts: &[(&str, &str)]| {
+            Fingerprint::new(parts.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())))
+                .digest()
+        };
+        assert_eq!(of(&[("a", "1"), ("b", "2")]), of(&[("b", "2"), ("a", "1")]));
+        assert_ne!(of(&[("a", "1")]), of(&[("a", "2")]));
+        assert_ne!(of(&[("a", "1b")]), of(&[("a1", "b")]));
+        let digest = of(&[("a", "1")]);
+        assert_eq!(FingerprintDigest::parse(&digest.to_string()), Some(digest));
+        assert_eq!(FingerprintDigest::parse("+23456789abcdef0"), None);
+        assert_eq!(FingerprintDigest::parse("0"), None);
     }
 
     #[test]

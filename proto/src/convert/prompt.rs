@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use types::prompt::Priority;
-use types::{Deadline, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId};
+use types::prompt::{Priority, PromptModel};
+use types::{Deadline, FingerprintDigest, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId};
 
 use super::{narrow, present};
 use crate::error::ConvertError;
@@ -25,6 +25,8 @@ pub fn prompt_to_wire(prompt: &Prompt, now: Instant) -> v1::Prompt {
         stop: Some((&prompt.stop).into()),
         priority: i32::from(prompt.priority.0),
         timeout_ms: prompt.deadline.left(now).as_millis() as u64,
+        model: prompt.model.name.to_string(),
+        fingerprint: prompt.model.fingerprint.map(|digest| digest.0),
     }
 }
 
@@ -40,7 +42,12 @@ pub fn prompt_from_wire(wire: v1::Prompt, now: Instant) -> Result<Prompt, Conver
     if wire.timeout_ms > TIMEOUT_MS_MAX {
         return Err(ConvertError::range("prompt.timeout_ms", wire.timeout_ms));
     }
+    if wire.model.len() > ID_BYTES_MAX {
+        return Err(ConvertError::range("prompt.model", format!("{} bytes", wire.model.len())));
+    }
+    let fingerprint = wire.fingerprint.map(FingerprintDigest);
     Ok(Prompt {
+        model: PromptModel { name: wire.model.into(), fingerprint },
         id: RequestId::new(short(wire.request_id, "prompt.request_id")?),
         tenant: TenantId::new(short(wire.tenant, "prompt.tenant")?),
         tokens: wire.tokens.into_iter().map(TokenId).collect(),

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use types::FingerprintDigest;
 use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, Shard};
-use types::prompt::Priority;
+use types::prompt::{Priority, PromptModel};
 use types::step::Logprobs;
 use types::*;
 
@@ -17,6 +18,7 @@ fn prompt(now: Instant) -> Prompt {
     Prompt {
         id: RequestId::new("r-1"),
         tenant: TenantId::new("t"),
+        model: PromptModel { name: "m".into(), fingerprint: Some(FingerprintDigest(u64::MAX)) },
         tokens: vec![TokenId(1), TokenId(2), TokenId(3)].into(),
         n_generated: 1,
         sampling: Sampling {

@@ -22,16 +22,44 @@ struct Town {
 }
 
 async fn town() -> Town {
+    town_with(None).await
+}
+
+async fn town_with(wanted: Option<WantedFingerprint>) -> Town {
+    town_of(RouterModels::default(), wanted).await
+}
+
+async fn town_of(models: RouterModels, wanted: Option<WantedFingerprint>) -> Town {
     let world = World::seeded(1).with_net(Arc::new(MemoryNet::new()));
     let gate = Gate::new("test");
     let registry = MemoryRegistry::new(Duration::from_secs(10), world.clone(), gate.clone());
-    let models = RouterModels::default();
-    let cluster = Cluster::new(world.clone(), gate.clone(), models.clone());
+    let cluster = Cluster::new(world.clone(), gate.clone(), models.clone(), wanted);
     let following = cluster.follow(&registry).await.expect("the registry is here");
     Town { cluster, models, registry, world, gate, _following: following }
 }
 
 impl Town {
+    /// Waits until the node is superseded: why.
+    async fn superseded(&self, id: &str) -> String {
+        self.gets_no_work(id, |state| matches!(state, NodeState::Superseded(_))).await
+    }
+
+    /// Waits until the node is refused: why.
+    async fn refused(&self, id: &str) -> String {
+        self.gets_no_work(id, |state| matches!(state, NodeState::Refused(_))).await
+    }
+
+    async fn gets_no_work(&self, id: &str, is_so: fn(&NodeState) -> bool) -> String {
+        let seen = || self.cluster.everyone().into_iter().find(|(info, _)| info.id.as_str() == id);
+        for _ in 0..30_000 {
+            match seen() {
+                Some((_, state)) if is_so(&state) => return state.reason().expect("a reason").to_owned(),
+                _ => tokio::time::sleep(Duration::from_millis(1)).await,
+            }
+        }
+        panic!("{id} is {:?}", seen());
+    }
+
     async fn state(&self, id: &str, expected: &NodeState) {
         let seen = || self.cluster.everyone().into_iter().find(|(info, _)| info.id.as_str() == id);
         let wait = async {
@@ -65,23 +93,158 @@ async fn a_node_is_usable_once_it_has_spoken_and_until_it_falls_silent() {
 #[tokio::test(start_paused = true)]
 async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     let town = town().await;
-    let _first = town.registry.announce(info("a", Role::Decode)).await.expect("announced");
-    town.state("a", &NodeState::Connecting).await;
+    let first = Puppet::new("a", Role::Decode, &[Act::Serve]);
+    let _running = first.start(&town.world, &town.gate).await;
+    let _first = town.registry.announce(first.info.clone()).await.expect("announced");
+    town.state("a", &NodeState::Ready).await;
     let old = NodeInfo { protocol: ProtocolRange { min: 0, max: 0 }, ..info("b", Role::Decode) };
     let _old = town.registry.announce(old).await.expect("announced");
     let reason = "no common protocol version: this side speaks 1..2, the peer 0..0";
     town.state("b", &NodeState::Refused(reason.to_owned())).await;
-    let mut other = info("c", Role::Prefill);
-    other.model.fingerprint = Fingerprint::new([("tokenizer".to_owned(), "other".to_owned())]);
-    let _other = town.registry.announce(other).await.expect("announced");
-    let reason = "against a: models differ: tokenizer: bytes here, other there";
-    town.state("c", &NodeState::Refused(reason.to_owned())).await;
+    let _other = town.registry.announce(other("c", Role::Decode).info).await.expect("announced");
+    let state = town.superseded("c").await;
+    assert!(state.contains("is served by 1 nodes with "), "{state}");
+    assert!(state.ends_with(": models differ: tokenizer: bytes here, none there"), "{state}");
+}
+
+/// A puppet with another fingerprint than the others.
+fn other(id: &str, role: Role) -> Puppet {
+    let mut puppet = Puppet::new(id, role, &[Act::Serve]);
+    puppet.info.model.fingerprint =
+        Fingerprint::new([(TOKENIZER.to_owned(), types::node::TOKENIZER_NONE.to_owned())]);
+    puppet
+}
+
+/// Puppets that are started and announced, until the value is dropped.
+async fn announced(town: &Town, puppets: &[&Puppet]) -> Vec<(Task<()>, registry::Announcement)> {
+    let mut running = Vec::new();
+    for puppet in puppets {
+        let task = puppet.start(&town.world, &town.gate).await;
+        running.push((task, town.registry.announce(puppet.info.clone()).await.expect("announced")));
+    }
+    running
+}
+
+/// A wrong node that came first serves until the right ones can, hears why it no longer does, and is heard of no more
+/// once it has left.
+#[tokio::test(start_paused = true)]
+async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
+    let town = town().await;
+    let wrong = other("wrong", Role::Decode);
+    let mut wrongs = announced(&town, &[&wrong]).await;
+    town.state("wrong", &NodeState::Ready).await;
+    assert!(town.models.find(None).expect("learned").template.is_none(), "the wrong one's text half");
+    let right =
+        [Puppet::new("p", Role::Prefill, &[Act::Serve]), Puppet::new("d", Role::Decode, &[Act::Serve])];
+    let _rights = announced(&town, &right.iter().collect::<Vec<_>>()).await;
+    town.superseded("wrong").await;
+    town.state("d", &NodeState::Ready).await;
+    assert!(town.models.find(None).expect("learned").template.is_some(), "the right ones' text half");
+    let used = |model: &PromptModel| {
+        let view = town.cluster.view(model, &[]);
+        view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
+    };
+    let any = PromptModel::named("mock");
+    assert_eq!(used(&any), ["d", "p"]);
+    let begun = PromptModel { fingerprint: Some(wrong.info.model.fingerprint.digest()), ..any };
+    assert_eq!(used(&begun), ["wrong"], "what began there goes on there");
+    assert_eq!(used(&PromptModel::named("other")), Vec::<String>::new());
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(wrong.heard().iter().any(|word| word.starts_with("no work: `mock` is served by")), "{wrong:?}");
+    let (_task, announcement) = wrongs.remove(0);
+    announcement.withdraw().await;
+    let groups = town.cluster.groups();
+    assert_eq!(groups[0].groups.len(), 1, "{groups:?}");
+    assert_eq!(town.cluster.ready(), Ok(()));
+}
+
+/// A right node that loses a tie is told so, and serves at once when the wrong one leaves.
+#[tokio::test(start_paused = true)]
+async fn superseded_nodes_serve_once_the_others_are_gone() {
+    let town = town().await;
+    let (wrong, right) = (other("wrong", Role::Decode), Puppet::new("right", Role::Decode, &[Act::Serve]));
+    let mut wrongs = announced(&town, &[&wrong]).await;
+    town.state("wrong", &NodeState::Ready).await;
+    let _rights = announced(&town, &[&right]).await;
+    town.superseded("right").await;
+    let (_task, announcement) = wrongs.remove(0);
+    announcement.withdraw().await;
+    let gone = tokio::time::Instant::now();
+    town.state("right", &NodeState::Ready).await;
+    assert!(gone.elapsed() < Duration::from_secs(1), "{:?}", gone.elapsed());
+    assert_eq!(town.cluster.ready(), Ok(()));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(right.heard().last().map(String::as_str), Some("in use"));
+}
+
+/// Nodes that were there before the router announce themselves one after the other, the wrong one first.
+#[tokio::test(start_paused = true)]
+async fn a_router_that_has_just_started_waits_for_nodes_that_were_there_before() {
+    let town = town().await;
+    let before = |mut puppet: Puppet| {
+        puppet.info.epoch = Epoch(1);
+        puppet
+    };
+    let wrong = before(other("wrong", Role::Decode));
+    let _wrong = announced(&town, &[&wrong]).await;
+    for _ in 0..2 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(town.cluster.ready().is_err(), "no group is chosen yet");
+    }
+    let right = [
+        before(Puppet::new("p", Role::Prefill, &[Act::Serve])),
+        before(Puppet::new("d", Role::Decode, &[Act::Serve])),
+    ];
+    let _rights = announced(&town, &right.iter().collect::<Vec<_>>()).await;
+    town.state("d", &NodeState::Ready).await;
+    town.superseded("wrong").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_operators_word_comes_before_numbers() {
+    let (right, wrong) =
+        (Puppet::new("right", Role::Decode, &[Act::Serve]), ["x", "y"].map(|id| other(id, Role::Decode)));
+    let wanted =
+        WantedFingerprint { model: "mock".to_owned(), fingerprint: right.info.model.fingerprint.digest() };
+    let town = town_with(Some(wanted)).await;
+    let _wrong = announced(&town, &wrong.iter().collect::<Vec<_>>()).await;
+    town.refused("x").await;
+    assert!(town.cluster.ready().is_err());
+    let _right = announced(&town, &[&right]).await;
+    town.state("right", &NodeState::Ready).await;
+    town.refused("y").await;
+    assert_eq!(town.cluster.ready(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn prompts_for_one_model_see_its_nodes_only() {
+    let town = town().await;
+    let of = |id: &str, model: &str| {
+        let mut puppet = Puppet::new(id, Role::Decode, &[Act::Serve]);
+        puppet.info.model.name = model.to_owned();
+        puppet
+    };
+    let puppets = [of("a1", "a"), of("a2", "a"), of("b1", "b")];
+    let _running = announced(&town, &puppets.iter().collect::<Vec<_>>()).await;
+    for id in ["a1", "a2", "b1"] {
+        town.state(id, &NodeState::Ready).await;
+    }
+    let used = |model: &str| {
+        let view = town.cluster.view(&PromptModel::named(model), &[]);
+        view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        (used("a"), used("b"), used("c")),
+        (vec!["a1".into(), "a2".into()], vec!["b1".into()], vec![])
+    );
+    let names: Vec<String> = town.cluster.models().into_iter().map(|model| model.name).collect();
+    assert_eq!(names, ["a", "b"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_node_whose_tokens_mean_something_else_to_the_router_is_refused() {
-    let town = town().await;
-    town.models.learn(&info("r", Role::Decode).model).expect("the router's own model");
+    let own = RouterModels::new([crate::text::RouterModel::mock("mock", 1024)]);
+    let town = town_of(own, None).await;
     let with_tokenizer = |id, model: &str, tokenizer: &str| {
         let mut node = info(id, Role::Decode);
         node.model.name = model.to_owned();
@@ -125,9 +288,9 @@ async fn a_new_life_replaces_the_old_one() {
     let _running = puppet.start(&town.world, &town.gate).await;
     let _first = town.registry.announce(puppet.info.clone()).await.expect("announced");
     town.state("d", &NodeState::Ready).await;
-    let again = NodeInfo { epoch: Epoch(2), ..puppet.info.clone() };
+    let again = NodeInfo { epoch: Epoch(u64::MAX), ..puppet.info.clone() };
     let _second = town.registry.announce(again).await.expect("announced");
-    while town.cluster.everyone().first().is_none_or(|(info, _)| info.epoch != Epoch(2)) {
+    while town.cluster.everyone().first().is_none_or(|(info, _)| info.epoch != Epoch(u64::MAX)) {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     town.state("d", &NodeState::Ready).await;

@@ -92,7 +92,7 @@ impl Dispatch {
         };
         let (by, how) = (keeper.node.clone(), Holding::InPool { put: Box::new(put), sender });
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
-        Ok(self.started(prefilled, Rest::Held(Box::new(held))))
+        Ok(self.started(prompt, prefilled, Rest::Held(Box::new(held))))
     }
 
     /// The prefill node keeps the KV in its outbox.
@@ -102,7 +102,7 @@ impl Dispatch {
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;
         let (by, how) = (prefill.clone(), Holding::AtPrefill(call));
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
-        Ok(self.started(prefilled, Rest::Held(Box::new(held))))
+        Ok(self.started(prompt, prefilled, Rest::Held(Box::new(held))))
     }
 
     /// The pool does without this prompt. A full one is no surprise; another failure is said once, until it speaks again.

@@ -12,6 +12,7 @@ use types::prompt::Priority;
 use types::{Prompt, RefusalKind, Role, Sampling, StopRules, TenantId, TokenId};
 
 use super::*;
+use crate::cluster::NodeState;
 use crate::policy;
 use crate::puppet::{Act, Puppet, answer_to};
 use crate::text::RouterModels;
@@ -29,14 +30,15 @@ async fn stage(order: Order, puppets: &[&Puppet]) -> Stage {
     let world = World::seeded(1).with_net(Arc::new(MemoryNet::new()));
     let gate = Gate::new("test");
     let registry = MemoryRegistry::new(Duration::from_secs(10), world.clone(), gate.clone());
-    let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default());
+    let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default(), None);
     let following = cluster.follow(&registry).await.expect("the registry is here");
     let mut running = Vec::new();
     for puppet in puppets {
         let task = puppet.start(&world, &gate).await;
         running.push((task, registry.announce(puppet.info.clone()).await.expect("announced")));
     }
-    while cluster.view(&[]).nodes.len() < puppets.len() {
+    let is_settled = |(_, state): &(_, NodeState)| *state == NodeState::Ready || state.reason().is_some();
+    while cluster.everyone().iter().filter(|node| is_settled(node)).count() < puppets.len() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let metrics = Metrics::new("router");
@@ -57,6 +59,7 @@ impl Stage {
         Prompt {
             id: self.world.request_id(),
             tenant: TenantId::default(),
+            model: types::PromptModel::named("mock"),
             tokens: (0..20).map(TokenId).collect(),
             n_generated: 0,
             sampling: Sampling::default(),
@@ -281,3 +284,45 @@ async fn no_node_is_said_at_once() {
 }
 
 mod pool;
+
+/// A puppet of other weights under the same name.
+fn of_other_weights(mut puppet: Puppet) -> Puppet {
+    let parts = [("tokenizer", "bytes"), ("weights", "other")];
+    puppet.info.model.fingerprint =
+        types::Fingerprint::new(parts.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    puppet
+}
+
+/// The node that began an answer dies; the only other one has other weights. The answer ends with an error, and no token
+/// of the other weights is in it.
+#[tokio::test(start_paused = true)]
+async fn an_answer_is_continued_by_its_own_weights_only() {
+    let mut first =
+        [decode("d0", &[Act::BreakAfter(2), Act::Break]), of_other_weights(decode("e0", &[Act::Serve]))];
+    first[0].info.epoch.0 -= 1;
+    let failed = stage(Order::DecodeFirst, &first.each_ref()).await.ask(6).await.expect_err("it broke");
+    assert!(matches!(failed, ServeError::Refused { .. } | ServeError::NoNodes { .. }), "{failed:?}");
+    assert_eq!(first[1].prompts(), Vec::<String>::new());
+    let both = [
+        decode("d0", &[Act::BreakAfter(2)]),
+        decode("d1", &[Act::BreakAfter(2), Act::Serve]),
+        of_other_weights(decode("e0", &[Act::Serve])),
+    ];
+    stage(Order::DecodeFirst, &both.each_ref()).await.serves(6).await;
+    assert_eq!(both[2].prompts(), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prompt_goes_to_nodes_of_its_model_only() {
+    let mut another = decode("e", &[Act::Serve]);
+    another.info.model.name = "another".to_owned();
+    let puppets = [prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), another];
+    let stage = stage(Order::DecodeFirst, &puppets.each_ref()).await;
+    for _ in 0..4 {
+        stage.serves(6).await;
+    }
+    assert_eq!(puppets[2].prompts(), Vec::<String>::new());
+    let unknown = Prompt { model: PromptModel::named("none"), ..stage.prompt(6) };
+    let failed = stage.dispatch.generate(unknown).await.expect_err("no such model");
+    assert!(failed.to_string().contains("no decode node of `none` is ready"), "{failed}");
+}

@@ -140,16 +140,31 @@ impl RouterModels {
         table
     }
 
-    /// Speaks for a node's model from now on, or says why not: tokens must mean the same on both sides.
+    /// Speaks for a node's model if no other node has brought one of this name, or says why it never can: tokens must mean
+    /// the same on both sides.
     pub fn learn(&self, info: &ModelInfo) -> Result<(), CannotSpeak> {
-        match self.find(Some(&info.name)) {
-            Ok(known) => agree(&known, info),
-            Err(_) => {
-                let own = RouterModel::of_node(info);
-                let own = own.ok_or_else(|| CannotSpeak::NoTokenizer { model: info.name.clone() })?;
-                self.insert(own, true);
-                Ok(())
-            }
+        let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
+        if let Some(own) = known.as_ref().filter(|known| !known.is_learned) {
+            return agree(&own.own, info);
+        }
+        let learned = RouterModel::of_node(info);
+        let learned = learned.ok_or_else(|| CannotSpeak::NoTokenizer { model: info.name.clone() })?;
+        if known.is_none() {
+            self.insert(learned, true);
+        }
+        Ok(())
+    }
+
+    /// Speaks for the model as this node has it, in place of what another node has brought under this name.
+    pub fn speak_for(&self, info: &ModelInfo) {
+        let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
+        let is_replaced = known.is_none_or(|known| {
+            let own = &known.own;
+            let is_same = agree(own, info).is_ok() && own.vocab == info.vocab && own.eos == info.eos_tokens;
+            known.is_learned && !is_same
+        });
+        if let Some(learned) = RouterModel::of_node(info).filter(|_| is_replaced) {
+            self.insert(learned, true);
         }
     }
 
@@ -278,6 +293,16 @@ mod tests {
         assert_eq!(tokens, 32);
         assert!(context.starts_with("the 32 tokens for which all nodes"), "{context}");
         assert_eq!(fitted(&[&large]).0, 1024, "the node that was there first has left");
+    }
+
+    #[test]
+    fn a_learned_model_is_the_one_of_the_nodes_in_force() {
+        let models = RouterModels::default();
+        models.learn(&node("mock", TOKENIZER_NONE)).expect("token ids need nothing");
+        models.learn(&node("mock", TOKENIZER_BYTES)).expect("the group in force is not chosen yet");
+        assert!(models.find(None).expect("learned").template.is_none());
+        models.speak_for(&node("mock", TOKENIZER_BYTES));
+        assert!(models.find(None).expect("learned").template.is_some());
     }
 
     #[test]

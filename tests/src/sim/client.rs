@@ -44,6 +44,7 @@ pub fn prompt(name: &str, ask: &Ask) -> Prompt {
     Prompt {
         id: RequestId::new(name),
         tenant: TenantId::default(),
+        model: types::PromptModel::named("mock"),
         tokens: ask.tokens.iter().copied().map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling {

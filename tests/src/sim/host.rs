@@ -299,7 +299,7 @@ impl RouterHost {
         let world = world.fork(&format!("{ROUTER} {}", self.n_lives));
         let gate = Gate::new("router");
         let registry = MemoryRegistry::new(TTL, world.clone(), gate.clone());
-        let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default());
+        let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default(), None);
         let following = cluster.follow(&registry).await.expect("a table in memory can be watched");
         let listener = world.net().listen(ROUTER_ADDR).await.expect("the port is free");
         let routes = Routes::new(bootstrap_server(registry.clone(), Shutdown::new()));

@@ -132,6 +132,7 @@ impl Peer {
         Prompt {
             id: self.world.request_id(),
             tenant: TenantId::new(format!("doctor-{:016x}", self.world.draw())),
+            model: types::PromptModel::default(),
             tokens: vec![TokenId(1); n_tokens as usize].into(),
             n_generated: 0,
             sampling: Sampling::default(),

@@ -1,0 +1,315 @@
+//! Which of the groups of agreeing nodes serves a model: a pure decision over all nodes of one model name.
+//!
+//! Nodes agree when their fingerprints are equal. The caller decides anew at every change of membership or usability,
+//! and leaves out pool nodes and nodes that are refused by themselves (another protocol, not the operator's model).
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::fmt;
+
+use types::{Epoch, FingerprintDigest, Role};
+
+/// What the decision needs to know of one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct GroupNode {
+    pub(super) fingerprint: FingerprintDigest,
+    pub(super) role: Role,
+    pub(super) epoch: Epoch,
+    pub(super) link: Link,
+}
+
+/// Whether the router can use a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Link {
+    Usable,
+    /// Not now, but it may be in a moment: it is being connected to.
+    Possible,
+    /// It drains.
+    Leaving,
+}
+
+/// What is known besides the nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Circumstances {
+    pub(super) in_force: Option<FingerprintDigest>,
+    /// The router has just started and may not know all nodes yet.
+    pub(super) is_settling: bool,
+    /// The last decisions were postponed for long enough.
+    pub(super) is_patience_over: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Decision {
+    pub(super) in_force: Option<FingerprintDigest>,
+    pub(super) reason: Reason,
+}
+
+/// Why a group is in force, or why the decision is postponed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// There is no other.
+    OnlyGroup,
+    /// It has all kinds of nodes that the model needs, and no other group has.
+    OnlyComplete,
+    MostNodes,
+    /// As many nodes as another group; it was in force before, or it is the older one.
+    Tie,
+    /// No group has all kinds of nodes; this one has a decode node.
+    CanDecode,
+    /// No group can serve.
+    NoneServes,
+    /// The router has just started: nodes may still announce themselves.
+    Settling,
+    /// A larger group, or the one in force, is expected to be usable in a moment.
+    Expecting,
+}
+
+impl Reason {
+    /// Time alone may change the decision.
+    pub(super) fn is_postponed(self) -> bool {
+        matches!(self, Self::Settling | Self::Expecting)
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OnlyGroup => "all nodes agree",
+            Self::OnlyComplete => "the only group with all needed kinds of nodes",
+            Self::MostNodes => "the most nodes of the groups that can serve",
+            Self::Tie => "as many nodes as another group, and in force before or older",
+            Self::CanDecode => "no group has all needed kinds of nodes, this one has a decode node",
+            Self::NoneServes => "no group can serve",
+            Self::Settling => "the router has just started, nodes may still announce themselves",
+            Self::Expecting => "nodes of a larger group, or of the one in force, are being connected to",
+        })
+    }
+}
+
+/// How a group ranks among others: the larger, then the one in force, then the one with the oldest node.
+type Rank = (usize, bool, Reverse<u64>);
+
+/// One group, counted.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tally {
+    pub(super) fingerprint: FingerprintDigest,
+    /// Nodes that do not leave.
+    pub(super) n_staying: usize,
+    usable: Kinds,
+    /// Kinds of nodes that are usable, or may be in a moment.
+    possible: Kinds,
+    oldest: Epoch,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Kinds {
+    prefills: bool,
+    decodes: bool,
+}
+
+impl Kinds {
+    fn are_complete(self, needs_prefill: bool) -> bool {
+        self.decodes && (self.prefills || !needs_prefill)
+    }
+
+    fn add(&mut self, role: Role) {
+        self.prefills |= role.prefills();
+        self.decodes |= role.decodes();
+    }
+}
+
+impl Tally {
+    fn rank(&self, in_force: Option<FingerprintDigest>) -> Rank {
+        (self.n_staying, in_force == Some(self.fingerprint), Reverse(self.oldest.0))
+    }
+
+    /// Whether a decode node is usable.
+    pub(super) fn can_decode(&self) -> bool {
+        self.usable.decodes
+    }
+}
+
+/// The groups of one model's nodes.
+pub(super) fn tally(nodes: &[GroupNode]) -> Vec<Tally> {
+    let mut groups: BTreeMap<FingerprintDigest, Tally> = BTreeMap::new();
+    for node in nodes {
+        let group = groups.entry(node.fingerprint).or_insert_with(|| Tally {
+            fingerprint: node.fingerprint,
+            n_staying: 0,
+            usable: Kinds::default(),
+            possible: Kinds::default(),
+            oldest: node.epoch,
+        });
+        group.oldest = group.oldest.min(node.epoch);
+        match node.link {
+            Link::Usable => {
+                group.usable.add(node.role);
+                group.possible.add(node.role);
+            }
+            Link::Possible => group.possible.add(node.role),
+            Link::Leaving => continue,
+        }
+        group.n_staying += 1;
+    }
+    groups.into_values().collect()
+}
+
+/// Whether the model's prompts are computed by prefill nodes.
+fn needs_prefill(nodes: &[GroupNode]) -> bool {
+    nodes.iter().any(|node| node.link != Link::Leaving && node.role.prefills() && !node.role.decodes())
+}
+
+/// Chooses the group that serves.
+///
+/// A group that can serve (a usable node of each needed kind) comes before one that cannot; of several, the one with most
+/// nodes; on a tie, the one in force, then the older. Where no group can serve, the one in force goes on with its decode
+/// nodes, which compute prompts themselves. A change is postponed while a better group is only a moment away.
+pub(super) fn decide(nodes: &[GroupNode], known: Circumstances) -> Decision {
+    let Circumstances { in_force, is_settling, is_patience_over } = known;
+    if in_force.is_none() && is_settling {
+        return Decision { in_force: None, reason: Reason::Settling };
+    }
+    let groups = tally(nodes);
+    let Some(best) = best_of(&groups, in_force, |group| group.usable, needs_prefill(nodes)) else {
+        let kept = in_force.filter(|digest| groups.iter().any(|group| group.fingerprint == *digest));
+        return Decision { in_force: kept, reason: Reason::NoneServes };
+    };
+    if in_force != Some(best.fingerprint) && !is_patience_over {
+        let expected = best_of(&groups, in_force, |group| group.possible, needs_prefill(nodes));
+        if expected.is_some_and(|expected| expected.fingerprint != best.fingerprint) {
+            return Decision { in_force, reason: Reason::Expecting };
+        }
+    }
+    Decision { in_force: Some(best.fingerprint), reason: reason(best, &groups, needs_prefill(nodes)) }
+}
+
+/// The best group by these kinds of nodes.
+fn best_of(
+    groups: &[Tally],
+    in_force: Option<FingerprintDigest>,
+    kinds: fn(&Tally) -> Kinds,
+    needs_prefill: bool,
+) -> Option<Tally> {
+    let complete = groups.iter().filter(|group| kinds(group).are_complete(needs_prefill));
+    let decoding = || groups.iter().filter(|group| kinds(group).decodes);
+    let kept = || decoding().find(|group| in_force == Some(group.fingerprint));
+    let best = complete.max_by_key(|group| group.rank(in_force)).or_else(kept);
+    best.or_else(|| decoding().max_by_key(|group| group.rank(in_force))).copied()
+}
+
+fn reason(best: Tally, groups: &[Tally], needs_prefill: bool) -> Reason {
+    let others = || groups.iter().filter(|group| group.fingerprint != best.fingerprint);
+    let complete = |group: &Tally| group.usable.are_complete(needs_prefill);
+    if others().next().is_none() {
+        Reason::OnlyGroup
+    } else if !complete(&best) {
+        Reason::CanDecode
+    } else if !others().any(complete) {
+        Reason::OnlyComplete
+    } else if others().filter(|group| complete(group)).all(|group| group.n_staying < best.n_staying) {
+        Reason::MostNodes
+    } else {
+        Reason::Tie
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A node as a word: group, role (`p`, `d`, `b`oth), and `?` if it is being connected to, `-` if it drains. The
+    /// position is its age.
+    fn node((age, word): (usize, &str)) -> GroupNode {
+        let mut letters = word.chars();
+        let group = letters.next().expect("a group");
+        let role = match letters.next() {
+            Some('p') => Role::Prefill,
+            Some('d') => Role::Decode,
+            _ => Role::Both,
+        };
+        let link = match letters.next() {
+            None => Link::Usable,
+            Some('?') => Link::Possible,
+            _ => Link::Leaving,
+        };
+        GroupNode { fingerprint: digest(group), role, epoch: Epoch(age as u64), link }
+    }
+
+    fn digest(group: char) -> FingerprintDigest {
+        FingerprintDigest(u64::from(group))
+    }
+
+    fn decided(nodes: &str, in_force: Option<char>, is_settling: bool, is_patience_over: bool) -> Decision {
+        let nodes: Vec<GroupNode> = nodes.split_whitespace().enumerate().map(node).collect();
+        let in_force = in_force.map(digest);
+        decide(&nodes, Circumstances { in_force, is_settling, is_patience_over })
+    }
+
+    #[test]
+    fn decisions() {
+        use Reason::*;
+        for (nodes, before, after, why) in [
+            ("", None, None, NoneServes),
+            ("ap", None, None, NoneServes),
+            ("ad", None, Some('a'), OnlyGroup),
+            ("ab", None, Some('a'), OnlyGroup),
+            ("ap ap ad ad", None, Some('a'), OnlyGroup),
+            // Most nodes, then the one in force, then the older.
+            ("bp bd ap ap ad", None, Some('a'), MostNodes),
+            ("bp bd ap ap ad", Some('b'), Some('a'), MostNodes),
+            ("bp bd ap ad", None, Some('b'), Tie),
+            ("bp bd ap ad", Some('a'), Some('a'), Tie),
+            // A single wrong node that came first serves nothing beside two of each kind.
+            ("bd ap ap ad ad", Some('b'), Some('a'), OnlyComplete),
+            ("bd ap", None, Some('b'), CanDecode),
+            ("bd ap? ap? ad?", None, None, Expecting),
+            ("bd ap ap ad?", None, None, Expecting),
+            // A minority that is usable first waits for a majority that is being connected to.
+            ("bp bd ap ap ad?", Some('a'), Some('a'), Expecting),
+            ("bp bd ap? ad? ad?", None, None, Expecting),
+            ("bp bd ap?", None, Some('b'), OnlyComplete),
+            // A rollout of two and two, prefill nodes first.
+            ("ap- ad ap ad", Some('a'), Some('a'), OnlyGroup),
+            ("ap ad ad bp", Some('a'), Some('a'), OnlyComplete),
+            ("ap- ad ad bp", Some('a'), Some('a'), CanDecode),
+            ("ad ad bp bp", Some('a'), Some('a'), CanDecode),
+            ("ad- ad bp bp", Some('a'), Some('a'), CanDecode),
+            ("ad bp bp bd?", Some('a'), Some('a'), CanDecode),
+            ("ad bp bp bd", Some('a'), Some('b'), OnlyComplete),
+            ("bp bp bd bd", Some('b'), Some('b'), OnlyGroup),
+            // Decode nodes first.
+            ("ap ap ad bd", Some('a'), Some('a'), OnlyComplete),
+            ("ap ap ad- bd", Some('a'), Some('b'), CanDecode),
+            ("ap ap bd bd", Some('b'), Some('b'), CanDecode),
+            ("ap bp bd bd", Some('b'), Some('b'), OnlyComplete),
+            // One of each kind at a time: a tie is no change, a majority is.
+            ("ap ad bp bd", Some('a'), Some('a'), Tie),
+            ("ad bp bp bd", Some('a'), Some('b'), OnlyComplete),
+            // The group in force is gone, or all of it drains.
+            ("bp bd", Some('a'), Some('b'), OnlyGroup),
+            ("ap- ad- bp bd", Some('a'), Some('b'), OnlyComplete),
+            // It is there and cannot be reached for a moment.
+            ("ap? ad? bp bd", Some('a'), Some('a'), Expecting),
+            ("ap? ad? bp? bd?", Some('a'), Some('a'), NoneServes),
+            ("ap? ad ad bp bd", Some('a'), Some('a'), Expecting),
+        ] {
+            let found = decided(nodes, before, false, false);
+            assert_eq!(found, Decision { in_force: after.map(digest), reason: why }, "{nodes}, {before:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_chosen_before_nodes_had_time_to_announce_themselves() {
+        let settling = Decision { in_force: None, reason: Reason::Settling };
+        assert_eq!(decided("bd", None, true, false), settling);
+        let kept = Decision { in_force: Some(digest('a')), reason: Reason::OnlyGroup };
+        assert_eq!(decided("ad", Some('a'), true, false), kept, "it was in force before");
+    }
+
+    #[test]
+    fn patience_has_an_end() {
+        let taken = |reason| Decision { in_force: Some(digest('b')), reason };
+        assert_eq!(decided("ap? ad? bp bd", Some('a'), false, true), taken(Reason::OnlyComplete));
+        assert_eq!(decided("bd ap? ap? ad?", None, false, true), taken(Reason::CanDecode));
+    }
+}

@@ -1,0 +1,444 @@
+//! The members and what the router makes of them: state that changes only in its own methods, without a runtime.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::Task;
+use tokio::time::Instant;
+use tracing::{info, warn};
+use types::place::keepers;
+use types::{BlockHash, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad, PromptModel};
+
+use super::cached::{CachedBlocks, Gap};
+use super::groups::{self, Circumstances, GroupNode, Link, Reason};
+use crate::policy::{ClusterView, NodeView};
+use crate::rpc::{NodeClient, StatusUpdate};
+use crate::text::RouterModels;
+
+/// How long a router that has just started waits for nodes that were there before it, before it chooses a group. With the
+/// embedded registry a node announces itself again at its next sign of life, at most a second later, and takes up to a
+/// second more where it has to connect.
+const SETTLE: Duration = Duration::from_secs(3);
+
+/// How long a change to another group is postponed while a better one may be usable in a moment. Longer than it takes to
+/// open broken status streams again; a decision for the right nodes still comes within five seconds.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// How usable a node is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NodeState {
+    /// Announced, but its status stream has not spoken yet; or its model's group is not chosen yet.
+    Connecting,
+    Ready,
+    /// It takes no new work.
+    Draining,
+    /// Its status stream broke; it is tried again.
+    Unreachable,
+    /// It cannot be used whatever the other nodes are: another protocol, or not the model that the operator named.
+    Refused(String),
+    /// It differs from the nodes of its model that are in force.
+    Superseded(String),
+}
+
+impl NodeState {
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::Connecting => "connecting",
+            Self::Ready => "ready",
+            Self::Draining => "draining",
+            Self::Unreachable => "unreachable",
+            Self::Refused(_) => "refused",
+            Self::Superseded(_) => "superseded",
+        }
+    }
+
+    /// Why the node gets no work although it could be reached.
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Refused(reason) | Self::Superseded(reason) => Some(reason),
+            _ => None,
+        }
+    }
+}
+
+/// The groups of agreeing nodes of one model.
+#[derive(Clone, Debug)]
+pub struct ModelGroups {
+    pub name: String,
+    pub in_force: Option<FingerprintDigest>,
+    pub why: String,
+    pub groups: Vec<Group>,
+}
+
+/// Nodes of one model with one fingerprint.
+#[derive(Clone, Debug)]
+pub struct Group {
+    pub model: Arc<NodeInfo>,
+    pub fingerprint: FingerprintDigest,
+    pub nodes: Vec<NodeId>,
+    /// A decode node is usable.
+    pub can_decode: bool,
+}
+
+/// The operator's word on weights: nodes with another fingerprint are refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WantedFingerprint {
+    /// The model that it holds for; empty: every model.
+    pub model: String,
+    pub fingerprint: FingerprintDigest,
+}
+
+/// Which group of a model's nodes is in force.
+#[derive(Debug)]
+struct ModelRecord {
+    in_force: Option<FingerprintDigest>,
+    reason: Reason,
+    /// Until then nodes may still announce themselves to a router that has just started.
+    settles: Option<Settling>,
+    /// Since when a change is postponed.
+    postponed_since: Option<Instant>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Settling {
+    until: Instant,
+    /// The registry has listed all members: nothing is waited for but their status streams.
+    is_listed: bool,
+}
+
+pub(super) struct Members {
+    pub(super) by_id: BTreeMap<NodeId, Member>,
+    by_model: BTreeMap<String, ModelRecord>,
+    wanted: Option<WantedFingerprint>,
+    /// Nodes of earlier epochs were there before the router.
+    started: Epoch,
+    /// Counts routes, for whose turn it is.
+    turns: u64,
+}
+
+pub(super) struct Member {
+    pub(super) info: Arc<NodeInfo>,
+    fingerprint: FingerprintDigest,
+    /// Of its status stream.
+    link: NodeState,
+    /// Why it is refused whatever the others are.
+    refusal: Option<String>,
+    pub(super) load: NodeLoad,
+    assigned: u32,
+    assigned_tokens: u64,
+    last_turn: u64,
+    /// It has failed since it spoke last.
+    pub(super) is_suspect: bool,
+    pub(super) cached: CachedBlocks,
+    pub(super) client: NodeClient,
+    /// They end with the member.
+    _tasks: [Task<()>; 2],
+}
+
+impl Member {
+    /// `refusal`: why it cannot be used whatever the other nodes are. `tasks` end with the member.
+    pub(super) fn new(
+        info: Arc<NodeInfo>,
+        refusal: Option<String>,
+        client: NodeClient,
+        tasks: [Task<()>; 2],
+    ) -> Self {
+        Self {
+            fingerprint: info.model.fingerprint.digest(),
+            info,
+            link: NodeState::Connecting,
+            refusal,
+            load: NodeLoad::default(),
+            assigned: 0,
+            assigned_tokens: 0,
+            last_turn: 0,
+            is_suspect: false,
+            cached: CachedBlocks::default(),
+            client,
+            _tasks: tasks,
+        }
+    }
+
+    fn view(&self) -> NodeView {
+        NodeView {
+            info: self.info.clone(),
+            load: self.load,
+            assigned: self.assigned,
+            assigned_tokens: self.assigned_tokens,
+            last_turn: self.last_turn,
+        }
+    }
+
+    fn is_usable(&self) -> bool {
+        self.refusal.is_none() && self.link == NodeState::Ready
+    }
+
+    /// Whether it takes part in the choice of its model's group.
+    fn computes(&self) -> bool {
+        self.refusal.is_none() && !self.info.role.pools()
+    }
+
+    fn group_node(&self) -> GroupNode {
+        let link = match self.link {
+            NodeState::Ready => Link::Usable,
+            NodeState::Draining => Link::Leaving,
+            _ => Link::Possible,
+        };
+        GroupNode { fingerprint: self.fingerprint, role: self.info.role, epoch: self.info.epoch, link }
+    }
+}
+
+impl Members {
+    pub(super) fn new(started: Epoch, wanted: Option<WantedFingerprint>) -> Self {
+        Self { by_id: BTreeMap::new(), by_model: BTreeMap::new(), wanted, started, turns: 0 }
+    }
+
+    /// The usable nodes for a prompt of this model, without some: those of the weights that it names, otherwise those of
+    /// the group in force.
+    pub(super) fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
+        let Some(wanted) = model.fingerprint.or_else(|| self.in_force(&model.name)) else {
+            return ClusterView::default();
+        };
+        let fits = |member: &&Member| {
+            member.is_usable() && member.fingerprint == wanted && *member.info.model.name == *model.name
+        };
+        let nodes = self.by_id.values().filter(fits).filter(|member| !without.contains(&member.info.id));
+        ClusterView { nodes: nodes.map(Member::view).collect() }
+    }
+
+    fn in_force(&self, model: &str) -> Option<FingerprintDigest> {
+        self.by_model.get(model)?.in_force
+    }
+
+    pub(super) fn keeper(&self, first: BlockHash, model: &ModelInfo) -> Option<Arc<NodeInfo>> {
+        let keeps = |member: &&Member| {
+            let NodeInfo { role, model: kept, .. } = &*member.info;
+            role.pools() && kept.name == model.name && kept.fingerprint == model.fingerprint
+        };
+        let usable = |member: &&Member| member.is_usable() && !member.is_suspect;
+        let ids = self.by_id.values().filter(keeps).filter(usable).map(|member| &member.info.id);
+        let keeper = keepers(ids, first).first().copied()?;
+        Some(self.by_id.get(keeper)?.info.clone())
+    }
+
+    pub(super) fn assign(&mut self, id: &NodeId, n_tokens: usize) {
+        self.turns += 1;
+        if let Some(member) = self.by_id.get_mut(id) {
+            member.assigned += 1;
+            member.assigned_tokens += n_tokens as u64;
+            member.last_turn = self.turns;
+        }
+    }
+
+    /// The models that a usable node of the group in force decodes.
+    pub(super) fn models(&self) -> Vec<ModelInfo> {
+        let model = |name: &String| {
+            let view = self.view(&PromptModel::named(name.as_str()), &[]);
+            let decodes = |node: &&NodeView| node.info.role.decodes();
+            view.nodes.iter().find(decodes).map(|node| node.info.model.clone())
+        };
+        self.by_model.keys().filter_map(model).collect()
+    }
+
+    /// Why a node cannot be used, whatever the other nodes are: it speaks another protocol, its tokens mean something else
+    /// to the router, or it has not the weights that the operator named.
+    pub(super) fn refusal(&self, node: &NodeInfo, models: &RouterModels) -> Option<String> {
+        if let Err(mismatch) = types::node::PROTOCOL.agree(node.protocol) {
+            return Some(mismatch.to_string());
+        }
+        let digest = node.model.fingerprint.digest();
+        let wanted = self.wanted.as_ref();
+        let wanted = wanted.filter(|wanted| wanted.model.is_empty() || wanted.model == node.model.name);
+        if let Some(WantedFingerprint { fingerprint, .. }) = wanted.filter(|it| it.fingerprint != digest) {
+            return Some(format!(
+                "the router's `model.fingerprint` is {fingerprint}, the node's is {digest}"
+            ));
+        }
+        if node.role.pools() { None } else { models.learn(&node.model).err().map(|error| error.to_string()) }
+    }
+
+    /// Takes a member in, and begins to wait for others of its model if it was there before the router.
+    pub(super) fn insert(&mut self, member: Member, is_listed: bool, now: Instant) {
+        let (computes, epoch) = (member.computes(), member.info.epoch);
+        let name = member.info.model.name.clone();
+        self.by_id.insert(member.info.id.clone(), member);
+        if computes {
+            let settles = (epoch < self.started).then_some(Settling { until: now + SETTLE, is_listed });
+            self.by_model.entry(name).or_insert(ModelRecord {
+                in_force: None,
+                reason: Reason::NoneServes,
+                settles,
+                postponed_since: None,
+            });
+        }
+    }
+
+    /// Chooses the group in force of every model anew.
+    pub(super) fn decide(&mut self, models: &RouterModels, now: Instant) {
+        let mut by_model = std::mem::take(&mut self.by_model);
+        by_model.retain(|name, _| self.of_model(name).next().is_some());
+        for (name, record) in &mut by_model {
+            let nodes: Vec<GroupNode> = self.of_model(name).map(Member::group_node).collect();
+            record.decide(name, &nodes, now);
+        }
+        self.by_model = by_model;
+        self.fit(models);
+    }
+
+    /// The nodes of a model that compute.
+    fn of_model(&self, name: &str) -> impl Iterator<Item = &Member> {
+        self.by_id.values().filter(move |member| member.computes() && member.info.model.name == *name)
+    }
+
+    /// Whether time alone may change a decision.
+    pub(super) fn is_postponed(&self) -> bool {
+        self.by_model.values().any(|record| record.reason.is_postponed())
+    }
+
+    /// Speaks for the groups in force. Requests are taken that any of their nodes could serve, and no longer ones.
+    fn fit(&self, models: &RouterModels) {
+        for (name, record) in &self.by_model {
+            let chosen = |member: &&Member| record.in_force == Some(member.fingerprint);
+            if let Some(member) = self.of_model(name).find(chosen) {
+                models.speak_for(&member.info.model);
+            }
+        }
+        let chosen = |member: &&Member| {
+            let in_force = self.in_force(&member.info.model.name);
+            member.computes() && in_force.is_none_or(|digest| digest == member.fingerprint)
+        };
+        models.fit(self.by_id.values().filter(chosen).map(|member| &member.info.model));
+    }
+
+    /// A word from the status stream of this life of the node; another life's is ignored. True if it changed how usable
+    /// the node is.
+    pub(super) fn update(&mut self, info: &NodeInfo, update: StatusUpdate) -> Result<bool, Gap> {
+        let Some(member) = self.life_of(info) else { return Ok(false) };
+        let before = member.link.clone();
+        match update {
+            StatusUpdate::Load(load) => {
+                member.load = load;
+                member.assigned = 0;
+                member.assigned_tokens = 0;
+                member.is_suspect = false;
+                if matches!(member.link, NodeState::Connecting | NodeState::Unreachable) {
+                    member.link = NodeState::Ready;
+                }
+            }
+            StatusUpdate::Draining => member.link = NodeState::Draining,
+            StatusUpdate::Blocks(number, event) => member.cached.apply(number, event)?,
+        }
+        Ok(member.link != before)
+    }
+
+    /// True if it was reachable.
+    pub(super) fn unreachable(&mut self, info: &NodeInfo) -> bool {
+        let Some(member) = self.life_of(info).filter(|member| member.link == NodeState::Ready) else {
+            return false;
+        };
+        warn!(node = %info.id, "status stream broke");
+        member.link = NodeState::Unreachable;
+        true
+    }
+
+    /// The member, if it is still in this life.
+    fn life_of(&mut self, info: &NodeInfo) -> Option<&mut Member> {
+        self.by_id.get_mut(&info.id).filter(|member| member.info.epoch == info.epoch)
+    }
+
+    pub(super) fn ready(&self) -> Result<(), String> {
+        if !self.models().is_empty() {
+            return Ok(());
+        }
+        let states: Vec<String> = self
+            .by_id
+            .values()
+            .map(|member| format!("{} is {}", member.info.id, self.state(member).as_str()))
+            .collect();
+        let known = if states.is_empty() { "no node is known".to_owned() } else { states.join(", ") };
+        Err(format!("no decode node is ready: {known}"))
+    }
+
+    // === for operators and nodes ===
+
+    pub(super) fn state(&self, member: &Member) -> NodeState {
+        if let Some(refusal) = &member.refusal {
+            return NodeState::Refused(refusal.clone());
+        }
+        let record = self.by_model.get(&member.info.model.name);
+        match record.map(|record| (record.in_force, record.reason)) {
+            Some((None, Reason::Settling)) if member.link == NodeState::Ready => NodeState::Connecting,
+            Some((Some(in_force), reason)) if in_force != member.fingerprint => {
+                NodeState::Superseded(self.difference(member, in_force, reason))
+            }
+            _ => member.link.clone(),
+        }
+    }
+
+    fn difference(&self, member: &Member, in_force: FingerprintDigest, reason: Reason) -> String {
+        let ModelInfo { name, fingerprint, .. } = &member.info.model;
+        let chosen: Vec<&Member> =
+            self.of_model(name).filter(|other| other.fingerprint == in_force).collect();
+        let mismatch = chosen.first().and_then(|other| other.info.model.fingerprint.agree(fingerprint).err());
+        let mismatch = mismatch.map(|mismatch| format!(": {mismatch}")).unwrap_or_default();
+        let (n, own) = (chosen.len(), member.fingerprint);
+        format!("`{name}` is served by {n} nodes with {in_force} ({reason}), this node has {own}{mismatch}")
+    }
+
+    /// What the node is to be told: why it gets no work. `None`: it is in use, or has left.
+    pub(super) fn word_for(&self, info: &NodeInfo) -> Option<String> {
+        let member = self.by_id.get(&info.id).filter(|member| member.info.epoch == info.epoch)?;
+        self.state(member).reason().map(str::to_owned)
+    }
+
+    pub(super) fn groups(&self) -> Vec<ModelGroups> {
+        let of_model = |(name, record): (&String, &ModelRecord)| {
+            let nodes: Vec<GroupNode> = self.of_model(name).map(Member::group_node).collect();
+            let group = |tally: groups::Tally| {
+                let members: Vec<&Member> =
+                    self.of_model(name).filter(|member| member.fingerprint == tally.fingerprint).collect();
+                Some(Group {
+                    model: members.first()?.info.clone(),
+                    fingerprint: tally.fingerprint,
+                    nodes: members.iter().map(|member| member.info.id.clone()).collect(),
+                    can_decode: tally.can_decode(),
+                })
+            };
+            ModelGroups {
+                name: name.clone(),
+                in_force: record.in_force,
+                why: record.reason.to_string(),
+                groups: groups::tally(&nodes).into_iter().filter_map(group).collect(),
+            }
+        };
+        self.by_model.iter().map(of_model).collect()
+    }
+}
+
+impl ModelRecord {
+    fn decide(&mut self, name: &str, nodes: &[GroupNode], now: Instant) {
+        let is_connecting = nodes.iter().any(|node| node.link == Link::Possible);
+        let is_settling = self.settles.is_some_and(|it| now < it.until && (!it.is_listed || is_connecting));
+        if !is_settling {
+            self.settles = None;
+        }
+        let is_patience_over = self.postponed_since.is_some_and(|since| now >= since + PATIENCE);
+        let known = Circumstances { in_force: self.in_force, is_settling, is_patience_over };
+        let decision = groups::decide(nodes, known);
+        self.postponed_since =
+            (decision.reason == Reason::Expecting).then(|| self.postponed_since.unwrap_or(now));
+        self.reason = decision.reason;
+        let before = std::mem::replace(&mut self.in_force, decision.in_force);
+        match (before, decision.in_force) {
+            (before, after) if before == after => {}
+            (Some(before), Some(after)) => {
+                info!(model = name, %before, %after, why = %decision.reason, "another group serves the model");
+            }
+            (None, Some(after)) => {
+                info!(model = name, group = %after, why = %decision.reason, "group in force")
+            }
+            (_, None) => info!(model = name, why = %decision.reason, "no group in force"),
+        }
+    }
+}
