@@ -1,5 +1,6 @@
 //! `baton up`: a router with the embedded registry in this process, and its nodes as child processes.
 
+use std::collections::BTreeMap;
 use std::num::NonZero;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -28,7 +29,7 @@ const QUIET: &str = "warn";
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
-    let raw = router_config(&args)?;
+    let raw = router_config(&args, std::env::vars())?;
     let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
@@ -86,12 +87,15 @@ fn print_table(table: String) {
 }
 
 /// The router's settings: the environment's, under the flags.
-fn router_config(args: &UpArgs) -> Result<RawRouterConfig, Failed> {
+fn router_config(
+    args: &UpArgs,
+    env: impl Iterator<Item = (String, String)>,
+) -> Result<RawRouterConfig, Failed> {
     let for_router = |key: &str| key.starts_with("BATON_ROUTER__") || key.starts_with("BATON_LOG__");
-    let env = std::env::vars().filter(|(key, _)| for_router(key));
-    let quiet = [("BATON_LOG__LEVEL".to_owned(), QUIET.to_owned())];
-    let mut raw: RawRouterConfig =
-        chassis::config::load(None, quiet.into_iter().chain(env)).map_err(Failed::usage)?;
+    // A map, so that a level in the environment replaces the quiet one.
+    let mut settings = BTreeMap::from([("BATON_LOG__LEVEL".to_owned(), QUIET.to_owned())]);
+    settings.extend(env.filter(|(key, _)| for_router(key)));
+    let mut raw: RawRouterConfig = chassis::config::load(None, settings).map_err(Failed::usage)?;
     raw.router.http = args.http.to_string();
     raw.router.grpc = args.grpc.to_string();
     raw.router.policy.clone_from(&args.policy);
@@ -220,4 +224,27 @@ fn table(cluster: &router::Cluster) -> String {
         ));
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    /// What the router of `baton up` logs, with this level in the environment.
+    fn level(set: Option<&str>) -> String {
+        let Some(Command::Up(args)) = Cli::parse_from(["baton", "up"]).command else { panic!("it is `up`") };
+        let env = set.map(|level| ("BATON_LOG__LEVEL".to_owned(), level.to_owned()));
+        router_config(&args, env.into_iter()).expect("valid settings").log.level
+    }
+
+    #[test]
+    fn the_log_level_of_the_environment_reaches_the_router() {
+        for set in ["trace", "debug", "info", "error"] {
+            assert_eq!(level(Some(set)), set);
+        }
+        assert_eq!(level(None), QUIET);
+    }
 }

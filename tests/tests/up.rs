@@ -171,3 +171,14 @@ async fn chat_answers() {
     assert_eq!(code, 0, "{stderr}");
     assert!(!stdout.trim().is_empty());
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_log_level_reaches_router_and_nodes() {
+    let up = Up::start_with(&[], &[("BATON_LOG__LEVEL", "info"), ("BATON_LOG__FORMAT", "json")]).await;
+    let log = up.log();
+    for process in ["router", "prefill", "decode"] {
+        let own = format!("\"process\":\"{process}\"");
+        let told = log.lines().any(|line| line.contains("\"INFO\"") && line.contains(&own));
+        assert!(told, "an INFO line of the {process} in\n{log}");
+    }
+}
