@@ -1,7 +1,8 @@
 //! How much memory KV gets, where nobody has named an amount.
 
-use kv_cache::KvMemory;
-use types::KvLayout;
+use kernels::memory::available;
+use kv_cache::{KvMemory, MemoryError};
+use types::{KvLayout, in_full};
 
 use crate::error::OpenError;
 
@@ -31,6 +32,16 @@ const SEQUENCES: usize = 4;
 const FREE_PERCENT: usize = 95;
 
 impl KvRoom {
+    /// Refuses an amount that the machine does not have, before anything is loaded.
+    pub(crate) fn check_on_host(self) -> Result<(), OpenError> {
+        match self {
+            Self::Bytes(bytes) | Self::OnHost(bytes) => {
+                available::check(bytes as u64).map_err(|error| not_taken(&error))
+            }
+            Self::Auto(_) => Ok(()),
+        }
+    }
+
     /// What a mock gets.
     pub(crate) fn of_mock(self) -> usize {
         match self {
@@ -70,6 +81,14 @@ pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenEr
         }
         n_blocks => Ok(n_blocks),
     }
+}
+
+/// Host memory for KV was not taken: `error` in the operator's words.
+pub(crate) fn not_taken(error: &MemoryError) -> OpenError {
+    OpenError::KvMemory(match error {
+        MemoryError::TooMuch { .. } => format!("{error}: set model.kv_memory lower, or to \"auto\""),
+        _ => in_full(error),
+    })
 }
 
 impl From<usize> for KvRoom {

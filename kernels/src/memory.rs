@@ -7,6 +7,7 @@
 //! Cost: one compare-and-swap per page to borrow and one to give back. Pages are 4 KiB to 64 KiB, so this stays
 //! under a thousandth of the time to copy them.
 
+pub mod available;
 mod mapping;
 pub mod peer;
 
@@ -37,6 +38,8 @@ pub struct HostMemory {
 pub enum MemoryError {
     #[error("the regions' sizes add up to more bytes than an address can name")]
     TooLarge,
+    #[error("{} MiB of memory are asked for, and {} MiB are available to this process", asked >> 20, available >> 20)]
+    TooMuch { asked: u64, available: u64 },
     #[error("map {bytes} bytes of memory")]
     Map {
         bytes: usize,

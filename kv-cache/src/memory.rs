@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::cuda::{Card, Element, View, ViewMut};
+use kernels::memory::available;
 use kernels::{DeviceMemory, HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
 use types::layout::LayerGroup;
 use types::{GroupIdx, KvLayout};
@@ -52,7 +53,10 @@ pub struct OnCard<'a> {
 
 impl KvMemory {
     /// Host memory for `n_blocks` blocks, which other processes of this machine can be shown if the system allows it.
+    ///
+    /// More than is available is refused before it is mapped: the kernel would kill the process when it is touched.
     pub fn host(layout: KvLayout, n_blocks: u32) -> Result<Self, MemoryError> {
+        available::check(u64::from(n_blocks).saturating_mul(Self::block_bytes(&layout) as u64))?;
         let regions = Regions::of(&layout);
         let shapes = regions.shapes(n_blocks);
         let rank = |_| Ok(Pages::Host(HostMemory::shared(&shapes).or_else(|_| HostMemory::new(&shapes))?));

@@ -1,12 +1,12 @@
 //! How much memory a node keeps for KV: an amount, a share of what is free when it starts, or what suits the model.
 
 use std::fmt;
-use std::fs;
 use std::num::NonZero;
 use std::str::FromStr;
 
 use chassis::byte_size::ByteSize;
 use engine::{AutoRoom, KvRoom};
+pub use kernels::memory::available::available_bytes;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// What a node that computes is told: `"auto"`, `"auto/2"`, or a size.
@@ -33,7 +33,8 @@ impl ModelKvMemory {
             Self::Size(KvMemorySize::Bytes(ByteSize(amount))) => KvRoom::Bytes(bytes(amount)),
             Self::Size(share @ KvMemorySize::Percent(_)) => KvRoom::OnHost(bytes(share.bytes()?)),
             Self::Auto { nodes } => {
-                let host = available().map_or(AUTO_UNKNOWN_BYTES, |free| free / 100 * AUTO_HOST_PERCENT);
+                let host =
+                    available_bytes().map_or(AUTO_UNKNOWN_BYTES, |free| free / 100 * AUTO_HOST_PERCENT);
                 KvRoom::Auto(AutoRoom {
                     host_bytes: bytes(host / u64::from(nodes.get())),
                     gpu_percent: AUTO_GPU_PERCENT / usize::from(nodes.get()),
@@ -73,29 +74,9 @@ impl KvMemorySize {
     pub fn bytes(self) -> Result<u64, UnknownMemory> {
         match self {
             Self::Bytes(ByteSize(bytes)) => Ok(bytes),
-            Self::Percent(percent) => Ok(available().ok_or(UnknownMemory)? / 100 * u64::from(percent)),
+            Self::Percent(percent) => Ok(available_bytes().ok_or(UnknownMemory)? / 100 * u64::from(percent)),
         }
     }
-}
-
-/// What this process may still take: of the machine, and of its container if that has a limit.
-fn available() -> Option<u64> {
-    let machine = of_machine(&fs::read_to_string("/proc/meminfo").ok()?)?;
-    let read = |file: &str| fs::read_to_string(format!("/sys/fs/cgroup/{file}")).unwrap_or_default();
-    Some(of_container(&read("memory.max"), &read("memory.current")).map_or(machine, |ours| ours.min(machine)))
-}
-
-/// What `/proc/meminfo` says is available.
-pub fn of_machine(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    Some(kib << 10)
-}
-
-/// None without a limit.
-fn of_container(max: &str, current: &str) -> Option<u64> {
-    let (max, current): (u64, u64) = (max.trim().parse().ok()?, current.trim().parse().ok()?);
-    Some(max.saturating_sub(current))
 }
 
 impl FromStr for KvMemorySize {
@@ -229,15 +210,6 @@ mod tests {
         let [KvRoom::Auto(alone), KvRoom::Auto(third)] = rooms else { panic!("{rooms:?}") };
         assert_eq!((alone.gpu_percent, third.gpu_percent), (90, 30));
         assert!(third.host_bytes > 0 && third.host_bytes < alone.host_bytes / 2);
-    }
-
-    #[test]
-    fn a_container_s_limit_counts() {
-        assert_eq!(of_machine("MemTotal: 9 kB\nMemAvailable:   2048 kB\n"), Some(2 << 20));
-        assert_eq!(of_machine(""), None);
-        assert_eq!(of_container("max\n", "100\n"), None);
-        assert_eq!(of_container("1000\n", "100\n"), Some(900));
-        assert_eq!(of_container("1000\n", "2000\n"), Some(0));
     }
 
     #[test]

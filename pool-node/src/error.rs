@@ -14,7 +14,7 @@ pub enum PoolNodeError {
     /// No block of this model fits into the memory that was given.
     #[error("`pool.memory`: {bytes} bytes are not one block, which takes {block_bytes}")]
     TooSmall { bytes: u64, block_bytes: usize },
-    #[error("map memory for KV")]
+    #[error("take memory for KV, as `pool.memory` says")]
     Memory(#[source] MemoryError),
     #[error("be a node")]
     Node(#[from] NodeError),

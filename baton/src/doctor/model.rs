@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use engine::{AutoRoom, KvRoom};
-use node::kv_memory::of_machine;
+use node::kv_memory::available_bytes;
 
 use crate::model::Place;
 use crate::process_file::ProcessFile;
@@ -98,8 +98,7 @@ fn kv_room(room: KvRoom) -> Finding {
 }
 
 fn kv_memory(setting: &str, wanted: u64) -> Finding {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    match of_machine(&meminfo) {
+    match available_bytes() {
         Some(available) if available < wanted => Finding::bad(
             GROUP,
             format!("{setting} is {} MiB, {} MiB are available", wanted >> 20, available >> 20),
@@ -119,12 +118,6 @@ fn kv_memory(setting: &str, wanted: u64) -> Finding {
 mod tests {
     use super::*;
     use crate::doctor::finding::Level;
-
-    #[test]
-    fn memory_is_read() {
-        assert_eq!(of_machine("MemTotal: 9 kB\nMemAvailable:   2048 kB\n"), Some(2 << 20));
-        assert_eq!(of_machine(""), None);
-    }
 
     #[test]
     fn a_folder_must_hold_a_whole_model() {

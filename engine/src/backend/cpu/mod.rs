@@ -28,7 +28,7 @@ pub use settings::{CpuSettings, LoadFormat};
 use super::asleep::{self, Asleep, Closed, Sleepless};
 use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, LoadError, OpenError};
-use crate::kv_room::{KvRoom, n_blocks};
+use crate::kv_room::{KvRoom, n_blocks, not_taken};
 use crate::load::weights::Seen;
 use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint};
 use crate::model::{self, Architecture, Model, ModelConfig};
@@ -73,6 +73,7 @@ impl CpuBackend {
     /// Loads the model of a folder. Resident memory is its weights, its KV, and what a step computes in.
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CpuSettings) -> Result<Self, OpenError> {
         let kv = kv.into();
+        kv.check_on_host()?;
         let processors = processors(settings).map_err(LoadError::Threads)?;
         let processor = processors.first().expect("there is a rank");
         let folder = ModelFolder::open(folder)?;
@@ -305,6 +306,5 @@ pub(super) fn groups(n_kv_heads: u16, head_dim: u16, windows: &[Option<u32>]) ->
 }
 
 fn memory(layout: &KvLayout, kv_bytes: usize) -> Result<KvMemory, OpenError> {
-    KvMemory::host(layout.clone(), n_blocks(layout, kv_bytes)?)
-        .map_err(|error| OpenError::KvMemory(error.to_string()))
+    KvMemory::host(layout.clone(), n_blocks(layout, kv_bytes)?).map_err(|error| not_taken(&error))
 }

@@ -24,7 +24,7 @@ pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify, wire_cost
 use crate::backend::asleep::{self, Asleep, Closed, Sleepless};
 use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, OpenError};
-use crate::kv_room::n_blocks;
+use crate::kv_room::{n_blocks, not_taken};
 use crate::step::{Launched, SlotId, StepBatch, StepOutput};
 use layer::Layer;
 use row::{QueuedRow, RunningRow};
@@ -91,8 +91,7 @@ impl Mock {
     ) -> Result<Self, OpenError> {
         let layout = spread(&settings, ranks)?;
         let layers = Layer::all(&layout);
-        let memory =
-            KvMemory::host(layout, n_blocks).map_err(|error| OpenError::KvMemory(error.to_string()))?;
+        let memory = KvMemory::host(layout, n_blocks).map_err(|error| not_taken(&error))?;
         Ok(Self {
             layers,
             model: model(name, &settings, &memory),
