@@ -165,10 +165,12 @@ pub enum LoadError {
         #[source]
         source: Box<ConfigProblem>,
     },
-    #[error("{path} is of architecture {name:?}: known are {known}")]
+    #[error("{path} is of architecture {name:?}, which is not implemented: {known} are")]
     Architecture { path: PathBuf, name: String, known: String },
     #[error("no model.safetensors and no model.safetensors.index.json in {folder}")]
     NoWeights { folder: PathBuf },
+    #[error("{folder} has its weights as GGUF, which is not read: take the model's safetensors")]
+    Gguf { folder: PathBuf },
     #[error("read header of {path}: {reason}")]
     Header { path: PathBuf, reason: String },
     #[error("no tensor {tensor} in {path}")]

@@ -34,6 +34,15 @@ pub enum HubError {
     Status { url: String, status: StatusCode, message: String },
     #[error("{url} answered with something else than a hub does: {reason}")]
     Answer { url: String, reason: String },
+    #[error(
+        "{id} has its weights as GGUF, which is not read: name the model's repository with safetensors, often the same name without -GGUF"
+    )]
+    Gguf { id: String },
+    #[error("{id} has no config.json, and so cannot be served")]
+    NoConfig { id: String },
+    /// Judged by its `config.json`, before its weights are fetched.
+    #[error("{id} cannot be served")]
+    Refused { id: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("{id} has no weights as safetensors: other formats are not read")]
     NoWeights { id: String },
     #[error("{file} arrived damaged: it is not what the hub says it is")]

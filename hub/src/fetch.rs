@@ -26,7 +26,11 @@ const FILES_AT_ONCE: usize = 4;
 pub struct Hub {
     settings: HubSettings,
     client: Client,
+    judge: ConfigJudge,
 }
+
+/// Says whether the model of a `config.json`, given its path and its bytes, can be served, and why not.
+pub type ConfigJudge = fn(&Path, &[u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
 /// What the hub says of a revision.
 #[derive(Debug, Deserialize)]
@@ -42,8 +46,15 @@ struct Sibling {
 }
 
 impl Hub {
+    /// Fetches any model.
     pub fn new(settings: HubSettings) -> Result<Self, HubError> {
-        Ok(Self { client: Client::new(&settings)?, settings })
+        Ok(Self { client: Client::new(&settings)?, settings, judge: |_, _| Ok(()) })
+    }
+
+    /// The same, but a model is fetched only if `judge` accepts its `config.json`, which is fetched first.
+    #[must_use]
+    pub fn judged_by(self, judge: ConfigJudge) -> Self {
+        Self { judge, ..self }
     }
 
     /// The folder of a model: `config.json`, tokenizer, chat template, safetensors. Fetches what is missing of it.
@@ -78,6 +89,9 @@ impl Hub {
             revision.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
         let job = Job { hub: self, id, cache, commit: &revision.sha, progress: Progress::new() };
         let snapshot = cache.snapshot(&revision.sha);
+        needed::check_names(&id.to_string(), &there)?;
+        job.files(std::iter::once(needed::CONFIG)).await?;
+        self.judge_config(id, &snapshot.join(needed::CONFIG))?;
         job.files(needed::small(&there)).await?;
         let weights = needed::weights(&snapshot, &there);
         let weights = weights.ok_or_else(|| HubError::NoWeights { id: id.to_string() })?;
@@ -85,6 +99,12 @@ impl Hub {
         cache.refer(id.revision(), &revision.sha)?;
         info!(model = %id, commit = revision.sha, folder = %snapshot.display(), "model is here");
         Ok(snapshot)
+    }
+
+    /// Asks the judge about the `config.json` in `file`.
+    fn judge_config(&self, id: &ModelId, file: &Path) -> Result<(), HubError> {
+        let config = std::fs::read(file).map_err(HubError::io(file))?;
+        (self.judge)(file, &config).map_err(|source| HubError::Refused { id: id.to_string(), source })
     }
 
     async fn revision(&self, id: &ModelId) -> Result<Revision, HubError> {

@@ -19,6 +19,6 @@ mod progress;
 pub mod error;
 
 pub use error::HubError;
-pub use fetch::Hub;
+pub use fetch::{ConfigJudge, Hub};
 pub use id::ModelId;
 pub use settings::{Authorities, HubSettings};

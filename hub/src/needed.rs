@@ -6,6 +6,8 @@ use std::path::Path;
 
 use serde::Deserialize;
 
+use crate::error::HubError;
+
 /// Small files: those of them that there are.
 const SMALL: [&str; 7] = [
     CONFIG,
@@ -16,7 +18,7 @@ const SMALL: [&str; 7] = [
     "chat_template.jinja",
     INDEX,
 ];
-const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 /// Names the shards of weights that do not fit into one file.
 pub const INDEX: &str = "model.safetensors.index.json";
 const WEIGHTS: &str = "model.safetensors";
@@ -38,6 +40,20 @@ pub(crate) fn weights(snapshot: &Path, there: &BTreeSet<String>) -> Option<BTree
         return shards(snapshot).filter(|shards| shards.is_subset(there));
     }
     there.get(WEIGHTS).map(|weights| BTreeSet::from([weights.clone()]))
+}
+
+/// Whether the repository may hold a model that can be read, as far as its files' names say.
+pub(crate) fn check_names(id: &str, there: &BTreeSet<String>) -> Result<(), HubError> {
+    let id = id.to_owned();
+    let has_safetensors = there.contains(INDEX) || there.contains(WEIGHTS);
+    match () {
+        () if !has_safetensors && there.iter().any(|name| name.ends_with(".gguf")) => {
+            Err(HubError::Gguf { id })
+        }
+        () if !has_safetensors => Err(HubError::NoWeights { id }),
+        () if !there.contains(CONFIG) => Err(HubError::NoConfig { id }),
+        () => Ok(()),
+    }
 }
 
 /// The files that the index in a snapshot names.

@@ -241,6 +241,35 @@ async fn a_model_without_safetensors_is_refused() {
 }
 
 #[tokio::test]
+async fn a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched() {
+    let (town, cache) = (Town::new(&files()).await, tempfile::tempdir().expect("a folder"));
+    let hub = town.client(cache.path()).judged_by(|path, config| {
+        assert!(path.ends_with("config.json") && config == CONFIG, "{}", path.display());
+        Err("of another kind".into())
+    });
+    let error = fetched(&hub, "org/name").await.expect_err("the judge refuses");
+    assert_eq!(sentence(&error), "org/name cannot be served: of another kind");
+    let heard = town.manners().heard.clone();
+    assert_eq!(heard, ["revision main", "HEAD config.json", "GET config.json"]);
+}
+
+#[tokio::test]
+async fn gguf_and_a_missing_config_have_their_own_sentences() {
+    let gguf: Vec<(&str, &[u8])> = vec![("config.json", CONFIG), ("model-q4.gguf", b"x")];
+    let bare: Vec<(&str, &[u8])> = vec![("model.safetensors", WEIGHTS)];
+    for (files, expected) in [
+        (gguf, "org/name has its weights as GGUF, which is not read: "),
+        (bare, "org/name has no config.json"),
+    ] {
+        let (town, cache) = (Town::new(&files).await, tempfile::tempdir().expect("a folder"));
+        let error = fetched(&town.client(cache.path()), "org/name").await.expect_err("refused");
+        assert!(error.to_string().starts_with(expected), "{error}");
+        let heard = town.manners().heard.clone();
+        assert_eq!(heard.len(), 1, "only the list of files was asked for: {heard:?}");
+    }
+}
+
+#[tokio::test]
 async fn without_a_network_what_was_fetched_before_is_used() {
     let (town, cache) = (Town::new(&files()).await, tempfile::tempdir().expect("a folder"));
     let nobody = HubSettings { endpoint: "http://127.0.0.1:9".to_owned(), ..town.settings(cache.path()) };

@@ -28,6 +28,12 @@ struct RawIndex {
     weight_map: HashMap<String, String>,
 }
 
+/// Whether weights in llama.cpp's format lie in `folder`.
+pub fn has_gguf(folder: &Path) -> bool {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).any(|path| path.extension().is_some_and(|ending| ending == "gguf"))
+}
+
 impl Checkpoint {
     pub fn open(folder: &Path) -> Result<Self, LoadError> {
         if folder.join(INDEX).exists() { Self::indexed(folder) } else { Self::whole(folder) }
@@ -36,7 +42,12 @@ impl Checkpoint {
     fn whole(folder: &Path) -> Result<Self, LoadError> {
         let path = folder.join(WHOLE);
         if !path.exists() {
-            return Err(LoadError::NoWeights { folder: folder.to_owned() });
+            let folder = folder.to_owned();
+            return Err(if has_gguf(&folder) {
+                LoadError::Gguf { folder }
+            } else {
+                LoadError::NoWeights { folder }
+            });
         }
         Ok(Self { folder: folder.to_owned(), files: vec![TensorFile::open(&path)?], index: HashMap::new() })
     }

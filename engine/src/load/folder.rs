@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::error::LoadError;
-use crate::model::ModelConfig;
+use crate::model::{self, ModelConfig};
 
 /// A folder with a `config.json`, and what else is found there.
 #[derive(Clone, Debug)]
@@ -18,8 +18,7 @@ impl ModelFolder {
         let file = path.join("config.json");
         let config = std::fs::read(&file).map_err(|source| LoadError::Read { path: file.clone(), source })?;
         let generation = read_if_there(&path.join("generation_config.json"))?;
-        let config = ModelConfig::parse(&config, generation.as_deref())
-            .map_err(|problem| LoadError::Config { path: file, source: Box::new(problem) })?;
+        let config = read_config(&file, &config, generation.as_deref())?;
         Ok(Self { path: path.to_owned(), config })
     }
 
@@ -37,6 +36,26 @@ impl ModelFolder {
     pub fn tokenizer(&self) -> Result<Option<Vec<u8>>, LoadError> {
         read_if_there(&self.path.join("tokenizer.json"))
     }
+}
+
+/// Whether a `config.json` describes a model that can be computed here. `path` is where it is, for errors.
+///
+/// Nothing else of the model is needed: this is asked before its weights are fetched.
+pub fn check_config(path: &Path, config: &[u8]) -> Result<(), LoadError> {
+    read_config(path, config, None).map(drop)
+}
+
+fn read_config(path: &Path, config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig, LoadError> {
+    let problem = |problem| LoadError::Config { path: path.to_owned(), source: Box::new(problem) };
+    // The architecture first: another one's config need not have the settings that ours have.
+    if let Some(name) = model::config::architecture(config).map_err(problem)? {
+        model::architecture(&name).map_err(|known| LoadError::Architecture {
+            path: path.to_owned(),
+            name,
+            known,
+        })?;
+    }
+    ModelConfig::parse(config, generation).map_err(problem)
 }
 
 fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, LoadError> {

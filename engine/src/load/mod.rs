@@ -15,7 +15,7 @@ pub mod fingerprint;
 #[cfg(test)]
 mod tests;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, has_gguf};
 pub use dummy::Dummy;
-pub use folder::ModelFolder;
+pub use folder::{ModelFolder, check_config};
 pub use weights::{Quantize, TensorSource, Weights};

@@ -199,7 +199,8 @@ fn an_unknown_architecture_is_refused_with_those_that_are_known() {
     let error = crate::CpuBackend::open(folder.path(), 1 << 20, &crate::CpuSettings::default());
     let error = error.expect_err("no such architecture").to_string();
     assert!(
-        error.contains("\"GptForCausalLM\": known are LlamaForCausalLM, MistralForCausalLM, "),
+        error
+            .contains("\"GptForCausalLM\", which is not implemented: LlamaForCausalLM, MistralForCausalLM, "),
         "{error}"
     );
     std::fs::write(folder.path().join("config.json"), "{}").expect("a file");

@@ -117,6 +117,17 @@ pub enum ConfigProblem {
     Meaning(String),
 }
 
+/// The architecture that a `config.json` names, whatever else is in it.
+pub fn architecture(config: &[u8]) -> Result<Option<String>, ConfigProblem> {
+    #[derive(Deserialize)]
+    struct Named {
+        #[serde(default)]
+        architectures: Vec<String>,
+    }
+    let named: Named = serde_json::from_slice(config)?;
+    Ok(named.architectures.into_iter().next())
+}
+
 impl ModelConfig {
     /// Reads a `config.json`, and the `generation_config.json` beside it if there is one: whose end tokens count.
     pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<Self, ConfigProblem> {
