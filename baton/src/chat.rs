@@ -13,11 +13,13 @@ use serde_json::{Value, json};
 
 use crate::cli::ChatArgs;
 use crate::exit::Failed;
+use crate::{http_url, interrupt, output};
 
 /// The most of one server-sent event that is kept while it is incomplete.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
+    interrupt::says("interrupted")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
     let endpoint = Endpoint::new(&args.url)?;
@@ -38,12 +40,12 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
 
 /// Reads lines until the end of input. An answer that fails is reported, and the conversation goes on.
 fn converse(runtime: &tokio::runtime::Runtime, endpoint: &Endpoint, talk: &mut Talk) -> Result<(), Failed> {
-    eprintln!("talking to {} at {}; Ctrl-D ends", talk.model, endpoint.base);
+    output::tell(&format!("talking to {} at {}; Ctrl-D ends", talk.model, endpoint.base));
     let interactive = std::io::stdin().is_terminal();
     let mut lines = std::io::stdin().lock().lines();
     loop {
         if interactive {
-            eprint!("> ");
+            let _ = write!(std::io::stderr(), "> ");
         }
         let Some(line) = lines.next() else { return Ok(()) };
         let line = line.map_err(Failed::work)?;
@@ -109,10 +111,9 @@ impl Talk {
     }
 }
 
-#[allow(clippy::print_stdout, reason = "the answer is what this command is for")]
 fn print_piece(piece: &str) -> Result<(), Failed> {
-    print!("{piece}");
-    std::io::stdout().flush().map_err(Failed::work)
+    let mut out = std::io::stdout().lock();
+    out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Failed::work)
 }
 
 /// The next whole event's data, if one is there.
@@ -145,11 +146,11 @@ struct Endpoint {
 
 impl Endpoint {
     fn new(url: &str) -> Result<Self, Failed> {
-        if !url.starts_with("http://") {
-            return Err(Failed::usage(format!("{url}: the address must begin with http://")));
-        }
+        let base = http_url::parse(url)?;
+        // Other clients are given the address with the API's version.
+        let base = base.strip_suffix("/v1").unwrap_or(&base).to_owned();
         let client = Client::builder(TokioExecutor::new()).build_http();
-        Ok(Self { base: url.trim_end_matches('/').to_owned(), client })
+        Ok(Self { base, client })
     }
 
     async fn first_model(&self) -> Result<String, Failed> {
@@ -179,7 +180,7 @@ impl Endpoint {
 
     fn unreachable(&self, error: &hyper_util::client::legacy::Error) -> Failed {
         let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
-        Failed::work(format!("nobody answers at {}: {cause}; is `baton up` running?", self.base))
+        Failed::work(format!("no answer from {}: {cause}; is `baton up` running?", self.base))
     }
 }
 

@@ -1,6 +1,5 @@
 //! What can be typed. Settings live in the configuration files; a flag is for what one types by hand.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -124,11 +123,11 @@ pub(crate) struct UpArgs {
     #[arg(long, value_enum)]
     pub(crate) order: Option<Order>,
     /// Where the OpenAI-compatible endpoint listens.
-    #[arg(long, default_value = "127.0.0.1:8000", value_name = "ADDR")]
-    pub(crate) http: SocketAddr,
+    #[arg(long, default_value = "127.0.0.1:8000", value_name = "HOST:PORT", value_parser = listen_addr)]
+    pub(crate) http: String,
     /// Where the gRPC endpoint listens.
-    #[arg(long, default_value = "127.0.0.1:50051", value_name = "ADDR")]
-    pub(crate) grpc: SocketAddr,
+    #[arg(long, default_value = "127.0.0.1:50051", value_name = "HOST:PORT", value_parser = listen_addr)]
+    pub(crate) grpc: String,
     /// `embedded`, or `etcd://host:2379/cluster`.
     #[arg(long, default_value = "embedded", value_name = "URL")]
     pub(crate) registry: String,
@@ -142,6 +141,19 @@ impl UpArgs {
         let usual = if self.pool > 0 { Order::PrefillFirst } else { Order::DecodeFirst };
         self.order.unwrap_or(usual)
     }
+}
+
+/// Where a process listens: an IP address or a name of this machine, and a port.
+fn listen_addr(text: &str) -> Result<String, String> {
+    let is_host_name = |host: &str| {
+        !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+    };
+    let named =
+        text.rsplit_once(':').is_some_and(|(host, port)| is_host_name(host) && port.parse::<u16>().is_ok());
+    if named || text.parse::<std::net::SocketAddr>().is_ok() {
+        return Ok(text.to_owned());
+    }
+    Err("expected HOST:PORT, for example 127.0.0.1:8000, localhost:8000 or [::1]:8000".to_owned())
 }
 
 fn ranks() -> clap::builder::RangedI64ValueParser<u16> {
@@ -165,7 +177,7 @@ impl Order {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ChatArgs {
-    /// The endpoint to talk to.
+    /// The endpoint to talk to, with or without `http://` and `/v1`.
     #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     pub(crate) url: String,
     /// The model; by default the first that is served.
@@ -197,7 +209,7 @@ pub(crate) struct DoctorArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SwitchArgs {
-    /// The node: its admin port, `http://host:port`, or its name, if it is awake and the router knows it.
+    /// The node: its admin port, `host:port`, or its name, if it is awake and the router knows it.
     #[arg(value_name = "NODE")]
     pub(crate) node: String,
     /// The router that knows where a node of this name is.
@@ -216,7 +228,8 @@ pub(crate) struct WakeArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct HealthArgs {
-    /// The page to ask for: a router's HTTP port, a node's admin port.
+    /// The process to ask: `host:port` of a router's HTTP port or of a node's admin port. Another page than `/ready` is
+    /// asked for by its whole address.
     #[arg(default_value = "http://127.0.0.1:8000/ready", value_name = "URL")]
     pub(crate) url: String,
 }

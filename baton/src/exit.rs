@@ -4,6 +4,8 @@
 use std::error::Error;
 use std::process::ExitCode;
 
+use crate::output;
+
 /// Why a command failed, in one sentence with its causes.
 #[derive(Debug)]
 pub(crate) struct Failed {
@@ -36,7 +38,7 @@ impl Failed {
             sentence.push_str(&format!(": {error}"));
             cause = error.source();
         }
-        eprintln!("{sentence}");
+        output::tell(&sentence);
         ExitCode::from(self.code)
     }
 }

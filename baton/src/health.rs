@@ -8,16 +8,18 @@ use hyper::Uri;
 use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
+use types::in_full;
 
 use crate::cli::HealthArgs;
 use crate::exit::Failed;
+use crate::http_url;
 
 /// A process that takes longer to say that it is ready is not.
 const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 
 /// Ends with 0 if the page answers with success, with 1 otherwise, and says why.
 pub(crate) fn run(args: &HealthArgs) -> Result<ExitCode, Failed> {
-    let url: Uri = args.url.parse().map_err(Failed::usage)?;
+    let url = page(&args.url)?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(async {
@@ -26,13 +28,23 @@ pub(crate) fn run(args: &HealthArgs) -> Result<ExitCode, Failed> {
     })
 }
 
+/// The page that is asked for: `/ready` where the address names none.
+fn page(text: &str) -> Result<Uri, Failed> {
+    let url: Uri = http_url::parse(text)?.parse().map_err(Failed::usage)?;
+    if url.path() != "/" {
+        return Ok(url);
+    }
+    format!("{}/ready", http_url::parse(text)?).parse().map_err(Failed::usage)
+}
+
 async fn ask(url: Uri) -> Result<ExitCode, Failed> {
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
-    let response = client.get(url).await.map_err(Failed::work)?;
+    let response =
+        client.get(url.clone()).await.map_err(|error| Failed::work(format!("{url}: {}", in_full(&error))))?;
     let status = response.status();
     let body = response.into_body().collect().await.map_err(Failed::work)?.to_bytes();
     if status.is_success() {
         return Ok(ExitCode::SUCCESS);
     }
-    Err(Failed::work(format!("{status}: {}", String::from_utf8_lossy(&body).trim())))
+    Err(Failed::work(format!("{url}: {status}: {}", String::from_utf8_lossy(&body).trim())))
 }

@@ -31,19 +31,22 @@ pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
     }
     let _telemetry = telemetry::init(role.as_str(), &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
-    runtime.block_on(async { serve(role, &with_model(raw).await?, args.stop_with_stdin).await })
+    runtime.block_on(async {
+        let shutdown =
+            if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
+        let shutdown = shutdown.map_err(Failed::start)?;
+        serve(role, &with_model(raw, &shutdown).await?, shutdown).await
+    })
 }
 
 /// The settings with a folder in place of what names the model: one on a hub is fetched here.
-async fn with_model(mut raw: RawNodeConfig) -> Result<NodeConfig, Failed> {
-    let located = model::locate(&raw.model.path, &raw.model.name).await?;
+async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeConfig, Failed> {
+    let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);
     NodeConfig::resolve(raw).map_err(Failed::usage)
 }
 
-async fn serve(role: Role, config: &NodeConfig, with_stdin: bool) -> Result<ExitCode, Failed> {
-    let shutdown = if with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
-    let shutdown = shutdown.map_err(Failed::start)?;
+async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<ExitCode, Failed> {
     let world = World::real();
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;

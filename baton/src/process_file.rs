@@ -11,6 +11,7 @@ use registry::RegistryParts;
 use router::{RawRouterConfig, RouterConfig};
 
 use crate::exit::Failed;
+use crate::output;
 
 /// What the file means, once everything in it has been found to mean something.
 #[derive(Debug)]
@@ -25,7 +26,9 @@ pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
     let mut wrong = None;
     for file in files {
         match ProcessFile::read(file, std::iter::empty()) {
-            Ok(process) => eprintln!("{}: a valid {} configuration", file.display(), process.kind()),
+            Ok(process) => {
+                output::tell(&format!("{}: a valid {} configuration", file.display(), process.kind()))
+            }
             Err(failed) => wrong = Some(failed.report()),
         }
     }
@@ -49,7 +52,7 @@ impl ProcessFile {
     pub(crate) fn is_valid(&self) -> Result<ExitCode, Failed> {
         self.names_connectors().map_err(Failed::usage)?;
         self.names_a_registry()?;
-        eprintln!("the configuration is valid");
+        output::tell("the configuration is valid");
         Ok(ExitCode::SUCCESS)
     }
 

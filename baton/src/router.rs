@@ -20,21 +20,19 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let _telemetry = telemetry::init("router", &config.log).map_err(Failed::start)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(async {
-        let config = with_model(raw).await?;
         let shutdown =
             if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
+        let shutdown = shutdown.map_err(Failed::start)?;
+        let config = with_model(raw, &shutdown).await?;
         let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
-        router
-            .serve(shutdown.map_err(Failed::start)?, std::future::ready(()))
-            .await
-            .map_err(Failed::drain)?;
+        router.serve(shutdown, std::future::ready(())).await.map_err(Failed::drain)?;
         Ok(ExitCode::SUCCESS)
     })
 }
 
 /// The settings with a folder in place of what names the model: one on a hub is fetched here.
-async fn with_model(mut raw: RawRouterConfig) -> Result<RouterConfig, Failed> {
-    let located = model::locate(&raw.model.path, &raw.model.name).await?;
+async fn with_model(mut raw: RawRouterConfig, shutdown: &Shutdown) -> Result<RouterConfig, Failed> {
+    let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);
     RouterConfig::resolve(raw).map_err(Failed::usage)
 }

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::cli::{SwitchArgs, WakeArgs};
 use crate::exit::Failed;
+use crate::{http_url, interrupt, output};
 
 pub(crate) fn sleep(args: &SwitchArgs) -> Result<ExitCode, Failed> {
     run("sleep", args)
@@ -25,6 +26,7 @@ pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, Failed> {
 
 /// `what` is the page's name. It takes as long as it takes: a drain, or loading a model.
 fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
+    interrupt::says("interrupted: the node goes on with what it was asked for")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(async {
@@ -32,22 +34,18 @@ fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
         let url: Uri = format!("{node}/{what}").parse().map_err(Failed::usage)?;
         let answer =
             ask(Method::POST, url).await.map_err(|error| Failed::work(format!("{node}: {error}")))?;
-        say(&told(what, &node, &answer).map_err(Failed::work)?);
+        let told = told(what, &node, &answer).map_err(Failed::work)?;
+        output::print(&format!("{told}\n"))?;
         Ok(ExitCode::SUCCESS)
     })
 }
 
-#[allow(clippy::print_stdout, reason = "the answer to what was typed")]
-fn say(sentence: &str) {
-    println!("{sentence}");
-}
-
 /// The node's admin port.
 async fn admin_of(args: &SwitchArgs) -> Result<String, Failed> {
-    if args.node.contains("://") {
-        return Ok(args.node.trim_end_matches('/').to_owned());
+    if args.node.contains(':') {
+        return http_url::parse(&args.node);
     }
-    let router = args.router.trim_end_matches('/');
+    let router = http_url::parse(&args.router)?;
     let url: Uri = format!("{router}/debug/cluster").parse().map_err(Failed::usage)?;
     let answer = ask(Method::GET, url).await.map_err(|error| Failed::work(format!("{router}: {error}")))?;
     let nodes = answer.body["nodes"].as_array().cloned().unwrap_or_default();

@@ -19,6 +19,7 @@ use crate::children::Node;
 use crate::cli::UpArgs;
 use crate::exit::Failed;
 use crate::model::{self, Located};
+use crate::output;
 use engine::Device;
 
 /// How long the nodes may take to come up. Loading a large model takes minutes.
@@ -35,13 +36,18 @@ pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(async {
         let name = std::env::var("BATON_MODEL__NAME").unwrap_or_default();
-        let model = model::locate(&args.model, &name).await?;
-        up(&args, raw, &model).await
+        let shutdown = Shutdown::from_signals().map_err(Failed::start)?;
+        let model = model::locate(&args.model, &name, &shutdown).await?;
+        up(&args, raw, &model, shutdown).await
     })
 }
 
-async fn up(args: &UpArgs, mut raw: RawRouterConfig, model: &Located) -> Result<ExitCode, Failed> {
-    let shutdown = Shutdown::from_signals().map_err(Failed::start)?;
+async fn up(
+    args: &UpArgs,
+    mut raw: RawRouterConfig,
+    model: &Located,
+    shutdown: Shutdown,
+) -> Result<ExitCode, Failed> {
     (raw.model.path, raw.model.name) = (model.path.clone(), model.name.clone());
     let config = RouterConfig::resolve(raw).map_err(Failed::usage)?;
     let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
@@ -60,12 +66,16 @@ async fn up(args: &UpArgs, mut raw: RawRouterConfig, model: &Located) -> Result<
         () = shutdown.wait() => Ok(()),
     };
     if came_up.is_ok() && !shutdown.requested() {
-        print_table(table(&cluster));
-        ready_line(&format!("ready http=http://{http} grpc=http://{grpc}"));
+        tell(table(&cluster));
+        // The one line on standard output; scripts wait for it.
+        output::print(&format!("ready http=http://{http} grpc=http://{grpc}\n"))?;
         tokio::select! {
             () = shutdown.wait() => {}
             () = watch(&mut nodes) => {}
         }
+    }
+    if shutdown.requested() {
+        tell("stopping: requests under way end first; Ctrl-C again ends them at once".to_owned());
     }
     shutdown.trigger();
     // The nodes stop once the router has answered its last request, and the registry after them.
@@ -75,15 +85,9 @@ async fn up(args: &UpArgs, mut raw: RawRouterConfig, model: &Located) -> Result<
     served.map_err(Failed::work)?.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
 }
 
-/// The one line on standard output; scripts wait for it.
-#[allow(clippy::print_stdout, reason = "the one line that others rely on")]
-fn ready_line(line: &str) {
-    println!("{line}");
-}
-
-/// Prints from a thread of its own: standard error may be a pipe that is full and not read.
-fn print_table(table: String) {
-    std::thread::spawn(move || eprintln!("{table}"));
+/// Writes from a thread of its own: standard error may be a pipe that is full and not read.
+fn tell(text: String) {
+    std::thread::spawn(move || output::tell(&text));
 }
 
 /// The router's settings: the environment's, under the flags.
@@ -96,8 +100,8 @@ fn router_config(
     let mut settings = BTreeMap::from([("BATON_LOG__LEVEL".to_owned(), QUIET.to_owned())]);
     settings.extend(env.filter(|(key, _)| for_router(key)));
     let mut raw: RawRouterConfig = chassis::config::load(None, settings).map_err(Failed::usage)?;
-    raw.router.http = args.http.to_string();
-    raw.router.grpc = args.grpc.to_string();
+    raw.router.http.clone_from(&args.http);
+    raw.router.grpc.clone_from(&args.grpc);
     raw.router.policy.clone_from(&args.policy);
     raw.router.order = args.order().as_str().to_owned();
     raw.registry.url.clone_from(&args.registry);

@@ -51,10 +51,12 @@ impl Up {
     /// The same, with variables in its environment. Without `--model` it serves the mock, whose KV cannot lie.
     pub async fn start_with(args: &[&str], env: &[(&str, &str)]) -> Self {
         let model: &[&str] = if args.contains(&"--model") { &[] } else { &["--model", "mock"] };
+        let http: &[&str] = if args.contains(&"--http") { &[] } else { &["--http", "127.0.0.1:0"] };
         let log = NamedTempFile::new().expect("a temporary file");
         let mut child = Command::new(executable::baton())
             .arg("up")
-            .args(["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
+            .args(http)
+            .args(["--grpc", "127.0.0.1:0"])
             .args(model)
             .args(args)
             .envs(env.iter().copied())

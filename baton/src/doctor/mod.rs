@@ -20,11 +20,13 @@ use std::process::ExitCode;
 use crate::cli::DoctorArgs;
 use crate::exit::Failed;
 use crate::process_file::ProcessFile;
+use crate::{interrupt, output};
 
 use finding::{Finding, Level};
 
 /// Ends with 0 if nothing stands in the way of serving, with 1 otherwise; warnings alone are 0.
 pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
+    interrupt::says("interrupted: nothing was changed")?;
     let process = match &args.config {
         Some(file) => ProcessFile::read(file, std::env::vars())?,
         None => ProcessFile::default_router()?,
@@ -34,11 +36,8 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
     if let Some(addr) = &args.peer {
         findings.extend(runtime.block_on(peer::look(addr)));
     }
-    if args.json {
-        report::json(&findings)
-    } else {
-        report::table(&findings)
-    }
+    let report = if args.json { report::json(&findings) } else { report::table(&findings) };
+    output::print(&report)?;
     let broken = findings.iter().any(|finding| finding.level == Level::Bad);
     Ok(if broken { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

@@ -5,22 +5,21 @@ use serde_json::json;
 use super::finding::{Finding, Level};
 
 /// One line per finding, with what to do under those that ask for it.
-#[allow(clippy::print_stdout, reason = "the answer to what was asked")]
-pub(super) fn table(findings: &[Finding]) {
+pub(super) fn table(findings: &[Finding]) -> String {
+    let mut table = String::new();
     for Finding { group, level, found, advice } in findings {
-        println!("{:<5} {group:<9} {found}", level.as_str());
+        table.push_str(&format!("{:<5} {group:<9} {found}\n", level.as_str()));
         if *level != Level::Ok {
-            println!("{:<15} {advice}", "");
+            table.push_str(&format!("{:<15} {advice}\n", ""));
         }
     }
-    println!("\n{}", verdict(findings));
+    table + &format!("\n{}\n", verdict(findings))
 }
 
 /// One object: `ok`, and `findings` with `group`, `level`, `found` and `advice` each.
-#[allow(clippy::print_stdout, reason = "the answer to what was asked")]
-pub(super) fn json(findings: &[Finding]) {
+pub(super) fn json(findings: &[Finding]) -> String {
     let ok = count(findings, Level::Bad) == 0;
-    println!("{}", json!({ "ok": ok, "findings": findings }));
+    format!("{}\n", json!({ "ok": ok, "findings": findings }))
 }
 
 fn verdict(findings: &[Finding]) -> String {

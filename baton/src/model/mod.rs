@@ -4,6 +4,7 @@ mod bundled;
 
 use std::path::{Path, PathBuf};
 
+use chassis::Shutdown;
 use hub::{Hub, HubError, HubSettings, ModelId};
 
 use crate::exit::Failed;
@@ -20,9 +21,23 @@ pub(crate) struct Located {
 }
 
 /// Finds what `path` names, and fetches it if it lies on a hub. A name that was chosen is kept.
-pub(crate) async fn locate(path: &str, name: &str) -> Result<Located, Failed> {
+///
+/// A process that is asked to stop meanwhile says so; what was fetched until then is kept.
+pub(crate) async fn locate(path: &str, name: &str, shutdown: &Shutdown) -> Result<Located, Failed> {
+    tokio::select! {
+        located = found(path, name) => located,
+        () = shutdown.wait() => Err(Failed::drain(
+            "stopped before the model was here: what was fetched is kept, and the next start goes on from there",
+        )),
+    }
+}
+
+async fn found(path: &str, name: &str) -> Result<Located, Failed> {
     let (path, own_name) = match Place::of(path)? {
-        Place::Here => (path.to_owned(), String::new()),
+        Place::Here => {
+            check_folder(Path::new(path))?;
+            (path.to_owned(), String::new())
+        }
         Place::Bundled => {
             let folder = bundled::unpacked(&bundled::cache_folders()).map_err(Failed::start)?;
             (text(&folder)?, DEMO.to_owned())
@@ -36,6 +51,22 @@ pub(crate) async fn locate(path: &str, name: &str) -> Result<Located, Failed> {
     Ok(Located { path, name: if name.is_empty() { own_name } else { name.to_owned() } })
 }
 
+/// Refuses a path at which there is something else than a model's folder.
+fn check_folder(path: &Path) -> Result<(), Failed> {
+    let shown = path.display();
+    let gguf = "GGUF is not read: take the model's safetensors";
+    let is_gguf = path.extension().is_some_and(|ending| ending == "gguf");
+    if path.is_file() {
+        let why = if is_gguf { gguf } else { "a model is a folder with config.json and safetensors" };
+        return Err(Failed::start(format!("{shown} is a file: {why}")));
+    }
+    if !path.is_dir() || path.join("config.json").is_file() {
+        return Ok(());
+    }
+    let why = if engine::load::has_gguf(path) { gguf } else { "it is not a model's folder" };
+    Err(Failed::start(format!("{shown} has no config.json: {why}")))
+}
+
 /// Whoever meant a folder shall see that it was not found.
 #[derive(Debug, thiserror::Error)]
 #[error("{path:?} is no folder here, and was not fetched from the hub")]
@@ -45,7 +76,12 @@ struct NotFetched {
 }
 
 async fn fetch(id: &ModelId) -> Result<PathBuf, HubError> {
-    Hub::new(HubSettings::from_env(|name| std::env::var_os(name)))?.fetch(id).await
+    Hub::new(HubSettings::from_env(|name| std::env::var_os(name)))?.judged_by(judge).fetch(id).await
+}
+
+/// Whether a node can compute the model of this `config.json`.
+fn judge(path: &Path, config: &[u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    engine::load::check_config(path, config).map_err(Into::into)
 }
 
 /// Where a model lies.
@@ -66,6 +102,9 @@ impl Place {
         }
         if path == DEMO {
             return Ok(Self::Bundled);
+        }
+        if Path::new(path).is_file() {
+            return Ok(Self::Here);
         }
         ModelId::parse(path).map(Self::Hub).ok_or_else(|| {
             Failed::usage(format!(

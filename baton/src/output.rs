@@ -1,0 +1,19 @@
+//! Writing to the terminal, or to what reads in its place and may have closed the pipe.
+
+use std::io::{ErrorKind, Write as _};
+
+use crate::exit::Failed;
+
+/// Writes to standard output. A reader that has left, as `head` does, is no error.
+pub(crate) fn print(text: &str) -> Result<(), Failed> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failed::work(error)),
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// Writes a line to standard error, and ignores that this fails: there is no other place for it.
+pub(crate) fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}

@@ -1,0 +1,230 @@
+//! The commands as people type them: short addresses, pipes that close early, Ctrl-C, and too much memory.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener};
+use std::process::{Child, Command, Output, Stdio};
+
+use baton_tests::{PATIENCE, Up, eventually, executable};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+fn baton(args: &[&str]) -> Command {
+    let mut command = Command::new(executable::baton());
+    command.args(args);
+    command
+}
+
+fn stderr_of(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn interrupt(child: &Child) {
+    kill_process(Pid::from_raw(child.id() as i32).expect("a pid"), Signal::INT).expect("it runs");
+}
+
+/// The end of a child that is to end by itself: its exit code and what it wrote to standard error.
+async fn ended(mut child: Child) -> (Option<i32>, String) {
+    let status = eventually("the command to end", async || child.try_wait().expect("our child")).await;
+    let mut text = String::new();
+    child.stderr.take().expect("it is piped").read_to_string(&mut text).expect("text");
+    (status.code(), text)
+}
+
+/// Answers every connection with 200, and tells the path that was asked for.
+fn page() -> (SocketAddr, std::sync::mpsc::Receiver<String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let addr = listener.local_addr().expect("bound");
+    let (paths, asked) = std::sync::mpsc::sync_channel(8);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.expect("a connection");
+            let mut line = String::new();
+            BufReader::new(&stream).read_line(&mut line).expect("a request line");
+            let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+            let path = line.split(' ').nth(1).unwrap_or_default().to_owned();
+            if paths.send(path).is_err() {
+                return;
+            }
+        }
+    });
+    (addr, asked)
+}
+
+#[test]
+fn a_reader_that_has_left_is_no_error() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("router.toml");
+    std::fs::write(&file, "[router]\nhttp = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"\n").expect("written");
+    let file = file.to_str().expect("UTF-8");
+    for args in [&["doctor", "--config", file, "--json"][..], &["doctor", "--config", file], &["--help"]] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = baton(args).stdout(writer).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(0), "{args:?}: {}", stderr_of(&output));
+        assert!(!stderr_of(&output).contains("panicked"), "{args:?}: {}", stderr_of(&output));
+    }
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let failed = baton(&["health", "https://router"]).stderr(writer).status().expect("it runs");
+    assert_eq!(failed.code(), Some(2), "nor is one of errors");
+}
+
+#[test]
+fn health_takes_a_host_and_a_port() {
+    let (addr, asked) = page();
+    for (typed, path) in [
+        (addr.to_string(), "/ready"),
+        (format!("http://{addr}/"), "/ready"),
+        (format!("http://{addr}/live"), "/live"),
+        (format!("localhost:{}", addr.port()), "/ready"),
+    ] {
+        let output = baton(&["health", &typed]).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(0), "{typed}: {}", stderr_of(&output));
+        assert_eq!(asked.recv_timeout(PATIENCE).expect("it was asked"), path, "{typed}");
+    }
+    for (typed, expected) in
+        [("https://router:8000", "speak plain http"), ("router:port", "host:port"), ("ftp://x", "http://")]
+    {
+        let output = baton(&["health", typed]).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(2), "{typed}: {}", stderr_of(&output));
+        assert!(stderr_of(&output).contains(expected), "{typed}: {}", stderr_of(&output));
+    }
+    let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
+    let output = baton(&["health", &free.to_string()]).output().expect("it runs");
+    let text = stderr_of(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains(&free.to_string()) && text.contains("refused"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn up_listens_at_a_host_name_and_chat_takes_its_address_in_every_form() {
+    let mut up = Up::start(&["--http", "localhost:0"]).await;
+    let (addr, port) = (up.http.to_string(), up.http.port());
+    for url in [
+        addr.clone(),
+        format!("http://{addr}/"),
+        format!("http://{addr}/v1"),
+        format!("http://{addr}/v1/"),
+        format!("localhost:{port}/v1"),
+    ] {
+        let asked = url.clone();
+        let chat = tokio::task::spawn_blocking(move || {
+            baton(&["chat", "--url", &asked, "--max-tokens", "5", "hello"]).output().expect("it runs")
+        });
+        let output = tokio::time::timeout(PATIENCE, chat).await.expect("in time").expect("it ran");
+        assert_eq!(output.status.code(), Some(0), "{url}: {}", stderr_of(&output));
+        assert!(!output.stdout.is_empty(), "{url}");
+    }
+    up.signal(up.pid(), Signal::INT);
+    assert_eq!(up.stop_code(), Some(0));
+    assert!(up.log().contains("stopping: requests under way end first"), "{}", up.log());
+}
+
+#[test]
+fn an_address_to_listen_at_is_a_host_and_a_port() {
+    for wrong in ["8000", "localhost", ":8000", "127.0.0.1:99999", "a b:1", "http://localhost:8000"] {
+        let output = baton(&["up", "--http", wrong]).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(2), "{wrong}");
+        assert!(stderr_of(&output).contains("expected HOST:PORT"), "{wrong}: {}", stderr_of(&output));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctrl_c_in_a_conversation_says_so() {
+    let mut child = baton(&["chat", "--model", "x", "--url", "127.0.0.1:9"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut first = [0; 10];
+    child.stderr.as_mut().expect("it is piped").read_exact(&mut first).expect("it greets");
+    interrupt(&child);
+    let (code, text) = ended(child).await;
+    assert_eq!(code, Some(130), "{text}");
+    assert!(text.contains("interrupted"), "{text}");
+}
+
+/// A hub that accepts and never answers: every process that fetches a model says that it was stopped.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ctrl_c_while_a_model_is_fetched_says_so() {
+    let hub = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let cache = tempfile::tempdir().expect("a folder");
+    for (command, model) in [("up", &["--model", "org/name"][..]), ("router", &[]), ("decode", &[])] {
+        let child = baton(&[command])
+            .args(model)
+            .env("HF_ENDPOINT", format!("http://{}", hub.local_addr().expect("bound")))
+            .env("HF_HOME", cache.path())
+            .env(if command == "up" { "UNUSED" } else { "BATON_MODEL__PATH" }, "org/name")
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        let _asked = hub.accept().expect("it asks the hub");
+        interrupt(&child);
+        let (code, text) = ended(child).await;
+        assert_eq!(code, Some(4), "{command}: {text}");
+        assert!(text.contains("stopped before the model was here"), "{command}: {text}");
+    }
+}
+
+fn started(args: &[&str], env: &[(&str, &str)]) -> (Option<i32>, String) {
+    let output = baton(args).envs(env.iter().copied()).output().expect("it runs");
+    (output.status.code(), stderr_of(&output))
+}
+
+/// F56: refused by the node itself, with both amounts and the setting, and not by the kernel's OOM killer.
+#[test]
+fn more_kv_memory_than_there_is_is_refused_at_the_start() {
+    for model in ["mock", "demo"] {
+        let env = [
+            ("BATON_MODEL__PATH", model),
+            ("BATON_MODEL__DEVICE", "cpu"),
+            ("BATON_MODEL__KV_MEMORY", "4TiB"),
+            ("BATON_REGISTRY__URL", "embedded://127.0.0.1:9"),
+        ];
+        let (code, text) = started(&["decode"], &env);
+        assert_eq!(code, Some(3), "{model}: {text}");
+        let says = |part: &str| assert!(text.contains(part), "{model}: {part} in {text}");
+        says("MiB of memory are asked for");
+        says("MiB are available to this process");
+        says("set model.kv_memory lower");
+    }
+    let ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"];
+    let args = [&["up", "--model", "mock", "--device", "cpu", "--kv-memory", "4TiB"][..], &ports].concat();
+    let (code, text) = started(&args, &[]);
+    assert_eq!(code, Some(3), "{text}");
+    assert!(text.contains("set model.kv_memory lower"), "{text}");
+}
+
+fn put(folder: &TempDir, name: &str, text: &str) {
+    std::fs::write(folder.path().join(name), text).expect("written");
+}
+
+#[test]
+fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
+    let (gguf, bare, other) = (tempfile::tempdir(), tempfile::tempdir(), tempfile::tempdir());
+    let (gguf, bare, other) = (gguf.expect("a folder"), bare.expect("a folder"), other.expect("a folder"));
+    put(&gguf, "model-q4.gguf", "GGUF");
+    put(&bare, "README.md", "read me");
+    put(&other, "config.json", "{\"architectures\": [\"GptForCausalLM\"]}");
+    let path = |folder: &TempDir, name: &str| folder.path().join(name).display().to_string();
+    for (model, both, expected) in [
+        (path(&gguf, ""), true, "has no config.json: GGUF is not read"),
+        (path(&gguf, "model-q4.gguf"), true, "is a file: GGUF is not read"),
+        (path(&bare, ""), true, "has no config.json: it is not a model's folder"),
+        (path(&bare, "README.md"), true, "is a file: a model is a folder"),
+        (
+            path(&other, ""),
+            false,
+            "of architecture \"GptForCausalLM\", which is not implemented: LlamaForCausalLM",
+        ),
+    ] {
+        let env = [("BATON_MODEL__PATH", model.as_str()), ("BATON_MODEL__DEVICE", "cpu")];
+        for process in ["decode", "router"].iter().take(if both { 2 } else { 1 }) {
+            let env = &env[..if *process == "router" { 1 } else { 2 }];
+            let (code, text) = started(&[process], env);
+            assert_eq!(code, Some(3), "{process} {model}: {text}");
+            assert!(text.contains(expected), "{process} {model}: {text}");
+        }
+    }
+}
