@@ -63,10 +63,51 @@ impl RegistryError {
         }
     }
 
+    /// What an operator has to look at.
+    pub fn trouble(&self) -> Trouble {
+        let cause = Chain(self).to_string().to_lowercase();
+        let says = |parts: &[&str]| parts.iter().any(|part| cause.contains(part));
+        match self {
+            Self::Url { .. } | Self::ReadFile { .. } => Trouble::Address,
+            Self::Denied { .. } if says(&["user name is empty", "user id or password"]) => Trouble::Password,
+            Self::Denied { .. } if says(&["permission denied"]) => Trouble::Permission,
+            // Some layers between here and TLS keep only the text of its errors, or only that the peer hung up: so ends
+            // a connection whose certificate is missing, and one in plain text to a port that expects TLS.
+            _ if says(&TLS_FAILED) => Trouble::Certificate,
+            _ => Trouble::Unreachable,
+        }
+    }
+
     /// No waiting mends it: somebody has to change something.
     pub fn is_final(&self) -> bool {
         self.verdict() == Verdict::Reject
     }
+}
+
+/// What errors of connections say that were accepted and came to nothing.
+const TLS_FAILED: [&str; 7] = [
+    "certificate",
+    "fatal alert",
+    "tls",
+    "corrupt message",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+];
+
+/// What stands between a process and its registry; each kind is repaired in another place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// The address, or a file that it names.
+    Address,
+    /// The user or the password is wrong or missing.
+    Password,
+    /// The user may not use the keys of this cluster.
+    Permission,
+    /// One end does not accept the other's certificate, or only one of them speaks TLS.
+    Certificate,
+    /// It does not answer, or something else answers there.
+    Unreachable,
 }
 
 /// Prints an error with all its causes, for the one place where it is logged.

@@ -27,10 +27,10 @@ use futures::stream::BoxStream;
 use types::{Epoch, NodeId, NodeInfo};
 
 pub use announcement::{Announcement, Standing};
-pub use error::RegistryError;
+pub use error::{RegistryError, Trouble};
 pub use members::Members;
 pub use memory::MemoryRegistry;
-pub use open::{RegistryParts, open};
+pub use open::{RegistryParts, ask_once, open};
 
 /// Who is in the cluster, never how busy they are.
 ///

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use chassis::{Gate, World};
+use types::NodeInfo;
 
 use crate::Registry;
 use crate::embedded::EmbeddedRegistry;
 use crate::error::RegistryError;
 use crate::etcd::EtcdRegistry;
 use crate::url::RegistryUrl;
+use crate::watch::{Feed, News};
 
 /// What every registry is made of, besides its address.
 #[derive(Clone, Debug)]
@@ -18,18 +20,46 @@ pub struct RegistryParts {
     pub gate: Gate,
 }
 
-type Open = fn(&RegistryUrl, RegistryParts) -> Result<Arc<dyn Registry>, RegistryError>;
+type Open = fn(&RegistryUrl, RegistryParts) -> Result<Opened, RegistryError>;
+
+/// A registry, and one feed of it.
+struct Opened {
+    registry: Arc<dyn Registry>,
+    feed: Box<dyn Feed>,
+}
 
 /// A new registry is one file and one line.
 const REGISTRIES: [(&str, Open); 2] = [
-    ("embedded", |url, parts| Ok(Arc::new(EmbeddedRegistry::open(url, parts)?))),
-    ("etcd", |url, parts| Ok(Arc::new(EtcdRegistry::open(url, parts)?))),
+    ("embedded", |url, parts| {
+        let registry = EmbeddedRegistry::open(url, parts)?;
+        Ok(Opened { feed: Box::new(registry.feed()), registry: Arc::new(registry) })
+    }),
+    ("etcd", |url, parts| {
+        let registry = EtcdRegistry::open(url, parts)?;
+        Ok(Opened { feed: Box::new(registry.feed()), registry: Arc::new(registry) })
+    }),
 ];
 
 /// The registry at `url`: `embedded://router:50051`, or `etcd://host:2379,host:2379/cluster`.
 ///
 /// Nothing is sent yet; an address that nobody listens at is found out later, and waited for.
 pub fn open(url: &str, parts: RegistryParts) -> Result<Arc<dyn Registry>, RegistryError> {
+    Ok(opened(url, parts)?.registry)
+}
+
+/// Asks the registry at `url` once for its members. Where [`Registry::watch`] waits and tries again, this fails: for
+/// one who wants to know what is wrong ([`RegistryError::trouble`]).
+pub async fn ask_once(url: &str, parts: RegistryParts) -> Result<Vec<NodeInfo>, RegistryError> {
+    let news = opened(url, parts)?.feed.next().await?;
+    let members = news.into_iter().flat_map(|news| match news {
+        News::All { nodes, .. } => nodes,
+        News::Is(node) => vec![node],
+        News::Gone(_) => Vec::new(),
+    });
+    Ok(members.collect())
+}
+
+fn opened(url: &str, parts: RegistryParts) -> Result<Opened, RegistryError> {
     let url = RegistryUrl::parse(url)?;
     match REGISTRIES.iter().find(|(name, _)| *name == url.scheme) {
         Some((_, open)) => open(&url, parts),

@@ -13,7 +13,7 @@ use registry::conformance::{Subject, Watcher, announced, in_time, left, node};
 use registry::etcd::EtcdClient;
 use registry::etcd::client::prefix_end;
 use registry::etcd::client::v3;
-use registry::{MembershipEvent, Registry, RegistryError, RegistryParts, Standing};
+use registry::{MembershipEvent, Registry, RegistryError, RegistryParts, Standing, Trouble};
 use types::{NodeId, NodeInfo};
 
 use support::certificates::{Certificates, shown};
@@ -374,6 +374,41 @@ async fn tls_with_certificates_on_both_sides() {
     }
     let in_plain_text = in_time(open(&address).announce(node("c", 1))).await;
     assert_eq!(in_plain_text.expect("it may be mended on etcd's side").standing(), Standing::Trying);
+}
+
+/// What `baton doctor` tells an operator apart, each asked for once.
+#[tokio::test]
+async fn what_is_wrong_is_told_apart() {
+    let trouble = async |url: String| {
+        let refused = in_time(registry::ask_once(&url, parts())).await;
+        let error = refused.expect_err(&url);
+        (error.trouble(), format!("{url}: {error:?}"))
+    };
+    let etcd = Etcd::start().await;
+    protect(&etcd).await;
+    let endpoint = etcd.endpoint();
+    let known = format!("etcd://baton:p%40ss%20word@{endpoint}/blue");
+    assert_eq!(in_time(registry::ask_once(&known, parts())).await.expect("it may"), []);
+    let gone = Wire::to(endpoint.clone()).await.address().to_owned();
+    let certificates = Certificates::new();
+    let of_tls = Etcd::start_with(certificates.etcd_arguments(), Some(certificates.client_files())).await;
+    let with_tls = format!("etcd://{}/blue", of_tls.endpoint());
+    let strangers = Certificates::new();
+    let only_ca = format!("ca={}", shown(&certificates.path("ca.pem")));
+    for (url, expected) in [
+        (format!("etcd://baton:wrong@{endpoint}/blue"), Trouble::Password),
+        (format!("etcd://{endpoint}/blue"), Trouble::Password),
+        (format!("etcd://baton:p%40ss%20word@{endpoint}/green"), Trouble::Permission),
+        (format!("etcd://{gone}/blue"), Trouble::Unreachable),
+        (format!("{with_tls}?{only_ca}"), Trouble::Certificate),
+        (format!("{with_tls}?{}", strangers.query()), Trouble::Certificate),
+        (format!("etcd://{endpoint}/blue?{only_ca}"), Trouble::Certificate),
+        ("etcd://a:b:c/blue".to_owned(), Trouble::Address),
+        (format!("{with_tls}?ca=/no/such/file"), Trouble::Address),
+    ] {
+        let (found, told) = trouble(url).await;
+        assert_eq!(found, expected, "{told}");
+    }
 }
 
 // === what it costs ===

@@ -3,9 +3,8 @@
 use std::time::Duration;
 
 use chassis::{Gate, World};
-use futures::StreamExt as _;
-use registry::{MembershipEvent, RegistryError, RegistryParts};
-use types::{MissingWire, NodeInfo, Role};
+use registry::{RegistryError, RegistryParts, Trouble};
+use types::{MissingWire, NodeInfo, Role, in_full};
 
 use crate::process_file::ProcessFile;
 
@@ -25,22 +24,32 @@ pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
             let answers = Finding::ok(GROUP, format!("{shown}: answers; {}", who(&members)));
             std::iter::once(answers).chain(members.iter().flat_map(goes_without)).collect()
         }
-        Ok(Err(error)) => vec![Finding::bad(GROUP, format!("{shown}: {error}"), advice(url))],
+        Ok(Err(error)) => vec![refused(&shown, url, &error)],
         Err(_) => {
-            vec![Finding::bad(GROUP, format!("{shown}: no answer within {ANSWER_WITHIN:?}"), advice(url))]
+            let found = format!("{shown}: unreachable: no answer within {ANSWER_WITHIN:?}");
+            vec![Finding::bad(GROUP, found, advice(url, Trouble::Unreachable))]
         }
     }
 }
 
-/// The first thing that a watch says, as a router hears it.
 async fn members(url: &str) -> Result<Vec<NodeInfo>, RegistryError> {
-    let registry = registry::open(url, RegistryParts { world: World::real(), gate: Gate::new("doctor") })?;
-    let mut events = registry.watch().await?;
-    match events.next().await {
-        Some(MembershipEvent::Snapshot(members)) => Ok(members),
-        // A watch begins with a snapshot and never ends.
-        Some(_) | None => Ok(Vec::new()),
-    }
+    registry::ask_once(url, RegistryParts { world: World::real(), gate: Gate::new("doctor") }).await
+}
+
+fn refused(shown: &str, url: &str, error: &RegistryError) -> Finding {
+    let trouble = match error.trouble() {
+        // The embedded registry has no certificates.
+        Trouble::Certificate if !url.starts_with("etcd") => Trouble::Unreachable,
+        trouble => trouble,
+    };
+    let what = match trouble {
+        Trouble::Address => "not a usable address",
+        Trouble::Password => "the user or the password is refused",
+        Trouble::Permission => "the user may not read and write this cluster's keys",
+        Trouble::Certificate => "no TLS connection: a certificate is refused, or one side does not speak TLS",
+        Trouble::Unreachable => "unreachable",
+    };
+    Finding::bad(GROUP, format!("{shown}: {what}: {}", in_full(error)), advice(url, trouble))
 }
 
 fn who(members: &[NodeInfo]) -> String {
@@ -66,18 +75,49 @@ fn goes_without(node: &NodeInfo) -> Vec<Finding> {
     node.without.iter().map(note).collect()
 }
 
-fn advice(url: &str) -> String {
-    let who = if url.starts_with("etcd") {
-        "etcd runs (`etcdctl endpoint health`)"
-    } else {
-        "the router runs, and that this is its gRPC port"
-    };
-    format!("see that {who}, that registry.url names it, and that no firewall or NetworkPolicy is between")
+fn advice(url: &str, trouble: Trouble) -> String {
+    let is_etcd = url.starts_with("etcd");
+    match trouble {
+        Trouble::Address => "correct registry.url, or put the file there that it names".to_owned(),
+        Trouble::Password => {
+            "correct the user and the password in registry.url, or in the file that its password_file names"
+                .to_owned()
+        }
+        Trouble::Permission => {
+            "have etcd's administrator grant the user `readwrite` with --prefix on /baton/CLUSTER/".to_owned()
+        }
+        Trouble::Certificate => {
+            "ca= names the authority of etcd's certificate, cert= and key= the client certificate that etcd asks for, server_name= the name in etcd's certificate; without ca= there is no TLS"
+                .to_owned()
+        }
+        Trouble::Unreachable => {
+            let who = if is_etcd {
+                "etcd runs (`etcdctl endpoint health`), that it expects TLS only if registry.url has ca="
+            } else {
+                "the router runs, that this is its gRPC port"
+            };
+            format!("see that {who}, that registry.url names it, and that no firewall or NetworkPolicy is between")
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_trouble_has_an_advice_of_its_own() {
+        let all = [
+            Trouble::Address,
+            Trouble::Password,
+            Trouble::Permission,
+            Trouble::Certificate,
+            Trouble::Unreachable,
+        ];
+        let advices: std::collections::BTreeSet<String> =
+            all.into_iter().map(|trouble| advice("etcd://e", trouble)).collect();
+        assert_eq!(advices.len(), all.len());
+    }
 
     #[tokio::test]
     async fn a_registry_that_nobody_is_at_is_found_out() {

@@ -50,6 +50,10 @@ impl EmbeddedRegistry {
             _ => Err(url.refuse("one router serves it: name one host")),
         }
     }
+
+    pub(crate) fn feed(&self) -> impl Feed + use<> {
+        GrpcFeed { client: self.client.clone(), connection: None, life: None, ttl: TTL }
+    }
 }
 
 #[async_trait]
@@ -60,8 +64,7 @@ impl Registry for EmbeddedRegistry {
     }
 
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
-        let feed = GrpcFeed { client: self.client.clone(), connection: None, life: None, ttl: TTL };
-        Ok(follow(feed, self.world.clone()))
+        Ok(follow(self.feed(), self.world.clone()))
     }
 }
 

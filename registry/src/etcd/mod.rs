@@ -26,7 +26,7 @@ use crate::announcement::{self, Announcement};
 use crate::error::RegistryError;
 use crate::open::RegistryParts;
 use crate::url::RegistryUrl;
-use crate::watch::follow;
+use crate::watch::{Feed, follow};
 use crate::{MembershipEvent, Registry};
 
 /// Every announcement and every watch has a connection of its own, so that one that is stuck holds up no other.
@@ -48,6 +48,10 @@ impl EtcdRegistry {
     pub fn open(url: &RegistryUrl, parts: RegistryParts) -> Result<Self, RegistryError> {
         Self::new(EtcdSettings::from_url(url)?, parts)
     }
+
+    pub(crate) fn feed(&self) -> impl Feed + use<> {
+        watch::EtcdFeed::new(self.settings.clone())
+    }
 }
 
 #[async_trait]
@@ -58,6 +62,6 @@ impl Registry for EtcdRegistry {
     }
 
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError> {
-        Ok(follow(watch::EtcdFeed::new(self.settings.clone()), self.world.clone()))
+        Ok(follow(self.feed(), self.world.clone()))
     }
 }
