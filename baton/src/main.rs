@@ -36,6 +36,7 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<ExitCode, Failed> {
     // clap shows the help where there is neither a command nor a file.
     let Some(command) = cli.command else { return process_file::check(&cli.check_config) };
+    raise_open_files();
     match command {
         Command::Up(args) => up::run(args),
         Command::Router(args) => router::run(&args),
@@ -52,5 +53,16 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
             BenchCommand::Server(command) => Ok(bench::run(bench::BenchArgs { command })),
             BenchCommand::Engine(args) => bench_engine::run(&args),
         },
+    }
+}
+
+/// Raises the number of files and sockets that this process may have open to what it is allowed.
+///
+/// The usual soft limit, 1,024, is for programs that use `select`. Without the higher one, the process goes on.
+fn raise_open_files() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum {
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }

@@ -8,6 +8,7 @@ use axum::{Json, Router};
 use serde_json::json;
 use tokio::sync::watch;
 
+use crate::connections::ConnectionLimits;
 use crate::gate::StillHeld;
 use crate::metrics::Metrics;
 use crate::net::Listener;
@@ -58,8 +59,14 @@ pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
 /// Serves the admin pages until shutdown is requested.
 ///
 /// Give it the shutdown that is said last: an operator wants to see a process drain.
-pub async fn serve(listener: Box<dyn Listener>, router: Router, shutdown: Shutdown) -> Result<(), StillHeld> {
-    let limits = ServerLimits { connections_max: CONNECTIONS_MAX, drain: DRAIN, ..ServerLimits::default() };
+pub async fn serve(
+    listener: Box<dyn Listener>,
+    router: Router,
+    shutdown: Shutdown,
+    connections: ConnectionLimits,
+) -> Result<(), StillHeld> {
+    let connections = ConnectionLimits { connections_max: CONNECTIONS_MAX, ..connections };
+    let limits = ServerLimits { connections, drain: DRAIN, ..ServerLimits::default() };
     server::serve(listener, router, shutdown, limits).await
 }
 
@@ -112,7 +119,11 @@ mod tests {
         let addr = listener.local_addr().expect("bound").to_string();
         let (gate, shutdown) = (Gate::new("test"), Shutdown::new());
         let router = router(readiness.clone(), metrics.clone()).merge(own);
-        let server = spawn_guarded(&gate, "admin", serve(listener, router, shutdown.clone()));
+        let server = spawn_guarded(
+            &gate,
+            "admin",
+            serve(listener, router, shutdown.clone(), ConnectionLimits::default()),
+        );
 
         let check = async |path: &str, status: &str, body: &str| {
             assert_eq!(fetch(&addr, path).await, (format!("HTTP/1.1 {status}"), body.to_owned()), "{path}");

@@ -2,7 +2,8 @@
 //!
 //! Suggested reading order: what is not a function of its input ([`world`], [`net`]), how work ends ([`gate`],
 //! [`task`], [`shutdown`]), what a process is told ([`config`], [`byte_size`]), what it tells ([`telemetry`],
-//! [`metrics`], [`admin`]), and how processes talk ([`server`], [`rpc`]).
+//! [`metrics`], [`admin`]), and how processes talk ([`server`] with its
+//! [`connections`], [`rpc`]).
 #![forbid(unsafe_code)]
 
 pub mod world;
@@ -15,6 +16,7 @@ pub mod byte_size;
 pub mod telemetry;
 pub mod metrics;
 pub mod admin;
+pub mod connections;
 pub mod server;
 pub mod rpc;
 pub mod guards;

@@ -1,24 +1,26 @@
 //! The accept loop that every port of a process runs: HTTP/1 and HTTP/2, with bounds, ended by a shutdown.
 
+mod observed;
 #[cfg(test)]
 mod tests;
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Body;
 use axum::extract::ConnectInfo;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tower::ServiceExt;
 use tracing::{debug, warn};
 
+use crate::connections::{ConnectionLimits, Connections, Place, TooManyFromAddress};
 use crate::gate::{Gate, StillHeld};
 use crate::net::{Listener, Stream};
 use crate::shutdown::Shutdown;
@@ -27,17 +29,13 @@ use crate::task::spawn_guarded;
 /// What one port may hold, and how long it may take to let go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
-    /// Further connections wait in the kernel's queue.
-    pub connections_max: usize,
+    pub connections: ConnectionLimits,
     /// Requests at once on one HTTP/2 connection.
     pub streams_max: u32,
     /// A peer that answers no ping sent this often ...
     pub keepalive_interval: Duration,
     /// ... within this time is gone, even if its kernel still acknowledges bytes (a stopped process).
     pub keepalive_timeout: Duration,
-    /// An HTTP/1 connection without a complete request head for so long is closed, an idle one included. Longer than
-    /// the idle time of usual client pools, so that it is not us who close while they send.
-    pub header_timeout: Duration,
     /// How long requests under way may go on after shutdown is requested; then their connections are closed.
     pub drain: Duration,
 }
@@ -45,11 +43,10 @@ pub struct ServerLimits {
 impl Default for ServerLimits {
     fn default() -> Self {
         Self {
-            connections_max: 4096,
+            connections: ConnectionLimits::default(),
             streams_max: 4096,
             keepalive_interval: Duration::from_secs(2),
             keepalive_timeout: Duration::from_secs(3),
-            header_timeout: Duration::from_secs(100),
             drain: Duration::from_secs(5),
         }
     }
@@ -93,43 +90,44 @@ struct Server {
 }
 
 impl Server {
-    /// Breathing space after a failed accept, usually for want of file descriptors.
+    /// Time after a failed accept until the next attempt.
     const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
     /// How long after its connection's end a task may need to notice.
     const AFTERMATH: Duration = Duration::from_secs(1);
 
     async fn accept(&self, listener: &mut dyn Listener) {
-        let permits = Arc::new(Semaphore::new(self.limits.connections_max));
+        let connections = Connections::new(self.limits.connections);
         loop {
-            let permit = Arc::clone(&permits).acquire_owned().await.expect("the semaphore is never closed");
             match listener.accept().await {
-                Ok((stream, peer)) => self.spawn_connection(stream, peer, permit),
+                Ok((stream, peer)) => match connections.place(peer.ip()).await {
+                    Ok(place) => self.spawn_connection(stream, peer, place),
+                    Err(TooManyFromAddress) => debug!(%peer, "connection refused: too many from its address"),
+                },
                 Err(error) => {
-                    warn!(%error, "connection was not accepted");
+                    let closed = connections.close_one();
+                    warn!(%error, idle_connection_closed = closed, "connection was not accepted");
                     tokio::time::sleep(Self::ACCEPT_PAUSE).await;
                 }
             }
         }
     }
 
-    fn spawn_connection(&self, stream: Stream, peer: SocketAddr, permit: OwnedSemaphorePermit) {
+    fn spawn_connection(&self, stream: Stream, peer: SocketAddr, place: Place) {
         let connection = Connection {
             protocol: self.protocol(),
             router: self.router.clone(),
             shutdown: self.shutdown.clone(),
             drain: self.limits.drain,
             peer,
+            place,
         };
-        let serve = async move {
-            connection.serve(stream).await;
-            drop(permit);
-        };
-        spawn_guarded(&self.connections, "connection", serve).detach();
+        spawn_guarded(&self.connections, "connection", connection.serve(stream)).detach();
     }
 
     fn protocol(&self) -> Builder<GuardedExecutor> {
         let mut builder = Builder::new(GuardedExecutor(self.streams.clone()));
-        builder.http1().timer(TokioTimer::new()).header_read_timeout(self.limits.header_timeout);
+        // The head's time limit is in `connections`: this one would end idle connections too.
+        builder.http1().timer(TokioTimer::new()).header_read_timeout(None);
         builder
             .http2()
             .timer(TokioTimer::new())
@@ -155,16 +153,28 @@ struct Connection {
     shutdown: Shutdown,
     drain: Duration,
     peer: SocketAddr,
+    place: Place,
 }
 
 impl Connection {
     async fn serve(self, stream: Stream) {
-        let Self { protocol, router, shutdown, drain, peer } = self;
+        let Self { protocol, router, shutdown, drain, peer, place } = self;
+        let activity = place.activity.clone();
         let router = router.map_request(move |mut request: http::Request<Incoming>| {
             request.extensions_mut().insert(ConnectInfo(peer));
             request
         });
-        let service = TowerToHyperService::new(router);
+        let service = tower::service_fn(move |request: http::Request<Incoming>| {
+            let under_way = activity.request(request.version() == http::Version::HTTP_2);
+            let answer = router.clone().oneshot(request);
+            async move {
+                Ok::<_, Infallible>(
+                    answer.await?.map(|body| Body::new(observed::Answer::new(body, under_way))),
+                )
+            }
+        });
+        let stream = observed::Reads::new(stream, place.activity.clone());
+        let service = TowerToHyperService::new(service);
         let mut connection = pin!(protocol.serve_connection(TokioIo::new(stream), service));
         let ended = tokio::select! {
             biased;
@@ -173,6 +183,7 @@ impl Connection {
                 connection.as_mut().graceful_shutdown();
                 tokio::time::timeout(drain, connection).await.ok()
             }
+            reason = place.must_close() => return debug!(%peer, reason, "connection closed"),
         };
         match ended {
             Some(Ok(())) => {}

@@ -3,6 +3,7 @@
 use std::num::NonZero;
 use std::time::Duration;
 
+use chassis::connections::ConnectionLimits;
 use chassis::telemetry::LogSettings;
 use engine::load::Quantize;
 use engine::{CpuSettings, Device, EngineSettings, KvRoom, LoadFormat, Pace, StepLimits};
@@ -25,6 +26,7 @@ pub struct RawNodeConfig {
     pub scheduler: SchedulerSection,
     pub transfer: TransferSection,
     pub decode: DecodeSection,
+    pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
@@ -340,12 +342,13 @@ pub struct NodeConfig {
     pub connectors: Vec<String>,
     pub transfer: TransferSettings,
     pub decode: DecodeSection,
+    pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
 impl NodeConfig {
     pub fn resolve(raw: RawNodeConfig) -> Result<Self, NodeError> {
-        let RawNodeConfig { node, registry, model, scheduler, transfer, decode, log } = raw;
+        let RawNodeConfig { node, registry, model, scheduler, transfer, decode, connections, log } = raw;
         if transfer.connectors.is_empty() {
             return Err(NodeError::Config("transfer.connectors names no connector".to_owned()));
         }
@@ -364,6 +367,7 @@ impl NodeConfig {
             transfer: settings,
             connectors: transfer.connectors,
             decode,
+            connections,
             log,
         })
     }

@@ -45,7 +45,7 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
     let status =
         StatusService::new(parts.clone(), draining.clone(), watchdog.stuck(), watchdog.standings()).server();
     let mut ports = Ports::default();
-    ports.grpc(life.grpc, services.add_service(status));
+    ports.grpc(life.grpc, services.add_service(status), life.config.connections);
     let gauges = parts.metrics.clone().follow(parts.pool.clone(), parts.arriving.clone());
     let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
 

@@ -62,7 +62,7 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let pages = chassis::admin::router(readiness.clone(), metrics.clone()).merge(switch.pages());
-    let ports = Ports::admin(admin, pages);
+    let ports = Ports::admin(admin, pages, config.connections);
     let mut node = Node {
         config,
         id,
@@ -255,7 +255,8 @@ impl Node<'_> {
         &mut self,
         mut asleep: Box<dyn Asleep>,
     ) -> Result<Option<(Box<dyn Backend>, Waiting)>, NodeError> {
-        let refusing = Ports::refusing(Box::new(self.grpc.clone()), "the node sleeps");
+        let refusing =
+            Ports::refusing(Box::new(self.grpc.clone()), "the node sleeps", self.config.connections);
         let woken = loop {
             let asked = tokio::select! {
                 biased;

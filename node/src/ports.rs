@@ -8,6 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
+use chassis::connections::ConnectionLimits;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Listener, Shutdown, StillHeld, Stream, Task, spawn_guarded};
 use tokio::sync::Mutex;
@@ -40,25 +41,25 @@ impl Default for Ports {
 
 impl Ports {
     /// Serves the admin pages.
-    pub fn admin(listener: Box<dyn Listener>, pages: Router) -> Self {
+    pub fn admin(listener: Box<dyn Listener>, pages: Router, connections: ConnectionLimits) -> Self {
         let mut ports = Self::default();
-        let pages = chassis::admin::serve(listener, pages, ports.close.clone());
+        let pages = chassis::admin::serve(listener, pages, ports.close.clone(), connections);
         ports.serving.push(spawn_guarded(&ports.gate, "admin", pages));
         ports
     }
 
     /// Serves the gRPC services too.
-    pub fn grpc(&mut self, listener: Box<dyn Listener>, services: Routes) {
-        let limits = ServerLimits { drain: CUT_AFTER, ..ServerLimits::default() };
+    pub fn grpc(&mut self, listener: Box<dyn Listener>, services: Routes, connections: ConnectionLimits) {
+        let limits = ServerLimits { connections, drain: CUT_AFTER, ..ServerLimits::default() };
         let serve = chassis::rpc::serve(listener, services, self.close.clone(), limits);
         self.serving.push(spawn_guarded(&self.gate, "grpc", serve));
     }
 
     /// Answers every call on the gRPC port with UNAVAILABLE, and says why.
-    pub fn refusing(listener: Box<dyn Listener>, why: &'static str) -> Self {
+    pub fn refusing(listener: Box<dyn Listener>, why: &'static str, connections: ConnectionLimits) -> Self {
         let refuse = move || async move { Status::unavailable(why).into_http::<Body>() };
         let mut ports = Self::default();
-        ports.grpc(listener, Routes::from(Router::new().fallback(refuse)));
+        ports.grpc(listener, Routes::from(Router::new().fallback(refuse)), connections);
         ports
     }
 

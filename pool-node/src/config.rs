@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use chassis::byte_size::ByteSize;
+use chassis::connections::ConnectionLimits;
 use chassis::telemetry::LogSettings;
 use kv_transfer::TransferSettings;
 use node::KvMemorySize;
@@ -20,6 +21,7 @@ pub struct RawPoolConfig {
     pub node: PoolNodeSection,
     pub registry: RegistrySection,
     pub transfer: TransferSection,
+    pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
@@ -86,12 +88,13 @@ pub struct PoolConfig {
     pub registry_url: String,
     pub connectors: Vec<String>,
     pub transfer: TransferSettings,
+    pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
 impl PoolConfig {
     pub fn resolve(raw: RawPoolConfig) -> Result<Self, PoolNodeError> {
-        let RawPoolConfig { pool, node, registry, transfer, log } = raw;
+        let RawPoolConfig { pool, node, registry, transfer, connections, log } = raw;
         if transfer.connectors.is_empty() {
             return Err(PoolNodeError::Config("transfer.connectors names no connector".to_owned()));
         }
@@ -110,6 +113,7 @@ impl PoolConfig {
             drain: Duration::from_millis(node.drain_ms),
             registry_url: registry.url,
             connectors: transfer.connectors,
+            connections,
             log,
         })
     }

@@ -47,7 +47,8 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let readiness = Readiness::unready("no node is known whose KV could be kept");
-    let mut ports = Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics.clone()));
+    let mut ports =
+        Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics.clone()), config.connections);
     let model = tokio::select! {
         biased;
         () = shutdown.wait() => {
@@ -64,7 +65,7 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let services = services.add_service(PoolService::new(parts.clone()).server());
     let standings = Standings::default();
     let status = StatusService::new(parts.clone(), draining.clone(), standings.clone());
-    ports.grpc(grpc, services.add_service(status.server()));
+    ports.grpc(grpc, services.add_service(status.server()), config.connections);
     let gauges = NodeMetrics::new(&metrics).follow(parts.shelf.pool().clone(), parts.sequences.clone());
     let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
     let _books = spawn_guarded(ports.gate(), "books", check_books(parts.clone()));

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use chassis::connections::ConnectionLimits;
 use chassis::telemetry::LogSettings;
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +20,7 @@ pub struct RawRouterConfig {
     pub router: RouterSection,
     pub registry: RegistrySection,
     pub model: ModelSection,
+    pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
@@ -120,6 +122,7 @@ pub struct RouterConfig {
     pub model: Option<ModelFolder>,
     /// `None`: the nodes decide by their number.
     pub wanted: Option<WantedFingerprint>,
+    pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
@@ -134,7 +137,7 @@ pub struct UnknownChoice {
 
 impl RouterConfig {
     pub fn resolve(raw: RawRouterConfig) -> Result<Self, UnknownChoice> {
-        let RawRouterConfig { router, registry, model, log } = raw;
+        let RawRouterConfig { router, registry, model, connections, log } = raw;
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
         }
@@ -154,6 +157,7 @@ impl RouterConfig {
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
             wanted: wanted(&model)?,
             model: model_folder(model),
+            connections,
             log,
         })
     }

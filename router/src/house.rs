@@ -108,7 +108,8 @@ impl Router {
         let serve = Arc::new(self.dispatch(&metrics));
         let watchdog = spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after));
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadline);
-        let limits = ServerLimits { drain: self.config.drain, ..ServerLimits::default() };
+        let connections = self.config.connections;
+        let limits = ServerLimits { connections, drain: self.config.drain, ..ServerLimits::default() };
         let pages = self.pages(serve.clone(), acceptor.clone(), metrics);
         let door = GrpcDoor { serve, models: self.models.clone(), acceptor, shutdown: shutdown.clone() };
         let grpc_close = Shutdown::new();

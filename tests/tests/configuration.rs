@@ -14,6 +14,7 @@ const SOURCES: &[&str] = &[
     "router/src/config.rs",
     "chassis/src/telemetry/mod.rs",
     "pool-node/src/config.rs",
+    "chassis/src/connections.rs",
 ];
 
 const HEAD: &str = "\
@@ -100,7 +101,8 @@ fn page() -> String {
     let read = |source: &str| -> Structs {
         structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"))
     };
-    let with_log = |source: &str| -> Structs { read(source).into_iter().chain(read(SOURCES[2])).collect() };
+    let with_log =
+        |source: &str| -> Structs { [source, SOURCES[2], SOURCES[4]].into_iter().flat_map(read).collect() };
     let router = serde_json::to_value(router::RawRouterConfig::default()).expect("defaults can be written");
     let node = serde_json::to_value(node::RawNodeConfig::default()).expect("defaults can be written");
     let mut page = HEAD.to_owned();

@@ -65,28 +65,48 @@ async fn handlers_see_the_peer() {
     assert_eq!(served.stop().await, Duration::ZERO, "an idle connection holds nothing up");
 }
 
-#[tokio::test(start_paused = true)]
-async fn connections_have_a_bound() {
-    let served = start(ServerLimits { connections_max: 1, ..ServerLimits::default() }).await;
-    let (mut first, mut second) = (served.connect().await, served.connect().await);
-    for stream in [&mut first, &mut second] {
-        stream.write_all(REQUEST).await.expect("room");
-    }
-    answer(&mut first).await;
-    timeout(SECOND, answer(&mut second)).await.expect_err("the first is still open");
-    drop(first);
-    timeout(SECOND, answer(&mut second)).await.expect("there is room now");
+/// Limits of connections, and the defaults of everything else.
+fn limits(connections: ConnectionLimits) -> ServerLimits {
+    ServerLimits { connections, ..ServerLimits::default() }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_silent_client_is_closed() {
-    let limits = ServerLimits { header_timeout: SECOND, ..ServerLimits::default() };
-    let served = start(limits).await;
-    let mut stream = served.connect().await;
-    stream.write_all(b"GET /peer HTTP/1.1\r\n").await.expect("room");
-    let start = Instant::now();
-    assert_eq!(answer(&mut stream).await, "");
-    assert_eq!(start.elapsed().as_secs(), 1);
+async fn an_idle_connection_gives_way_and_a_served_one_does_not() {
+    let served = start(limits(ConnectionLimits { connections_max: 1, ..ConnectionLimits::default() })).await;
+    let (mut idle, mut served_one) = (served.connect().await, served.connect().await);
+    idle.write_all(REQUEST).await.expect("room");
+    assert!(answer(&mut idle).await.starts_with("HTTP/1.1 200 OK"));
+    served_one.write_all(b"GET /forever HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("room");
+    assert_eq!(timeout(SECOND, answer(&mut idle)).await.expect("closed"), "", "its place was needed");
+    // Time is paused: it passes once every task has done its work.
+    tokio::time::sleep(SECOND).await;
+
+    let mut waiting = served.connect().await;
+    waiting.write_all(REQUEST).await.expect("room");
+    timeout(SECOND, answer(&mut waiting)).await.expect_err("a request is under way");
+    drop(served_one);
+    assert!(timeout(SECOND, answer(&mut waiting)).await.expect("room").starts_with("HTTP/1.1 200 OK"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn silent_slow_and_idle_clients_are_closed() {
+    let bounds = ConnectionLimits {
+        first_byte_ms: 1_000,
+        head_ms: 2_000,
+        idle_ms: 3_000,
+        ..ConnectionLimits::default()
+    };
+    let served = start(limits(bounds)).await;
+    for (first, seconds) in [(&b""[..], 1), (b"G", 2), (b"GET /peer HTTP/1.1\r\n", 2), (REQUEST, 3)] {
+        let mut stream = served.connect().await;
+        stream.write_all(first).await.expect("room");
+        let start = Instant::now();
+        if first == REQUEST {
+            assert!(answer(&mut stream).await.starts_with("HTTP/1.1 200 OK"));
+        }
+        assert_eq!(answer(&mut stream).await, "");
+        assert_eq!(start.elapsed().as_secs(), seconds, "{first:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

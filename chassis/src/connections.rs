@@ -1,0 +1,362 @@
+//! The connections of one port: how many there are, what each is doing, and which one goes when there are too many.
+//!
+//! A connection that has said nothing, has sent half a head, or is idle between requests can be closed without loss.
+//! Such connections give way to new ones, the oldest first. A connection with a request under way never does.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// A process's `[connections]` section: the bounds of each of its ports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ConnectionLimits {
+    /// Connections of one port. Beyond it the oldest one without a request under way is closed; if all have one, a new
+    /// connection waits in the kernel's queue. Admin ports have 64 of their own.
+    pub connections_max: usize,
+    /// Connections of one port from one address (of IPv6: from one /64 network). 0: no limit of its own, because all
+    /// clients behind a proxy have one address.
+    pub per_address_max: usize,
+    /// A connection that has sent no byte for so long after it was made is closed.
+    pub first_byte_ms: u64,
+    /// Time from the first byte of a request's head to its end.
+    pub head_ms: u64,
+    /// An HTTP/1 connection without a request for so long is closed. Longer than clients keep idle connections, so
+    /// that a client does not write while this side closes.
+    pub idle_ms: u64,
+}
+
+impl Default for ConnectionLimits {
+    fn default() -> Self {
+        Self {
+            connections_max: 16_384,
+            per_address_max: 0,
+            first_byte_ms: 10_000,
+            head_ms: 10_000,
+            idle_ms: 100_000,
+        }
+    }
+}
+
+impl ConnectionLimits {
+    /// The time that a connection may stay in `phase`; `None`: its own protocol ends it.
+    fn bound(&self, phase: Phase) -> Option<Instant> {
+        let (since, ms) = match phase {
+            Phase::Silent(since) => (since, self.first_byte_ms),
+            Phase::Head(since) => (since, self.head_ms),
+            Phase::Idle(since) => (since, self.idle_ms),
+            Phase::Serving => return None,
+        };
+        Some(since + Duration::from_millis(ms))
+    }
+}
+
+/// What a connection is doing, and since when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Silent(Instant),
+    Head(Instant),
+    Serving,
+    Idle(Instant),
+}
+
+/// The connections of one port.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    limits: ConnectionLimits,
+    open: Mutex<BTreeMap<u64, Arc<Activity>>>,
+    /// The number of the next connection. A number is never given twice.
+    next: AtomicU64,
+    /// Wakes the accept loop when a connection ends or can be closed.
+    changed: Arc<Notify>,
+}
+
+/// One connection's place. Dropping it gives the place back.
+#[derive(Debug)]
+pub(crate) struct Place {
+    number: u64,
+    connections: Arc<Connections>,
+    pub(crate) activity: Arc<Activity>,
+}
+
+/// What is known of one connection.
+#[derive(Debug)]
+pub(crate) struct Activity {
+    address: IpAddr,
+    state: Mutex<State>,
+    /// Wakes who watches this connection's bounds.
+    changed: Notify,
+    /// Wakes the accept loop: this connection can be closed now.
+    can_close: Arc<Notify>,
+    closed: CancellationToken,
+}
+
+#[derive(Debug)]
+struct State {
+    phase: Phase,
+    requests: usize,
+    /// HTTP/2: bytes between requests are frames of the connection, and pings find a dead peer.
+    is_multiplexed: bool,
+}
+
+/// Why a connection gets no place.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct TooManyFromAddress;
+
+impl Connections {
+    pub(crate) fn new(limits: ConnectionLimits) -> Arc<Self> {
+        Arc::new(Self { limits, open: Mutex::default(), next: AtomicU64::new(0), changed: Arc::default() })
+    }
+
+    /// A place for a new connection. Closes the oldest connection without a request if there is no other room, and
+    /// waits if there is none. Cancel-safe.
+    pub(crate) async fn place(self: &Arc<Self>, address: IpAddr) -> Result<Place, TooManyFromAddress> {
+        let address = network(address);
+        loop {
+            let changed = self.changed.notified();
+            if let Some(place) = self.try_place(address)? {
+                return Ok(place);
+            }
+            changed.await;
+        }
+    }
+
+    fn try_place(self: &Arc<Self>, address: IpAddr) -> Result<Option<Place>, TooManyFromAddress> {
+        let mut open = self.open();
+        let per_address = self.limits.per_address_max;
+        if per_address > 0 && open.values().filter(|one| one.address == address).count() >= per_address {
+            close_oldest(&mut open, Some(address)).ok_or(TooManyFromAddress)?;
+        }
+        if open.len() >= self.limits.connections_max && close_oldest(&mut open, None).is_none() {
+            return Ok(None);
+        }
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let activity = Arc::new(Activity::new(address, self.changed.clone()));
+        open.insert(number, activity.clone());
+        Ok(Some(Place { number, connections: self.clone(), activity }))
+    }
+
+    /// Closes the oldest connection without a request: descriptors have run out.
+    pub(crate) fn close_one(&self) -> bool {
+        close_oldest(&mut self.open(), None).is_some()
+    }
+
+    fn open(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Activity>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Numbers grow, so the first that can be closed is the oldest.
+fn close_oldest(open: &mut BTreeMap<u64, Arc<Activity>>, of: Option<IpAddr>) -> Option<()> {
+    let can_close =
+        |(_, one): &(&u64, &Arc<Activity>)| of.is_none_or(|of| one.address == of) && !one.is_serving();
+    let number = open.iter().find(can_close).map(|(number, _)| *number)?;
+    open.remove(&number)?.closed.cancel();
+    Some(())
+}
+
+/// One subscriber has one IPv4 address, or one /64 network.
+fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
+        address => address,
+    }
+}
+
+impl Place {
+    /// Ends when the connection must be closed: a bound has passed, or its place is needed.
+    pub(crate) async fn must_close(&self) -> &'static str {
+        tokio::select! {
+            () = self.activity.closed.cancelled() => "its place is needed",
+            why = self.activity.overdue(self.connections.limits) => why,
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.connections.open().remove(&self.number);
+        self.connections.changed.notify_waiters();
+    }
+}
+
+impl Activity {
+    fn new(address: IpAddr, can_close: Arc<Notify>) -> Self {
+        let state = State { phase: Phase::Silent(Instant::now()), requests: 0, is_multiplexed: false };
+        Self {
+            address,
+            state: Mutex::new(state),
+            changed: Notify::new(),
+            can_close,
+            closed: CancellationToken::new(),
+        }
+    }
+
+    /// Bytes have come from the peer.
+    pub(crate) fn read(&self) {
+        let mut state = self.state();
+        let begins_head = match state.phase {
+            Phase::Silent(_) => true,
+            Phase::Idle(_) => !state.is_multiplexed,
+            Phase::Head(_) | Phase::Serving => false,
+        };
+        if begins_head {
+            state.phase = Phase::Head(Instant::now());
+            self.changed.notify_one();
+        }
+    }
+
+    /// A head is complete. The request lasts until the answer is dropped.
+    pub(crate) fn request(self: &Arc<Self>, is_multiplexed: bool) -> RequestUnderWay {
+        let mut state = self.state();
+        state.requests += 1;
+        state.is_multiplexed |= is_multiplexed;
+        state.phase = Phase::Serving;
+        RequestUnderWay(self.clone())
+    }
+
+    fn is_serving(&self) -> bool {
+        self.state().phase == Phase::Serving
+    }
+
+    async fn overdue(&self, limits: ConnectionLimits) -> &'static str {
+        loop {
+            let (phase, is_multiplexed) = {
+                let state = self.state();
+                (state.phase, state.is_multiplexed)
+            };
+            let bound = limits.bound(phase).filter(|_| !is_multiplexed);
+            match bound {
+                Some(bound) if bound <= Instant::now() => return phase.complaint(),
+                Some(bound) => {
+                    let _ = tokio::time::timeout_at(bound, self.changed.notified()).await;
+                }
+                None => self.changed.notified().await,
+            }
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Phase {
+    fn complaint(self) -> &'static str {
+        match self {
+            Self::Silent(_) => "it sent no byte in time",
+            Self::Head(_) => "it did not finish a request's head in time",
+            Self::Idle(_) => "it was idle",
+            Self::Serving => "",
+        }
+    }
+}
+
+/// Counts a request until it is dropped, which is when its answer has been written or given up.
+#[derive(Debug)]
+pub(crate) struct RequestUnderWay(Arc<Activity>);
+
+impl Drop for RequestUnderWay {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.requests -= 1;
+        if state.requests == 0 {
+            state.phase = Phase::Idle(Instant::now());
+            self.0.changed.notify_one();
+            self.0.can_close.notify_waiters();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: ConnectionLimits = ConnectionLimits {
+        connections_max: 3,
+        per_address_max: 2,
+        first_byte_ms: 1_000,
+        head_ms: 2_000,
+        idle_ms: 5_000,
+    };
+
+    fn address(last: u8) -> IpAddr {
+        IpAddr::from([10, 0, 0, last])
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_phase_has_its_bound() {
+        let connections = Connections::new(LIMITS);
+        let place = connections.place(address(1)).await.expect("room");
+        let began = Instant::now();
+        assert_eq!(place.must_close().await, "it sent no byte in time");
+        assert_eq!(began.elapsed(), Duration::from_secs(1));
+
+        place.activity.read();
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        place.activity.read();
+        assert_eq!(place.must_close().await, "it did not finish a request's head in time");
+        assert_eq!(began.elapsed(), Duration::from_secs(3), "further bytes give no further time");
+
+        let request = place.activity.request(false);
+        tokio::time::timeout(Duration::from_secs(60), place.must_close()).await.expect_err("it is served");
+        drop(request);
+        assert_eq!(place.must_close().await, "it was idle");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn http2_connections_stay_between_requests() {
+        let connections = Connections::new(LIMITS);
+        let place = connections.place(address(1)).await.expect("room");
+        place.activity.read();
+        drop(place.activity.request(true));
+        place.activity.read();
+        tokio::time::timeout(Duration::from_secs(3600), place.must_close()).await.expect_err("pings keep it");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_oldest_without_a_request_gives_way() {
+        let connections = Connections::new(ConnectionLimits { per_address_max: 0, ..LIMITS });
+        let serving = connections.place(address(1)).await.expect("room");
+        serving.activity.read();
+        let _request = serving.activity.request(false);
+        let silent = connections.place(address(1)).await.expect("room");
+        let young = connections.place(address(1)).await.expect("room");
+        let new = connections.place(address(1)).await.expect("the silent one gives way");
+        assert_eq!(silent.must_close().await, "its place is needed");
+        let _requests = [&young, &new].map(|place| place.activity.request(false));
+        let waits = tokio::time::timeout(Duration::from_secs(60), connections.place(address(2))).await;
+        waits.expect_err("all are served");
+        let (place, ()) = tokio::join!(connections.place(address(2)), async { drop(young) });
+        let _place = place.expect("a place was given back");
+        let (place, ()) = tokio::join!(connections.place(address(3)), async { drop(_requests) });
+        place.expect("a connection became idle");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_address_has_its_share() {
+        let connections = Connections::new(LIMITS);
+        let places = [connections.place(address(1)).await, connections.place(address(1)).await];
+        let places = places.map(|place| place.expect("room"));
+        let third = connections.place(address(1)).await.expect("its own oldest gives way");
+        assert_eq!(places[0].must_close().await, "its place is needed");
+        let _requests = [&places[1], &third].map(|place| place.activity.request(false));
+        assert_eq!(connections.place(address(1)).await.err(), Some(TooManyFromAddress));
+        connections.place(address(2)).await.expect("another address has room");
+    }
+
+    #[test]
+    fn an_ipv6_subscriber_is_a_network() {
+        let parse = |text: &str| network(text.parse().expect("an address"));
+        assert_eq!(parse("2001:db8:1:2:3:4:5:6"), parse("2001:db8:1:2::1"));
+        assert_ne!(parse("2001:db8:1:2::1"), parse("2001:db8:1:3::1"));
+        assert_eq!(parse("::ffff:10.0.0.1"), address(1));
+    }
+}
