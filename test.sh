@@ -2,6 +2,7 @@
 # Installs what the tests need and runs everything that CI runs: format, lints, docs, all tests.
 # As root on Debian or Ubuntu it installs what is missing; otherwise it names the packages and stops.
 # Usage: ./test.sh [fmt|lint|doc|test|rdma ...]   (all of them by default)
+#        ./test.sh long                           (soaks, fuzzing, many seeds: about three hours, not run by CI)
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -70,7 +71,7 @@ run_fmt() {
 
 run_lint() {
     say lint
-    cargo clippy --workspace --all-targets --quiet -- -D warnings
+    cargo clippy --workspace --all-targets --features baton-tests/mutations --quiet -- -D warnings
 }
 
 run_doc() {
@@ -86,11 +87,13 @@ run_test() {
     cargo build --quiet --package baton
     export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/debug/baton"
     if cargo nextest --version >/dev/null 2>&1; then
-        cargo nextest run --workspace --no-fail-fast
+        # With the mutations (tests/tests/mutations.rs): in the same build, because the tests' features make it another
+        # than the executable's anyway.
+        cargo nextest run --workspace --features baton-tests/mutations --no-fail-fast
     else
         # Whole clusters need the machine for themselves, one after the other.
         cargo test --workspace --exclude baton-tests --no-fail-fast
-        cargo test --package baton-tests --no-fail-fast -- --test-threads=1
+        cargo test --package baton-tests --features baton-tests/mutations --no-fail-fast -- --test-threads=1
     fi
     cargo test --workspace --doc --quiet
 }
@@ -106,6 +109,29 @@ run_rdma() {
     # An executable that has it left out must still build.
     cargo check --quiet --package baton --no-default-features
     tests/rdma-vm/run.sh
+}
+
+# What takes longer than a test may: docs/failures.md. Each part has a length of its own, and any failure ends the run.
+run_long() {
+    say "long: etcd away for a minute"
+    need_python_packages
+    cargo build --quiet --release --package baton
+    export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/release/baton"
+    TEST_OUTAGE_S=60 cargo test --release --package baton-tests --test outages -- etcd_may_be_away
+    say "long: ${SEEDS:=50000} seeds of the simulation"
+    SEEDS="$SEEDS" FIRST="${FIRST:-2000}" cargo test --release --package baton-tests --test simulation -- many_seeds
+    say "long: 24 minutes of mixed load and faults on real processes"
+    cargo run --release --package baton-tests --example soak -- 24
+    if ! cargo fuzz --version >/dev/null 2>&1; then
+        echo "NOT TESTED: the fuzz targets. cargo install cargo-fuzz" >&2
+        return
+    fi
+    local target
+    for target in kv_frame kv_receiver landing http proto config; do
+        say "long: fuzzing $target for ten minutes"
+        (cd fuzz && RUSTC_BOOTSTRAP=1 cargo fuzz run --fuzz-dir . "$target" -- \
+            -max_total_time=600 -timeout=20 -rss_limit_mb=4096)
+    done
 }
 
 need_packages

@@ -293,6 +293,69 @@ fn every_test_named_as_a_proof_exists() {
     }
 }
 
+/// Why `./test.sh` does not run the test that begins at `line` of a file, if it does not.
+fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String> {
+    let is_attribute = |text: &&&str| text.trim_start().starts_with(['#', '/']);
+    let above = lines[..line].iter().rev().take_while(is_attribute);
+    let whole_file = lines.iter().filter(|text| text.starts_with("#![cfg(feature"));
+    for attribute in above.chain(whole_file) {
+        let argument = attribute.split('"').nth(1).unwrap_or_default();
+        let text = attribute.trim_start();
+        if text.starts_with("#[ignore") {
+            // Its reason names the script that runs it: `#[ignore = "wants DEVICES: PATH runs it"]`.
+            let runner = argument.split(' ').find(|word| word.ends_with(".sh"));
+            if !runner.is_some_and(|runner| script.contains(runner)) {
+                return Some(format!("{text}, and test.sh calls nothing that runs it"));
+            }
+        } else if text.contains("cfg(feature") && !script.contains(&format!("baton-tests/{argument}")) {
+            return Some(format!("{text}, and test.sh does not enable it"));
+        }
+    }
+    None
+}
+
+#[test]
+fn every_test_named_as_a_proof_is_run() {
+    let script = read("test.sh");
+    // The verbs that run tests by default: lints enable features too, and `long` is not run by CI.
+    let (_, tests) = script.split_once("run_test()").expect("it tests");
+    let (script, _) = tests.split_once("run_long()").expect("`long` follows");
+    let mut kept: BTreeMap<String, Option<String>> = BTreeMap::new();
+    for text in files(&[".rs"]).iter().map(read) {
+        let lines: Vec<&str> = text.lines().collect();
+        for (nth, line) in lines.iter().enumerate() {
+            for name in named_in(line) {
+                let reason = kept_from_running(&lines, nth, script);
+                // One definition of the name that is run is enough.
+                kept.entry(name)
+                    .and_modify(|known| *known = known.take().and(reason.clone()))
+                    .or_insert(reason);
+            }
+        }
+    }
+    for page in ["docs/specification.md", "docs/failures.md"] {
+        let text = read(page);
+        for proof in text.split("test `").skip(1).filter_map(|rest| rest.split('`').next()) {
+            let name = proof.rsplit("::").next().unwrap_or(proof);
+            if let Some(Some(reason)) = kept.get(name) {
+                panic!("{page} names {proof}, which is not run: {reason}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_test_that_is_not_run_is_noticed() {
+    let ignored = ["#[test]", "#[ignore = \"slow\"]", "fn proof() {}"];
+    assert!(kept_from_running(&ignored, 2, "cargo test").is_some());
+    let by_script = ["#[test]", "#[ignore = \"wants cards: tests/vm/run.sh runs it\"]", "fn proof() {}"];
+    assert!(kept_from_running(&by_script, 2, "tests/vm/run.sh").is_none());
+    let behind_a_feature = ["#![cfg(feature = \"mutations\")]", "", "#[test]", "fn proof() {}"];
+    assert!(kept_from_running(&behind_a_feature, 3, "cargo nextest run --workspace").is_some());
+    assert!(kept_from_running(&behind_a_feature, 3, "--features baton-tests/mutations").is_none());
+    assert!(kept_from_running(&["#[test]", "fn proof() {}"], 1, "").is_none());
+}
+
 #[test]
 fn every_failure_has_a_line() {
     let page = read("docs/failures.md");
