@@ -164,3 +164,26 @@ impl From<&DeliveryError> for Refusal {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use types::TokenId;
+
+    use super::*;
+
+    #[test]
+    fn an_outbox_says_that_it_is_full_while_what_is_in_flight_still_fits() {
+        let (outbox, _answer, mut parcels) = outbox();
+        let parcel = || Parcel::First(Step { token: TokenId(0), index: 0, logprobs: None, finish: None });
+        let mut n_sent = 0;
+        while outbox.has_room() {
+            assert!(n_sent < PARCELS_MAX, "it has room for more than its queue takes");
+            outbox.send(parcel());
+            n_sent += 1;
+        }
+        // The last chunk that was let in is one of those in flight.
+        assert_eq!(outbox.parcels.capacity() + 1, PARCELS_IN_FLIGHT);
+        parcels.try_recv().expect("the wire takes one");
+        assert!(outbox.has_room(), "there is room again");
+    }
+}

@@ -159,6 +159,13 @@ async fn tries_are_bounded() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_failed_wire_costs_an_attempt() {
+    let (p, d) = (prefill("p", &[Act::Refuse(RefusalKind::Wire)]), decode("d", &[Act::Serve]));
+    let failed = stage(Order::PrefillFirst, &[&p, &d]).await.ask(6).await.expect_err("no wire works");
+    assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Wire, .. }), "{failed:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_full_node_is_waited_for() {
     let full = Act::Refuse(RefusalKind::Full);
     let (p, d) =
