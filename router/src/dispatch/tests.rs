@@ -160,9 +160,10 @@ async fn tries_are_bounded() {
 
 #[tokio::test(start_paused = true)]
 async fn a_failed_wire_costs_an_attempt() {
-    let (p, d) = (prefill("p", &[Act::Refuse(RefusalKind::Wire)]), decode("d", &[Act::Serve]));
-    let failed = stage(Order::PrefillFirst, &[&p, &d]).await.ask(6).await.expect_err("no wire works");
+    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Refuse(RefusalKind::Wire)]));
+    let failed = stage(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("no wire works");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Wire, .. }), "{failed:?}");
+    assert_eq!(d.heard().len(), 3, "{:?}", d.heard());
 }
 
 #[tokio::test(start_paused = true)]

@@ -10,6 +10,7 @@ use super::door::{Ask, Door};
 use super::error::HttpError;
 use super::fields::{CommonFields, asked};
 use super::logprobs::ChatLogprobs;
+use super::request_fields::{self, Endpoint};
 use super::{body, messages};
 use crate::accept::{Inputs, MaxTokens, Wishes};
 use crate::choice::{Delta, Whole};
@@ -27,12 +28,12 @@ struct ChatFields {
     top_logprobs: Option<u32>,
     add_generation_prompt: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
-    chat_template: Option<String>,
 }
 
 /// JSON → tokens and wishes.
 pub(crate) fn understand(door: &Door, json: &[u8]) -> Result<Ask<ChatShape>, HttpError> {
     let (common, chat): (CommonFields, ChatFields) = (body::parse(json)?, body::parse(json)?);
+    request_fields::check(Endpoint::Chat, json)?;
     let model = door.models.find(common.model.as_deref())?;
     let manner = common.manner();
     let wishes = chat.wishes(common)?;
@@ -61,9 +62,6 @@ impl ChatFields {
     }
 
     fn tokens(self, model: &RouterModel, unix_seconds: i64) -> Result<Vec<TokenId>, AcceptError> {
-        if self.chat_template.is_some() {
-            return Err(AcceptError::unsupported("chat_template", "the model's own is used"));
-        }
         let Some(template) = &model.template else {
             return Err(AcceptError::unsupported(
                 "messages",
@@ -75,12 +73,12 @@ impl ChatFields {
     }
 
     fn chat(self, unix_seconds: i64) -> Result<Chat, AcceptError> {
-        let tools = offered(self.tools, self.tool_choice.as_ref())?;
+        refuse_tools(self.tools, self.tool_choice.as_ref())?;
         let messages = messages::checked(self.messages.ok_or_else(|| AcceptError::missing("messages"))?)?;
         let variables = self.chat_template_kwargs.into_iter().flatten();
         Ok(Chat {
             messages: Serde(messages).into(),
-            tools: Serde(tools).into(),
+            tools: TemplateValue::from(()),
             variables: variables.map(|(name, value)| (name, TemplateValue::from(Serde(value)))).collect(),
             add_generation_prompt: self.add_generation_prompt.unwrap_or(true),
             unix_seconds,
@@ -88,12 +86,15 @@ impl ChatFields {
     }
 }
 
-/// The tools that the template shall show. The model may call them or not: nothing forces it.
-fn offered(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<Option<Vec<Value>>, AcceptError> {
+/// Refuses tools that the model may call: no call can come out of an answer yet. Tools that it may not call are left out
+/// of the prompt.
+fn refuse_tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<(), AcceptError> {
+    let has_tools = tools.is_some_and(|tools| !tools.is_empty());
     match choice.map(|choice| choice.as_str()) {
-        None | Some(Some("auto")) => Ok(tools.filter(|tools| !tools.is_empty())),
-        Some(Some("none")) => Ok(None),
-        Some(_) => Err(AcceptError::unsupported("tool_choice", "only `auto` and `none`")),
+        Some(Some("none")) => Ok(()),
+        None | Some(Some("auto")) if !has_tools => Ok(()),
+        None | Some(Some("auto")) => Err(AcceptError::unsupported("tools", "tool calls are not built yet")),
+        Some(_) => Err(AcceptError::unsupported("tool_choice", "only `none`: tool calls are not built yet")),
     }
 }
 

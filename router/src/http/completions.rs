@@ -1,6 +1,5 @@
 //! `POST /v1/completions`: text or token ids in, one prompt or several.
 
-use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use types::TokenId;
 
@@ -10,6 +9,7 @@ use super::door::{Ask, Door};
 use super::error::HttpError;
 use super::fields::CommonFields;
 use super::logprobs::CompletionLogprobs;
+use super::request_fields::{self, Endpoint};
 use crate::accept::{INPUTS_MAX, Inputs, MaxTokens, Wishes};
 use crate::choice::{Delta, Whole};
 use crate::error::AcceptError;
@@ -24,7 +24,6 @@ struct CompletionFields {
     prompt: Option<PromptField>,
     logprobs: Option<u32>,
     echo: Option<bool>,
-    suffix: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -42,6 +41,7 @@ enum PromptField {
 /// JSON → tokens and wishes.
 pub(crate) fn understand(door: &Door, json: &[u8]) -> Result<Ask<CompletionShape>, HttpError> {
     let (common, completion): (CommonFields, CompletionFields) = (body::parse(json)?, body::parse(json)?);
+    request_fields::check(Endpoint::Completions, json)?;
     let model = door.models.find(common.model.as_deref())?;
     completion.refuse_unsupported()?;
     let manner = common.manner();
@@ -55,9 +55,6 @@ pub(crate) fn understand(door: &Door, json: &[u8]) -> Result<Ask<CompletionShape
 
 impl CompletionFields {
     fn refuse_unsupported(&self) -> Result<(), AcceptError> {
-        if self.suffix.is_some() {
-            return Err(AcceptError::unsupported("suffix", "text is only continued at its end"));
-        }
         match (self.echo, self.logprobs) {
             (Some(true), Some(_)) => {
                 Err(AcceptError::unsupported("echo", "not with logprobs: only the answer's tokens have them"))

@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 use types::TokenId;
 
 use crate::accept::{MaxTokens, Wishes};
 use crate::error::AcceptError;
 
-/// OpenAI's fields and vLLM's extensions. Fields that are not listed are ignored: clients send many.
+/// OpenAI's fields and vLLM's extensions. [`super::request_fields`] has looked at all others.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CommonFields {
     pub(crate) model: Option<String>,
@@ -34,13 +33,13 @@ pub(crate) struct CommonFields {
     ignore_eos: Option<bool>,
     response_format: Option<ResponseFormat>,
     best_of: Option<u32>,
-    use_beam_search: Option<bool>,
-    prompt_logprobs: Option<IgnoredAny>,
 }
 
 #[derive(Debug, Default, Deserialize)]
 struct StreamOptions {
     include_usage: Option<bool>,
+    #[serde(flatten)]
+    others: BTreeMap<String, serde_json::Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -108,16 +107,21 @@ impl CommonFields {
         if self.response_format.as_ref().is_some_and(|format| format.kind != "text") {
             return Err(AcceptError::unsupported("response_format", "only `text`"));
         }
-        if self.use_beam_search == Some(true) {
-            return Err(AcceptError::unsupported("use_beam_search", "answers are sampled"));
-        }
-        match self.prompt_logprobs {
-            Some(_) => {
-                Err(AcceptError::unsupported("prompt_logprobs", "only the answer's tokens have logprobs"))
+        let other =
+            self.stream_options.as_ref().and_then(|options| options.others.iter().find(|one| asks(one.1)));
+        match other {
+            Some((name, _)) => {
+                let param = format!("stream_options.{name}");
+                Err(AcceptError::unsupported(param, "only `include_usage`"))
             }
             None => Ok(()),
         }
     }
+}
+
+/// Whether an option asks for something: padding against eavesdroppers changes no answer, and is not added.
+fn asks(value: &serde_json::Value) -> bool {
+    !matches!(value, serde_json::Value::Null | serde_json::Value::Bool(false))
 }
 
 fn biased((id, bias): (String, f32)) -> Result<(TokenId, f32), AcceptError> {

@@ -1,6 +1,6 @@
 //! The HTTP door: OpenAI's API. The one place that knows JSON and status codes.
 //!
-//! Suggested reading order: a request's way (`door`), what it may say (`fields`, `messages`, `chat`, `completions`), one
+//! Suggested reading order: a request's way (`door`), what it may say (`request_fields`, `fields`, `messages`, `chat`, `completions`), one
 //! answer in the making ([`crate::choice`]), how answers are written (`answer`, `sse`, `logprobs`), and what is wrong
 //! (`error`).
 
@@ -17,6 +17,7 @@ mod identity;
 mod logprobs;
 mod messages;
 mod models;
+mod request_fields;
 mod sse;
 pub mod stall;
 

@@ -97,7 +97,7 @@ async fn every_wish_reaches_the_house() {
         "max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 7,
         "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2,
         "logit_bias": {"65": -100, "66": 1.5}, "seed": -1, "stop_token_ids": [10], "ignore_eos": true,
-        "logprobs": true, "top_logprobs": 2, "user": "u", "unheard_of": {"a": [1]}, "stop": null, "stream_options": null,
+        "logprobs": true, "top_logprobs": 2, "user": "u", "metadata": {"a": [1]}, "guided_json": null, "stop": null, "stream_options": null,
     });
     let answer = chat(&puppet, wishes).await;
     assert_eq!(answer.status, 200, "{}", answer.body);

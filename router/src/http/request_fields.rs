@@ -1,0 +1,298 @@
+//! Every request field that clients of OpenAI, vLLM and SGLang send, and what happens to it.
+//!
+//! A field that would change the answer and is not supported is refused by name: ignoring it would be a wrong answer
+//! with status 200. A field that is not in the table is refused too, with the nearest name. `docs/api.md` is made from
+//! this table.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::Value;
+
+use super::error::HttpError;
+use crate::error::AcceptError;
+
+/// The endpoint that a request came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    Chat,
+    Completions,
+}
+
+/// The endpoints that know a field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum On {
+    Chat,
+    Completions,
+    Both,
+}
+
+/// What happens to a field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It has its meaning. A note says how far.
+    Honoured(&'static str),
+    /// It changes nothing in the answer, and is ignored.
+    Harmless(&'static str),
+    /// It would change the answer. Accepted with the values that change nothing: `null`, `false`, an empty string, list
+    /// or object, and `neutral`, as JSON.
+    Refused { reason: &'static str, neutral: &'static [&'static str] },
+}
+
+/// One row of the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RequestField {
+    pub(crate) name: &'static str,
+    pub(crate) on: On,
+    pub(crate) fate: Fate,
+}
+
+const fn honoured(name: &'static str, on: On, note: &'static str) -> RequestField {
+    RequestField { name, on, fate: Fate::Honoured(note) }
+}
+
+const fn harmless(name: &'static str, note: &'static str) -> RequestField {
+    RequestField { name, on: On::Both, fate: Fate::Harmless(note) }
+}
+
+const fn refused(name: &'static str, reason: &'static str) -> RequestField {
+    RequestField { name, on: On::Both, fate: Fate::Refused { reason, neutral: &[] } }
+}
+
+const fn neutral(
+    name: &'static str,
+    on: On,
+    neutral: &'static [&'static str],
+    reason: &'static str,
+) -> RequestField {
+    RequestField { name, on, fate: Fate::Refused { reason, neutral } }
+}
+
+const NO_GRAMMAR: &str = "constrained output is not built yet";
+const NO_TOOLS: &str = "tool calls are not built yet";
+const NO_MEDIA: &str = "text is the only input and output";
+const ONE_BEAM: &str = "answers are sampled, without beam search";
+const SPECIAL: &str = "special tokens are always left out of the text";
+
+/// The table, by fate and name.
+pub(crate) const FIELDS: &[RequestField] = &[
+    honoured("add_generation_prompt", On::Chat, ""),
+    honoured("best_of", On::Both, "it must equal `n`"),
+    honoured("chat_template_kwargs", On::Chat, ""),
+    honoured("echo", On::Completions, "without `logprobs`"),
+    honoured("frequency_penalty", On::Both, ""),
+    honoured("ignore_eos", On::Both, ""),
+    honoured("logit_bias", On::Both, ""),
+    honoured("logprobs", On::Both, ""),
+    honoured("max_completion_tokens", On::Chat, ""),
+    honoured("max_tokens", On::Both, ""),
+    honoured("messages", On::Chat, "texts, or lists of text parts"),
+    honoured("min_p", On::Both, ""),
+    honoured("min_tokens", On::Both, ""),
+    honoured("model", On::Both, ""),
+    honoured("n", On::Both, ""),
+    honoured("presence_penalty", On::Both, ""),
+    honoured("prompt", On::Completions, "texts or token ids, one prompt or several"),
+    honoured("repetition_penalty", On::Both, ""),
+    honoured("response_format", On::Both, "`text`; other types are refused"),
+    honoured("return_token_ids", On::Both, ""),
+    honoured("seed", On::Both, ""),
+    honoured("stop", On::Both, ""),
+    honoured("stop_token_ids", On::Both, ""),
+    honoured("stream", On::Both, ""),
+    honoured("stream_options", On::Both, "`include_usage`; others are refused by name"),
+    honoured("temperature", On::Both, ""),
+    honoured("tool_choice", On::Chat, "`none`, and `auto` without `tools`; others are refused"),
+    honoured("tools", On::Chat, "with `tool_choice: none` only, which leaves them out of the prompt"),
+    honoured("top_k", On::Both, ""),
+    honoured("top_logprobs", On::Chat, ""),
+    honoured("top_p", On::Both, ""),
+    harmless("include_reasoning", "an answer's text is not divided"),
+    harmless("metadata", "a note of the client's"),
+    harmless("parallel_tool_calls", "`tools` are refused, so there is no call"),
+    harmless("prediction", "a hint for speed"),
+    harmless("priority", "the header `x-baton-priority` is honoured"),
+    harmless("prompt_cache_key", "a hint for speed"),
+    harmless("prompt_cache_options", "a hint for speed"),
+    harmless("prompt_cache_retention", "a hint for speed"),
+    harmless("request_id", "the header `x-request-id` is honoured"),
+    harmless("rid", "the header `x-request-id` is honoured"),
+    harmless("safety_identifier", "a note of the client's"),
+    harmless("service_tier", "there is one"),
+    harmless("store", "nothing is stored"),
+    harmless("stream_reasoning", "an answer's text is not divided"),
+    harmless("user", "a note of the client's"),
+    neutral("add_special_tokens", On::Chat, &[], "the chat template writes them"),
+    neutral("add_special_tokens", On::Completions, &["true"], "the tokenizer's own are always added"),
+    refused("allowed_token_ids", "use logit_bias"),
+    refused("audio", NO_MEDIA),
+    refused("bad_words", "use logit_bias"),
+    refused("bootstrap_host", "Baton hands KV over by itself"),
+    refused("bootstrap_port", "Baton hands KV over by itself"),
+    refused("bootstrap_room", "Baton hands KV over by itself"),
+    refused("cache_salt", "use the header `x-baton-tenant` to keep prefix caches apart"),
+    refused("chat_template", "the model's own is used"),
+    refused("continue_final_message", "use /v1/completions with the text so far"),
+    refused("custom_logit_processor", "code of clients is not run"),
+    refused("custom_params", "code of clients is not run"),
+    refused("data_parallel_rank", "the router chooses the nodes"),
+    neutral("detokenize", On::Both, &["true"], "answers are text; return_token_ids adds the ids"),
+    refused("documents", "write them into the messages"),
+    refused("early_stopping", ONE_BEAM),
+    refused("ebnf", NO_GRAMMAR),
+    neutral("echo", On::Chat, &[], "only for /v1/completions"),
+    refused("extra_key", "use the header `x-baton-tenant` to keep prefix caches apart"),
+    neutral("function_call", On::Both, &["\"none\"", "\"auto\""], NO_TOOLS),
+    refused("functions", NO_TOOLS),
+    refused("guided_choice", NO_GRAMMAR),
+    refused("guided_decoding_backend", NO_GRAMMAR),
+    refused("guided_grammar", NO_GRAMMAR),
+    refused("guided_json", NO_GRAMMAR),
+    refused("guided_json_object", NO_GRAMMAR),
+    refused("guided_regex", NO_GRAMMAR),
+    refused("guided_whitespace_pattern", NO_GRAMMAR),
+    refused("include_stop_str_in_output", "an answer ends before its stop string"),
+    refused("input_embeds", "prompts are text or token ids"),
+    refused("json_schema", NO_GRAMMAR),
+    refused("kv_transfer_params", "Baton hands KV over by itself"),
+    neutral("length_penalty", On::Both, &["1", "1.0"], ONE_BEAM),
+    refused("logits_processors", "code of clients is not run"),
+    refused("logprob_token_ids", "the most likely tokens have logprobs"),
+    refused("lora_path", "adapters are not served"),
+    refused("media_io_kwargs", NO_MEDIA),
+    refused("mm_processor_kwargs", NO_MEDIA),
+    neutral("modalities", On::Both, &["[\"text\"]"], NO_MEDIA),
+    refused("moderation", "answers are not moderated"),
+    refused("no_stop_trim", "an answer ends before its stop string"),
+    refused("prompt_embeds", "prompts are text or token ids"),
+    refused("prompt_logprobs", "only the answer's tokens have logprobs"),
+    neutral(
+        "reasoning_effort",
+        On::Both,
+        &["\"none\""],
+        "use chat_template_kwargs, as the model's template reads it",
+    ),
+    refused("regex", NO_GRAMMAR),
+    refused("repetition_detection", "answers end by stop strings, tokens and length"),
+    refused("return_hidden_states", "hidden states stay on the nodes"),
+    refused("return_tokens_as_token_ids", "return_token_ids adds the ids"),
+    neutral("separate_reasoning", On::Both, &["true"], "an answer's text is not divided"),
+    refused("session_params", "there are no sessions; prefix caches are found by content"),
+    neutral("skip_special_tokens", On::Both, &["true"], SPECIAL),
+    neutral("spaces_between_special_tokens", On::Both, &["true"], SPECIAL),
+    refused("stop_regex", "use stop"),
+    refused("structural_tag", NO_GRAMMAR),
+    refused("structured_outputs", NO_GRAMMAR),
+    refused("suffix", "text is only continued at its end"),
+    refused("thinking_token_budget", "an answer's text is not divided"),
+    neutral("tool_choice", On::Completions, &["\"none\"", "\"auto\""], NO_TOOLS),
+    neutral("tools", On::Completions, &[], NO_TOOLS),
+    neutral("truncate_prompt_tokens", On::Both, &[], "a prompt that is too long is refused"),
+    neutral("truncation", On::Both, &["\"disabled\""], "a prompt that is too long is refused"),
+    refused("use_beam_search", ONE_BEAM),
+    neutral("verbosity", On::Both, &["\"medium\""], "write it into the messages"),
+    refused("vllm_xargs", "code of clients is not run"),
+    refused("web_search_options", "nothing is searched"),
+];
+
+/// Refuses a request with a field that is unknown here, or that would change the answer and is not supported.
+pub(crate) fn check(endpoint: Endpoint, body: &[u8]) -> Result<(), HttpError> {
+    let mut json = serde_json::Deserializer::from_slice(body);
+    // What is no object is told so by the reader of the fields.
+    let Ok(unsupported) = json.deserialize_map(Names { endpoint }) else { return Ok(()) };
+    match unsupported {
+        None => Ok(()),
+        Some(error) => Err(error.into()),
+    }
+}
+
+fn known(endpoint: Endpoint, name: &str) -> Option<&'static RequestField> {
+    FIELDS.iter().find(|field| field.name == name && field.on.includes(endpoint))
+}
+
+impl On {
+    fn includes(self, endpoint: Endpoint) -> bool {
+        match self {
+            Self::Both => true,
+            Self::Chat => endpoint == Endpoint::Chat,
+            Self::Completions => endpoint == Endpoint::Completions,
+        }
+    }
+}
+
+/// Reads an object's names, and the values of those fields only that may be refused.
+struct Names {
+    endpoint: Endpoint,
+}
+
+impl<'de> Visitor<'de> for Names {
+    type Value = Option<AcceptError>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut refusals = BTreeMap::new();
+        while let Some(name) = map.next_key::<String>()? {
+            let refusal = match known(self.endpoint, &name).map(|field| field.fate) {
+                Some(Fate::Honoured(_) | Fate::Harmless(_)) => {
+                    map.next_value::<IgnoredAny>()?;
+                    None
+                }
+                Some(Fate::Refused { reason, neutral }) => {
+                    let value: Value = map.next_value()?;
+                    (!changes_nothing(&value, neutral))
+                        .then(|| AcceptError::unsupported(name.clone(), reason))
+                }
+                None => {
+                    let value = map.next_value_seed(IsNull)?;
+                    (!value).then(|| AcceptError::unsupported(name.clone(), unknown(self.endpoint, &name)))
+                }
+            };
+            if let Some(refusal) = refusal {
+                refusals.insert(name, refusal);
+            }
+        }
+        Ok(refusals.into_values().next())
+    }
+}
+
+/// Whether a value is `null`, without keeping it.
+struct IsNull;
+
+impl<'de> DeserializeSeed<'de> for IsNull {
+    type Value = bool;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
+        let value: Option<IgnoredAny> = serde::Deserialize::deserialize(deserializer)?;
+        Ok(value.is_none())
+    }
+}
+
+fn changes_nothing(value: &Value, neutral: &[&str]) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) if text.is_empty() => true,
+        Value::Array(items) if items.is_empty() => true,
+        Value::Object(fields) if fields.is_empty() => true,
+        value => neutral.iter().any(|neutral| *neutral == value.to_string()),
+    }
+}
+
+/// Below this likeness a suggestion confuses more than it helps.
+const LIKENESS_MIN: f64 = 0.85;
+
+fn unknown(endpoint: Endpoint, name: &str) -> String {
+    let likeness = |field: &&RequestField| strsim::jaro_winkler(name, field.name);
+    let ours = FIELDS.iter().filter(|field| field.on.includes(endpoint));
+    let nearest = ours.max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    match nearest.filter(|field| likeness(field) >= LIKENESS_MIN) {
+        Some(field) => format!("there is no such field, did you mean `{}`?", field.name),
+        None => "there is no such field".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,193 @@
+use std::fmt::Write as _;
+use std::path::Path;
+
+use serde_json::json;
+
+use super::*;
+
+/// What the official client of OpenAI knows (2.x): chat completions, then completions.
+const OPENAI_CHAT: &[&str] = &[
+    "messages",
+    "model",
+    "audio",
+    "frequency_penalty",
+    "function_call",
+    "functions",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "metadata",
+    "modalities",
+    "moderation",
+    "n",
+    "parallel_tool_calls",
+    "prediction",
+    "presence_penalty",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "response_format",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "stop",
+    "store",
+    "stream_options",
+    "temperature",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "top_p",
+    "user",
+    "verbosity",
+    "web_search_options",
+    "stream",
+];
+const OPENAI_COMPLETIONS: &[&str] = &[
+    "model",
+    "prompt",
+    "best_of",
+    "echo",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "max_tokens",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stream_options",
+    "suffix",
+    "temperature",
+    "top_p",
+    "user",
+    "stream",
+];
+
+fn refusal(endpoint: Endpoint, body: &Value) -> Option<(String, String)> {
+    let error = check(endpoint, body.to_string().as_bytes()).err()?;
+    Some((error.param.clone().expect("a field"), error.message.clone()))
+}
+
+#[test]
+fn every_field_of_the_official_client_is_known() {
+    for (endpoint, fields) in [(Endpoint::Chat, OPENAI_CHAT), (Endpoint::Completions, OPENAI_COMPLETIONS)] {
+        for name in fields {
+            assert!(known(endpoint, name).is_some(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_field_is_in_the_table_once() {
+    for (nth, field) in FIELDS.iter().enumerate() {
+        for other in &FIELDS[..nth] {
+            let overlap = field.on == other.on || field.on == On::Both || other.on == On::Both;
+            assert!(field.name != other.name || !overlap, "{}", field.name);
+        }
+    }
+}
+
+#[test]
+fn every_field_has_the_fate_that_the_table_says() {
+    let something = [json!("something"), json!({"a": 1}), json!(["a"]), json!(7), json!(true)];
+    for field in FIELDS {
+        for endpoint in [Endpoint::Chat, Endpoint::Completions] {
+            if !field.on.includes(endpoint) {
+                continue;
+            }
+            assert_eq!(refusal(endpoint, &json!({field.name: null})), None, "{}", field.name);
+            let Fate::Refused { reason, neutral } = field.fate else {
+                for value in &something {
+                    assert_eq!(refusal(endpoint, &json!({field.name: value})), None, "{}", field.name);
+                }
+                continue;
+            };
+            for value in something.iter().filter(|value| !neutral.contains(&&*value.to_string())) {
+                let (param, message) = refusal(endpoint, &json!({field.name: value})).expect(field.name);
+                assert_eq!(param, field.name);
+                assert!(message.contains(reason), "{message}");
+            }
+            let empty = [json!(false), json!(""), json!([]), json!({})];
+            let neutral = neutral.iter().map(|text| serde_json::from_str(text).expect("JSON"));
+            for value in empty.into_iter().chain(neutral) {
+                assert_eq!(refusal(endpoint, &json!({field.name: value})), None, "{}", field.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_unknown_field_is_refused_with_the_nearest_name() {
+    for (name, expected) in [
+        ("temprature", "there is no such field, did you mean `temperature`?"),
+        ("max_token", "there is no such field, did you mean `max_tokens`?"),
+        ("zzz", "there is no such field"),
+    ] {
+        let (param, message) = refusal(Endpoint::Chat, &json!({name: 1})).expect(name);
+        assert_eq!(param, name);
+        assert!(message.ends_with(expected), "{message}");
+        assert_eq!(refusal(Endpoint::Chat, &json!({name: null})), None, "null is no value");
+    }
+}
+
+const HEAD: &str = "\
+# The API
+
+The table of fields is made from the code by the test `the_page_lists_every_field`: `UPDATE_DOCS=1 cargo test -p baton-router the_page_lists_every_field`.
+
+## Endpoints
+
+| port | endpoint | what |
+|---|---|---|
+| router, HTTP | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
+| router, HTTP | `GET /v1/models`, `GET /v1/models/NAME` | the models that at least one usable node serves |
+| router, HTTP | `GET /live`, `GET /ready`, `GET /health` | whether the process lives; whether tokens can flow, otherwise why not |
+| router, HTTP | `GET /metrics`, `GET /debug/cluster`, `GET /debug/kv` | for operators: see [operating.md](operating.md) |
+| router, gRPC | `baton.v1.Inference` | answers to token ids: see [protocol.md](protocol.md) |
+| node, admin | `GET /live`, `GET /ready`, `GET /metrics`, `POST /sleep`, `POST /wake` | for operators |
+
+Errors are in [errors.md](errors.md).
+
+## Request fields
+
+A request with a field that would change the answer and is not supported is refused with a 400 that names the field, and so is a request with an unknown field. `null` always means that the field is absent.
+
+| field | endpoint | what happens |
+|---|---|---|
+";
+
+fn page() -> String {
+    let mut page = HEAD.to_owned();
+    for field in FIELDS {
+        let on = match field.on {
+            On::Chat => "chat",
+            On::Completions => "completions",
+            On::Both => "both",
+        };
+        let fate = match field.fate {
+            Fate::Honoured("") => "honoured".to_owned(),
+            Fate::Honoured(note) => format!("honoured: {note}"),
+            Fate::Harmless(note) => format!("ignored, it changes nothing in the answer: {note}"),
+            Fate::Refused { reason, neutral: [] } => format!("refused: {reason}"),
+            Fate::Refused { reason, neutral } => {
+                format!("refused, except as `{}`: {reason}", neutral.join("` or `"))
+            }
+        };
+        writeln!(page, "| `{}` | {on} | {fate} |", field.name).expect("a string takes all");
+    }
+    page
+}
+
+#[test]
+fn the_page_lists_every_field() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/api.md");
+    let page = page();
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&file, &page).expect("written");
+    }
+    let written = std::fs::read_to_string(&file).unwrap_or_default();
+    assert!(written == page, "docs/api.md is not what the code says: see its first lines");
+}
