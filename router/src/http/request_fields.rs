@@ -277,7 +277,7 @@ fn changes_nothing(value: &Value, neutral: &[&str]) -> bool {
         Value::String(text) if text.is_empty() => true,
         Value::Array(items) if items.is_empty() => true,
         Value::Object(fields) if fields.is_empty() => true,
-        value => neutral.iter().any(|neutral| *neutral == value.to_string()),
+        value => neutral.contains(&value.to_string().as_str()),
     }
 }
 
