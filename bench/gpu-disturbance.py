@@ -6,7 +6,7 @@ Usage: bench/gpu-disturbance.py BATON OUT.json [PROMPTS]     two GPUs, CUDA's li
 Clusters on the same first GPU are asked in turns, one prompt at a time: a prefill node that sends to a decode node on the
 second GPU, and a node that does both and sends nothing. What is compared is the time from the first layer's KV to the last's,
 pair by pair: the first layer has nothing to send yet, and what comes after the last layer is not the prompt's.
-MULTIPROCESSORS="16 64" compares senders with these values of transfer.gpu_multiprocessors; 0, the default, is the connector's.
+MULTIPROCESSORS="16 64" compares senders with these values of expert.transfer.gpu_multiprocessors; 0, the default, is the connector's.
 """
 import json, os, random, re, statistics, subprocess, sys, tempfile, time, urllib.request
 
@@ -39,10 +39,10 @@ def start(name):
     processes = [spawn(f"{name}-router", "router", router)]
     for role, device in nodes:
         node = shared | {"BATON_REGISTRY__URL": f"embedded://{registry}", "BATON_MODEL__PATH": SHAPE,
-                         "BATON_MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DEVICE": device, "BATON_MODEL__KV_MEMORY": "8GiB",
-                         "BATON_SCHEDULER__STEP_TOKENS_MAX": str(TOKENS)}
+                         "BATON_EXPERT__MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DEVICE": device, "BATON_MODEL__KV_MEMORY": "8GiB",
+                         "BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX": str(TOKENS)}
         if name != KEEPS:
-            node |= {"BATON_TRANSFER__CONNECTORS": '["cuda-ipc"]', "BATON_TRANSFER__GPU_MULTIPROCESSORS": name}
+            node |= {"BATON_TRANSFER__CONNECTORS": '["cuda-ipc"]', "BATON_EXPERT__TRANSFER__GPU_MULTIPROCESSORS": name}
         processes.append(spawn(f"{name}-{role}", role, node))
     end = time.time() + 150
     while time.time() < end:

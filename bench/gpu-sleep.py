@@ -17,7 +17,7 @@ MOST = os.environ.get("MOST", "90GiB")  # of one GPU, more than half
 ROUTER, LOGS = "http://127.0.0.1:8000", tempfile.mkdtemp(prefix="gpu-sleep-")
 WITHIN, READY_WITHIN = 60, 120
 # Every token must be the same, whatever is cached by then.
-NODE = {"BATON_MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DETERMINISTIC": "true"}
+NODE = {"BATON_EXPERT__MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DETERMINISTIC": "true"}
 report = {"command": " ".join(sys.argv), "shape": SHAPE, "checks": {}, "naps": [], "used_mib": []}
 
 

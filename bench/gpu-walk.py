@@ -97,9 +97,9 @@ class Cluster:
         for port, (role, device) in enumerate(nodes, 7200):
             of_node = {**settings, "BATON_NODE__ID": role, "BATON_NODE__LISTEN": f"127.0.0.1:{port}",
                        "BATON_TRANSFER__LISTEN": f"127.0.0.1:{port + 50}", "BATON_MODEL__PATH": SHAPE,
-                       "BATON_MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DEVICE": device,
+                       "BATON_EXPERT__MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DEVICE": device,
                        "BATON_MODEL__TP": TP[0] if role.startswith("prefill") else TP[1],
-                       "BATON_MODEL__KV_MEMORY": "4GiB", "BATON_SCHEDULER__STEP_TOKENS_MAX": "4096", **NODES}
+                       "BATON_MODEL__KV_MEMORY": "4GiB", "BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX": "4096", **NODES}
             if EXACT:
                 of_node["BATON_MODEL__DETERMINISTIC"] = "true"
             if connector:

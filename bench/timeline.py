@@ -6,6 +6,9 @@ walk; GPUs tell when they had each layer by their own events.
 
 Usage: bench/timeline.py OUT.svg LOG…              the request with the median hand-over gap
        bench/timeline.py OUT.svg --request ID LOG…
+
+In a cluster with a pool, KV goes to a pool node first. What that node says is not joined with the request: its marks are
+those of the same time, and those of other requests of that time are among them.
 """
 import ast
 import json
@@ -14,7 +17,7 @@ import sys
 from datetime import datetime
 
 ROWS = ["router", "decode: request", "decode: KV in place", "decode: steps", "prefill: request", "prefill: layers on the GPU",
-        "prefill: layers to the wire"]
+        "prefill: layers to the wire", "pool: KV in and out"]
 COLORS = {"wait": "#d9dee5", "work": "#4878cf", "kv": "#6acc65", "step": "#b47cc7", "own": "#d65f5f"}
 WIDTH, LEFT, ROW, TOP = 1180, 190, 46, 64
 
@@ -29,6 +32,9 @@ def marks(paths):
             yield mark
 
 
+POOL_MARKS = {"pages in place": "layers {layers} came", "layers to the wire": "layers {layers} go to the decode node"}
+
+
 class Request:
     """The marks of one request, by process and message; what of it lies elsewhere is found by its transfer."""
 
@@ -38,6 +44,10 @@ class Request:
         granted = [m for m in self.own if m["message"] == "room granted"]
         self.transfer = granted[0]["transfer"] if granted else None
         self.kv = [m for m in all_marks if self.transfer and m.get("transfer") == self.transfer and "request" not in m]
+
+    @property
+    def through_pool(self):
+        return any(mark["process"] == "pool" for mark in self.kv)
 
     def at(self, process, message, index=None):
         for mark in self.own:
@@ -50,7 +60,7 @@ class Request:
         return None if first is None or second is None else second - first
 
     def is_whole(self):
-        return self.gap() is not None and self.at("decode", "kv whole") and self.at("prefill", "first launch")
+        return self.gap() is not None and self.at("decode", "kv complete") and self.at("prefill", "first launch")
 
 
 def layers_of(mark):
@@ -62,12 +72,16 @@ def bars(request, all_marks):
     """(row, from, to, kind, what): milliseconds since the request was accepted."""
     zero = request.at("router", "accepted")
     at = lambda *what: request.at(*what) - zero
-    room, first, second = at("router", "answered with room"), at("router", "step given out", 0), at("router", "step given out", 1)
-    came, granted, whole = at("decode", "prompt came"), at("decode", "room granted"), at("decode", "kv whole")
+    first, second = at("router", "step given out", 0), at("router", "step given out", 1)
+    came, granted, whole = at("decode", "prompt came"), at("decode", "room granted"), at("decode", "kv complete")
     joined, stepped = at("decode", "first launch"), at("decode", "step", 1)
     begun, sampled = at("prefill", "first launch"), at("prefill", "step", 0)
     arrived = at("prefill", "prompt came")
-    yield 0, 0, room, "work", "asks for room"
+    room = 0
+    # With `prefill-first`, a decode node is asked for room when the KV is there.
+    if request.at("router", "answered with room") is not None:
+        room = at("router", "answered with room")
+        yield 0, 0, room, "work", "asks for room"
     yield 0, room, first, "wait", "waits for prefill"
     yield 0, first, second, "own", "hand-over gap"
     yield 1, came, granted, "work", "reserves"
@@ -79,6 +93,8 @@ def bars(request, all_marks):
     previous = begun
     for mark in request.kv:
         when = mark["at"] - zero
+        if mark["process"] == "pool":
+            continue
         if mark["message"] == "pages in place":
             yield 2, when - 0.25, when, "kv", f"layers {mark['layers']}, {mark['bytes'] / 2**20:.1f} MiB in place"
         elif mark["message"] == "layers to the wire":
@@ -87,6 +103,12 @@ def bars(request, all_marks):
             yield 2, when - 0.25, when, "own", "handoff"
     for mark in all_marks:
         when = mark["at"] - zero
+        if mark["process"] == "pool" and begun <= when <= second and mark["message"] in POOL_MARKS:
+            yield 7, when - 0.25, when, "kv", POOL_MARKS[mark["message"]].format(**mark)
+        # Layers that go to a pool node have a transfer of their own.
+        to_pool = mark["process"] == "prefill" and mark["message"] == "layers to the wire" and mark not in request.kv
+        if to_pool and request.through_pool and begun <= when <= second:
+            yield 6, when - 0.25, when, "kv", f"layers {mark['layers']} computed"
         if mark["message"] == "step collected" and mark["process"] == "decode" and begun - 5 <= when <= second + 20:
             yield 3, when - mark["took_us"] / 1e3, when, "step", f"{mark['n_running']} sequences, {mark['took_us'] / 1e3:.2f} ms"
         # The card tells when it had each layer; the host, when the step that ended with the first token was collected.

@@ -14,9 +14,9 @@ prompt=${PROMPT:-8192} answer=${ANSWER:-256} rates=${RATES:-1 3 5}
 url=http://127.0.0.1:8000
 mkdir -p "$out"
 
-export BATON_MODEL__LOAD_FORMAT=dummy BATON_MODEL__KV_MEMORY=${KV_MEMORY:-40GiB}
+export BATON_EXPERT__MODEL__LOAD_FORMAT=dummy BATON_MODEL__KV_MEMORY=${KV_MEMORY:-40GiB}
 # A prompt is one step on a prefill node; nothing waits behind it there. What queues, queues in the node.
-export BATON_SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192} BATON_SCHEDULER__QUEUE_MS_MAX=60000
+export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192} BATON_EXPERT__SCHEDULER__QUEUE_MS_MAX=60000
 export BATON_LOG__LEVEL=${LEVEL:-warn}
 
 pids=()
@@ -74,7 +74,7 @@ rates() { # NAME RATE…
 }
 
 pair() { # CONNECTOR
-    node prefill "${devices[0]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]" "BATON_MODEL__GPU_ARCH=${PREFILL_ARCH:-}"
+    node prefill "${devices[0]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]" "BATON_EXPERT__MODEL__GPU_ARCH=${PREFILL_ARCH:-}"
     node decode "${devices[1]}" 0 "BATON_TRANSFER__CONNECTORS=[\"$1\"]"
     serve 2
 }
@@ -111,7 +111,7 @@ four() {
                 node prefill "${devices[nth]}" $nth 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]'
                 node decode "${devices[nth + 2]}" $nth 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]'
             else
-                local chunks=BATON_SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
+                local chunks=BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
                 node both "${devices[nth]}" $nth "$chunks" && node both "${devices[nth + 2]}" $((nth + 2)) "$chunks"
             fi
         done
@@ -133,7 +133,7 @@ seeds() { # RATE
     done
 }
 
-# Two nodes of each kind, of which one is killed while streams run: all of them must complete.
+# Two nodes of each kind. One is killed while streams run: all streams must complete.
 kills() {
     local kv=$BATON_MODEL__KV_MEMORY wire='BATON_TRANSFER__CONNECTORS=["cuda-ipc"]'
     export BATON_MODEL__KV_MEMORY=20GiB
@@ -156,9 +156,9 @@ for part in $parts; do
         shm) pair shm && rates shm 3 ;;
         colocated)
             # Prompts in chunks, as a node must that also decodes.
-            export BATON_SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
+            export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
             node both "${devices[0]}" 0 && node both "${devices[1]}" 1 && serve 2 && rates colocated $rates
-            export BATON_SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}
+            export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}
             ;;
         picture) picture ;;
         four) four ;;

@@ -1,71 +1,180 @@
-//! The nodes of `baton up`: child processes that cannot outlive their parent.
+//! The nodes of `baton up`: child processes that cannot outlive their parent, and are started again when they end.
 
+use std::collections::VecDeque;
+use std::io::{BufRead as _, BufReader};
 use std::os::unix::process::CommandExt as _;
 use std::process::{ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::process::{Child, ChildStdin, Command};
+use tokio::time::Instant;
 use tracing::warn;
 use types::Role;
 
 use crate::exit::Failed;
+use crate::expert_variables;
+use crate::output;
 
 /// How long a child that was asked to stop may take, beyond its own drain.
 const STOP_WITHIN: Duration = Duration::from_secs(40);
+/// How long is waited for the last lines of a process that has ended: one that it started may hold its standard error open.
+const LAST_LINES_WITHIN: Duration = Duration::from_millis(200);
+/// Lines of a process that are kept, to be shown again when it ends.
+const LAST_LINES: usize = 10;
+/// The first pause before a node is started again; each further one is twice as long, up to the longest.
+const RESTART_FIRST: Duration = Duration::from_secs(1);
+const RESTART_LONGEST: Duration = Duration::from_secs(60);
+/// A node that ran for this long has come up: the next pause is the first again.
+const CAME_UP_AFTER: Duration = Duration::from_secs(60);
 
-/// One node's process. It stops when its standard input closes, which the kernel does even if this process is killed.
+/// One node of the cluster: what its process is started with, and the process.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) id: String,
+    role: Role,
+    settings: Vec<(&'static str, String)>,
+    process: Process,
+    /// The pause before it is started again, if its process ends soon.
+    pause: Duration,
+}
+
+/// It stops when its standard input closes, which the kernel does even if this process is killed.
+#[derive(Debug)]
+struct Process {
     child: Child,
     stdin: Option<ChildStdin>,
+    started: Instant,
+    last_lines: Arc<LastLines>,
+}
+
+/// What a process wrote last to standard error.
+#[derive(Debug, Default)]
+struct LastLines {
+    /// Never held across an await.
+    lines: Mutex<VecDeque<String>>,
+    ended: tokio::sync::Notify,
 }
 
 impl Node {
     /// Starts `baton <role>` with `settings` as overrides in its environment.
-    pub(crate) fn start(role: Role, id: String, settings: &[(&str, String)]) -> Result<Self, Failed> {
-        let executable = std::env::current_exe().map_err(Failed::start)?;
-        let mut command = std::process::Command::new(executable);
-        command.arg(role.as_str()).arg("--stop-with-stdin").env("BATON_NODE__ID", &id);
+    pub(crate) fn start(
+        role: Role,
+        id: String,
+        settings: Vec<(&'static str, String)>,
+    ) -> Result<Self, Failed> {
+        let process = Process::start(role, &id, &settings).map_err(Failed::start)?;
+        Ok(Self { id, role, settings, process, pause: RESTART_FIRST })
+    }
+
+    /// The status of a process that has ended already.
+    pub(crate) fn has_ended(&mut self) -> Option<ExitStatus> {
+        self.process.child.try_wait().ok().flatten()
+    }
+
+    /// Starts the process again whenever it has ended, after a pause that grows while it ends soon. Without an end.
+    /// Cancel-safe: the node has a process, or one that has ended.
+    pub(crate) async fn keep_running(&mut self) {
+        loop {
+            let ended = match self.process.child.wait().await {
+                Ok(status) => status.to_string(),
+                Err(error) => format!("unknown status: {error}"),
+            };
+            if self.process.started.elapsed() >= CAME_UP_AFTER {
+                self.pause = RESTART_FIRST;
+            }
+            warn!(node = self.id, status = ended, pause_ms = self.pause.as_millis() as u64, "node ended");
+            let last_lines = self.process.last_lines.wait().await;
+            let (id, seconds) = (&self.id, self.pause.as_secs());
+            output::tell_later(format!(
+                "{id} ended with {ended}; it starts again in {seconds} s\n{last_lines}"
+            ));
+            tokio::time::sleep(self.pause).await;
+            self.pause = (self.pause * 2).min(RESTART_LONGEST);
+            match Process::start(self.role, &self.id, &self.settings) {
+                Ok(process) => self.process = process,
+                Err(error) => warn!(node = self.id, %error, "node cannot be started"),
+            }
+        }
+    }
+
+    /// Lets the node drain, and kills it if it takes too long.
+    pub(crate) async fn stop(mut self) {
+        drop(self.process.stdin.take());
+        if tokio::time::timeout(STOP_WITHIN, self.process.child.wait()).await.is_err() {
+            warn!(node = self.id, "node did not stop, killing it");
+            let _ = self.process.child.kill().await;
+        }
+        self.process.last_lines.wait().await;
+    }
+}
+
+impl Process {
+    fn start(role: Role, id: &str, settings: &[(&'static str, String)]) -> std::io::Result<Self> {
+        let mut command = std::process::Command::new(std::env::current_exe()?);
+        command.arg(role.as_str()).arg("--stop-with-stdin").env("BATON_NODE__ID", id);
         // What is meant for another process is an unknown setting to this one.
         let for_others = |key: &str| {
-            key == "BATON_CONFIG" || sections_of_others(role).iter().any(|section| key.starts_with(section))
+            key == "BATON_CONFIG"
+                || sections_of_others(role).iter().any(|section| key.starts_with(section))
+                || expert_variables::is_for_others(role, key)
         };
         std::env::vars().filter(|(key, _)| for_others(key)).for_each(|(key, _)| {
             command.env_remove(key);
         });
         command.envs(settings.iter().map(|(key, value)| (*key, value)));
         // A group of its own: Ctrl-C reaches the parent alone, which drains the router before it stops the nodes.
-        command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null());
-        let mut child = Command::from(command).kill_on_drop(true).spawn().map_err(Failed::start)?;
+        command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = Command::from(command).kill_on_drop(true).spawn()?;
         let stdin = child.stdin.take();
-        Ok(Self { id, child, stdin })
-    }
-
-    /// Ends when the process has ended.
-    pub(crate) async fn ended(&mut self) -> std::io::Result<ExitStatus> {
-        self.child.wait().await
-    }
-
-    /// The status of a process that has ended already.
-    pub(crate) fn has_ended(&mut self) -> Option<ExitStatus> {
-        self.child.try_wait().ok().flatten()
-    }
-
-    /// Lets the node drain, and kills it if it takes too long.
-    pub(crate) async fn stop(mut self) {
-        drop(self.stdin.take());
-        if tokio::time::timeout(STOP_WITHIN, self.child.wait()).await.is_err() {
-            warn!(node = self.id, "node did not stop, killing it");
-            let _ = self.child.kill().await;
+        let last_lines = Arc::<LastLines>::default();
+        if let Some(stderr) = child.stderr.take() {
+            let (stderr, last_lines) = (std::fs::File::from(stderr.into_owned_fd()?), last_lines.clone());
+            std::thread::Builder::new()
+                .name(format!("stderr-{id}"))
+                .spawn(move || last_lines.pass_on(stderr))?;
         }
+        Ok(Self { child, stdin, started: Instant::now(), last_lines })
+    }
+}
+
+impl LastLines {
+    /// Writes what a process says to standard error, and keeps the end of it. Blocks until the process closes its own.
+    fn pass_on(&self, stderr: std::fs::File) {
+        let mut stderr = BufReader::new(stderr);
+        let mut line = Vec::new();
+        while stderr.read_until(b'\n', &mut line).is_ok_and(|n_bytes| n_bytes > 0) {
+            let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+            line.clear();
+            output::tell(&text);
+            let mut lines = self.lines();
+            if lines.len() == LAST_LINES {
+                lines.pop_front();
+            }
+            lines.push_back(text);
+        }
+        self.ended.notify_one();
+    }
+
+    /// Waits a moment for the last line, and returns those that are kept, indented.
+    async fn wait(&self) -> String {
+        let _ = tokio::time::timeout(LAST_LINES_WITHIN, self.ended.notified()).await;
+        let lines = self.lines();
+        if lines.is_empty() {
+            return "  it wrote nothing".to_owned();
+        }
+        lines.iter().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n")
+    }
+
+    fn lines(&self) -> MutexGuard<'_, VecDeque<String>> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// What a node of this kind has no settings in.
 fn sections_of_others(role: Role) -> &'static [&'static str] {
     match role {
-        Role::Pool => &["BATON_ROUTER__", "BATON_MODEL__", "BATON_SCHEDULER__", "BATON_DECODE__"],
+        Role::Pool => &["BATON_ROUTER__", "BATON_MODEL__"],
         Role::Prefill | Role::Decode | Role::Both => &["BATON_ROUTER__", "BATON_POOL__"],
     }
 }

@@ -7,6 +7,7 @@ use engine::Device;
 use node::{KvMemorySize, ModelKvMemory};
 
 use crate::bench_engine::EngineArgs;
+use crate::bench_transfer::TransferArgs;
 
 /// Large language models served with prefill and decode on different nodes.
 #[derive(Debug, Parser)]
@@ -44,6 +45,8 @@ pub(crate) enum Command {
     Sleep(SwitchArgs),
     /// Have a node that sleeps load its weights again, and come back into the cluster.
     Wake(WakeArgs),
+    /// Make an API key for a tenant: the key for the client, and its line for the router's tenants file.
+    Keys(KeysArgs),
     /// Measure an OpenAI-compatible endpoint, this one or another, or the engine by itself: TTFT, TBT, goodput.
     Bench(Box<BenchArgs>),
 }
@@ -62,6 +65,8 @@ pub(crate) enum BenchCommand {
     Server(bench::command::BenchCommand),
     /// Measure the engine by itself: decode steps, first tokens, many requests at once, and the device's limits
     Engine(EngineArgs),
+    /// Measure how fast connectors move KV between two nodes of this machine, against plain copies of the same bytes
+    Transfer(TransferArgs),
 }
 
 /// Every process has one TOML file. `BATON_SECTION__KEY` in the environment overrides a setting.
@@ -100,11 +105,11 @@ pub(crate) struct UpArgs {
     /// its time.
     #[arg(long, default_value = "demo")]
     pub(crate) model: String,
-    /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:N`. Of several,
+    /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:N`. If several are named,
     /// separated by commas, the nodes take one each in turn, prefill nodes first.
     #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
     pub(crate) device: Vec<Device>,
-    /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads, or so many GPUs from the node's
+    /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads, or GPUs from the node's
     /// device on.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) prefill_tp: u16,
@@ -215,6 +220,9 @@ pub(crate) struct SwitchArgs {
     /// The router that knows where a node of this name is.
     #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     pub(crate) router: String,
+    /// The file with the admin key that the node wants.
+    #[arg(long, value_name = "FILE", env = "BATON_CLUSTER__ADMIN_KEY_FILE")]
+    pub(crate) key_file: Option<PathBuf>,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -224,6 +232,22 @@ pub(crate) struct WakeArgs {
     /// The role that it comes back in; without it, the one that it had.
     #[arg(long, value_name = "ROLE", value_parser = ["prefill", "decode", "both"])]
     pub(crate) role: Option<String>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct KeysArgs {
+    #[command(subcommand)]
+    pub(crate) command: KeysCommand,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum KeysCommand {
+    /// Print a new key, which is stored nowhere, and the line with its hash
+    New {
+        /// The tenant: a section [tenants.TENANT] of the tenants file.
+        #[arg(value_name = "TENANT")]
+        tenant: String,
+    },
 }
 
 #[derive(Args, Clone, Debug)]

@@ -1,15 +1,19 @@
-//! The executable: subcommands and nothing else.
+//! The executable: its subcommands.
 #![forbid(unsafe_code)]
 
 mod bench_engine;
+mod bench_transfer;
 mod chat;
 mod children;
 mod cli;
 mod doctor;
 mod exit;
+mod expert_variables;
 mod health;
 mod http_url;
+mod identity;
 mod interrupt;
+mod keys;
 mod model;
 mod node;
 mod output;
@@ -49,9 +53,11 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
         Command::Health(args) => health::run(&args),
         Command::Sleep(args) => switch::sleep(&args),
         Command::Wake(args) => switch::wake(&args),
+        Command::Keys(args) => keys::run(&args),
         Command::Bench(args) => match args.command {
             BenchCommand::Server(command) => Ok(bench::run(bench::BenchArgs { command })),
             BenchCommand::Engine(args) => bench_engine::run(&args),
+            BenchCommand::Transfer(args) => bench_transfer::run(&args),
         },
     }
 }

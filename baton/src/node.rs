@@ -7,7 +7,7 @@ use chassis::error::StartError;
 use chassis::metrics::Metrics;
 use chassis::{Gate, Listener, Shutdown, World, telemetry};
 use decode_node::DecodeService;
-use node::{DecodeSection, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
+use node::{DecodeExpert, Drive, Lives, NodeConfig, NodeError, NodeParts, RawNodeConfig};
 use prefill_node::PrefillService;
 use registry::RegistryParts;
 use tonic::service::Routes;
@@ -16,6 +16,7 @@ use types::Role;
 
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
+use crate::identity;
 use crate::model;
 use crate::process_file::ProcessFile;
 
@@ -26,6 +27,7 @@ pub(crate) fn run(role: Role, args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let raw: RawNodeConfig =
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
     let config = NodeConfig::resolve(raw.clone()).map_err(Failed::usage)?;
+    identity::check_node(&config).map_err(Failed::usage)?;
     if args.check {
         return ProcessFile::Node(Box::new(config)).is_valid();
     }
@@ -47,11 +49,11 @@ async fn with_model(mut raw: RawNodeConfig, shutdown: &Shutdown) -> Result<NodeC
 }
 
 async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<ExitCode, Failed> {
-    let world = World::real();
+    let world = identity::world(&config.cluster)?;
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;
     let bound = grpc.local_addr().map_err(Failed::start)?;
-    let id = config.id.clone().unwrap_or_else(|| node::life::default_id(role, bound));
+    let id = config.id.clone().unwrap_or_else(|| node::host::default_id(role, bound));
     let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(Failed::start)?;
     let metrics = Metrics::of_process(role.as_str());
     let announcing = Gate::new("registry");
@@ -87,7 +89,7 @@ pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>,
 }
 
 /// One node doing both is both services over one worker and one pool.
-fn services(role: Role, parts: &NodeParts, decode: &DecodeSection) -> Result<Routes, StartError> {
+fn services(role: Role, parts: &NodeParts, decode: &DecodeExpert) -> Result<Routes, StartError> {
     let (mut routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])?;
     if role.prefills() {
         routes = routes.add_service(PrefillService::new(parts.clone()).server());

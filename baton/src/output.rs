@@ -13,6 +13,11 @@ pub(crate) fn print(text: &str) -> Result<(), Failed> {
     }
 }
 
+/// Writes a line to standard error from a thread of its own: it may be a pipe that is full and not read.
+pub(crate) fn tell_later(text: String) {
+    std::thread::spawn(move || tell(&text));
+}
+
 /// Writes a line to standard error, and ignores that this fails: there is no other place for it.
 pub(crate) fn tell(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");

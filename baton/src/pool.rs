@@ -4,7 +4,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use chassis::metrics::Metrics;
-use chassis::{Gate, Shutdown, World, telemetry};
+use chassis::{Gate, Shutdown, telemetry};
+use node::NodeError;
 use pool_node::{Life, PoolConfig, RawPoolConfig, live};
 use registry::RegistryParts;
 use tracing::info;
@@ -12,6 +13,7 @@ use types::Role;
 
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
+use crate::identity;
 use crate::node::bind;
 use crate::process_file::ProcessFile;
 
@@ -22,6 +24,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let raw: RawPoolConfig =
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
     let config = PoolConfig::resolve(raw).map_err(Failed::usage)?;
+    identity::check_pool(&config).map_err(Failed::usage)?;
     if args.check {
         return ProcessFile::Pool(Box::new(config)).is_valid();
     }
@@ -33,11 +36,11 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
 async fn serve(config: &PoolConfig, with_stdin: bool) -> Result<ExitCode, Failed> {
     let shutdown = if with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
     let shutdown = shutdown.map_err(Failed::start)?;
-    let world = World::real();
+    let world = identity::world(&config.cluster)?;
     let grpc = bind(&world, &config.listen).await?;
     let admin = bind(&world, &config.admin).await?;
     let bound = grpc.local_addr().map_err(Failed::start)?;
-    let id = config.id.clone().unwrap_or_else(|| node::life::default_id(Role::Pool, bound));
+    let id = config.id.clone().unwrap_or_else(|| node::host::default_id(Role::Pool, bound));
     let announcing = Gate::new("registry");
     let parts = RegistryParts { world: world.clone(), gate: announcing.clone() };
     let registry = registry::open(&config.registry_url, parts).map_err(Failed::usage)?;
@@ -47,7 +50,7 @@ async fn serve(config: &PoolConfig, with_stdin: bool) -> Result<ExitCode, Failed
     let _ = announcing.close(REGISTRY_CLOSE_WITHIN).await;
     info!("stopped");
     ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {
-        pool_node::PoolNodeError::Drain(_) => Failed::drain(error),
+        pool_node::PoolNodeError::Node(NodeError::Drain(_)) => Failed::drain(error),
         error => Failed::start(error),
     })
 }

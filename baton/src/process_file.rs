@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use chassis::identity::settings::ClusterSection;
 use chassis::{Gate, World};
 use node::{NodeConfig, RawNodeConfig};
 use pool_node::{PoolConfig, RawPoolConfig};
@@ -88,6 +89,14 @@ impl ProcessFile {
         }
     }
 
+    pub(crate) fn cluster(&self) -> &ClusterSection {
+        match self {
+            Self::Router(config) => &config.cluster,
+            Self::Node(config) => &config.cluster,
+            Self::Pool(config) => &config.cluster,
+        }
+    }
+
     /// `None`: the process is the registry.
     pub(crate) fn registry_url(&self) -> Option<&str> {
         match self {
@@ -103,7 +112,7 @@ impl ProcessFile {
             Self::Node(config) => &config.connectors,
             Self::Pool(config) => &config.connectors,
         };
-        let known: Vec<&str> = kv_transfer::connectors().iter().map(|(name, _)| *name).collect();
+        let known = kv_transfer::connectors::names();
         let unknown = |name: &&String| *name != "auto" && !known.contains(&name.as_str());
         let Some(name) = names.iter().find(unknown) else { return Ok(()) };
         Err(format!("`transfer.connectors`: {name:?} is not one of auto, {}", known.join(", ")))
@@ -120,7 +129,7 @@ impl ProcessFile {
     }
 }
 
-/// A file that cannot be read as TOML is nobody's; the process that is asked then says why.
+/// A file that is not TOML belongs to no role; the process that reads it says why.
 fn has(file: &Path, section: &str) -> bool {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     text.parse::<toml::Table>().is_ok_and(|table| table.contains_key(section))

@@ -2,11 +2,12 @@
 
 use std::process::ExitCode;
 
-use chassis::{Shutdown, World, telemetry};
+use chassis::{Shutdown, telemetry};
 use router::{RawRouterConfig, Router, RouterConfig};
 
 use crate::cli::ProcessArgs;
 use crate::exit::Failed;
+use crate::identity;
 use crate::model;
 use crate::process_file::ProcessFile;
 
@@ -14,6 +15,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     let raw: RawRouterConfig =
         chassis::config::load(args.config.as_deref(), std::env::vars()).map_err(Failed::usage)?;
     let config = RouterConfig::resolve(raw.clone()).map_err(Failed::usage)?;
+    identity::check_router(&config).map_err(Failed::usage)?;
     if args.check {
         return ProcessFile::Router(Box::new(config)).is_valid();
     }
@@ -24,7 +26,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
             if args.stop_with_stdin { Shutdown::from_signals_and_stdin() } else { Shutdown::from_signals() };
         let shutdown = shutdown.map_err(Failed::start)?;
         let config = with_model(raw, &shutdown).await?;
-        let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
+        let router = Router::bind(identity::world(&config.cluster)?, config).await.map_err(Failed::start)?;
         router.serve(shutdown, std::future::ready(())).await.map_err(Failed::drain)?;
         Ok(ExitCode::SUCCESS)
     })

@@ -33,7 +33,7 @@ fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
         let node = admin_of(args).await?;
         let url: Uri = format!("{node}/{what}").parse().map_err(Failed::usage)?;
         let answer =
-            ask(Method::POST, url).await.map_err(|error| Failed::work(format!("{node}: {error}")))?;
+            ask(Method::POST, url, args).await.map_err(|error| Failed::work(format!("{node}: {error}")))?;
         let told = told(what, &node, &answer).map_err(Failed::work)?;
         output::print(&format!("{told}\n"))?;
         Ok(ExitCode::SUCCESS)
@@ -47,7 +47,11 @@ async fn admin_of(args: &SwitchArgs) -> Result<String, Failed> {
     }
     let router = http_url::parse(&args.router)?;
     let url: Uri = format!("{router}/debug/cluster").parse().map_err(Failed::usage)?;
-    let answer = ask(Method::GET, url).await.map_err(|error| Failed::work(format!("{router}: {error}")))?;
+    let answer =
+        ask(Method::GET, url, args).await.map_err(|error| Failed::work(format!("{router}: {error}")))?;
+    if let Some(refused) = answer.body["error"]["message"].as_str() {
+        return Err(Failed::work(format!("{router}: {refused}")));
+    }
     let nodes = answer.body["nodes"].as_array().cloned().unwrap_or_default();
     let found = nodes.iter().find(|node| node["id"] == args.node.as_str());
     found.and_then(|node| node["admin"].as_str()).map(|admin| format!("http://{admin}")).ok_or_else(|| {
@@ -61,9 +65,18 @@ struct Answer {
     body: Value,
 }
 
-async fn ask(method: Method, url: Uri) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
+async fn ask(
+    method: Method,
+    url: Uri,
+    args: &SwitchArgs,
+) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
-    let request = Request::builder().method(method).uri(url).body(Empty::new())?;
+    let mut request = Request::builder().method(method).uri(url);
+    if let Some(file) = &args.key_file {
+        let key = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+        request = request.header("authorization", format!("Bearer {}", key.trim()));
+    }
+    let request = request.body(Empty::new())?;
     let response = client.request(request).await?;
     let status = response.status();
     let bytes = response.into_body().collect().await?.to_bytes();

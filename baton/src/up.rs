@@ -5,19 +5,21 @@ use std::num::NonZero;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use chassis::Shutdown;
 use chassis::telemetry;
-use chassis::{Shutdown, World};
 use futures::future::join_all;
-use node::ModelKvMemory;
+use node::kv_memory::available_bytes;
+use node::{KvMemorySize, ModelKvMemory};
 use router::{NodeState, RawRouterConfig, Router, RouterConfig};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use tracing::{info, warn};
 use types::Role;
 
 use crate::children::Node;
 use crate::cli::UpArgs;
 use crate::exit::Failed;
+use crate::expert_variables;
+use crate::identity;
 use crate::model::{self, Located};
 use crate::output;
 use engine::Device;
@@ -50,7 +52,9 @@ async fn up(
 ) -> Result<ExitCode, Failed> {
     (raw.model.path, raw.model.name) = (model.path.clone(), model.name.clone());
     let config = RouterConfig::resolve(raw).map_err(Failed::usage)?;
-    let router = Router::bind(World::real(), config).await.map_err(Failed::start)?;
+    identity::check_router(&config).map_err(Failed::usage)?;
+    check_host_memory(args)?;
+    let router = Router::bind(identity::world(&config.cluster)?, config).await.map_err(Failed::start)?;
     let mut nodes = start_nodes(args, model, &router)?;
     let (http, grpc) = (router.http_addr(), router.grpc_addr());
     let cluster = router.cluster();
@@ -66,16 +70,17 @@ async fn up(
         () = shutdown.wait() => Ok(()),
     };
     if came_up.is_ok() && !shutdown.requested() {
-        tell(table(&cluster));
+        output::tell_later(table(&cluster));
         // The one line on standard output; scripts wait for it.
         output::print(&format!("ready http=http://{http} grpc=http://{grpc}\n"))?;
         tokio::select! {
             () = shutdown.wait() => {}
-            () = watch(&mut nodes) => {}
+            _ = join_all(nodes.iter_mut().map(Node::keep_running)) => {}
         }
     }
     if shutdown.requested() {
-        tell("stopping: requests under way end first; Ctrl-C again ends them at once".to_owned());
+        let stopping = "stopping: requests under way end first; Ctrl-C again ends them at once";
+        output::tell_later(stopping.to_owned());
     }
     shutdown.trigger();
     // The nodes stop once the router has answered its last request, and the registry after them.
@@ -85,19 +90,23 @@ async fn up(
     served.map_err(Failed::work)?.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
 }
 
-/// Writes from a thread of its own: standard error may be a pipe that is full and not read.
-fn tell(text: String) {
-    std::thread::spawn(move || output::tell(&text));
-}
-
 /// The router's settings: the environment's, under the flags.
 fn router_config(
     args: &UpArgs,
     env: impl Iterator<Item = (String, String)>,
 ) -> Result<RawRouterConfig, Failed> {
-    let for_router = |key: &str| key.starts_with("BATON_ROUTER__") || key.starts_with("BATON_LOG__");
-    // A map, so that a level in the environment replaces the quiet one.
-    let mut settings = BTreeMap::from([("BATON_LOG__LEVEL".to_owned(), QUIET.to_owned())]);
+    let own_sections = ["BATON_ROUTER__", "BATON_CLUSTER__", "BATON_LOG__"];
+    let for_router = |key: &str| {
+        own_sections.iter().any(|section| key.starts_with(section)) || expert_variables::is_for_router(key)
+    };
+    // The environment may replace them. No balancer stands before this router, so no time is needed for it to notice.
+    let defaults = [
+        ("BATON_LOG__LEVEL", QUIET),
+        ("BATON_ROUTER__NOTICE_MS", "0"),
+        ("BATON_ROUTER__ADMIN", "127.0.0.1:0"),
+    ];
+    let mut settings: BTreeMap<String, String> =
+        defaults.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
     settings.extend(env.filter(|(key, _)| for_router(key)));
     let mut raw: RawRouterConfig = chassis::config::load(None, settings).map_err(Failed::usage)?;
     raw.router.http.clone_from(&args.http);
@@ -122,12 +131,12 @@ fn start_nodes(args: &UpArgs, model: &Located, router: &Router) -> Result<Vec<No
     let computing = roles(args).into_iter().zip(args.device.iter().cycle());
     let computing = computing.map(|((role, idx), device)| {
         let own = computing_node(args, role, model, device);
-        Node::start(role, format!("{role}-{idx}"), &[&of_all[..], &own].concat())
+        Node::start(role, format!("{role}-{idx}"), [&of_all[..], &own].concat())
     });
     let memory = args.pool_memory.map(|size| ("BATON_POOL__MEMORY", size.to_string()));
     let keeping = (0..args.pool).map(|idx| {
         let own = memory.as_slice();
-        Node::start(Role::Pool, format!("{}-{idx}", Role::Pool), &[&of_all[..], own].concat())
+        Node::start(Role::Pool, format!("{}-{idx}", Role::Pool), [&of_all[..], own].concat())
     });
     computing.chain(keeping).collect()
 }
@@ -148,6 +157,28 @@ fn computing_node(
     ];
     let kv_memory = args.kv_memory.unwrap_or_else(|| ModelKvMemory::Auto { nodes: sharers(args, device) });
     settings.into_iter().chain([("BATON_MODEL__KV_MEMORY", kv_memory.to_string())]).collect()
+}
+
+/// Refuses KV memory if each node's share would fit but their sum would not: the kernel would kill a node later.
+/// Memory of GPUs is looked at by each node.
+fn check_host_memory(args: &UpArgs) -> Result<(), Failed> {
+    let on_cpu = |(_, device): &((Role, u16), &Device)| **device == Device::Cpu;
+    let n_computing = roles(args).into_iter().zip(args.device.iter().cycle()).filter(on_cpu).count() as u64;
+    let computing = match args.kv_memory {
+        Some(ModelKvMemory::Size(size)) => size.bytes().map_err(Failed::start)?.saturating_mul(n_computing),
+        Some(ModelKvMemory::Auto { .. }) | None => 0,
+    };
+    let pool = args.pool_memory.map(KvMemorySize::bytes).transpose().map_err(Failed::start)?.unwrap_or(0);
+    let asked = computing.saturating_add(pool.saturating_mul(u64::from(args.pool)));
+    match available_bytes() {
+        Some(available) if asked > available => Err(Failed::start(format!(
+            "all nodes together ask for {} MiB of KV memory, and {} MiB are available here: set --kv-memory or \
+             --pool-memory lower",
+            asked >> 20,
+            available >> 20
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Nodes that compute on this device, or on one of those after it that its ranks take.
@@ -196,17 +227,6 @@ async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), 
         }
         tokio::time::sleep(LOOK_EVERY).await;
     }
-}
-
-/// Says when a node ends. The cluster goes on without it.
-async fn watch(nodes: &mut [Node]) {
-    join_all(nodes.iter_mut().map(async |node| match node.ended().await {
-        Ok(status) => warn!(node = node.id, %status, "node ended"),
-        Err(error) => warn!(node = node.id, %error, "node cannot be watched"),
-    }))
-    .await;
-    info!("no node is left");
-    std::future::pending().await
 }
 
 /// Who is where.

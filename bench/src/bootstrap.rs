@@ -1,4 +1,4 @@
-//! Whether a difference is more than noise: intervals by drawing the measured units again, many times.
+//! Whether a difference is more than noise: intervals by resampling the measured units many times.
 //!
 //! The unit is what was independent: a request when two runs are compared, a pair of slices when two targets were
 //! measured interleaved. The gaps of one request stay together, since they share its fate.
@@ -9,7 +9,7 @@ use crate::metrics::distribution::{mean, open_number, percentile};
 use crate::random::Random;
 
 const N_RESAMPLES: usize = 1000;
-/// Of the interval: 95 %.
+/// The share of resamples outside the interval on each side: the interval is 95 %.
 const TAIL_PERCENT: f64 = 2.5;
 
 /// Bins half a percent wide, from a microsecond up: far finer than any interval that matters.
@@ -61,9 +61,9 @@ impl Contrast {
     }
 }
 
-/// How units are drawn.
+/// How the units of two sides are resampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Drawing {
+pub enum Resampling {
     /// Each side by itself.
     Independent,
     /// Unit `n` of both sides together: what disturbed one disturbed the other.
@@ -76,14 +76,15 @@ pub fn contrasts(
     a: &Units,
     b: &Units,
     statistics: &[Statistic],
-    drawing: Drawing,
+    resampling: Resampling,
 ) -> Vec<Contrast> {
     let (bins_a, bins_b) = (Bins::of(a), Bins::of(b));
     let mut random = Random::stream(0xb007, 0);
     let mut ratios = vec![Vec::with_capacity(N_RESAMPLES); statistics.len()];
     for _ in 0..N_RESAMPLES {
         let chosen_a = draw(a.len(), &mut random);
-        let chosen_b = if drawing == Drawing::Paired { chosen_a.clone() } else { draw(b.len(), &mut random) };
+        let chosen_b =
+            if resampling == Resampling::Paired { chosen_a.clone() } else { draw(b.len(), &mut random) };
         let (pool_a, pool_b) = (bins_a.pool(&chosen_a), bins_b.pool(&chosen_b));
         for (statistic, ratios) in statistics.iter().zip(&mut ratios) {
             ratios.push(pool_b.statistic(*statistic) / pool_a.statistic(*statistic));
@@ -233,8 +234,13 @@ mod tests {
 
     #[test]
     fn a_real_difference_is_seen_and_its_size_is_within_the_interval() {
-        let found =
-            contrasts("x", &lognormal(400, 10.0, 1), &lognormal(400, 12.0, 2), &BOTH, Drawing::Independent);
+        let found = contrasts(
+            "x",
+            &lognormal(400, 10.0, 1),
+            &lognormal(400, 12.0, 2),
+            &BOTH,
+            Resampling::Independent,
+        );
         for contrast in found {
             assert!(
                 contrast.is_more_than_noise() && contrast.low < 1.2 && 1.2 < contrast.high,
@@ -243,12 +249,12 @@ mod tests {
         }
     }
 
-    /// Of fifty comparisons without a difference about two or three may be called one.
+    /// In fifty comparisons without a difference, two or three may find one.
     #[test]
     fn noise_is_called_noise() {
         let wrong = (0..50).filter(|seed| {
             let (a, b) = (lognormal(100, 10.0, seed * 2), lognormal(100, 10.0, seed * 2 + 1));
-            contrasts("x", &a, &b, &BOTH[..1], Drawing::Independent)[0].is_more_than_noise()
+            contrasts("x", &a, &b, &BOTH[..1], Resampling::Independent)[0].is_more_than_noise()
         });
         assert!(wrong.count() <= 7);
     }
@@ -260,15 +266,15 @@ mod tests {
         let a: Units = weather.iter().map(|w| vec![*w]).collect();
         let b: Units = weather.iter().map(|w| vec![w * 1.1]).collect();
         let mean = [Statistic::Mean];
-        assert!(contrasts("x", &a, &b, &mean, Drawing::Paired)[0].is_more_than_noise());
-        assert!(!contrasts("x", &a, &b, &mean, Drawing::Independent)[0].is_more_than_noise());
+        assert!(contrasts("x", &a, &b, &mean, Resampling::Paired)[0].is_more_than_noise());
+        assert!(!contrasts("x", &a, &b, &mean, Resampling::Independent)[0].is_more_than_noise());
     }
 
     #[test]
     fn failures_make_a_tail_infinite_and_say_so() {
         let (a, mut b) = (lognormal(100, 10.0, 1), lognormal(100, 10.0, 2));
         b.iter_mut().take(10).for_each(|unit| unit[0] = f64::INFINITY);
-        let contrast = &contrasts("x", &a, &b, &[Statistic::Percentile(99.0)], Drawing::Independent)[0];
+        let contrast = &contrasts("x", &a, &b, &[Statistic::Percentile(99.0)], Resampling::Independent)[0];
         assert_eq!((contrast.b, contrast.verdict().as_str()), (f64::INFINITY, "cannot be told"));
     }
 }

@@ -21,8 +21,6 @@ pub enum BenchError {
     Fault { what: String, reason: String },
     #[error("start {program}")]
     Start { program: String, source: std::io::Error },
-    #[error("move KV: {reason}")]
-    Transfer { reason: String },
     #[error("decode samples: {0}")]
     Samples(String),
 }

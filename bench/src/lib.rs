@@ -2,7 +2,7 @@
 //!
 //! Suggested reading order: what is seen ([`record`]) and what it means ([`metrics`]); what is sent ([`workload`]), by
 //! whom ([`client`]) and when ([`load`]); then [`report`], and [`command`] for what is typed. [`puppet`] is a server
-//! with programmed delays, against which all of it is held. [`transfer`] measures connectors and not servers.
+//! with programmed delays, against which all of it is held.
 #![forbid(unsafe_code)]
 
 pub mod record;
@@ -16,7 +16,6 @@ pub mod bootstrap;
 pub mod faults;
 pub mod recovery;
 pub mod report;
-pub mod transfer;
 
 pub mod command;
 pub mod progress;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::load::live::{Glance, Live, SHOWN};
+use crate::load::live::{Live, LiveSnapshot, SHOWN};
 use crate::span::show_ms;
 
 const REFRESH: Duration = Duration::from_millis(250);
@@ -58,7 +58,7 @@ fn bar(label: &str, n_total: Option<u64>) -> ProgressBar {
 }
 
 /// `12 under way · 840 tokens/s · ttft 25 ms/80 ms · …`: medians and 99th percentiles of the latest requests.
-fn line(glance: &Glance, new_tokens: u64) -> String {
+fn line(glance: &LiveSnapshot, new_tokens: u64) -> String {
     let mut parts = vec![
         format!("{} under way", glance.sent - glance.ended),
         format!("{:.0} tokens/s", new_tokens as f64 / REFRESH.as_secs_f64()),
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn the_line_says_what_matters() {
         let percentiles = [(25.0, 80.0), (1.5, 9.0), (f64::NAN, f64::INFINITY)];
-        let glance = Glance { sent: 20, ended: 8, failed: 1, tokens: 300, percentiles };
+        let glance = LiveSnapshot { sent: 20, ended: 8, failed: 1, tokens: 300, percentiles };
         let expected = "12 under way · 400 tokens/s · ttft 25.0 ms/80.0 ms · handover_gap 1.50 ms/9.00 ms · \
                         worst_gap -/never · 1 FAILED";
         assert_eq!(line(&glance, 100), expected);

@@ -60,7 +60,7 @@ pub fn mix(seed: u64, value: u64) -> u64 {
     scramble(seed.wrapping_mul(0xd134_2543_de82_ef95) ^ scramble(value.wrapping_add(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// A seed nobody chose, for runs that ask for none. It is written into the report.
+/// A random seed, for runs without `--seed`. It is written into the report.
 pub fn fresh_seed() -> u64 {
     // Reports are read by tools whose numbers are doubles: stay where those are exact.
     getrandom::u64().map_or(0x5eed, |word| word >> 16)

@@ -3,6 +3,8 @@
 //! Every number in a report is a function of these records, and the records travel with the report,
 //! so a reader can compute any other number from them.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// One request, from the moment at which it should have been sent.
@@ -24,7 +26,7 @@ pub struct RequestRecord {
     pub lag_us: u32,
     /// When the last byte of the request was handed to the kernel; the connection is part of it.
     pub sent_us: u32,
-    /// As the server counted them, or as planned where it does not say.
+    /// The server's count, or the planned number if the server sends none.
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
     pub wanted_tokens: u32,
@@ -56,6 +58,19 @@ pub enum CountedBy {
     Usage,
     /// Neither: a chunk with text counts as one token, and coalescing cannot be seen.
     Chunks,
+    /// The server sends its total at the end only: it is spread evenly over the chunks with text.
+    Total,
+}
+
+impl fmt::Display for CountedBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::TokenIds => "the ids that the server sends",
+            Self::Usage => "the running total that the server sends",
+            Self::Chunks => "chunks, one token each",
+            Self::Total => "the server's total at the end, spread over chunks",
+        })
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -11,13 +11,13 @@ const STRETCH_US: u64 = 2_000_000;
 /// What one fault cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Requests under way when it struck that failed.
+    /// Requests under way when it was injected, that failed.
     pub lost: usize,
     /// Seconds until attainment was back and stayed, up to the next fault; infinite when it was not.
     pub recovery_s: f64,
 }
 
-/// The cost of each fault, given when they struck (ascending).
+/// The cost of each fault, given when they were injected (ascending).
 pub fn costs(records: &[RequestRecord], faults_us: &[u64], objectives: &Objectives) -> Vec<Cost> {
     let sent: Vec<_> = records.iter().filter(|record| !record.is_cancelled()).collect();
     let end_us = sent.iter().map(|record| record.intended_us + 1).max().unwrap_or(0);
@@ -39,7 +39,7 @@ fn lost(sent: &[&RequestRecord], at_us: u64) -> usize {
 
 /// From the fault to the last request that was not good in the last stretch that was worse than `wanted`. A stretch
 /// begins at each request, so that no grid decides what is seen. With less than a stretch left behind that request
-/// nobody can say that it was over.
+/// the end of the recovery is not known.
 fn recovery(sent: &[&RequestRecord], at_us: u64, until_us: u64, wanted: f64, objectives: &Objectives) -> f64 {
     let starts =
         sent.iter().map(|record| record.intended_us).filter(|start| (at_us..until_us).contains(start));
@@ -56,7 +56,7 @@ fn recovery(sent: &[&RequestRecord], at_us: u64, until_us: u64, wanted: f64, obj
     }
 }
 
-/// Of requests due in `from_us..to_us`; `None` when there was none.
+/// The attainment of requests due in `from_us..to_us`; `None` when there was none.
 fn attainment(sent: &[&RequestRecord], from_us: u64, to_us: u64, objectives: &Objectives) -> Option<f64> {
     let due = sent.iter().filter(|record| (from_us..to_us).contains(&record.intended_us));
     let (n, good) =

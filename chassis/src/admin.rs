@@ -15,44 +15,63 @@ use crate::net::Listener;
 use crate::server::{self, ServerLimits};
 use crate::shutdown::Shutdown;
 
-/// Whether the process takes work, and if not, why. Clones share one answer.
+/// Whether the process takes work, and whether a rollout may go on beyond it. Clones share one answer.
 #[derive(Clone, Debug)]
 pub struct Readiness {
-    /// The reason against it; `None` is ready.
-    reason: watch::Sender<Option<String>>,
+    reasons: watch::Sender<Reasons>,
+}
+
+/// The reasons against it; `None` is ready.
+#[derive(Debug)]
+struct Reasons {
+    ready: Option<String>,
+    rollout: Option<String>,
 }
 
 impl Readiness {
     /// A process begins unready, with what it still waits for as the reason.
     pub fn unready(reason: impl Into<String>) -> Self {
-        Self { reason: watch::Sender::new(Some(reason.into())) }
+        let reason = Some(reason.into());
+        Self { reasons: watch::Sender::new(Reasons { ready: reason.clone(), rollout: reason }) }
     }
 
     pub fn set_ready(&self) {
-        self.reason.send_replace(None);
+        self.set(None, None);
     }
 
     pub fn set_unready(&self, reason: impl Into<String>) {
-        self.reason.send_replace(Some(reason.into()));
+        let reason = Some(reason.into());
+        self.set(reason.clone(), reason);
+    }
+
+    /// The reasons against taking work, and against a rollout that replaces other processes.
+    pub fn set(&self, ready: Option<String>, rollout: Option<String>) {
+        self.reasons.send_replace(Reasons { ready, rollout });
     }
 
     /// `Err` carries the reason.
     pub fn check(&self) -> Result<(), String> {
-        self.reason.borrow().clone().map_or(Ok(()), Err)
+        self.reasons.borrow().ready.clone().map_or(Ok(()), Err)
+    }
+
+    /// Whether a rollout may go on to replace other processes. `Err` carries the reason.
+    pub fn check_rollout(&self) -> Result<(), String> {
+        self.reasons.borrow().rollout.clone().map_or(Ok(()), Err)
     }
 
     /// Ends once the process is ready. Cancel-safe.
     pub async fn wait(&self) {
-        let mut reason = self.reason.subscribe();
-        reason.wait_for(Option::is_none).await.expect("this value holds the sender");
+        let mut reasons = self.reasons.subscribe();
+        reasons.wait_for(|reasons| reasons.ready.is_none()).await.expect("this value holds the sender");
     }
 }
 
-/// `/live`, `/ready` and `/metrics`; a process merges its own pages (`/debug/…`) into it.
+/// `/live`, `/ready`, `/rollout` and `/metrics`; a process merges its own pages (`/debug/…`) into it.
 pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
     Router::new()
         .route("/live", get(|| async { "live\n" }))
-        .route("/ready", get(ready).with_state(readiness))
+        .route("/ready", get(ready).with_state(readiness.clone()))
+        .route("/rollout", get(rollout).with_state(readiness))
         .route("/metrics", get(page).with_state(metrics))
 }
 
@@ -74,7 +93,15 @@ const CONNECTIONS_MAX: usize = 64;
 const DRAIN: std::time::Duration = std::time::Duration::from_secs(1);
 
 async fn ready(State(readiness): State<Readiness>) -> Response {
-    match readiness.check() {
+    answer(readiness.check())
+}
+
+async fn rollout(State(readiness): State<Readiness>) -> Response {
+    answer(readiness.check_rollout())
+}
+
+fn answer(checked: Result<(), String>) -> Response {
+    match checked {
         Ok(()) => Json(json!({ "ready": true })).into_response(),
         Err(reason) => {
             let body = Json(json!({ "ready": false, "reason": reason }));
@@ -133,7 +160,12 @@ mod tests {
             check("/ready", "503 Service Unavailable", r#"{"ready":false,"reason":"loading weights"}"#).await;
             readiness.set_ready();
             check("/ready", "200 OK", r#"{"ready":true}"#).await;
+            check("/rollout", "200 OK", r#"{"ready":true}"#).await;
+            readiness.set(Some("other weights".into()), None);
+            check("/ready", "503 Service Unavailable", r#"{"ready":false,"reason":"other weights"}"#).await;
+            check("/rollout", "200 OK", r#"{"ready":true}"#).await;
             readiness.set_unready("draining");
+            check("/rollout", "503 Service Unavailable", r#"{"ready":false,"reason":"draining"}"#).await;
             check("/ready", "503 Service Unavailable", r#"{"ready":false,"reason":"draining"}"#).await;
             check("/metrics", "200 OK", &metrics.page()).await;
             check("/debug/kv", "200 OK", "kv").await;

@@ -9,28 +9,34 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use http::Version;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// A process's `[connections]` section: the bounds of each of its ports.
+use crate::byte_size::ByteSize;
+
+/// A process's `[expert.connections]` section: the bounds of each of its ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ConnectionLimits {
-    /// Connections of one port. Beyond it the oldest one without a request under way is closed; if all have one, a new
-    /// connection waits in the kernel's queue. Admin ports have 64 of their own.
+    /// Connections of one port. Beyond it the oldest idle one is closed; if all have requests, new ones wait in
+    /// the kernel's queue. Admin ports have 64.
     pub connections_max: usize,
-    /// Connections of one port from one address (of IPv6: from one /64 network). 0: no limit of its own, because all
-    /// clients behind a proxy have one address.
+    /// Connections of one port from one address (IPv6: one /64 network). 0: no limit, because clients behind a
+    /// proxy share an address.
     pub per_address_max: usize,
-    /// A connection that has sent no byte for so long after it was made is closed.
+    /// A connection that sends no byte for this time after it was opened is closed.
     pub first_byte_ms: u64,
     /// Time from the first byte of a request's head to its end.
     pub head_ms: u64,
-    /// An HTTP/1 connection without a request for so long is closed. Longer than clients keep idle connections, so
-    /// that a client does not write while this side closes.
+    /// An HTTP/1 connection without a request for this time is closed. Longer than clients keep idle
+    /// connections.
     pub idle_ms: u64,
+    /// Bytes of all request bodies being read on one port. Beyond it the body that is read the longest is given
+    /// up.
+    pub bodies_max: ByteSize,
 }
 
 impl Default for ConnectionLimits {
@@ -41,6 +47,7 @@ impl Default for ConnectionLimits {
             first_byte_ms: 10_000,
             head_ms: 10_000,
             idle_ms: 100_000,
+            bodies_max: ByteSize(128 << 20),
         }
     }
 }
@@ -80,7 +87,7 @@ pub(crate) struct Connections {
 
 /// One connection's place. Dropping it gives the place back.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct ConnectionPermit {
     number: u64,
     connections: Arc<Connections>,
     pub(crate) activity: Arc<Activity>,
@@ -117,7 +124,10 @@ impl Connections {
 
     /// A place for a new connection. Closes the oldest connection without a request if there is no other room, and
     /// waits if there is none. Cancel-safe.
-    pub(crate) async fn place(self: &Arc<Self>, address: IpAddr) -> Result<Place, TooManyFromAddress> {
+    pub(crate) async fn place(
+        self: &Arc<Self>,
+        address: IpAddr,
+    ) -> Result<ConnectionPermit, TooManyFromAddress> {
         let address = network(address);
         loop {
             let changed = self.changed.notified();
@@ -128,7 +138,7 @@ impl Connections {
         }
     }
 
-    fn try_place(self: &Arc<Self>, address: IpAddr) -> Result<Option<Place>, TooManyFromAddress> {
+    fn try_place(self: &Arc<Self>, address: IpAddr) -> Result<Option<ConnectionPermit>, TooManyFromAddress> {
         let mut open = self.open();
         let per_address = self.limits.per_address_max;
         if per_address > 0 && open.values().filter(|one| one.address == address).count() >= per_address {
@@ -140,7 +150,7 @@ impl Connections {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let activity = Arc::new(Activity::new(address, self.changed.clone()));
         open.insert(number, activity.clone());
-        Ok(Some(Place { number, connections: self.clone(), activity }))
+        Ok(Some(ConnectionPermit { number, connections: self.clone(), activity }))
     }
 
     /// Closes the oldest connection without a request: descriptors have run out.
@@ -170,7 +180,7 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-impl Place {
+impl ConnectionPermit {
     /// Ends when the connection must be closed: a bound has passed, or its place is needed.
     pub(crate) async fn must_close(&self) -> &'static str {
         tokio::select! {
@@ -180,7 +190,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.connections.open().remove(&self.number);
         self.connections.changed.notify_waiters();
@@ -214,10 +224,10 @@ impl Activity {
     }
 
     /// A head is complete. The request lasts until the answer is dropped.
-    pub(crate) fn request(self: &Arc<Self>, is_multiplexed: bool) -> RequestUnderWay {
+    pub(crate) fn request(self: &Arc<Self>, version: Version) -> RequestUnderWay {
         let mut state = self.state();
         state.requests += 1;
-        state.is_multiplexed |= is_multiplexed;
+        state.is_multiplexed |= version == Version::HTTP_2;
         state.phase = Phase::Serving;
         RequestUnderWay(self.clone())
     }
@@ -285,6 +295,7 @@ mod tests {
         first_byte_ms: 1_000,
         head_ms: 2_000,
         idle_ms: 5_000,
+        bodies_max: ByteSize(1 << 20),
     };
 
     fn address(last: u8) -> IpAddr {
@@ -305,7 +316,7 @@ mod tests {
         assert_eq!(place.must_close().await, "it did not finish a request's head in time");
         assert_eq!(began.elapsed(), Duration::from_secs(3), "further bytes give no further time");
 
-        let request = place.activity.request(false);
+        let request = place.activity.request(Version::HTTP_11);
         tokio::time::timeout(Duration::from_secs(60), place.must_close()).await.expect_err("it is served");
         drop(request);
         assert_eq!(place.must_close().await, "it was idle");
@@ -316,7 +327,7 @@ mod tests {
         let connections = Connections::new(LIMITS);
         let place = connections.place(address(1)).await.expect("room");
         place.activity.read();
-        drop(place.activity.request(true));
+        drop(place.activity.request(Version::HTTP_2));
         place.activity.read();
         tokio::time::timeout(Duration::from_secs(3600), place.must_close()).await.expect_err("pings keep it");
     }
@@ -326,12 +337,12 @@ mod tests {
         let connections = Connections::new(ConnectionLimits { per_address_max: 0, ..LIMITS });
         let serving = connections.place(address(1)).await.expect("room");
         serving.activity.read();
-        let _request = serving.activity.request(false);
+        let _request = serving.activity.request(Version::HTTP_11);
         let silent = connections.place(address(1)).await.expect("room");
         let young = connections.place(address(1)).await.expect("room");
         let new = connections.place(address(1)).await.expect("the silent one gives way");
         assert_eq!(silent.must_close().await, "its place is needed");
-        let _requests = [&young, &new].map(|place| place.activity.request(false));
+        let _requests = [&young, &new].map(|place| place.activity.request(Version::HTTP_11));
         let waits = tokio::time::timeout(Duration::from_secs(60), connections.place(address(2))).await;
         waits.expect_err("all are served");
         let (place, ()) = tokio::join!(connections.place(address(2)), async { drop(young) });
@@ -347,7 +358,7 @@ mod tests {
         let places = places.map(|place| place.expect("room"));
         let third = connections.place(address(1)).await.expect("its own oldest gives way");
         assert_eq!(places[0].must_close().await, "its place is needed");
-        let _requests = [&places[1], &third].map(|place| place.activity.request(false));
+        let _requests = [&places[1], &third].map(|place| place.activity.request(Version::HTTP_11));
         assert_eq!(connections.place(address(1)).await.err(), Some(TooManyFromAddress));
         connections.place(address(2)).await.expect("another address has room");
     }

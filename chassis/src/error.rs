@@ -39,6 +39,8 @@ impl fmt::Display for Origin {
 pub enum ConfigProblem {
     /// No setting has this name.
     Unknown { nearest: Option<String> },
+    /// The setting has another name now.
+    Moved { to: String },
     /// The setting exists, its value is not one.
     Value(String),
 }
@@ -48,6 +50,7 @@ impl fmt::Display for ConfigProblem {
         match self {
             Self::Unknown { nearest: None } => f.write_str("no such setting"),
             Self::Unknown { nearest: Some(name) } => write!(f, "no such setting, did you mean `{name}`?"),
+            Self::Moved { to } => write!(f, "no such setting, it is called `{to}` now"),
             Self::Value(reason) => f.write_str(reason.trim_end()),
         }
     }

@@ -57,7 +57,7 @@ impl Gate {
         Ok(GateGuard { shared: Arc::clone(&self.shared), key })
     }
 
-    /// Lets nobody in from now on, and waits until everyone has left.
+    /// Refuses new work from now on, and waits until all guards are dropped.
     ///
     /// Cancel-safe: the gate stays closed, and closing it again goes on waiting.
     pub async fn close(&self, within: Duration) -> Result<(), StillHeld> {
@@ -149,7 +149,7 @@ pub struct StillHeld {
 }
 
 impl StillHeld {
-    /// So many holders are named; the others are counted.
+    /// At most this many holders are named; the others are counted.
     const NAMED_MAX: usize = 8;
 }
 
@@ -178,7 +178,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_empty_gate_closes_at_once() {
         let gate = Gate::new("g");
-        gate.close(Duration::ZERO).await.expect("nobody is inside");
+        gate.close(Duration::ZERO).await.expect("no guard is held");
         assert_eq!(gate.enter("late").map(drop), Err(GateClosed { gate: "g" }));
     }
 

@@ -1,6 +1,6 @@
 //! Guards that a test takes away, to see that the simulation notices what they guard against.
 //!
-//! Only with the cargo feature `mutations`, which nobody but the test crate can ask for; without it every guard stands,
+//! Only with the cargo feature `mutations`, which only the test crate can enable; without it every guard stands,
 //! and asking costs nothing. A guard is taken away for one thread, so that other tests beside it keep theirs.
 
 /// What can be taken away.
@@ -10,22 +10,24 @@ pub enum Guard {
     Grant,
     /// A landing is opened only for the life of the node that granted it.
     Epoch,
-    /// Nobody writes into a landing that has ended.
+    /// No bytes are written into a landing that has ended.
     Quiet,
     /// Blocks are left for running sequences to grow into.
     GrowthReserve,
-    /// So many attempts of a request may fail.
+    /// The number of failed attempts per request is bounded.
     AttemptBudget,
     /// Sequences end with their deadline.
     DeadlineReaper,
     /// Members who are silent for a whole lease are no members.
     LeaseExpiry,
+    /// The last token of a prompt that is cached whole is computed.
+    LastToken,
     /// After a gap, what a watcher knew is replaced by what is.
     Resync,
 }
 
 impl Guard {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Grant,
         Self::Epoch,
         Self::Quiet,
@@ -33,6 +35,7 @@ impl Guard {
         Self::AttemptBudget,
         Self::DeadlineReaper,
         Self::LeaseExpiry,
+        Self::LastToken,
         Self::Resync,
     ];
 }

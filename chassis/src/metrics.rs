@@ -7,6 +7,8 @@ use prometheus::{
     Opts, Registry, TextEncoder,
 };
 
+use crate::identity::refusals::{Refusals, RefusalsOnPage};
+
 pub use prometheus;
 
 /// Buckets, in seconds, for everything that a request waits for: 0.5 ms to 60 s, three to a decade.
@@ -58,6 +60,13 @@ impl Metrics {
         let counter = IntCounter::with_opts(opts.clone()).expect("the name is well-formed");
         metrics.registry.register(Box::new(LostLines { opts, counter })).expect("the name is taken once");
         metrics
+    }
+
+    /// Shows how many callers the process has refused.
+    pub fn show_refusals(&self, refusals: &Refusals) {
+        let opts = self.total("callers_refused_total", "Calls, KV links, registry entries and admin pages refused because the caller did not prove its identity, by reason.");
+        let on_page = RefusalsOnPage::new(refusals.clone(), opts);
+        self.registry.register(Box::new(on_page)).expect("the name is taken once");
     }
 
     pub fn counter(&self, name: &str, help: &str) -> IntCounter {

@@ -1,5 +1,6 @@
 //! The accept loop that every port of a process runs: HTTP/1 and HTTP/2, with bounds, ended by a shutdown.
 
+mod bodies;
 mod observed;
 #[cfg(test)]
 mod tests;
@@ -20,7 +21,9 @@ use hyper_util::service::TowerToHyperService;
 use tower::ServiceExt;
 use tracing::{debug, warn};
 
-use crate::connections::{ConnectionLimits, Connections, Place, TooManyFromAddress};
+use self::bodies::Bodies;
+pub use self::bodies::BodyBudgetSpent;
+use crate::connections::{ConnectionLimits, ConnectionPermit, Connections, TooManyFromAddress};
 use crate::gate::{Gate, StillHeld};
 use crate::net::{Listener, Stream};
 use crate::shutdown::Shutdown;
@@ -97,10 +100,11 @@ impl Server {
 
     async fn accept(&self, listener: &mut dyn Listener) {
         let connections = Connections::new(self.limits.connections);
+        let bodies = Bodies::new(self.limits.connections.bodies_max.0 as usize);
         loop {
             match listener.accept().await {
                 Ok((stream, peer)) => match connections.place(peer.ip()).await {
-                    Ok(place) => self.spawn_connection(stream, peer, place),
+                    Ok(place) => self.spawn_connection(stream, peer, place, bodies.clone()),
                     Err(TooManyFromAddress) => debug!(%peer, "connection refused: too many from its address"),
                 },
                 Err(error) => {
@@ -112,7 +116,7 @@ impl Server {
         }
     }
 
-    fn spawn_connection(&self, stream: Stream, peer: SocketAddr, place: Place) {
+    fn spawn_connection(&self, stream: Stream, peer: SocketAddr, place: ConnectionPermit, bodies: Bodies) {
         let connection = Connection {
             protocol: self.protocol(),
             router: self.router.clone(),
@@ -120,6 +124,7 @@ impl Server {
             drain: self.limits.drain,
             peer,
             place,
+            bodies,
         };
         spawn_guarded(&self.connections, "connection", connection.serve(stream)).detach();
     }
@@ -153,19 +158,20 @@ struct Connection {
     shutdown: Shutdown,
     drain: Duration,
     peer: SocketAddr,
-    place: Place,
+    place: ConnectionPermit,
+    bodies: Bodies,
 }
 
 impl Connection {
     async fn serve(self, stream: Stream) {
-        let Self { protocol, router, shutdown, drain, peer, place } = self;
+        let Self { protocol, router, shutdown, drain, peer, place, bodies } = self;
         let activity = place.activity.clone();
         let router = router.map_request(move |mut request: http::Request<Incoming>| {
             request.extensions_mut().insert(ConnectInfo(peer));
-            request
+            request.map(|body| bodies.body(body))
         });
         let service = tower::service_fn(move |request: http::Request<Incoming>| {
-            let under_way = activity.request(request.version() == http::Version::HTTP_2);
+            let under_way = activity.request(request.version());
             let answer = router.clone().oneshot(request);
             async move {
                 Ok::<_, Infallible>(

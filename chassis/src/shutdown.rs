@@ -1,4 +1,4 @@
-//! The wish that the process should end, as a value that is handed to whoever must hear it.
+//! The request that the process should end, as a value that is passed to every task that must obey it.
 
 use std::io::{self, Read};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::task::spawn_guarded;
 /// A process that is asked twice to stop stops at once, with this code.
 pub const EXIT_FORCED: i32 = 130;
 
-/// Clones hear the same wish. It is said once and never taken back.
+/// Clones share one request to stop. It is made once and never withdrawn.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     token: CancellationToken,
@@ -71,7 +71,7 @@ impl Shutdown {
         self.token.cancelled().await;
     }
 
-    /// A wish that follows this one but can be said earlier, for a part that stops before the whole.
+    /// A request that follows this one but can be made earlier, for a part that stops before the whole.
     pub fn child(&self) -> Self {
         Self { token: self.token.child_token() }
     }

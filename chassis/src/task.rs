@@ -8,6 +8,7 @@ use tokio::task::{JoinError, JoinHandle};
 use tracing::Instrument;
 
 use crate::gate::{Gate, GateClosed};
+use crate::standstill::Standstill;
 
 /// Runs `future` on the runtime, in the caller's span, inside `gate` under `name`.
 ///
@@ -19,10 +20,16 @@ where
 {
     let run = match gate.enter(name) {
         Err(closed) => Run::Refused(closed),
-        Ok(guard) => Run::Started(spawn(async move {
-            let _guard = guard;
-            future.in_current_span().await
-        })),
+        Ok(guard) => {
+            let guarded = async move {
+                let _guard = guard;
+                future.in_current_span().await
+            };
+            Run::Started(match Standstill::current() {
+                None => spawn(guarded),
+                Some(process) => spawn(process.run(guarded)),
+            })
+        }
     };
     Task { name, run }
 }
@@ -152,7 +159,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_closed_gate_starts_nothing() {
         let gate = Gate::new("g");
-        gate.close(SECOND).await.expect("nobody is inside");
+        gate.close(SECOND).await.expect("no guard is held");
         let refused = spawn_guarded(&gate, "late", async {}).await.expect_err("the gate is closed");
         assert_eq!(refused, TaskError::Refused { name: "late", closed: GateClosed { gate: "g" } });
     }

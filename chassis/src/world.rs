@@ -11,9 +11,10 @@ use tokio::time::Instant;
 use tokio::time::error::Elapsed;
 use types::{Deadline, Epoch, Grant, RequestId, TransferId};
 
+use crate::identity::Identity;
 use crate::net::{Net, TcpNet};
 
-/// One value, passed down to whoever needs chance, time or sockets; cheap to clone.
+/// One value, passed down to all code that needs randomness, time or sockets; cheap to clone.
 ///
 /// With [`World::seeded`], and a runtime whose clock is paused, the same seed repeats a run: nothing else in Baton
 /// may ask the operating system for randomness or the time.
@@ -22,21 +23,27 @@ pub struct World {
     draws: Draws,
     calendar: Calendar,
     net: Arc<dyn Net>,
+    identity: Identity,
 }
 
 impl World {
     /// The world of production: the system's randomness, TCP, the wall clock.
     pub fn real() -> Self {
-        Self { draws: Draws::System, calendar: Calendar::System, net: Arc::new(TcpNet) }
+        Self {
+            draws: Draws::System,
+            calendar: Calendar::System,
+            net: Arc::new(TcpNet),
+            identity: Identity::default(),
+        }
     }
 
     /// A world that repeats itself. Its network is still TCP; see [`World::with_net`].
     pub fn seeded(seed: u64) -> Self {
         let calendar = Calendar::Counted { start: Instant::now(), jumps: Jumps::default() };
-        Self { draws: Draws::seeded(seed), calendar, net: Arc::new(TcpNet) }
+        Self { draws: Draws::seeded(seed), calendar, net: Arc::new(TcpNet), identity: Identity::default() }
     }
 
-    /// The same world, whose calendar somebody puts forward and back. The system's calendar is nobody's to jump.
+    /// The same world with a calendar that a test can move. The system's calendar cannot be moved.
     #[must_use]
     pub fn with_jumps(mut self, by: &Jumps) -> Self {
         if let Calendar::Counted { jumps, .. } = &mut self.calendar {
@@ -48,6 +55,12 @@ impl World {
     #[must_use]
     pub fn with_net(self, net: Arc<dyn Net>) -> Self {
         Self { net, ..self }
+    }
+
+    /// The same world for a process with this identity.
+    #[must_use]
+    pub fn with_identity(self, identity: Identity) -> Self {
+        Self { identity, ..self }
     }
 
     /// The world of one part (a node of a cluster in one process). In a seeded world its draws depend on the seed and
@@ -86,7 +99,7 @@ impl World {
         tokio::time::timeout_at(deadline.instant().into(), future).await
     }
 
-    /// A number for whoever must choose between equals.
+    /// A random number, to choose between equals.
     pub fn draw(&self) -> u64 {
         u64::from_le_bytes(self.bytes())
     }
@@ -112,6 +125,19 @@ impl World {
 
     pub fn net(&self) -> &Arc<dyn Net> {
         &self.net
+    }
+
+    /// What this process shows to others and asks of them.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    pub(crate) fn nonce(&self) -> [u8; 16] {
+        self.bytes()
+    }
+
+    pub(crate) fn challenge(&self) -> [u8; 32] {
+        self.bytes()
     }
 
     fn bytes<const N: usize>(&self) -> [u8; N] {

@@ -1,10 +1,11 @@
-//! Room for a prompt's KV: the truth about whether a prompt fits here, asked and answered in one call.
+//! Room for a prompt's KV on this node. A prompt without room waits in the worker's line until its turn comes.
 
 use std::sync::Arc;
 
 use kv_cache::{Holder, Holding};
-use kv_transfer::{Arrival, KvConnector, LandRequest, Source};
-use node::{Counted, DecodeSection, NodeParts, PeerWires};
+use kv_transfer::{Arrival, KvConnector, LandRequest};
+use node::{Counted, DecodeExpert, NodeParts, PeerWires};
+use scheduler::{GrantedRoom, RoomRequest};
 use tracing::warn;
 use types::{BlockHasher, Landing, Prompt, Refusal, RefusalKind};
 
@@ -32,16 +33,16 @@ pub enum Reservation {
 #[derive(Clone, Debug)]
 pub struct Reservations {
     node: NodeParts,
-    settings: DecodeSection,
+    settings: DecodeExpert,
 }
 
 impl Reservations {
-    pub fn new(node: NodeParts, settings: DecodeSection) -> Self {
+    pub fn new(node: NodeParts, settings: DecodeExpert) -> Self {
         Self { node, settings }
     }
 
-    /// Reserves room for `prompt`, or says why there is none.
-    pub fn reserve(&self, prompt: &Prompt, offer: &PrefillOffer) -> Result<Reservation, Refusal> {
+    /// Reserves room for `prompt`, which may have to wait for it until its deadline. Dropping the future ends the wait.
+    pub async fn reserve(&self, prompt: &Prompt, offer: &PrefillOffer) -> Result<Reservation, Refusal> {
         self.refuse_what_never_fits(prompt)?;
         let (peer, must_land) = match offer {
             PrefillOffer::None => return Ok(Reservation::Local { held_tokens: self.held_tokens(prompt) }),
@@ -53,7 +54,7 @@ impl Reservations {
             return Ok(Reservation::Local { held_tokens });
         }
         match self.node.connectors.shared_with(peer) {
-            Some(connector) => self.land(prompt, &connector),
+            Some(connector) => self.land(prompt, &connector).await,
             None if must_land => {
                 Err(Refusal::new(RefusalKind::Mismatch, format!("no wire in common with {}", peer.node)))
             }
@@ -81,40 +82,29 @@ impl Reservations {
         (lease.n_blocks() * usize::from(self.node.model.layout.block_tokens)) as u32
     }
 
-    /// Leases the prompt's blocks, what is cached first, and grants the right to fill the rest.
-    fn land(&self, prompt: &Prompt, connector: &Arc<dyn KvConnector>) -> Result<Reservation, Refusal> {
-        let arriving = self.node.arriving.enter(self.settings.landings_max).ok_or_else(|| {
-            Refusal::new(RefusalKind::Full, format!("{} landings are open", self.settings.landings_max))
-        })?;
+    /// Waits for the prompt's blocks, what is cached first, and grants the right to fill the rest.
+    async fn land(&self, prompt: &Prompt, connector: &Arc<dyn KvConnector>) -> Result<Reservation, Refusal> {
         let n_tokens = prompt.tokens.len();
-        let held = self.node.pool.adopt(&self.hashes(prompt), self.holder(prompt));
-        let held_blocks = held.n_blocks();
-        let fresh = self.node.model.layout.blocks_for(n_tokens) - held_blocks;
-        self.leave_room_to_grow(fresh)?;
-        let fresh = self.node.pool.reserve(fresh, self.holder(prompt)).map_err(|no_room| full(&no_room))?;
+        let layout = &self.node.model.layout;
+        let request = RoomRequest {
+            holder: self.holder(prompt),
+            priority: prompt.priority,
+            deadline: prompt.deadline,
+            hashes: self.hashes(prompt),
+            n_blocks: layout.blocks_for(n_tokens),
+            landings: self.node.arriving.clone(),
+            landings_max: self.settings.landings_max,
+        };
+        let GrantedRoom { lease, cached_blocks, landing: arriving } = self.node.worker.room(request).await?;
         let request = LandRequest {
             transfer: self.node.world.transfer_id(),
-            lease: held.join(fresh),
+            lease,
             n_tokens: n_tokens as u32,
-            held_tokens: (held_blocks * usize::from(self.node.model.layout.block_tokens)) as u32,
-            source: Source::Peer,
+            held_tokens: (cached_blocks * usize::from(layout.block_tokens)) as u32,
             deadline: prompt.deadline,
         };
         let (landing, arrival) = connector.land(request).map_err(|error| Refusal::from(&error))?;
         Ok(Reservation::Landing { landing: Box::new(landing), arrival, arriving })
-    }
-
-    /// Refuses a landing that would take the blocks into which running sequences are about to grow. `fresh`: of each group.
-    fn leave_room_to_grow(&self, fresh: usize) -> Result<(), Refusal> {
-        let fresh = fresh * self.node.model.layout.groups.len();
-        let kept = self.node.worker.load().borrow().growth_reserve_blocks;
-        let available = self.node.pool.counts().available();
-        if fresh as u32 + kept > available {
-            let reason =
-                format!("{available} blocks are available, {fresh} asked for, {kept} kept for growth");
-            return Err(Refusal::new(RefusalKind::Full, reason));
-        }
-        Ok(())
     }
 
     /// The hashes of the blocks that may be taken from the cache: all full ones but the last token's, because the
@@ -127,8 +117,4 @@ impl Reservations {
     fn holder(&self, prompt: &Prompt) -> Holder {
         Holder { what: Holding::Landing, request: prompt.id.clone() }
     }
-}
-
-fn full(no_room: &kv_cache::NoRoom) -> Refusal {
-    Refusal::new(RefusalKind::Full, no_room.to_string())
 }

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
 use kv_transfer::{Arrival, ArrivedKv};
-use node::{Counted, DecodeSection, NodeParts, PeerWires};
+use node::{Counted, DecodeExpert, NodeParts, PeerWires};
 use proto::v1;
 use proto::v1::decode_event::Event;
 use proto::v1::decode_server::{Decode, DecodeServer};
@@ -28,7 +28,7 @@ pub struct DecodeService {
 }
 
 impl DecodeService {
-    pub fn new(node: NodeParts, settings: DecodeSection) -> Self {
+    pub fn new(node: NodeParts, settings: DecodeExpert) -> Self {
         Self { reservations: Reservations::new(node.clone(), settings), node }
     }
 
@@ -67,14 +67,15 @@ impl Life {
 
     async fn run(&self, offer: &PrefillOffer) -> Result<(), Refusal> {
         self.prompt.model.check(&self.service.node.model)?;
-        match self.service.reservations.reserve(&self.prompt, offer)? {
+        match self.service.reservations.reserve(&self.prompt, offer).await? {
             Reservation::Local { held_tokens } => {
                 self.say(Event::Local(v1::Local { held_tokens })).await;
-                self.decode(Source::Fresh { lease: None, cached_tokens: 0 }).await
+                self.decode(Source::Fresh).await
             }
             Reservation::Landing { landing, arrival, arriving } => {
                 trace!(target: "walk", request = %self.prompt.id, transfer = %landing.transfer, "room granted");
-                self.say(Event::Landing((&*landing).into())).await;
+                let landing = landing.bound_to(self.prompt.digest());
+                self.say(Event::Landing((&landing).into())).await;
                 self.receive(arrival, arriving).await
             }
         }
@@ -85,7 +86,7 @@ impl Life {
         let arrived = arrival.settle().instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
         drop(arriving);
-        trace!(target: "walk", request = %self.prompt.id, "kv whole");
+        trace!(target: "walk", request = %self.prompt.id, "kv complete");
         info!(bytes = arrived.bytes, connector = %arrived.scheme, waited_ms = arrived.waited.as_millis() as u64, "kv arrived");
         self.say(arrived_event(&arrived)).await;
         let ArrivedKv { lease, handoff, .. } = arrived;
@@ -120,7 +121,7 @@ impl Life {
         ended.await.unwrap_or_else(|_| Err(Refusal::new(RefusalKind::Failed, "the worker is gone")))
     }
 
-    /// A stream that nobody reads any more is dropped, and this life with it: an unsaid word is no loss.
+    /// Sends an event. If the router has dropped the stream, the event is lost: this call is being dropped too.
     async fn say(&self, event: Event) {
         let _ = self.events.send(event).await;
     }

@@ -7,7 +7,7 @@ use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming};
 use tokio::sync::{mpsc, oneshot};
 use types::{KvSpan, Refusal, Step};
 
-/// Steps that may wait for the router. A stream that is not read makes its sequence wait, and nobody else.
+/// Steps that may wait for the router. A stream that is not read makes its own sequence wait, and no other.
 pub(crate) const STEPS_MAX: usize = 128;
 
 /// The scheduler's end of a stream.
@@ -33,7 +33,7 @@ impl Sink for Steps {
     fn kv(&mut self, _span: KvSpan, _lease: Arc<BlockLease>, _ready: LayerFence) {}
 
     fn step(&mut self, step: Step, _timing: StepTiming) {
-        // Nobody reads any more: the ticket is being dropped, and the sequence cancelled.
+        // Without a reader the ticket is being dropped, and the sequence cancelled.
         let _ = self.steps.try_send(step);
     }
 

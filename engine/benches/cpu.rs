@@ -71,7 +71,7 @@ fn products(criterion: &mut Criterion) {
 }
 
 fn matrix(rows: usize, cols: usize) -> Matrix {
-    // As in most files, eight bytes off a cache line.
+    // Weights start eight bytes off a cache line, like those of most files.
     let bytes = SharedBytes::filled(rows * cols * 2 + 8, |bytes| bytes.fill(0x3C)).expect("memory");
     Matrix::new(bytes.slice(8..rows * cols * 2 + 8), rows, cols, Format::Bf16).expect("the right size")
 }
@@ -103,7 +103,7 @@ fn steps(criterion: &mut Criterion, name: &str, arithmetic: Arithmetic, quantize
     share(name, &memory, || step(&mut backend, &prompt[..1], 0));
 }
 
-/// As many bytes as the weights, read with as many threads and to no purpose: what memory gives at most.
+/// The same number of bytes as the weights, only read, by the same number of threads: the most that memory gives.
 struct PlainMemory {
     processor: Processor,
     bytes: SharedBytes,

@@ -1,4 +1,4 @@
-//! What can go wrong, and what to do about it.
+//! The errors of this crate, and their verdicts.
 
 use std::path::PathBuf;
 
@@ -17,8 +17,8 @@ pub enum BackendError {
     /// Steps were collected in another order than launched, or launched past the two that may be in flight.
     #[error("steps out of order: {0}")]
     Order(String),
-    /// Somebody else uses what was to be given back.
-    #[error("give memory back: {0}")]
+    /// Memory that is to be returned is in use elsewhere.
+    #[error("memory cannot be returned: {0}")]
     Held(String),
     /// The device is gone; no later step can succeed.
     #[error("device lost: {0}")]
@@ -39,13 +39,13 @@ impl BackendError {
     }
 }
 
-/// One row of a step failed; the others did not notice.
+/// One row of a step failed. It has no effect on the other rows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
     /// The KV that the row read is not the KV of its sequence.
     #[error("kv checksum mismatch at layer {layer}, position {position}: {what}")]
     KvMismatch { layer: u16, position: usize, what: &'static str },
-    /// Someone else holds a page that is this row's to use.
+    /// A page that this row uses is borrowed elsewhere.
     #[error("page of layer {layer}, position {position}: {reason}")]
     Page { layer: u16, position: usize, reason: String },
     /// The row continues a token in flight, and there is none.
@@ -60,7 +60,7 @@ pub enum RowError {
 }
 
 impl RowError {
-    /// Recomputed elsewhere from its tokens, the sequence has every chance.
+    /// A failed sequence can be recomputed elsewhere from its tokens.
     pub fn verdict(&self) -> Verdict {
         match self {
             Self::KvMismatch { .. } | Self::Sample(_) => Verdict::RetryElsewhere,
@@ -175,6 +175,9 @@ pub enum LoadError {
     Header { path: PathBuf, reason: String },
     #[error("no tensor {tensor} in {path}")]
     MissingTensor { tensor: String, path: PathBuf },
+    /// The model would be computed without it.
+    #[error("tensor {tensor} in {path} is not read by {architecture}{}", and_others(*.n_others))]
+    UnreadTensor { tensor: String, path: PathBuf, architecture: &'static str, n_others: usize },
     #[error("tensor {tensor} in {path} has shape {found:?}, not {expected:?}")]
     Shape { tensor: String, path: PathBuf, expected: Vec<usize>, found: Vec<usize> },
     #[error(
@@ -197,7 +200,15 @@ pub enum LoadError {
     Threads(#[source] std::io::Error),
     #[error("KV in {0} is not implemented on a processor: bf16, f32 and fp8_e4m3 are")]
     KvDtype(types::KvDtype),
-    /// The model cannot be spread over so many ranks.
+    /// The model cannot be divided over this number of ranks.
     #[error("tensor parallel: {0}")]
     Ranks(String),
+}
+
+fn and_others(n_others: usize) -> String {
+    match n_others {
+        0 => String::new(),
+        1 => ", nor is 1 other tensor".to_owned(),
+        _ => format!(", nor are {n_others} other tensors"),
+    }
 }

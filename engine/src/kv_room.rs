@@ -1,4 +1,4 @@
-//! How much memory KV gets, where nobody has named an amount.
+//! The size of KV memory, set or chosen.
 
 use kernels::memory::available;
 use kv_cache::{KvMemory, MemoryError};
@@ -10,25 +10,25 @@ use crate::error::OpenError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvRoom {
     Bytes(usize),
-    /// A share of the machine's memory, which says nothing of a GPU's.
+    /// Bytes computed from the machine's memory; they do not apply to a GPU.
     OnHost(usize),
     Auto(AutoRoom),
 }
 
-/// What suits the model and what computes it.
+/// Bounds for a size that is chosen for the model and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AutoRoom {
     /// Bytes at most, in the machine's memory.
     pub host_bytes: usize,
-    /// Of each GPU's memory, what weights, KV and all else may come to.
+    /// The part of each GPU's memory that weights, KV and all else may use together.
     pub gpu_percent: usize,
 }
 
 /// Enough for any mock, and for small models.
 const LEAST_BYTES: usize = 64 << 20;
-/// Of the longest that there can be: a processor computes few of them at a time.
+/// Sequences of the longest length: a processor computes few of them at a time.
 const SEQUENCES: usize = 4;
-/// Of what is free on a GPU before its libraries are opened, which take some of it.
+/// The part that is used of a GPU's free memory, measured before its libraries are opened, which take some of it.
 const FREE_PERCENT: usize = 95;
 
 impl KvRoom {
@@ -42,7 +42,7 @@ impl KvRoom {
         }
     }
 
-    /// What a mock gets.
+    /// The size for a mock.
     pub(crate) fn of_mock(self) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
@@ -50,7 +50,7 @@ impl KvRoom {
         }
     }
 
-    /// What a model gets in the machine's memory, whose longest sequence has so many tokens.
+    /// The size for a model in the machine's memory; `context_tokens` is the length of its longest sequence.
     pub(crate) fn on_host(self, layout: &KvLayout, context_tokens: usize) -> usize {
         match self {
             Self::Bytes(bytes) | Self::OnHost(bytes) => bytes,
@@ -64,15 +64,15 @@ impl KvRoom {
 }
 
 impl AutoRoom {
-    /// What a model gets on GPUs, on the fullest of which `free` of `total` bytes are free and `taken` go to all else.
-    /// What does not fit is refused later, with the sum.
+    /// The size for a model on GPUs. The fullest GPU has `free` of `total` bytes free, and `taken` bytes go to all else.
+    /// A size that does not fit is refused later, with the sum.
     pub(crate) fn on_gpus(self, n_gpus: usize, (free, total): (usize, usize), taken: usize) -> usize {
         let ours = (total / 100 * self.gpu_percent).min(free / 100 * FREE_PERCENT);
         ours.saturating_sub(taken).saturating_mul(n_gpus).max(LEAST_BYTES)
     }
 }
 
-/// How many blocks so many bytes have room for: one at least.
+/// The number of blocks that fit into `kv_bytes`; none is an error.
 pub(crate) fn n_blocks(layout: &KvLayout, kv_bytes: usize) -> Result<u32, OpenError> {
     match KvMemory::blocks_within(layout, kv_bytes) {
         0 => {
@@ -119,7 +119,7 @@ mod tests {
         let bytes = |context_tokens| KvRoom::Auto(AUTO).on_host(&layout, context_tokens);
         assert_eq!(bytes(512), LEAST_BYTES, "32 MiB would do");
         assert_eq!(bytes(4096), 256 << 20);
-        assert_eq!(bytes(131_072), 1 << 30, "of 8 GiB");
+        assert_eq!(bytes(131_072), 1 << 30, "the limit, where four sequences need 8 GiB");
     }
 
     #[test]

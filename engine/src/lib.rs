@@ -1,7 +1,7 @@
 //! Runs the model: turns tokens into KV and KV into tokens.
 //!
 //! Suggested reading order: what goes in and comes out ([`step`]), the contract ([`backend`]), how much memory KV gets
-//! ([`kv_room`]), what can fail ([`error`]), what every backend is held to ([`conformance`], [`equality`]), and how fast
+//! ([`kv_room`]), what can fail ([`error`]), the tests that every backend passes ([`conformance`], [`equality`]), and how fast
 //! it is ([`measure`]). Then a real model: its weights ([`load`]), its layers ([`model`]), its choice of a token
 //! ([`sampler`]), and what runs it: a processor ([`cpu`]) or a GPU ([`cuda`]).
 #![forbid(unsafe_code)]
@@ -23,7 +23,7 @@ pub use backend::cpu::{CpuBackend, CpuSettings, LoadFormat};
 pub use backend::cuda;
 pub use backend::cuda::{CudaBackend, CudaSettings};
 pub use backend::mock::{Mock, MockSettings, Pace};
-pub use backend::{Asleep, Backend, Device, EngineSettings, Sleepless, StepLimits, Wakeless, open};
+pub use backend::{Asleep, Backend, Device, EngineSettings, SleepFailed, StepLimits, WakeFailed, open};
 pub use error::{BackendError, LoadError, OpenError, RowError};
 pub use kv_room::{AutoRoom, KvRoom};
 pub use step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch, StepOutput};

@@ -12,7 +12,7 @@ use crate::error::RowError;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct SlotId(pub u64);
 
-/// What one step computes. Rows do not see each other: any mix of them gives each the same numbers.
+/// The rows of one step. A row's numbers do not depend on the other rows.
 #[derive(Clone, Copy, Debug)]
 pub struct StepBatch<'a> {
     pub rows: &'a [Row<'a>],
@@ -67,7 +67,7 @@ pub struct SampleSpec<'a> {
 impl SampleSpec<'_> {
     /// Whether `token` would end the sequence before it may end. Such a token is never drawn.
     ///
-    /// That is all a backend knows of stopping: whether a token that was drawn ends the sequence is its caller's say.
+    /// A backend does nothing else about stopping: its caller decides whether a token ends the sequence.
     pub fn forbids(&self, token: TokenId, eos_tokens: &[TokenId]) -> bool {
         let too_early = self.index < self.stop.min_tokens;
         too_early && (eos_tokens.contains(&token) || self.stop.stop_tokens.contains(&token))
@@ -97,13 +97,13 @@ impl Launched {
         &self.fence
     }
 
-    /// How long the step takes on the device that is played. Only a simulation has one, and its caller does the waiting.
+    /// The simulated time of the step. Only a mock has one, and its caller waits for it.
     pub fn modelled_cost(&self) -> Option<Duration> {
         self.modelled_cost
     }
 }
 
-/// A step's outcome, row by row in the batch's order. One row's failure is its own.
+/// A step's outcome, row by row in the batch's order. A failed row has no effect on the others.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepOutput {
     pub rows: Vec<Result<Option<Sampled>, RowError>>,

@@ -42,12 +42,12 @@ struct Sequence {
     node: usize,
 }
 
-/// What befalls a sequence between two steps.
+/// What happens to a sequence in one step.
 #[derive(Clone, Copy, Debug)]
-enum Fate {
-    /// Computes so many tokens, or all that it has left.
+enum Action {
+    /// Computes at most this number of tokens.
     Chunk(usize),
-    /// Sits this step out.
+    /// Skips this step.
     Wait,
     /// Loses its blocks.
     Preempted,
@@ -61,7 +61,7 @@ impl Node {
         Self { backend: opened(model, threads), next_block: threads as u32 }
     }
 
-    /// Blocks that nobody had before. They are not returned: a case needs few.
+    /// Unused blocks. They are not returned: a case needs few.
     fn blocks(&mut self, n: usize) -> Vec<BlockIdx> {
         let first = self.next_block;
         self.next_block += n as u32;
@@ -114,9 +114,10 @@ impl Sequence {
         let (from, to) = (nodes[self.node].backend.memory(), nodes[node].backend.memory());
         for layer_pos in 0..from.layout().groups[0].layers.len() as u16 {
             for (old, new) in self.table.iter().zip(&table) {
-                let page = from.read(GroupIdx(0), layer_pos, old.0..old.0 + 1).expect("nobody writes it");
+                let page =
+                    from.read(GroupIdx(0), layer_pos, old.0..old.0 + 1).expect("the page has no writer");
                 to.write(GroupIdx(0), layer_pos, new.0..new.0 + 1)
-                    .expect("nobody has it")
+                    .expect("the block is unused")
                     .copy_from_slice(&page);
             }
         }
@@ -169,13 +170,13 @@ fn alone(model: &str, prompt: &[TokenId], sampling: &Sampling) -> Vec<TokenId> {
     sequence.generated().to_vec()
 }
 
-fn run(model: &str, prompts: &[(Vec<TokenId>, Sampling)], fates: &[Fate]) -> Vec<Vec<TokenId>> {
+fn run(model: &str, prompts: &[(Vec<TokenId>, Sampling)], fates: &[Action]) -> Vec<Vec<TokenId>> {
     let mut nodes = [Node::new(model, 1), Node::new(model, 2)];
     let mut sequences: Vec<Sequence> = Vec::new();
     for (nth, (prompt, sampling)) in prompts.iter().enumerate() {
         sequences.push(Sequence::new(nth as u64, prompt, sampling.clone(), nth % 2, &mut nodes));
     }
-    let all = Fate::Chunk(usize::MAX);
+    let all = Action::Chunk(usize::MAX);
     let mut fates = fates.iter().copied().chain(std::iter::repeat(all));
     while sequences.iter().any(|sequence| !sequence.is_done()) {
         let mut shares = Vec::new();
@@ -192,15 +193,15 @@ fn run(model: &str, prompts: &[(Vec<TokenId>, Sampling)], fates: &[Fate]) -> Vec
 }
 
 /// How many tokens a sequence computes in the next step.
-fn befall(nth: usize, fate: Fate, sequences: &mut [Sequence], nodes: &mut [Node]) -> usize {
+fn befall(nth: usize, fate: Action, sequences: &mut [Sequence], nodes: &mut [Node]) -> usize {
     if sequences[nth].is_done() {
         return 0;
     }
     match fate {
-        Fate::Chunk(most) => return most.min(sequences[nth].tokens.len() - sequences[nth].n_computed),
-        Fate::Wait => {}
-        Fate::Moved => sequences[nth].move_to(1 - sequences[nth].node, nodes),
-        Fate::Preempted => {
+        Action::Chunk(most) => return most.min(sequences[nth].tokens.len() - sequences[nth].n_computed),
+        Action::Wait => {}
+        Action::Moved => sequences[nth].move_to(1 - sequences[nth].node, nodes),
+        Action::Preempted => {
             let others = sequences.to_vec();
             sequences[nth].restart(&others, nodes);
         }
@@ -208,16 +209,16 @@ fn befall(nth: usize, fate: Fate, sequences: &mut [Sequence], nodes: &mut [Node]
     0
 }
 
-fn fate() -> impl Strategy<Value = Fate> {
+fn fate() -> impl Strategy<Value = Action> {
     prop_oneof![
-        6 => (1usize..30).prop_map(Fate::Chunk),
-        1 => Just(Fate::Wait),
-        1 => Just(Fate::Preempted),
-        1 => Just(Fate::Moved),
+        6 => (1usize..30).prop_map(Action::Chunk),
+        1 => Just(Action::Wait),
+        1 => Just(Action::Preempted),
+        1 => Just(Action::Moved),
     ]
 }
 
-/// Prompts of which many begin alike.
+/// Prompts; many of them begin with the same tokens.
 fn prompt() -> impl Strategy<Value = (Vec<TokenId>, Sampling)> {
     let tokens = (0usize..40, proptest::collection::vec(2u32..96, 1..20));
     (tokens, any::<bool>(), any::<u64>()).prop_map(|((n_alike, rest), at_random, seed)| {

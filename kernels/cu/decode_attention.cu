@@ -57,7 +57,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     u32 n_pages = (length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     u32 from = max(chunk * shape.chunk_blocks, first_seen / BLOCK_TOKENS);
     u32 to = min((chunk + 1) * shape.chunk_blocks, n_pages);
-    if (gridDim.x > 1 && chunk * shape.chunk_blocks >= n_pages) return;  // nobody reads this part
+    if (gridDim.x > 1 && chunk * shape.chunk_blocks >= n_pages) return;  // this part is not read
     const u32* table = tables + (u64)(row / shape.rows_of_table) * shape.table_stride;
 
     // q as the flat side of the first product: column g is a head; the order along dim is that of K's lanes.
@@ -105,7 +105,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
         for (u32 i = 0; i < 4; i++) {
             u32 token = at * BLOCK_TOKENS + g + i / 2 * 8;
             score[i] = token >= first_seen && token < length ? score[i] * scale : -INF;
-            if (!is_there) score[i] = __int_as_float(0x7fc00000);  // nobody overlooks NaN
+            if (!is_there) score[i] = __int_as_float(0x7fc00000);  // NaN marks the error
         }
         float by[2];
 #pragma unroll

@@ -70,7 +70,7 @@ __device__ __forceinline__ void add_page(Part<HEAD>& part, u32 page, const u32 (
     for (u32 i = 0; i < 4; i++) {
         u32 token = at * BLOCK_TOKENS + g + i / 2 * 8;
         score[i] = token >= seen[i % 2].first && token < seen[i % 2].end ? score[i] * scale : -INF;
-        if (!is_there) score[i] = __int_as_float(0x7fc00000);  // nobody overlooks NaN
+        if (!is_there) score[i] = __int_as_float(0x7fc00000);  // NaN marks the error
     }
     float by[2];
 #pragma unroll
@@ -156,7 +156,7 @@ __device__ __forceinline__ void add_up(bf16* out, float* parts, float2* part_sum
     }
 }
 
-// So many tiles of one query each; or, of queries that share a table, as many as each tile holds.
+// TILES tiles, each with one query, or with as many queries as fit in it where queries share a table.
 template <u32 HEAD, u32 TILES>
 __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sums, const bf16* q, const TensorMap& of_pages,
                                        const u32* tables, const u32* lengths, const DecodeShape& shape, u32 n_rows) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ void decode(bf16* out, float* parts, float2* part_sum
     u32 n_pages = (work.length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
     work.from = max(first, seen_by(0).first / BLOCK_TOKENS);
     work.to = min(first + shape.chunk_blocks, n_pages);
-    if (gridDim.x > 1 && first >= n_pages) return;  // nobody reads this part
+    if (gridDim.x > 1 && first >= n_pages) return;  // this part is not read
     u32 n_old = shape.last_is_new ? n_pages - min(n_pages, 1u) : 0;
     u32 n_mine = work.to > work.from + warp ? (work.to - work.from - warp + WARPS - 1) / WARPS : 0;
     auto blocks_from = [&](u32 nth) { return block_at(work.from + warp + (nth + lane) * WARPS); };

@@ -6,7 +6,7 @@ __device__ __forceinline__ u64 mixed(u64 key) {
     return x ^ (x >> 31);
 }
 
-// Part of a larger matrix: `out` has rows of `width` numbers, of which the first `n_real` are those from `first` on, a `stride`
+// Part of a larger matrix: `out` has rows of `width` numbers. The first `n_real` of a row are those from `first` on, `stride`
 // further in each row; the others are zero. All are multiples of 4.
 extern "C" __global__ void __launch_bounds__(256)
 dummy_weights(bf16* out, u64 n, u64 key, float scale, u64 first, u64 width, u64 n_real, u64 stride) {

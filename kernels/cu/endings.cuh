@@ -1,9 +1,10 @@
-// What comes after the products of few rows, done by the kernels that multiply: what would be a kernel of its own otherwise.
+// The work after a product of few rows, done by the kernel that multiplies instead of by a separate kernel.
 //
-// A kernel sums up 2 * UNIT rows of w for a row of x, and ends them with UNIT / 2 neighbouring lanes, each of which has four
-// that are neighbours. The two halves of what is summed up may lie apart in w, so that what belongs together meets.
-// Each ending has what it reads beside the sums (`Before`), which is asked for while others are still summing: kept as it is read,
-// so that nothing waits for it before the sums are there.
+// A kernel sums up 2 * UNIT rows of w for a row of x, and ends them with UNIT / 2 neighbouring lanes; each lane has four
+// neighbouring rows. The two halves of these rows may lie apart in w, so that rows that belong together are in one lane.
+// Each ending has inputs beside the sums (`Before`). They are loaded while other warps are still summing and are kept
+// unconverted, so that nothing waits for them before the sums are ready.
+// See `docs/decisions/0018-products-do-what-comes-after.md`.
 // w is [n][k].
 struct ProductShape { u32 n, k, n_rows; };
 
@@ -16,16 +17,15 @@ struct Halves {
 template <u32 UNIT>
 __device__ __forceinline__ Halves<UNIT> neighbours(u32 nth) { return {nth * 2 * UNIT, nth * 2 * UNIT + UNIT}; }
 
-// The norm that x has not had. x is its rows times the norm's weights; here are parts of the sums of the rows' squares. What
-// is missing is one number for each row, which the sums are multiplied with as well. Where x is what it should be there are
-// no parts.
+// The pending norm of x. x holds its rows times the norm's weights; `squares` are partial sums of the rows' squares. The
+// missing factor is one number for each row, and the sums of the product are multiplied by it. Without a pending norm there
+// are no parts.
 struct Owed {
     const float* squares;
     u32 n_parts, width;
     float epsilon;
 
-    // Of some rows at once, for a whole warp: what is loaded for all of them is on its way together. Rows past the last have
-    // none.
+    // The scales of several rows, for a whole warp: all loads are in flight together. Rows past the last have none.
     template <u32 ROWS>
     __device__ __forceinline__ void scales(float (&scale)[ROWS], u32 first, u32 n_rows) const {
         constexpr u32 AT_ONCE = ROWS < 8 ? 8 / ROWS : 2;

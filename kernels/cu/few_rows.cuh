@@ -103,13 +103,13 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
         row += more;
         if (row < shape.n_rows) before = ending.before(row, column, shape), scale = owed.scale(row);
     }
-    if (n_shares > 1) {  // nobody leaves while another reads here
+    if (n_shares > 1) {  // no block ends while another reads its memory
         cluster_arrive_silently();
         cluster_wait();
     }
 }
 
-// A whole product, which takes so many columns at once.
+// A whole product, COLUMNS columns at once.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS, typename Ending>
 __device__ __forceinline__ void few_rows(const Ending& ending, const Owed& owed, const float* scales, const TensorMap& of_w,
                                          const TensorMap& of_x, const ProductShape& shape) {

@@ -1,16 +1,17 @@
 // y = x * transpose(w), for up to 64 rows of x: the products of few_rows.cu, divided evenly.
 //
-// All steps of k of all tiles of 128 rows of w are one row of units, tile after tile, and each block of threads takes as many
-// of them as any other, one after the other: none is idle while others work, wherever the card puts them. A block's share
-// falls into pieces, each of one tile. Of a tile that several blocks have a piece of, each leaves its part in memory, and
-// whoever is the last to come adds up all of them, in the order of k: nobody waits for anybody, and the sums are the same
-// whoever it is. The ring goes on from piece to piece.
+// All steps of k of all tiles of 128 rows of w form one list of units, tile after tile. Each block of threads takes the same
+// number of consecutive units, so no block is idle while others work. A block's share is divided into pieces, each of one
+// tile. When several blocks have pieces of a tile, each writes its part to memory, and the last one adds up all of them, in
+// the order of k. So no block waits for another, and the sums do not depend on which block is last. The ring goes on from
+// piece to piece.
 // The order of sums depends on how many blocks of threads there are.
 //
 // Tiles of x come when the kernel before has ended, behind those of w that were asked for until then: a longer ring keeps the
 // first of them waiting.
+// See `docs/decisions/0020-products-divided-evenly.md`.
 constexpr u32 STAGES = 6, GROUPS_WARPS = GROUPS_THREADS / 32;
-// Rows of which a warp has what their ending reads on its way at once: beside sums, registers are there for so many.
+// Rows whose ending inputs a warp loads at once: the registers beside the sums suffice for this number.
 template <typename Ending>
 constexpr u32 ROWS_AT_ONCE = 4;
 template <>
@@ -142,7 +143,7 @@ template <u32 ROWS>
 struct Shared {
     float scales[ROWS];
     u32 are_there;  // all others have left their parts of the last piece's tile
-    u32 is_last;    // nobody of the piece's company comes after this block
+    u32 is_last;    // this block is the last of those with pieces of this tile
 };
 
 // Adds up a thread's sums of all blocks, in the order of k: its own are in registers. All of a few parts are on their way before

@@ -1,6 +1,7 @@
 // y = x * transpose(w * scales), for up to 128 rows of x and a w in FP8 (e4m3) with a scale for each row: as few_rows.cu,
 // with half the bytes to read. Weights are widened to bf16 on the way from shared memory to the registers of the tensor
 // cores, exactly, and a row's scale multiplies what is summed up of it.
+// See `docs/decisions/0016-fp8-is-read-and-bf16-multiplied.md`.
 //
 // w is [n][k filled up with zeroes to whole groups of 64]. Within a group numbers lie in the order in which lanes hold
 // them: 16 bytes for each of four lanes, 4 of them for each 16 numbers (see `Fp8Rows` in ops/fp8.rs). So a lane loads 16

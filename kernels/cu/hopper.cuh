@@ -34,7 +34,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // Tiles in shared memory that are filled and emptied in turns, each with a barrier for either.
 struct Ring { u32 at, full, empty; };
 
-// A hardware barrier of so many threads: 0 is everyone's.
+// A hardware barrier of THREADS threads; barrier 0 is for all threads.
 template <u32 THREADS>
 __device__ __forceinline__ void threads_wait(u32 barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory"); }
 template <u32 THREADS>
@@ -77,12 +77,12 @@ __device__ __forceinline__ void stores_shown() { asm volatile("fence.proxy.async
 
 // === Clusters ===
 
-// Of all threads of all blocks; those of a warp together.
+// All threads of all blocks arrive; those of a warp together.
 __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// The same, of what nobody was shown anything by.
+// The same, without making writes visible to other blocks.
 __device__ __forceinline__ void cluster_arrive_silently() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -2,18 +2,19 @@
 //
 // w is [n][k], as checkpoints have it. A block of threads takes tiles of y one after the other, 128 rows of x by 256 rows of
 // w: one warp has the copy engine bring tiles of both through a ring, two groups of four warps multiply 64 rows of x each.
-// Two blocks are a cluster: they have neighbouring rows of x and the same rows of w, of which each brings half for both.
+// Two blocks are a cluster: they have neighbouring rows of x and the same rows of w; each loads half of w for both.
 // While a tile leaves, through shared memory and by the copy engine, the ring fills for the next one. It goes to y, or is
 // added to what y holds.
 //
 // The 256 rows of w are two halves, which may lie apart: where w is a gate and what it lets through, a thread has the sums of
 // both. A number is summed up in the order of k, whatever is beside it.
+// See `docs/decisions/0021-many-rows-by-a-kernel-of-our-own.md`.
 constexpr u32 ROWS = 128, HALF = 128, W_ROWS = 2 * HALF, STAGES = 4, CLUSTER = 2, GROUPS = 2, GROUP = 128;
 constexpr u32 X_BYTES = ROWS * TILE_ROW_BYTES, HALF_BYTES = HALF * TILE_ROW_BYTES, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 // What a group gives at a time: two boxes of 64 rows and 64 columns.
 constexpr u32 BOX_BYTES = 64 * TILE_ROW_BYTES, OUT_BYTES = 2 * BOX_BYTES;
-// Tiles are taken so that those at work at once have few rows of x and of w between them: so many pairs of neighbouring rows
-// of tiles, column by column.
+// The order of tiles is chosen so that concurrent tiles share rows of x and of w: this number of pairs of neighbouring rows of
+// tiles, column by column.
 constexpr u32 PAIRS_TOGETHER = 8;
 
 struct ManyShape {
@@ -147,7 +148,7 @@ __device__ __forceinline__ void many_rows(const TensorMap& of_y, const TensorMap
         }
         barriers_started();
     }
-    cluster_arrive();  // nobody brings or frees anything before the other's barriers are there
+    cluster_arrive();  // no block loads or frees a stage before the other's barriers are ready
     cluster_wait();
     in_turn();
 
@@ -168,7 +169,7 @@ __device__ __forceinline__ void many_rows(const TensorMap& of_y, const TensorMap
         }
         if (threadIdx.x % GROUP == 0) tiles_written();
     }
-    cluster_arrive();  // nobody leaves while the other brings something here, or frees a stage
+    cluster_arrive();  // no block ends while the other loads into it or frees its stages
     cluster_wait();
 }
 

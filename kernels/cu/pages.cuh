@@ -28,7 +28,7 @@ __device__ __forceinline__ Eight widened(Four raw) {
         u32 bits = (upper & 0x80008000u) | ((upper >> 4) & 0x07f007f0u);
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(eight.pair[i]) : "r"(bits), "r"(0x7b807b80u), "r"(0x80008000u));
     }
-    // The one pattern that is no number stays none, and nobody overlooks it.
+    // The one pattern that is NaN stays NaN, which marks the error.
     u32 none = ((raw.pair[0] & 0x7f7f7f7fu) + 0x01010101u) | ((raw.pair[1] & 0x7f7f7f7fu) + 0x01010101u);
     if (none & 0x80808080u) eight = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
     return eight;

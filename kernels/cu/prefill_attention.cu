@@ -51,7 +51,7 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const Kv* page
     u32 first_row = sequence.x, n_queries = sequence.y, length = sequence.z;
     u32 n_tiles = (n_queries + QUERIES - 1) / QUERIES;
     if (blockIdx.y >= n_tiles) return;
-    u32 first_query = (n_tiles - 1 - blockIdx.y) * QUERIES;  // of all heads the longest first
+    u32 first_query = (n_tiles - 1 - blockIdx.y) * QUERIES;  // the longest first, for all heads
     u32 head = blockIdx.x, kv_head = head / (shape.n_q_heads / shape.n_kv_heads);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
@@ -184,7 +184,7 @@ __device__ __forceinline__ void prefill(bf16* out, const bf16* q, const Kv* page
         }
         if (tile + 1 < end_tile) put(k_at);
     }
-    bool is_spoilt = __syncthreads_or(is_bad);  // a block that is not there: nobody overlooks NaN
+    bool is_spoilt = __syncthreads_or(is_bad);  // NaN marks a block that does not exist
 #pragma unroll
     for (u32 m = 0; m < 2; m++)
 #pragma unroll

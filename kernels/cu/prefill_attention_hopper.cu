@@ -66,8 +66,8 @@ __device__ __forceinline__ void wait_until_empty(u32 empty, u32 nth) {
     if (nth >= STAGES) barrier_wait(empty + stage_of(nth) * 8, (nth / STAGES - 1) % 2);
 }
 
-// The warp that has tiles brought: lanes 0 to 15 half a page each. A page that nobody sees is asked for beyond the map,
-// which makes zeroes; so is a block that is not there, which is told. K comes one tile before V. `n_before` tiles came
+// The warp that loads tiles: lanes 0 to 15 half a page each. A page that no query sees is read beyond the map, which gives
+// zeroes. A block that does not exist is read in the same way, and reported. K comes one tile before V. `n_before` tiles came
 // before this piece.
 __device__ __forceinline__ void bring_tiles(const Span& span, const PrefillShape& shape, const TensorMap& of_pages, const u32* tables,
                                             const Places& at, u32 n_before, volatile u32* spoilt) {
@@ -241,7 +241,7 @@ __device__ __forceinline__ void write_output(bf16* out, const Span& span, const 
         float total = kept.sum[half];
         total += __shfl_xor_sync(FULL_WARP, total, 1);
         total += __shfl_xor_sync(FULL_WARP, total, 2);
-        float share = is_spoilt ? __int_as_float(0x7fc00000) : 1.f / total;  // nobody overlooks NaN
+        float share = is_spoilt ? __int_as_float(0x7fc00000) : 1.f / total;  // NaN marks the error
         u32 query = span.first_query + group * 64 + warp * 16 + half * 8 + lane / 4;
         if (query >= span.n_queries) continue;
         bf16* row = out + ((u64)(span.first_row + query) * shape.n_q_heads + span.head) * HEAD + lane % 4 * 2;

@@ -5,6 +5,7 @@
 // all have been given.
 //
 // All cards launch the same kernels in the same order.
+// See `docs/decisions/0013-gpus-add-parts.md`.
 constexpr u32 FEW_THREADS = 1024, MANY_THREADS = 256, GATHER_THREADS = 256;
 constexpr u32 READY = 0, DONE = RANKS_MAX;  // places of flags, one for each sender
 
@@ -164,7 +165,7 @@ __device__ __forceinline__ void sum_many(const OfRanks& outs, bf16* residual, co
     }
 }
 
-// As sum_few_rows, but each rank keeps the residual of its own rows only.
+// Like sum_few_rows, but each rank keeps the residual of its own rows only.
 extern "C" __global__ void __launch_bounds__(MANY_THREADS)
 sum_many_rows(const __grid_constant__ OfRanks outs, bf16* residual, const __grid_constant__ OfRanks parts, const bf16* weight,
               u32 n_rows, u32 width, float epsilon, const __grid_constant__ OfRanks flags, Turn* turn,
@@ -180,8 +181,8 @@ sum_many_rows(const __grid_constant__ OfRanks outs, bf16* residual, const __grid
     part_from(round, turn, flags, ranks);
 }
 
-// Each rank has some columns of every row, as many as the others; all get all of them. Of the last rank's, those that the
-// whole rows do not have are left out.
+// Each rank has some columns of every row, as many as the others; all get all of them. Columns of the
+// last rank that the whole rows do not have are left out.
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
 gather_columns(const __grid_constant__ OfRanks outs, const float* part, u32 n_rows, u32 part_width, u32 width,
                const __grid_constant__ OfRanks flags, Turn* turn, const __grid_constant__ Ranks ranks) {

@@ -1,27 +1,27 @@
-// How the cards of one model throw numbers to each other: whoever adds up few rows includes this.
+// How the GPUs of one model send numbers to each other. Kernels that add up few rows over all ranks include this.
 //
-// A card writes its part into the others' inboxes, every second word a number that says which round it is of, so that whoever
-// reads sees by itself what has come; one way over the wire is all the waiting there is.
+// A GPU writes its part into the inboxes of the others. Every second word also holds the number of the round, so that the
+// reader sees what has arrived; the only wait is one way over the link.
 //
-// A card that does not come within the patience of the others is lost, which the host is told; whoever waits goes on with
-// anything.
+// A GPU that does not arrive within `patience` is lost, and the host is told. The GPUs that wait for it go on with undefined
+// numbers.
 constexpr u32 RANKS_MAX = 8;
-constexpr u32 LOOK_AFTER = 1024;       // tries in vain before anything but the wire is looked at
-constexpr u64 ASK_AFTER = 50'000'000;  // nanoseconds in vain before the host is asked: all threads ask, which takes its time
+constexpr u32 LOOK_AFTER = 1024;       // failed tries before anything but the packet is read
+constexpr u64 ASK_AFTER = 50'000'000;  // nanoseconds of waiting before the host's word is read: all threads read it, which is slow
 
-// The same thing on each rank's card.
+// The address of the same buffer on each rank's GPU.
 struct OfRanks { u64 at[RANKS_MAX]; };
 
 struct Ranks {
-    u64 lost;      // a word of the host's memory: not zero once somebody did not come
-    u64 known;     // a word of this card's: not zero once it knows
+    u64 lost;      // a word of the host's memory: not zero once a GPU did not arrive
+    u64 known;     // a word of this GPU's: not zero once it knows of the loss
     u64 patience;  // nanoseconds
     u32 n, me;
 };
 
-// 4 numbers and, twice, the round they are of: halves of 8 bytes come whole. Of a number in f32 there are the first 24 bits:
-// 256 times finer than bf16, so that cards that share a model round no more than one card does. Of a round there are 16
-// bits: what lies there is of the round before the last, or of none.
+// 4 numbers and, twice, their round: halves of 8 bytes arrive whole. The first 24 bits of a number in f32 are sent: 256 times
+// finer than bf16, so several GPUs round no more than one GPU does. 16 bits of the round's number are sent: an old packet is
+// from the round before the last, or empty.
 struct alignas(16) Packet { u32 words[4]; };
 
 __device__ __forceinline__ float as_thrown(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffff00u); }
@@ -46,8 +46,8 @@ __device__ __forceinline__ u64 nanoseconds() {
     return now;
 }
 
-// Called after each try in vain: whether to go on without. What one card waits for is cheap to look at, or its own being late
-// would make the others late.
+// Called after each failed try. Returns whether to stop waiting. A failed try must be cheap, or a GPU that waits would be late
+// itself.
 __device__ __forceinline__ bool is_lost(Waiting& waiting, const Ranks& ranks) {
     if (++waiting.tries % LOOK_AFTER != 0) return false;
     volatile u32* known = reinterpret_cast<volatile u32*>(ranks.known);
@@ -83,9 +83,9 @@ __device__ __forceinline__ void catch_packet(float (&x)[4], u64 at, u32 round, c
     unpack_half(x[2], x[3], packet.words[2], packet.words[3]);
 }
 
-// Where rows of 4 * n_packets numbers are thrown, [round % 2][sender][row][packet], and how often each packet was. Whoever
-// throws the round after the next has caught the next, which its thrower began after it had caught this one. All cards
-// throw the same packets, in kernels of the same order; which threads do so is each kernel's own matter.
+// Where rows of 4 * n_packets numbers are sent, [round % 2][sender][row][packet], and how often each packet was sent. A GPU
+// sends round r + 2 after it has received round r + 1, which the other GPU began after it had received round r. All GPUs
+// send the same packets, in kernels of the same order; each kernel decides which threads do so.
 struct Inboxes {
     OfRanks at;
     u32* rounds;  // [row][packet]
@@ -96,12 +96,12 @@ struct Inboxes {
     __device__ __forceinline__ u64 place(u32 before, u32 sender, u32 row, u32 packet) const {
         return (((u64)(before % 2 * ranks.n + sender) * rows_max + row) * n_packets + packet) * sizeof(Packet);
     }
-    // To all others, after so many rounds.
+    // Sends to all other GPUs; `before` rounds have been sent before.
     __device__ __forceinline__ void give(u32 row, u32 packet, const float (&mine)[4], u32 before) const {
         for (u32 rank = 0; rank < ranks.n; rank++)
             if (rank != ranks.me) throw_packet(at.at[rank] + place(before, ranks.me, row, packet), mine, before + 1);
     }
-    // What this card has given becomes the sum of what all have, in one order on all cards.
+    // Replaces this GPU's numbers by the sum over all GPUs, in the same order on all of them.
     __device__ __forceinline__ void take(float (&x)[4], u32 row, u32 packet, u32 before) const {
         float sum[4] = {};
         for (u32 rank = 0; rank < ranks.n; rank++) {

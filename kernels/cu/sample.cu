@@ -12,13 +12,13 @@ constexpr float NATS_MAX = 64.f, KEYS_PER_NAT = 67108864.f /* 2^26 */, WEIGHT_OF
 constexpr u32 FORBIDDEN = 1, SEEN = 2;
 
 struct DrawRow {
-    u32 row;        // of the logits, and of what is drawn
+    u32 row;        // the row of the logits and of the drawn tokens
     u32 in_flight;  // where among the step's tokens the one stands that belongs to the history; NOWHERE: none
     float temperature;
     u32 top_k;
     float top_p, min_p;
     u32 seed[2], position[2];
-    u32 n_top;  // log-probabilities of so many, less one; 0: none are wanted
+    u32 n_top;  // the number of log-probabilities plus one; 0: none are wanted
     u32 first_edit, n_edits;
     float repetition, presence, frequency;
 };
@@ -29,7 +29,7 @@ struct Edit { u32 token; float bias; u32 n_said, flags; };
 struct Outcome {
     u32 token, n_top;
     float best, chosen;  // the model's own logits
-    u64 total;           // of all weights, by the best one's
+    u64 total;           // the sum of all weights, relative to the best one's
     u32 tokens[TOP_MAX];
     float logits[TOP_MAX];
 };
@@ -134,7 +134,7 @@ __device__ void find_bin(u64 before, u64 limit, Room& room) {
     __syncthreads();
 }
 
-// Of the kept tokens with this key, the nth (from 1) by its number.
+// The nth (from 1) of the kept tokens with this key, in the order of token numbers.
 __device__ u32 nth_alike(const Row& row, u32 key, u64 nth, Room& room) {
     u64 seen = 0;
     for (u32 base = 0; base < row.width; base += THREADS) {

@@ -3,8 +3,8 @@
 // w is [n][k], as checkpoints have it. A block takes 16 rows of w, its warps a share of k each. Weights go from memory
 // straight into the registers that the tensor core wants: a lane loads 16 bytes of a row, whose order along k is its own,
 // and loads x in the same order. x is small and stays in the caches.
-// One warp more asks for what the ending needs while the others multiply, and then adds up what they have: four neighbours
-// of a row are a lane's.
+// One more warp loads the inputs of the ending while the others multiply, and then adds up their sums: each lane has four
+// neighbouring numbers of a row.
 constexpr u32 UNIT = 8, W_ROWS = 2 * UNIT, ROWS = 8, PART_STRIDE = W_ROWS + 4;
 
 template <u32 WARPS, u32 UNROLL>
@@ -41,8 +41,8 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const bf16* w, const b
             Eight &a = weights[i][0], &b = weights[i][1], &v = numbers[i];
             mma(sum, a.pair[0], b.pair[0], a.pair[1], b.pair[1], v.pair[0], v.pair[1]);
             mma(sum, a.pair[2], b.pair[2], a.pair[3], b.pair[3], v.pair[2], v.pair[3]);
-            // As soon as these are used, the ones of the next turn take their place. Those of x, too: eight rows do not stay in
-            // the first cache, and a warp that waits for the second asks for no weights.
+            // Once these are used, those of the next turn are loaded in their place. Those of x, too: eight rows do not stay in
+            // the L1 cache, and a warp that waits for L2 loads no weights.
             if (next + t * 8 < k) {
                 a = constant8(rows[0] + next);
                 b = constant8(rows[1] + next);

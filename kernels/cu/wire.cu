@@ -194,8 +194,8 @@ struct WireDigest {
     }
 };
 
-// Pages of layers that are alike, layer by layer. Of each layer's pages `partial` is the one whose tokens are not all valid.
-// V's runs lie so many bytes behind K's, where the pages come from and where they go to.
+// Pages of layers that are alike, layer by layer. `partial` is the page of each layer whose tokens are not all valid.
+// `from_part` and `to_part` are the bytes from K's runs to V's, where the pages come from and where they go to.
 struct WirePages {
     u32 n_pages, n_heads, n_parts, run_bytes, valid, layer_pages, partial, partial_valid, n_stages, from_part, to_part;
 
@@ -211,7 +211,7 @@ struct WireCursor {
 
     __device__ __forceinline__ WireCursor(WirePages const& pages, u32 nth) : page(nth / pages.n_heads), head(nth % pages.n_heads), start(0) {}
 
-    // `stride` heads further: so many pages and so many heads.
+    // Moves on by `stride`: x pages and y heads.
     __device__ __forceinline__ void next(WirePages const& pages, uint2 stride) {
         start += WIRE_STEP;
         if (start < pages.run_bytes) return;

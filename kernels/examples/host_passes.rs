@@ -1,4 +1,4 @@
-//! What the passes over host memory cost of which a transfer by shared memory is made, by themselves: two threads, 1 GiB in
+//! What each pass over host memory in a transfer by shared memory costs by itself: two threads, 1 GiB in
 //! pages of 64 KiB, medians of seven. One line for each, with its rate and its ratio to a plain copy.
 
 use std::error::Error;
@@ -42,7 +42,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Seconds of one pass over everything, so many pages at once.
+/// Seconds of one pass over everything, `n_pages` at once.
 fn median(n_pages: u32, pass: impl Fn(Piece) -> Outcome<()> + Sync) -> Outcome<f64> {
     let mut times = Vec::new();
     for _ in 0..N_TIMES {

@@ -7,9 +7,9 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Nobody holds the page.
+/// The page has no holder.
 const IDLE: u32 = 0;
-/// Somebody writes the page.
+/// The page is being written.
 const WRITTEN: u32 = u32::MAX;
 /// There is no memory behind the page. Every smaller value is a number of readers.
 const AWAY: u32 = WRITTEN - 1;
@@ -36,9 +36,9 @@ pub enum Access {
 pub enum Held {
     ByWriter,
     ByReaders(u32),
-    /// Nobody does: the card that the page is on does not give it any more.
+    /// No holder: the page's card is lost.
     OnLostCard,
-    /// Nobody does: its memory was given back for a while.
+    /// No holder: its memory was given back for a while.
     Away,
 }
 
@@ -54,7 +54,7 @@ impl fmt::Display for Access {
 impl fmt::Display for Held {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::ByWriter => f.write_str("somebody writes"),
+            Self::ByWriter => f.write_str("is being written"),
             Self::ByReaders(n) => write!(f, "{n} others read"),
             Self::OnLostCard => f.write_str("lies on a GPU that does not answer"),
             Self::Away => f.write_str("was given back for a while"),
@@ -62,7 +62,7 @@ impl fmt::Display for Held {
     }
 }
 
-/// The borrow states of so many pages, all idle.
+/// The borrow states of `n_pages`, all idle.
 pub(crate) fn idle(n_pages: u32) -> Box<[AtomicU32]> {
     (0..n_pages).map(|_| AtomicU32::new(IDLE)).collect()
 }
@@ -116,7 +116,7 @@ fn held(state: u32) -> Held {
     }
 }
 
-/// Has nobody borrow these pages until they are [back](bring_back): all of them, or none.
+/// Prevents borrows of these pages until they are [back](bring_back): all of them, or none.
 pub(crate) fn take_away(pages: &[AtomicU32]) -> Result<(), Refused> {
     for (nth, page) in pages.iter().enumerate() {
         if let Err(state) = page.compare_exchange(IDLE, AWAY, Ordering::Acquire, Ordering::Relaxed) {

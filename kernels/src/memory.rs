@@ -1,8 +1,8 @@
 //! Hot path.
 //! Host memory for KV: regions of equal pages whose aliasing is checked at run time.
 //!
-//! A compute thread writes pages while the tasks of a connector read others, and which page belongs to whom changes
-//! with every sequence: the borrow checker cannot follow. So every page has a borrow state.
+//! A compute thread writes pages while the tasks of a connector read others. Which thread uses a page changes with every
+//! sequence, and the compiler cannot check that. So every page has a borrow state.
 //!
 //! Cost: one compare-and-swap per page to borrow and one to give back. Pages are 4 KiB to 64 KiB, so this stays
 //! under a thousandth of the time to copy them.
@@ -108,7 +108,7 @@ impl HostMemory {
     pub fn read(&self, region: u32, pages: Range<u32>) -> Result<PageRef<'_>, PageBusy> {
         let run = self.regions.run(region, &pages);
         let borrow = ReadBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
-        // JUSTIFICATION: the borrow checker cannot follow which page belongs to whom.
+        // JUSTIFICATION: the compiler cannot check which thread uses a page.
         // SAFETY: the run lies in the mapping, which outlives the borrow of `self` and is initialised (the system hands
         // out zeroes); every writer goes through a `WriteBorrow` of these pages, which this reader excludes.
         Ok(unsafe { PageRef::new(self.at(run.offset), run.len, borrow, None) })

@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use crate::borrow::{ReadBorrow, WriteBorrow};
 use crate::cuda::staging::{Staged, WriteBack};
 
-/// A run of pages that nobody can write while this value lives. The bytes of all pages, one page after the other.
+/// A run of pages that cannot be written while this value lives. The bytes of all pages, one page after the other.
 ///
 /// On a card it is a copy in host memory, made when the borrow was.
 //
@@ -25,7 +25,7 @@ pub struct PageRef<'a> {
     memory: PhantomData<&'a [u8]>,
 }
 
-/// A run of pages that nobody else can read or write while this value lives.
+/// A run of pages that no other code can read or write while this value lives.
 ///
 /// On a card it is a copy in host memory, which goes to the card when this is dropped.
 pub struct PageMut<'a> {
@@ -41,7 +41,7 @@ pub struct PageMut<'a> {
 
 impl<'a> PageRef<'a> {
     /// # Safety
-    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and nobody writes them while the
+    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and are not written while the
     /// borrow lives.
     pub(crate) unsafe fn new(
         start: NonNull<u8>,
@@ -55,7 +55,7 @@ impl<'a> PageRef<'a> {
 
 impl<'a> PageMut<'a> {
     /// # Safety
-    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and nobody else reaches them
+    /// `len` bytes from `start` are initialised, live for 'a (or as long as `copy`), and no other code reaches them
     /// while the borrow lives.
     pub(crate) unsafe fn new(
         start: NonNull<u8>,

@@ -120,7 +120,7 @@ impl Regions {
         Run { offset, len, borrows }
     }
 
-    /// Has nobody borrow any page until they are [back](Self::bring_back): all of them, or none.
+    /// Prevents borrows of all pages until they are [back](Self::bring_back): all of them, or none.
     pub(crate) fn take_away(&self) -> Result<(), PageBusy> {
         for (nth, pages) in self.borrows.iter().enumerate() {
             if let Err(refused) = take_away(pages) {
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_are_away_are_nobodys_and_a_held_one_keeps_all_here() {
+    fn pages_that_are_away_cannot_be_borrowed_and_a_held_one_keeps_all_here() {
         let regions = Regions::new(&SHAPES).expect("a few KiB");
         let all = || [(0, 0..8), (1, 0..3)].map(|(region, pages)| regions.run(region, &pages).borrows);
         let held = ReadBorrow::take(&all()[1][2..3]).map_err(|_| "held").expect("it is idle");
@@ -173,7 +173,7 @@ mod tests {
             for pages in all() {
                 assert!(WriteBorrow::take(pages).is_ok() && ReadBorrow::take(pages).is_ok());
             }
-            regions.take_away().expect("nobody holds any");
+            regions.take_away().expect("no page is borrowed");
             let busy = regions.take_away().expect_err("they are away already");
             assert_eq!(busy.held, Held::Away);
             for pages in all() {

@@ -1,7 +1,7 @@
 //! Every kernel compiles for every kind of card, with no GPU: registers and spills are as `cu/registers.txt` says.
 //!
 //! The compiler is the one that `./test.sh` puts into `.cache/nvrtc`, or lies in the folder that `TEST_NVRTC` names. Without
-//! one these tests fail: a kernel that nobody has compiled is not known to compile.
+//! one these tests fail, because no kernel could be compiled.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const BYTES: usize = 1 << 20;
 const RETRIES: u8 = 3;
-/// Of these devices, with IPv4 addresses: RoCE v2.
+/// The index on these devices, with IPv4 addresses: RoCE v2.
 const GID_INDEX: u8 = 1;
 const WITHIN: Duration = Duration::from_secs(30);
 
@@ -29,7 +29,7 @@ struct Side {
 }
 
 fn side(port: &str) -> Side {
-    let device = Device::open(port).expect("the port is named by whoever made it");
+    let device = Device::open(port).expect("the port exists");
     let domain = Domain::new(&device).expect("a domain");
     let memory = HostMemory::shared(&[RegionShape { page_bytes: 4096, n_pages: (BYTES / 4096) as u32 }]);
     let memory = memory.expect("a megabyte");
@@ -199,7 +199,7 @@ fn after_the_destruction_not_a_byte_changes() {
         near.pair.write(number, &near.region, region.key(), &[whole], number as u32).expect("told");
     }
     drop((pair, completions));
-    memory.write(0, 0..256).expect("nobody else's").fill(1);
+    memory.write(0, 0..256).expect("no other borrow").fill(1);
     near.wait_for(4);
     assert!(memory.read(0, 0..256).expect("idle").iter().all(|byte| *byte == 1), "it changed");
 }

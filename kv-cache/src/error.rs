@@ -17,7 +17,7 @@ impl NoRoom {
     }
 }
 
-/// The pool's books contradict each other. Always a bug of ours.
+/// The pool's state contradicts itself. Always a bug of ours.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IntegrityError {
     #[error("counts do not add up: counted {counted:?}, booked {booked:?}")]

@@ -1,4 +1,4 @@
-//! One entry of the pool's books: some blocks, who holds them, and what of them is published.
+//! One entry of the pool's state: some blocks, who holds them, and what of them is published.
 
 use std::fmt;
 use std::mem;
@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use types::{BlockHash, BlockIdx, GroupIdx};
 
-use crate::lease::Holder;
+use crate::holder::Holder;
 
-/// Names one hold in the books; never used again.
+/// Names one hold in the state; never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HoldId(pub(crate) u64);
 

@@ -1,13 +1,13 @@
-//! The books against themselves: everything that is kept twice is counted again and compared.
+//! Checks the pool's state: everything that is kept twice is counted again and compared.
 
 use types::{BlockCounts, BlockHash, BlockIdx};
 
-use crate::books::{Books, Record};
 use crate::error::IntegrityError;
-use crate::ledger::BlockState;
+use crate::pool_state::PoolState;
 use crate::prefix::Entry;
+use crate::record::{BlockState, Record};
 
-impl Books {
+impl PoolState {
     pub(crate) fn integrity(&self) -> Result<(), IntegrityError> {
         self.counts_add_up()?;
         self.holds_match()?;

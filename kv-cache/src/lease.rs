@@ -1,62 +1,30 @@
-//! The right to some blocks, as a value: whoever has it may use them, and dropping it gives them back.
+//! The right to some blocks, as a value: its owner may use them, and dropping it gives them back.
+//! See `docs/decisions/0008-windows-give-back.md`.
 
 use std::fmt;
 use std::sync::Arc;
 
-use types::{BlockHash, BlockIdx, GroupIdx, RequestId};
+use types::{BlockHash, BlockIdx, GroupIdx};
 
 use crate::hold::{HoldId, Tables};
-use crate::pool::BlockPool;
-
-/// What a lease is held for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Holding {
-    /// A sequence that runs, or waits to.
-    Sequence,
-    /// KV on its way to this node.
-    Landing,
-    /// KV on its way from this node, or waiting to be fetched.
-    Outbox,
-}
-
-impl fmt::Display for Holding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Sequence => "sequence",
-            Self::Landing => "landing",
-            Self::Outbox => "outbox",
-        })
-    }
-}
-
-/// Who holds a lease: for humans, in the ledger. The pool decides nothing by it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder {
-    pub what: Holding,
-    pub request: RequestId,
-}
-
-impl fmt::Display for Holder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of {}", self.what, self.request)
-    }
-}
+use crate::holder::Holder;
+use crate::shared::SharedPool;
 
 /// The right to the blocks of one sequence, or of a part of it: one table per layer group, all of one length.
 ///
 /// Not `Clone`: a block is given back once. Blocks that came from the prefix cache are shared with other leases and
-/// must not be written; which ones these are, the holder knows from [`BlockPool::adopt`]. Dropping the lease gives its
-/// blocks back: published ones stay cached, the others are free at once, so nobody may write them any more by then.
+/// must not be written; which ones these are, the holder knows from [`BlockPool::adopt`](crate::BlockPool::adopt). Dropping the lease gives its
+/// blocks back: published ones stay cached, the others are free at once, so no write to them may be under way by then.
 /// Where that cannot be proved, [`quarantine`](Self::quarantine) takes the place of the drop.
 #[must_use = "a lease that is not kept gives its blocks back at once"]
 pub struct BlockLease {
-    pool: BlockPool,
+    pool: SharedPool,
     id: HoldId,
     tables: Arc<Tables>,
 }
 
 impl BlockLease {
-    pub(crate) fn new(pool: BlockPool, id: HoldId, tables: Arc<Tables>) -> Self {
+    pub(crate) fn new(pool: SharedPool, id: HoldId, tables: Arc<Tables>) -> Self {
         Self { pool, id, tables }
     }
 
@@ -152,7 +120,7 @@ impl Drop for BlockLease {
 /// Dropped without it, the blocks stay in quarantine for good, where the ledger and the metrics show them.
 #[must_use = "blocks in quarantine come back only by `release`"]
 pub struct Quarantine {
-    pool: BlockPool,
+    pool: SharedPool,
     id: HoldId,
     tables: Arc<Tables>,
 }

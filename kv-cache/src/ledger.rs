@@ -1,41 +1,12 @@
 //! What an operator sees: where every block is, who has it, and for how long.
 
-use std::fmt;
 use std::time::Duration;
 
 use tokio::time::Instant;
 use types::{BlockHash, BlockIdx};
 
-use crate::books::{Books, Record};
-
-/// Where a block is. Each block is in exactly one of these.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum BlockState {
-    Free,
-    /// Held by one lease or, if it is published, by several.
-    Leased,
-    /// Held by the prefix index alone.
-    Cached,
-    /// Held by nobody but a wire that is not known to be quiet.
-    Quarantined,
-}
-
-impl BlockState {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Free => "free",
-            Self::Leased => "leased",
-            Self::Cached => "cached",
-            Self::Quarantined => "quarantined",
-        }
-    }
-}
-
-impl fmt::Display for BlockState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
+use crate::pool_state::PoolState;
+use crate::record::{BlockState, Record};
 
 /// One line of the ledger.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +23,7 @@ pub struct LedgerEntry {
     pub age: Duration,
 }
 
-impl Books {
+impl PoolState {
     pub(crate) fn ledger(&self, now: Instant) -> Vec<LedgerEntry> {
         let mut entries: Vec<LedgerEntry> =
             self.records().map(|(block, record)| record.entry(block, now)).collect();

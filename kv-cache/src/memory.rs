@@ -13,8 +13,9 @@ use types::{GroupIdx, KvLayout};
 
 /// All KV of one node. Cheap to clone: all clones are the same memory.
 ///
-/// A block of a group is one page in each of the group's layers, at the block's index. Whose block is whose is the
-/// [`BlockPool`](crate::BlockPool)'s knowledge; this only sees to it that nobody reads a page while it is written.
+/// A block of a group is one page in each of the group's layers, at the block's index. The
+/// [`BlockPool`](crate::BlockPool) knows the holders of blocks; this type only prevents a read of a page while it is
+/// written.
 ///
 /// Where the layout has several ranks, each has memory of its own with its heads' share of every page: [`rank`](Self::rank)
 /// reaches one's. What is said of pages without naming a rank is for memory that has only one.
@@ -103,7 +104,7 @@ impl KvMemory {
         Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size)
     }
 
-    /// Tokens of the longest sequence, of `context_tokens` at most, for which so many blocks have room.
+    /// Tokens of the longest sequence that fits in `n_blocks` blocks, at most `context_tokens`.
     pub fn longest(layout: &KvLayout, n_blocks: u32, context_tokens: usize) -> usize {
         match (n_blocks as usize).checked_div(layout.groups.len()) {
             None => context_tokens,
@@ -149,8 +150,8 @@ impl KvMemory {
 
     /// Reads one layer of neighbouring blocks: their pages, one after the other.
     ///
-    /// `layer_pos` is the layer's position in its group, not its number in the model. A refusal means that somebody
-    /// writes one of these blocks: the caller reads what it does not hold, or before it was computed.
+    /// `layer_pos` is the layer's position in its group, not its number in the model. A refusal means that one of these
+    /// blocks is being written: the caller reads a block that it does not hold, or reads before the block was computed.
     ///
     /// # Panics
     /// If the group, the layer or one of the blocks does not exist, or there are several ranks.
@@ -158,7 +159,7 @@ impl KvMemory {
         self.whole().read(group, layer_pos, blocks)
     }
 
-    /// Writes one layer of neighbouring blocks. As [`read`](Self::read), but nobody else may hold any of the pages.
+    /// Writes one layer of neighbouring blocks. Like [`read`](Self::read), but refused while any of the pages is borrowed.
     pub fn write(
         &self,
         group: GroupIdx,
@@ -178,7 +179,7 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// As [`KvMemory::read`], the rank's share of each page.
+    /// Like [`KvMemory::read`], the rank's share of each page.
     ///
     /// # Panics
     /// If the group, the layer or one of the blocks does not exist.
@@ -190,7 +191,7 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// As [`KvMemory::write`], the rank's share of each page.
+    /// Like [`KvMemory::write`], the rank's share of each page.
     ///
     /// # Panics
     /// If the group, the layer or one of the blocks does not exist.
@@ -226,10 +227,10 @@ impl<'a> OnCard<'a> {
         self.memory.region(self.region(group, layer_pos))
     }
 
-    /// As [`layer`](Self::layer), for kernels that write.
+    /// Like [`layer`](Self::layer), for kernels that write.
     ///
     /// Nothing here checks which pages they write: the tables that they are given must name blocks that the caller has
-    /// leased, and that nobody borrows by [`KvMemory::read`] or [`KvMemory::write`] meanwhile.
+    /// leased, and that are not borrowed by [`KvMemory::read`] or [`KvMemory::write`] meanwhile.
     pub fn layer_mut<T: Element>(&self, group: GroupIdx, layer_pos: u16) -> ViewMut<'a, T> {
         self.memory.region_mut(self.region(group, layer_pos))
     }

@@ -1,7 +1,7 @@
 //! The prefix index: a tree of published blocks. A block's parent is the block before it in the sequence.
 //!
 //! Hashes are chained, so a hash names a whole prefix and a tenant: one map from hash to entry holds the tree, and
-//! the edges only matter for eviction. Only leaves that nobody reads are evicted, so a prefix is never cut in two.
+//! the edges only matter for eviction. Only leaves without readers are evicted, so a prefix is never cut in two.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,7 +10,7 @@ use types::{BlockHash, BlockIdx};
 #[derive(Debug, Default)]
 pub(crate) struct PrefixIndex {
     entries: HashMap<BlockHash, Entry>,
-    /// Leaves that nobody reads, the longest unused first.
+    /// Leaves without readers, the longest unused first.
     evictable: BTreeMap<u64, BlockHash>,
     /// Counts last uses; every one has a number of its own.
     clock: u64,
@@ -76,7 +76,7 @@ impl PrefixIndex {
         self.mark_if_evictable(hash);
     }
 
-    /// Puts other blocks, with the same KV and one reader, in the place of an entry's blocks that nobody reads.
+    /// Replaces an entry's blocks, which have no reader, by others with the same KV and one reader.
     pub(crate) fn replace(&mut self, hash: BlockHash, blocks: Box<[BlockIdx]>) -> Box<[BlockIdx]> {
         self.pin(hash);
         std::mem::replace(&mut self.entry(hash).blocks, blocks)

@@ -14,7 +14,7 @@ use chassis::{Gate, World};
 use criterion::{Criterion, SamplingMode, Throughput};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
 use kv_transfer::{
-    ConnectorParts, Faults, KvConnector, LandRequest, Source, TransferMetrics, TransferSettings, build,
+    ConnectorParts, Faults, KvConnector, LandRequest, TransferMetrics, TransferSettings, build,
 };
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -74,7 +74,7 @@ fn compare(runtime: &Runtime, bench: &Bench) {
 #[derive(Clone, Copy)]
 struct Run {
     took: Duration,
-    /// Of all threads of this process, in user and in kernel.
+    /// CPU time of all threads of this process, in user and in kernel mode.
     cpu: Duration,
 }
 
@@ -173,7 +173,6 @@ impl Bench {
             lease: self.far.lease(),
             n_tokens: N_TOKENS,
             held_tokens: 0,
-            source: Source::Peer,
             deadline: world.deadline_in(Duration::from_secs(60)),
         };
         let (landing, arrival) = self.far.connector.land(request).unwrap();

@@ -2,19 +2,18 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use chassis::Task;
-use kv_cache::BlockLease;
-use types::{Handoff, Scheme, TransferId};
+use types::TransferId;
 
+use crate::arrived::ArrivedKv;
 use crate::error::TransferError;
 use crate::landing::{OpenLanding, Outcome};
 use crate::quiet::Quiet;
 
 /// One landing's future, on the node that granted it. Dropped before the KV has arrived, it cancels the transfer.
 ///
-/// The drop does not wait, whoever stands still at the other end: the sender is told, and the blocks are back in the
+/// The drop does not wait, even if the other end stands still: the sender is told, and the blocks are back in the
 /// pool when the drop returns. Only where the wire cannot prove that it is quiet they are in quarantine instead.
 pub struct Arrival {
     landing: Arc<OpenLanding>,
@@ -32,20 +31,6 @@ pub enum ArrivalStatus {
     Arrived(ArrivedKv),
     /// It will not come. The lease is gone.
     Failed(TransferError),
-}
-
-/// KV that is whole, verified and ours. It cannot exist before that.
-#[derive(Debug)]
-pub struct ArrivedKv {
-    /// The lease that the landing was made of.
-    pub lease: BlockLease,
-    pub handoff: Handoff,
-    /// Bytes that travelled.
-    pub bytes: u64,
-    /// The wire that was really used.
-    pub scheme: Scheme,
-    /// From the landing's grant to the last byte.
-    pub waited: Duration,
 }
 
 impl Arrival {
@@ -93,7 +78,7 @@ impl Arrival {
     }
 
     /// For wires that do not do the writing themselves: if the landing fails, its blocks come back only once `quiet`
-    /// says that nobody writes any more.
+    /// says that no write is left.
     ///
     /// # Panics
     /// If it was called before: a landing has one wire.

@@ -1,10 +1,12 @@
 //! One wire that KV can travel on: the two traits that every connector implements.
+//! See `docs/decisions/0019-first-contact-with-the-first-prompt.md`.
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use chassis::{Gate, World};
+use futures::future::BoxFuture;
 use kv_cache::{BlockLease, KvMemory, LayerFence};
 use types::{
     Deadline, Destination, Epoch, Fingerprint, Handoff, KvSpan, Landing, NodeId, Scheme, TransferId,
@@ -92,18 +94,8 @@ pub struct LandRequest {
     pub n_tokens: u32,
     /// Tokens, from the front, whose KV is here already: a whole number of blocks.
     pub held_tokens: u32,
-    pub source: Source,
     /// When the landing fails by itself.
     pub deadline: Deadline,
-}
-
-/// Who moves the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
-    /// A peer writes: a wire.
-    Peer,
-    /// This side fetches: a store.
-    Store,
 }
 
 /// What a connector is built from.
@@ -119,4 +111,29 @@ pub struct ConnectorParts {
     pub metrics: TransferMetrics,
     /// None in production.
     pub faults: Faults,
+}
+
+/// Builds one connector. Binding a socket or opening a device may take time and may fail.
+pub type Build = fn(ConnectorParts) -> BoxFuture<'static, Result<Arc<dyn KvConnector>, TransferError>>;
+
+/// What a node must know of a wire before it builds it. Each wire's file has one of these.
+#[derive(Clone, Copy, Debug)]
+pub struct WireKind {
+    /// The scheme of its addresses, and its name in settings.
+    pub name: &'static str,
+    pub build: Build,
+    pub auto: Auto,
+}
+
+/// Whether the setting `auto` stands for a wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Auto {
+    /// It must be named.
+    No,
+    /// Where it works.
+    IfItWorks,
+    /// Where the node's KV is on GPUs, and it works.
+    IfOnGpus,
+    /// Always: a node does not start without it.
+    Needed,
 }

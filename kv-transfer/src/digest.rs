@@ -18,7 +18,7 @@ use crate::reshard::HeadShape;
 pub struct Digest(pub u64);
 
 impl Digest {
-    /// Of the hashes of a head's K and V, or of its latent vectors alone.
+    /// Combines the hashes of a head's K and V, or of its latent vectors alone.
     pub(crate) fn of_parts(hashes: impl Iterator<Item = u64>) -> Self {
         let (mut parts, mut n) = ([0u8; 16], 0);
         for hash in hashes {

@@ -10,8 +10,6 @@ use kernels::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
 use types::{Refusal, RefusalKind, Verdict, in_full};
 
-use crate::connectors::link::frame::FrameError;
-
 /// Why KV did not travel. Cheap to clone: both the sender and the arrival of one transfer hold it.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TransferError {
@@ -84,6 +82,29 @@ pub enum TransferError {
     Memory(String),
 }
 
+/// Why bytes are not a frame.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    #[error("{needed} bytes are needed, {given} are there")]
+    Incomplete { needed: usize, given: usize },
+    #[error("not a frame of this protocol")]
+    Magic,
+    #[error("unknown kind {0}")]
+    Kind(u8),
+    #[error("reserved bytes are set")]
+    Reserved,
+    #[error("a body of {len} bytes, {max} are allowed")]
+    BodyTooLong { len: usize, max: usize },
+    #[error("a payload of {len} bytes, {max} are allowed")]
+    PayloadTooLong { len: usize, max: usize },
+    #[error("the checksum does not fit")]
+    Checksum,
+    #[error("the body is malformed: {0}")]
+    Body(&'static str),
+    #[error("{0} is not expected here")]
+    Unexpected(&'static str),
+}
+
 impl TransferError {
     /// What the caller should do.
     pub fn verdict(&self) -> Verdict {
@@ -93,7 +114,7 @@ impl TransferError {
         }
     }
 
-    /// Whether it says that this machine does not have what the wire is for, and nothing more: nobody has to act.
+    /// Whether the only cause is that this machine lacks the wire's hardware. The operator need not act.
     pub fn is_of_the_machine(&self) -> bool {
         matches!(self, Self::Rdma { source } if matches!(**source, VerbsError::NoDevice))
     }

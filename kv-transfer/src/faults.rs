@@ -1,7 +1,7 @@
 //! Faults that a test plays on a wire, between the digest and the peer.
 //!
 //! Every connector asks its [`Faults`] once per frame of KV what shall become of it. In production there are none and
-//! the answer costs one comparison. [`Flaky`](crate::connectors::flaky::Flaky) is the way to set them.
+//! the answer costs one comparison. `connectors::flaky::Flaky` is the way to set them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,7 +11,7 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     pub kind: FaultKind,
-    /// Of the KV that leaves from when the fault comes first in line, the byte whose frame is hit, however large frames are.
+    /// The byte whose frame is hit, counted in the KV that leaves from when the fault comes first in line, however large frames are.
     pub after_bytes: u64,
     /// Frames that are hit, from that one on.
     pub times: u32,

@@ -1,30 +1,42 @@
 //! A landing on the node that granted it: from the grant to the arrival, or to the failure.
 //!
-//! Every wire fills an [`OpenLanding`] the same way: it is opened once, spans are claimed, written and verified, and the handoff ends it. However it ends, it ends once, and the
-//! lease moves: into [`ArrivedKv`], or back to the pool.
+//! Every wire fills an [`OpenLanding`] the same way: it is opened once, spans are claimed, written and verified, and the
+//! handoff ends it. It ends once, and the lease moves: into [`ArrivedKv`], or back to the pool.
+//!
+//! Its three parts: what a sender must show (`credentials`), the gate over the lease (`lease_gate`), and how far the
+//! transfer is (`progress`).
 
-use std::fmt::Debug;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
+mod credentials;
+mod lease_gate;
+mod progress;
+mod summary;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use chassis::guards::{Guard, stands};
 use chassis::{Gate, spawn_guarded};
 use kv_cache::{BlockLease, KvMemory, PageBusy};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tracing::{info, trace, warn};
-use types::{Epoch, Fingerprint, Grant, GroupIdx, Handoff, KvLayout, KvSpan, Landing, TransferId};
+use types::{GroupIdx, Handoff, KvSpan, Landing};
 
-use crate::arrival::ArrivedKv;
+pub use self::credentials::Credentials;
+use self::credentials::Demands;
+use self::lease_gate::LeaseGate;
+pub(crate) use self::progress::Outcome;
+use self::progress::Progress;
+pub use self::progress::{Claim, Opener};
+use crate::arrived::ArrivedKv;
 use crate::connector::ConnectorParts;
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
-use crate::flights::{Flight, Flights};
 use crate::landings::Table;
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
 use crate::pages::Pages;
+use crate::pending_copies::PendingCopy;
 use crate::quiet::Quiet;
 use crate::reshard::{Heads, Lane};
 use crate::runs::Runs;
@@ -32,47 +44,12 @@ use crate::runs::Runs;
 /// A proof of quiet that takes longer than this is a matter for a human.
 const PROOF_IS_LATE_AFTER: Duration = Duration::from_secs(10);
 
-/// Who filled, or wanted to fill, a landing: told once how it ended.
-pub trait Opener: Debug + Send + Sync {
-    /// Called from wherever the landing ended, also from a drop: must not wait.
-    fn ended(&self, transfer: TransferId, outcome: Result<(), &TransferError>);
-}
-
-/// What a sender shows to be let in.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Credentials {
-    pub grant: Grant,
-    pub epoch: Epoch,
-    pub n_tokens: u32,
-    pub held_tokens: u32,
-    /// The ranks that share the sender's heads.
-    pub tp_size: u16,
-    /// Summaries of the sender's own layout and fingerprint.
-    pub layout: u64,
-    pub fingerprint: u64,
-}
-
-impl Credentials {
-    /// What a node with this layout and fingerprint shows. They are its own, and not those that the landing claims.
-    pub fn new(landing: &Landing, layout: &KvLayout, fingerprint: &Fingerprint) -> Self {
-        Self {
-            grant: landing.grant,
-            epoch: landing.epoch,
-            n_tokens: landing.n_tokens,
-            held_tokens: landing.held_tokens,
-            tp_size: layout.shard.tp_size,
-            layout: summary::layout(layout),
-            fingerprint: summary::fingerprint(fingerprint),
-        }
-    }
-}
-
-/// One landing. Shared by its [`Arrival`](crate::Arrival), its timer, and whoever fills it.
+/// One landing. Shared by its [`Arrival`](crate::Arrival), its timer, and the code that fills it.
 #[derive(Debug)]
 pub struct OpenLanding {
     landing: Landing,
-    summaries: (u64, u64),
-    /// Of the pages of one rank.
+    demands: Demands,
+    /// Shapes of the pages of one rank, by group and layer.
     shapes: Vec<Vec<PageShape>>,
     /// Known once a sender is let in.
     lanes: OnceLock<Lanes>,
@@ -80,49 +57,14 @@ pub struct OpenLanding {
     /// Whether spans must bring digests.
     verifies: bool,
     since: Instant,
-    /// The proof of quiet: whoever writes holds it shared and finds the lease in it; whoever ends the landing takes
-    /// the lease out. Held for one attempt to copy, never across an await.
-    lease: RwLock<Option<BlockLease>>,
-    /// Held for one attempt to copy where several lanes lead into the same pages, which are borrowed whole.
-    turn: Mutex<()>,
+    lease: LeaseGate,
     /// Held for bookkeeping, never across an await.
     progress: Mutex<Progress>,
     changed: Notify,
-    quiet: OnceLock<Arc<dyn Quiet>>,
-    /// Copies that a card of this node makes outside of the lock.
-    flights: Arc<Flights>,
     gate: Gate,
     runtime: Handle,
     metrics: TransferMetrics,
     table: Weak<Table>,
-}
-
-#[derive(Debug)]
-struct Progress {
-    pages: Pages,
-    first_byte: Option<Instant>,
-    bytes: u64,
-    handoff: Option<Handoff>,
-    opener: Option<Arc<dyn Opener>>,
-    outcome: Option<Outcome>,
-}
-
-/// How a landing ended.
-#[derive(Debug)]
-pub(crate) enum Outcome {
-    Arrived(ArrivedKv),
-    /// The arrival has been handed out.
-    Taken,
-    Failed(TransferError),
-}
-
-/// What to do with a span that comes in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Claim {
-    /// Its pages are nobody else's: write them.
-    Write,
-    /// It is a repetition, or the landing has ended: read it off the wire and forget it.
-    Skip,
 }
 
 fn shapes(landing: &Landing) -> Vec<Vec<PageShape>> {
@@ -149,26 +91,16 @@ impl OpenLanding {
     ) -> Self {
         let pages = Pages::of(&landing, Lanes::only());
         Self {
-            summaries: (summary::layout(&landing.layout), summary::fingerprint(&landing.fingerprint)),
+            demands: Demands::of(&landing),
             shapes: shapes(&landing),
             lanes: OnceLock::new(),
             landing,
             memory: parts.memory.clone(),
             verifies: parts.settings.digests,
             since: parts.world.now(),
-            lease: RwLock::new(Some(lease)),
-            turn: Mutex::default(),
-            progress: Mutex::new(Progress {
-                pages,
-                first_byte: None,
-                bytes: 0,
-                handoff: None,
-                opener: None,
-                outcome: None,
-            }),
+            lease: LeaseGate::new(lease),
+            progress: Mutex::new(Progress::new(pages)),
             changed: Notify::new(),
-            quiet: OnceLock::new(),
-            flights: Arc::default(),
             gate: parts.gate.clone(),
             runtime: Handle::current(),
             metrics: parts.metrics.clone(),
@@ -184,7 +116,7 @@ impl OpenLanding {
         &self.memory
     }
 
-    /// Of a page of one rank.
+    /// The shape of one rank's page.
     pub(crate) fn shape(&self, group: GroupIdx, layer_pos: u16) -> PageShape {
         self.shapes[usize::from(group.0)][usize::from(layer_pos)]
     }
@@ -194,7 +126,7 @@ impl OpenLanding {
     /// # Panics
     /// If no sender was let in yet.
     pub(crate) fn lanes(&self) -> &Lanes {
-        self.lanes.get().expect("a landing is filled by whom it let in")
+        self.lanes.get().expect("a landing is filled by a sender that it let in")
     }
 
     /// The heads of a lane in a page of this side.
@@ -211,37 +143,12 @@ impl OpenLanding {
 
     /// Lets one sender in, once, if it shows what it must.
     pub(crate) fn admit(&self, shown: &Credentials, opener: Arc<dyn Opener>) -> Result<(), TransferError> {
-        if shown.grant != self.landing.grant && stands(Guard::Grant) {
-            return Err(TransferError::WrongGrant);
-        }
-        if shown.epoch != self.landing.epoch && stands(Guard::Epoch) {
-            return Err(TransferError::WrongEpoch);
-        }
-        self.agree(shown)?;
+        self.demands.check(shown, &self.landing)?;
         let lanes = Lanes::between(shown.tp_size, &self.landing.layout);
         let lanes = lanes.map_err(|error| TransferError::Mismatch(error.to_string()))?;
         let mut progress = self.progress();
-        match &progress.outcome {
-            Some(Outcome::Failed(error)) => return Err(error.clone()),
-            Some(Outcome::Arrived(_) | Outcome::Taken) => return Err(TransferError::AlreadyOpened),
-            None if progress.opener.is_some() => return Err(TransferError::AlreadyOpened),
-            None => progress.opener = Some(opener),
-        }
+        progress.let_in(opener)?;
         progress.pages = Pages::of(&self.landing, self.lanes.get_or_init(|| lanes).clone());
-        Ok(())
-    }
-
-    fn agree(&self, shown: &Credentials) -> Result<(), TransferError> {
-        let refuse = |what: &str| Err(TransferError::Mismatch(format!("the two sides' {what} differ")));
-        if shown.layout != self.summaries.0 {
-            return refuse("layouts");
-        }
-        if shown.fingerprint != self.summaries.1 {
-            return refuse("models");
-        }
-        if (shown.n_tokens, shown.held_tokens) != (self.landing.n_tokens, self.landing.held_tokens) {
-            return refuse("lengths");
-        }
         Ok(())
     }
 
@@ -252,14 +159,10 @@ impl OpenLanding {
         if !progress.pages.contains(span) || !(may_be_bare || n_digests == self.n_digests(span)) {
             return Err(TransferError::Mismatch(format!("{span:?} is not part of the transfer")));
         }
-        if progress.outcome.is_some() || !progress.pages.claim(span) {
-            return Ok(Claim::Skip);
-        }
-        progress.first_byte.get_or_insert_with(Instant::now);
-        Ok(Claim::Write)
+        Ok(progress.claim(span))
     }
 
-    /// As [`claim`](Self::claim), for a span whose digests follow.
+    /// Like [`claim`](Self::claim), for a span whose digests follow.
     pub(crate) fn claim_promised(&self, span: &LaneSpan) -> Result<Claim, TransferError> {
         // Asked before digests are counted: a span that is not part of the transfer has none.
         let is_part = self.progress().pages.contains(span);
@@ -274,21 +177,22 @@ impl OpenLanding {
     /// Runs `attempt` on the memory while the landing is open; `None` once it is closed.
     ///
     /// Only here may a wire touch the landing's pages. `attempt` borrows pages and gives them back before it returns,
-    /// and never waits; so when the landing is closed, nobody holds a page of it and nobody will take one.
+    /// and never waits; so when the landing is closed, no page of it is borrowed and none will be.
     pub(crate) fn while_open<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<T> {
-        let take_turns = self.lanes.get().is_some_and(Lanes::share_pages);
-        let _turn = take_turns.then(|| self.turn.lock().unwrap_or_else(PoisonError::into_inner));
-        let lease = self.lease.read().unwrap_or_else(PoisonError::into_inner);
-        (lease.is_some() || !stands(Guard::Quiet)).then(|| attempt(&self.memory))
+        let attempt = || attempt(&self.memory);
+        match self.lanes.get().is_some_and(Lanes::share_pages) {
+            true => self.lease.in_turn(attempt),
+            false => self.lease.while_open(attempt),
+        }
     }
 
-    /// As [`while_open`](Self::while_open), for an attempt that starts a card on copies which outlast it.
+    /// Like [`while_open`](Self::while_open), for an attempt that starts device copies which outlast it.
     ///
-    /// The landing's blocks are given to nobody before the flight has landed, whatever becomes of the landing.
-    pub(crate) fn take_off<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<(T, Flight)> {
+    /// The landing's blocks are not reused before the copy is done, however the landing ends.
+    pub(crate) fn begin_copy<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<(T, PendingCopy)> {
         self.while_open(|memory| {
-            let flight = self.flights.begin();
-            (attempt(memory), flight)
+            let pending_copy = self.lease.begin_copy();
+            (attempt(memory), pending_copy)
         })
     }
 
@@ -343,10 +247,10 @@ impl OpenLanding {
 
     /// Ends the landing with success if nothing is missing.
     fn complete(&self) {
-        if !self.is_whole() {
+        if !self.progress().is_whole() {
             return;
         }
-        let Some(lease) = self.close() else { return };
+        let Some(lease) = self.lease.close() else { return };
         let mut progress = self.progress();
         let handoff = progress.handoff.take().expect("a landing is whole with its handoff, and ends once");
         let scheme = self.landing.wire.scheme.clone();
@@ -358,24 +262,14 @@ impl OpenLanding {
         self.tell(progress, Ok(()));
     }
 
-    fn is_whole(&self) -> bool {
-        let progress = self.progress();
-        progress.pages.all_verified() && progress.handoff.is_some()
-    }
-
     /// Ends the landing without success. The first end counts; later ones change nothing.
     pub(crate) fn fail(&self, error: TransferError) {
-        let Some(lease) = self.close() else { return };
+        let Some(lease) = self.lease.close() else { return };
         self.metrics.failed(&self.landing.wire.scheme, &error);
         self.retire(lease);
         let mut progress = self.progress();
         progress.outcome = Some(Outcome::Failed(error.clone()));
         self.tell(progress, Err(&error));
-    }
-
-    /// From here on nobody writes. Waits for whoever is in the middle of one attempt.
-    fn close(&self) -> Option<BlockLease> {
-        self.lease.write().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn tell(&self, mut progress: MutexGuard<'_, Progress>, outcome: Result<(), &TransferError>) {
@@ -389,7 +283,7 @@ impl OpenLanding {
 
     /// Gives the blocks back: at once if the wire is quiet, otherwise once it is proven to be.
     fn retire(&self, lease: BlockLease) {
-        let Some(quiet) = self.unproven() else { return drop(lease) };
+        let Some(quiet) = self.lease.unproven() else { return drop(lease) };
         let n_blocks = lease.n_blocks();
         let transfer = self.landing.transfer;
         info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "quarantined");
@@ -407,15 +301,8 @@ impl OpenLanding {
         spawn_guarded(&self.gate, "quarantine", release).detach();
     }
 
-    /// Whose proof is still to come. A wire has one of the two: a peer that writes, or a card of this node.
-    fn unproven(&self) -> Option<Arc<dyn Quiet>> {
-        let ours: Arc<dyn Quiet> = Arc::clone(&self.flights) as _;
-        let of_wire = self.quiet.get().map_or(ours, Arc::clone);
-        (!of_wire.revoke()).then_some(of_wire)
-    }
-
     pub(crate) fn needs_proof(&self, quiet: Arc<dyn Quiet>) {
-        assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
+        self.lease.needs_proof(quiet);
     }
 
     /// Ends when the landing has, or something has arrived. May also end early.
@@ -443,15 +330,10 @@ impl OpenLanding {
 
     /// How it ended, if it has. An arrival is handed out once.
     pub(crate) fn take_outcome(&self) -> Option<Outcome> {
-        let mut progress = self.progress();
-        match &progress.outcome {
-            None => None,
-            Some(Outcome::Failed(error)) => Some(Outcome::Failed(error.clone())),
-            Some(_) => progress.outcome.replace(Outcome::Taken),
-        }
+        self.progress().take_outcome()
     }
 
-    /// Nobody waits for this landing any more.
+    /// The landing's arrival is gone.
     pub(crate) fn leave(&self) {
         self.fail(TransferError::Cancelled);
         // KV that arrived and was never asked for goes back now, and not when the last wire forgets the landing.
@@ -488,5 +370,3 @@ impl PageAt {
         KvSpan { group: self.group, blocks, layers }
     }
 }
-
-mod summary;

@@ -7,7 +7,7 @@ use chassis::spawn_guarded;
 use types::{BlockIdx, GroupIdx, Landing, TransferId, WireAddress};
 
 use crate::arrival::Arrival;
-use crate::connector::{ConnectorParts, LandRequest, Source};
+use crate::connector::{ConnectorParts, LandRequest};
 use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener, bad_request};
 
@@ -71,6 +71,7 @@ impl Landings {
             node: parts.node.clone(),
             epoch: parts.epoch,
             grant: parts.world.grant(),
+            bound: false,
             wire: self.table.wire.clone(),
             n_tokens: request.n_tokens,
             held_tokens: request.held_tokens,
@@ -115,7 +116,7 @@ impl Landings {
 }
 
 impl Table {
-    /// Nobody waits for this landing any more.
+    /// The landing's arrival is gone.
     pub(crate) fn forget(&self, transfer: TransferId) {
         self.open().remove(&transfer);
     }
@@ -126,9 +127,6 @@ impl Table {
 }
 
 fn check_request(request: &LandRequest, block_tokens: u32) -> Result<(), TransferError> {
-    if request.source != Source::Peer {
-        return Err(TransferError::WrongDestination("a store".to_owned()));
-    }
     if request.held_tokens > request.n_tokens || !request.held_tokens.is_multiple_of(block_tokens) {
         return Err(bad_request("held tokens are not whole blocks of the sequence"));
     }

@@ -1,8 +1,9 @@
 //! The lanes of one transfer, and the parts of spans that go on them.
 //!
-//! A span names layers and blocks of a sequence, and whoever sends it need not know of ranks. On the wire it is parts: for
+//! A span names layers and blocks of a sequence, and its sender need not know of ranks. On the wire it is parts: for
 //! each pair of ranks that have heads in common, what the one has for the other. Between nodes of one rank each, or of
 //! any number on both sides, a part is whole pages; otherwise it is some heads of each.
+//! See `docs/decisions/0012-ranks-share-outputs.md`.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ impl Lanes {
         Self { all: [Lane::ONLY].into(), from_tp: 1, to_tp: 1 }
     }
 
-    /// Those between so many ranks and the ranks of `to`. The sender's layout is the same but for them.
+    /// The lanes between `from_tp` ranks and the ranks of `to`. The sender's layout is the same but for them.
     pub fn between(from_tp: u16, to: &KvLayout) -> Result<Self, ReshardError> {
         let to_tp = to.shard.tp_size;
         let mut shapes = to.groups.iter().flat_map(|group| &group.layers);

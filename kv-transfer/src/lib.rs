@@ -4,20 +4,21 @@
 //!
 //! Suggested reading order: the traits ([`connector`]), waiting for KV ([`arrival`]), what a landing is on the node
 //! that granted it ([`landing`]) and why its blocks come back only once the wire is quiet ([`quiet`]); which pages are
-//! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`), and where both run (`home`); which ranks have
+//! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`), and the threads on which both run (`wire_threads`); which ranks have
 //! what for which of the other side's ([`reshard`], [`lanes`]) and how that lies in memory (`runs`); then the wires
-//! themselves ([`mod@connectors`]), the suite that each of them passes ([`conformance`]) and the faults that can be
+//! themselves ([`mod@connectors`]), the suite that each of them passes (`conformance`) and the faults that can be
 //! played on them ([`faults`]).
 #![forbid(unsafe_code)]
 
 pub mod connector;
 pub mod settings;
 pub mod arrival;
+mod arrived;
 pub mod landing;
 mod landings;
 pub mod quiet;
-mod flights;
-mod home;
+mod pending_copies;
+mod wire_threads;
 mod pages;
 pub mod digest;
 mod outgoing;
@@ -26,12 +27,14 @@ pub mod lanes;
 mod runs;
 pub mod connectors;
 pub mod faults;
+#[cfg(any(test, feature = "test-support"))]
 pub mod conformance;
 pub mod metrics;
 pub mod error;
 
-pub use arrival::{Arrival, ArrivalStatus, ArrivedKv};
-pub use connector::{ConnectorParts, KvConnector, KvSender, LandRequest, Source};
+pub use arrival::{Arrival, ArrivalStatus};
+pub use arrived::ArrivedKv;
+pub use connector::{Auto, ConnectorParts, KvConnector, KvSender, LandRequest, WireKind};
 pub use connectors::{build, connectors};
 pub use error::TransferError;
 pub use faults::{Fault, FaultKind, Faults};

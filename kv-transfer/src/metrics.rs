@@ -98,7 +98,7 @@ impl TransferMetrics {
 }
 
 impl Default for TransferMetrics {
-    /// Counts for nobody.
+    /// Metrics that no page shows.
     fn default() -> Self {
         Self::new(&Metrics::new("unseen"))
     }
@@ -117,7 +117,7 @@ impl Drop for QuarantinedBlocks {
     }
 }
 
-/// Of one rank.
+/// Bytes that one rank wants.
 pub(crate) fn wanted_bytes(landing: &Landing) -> u64 {
     let layout = &landing.layout;
     let block_bytes: usize = layout.group_indices().map(|group| layout.block_bytes(group)).sum();

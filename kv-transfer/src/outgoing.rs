@@ -2,7 +2,7 @@
 //! cuts them into frames, and one outcome.
 //!
 //! The task is the reason why `send` does not wait for a fence, and why a prompt whose layers are late holds up
-//! nobody else: each transfer waits alone, and only frames that can leave at once compete for the wire.
+//! no other prompt: each transfer waits alone, and only frames that can leave at once compete for the wire.
 
 use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
@@ -17,11 +17,11 @@ use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId}
 use crate::connector::{ConnectorParts, KvSender};
 use crate::digest::PageShape;
 use crate::error::TransferError;
-use crate::flights::Flights;
 use crate::landing::{Opener, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::metrics::TransferMetrics;
 use crate::pages::{Pages, cut, cut_tall, wanted_part};
+use crate::pending_copies::PendingCopies;
 use crate::reshard::Lane;
 use crate::settings::{Taper, TransferSettings};
 
@@ -56,11 +56,11 @@ pub(crate) struct Outgoing {
     pub(crate) landing: Landing,
     pub(crate) lanes: Lanes,
     outcome: OnceLock<Result<(), TransferError>>,
-    /// Rung once, when there is an outcome. It wakes its waiters in order, so that a simulation can be repeated.
+    /// Notified once, when there is an outcome. It wakes its waiters in order, so that a simulation can be repeated.
     settled: Notify,
     refetches: mpsc::Sender<Vec<LaneSpan>>,
     /// Frames of KV that wait for the wire or are on it.
-    pub(crate) flights: Arc<Flights>,
+    pub(crate) pending_copies: Arc<PendingCopies>,
 }
 
 impl Outgoing {
@@ -73,7 +73,7 @@ impl Outgoing {
                 outcome: OnceLock::new(),
                 settled: Notify::new(),
                 refetches,
-                flights: Arc::default(),
+                pending_copies: Arc::default(),
             }),
             Refetches(asked),
         )
@@ -241,7 +241,7 @@ impl KvSender for Sender {
         ready: LayerFence,
     ) -> Result<(), TransferError> {
         let Some(span) = wanted_part(span, &self.out.landing) else { return Ok(()) };
-        // Whoever sends knows of no ranks: to it, a page is one.
+        // The caller does not know of ranks: it sends whole pages.
         let span = LaneSpan { lane: Lane::ONLY, span };
         self.check(&span, &from)?;
         let room = self.room().await?;
@@ -371,7 +371,7 @@ impl Pump {
         Ok(())
     }
 
-    /// Pieces of which a lane's part fits into one frame.
+    /// Cuts a span into pieces. A lane's part of each piece fits into one frame.
     fn cut(&self, span: &KvSpan) -> Vec<KvSpan> {
         let Outgoing { landing, lanes, .. } = &*self.out;
         let layers = &landing.layout.group(span.group).layers;
@@ -413,7 +413,7 @@ fn covers(sent: &KvSpan, asked: &KvSpan) -> bool {
         && asked.blocks.end <= sent.blocks.end
 }
 
-/// How many pages, of which so many heads go on one lane, fit into one frame with their digests. Where there are several
+/// How many pages, with this number of heads on one lane, fit into one frame with their digests. Where there are several
 /// lanes, a page may be two pieces of memory, K and V.
 fn frame_pages(heads_max: usize, n_lanes: usize) -> usize {
     let pages_max = if n_lanes > 1 { FRAME_PAGES_MAX / 2 } else { FRAME_PAGES_MAX };

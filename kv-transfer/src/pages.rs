@@ -193,7 +193,7 @@ pub(crate) fn cut(
     pieces
 }
 
-/// As [`cut`], into pieces of few blocks and all layers, as far as one block of all layers fits.
+/// Like [`cut`], into pieces of few blocks and all layers, as far as one block of all layers fits.
 ///
 /// | 40 blocks, at most 8 a piece | pieces |
 /// |---|---|

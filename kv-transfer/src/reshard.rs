@@ -32,7 +32,7 @@ pub struct Sharding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
     pub n_heads: u16,
-    /// As in [`Sharding`].
+    /// The same as in [`Sharding`].
     pub tp_size: u16,
 }
 

@@ -15,7 +15,6 @@ use kv_cache::{KvMemory, PageBusy, PageMut, PageRef};
 use types::layout::LayerShape;
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan};
 
-use crate::connectors::link::frame::Piece;
 use crate::digest::PageShape;
 use crate::lanes::{LaneSpan, Lanes};
 use crate::reshard::{HeadShape, Heads};
@@ -25,7 +24,14 @@ const SLICES_MAX: usize = 64;
 /// Bytes moved in one attempt: bounds the time for which a landing's lock is held.
 const ATTEMPT_BYTES_MAX: usize = 1 << 20;
 
-/// Memory that is borrowed at once: one layer of neighbouring blocks, or one page of which only some heads are meant.
+/// Neighbouring bytes of a memory that both sides see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    pub offset: u64,
+    pub bytes: u32,
+}
+
+/// Memory that is borrowed at once: one layer of neighbouring blocks, or some heads of one page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Run {
     layer_pos: u16,
@@ -128,7 +134,7 @@ impl Runs {
                 offset: start + slice.start as u64,
                 bytes: slice.len() as u32,
             };
-            there_are(&run.slices(0)).cloned().map(piece).collect::<Vec<_>>()
+            non_empty(&run.slices(0)).cloned().map(piece).collect::<Vec<_>>()
         };
         self.runs.iter().flat_map(pieces).collect()
     }
@@ -145,7 +151,7 @@ impl Runs {
         Ok(ReadSlices { pages })
     }
 
-    /// As [`read`](Self::read), to write.
+    /// Like [`read`](Self::read), but borrows the pages to write.
     pub(crate) fn write<'m>(&self, memory: &'m KvMemory, offset: usize) -> Result<WriteSlices<'m>, PageBusy> {
         let (runs, mut skip) = self.attempt(offset);
         let memory = memory.rank(self.rank);
@@ -207,18 +213,18 @@ pub(crate) struct ReadSlices<'m> {
 /// One slice, or K and V; what is empty is none.
 type Slices = [Range<usize>; 2];
 
-fn there_are(slices: &Slices) -> impl Iterator<Item = &Range<usize>> {
+fn non_empty(slices: &Slices) -> impl Iterator<Item = &Range<usize>> {
     slices.iter().filter(|slice| !slice.is_empty())
 }
 
 impl ReadSlices<'_> {
     pub(crate) fn len(&self) -> usize {
-        self.pages.iter().map(|(_, slices)| there_are(slices).count()).sum()
+        self.pages.iter().map(|(_, slices)| non_empty(slices).count()).sum()
     }
 
     pub(crate) fn append_to<'s>(&'s self, all: &mut Vec<IoSlice<'s>>) {
         for (page, slices) in &self.pages {
-            all.extend(there_are(slices).map(|slice| IoSlice::new(&page[slice.clone()])));
+            all.extend(non_empty(slices).map(|slice| IoSlice::new(&page[slice.clone()])));
         }
     }
 }
@@ -234,7 +240,7 @@ impl WriteSlices<'_> {
         let mut all = Vec::with_capacity(self.pages.len());
         for (page, slices) in &mut self.pages {
             let (mut rest, mut at) = (&mut **page, 0);
-            for slice in there_are(slices) {
+            for slice in non_empty(slices) {
                 let (now, later) = rest.split_at_mut(slice.end - at);
                 all.push(IoSliceMut::new(&mut now[slice.start - at..]));
                 (rest, at) = (later, slice.end);

@@ -11,7 +11,7 @@ fn span(layers: Range<u16>, blocks: Range<u32>) -> LaneSpan {
     LaneSpan { lane: Lane::ONLY, span: KvSpan { group: GroupIdx(0), blocks, layers } }
 }
 
-/// Of memory that one rank has all of.
+/// Runs in memory that belongs to one rank.
 fn whole(table: &[BlockIdx], span: &LaneSpan) -> Runs {
     Runs::sent(&layout(), &Lanes::only(), table, span)
 }
@@ -54,7 +54,7 @@ fn what_is_gathered_is_scattered() {
     }
 }
 
-/// As much as fits from the first slice into the first slice, but an odd number of bytes.
+/// Copies what fits from the first slice into the first slice, but an odd number of bytes.
 fn copy_some(from: &ReadSlices<'_>, to: &mut WriteSlices<'_>) -> usize {
     let mut sources = Vec::new();
     from.append_to(&mut sources);

@@ -23,7 +23,7 @@ pub struct TransferSettings {
     pub gpu_multiprocessors: u32,
     /// Microseconds that cuda-ipc and nccl look for what comes next, on threads of their own, before those sleep. 0: they
     /// have none, and every hop wakes one of the process's.
-    pub awake_us: u64,
+    pub spin_us: u64,
     /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
     pub rdma_listen: String,
     /// `device`, `device:port` or `device:port:gid`, the last being an index. Empty: the first port that is up and has an
@@ -33,11 +33,11 @@ pub struct TransferSettings {
     /// rectangles. Set by the connector.
     #[serde(skip)]
     pub tall_frames: bool,
-    /// How the first and the last of many tall frames are made smaller: nobody waits long for the first, nor for what
+    /// How the first and the last of many tall frames are made smaller, so that the wait is short for the first and for what
     /// becomes of the last. `None`: as the connector was measured best with.
     #[serde(skip)]
     pub taper: Option<Taper>,
-    /// Communicators of a pair of nccl's, which take turns: two at most, and one where NCCL is older than 2.27. Fewer only
+    /// NCCL communicators of a pair, used in turns: two at most, and one where NCCL is older than 2.27. Fewer only
     /// to measure what the second one gives: a node has no such setting.
     #[serde(skip, default = "two")]
     pub nccl_queues: usize,
@@ -46,7 +46,7 @@ pub struct TransferSettings {
     pub digests: bool,
 }
 
-/// Of many frames the first are small, each twice as large as the one before; the last ones are shares of what is left.
+/// In a row of frames the first are small, each twice as large as the one before; the last ones are shares of what is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Taper {
     /// The first frame is this part of the largest.
@@ -74,7 +74,7 @@ impl Default for TransferSettings {
             stall_ms: 5_000,
             frame_bytes: 512 << 10,
             gpu_multiprocessors: 0,
-            awake_us: 500,
+            spin_us: 500,
             rdma_listen: String::new(),
             rdma_device: String::new(),
             tall_frames: false,
@@ -86,13 +86,13 @@ impl Default for TransferSettings {
 }
 
 impl TransferSettings {
-    /// How many multiprocessors a connector takes that likes so many best.
+    /// The multiprocessors of a connector: the setting, or `liked` if the setting is 0.
     pub(crate) fn multiprocessors(&self, liked: u32) -> u32 {
         if self.gpu_multiprocessors == 0 { liked } else { self.gpu_multiprocessors }
     }
 
     pub(crate) fn awake(&self) -> Duration {
-        Duration::from_micros(self.awake_us)
+        Duration::from_micros(self.spin_us)
     }
 
     pub fn stall(&self) -> Duration {

@@ -37,7 +37,7 @@ async fn shm_on_many_threads() {
     conformance(|parts| built("shm", parts)).await;
 }
 
-/// As where pages cannot be seen by others.
+/// The same where pages cannot be seen by other processes.
 #[tokio::test]
 async fn shm_through_a_stage() {
     let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
@@ -70,7 +70,7 @@ async fn over_the_double(double: Double, mut parts: ConnectorParts) -> Arc<dyn K
     // The suite wants transfers of many frames; messages are many times larger than the setting.
     parts.settings.frame_bytes = 8;
     // Both nodes' threads are in one process: awake for long, they would only take the processors from each other.
-    parts.settings.awake_us = 20;
+    parts.settings.spin_us = 20;
     nccl::listen_double(parts, &double).await.expect("a free port")
 }
 

@@ -77,3 +77,48 @@ fn every_claim_names_a_test() {
         assert!(named > 0, "{title} claims without a test");
     }
 }
+
+/// Imports go one way: wires import links, and links import the core.
+#[test]
+fn the_core_imports_no_connector_and_links_import_no_wire() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let wires = ["cuda_ipc", "gpu", "loopback", "nccl", "rdma", "shm", "tcp"];
+    let mut n_read = 0;
+    for (folder, forbidden) in [
+        ("", vec!["use crate::connectors".to_owned()]),
+        ("landing", vec!["use crate::connectors".to_owned()]),
+        ("connectors/link", wires.iter().map(|wire| format!("connectors::{wire}")).collect()),
+    ] {
+        for entry in std::fs::read_dir(src.join(folder)).expect("a folder of the crate").flatten() {
+            if entry.path().extension().is_some_and(|extension| extension == "rs") {
+                let text = std::fs::read_to_string(entry.path()).expect("a source file");
+                let found = forbidden.iter().find(|import| text.contains(*import));
+                assert!(found.is_none(), "{} contains {found:?}", entry.path().display());
+                n_read += 1;
+            }
+        }
+    }
+    assert!(n_read > 30, "{n_read} files");
+}
+
+#[test]
+fn no_source_file_is_longer_than_600_lines() {
+    let mut found = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    assert!(found.len() > 60, "{} files", found.len());
+    let n_lines = |path: &PathBuf| read(path).lines().count();
+    let long: Vec<_> = found.iter().map(|path| (path, n_lines(path))).filter(|(_, n)| *n > 600).collect();
+    assert!(long.is_empty(), "{long:?}");
+}
+
+/// The toy wire of the tests is `connectors/toy.rs`, and this is all that the rest of the crate says of it.
+#[test]
+fn a_new_wire_is_one_file_and_its_line_in_the_list() {
+    let mut found = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    let elsewhere = found.iter().filter(|path| !path.ends_with("connectors/toy.rs"));
+    let text: String = elsewhere.map(read).collect();
+    let named = |line: &&str| line.split(|c: char| !c.is_alphanumeric()).any(|word| word == "toy");
+    let lines: Vec<_> = text.lines().map(str::trim).filter(named).collect();
+    assert_eq!(lines, ["mod toy;", "toy::WIRE,"]);
+}

@@ -14,14 +14,14 @@ use tokio::net::{TcpListener, TcpStream};
 const N_TOKENS: u32 = 5 * BLOCK_TOKENS;
 const STALL_MS: u64 = 400;
 const WITHIN: Duration = Duration::from_secs(20);
-/// Of a pair.
+/// The queues of a pair.
 const QUEUES: usize = 2;
 
 async fn pair_over(double: &Double) -> Pair {
     pair_of(double, (QUEUES, QUEUES)).await
 }
 
-/// So many queues a pair may have, as far as the sender goes, and the receiver.
+/// A pair with the most queues that the sender and the receiver allow.
 async fn pair_of(double: &Double, (of_sender, of_receiver): (usize, usize)) -> Pair {
     let double = double.clone();
     let make: Make = Arc::new(move |parts: ConnectorParts| {
@@ -57,7 +57,7 @@ async fn until(what: impl Fn() -> bool) {
     .await;
 }
 
-/// The receiver gives up after a few turns. What was under way then comes all the same, and is forgotten.
+/// The receiver gives up after a few turns. Messages under way then still arrive, and are dropped.
 async fn cancelled(pair: &Pair, nth: u64) {
     let from = pair.prefill.computed(N_TOKENS, nth);
     let (landing, arrival) = pair.land(N_TOKENS);
@@ -84,11 +84,7 @@ async fn interleaved_transfers_share_a_pair_and_a_third_of_them_is_cancelled() {
     };
     in_time(join_all((0..64).map(one))).await;
     pair.at_baseline().await;
-    assert_eq!(
-        (double.n_queues(), double.n_given_up()),
-        (QUEUES, 0),
-        "a cancelled transfer costs nobody a pair"
-    );
+    assert_eq!((double.n_queues(), double.n_given_up()), (QUEUES, 0), "a cancelled transfer costs no pair");
 }
 
 #[tokio::test]

@@ -4,51 +4,43 @@ mod puppet;
 
 use baton_kv_transfer::TransferError;
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Pair, pages, whole};
-use baton_kv_transfer::connectors::tcp::frame::{Body, Frame, HEADER_BYTES, PAYLOAD_BYTES_MAX};
+use baton_kv_transfer::connectors::tcp::frame::{Body, Frame, HEADER_BYTES, KvPlace, PAYLOAD_BYTES_MAX};
 use baton_kv_transfer::landing::Credentials;
 use baton_kv_transfer::reshard::Lane;
 use chassis::telemetry::Capture;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
-use types::node::ProtocolRange;
+use types::node::{PROTOCOL, ProtocolRange};
 use types::{Epoch, Grant, Landing, TransferId};
 
-use self::puppet::{Puppet, credentials, encoded, hello, in_time, make_tcp, span_frame, tcp_pair};
+use self::puppet::{Puppet, credentials, encoded, hello, in_time, span_frame, tcp_pair};
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
 
 // === versions ===
 
 #[tokio::test]
-async fn version_0_is_refused_with_both_ranges_named() {
+async fn an_old_version_is_refused_with_both_ranges_named() {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
     let pair = tcp_pair().await;
     let mut puppet = Puppet::connect(&pair.decode).await;
-    puppet.say(Body::Hello(hello(0, 0))).await;
+    puppet.say(Body::Hello(hello(1, 2))).await;
     let refusal = puppet.hear().await;
-    assert_eq!(refusal, Some(Body::Incompatible { protocol: ProtocolRange { min: 1, max: 2 } }));
+    assert_eq!(refusal, Some(Body::Incompatible { protocol: PROTOCOL }));
     assert_eq!(puppet.hear().await, None, "the connection is closed");
     assert_serves_on(&pair).await;
     let logged = refusals(&capture);
     assert_eq!(logged.len(), 1, "{logged:?}");
-    assert!(logged[0].contains("this side speaks 1..2, the peer 0..0"), "{logged:?}");
+    assert!(logged[0].contains("this side speaks 3..3, the peer 1..2"), "{logged:?}");
 }
 
 #[tokio::test]
-async fn version_2_to_3_is_spoken_as_2() {
+async fn version_3_to_4_is_spoken_as_3() {
     let pair = tcp_pair().await;
     let mut puppet = Puppet::connect(&pair.decode).await;
-    puppet.say(Body::Hello(hello(2, 3))).await;
-    assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 2, .. })));
-    assert_a_transfer(&pair, &mut puppet).await;
-}
-
-/// Between nodes of one rank each; version 1 knows no others.
-#[tokio::test]
-async fn version_1_is_still_spoken() {
-    let pair = tcp_pair().await;
-    let mut puppet = Puppet::linked(&pair.decode).await;
+    puppet.say(Body::Hello(hello(3, 4))).await;
+    assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 3, .. })));
     assert_a_transfer(&pair, &mut puppet).await;
 }
 
@@ -65,34 +57,6 @@ async fn assert_a_transfer(pair: &Pair, puppet: &mut Puppet) {
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
 }
 
-/// A receiver that speaks version 1 has no words for a sender's ranks.
-#[tokio::test]
-async fn ranks_need_version_2() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-    let pair = Pair::of_ranks(&make_tcp(), 2, 1).await;
-    let (mut landing, _arrival) = pair.land(N_TOKENS);
-    landing.wire.endpoint = listener.local_addr().expect("bound").to_string();
-    let (node, epoch) = (landing.node.clone(), landing.epoch);
-    let welcome = async {
-        let mut streams = Vec::new();
-        loop {
-            let mut puppet = Puppet { socket: listener.accept().await.expect("it connects").0 };
-            assert!(matches!(puppet.hear().await, Some(Body::Hello(_))));
-            puppet.say(Body::Welcome { version: 1, node: node.clone(), epoch }).await;
-            streams.push(puppet);
-        }
-    };
-    let opened = tokio::select! {
-        opened = in_time(pair.open(&landing)) => opened,
-        () = welcome => unreachable!("it welcomes for ever"),
-    };
-    let error = opened.map(|_| ()).expect_err("it would not be understood");
-    assert_eq!(
-        error.to_string(),
-        "the peer refuses: 2 ranks need version 2 of the protocol, the peer speaks 1"
-    );
-}
-
 #[tokio::test]
 async fn sender_names_both_ranges_too() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
@@ -106,7 +70,7 @@ async fn sender_names_both_ranges_too() {
     };
     let (opened, ()) = in_time(async { tokio::join!(pair.open(&landing), refuse) }).await;
     let error = opened.map(|_| ()).expect_err("there is no common version");
-    assert_eq!(error.to_string(), "no common protocol version: this side speaks 1..2, the peer 7..9");
+    assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..3, the peer 7..9");
 }
 
 // === what is not a frame ===
@@ -138,7 +102,8 @@ fn refusals(capture: &Capture) -> Vec<String> {
 
 fn with(offset: usize, value: u32) -> Vec<u8> {
     let span = types::KvSpan { group: types::GroupIdx(0), blocks: 0..1, layers: 0..1 };
-    let mut bytes = encoded(&Frame::of_link(Body::Span { span, digests: vec![] }));
+    let mut bytes =
+        encoded(&Frame::of_link(Body::Kv { span, digests: Some(vec![]), place: KvPlace::Inline }));
     bytes[offset..offset + 4].copy_from_slice(&value.to_le_bytes());
     bytes
 }
@@ -151,7 +116,7 @@ async fn garbage_is_refused() {
 
 #[tokio::test]
 async fn oversized_lengths_are_refused_before_their_bytes_come() {
-    is_refused(&with(8, u32::MAX)[..HEADER_BYTES], true, "a body of 4294967295 bytes, 65600 are allowed")
+    is_refused(&with(8, u32::MAX)[..HEADER_BYTES], true, "a body of 4294967295 bytes, 81984 are allowed")
         .await;
     let payload = PAYLOAD_BYTES_MAX as u32 + 1;
     is_refused(&with(12, payload)[..HEADER_BYTES], true, "a payload of 16777217 bytes").await;
@@ -170,14 +135,14 @@ async fn frames_out_of_place_are_refused() {
     is_refused(&encoded(&Frame::of_link(Body::Done)), true, "a frame that only receivers send").await;
 }
 
-/// Its link may have ended while the sender still made its streams, so nobody is warned of it.
+/// Its link may have ended while the sender still made its streams, so there is no warning.
 #[tokio::test]
 async fn a_stream_without_its_link_is_closed() {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
     let pair = tcp_pair().await;
     let mut puppet = Puppet::connect(&pair.decode).await;
-    let other = Body::Hello(baton_kv_transfer::connectors::tcp::frame::Hello { stream: 1, ..hello(1, 1) });
+    let other = Body::Hello(baton_kv_transfer::connectors::tcp::frame::Hello { stream: 1, ..hello(3, 3) });
     puppet.write(&encoded(&Frame::of_link(other))).await;
     assert_eq!(puppet.hear().await, None);
     assert_serves_on(&pair).await;
@@ -202,7 +167,7 @@ async fn span_outside_its_landing_loses_the_link() {
     assert_serves_on(&pair).await;
 }
 
-/// Of ranks that the sender did not say it has, or that this side has not.
+/// KV of ranks that the sender did not announce, or that this side does not have.
 #[tokio::test]
 async fn span_on_no_lane_loses_the_link() {
     let pair = tcp_pair().await;
@@ -210,7 +175,8 @@ async fn span_on_no_lane_loses_the_link() {
         let (landing, arrival) = pair.land(N_TOKENS);
         let mut puppet = Puppet::linked(&pair.decode).await;
         assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
-        let body = Body::Span { span: pages(&landing).swap_remove(0), digests: Vec::new() };
+        let span = pages(&landing).swap_remove(0);
+        let body = Body::Kv { span, digests: Some(Vec::new()), place: KvPlace::Inline };
         puppet.write(&encoded(&Frame::new(landing.transfer, body).on(lane))).await;
         let error = in_time(arrival.settle()).await.expect_err("its sender broke the protocol");
         assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
@@ -270,7 +236,7 @@ async fn receiver_checks_rights_itself() {
     assert_eq!(refused(&pair, &unknown, right).await, "no such landing");
 }
 
-/// Somebody records a whole transfer and plays it back: while it runs, and after it.
+/// An attacker records a whole transfer and plays it back: while it runs, and after it.
 #[tokio::test]
 async fn replayed_frames_are_refused() {
     let pair = tcp_pair().await;

@@ -1,4 +1,4 @@
-//! Blocks that a wire may still write are given to nobody; blocks that no wire can write are free at once.
+//! Blocks that a wire may still write are not reused; blocks that no wire can write are free at once.
 
 use std::sync::Arc;
 use std::time::Duration;

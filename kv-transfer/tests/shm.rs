@@ -1,4 +1,4 @@
-//! What shared memory alone promises: whoever is at the other end, this side's pages are this side's.
+//! What only shared memory promises: no peer can change this side's pages.
 
 use std::fs::File;
 use std::io::{IoSlice, Read as _, Write as _};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, Pair, layout, pages, whole};
-use baton_kv_transfer::connectors::link::frame::{Body, Frame, HEADER_BYTES, Header, Hello, Piece};
+use baton_kv_transfer::connectors::link::frame::{Body, Frame, HEADER_BYTES, Header, Hello, KvPlace, Piece};
 use baton_kv_transfer::{Fault, FaultKind, TransferError, build};
 use kernels::{HostMemory, RegionShape};
 use kv_cache::LayerFence;
@@ -43,7 +43,7 @@ async fn blocks_are_free_at_once_although_the_sender_stands_still() {
     }
     in_time(arrival.progress(0)).await;
     drop(arrival);
-    assert!(pair.decode.is_at_baseline(), "nobody but this side writes its pages");
+    assert!(pair.decode.is_at_baseline(), "only this side writes its pages");
 }
 
 /// The sender has given its blocks to another sequence, and the receiver reads on: it must notice.
@@ -85,7 +85,7 @@ async fn an_address_of_an_earlier_life_leads_nowhere() {
     let (landing, _arrival) = mortal.connector.land(request).expect("a proper request");
     drop(mortal);
     assert!(!pair.prefill.connector.reaches(&address));
-    let error = pair.open(&landing).await.map(|_| ()).expect_err("nobody listens");
+    let error = pair.open(&landing).await.map(|_| ()).expect_err("nothing listens");
     assert!(matches!(error, TransferError::Connect { .. }), "{error}");
 }
 
@@ -105,7 +105,7 @@ struct Puppet(UnixStream);
 impl Puppet {
     /// Connects and shows these files. Blocking: call it where that does not matter.
     fn connect(endpoint: &str, greeting: u8, files: &[BorrowedFd<'_>]) -> Self {
-        let stream = UnixStream::connect(endpoint).expect("somebody listens");
+        let stream = UnixStream::connect(endpoint).expect("the socket is open");
         stream.set_read_timeout(Some(WITHIN)).expect("a timeout");
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut attached = SendAncillaryBuffer::new(&mut space);
@@ -177,8 +177,11 @@ async fn kv_outside_of_what_is_shown_loses_the_link() {
             let shape = baton_kv_transfer::digest::PageShape::new(&landing.layout, span.group, 0);
             let mut digests = Vec::new();
             shape.digest_page(&vec![0; shape.page_bytes()], 4, &mut digests);
-            let pieces = vec![Piece { offset, bytes: shape.page_bytes() as u32 }];
-            puppet.say(&Frame::new(landing.transfer, Body::SpanAt { span, slot, pieces, digests }));
+            let piece = Piece { offset, bytes: shape.page_bytes() as u32 };
+            let in_slot = |slot| KvPlace::Slot { slot, piece };
+            let place = slot.map_or(KvPlace::Pieces(vec![piece]), in_slot);
+            let body = Body::Kv { span, digests: Some(digests), place };
+            puppet.say(&Frame::new(landing.transfer, body));
             assert_eq!(puppet.hear(), None, "the link is gone");
         })
         .await;
@@ -195,7 +198,7 @@ async fn memory_that_could_vanish_is_refused() {
     puppet(move || {
         let file = tempfile_of(4096);
         let mut puppet = Puppet::connect(&endpoint, b'B', &[file.as_fd()]);
-        assert_eq!(puppet.hear(), None, "nobody maps what may shrink under him");
+        assert_eq!(puppet.hear(), None, "memory that may shrink is not mapped");
     })
     .await;
     still_serves(&pair).await;

@@ -9,8 +9,7 @@ use std::time::Duration;
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, Pair, handoff, layout, whole};
 use baton_kv_transfer::connectors::tcp::frame::Body;
 use baton_kv_transfer::{
-    Arrival, ArrivalStatus, ArrivedKv, ConnectorParts, LandRequest, Source, TransferError, TransferSettings,
-    build,
+    Arrival, ArrivalStatus, ArrivedKv, ConnectorParts, LandRequest, TransferError, TransferSettings, build,
 };
 use kv_cache::{BlockLease, LayerFence};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -143,7 +142,7 @@ async fn check_silent_receiver(says_that_it_lives: bool) {
         delivered = in_time(deliver) => delivered,
         () = receive => panic!("the puppet never ends"),
     };
-    let error = delivered.expect_err("nobody reads");
+    let error = delivered.expect_err("nothing reads");
     assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
     drop(from);
     in_time(prefill.at_baseline()).await;
@@ -153,7 +152,7 @@ async fn silent_receiver(listener: &TcpListener, landing: &Landing, says_that_it
     let mut puppet = Puppet { socket: listener.accept().await.expect("it connects").0 };
     assert!(matches!(puppet.hear().await, Some(Body::Hello(_))));
     let (node, epoch) = (landing.node.clone(), landing.epoch);
-    puppet.say(Body::Welcome { version: 1, node, epoch }).await;
+    puppet.say(Body::Welcome { version: 3, node, epoch }).await;
     assert!(matches!(puppet.hear().await, Some(Body::Open(_))));
     puppet.say_of(landing.transfer, Body::Accepted).await;
     let mut alive = tokio::time::interval(Duration::from_millis(20));
@@ -173,7 +172,6 @@ fn land_at(decode: &Node, at: SocketAddr, n_tokens: u32) -> (Landing, Arrival) {
         lease: decode.room(n_tokens),
         n_tokens,
         held_tokens: 0,
-        source: Source::Peer,
         deadline: world.deadline_in(puppet::WITHIN),
     };
     let (mut landing, arrival) = decode.connector.land(request).expect("a proper request");

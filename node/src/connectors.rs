@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::backend::mock::Costs;
 use kv_cache::KvMemory;
-use kv_transfer::{ConnectorParts, KvConnector};
+use kv_transfer::{Auto, ConnectorParts, KvConnector, WireKind};
 use proto::v1;
 use tracing::{info, warn};
 use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress, in_full};
@@ -14,16 +14,8 @@ use types::{KvLayout, MissingWire, NodeId, Scheme, WireAddress, in_full};
 use crate::error::NodeError;
 use crate::paced::Paced;
 
-/// What `auto` stands for: all connectors that work without being set up, fastest first.
-const AUTO: &[&str] = &["cuda-ipc", "nccl", "shm", RDMA, "tcp"];
-/// Not in every executable.
-const RDMA: &str = "rdma";
-/// The ones of them that are between GPUs, and so not for a node whose KV is elsewhere.
-const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
-/// The one of them that must work.
-const LAST_RESORT: &str = "tcp";
-/// Peers of which it is remembered that a faster connector does not reach them. Beyond it they are warned of again.
+/// Peers that are remembered as out of reach of a faster connector. Beyond it they are warned of again.
 const FALLBACKS_MAX: usize = 1024;
 
 /// The connectors of one node. Cheap to clone.
@@ -33,11 +25,11 @@ pub struct Connectors {
     best_first: Arc<[Arc<dyn KvConnector>]>,
     /// Those that it does without.
     missing: Arc<[MissingWire]>,
-    /// Peers and connectors of which a warning has said that they do not go together. Held for a look-up.
+    /// Peers and connectors that a warning has named as a pair that does not work. Held for a look-up.
     fallbacks: Arc<Mutex<BTreeSet<(NodeId, Scheme)>>>,
 }
 
-/// As much of a peer as the choice of a wire needs.
+/// What the choice of a wire needs to know about a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerWires {
     pub node: NodeId,
@@ -48,13 +40,13 @@ pub struct PeerWires {
 impl Connectors {
     /// Builds the connectors called `names`, in this order of preference.
     ///
-    /// What was asked for by name must work. Of those that `auto` stands for, one may be missing, with a warning if the
+    /// What was asked for by name must work. A connector that `auto` stands for may be missing, with a warning if the
     /// machine looks as if it should work.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
         let mut missing = not_named(names);
         for (name, is_needed) in names.iter().flat_map(|name| expand(name)) {
-            if let Some(why) = not_between_gpus(name, &parts.memory).filter(|_| !is_needed) {
+            if let Some(why) = not_on_gpus(name, &parts.memory).filter(|_| !is_needed) {
                 missing.push(MissingWire { scheme: Scheme::new(name), why: why.to_owned() });
                 continue;
             }
@@ -129,7 +121,7 @@ impl Connectors {
 
     /// Whether the two hosts, as they call themselves, may use it.
     fn is_for(&self, connector: &Arc<dyn KvConnector>, peer: &PeerWires) -> bool {
-        *self.host == *peer.host || !connector.scheme().is_within_host()
+        *self.host == *peer.host || !connector.address().within_host
     }
 
     fn fall_back(&self, peer: &PeerWires, scheme: Scheme, why: &'static str) {
@@ -143,26 +135,30 @@ impl Connectors {
     }
 }
 
-/// Why a connector between GPUs is not for this memory.
-fn not_between_gpus(name: &str, memory: &KvMemory) -> Option<&'static str> {
-    (BETWEEN_GPUS.contains(&name) && !memory.is_on_cards()).then_some(NOT_ON_A_GPU)
+/// What `auto` stands for: all connectors that work without being set up, fastest first.
+fn automatic() -> impl Iterator<Item = &'static WireKind> {
+    kv_transfer::connectors().iter().filter(|wire| wire.auto != Auto::No)
 }
 
-/// Of those that `auto` would look at, the ones that the settings do not let it.
+/// Why a connector between GPUs is not for this memory.
+fn not_on_gpus(name: &str, memory: &KvMemory) -> Option<&'static str> {
+    let needs_gpus = automatic().any(|wire| wire.name == name && wire.auto == Auto::IfOnGpus);
+    (needs_gpus && !memory.is_on_cards()).then_some(NOT_ON_A_GPU)
+}
+
+/// The connectors that `auto` would try, and that the settings do not allow.
 fn not_named(names: &[String]) -> Vec<MissingWire> {
     let is_named = |name: &str| names.iter().any(|named| named == name || named == "auto");
     let why = format!("transfer.connectors is {}", names.join(", "));
-    let unnamed = AUTO.iter().filter(|name| !is_named(name));
-    unnamed.map(|name| MissingWire { scheme: Scheme::new(*name), why: why.clone() }).collect()
+    let unnamed = automatic().filter(|wire| !is_named(wire.name));
+    unnamed.map(|wire| MissingWire { scheme: Scheme::new(wire.name), why: why.clone() }).collect()
 }
 
 /// The connectors that a configured name stands for, and whether the node cannot do without.
 fn expand(name: &str) -> Vec<(&str, bool)> {
-    if name == "auto" {
-        let is_there = |name: &&&str| cfg!(feature = "rdma") || **name != RDMA;
-        AUTO.iter().filter(is_there).map(|name| (*name, *name == LAST_RESORT)).collect()
-    } else {
-        vec![(name, true)]
+    match name {
+        "auto" => automatic().map(|wire| (wire.name, wire.auto == Auto::Needed)).collect(),
+        name => vec![(name, true)],
     }
 }
 

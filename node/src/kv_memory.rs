@@ -12,17 +12,17 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 /// What a node that computes is told: `"auto"`, `"auto/2"`, or a size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelKvMemory {
-    /// What suits the model, on a device that so many nodes share.
+    /// What suits the model, on a device that `nodes` nodes share.
     Auto {
         nodes: NonZero<u16>,
     },
     Size(KvMemorySize),
 }
 
-/// Of what is free on the machine, or of a GPU's memory, what all nodes that share it may take.
+/// The percentage of the machine's free memory, or of a GPU's memory, that all nodes that share it may take together.
 const AUTO_HOST_PERCENT: u64 = 40;
 const AUTO_GPU_PERCENT: usize = 90;
-/// Where nobody says how much is free.
+/// Used where the free memory is not known.
 const AUTO_UNKNOWN_BYTES: u64 = 1 << 30;
 
 impl ModelKvMemory {
@@ -48,7 +48,7 @@ impl ModelKvMemory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvMemorySize {
     Bytes(ByteSize),
-    /// Of the memory that is available to this process when it is asked: from 1 to 95.
+    /// Percent of the memory that is available to this process when it starts: from 1 to 95.
     Percent(u8),
 }
 
@@ -64,7 +64,7 @@ pub struct NotMemory(String);
 #[error("{0}; or \"auto\", \"auto/2\" for what suits a model whose device 2 nodes share")]
 pub struct NotModelMemory(NotMemory);
 
-/// Nobody says how much is free.
+/// The free memory is not known.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("/proc/meminfo does not say how much memory is free: name an amount")]
 pub struct UnknownMemory;
@@ -141,7 +141,7 @@ impl Serialize for ModelKvMemory {
     }
 }
 
-/// As it stands in a file.
+/// The form in a file.
 #[derive(Deserialize)]
 #[serde(
     untagged,

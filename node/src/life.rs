@@ -1,22 +1,18 @@
-//! A node's life: announce, serve, wait, drain.
-
-use std::fs;
-use std::net::SocketAddr;
-use std::os::unix::fs::MetadataExt as _;
+//! One life of a node that computes: its services and its watchdog over one worker.
 
 use chassis::admin::Readiness;
+use chassis::rpc::Callers;
 use chassis::{Listener, Shutdown, spawn_guarded};
 use registry::Registry;
 use tonic::service::Routes;
-use tracing::info;
-use types::node::PROTOCOL;
-use types::{NodeId, NodeInfo, Role};
+use types::{NodeId, Role};
 
 use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::parts::NodeParts;
 use crate::ports::Ports;
-use crate::status::StatusService;
+use crate::running::{Announcement, RunningNode};
+use crate::status::{StatusParts, StatusService, WorkerStatus};
 use crate::watchdog::Watchdog;
 
 /// What a node needs to live, besides its parts.
@@ -40,58 +36,40 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
     let readiness = life.readiness.clone();
     let draining = Shutdown::new();
 
-    let info = node_info(&parts, &life);
     let watchdog = Watchdog::new(parts.clone(), readiness.clone(), draining.clone(), life.config.stuck_after);
-    let status =
-        StatusService::new(parts.clone(), draining.clone(), watchdog.stuck(), watchdog.standings()).server();
+    let status = StatusService::new(StatusParts {
+        epoch: parts.epoch,
+        pool: parts.pool.clone(),
+        arriving: parts.arriving.clone(),
+        worker: Some(WorkerStatus { load: parts.worker.load(), stuck: watchdog.stuck() }),
+        standings: watchdog.standings(),
+        draining: draining.clone(),
+        world: parts.world.clone(),
+    });
     let mut ports = Ports::default();
-    ports.grpc(life.grpc, services.add_service(status), life.config.connections);
+    let callers = Callers::known_to(&parts.world).calling(&life.address);
+    ports.grpc(life.grpc, services.add_service(status.server()), life.config.connections, callers);
     let gauges = parts.metrics.clone().follow(parts.pool.clone(), parts.arriving.clone());
     let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
 
-    let announcement = life.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;
-    let _watch = spawn_guarded(ports.gate(), "watchdog", watchdog.run());
-    info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
-        connectors = ?parts.connectors, "node is up");
-    life.shutdown.wait().await;
-
-    info!("draining");
-    draining.trigger();
-    readiness.set_unready("draining");
-    announcement.withdraw().await;
-    parts.worker.drain();
-    let drained = parts.gate.close(life.config.drain).await.map_err(NodeError::Drain);
-    ports.close().await;
-    drained
-}
-
-/// What the node says of itself.
-fn node_info(parts: &NodeParts, life: &Life<'_>) -> NodeInfo {
-    NodeInfo {
-        id: life.id.clone(),
-        epoch: parts.epoch,
+    let running = RunningNode {
+        registry: life.registry,
+        readiness: life.readiness,
+        ports,
+        work: parts.gate.clone(),
+        drain: life.config.drain,
+        shutdown: life.shutdown,
+        draining,
+    };
+    let announcement = Announcement {
+        id: life.id,
         role: life.role,
-        pid: std::process::id(),
-        host: parts.host.to_string(),
-        address: life.address.clone(),
-        admin: life.admin.clone(),
-        wires: parts.connectors.addresses(),
-        without: parts.connectors.missing(),
-        model: (*parts.model).clone(),
-        protocol: PROTOCOL,
-    }
-}
-
-/// Tells whether two nodes share a machine and what it takes to share memory: the kernel's boot id, and which
-/// `/dev/shm` the node sees. Containers of one machine have one each, unless they were given one in common.
-pub fn host_id() -> String {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let folder = fs::metadata("/dev/shm").map(|folder| folder.dev().to_string()).unwrap_or_default();
-    format!("{} shm:{folder}", boot.trim())
-}
-
-/// A name for a node that was given none: the machine's, and the port that is its own.
-pub fn default_id(role: Role, bound: SocketAddr) -> NodeId {
-    let machine = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    NodeId::new(format!("{role}-{}-{}", machine.trim(), bound.port()))
+        epoch: parts.epoch,
+        host: parts.host.clone(),
+        address: life.address,
+        admin: life.admin,
+        connectors: &parts.connectors,
+        model: &parts.model,
+    };
+    running.run(announcement, watchdog.run(), || parts.worker.drain()).await
 }

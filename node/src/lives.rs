@@ -1,7 +1,8 @@
 //! A node's process: one life after another over one backend, and sleep between them.
 //!
-//! A life that ends takes its announcement, its epoch, its connectors and its KV with it, so that nobody believes that
-//! what was there is there. What is left is the backend, which sleeps, or begins the next life.
+//! When a life ends, its announcement, epoch, connectors and KV end with it, so that no other process relies on them.
+//! The backend remains: it sleeps or begins the next life.
+//! See `docs/decisions/0015-a-life-ends-with-its-memory.md`.
 
 use std::fmt;
 use std::pin::pin;
@@ -10,8 +11,9 @@ use std::time::Duration;
 use chassis::admin::Readiness;
 use chassis::error::StartError;
 use chassis::metrics::Metrics;
+use chassis::rpc::Callers;
 use chassis::{Listener, Shutdown, World};
-use engine::{Asleep, Backend, BackendError, Sleepless, Wakeless};
+use engine::{Asleep, Backend, BackendError, SleepFailed, WakeFailed};
 use registry::Registry;
 use scheduler::WorkerState;
 use tokio::task::spawn_blocking;
@@ -24,9 +26,9 @@ use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::life::{Life, live};
 use crate::metrics::ProcessMetrics;
-use crate::parts::{Crank, Drive, NodeParts, Wired};
+use crate::parts::{Drive, NodeParts, Wired, WorkerRun};
 use crate::ports::{KeptListener, Ports, advertised};
-use crate::switch::{Asked, Change, Unchanged, Wish, Wishes, switch};
+use crate::switch::{Asked, Change, SwitchRequest, SwitchRequests, Unchanged, switch};
 
 /// How long what is left of a life may take to end, once its ports are closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
@@ -41,7 +43,7 @@ pub type Services<'a> = &'a (dyn Fn(Role, &NodeParts) -> Result<Routes, StartErr
 pub struct Lives<'a> {
     pub config: &'a NodeConfig,
     pub id: NodeId,
-    /// Of the first life.
+    /// The role of the first life.
     pub role: Role,
     pub registry: &'a dyn Registry,
     pub services: Services<'a>,
@@ -57,11 +59,14 @@ pub struct Lives<'a> {
 /// Lives until it is asked to stop, asleep or awake.
 pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), NodeError> {
     let Lives { config, id, role, registry, services, world, metrics, drive, shutdown, grpc, admin } = lives;
+    metrics.show_refusals(world.identity().refusals());
     let readiness = Readiness::unready("starting");
-    let (switch, wishes) = switch();
+    let (switch, requests) = switch();
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
-    let pages = chassis::admin::router(readiness.clone(), metrics.clone()).merge(switch.pages());
+    let key = config.cluster.admin_key(&config.admin).map_err(|error| NodeError::Config(in_full(&error)))?;
+    let guarded = key.guard(switch.pages(), world.identity().refusals().clone());
+    let pages = chassis::admin::router(readiness.clone(), metrics.clone()).merge(guarded);
     let ports = Ports::admin(admin, pages, config.connections);
     let mut node = Node {
         config,
@@ -74,7 +79,7 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
         drive,
         shutdown,
         readiness,
-        wishes,
+        requests,
         grpc: KeptListener::new(grpc)
             .map_err(|source| NodeError::Listen { addr: address.clone(), source })?,
         address,
@@ -89,7 +94,7 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
 struct Node<'a> {
     config: &'a NodeConfig,
     id: NodeId,
-    /// Of this life, or of the last one.
+    /// The role of this life, or of the last one.
     role: Role,
     registry: &'a dyn Registry,
     services: Services<'a>,
@@ -98,13 +103,13 @@ struct Node<'a> {
     drive: Drive,
     shutdown: Shutdown,
     readiness: Readiness,
-    wishes: Wishes,
+    requests: SwitchRequests,
     grpc: KeptListener,
     address: String,
     admin: String,
 }
 
-/// Somebody who waits, and what they will be told if all goes well.
+/// A caller that waits for an answer, and its answer on success.
 struct Waiting {
     asked: Asked,
     since: Instant,
@@ -117,9 +122,9 @@ enum End {
     /// The process was asked to stop.
     Stopped,
     /// It was asked to sleep, and has given its backend back.
-    Sleepy(Box<dyn Backend>, Waiting),
-    /// It did not begin, and whoever woke it waits.
-    Unborn(Box<dyn Backend>, NodeError, Waiting),
+    SleepRequested(Box<dyn Backend>, Waiting),
+    /// The life could not begin; the caller that woke the node waits for an answer.
+    WakeFailed(Box<dyn Backend>, NodeError, Waiting),
 }
 
 impl Node<'_> {
@@ -128,8 +133,8 @@ impl Node<'_> {
         loop {
             let asleep = match self.live(backend, waiting.take()).await? {
                 End::Stopped => return Ok(()),
-                End::Sleepy(backend, asked) => self.fall_asleep(backend, asked).await?,
-                End::Unborn(backend, why, asked) => Ok(self.sleep_on(backend, why, asked).await?),
+                End::SleepRequested(backend, asked) => self.fall_asleep(backend, asked).await?,
+                End::WakeFailed(backend, why, asked) => Ok(self.sleep_on(backend, why, asked).await?),
             };
             backend = match asleep {
                 Err(awake) => awake,
@@ -155,11 +160,11 @@ impl Node<'_> {
         let wired = match Wired::bind(&self.id, self.config, of_backend, &world, metrics).await {
             Ok(wired) => wired,
             Err(why) => match waiting.take() {
-                Some(waiting) => return Ok(End::Unborn(backend, why, waiting)),
+                Some(waiting) => return Ok(End::WakeFailed(backend, why, waiting)),
                 None => return Err(why),
             },
         };
-        let (parts, crank) = NodeParts::over(wired, self.config, backend, world, metrics, self.drive)?;
+        let (parts, worker_run) = NodeParts::over(wired, self.config, backend, world, metrics, self.drive)?;
         let services = (self.services)(self.role, &parts).map_err(NodeError::Services)?;
         let ending = self.shutdown.child();
         let life = Life {
@@ -187,9 +192,9 @@ impl Node<'_> {
                     is_ready = true;
                     tell_who_woke_it();
                 }
-                asked = self.wishes.next() => match asked.wish {
-                    Wish::Wake(_) => asked.answer(Err(Unchanged::AwakeAlready)),
-                    Wish::Sleep => break Waiting { asked, since: Instant::now(), used_bytes: None },
+                asked = self.requests.next() => match asked.request {
+                    SwitchRequest::Wake(_) => asked.answer(Err(Unchanged::AwakeAlready)),
+                    SwitchRequest::Sleep => break Waiting { asked, since: Instant::now(), used_bytes: None },
                 },
             }
         };
@@ -205,10 +210,10 @@ impl Node<'_> {
             Err(NodeError::Drain(late)) => warn!(%late, "what still ran was cut off"),
             Err(error) => return Err(error),
         }
-        Ok(End::Sleepy(backend_of(parts, crank).await?, asked))
+        Ok(End::SleepRequested(backend_of(parts, worker_run).await?, asked))
     }
 
-    /// Has a backend sleep, and tells whoever asked. One that cannot is the answer, awake.
+    /// Makes a backend sleep and answers the caller. Returns the backend, awake, if it cannot sleep.
     async fn fall_asleep(
         &self,
         backend: Box<dyn Backend>,
@@ -222,8 +227,8 @@ impl Node<'_> {
                 info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "asleep");
                 Ok(Ok(asleep))
             }
-            Err(Sleepless { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
-            Err(Sleepless { backend, why }) => {
+            Err(SleepFailed { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
+            Err(SleepFailed { backend, why }) => {
                 warn!(error = in_full(&why), "cannot sleep, going on awake");
                 waiting.asked.answer(Err(Unchanged::CannotSleep(in_full(&why))));
                 Ok(Err(backend))
@@ -231,7 +236,7 @@ impl Node<'_> {
         }
     }
 
-    /// Has a backend sleep again whose life could not begin, and tells whoever woke it why.
+    /// Makes a backend whose life could not begin sleep again, and tells the caller that woke it why.
     async fn sleep_on(
         &self,
         backend: Box<dyn Backend>,
@@ -246,7 +251,8 @@ impl Node<'_> {
     }
 
     fn say_asleep(&self) {
-        self.readiness.set_unready("asleep");
+        // An operator has put it to sleep: a rollout does not wait for it, and a budget does not count it as down.
+        self.readiness.set(Some("asleep".to_owned()), None);
         self.metrics.is_asleep(true);
     }
 
@@ -255,15 +261,16 @@ impl Node<'_> {
         &mut self,
         mut asleep: Box<dyn Asleep>,
     ) -> Result<Option<(Box<dyn Backend>, Waiting)>, NodeError> {
-        let refusing =
-            Ports::refusing(Box::new(self.grpc.clone()), "the node sleeps", self.config.connections);
+        let callers = Callers::known_to(&self.world).calling(&self.address);
+        let (grpc, connections) = (Box::new(self.grpc.clone()), self.config.connections);
+        let refusing = Ports::refusing(grpc, "the node sleeps", connections, callers);
         let woken = loop {
             let asked = tokio::select! {
                 biased;
                 () = self.shutdown.wait() => break None,
-                asked = self.wishes.next() => asked,
+                asked = self.requests.next() => asked,
             };
-            let Wish::Wake(role) = asked.wish else {
+            let SwitchRequest::Wake(role) = asked.request else {
                 asked.answer(Err(Unchanged::AsleepAlready));
                 continue;
             };
@@ -275,7 +282,7 @@ impl Node<'_> {
                     self.role = role.unwrap_or(self.role);
                     break Some((backend, waiting));
                 }
-                Err(Wakeless { asleep: same, why }) => {
+                Err(WakeFailed { asleep: same, why }) => {
                     waiting.not_woken(in_full(&why));
                     asleep = same;
                 }
@@ -292,11 +299,11 @@ impl Node<'_> {
 async fn slept(
     mut backend: Box<dyn Backend>,
     drive: Drive,
-) -> Result<Result<Box<dyn Asleep>, Sleepless>, NodeError> {
+) -> Result<Result<Box<dyn Asleep>, SleepFailed>, NodeError> {
     let give_up = Instant::now() + END_WITHIN;
     loop {
         match aside(drive, move || backend.sleep()).await? {
-            Err(Sleepless { backend: same, why: BackendError::Held(_) }) if Instant::now() < give_up => {
+            Err(SleepFailed { backend: same, why: BackendError::Held(_) }) if Instant::now() < give_up => {
                 backend = same;
                 tokio::time::sleep(LOOK_EVERY).await;
             }
@@ -316,14 +323,14 @@ async fn wires_end(parts: NodeParts) {
 }
 
 /// The backend of a life that is over, once nothing of that life is left.
-async fn backend_of(parts: NodeParts, crank: Crank) -> Result<Box<dyn Backend>, NodeError> {
+async fn backend_of(parts: NodeParts, worker_run: WorkerRun) -> Result<Box<dyn Backend>, NodeError> {
     let (gate, wires, worker) = (parts.gate.clone(), parts.wires.clone(), parts.worker.clone());
     drop(parts);
     gate.close(END_WITHIN).await.map_err(NodeError::Drain)?;
     wires.close(END_WITHIN).await.map_err(NodeError::Drain)?;
     match tokio::time::timeout(END_WITHIN, worker.stopped()).await {
         Ok(WorkerState::Dead(reason)) => Err(NodeError::WorkerDead(reason)),
-        Ok(_) => crank.backend().await.ok_or(NodeError::BackendLost),
+        Ok(_) => worker_run.backend().await.ok_or(NodeError::BackendLost),
         Err(_) => Err(NodeError::WorkerLate(END_WITHIN)),
     }
 }

@@ -9,7 +9,7 @@ use prometheus::{IntGauge, IntGaugeVec};
 use scheduler::SchedulerMetrics;
 use types::BlockCounts;
 
-use crate::counted::Counter;
+use chassis::counted::Counter;
 
 /// How old the gauges may be.
 const PACE: Duration = Duration::from_millis(250);

@@ -13,10 +13,10 @@ use types::{Epoch, ModelInfo, NodeId};
 
 use crate::config::NodeConfig;
 use crate::connectors::Connectors;
-use crate::counted::Counter;
 use crate::error::NodeError;
-use crate::life::host_id;
+use crate::host::host_id;
 use crate::metrics::{NodeMetrics, ProcessMetrics};
+use chassis::counted::Counter;
 
 /// The parts that a node's services share. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -30,6 +30,8 @@ pub struct NodeParts {
     pub connectors: Connectors,
     /// Landings that wait for their KV.
     pub arriving: Counter,
+    /// Prompts whose KV is kept here until its landing is known.
+    pub held: Counter,
     /// Everything that works on a prompt is inside.
     pub gate: Gate,
     /// What the connectors run. It ends with them.
@@ -37,7 +39,7 @@ pub struct NodeParts {
     pub metrics: NodeMetrics,
 }
 
-/// Who turns the worker's crank.
+/// Where the worker runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drive {
     /// A thread of its own: a backend's steps block.
@@ -46,9 +48,9 @@ pub enum Drive {
     Task,
 }
 
-/// A worker's crank that is being turned, until its last handle is gone or it is drained. Dropped, it goes on turning.
+/// A running worker. It ends when it is drained or its last handle is dropped; dropping this value does not end it.
 #[derive(Debug)]
-pub enum Crank {
+pub enum WorkerRun {
     Thread(WorkerThread),
     Task(oneshot::Receiver<Box<dyn Backend>>),
 }
@@ -70,7 +72,7 @@ pub(crate) struct Wired {
 }
 
 impl Wired {
-    /// Binds the connectors. This may fail for reasons that pass, such as a port that somebody else has.
+    /// Binds the connectors. This may fail for reasons that pass, such as a port that another process has.
     pub(crate) async fn bind(
         id: &NodeId,
         config: &NodeConfig,
@@ -110,7 +112,7 @@ impl NodeParts {
         world: World,
         metrics: &ProcessMetrics,
         drive: Drive,
-    ) -> Result<(Self, Crank), NodeError> {
+    ) -> Result<(Self, WorkerRun), NodeError> {
         let pool = BlockPool::new(backend.memory().layout(), backend.memory().n_blocks());
         let (worker, driver) = scheduler::new_worker(WorkerParts {
             backend,
@@ -120,7 +122,7 @@ impl NodeParts {
             metrics: metrics.scheduler.clone(),
         })
         .map_err(NodeError::Worker)?;
-        let crank = Crank::turn(driver, drive)?;
+        let worker_run = WorkerRun::start(driver, drive)?;
         let Wired { epoch, host, model, connectors, wires } = wired;
         let parts = Self {
             world,
@@ -131,22 +133,23 @@ impl NodeParts {
             worker,
             connectors,
             arriving: Counter::default(),
+            held: Counter::default(),
             gate: Gate::new("prompts"),
             wires,
             metrics: metrics.node.clone(),
         };
-        Ok((parts, crank))
+        Ok((parts, worker_run))
     }
 }
 
-impl Crank {
-    fn turn(driver: Driver, drive: Drive) -> Result<Self, NodeError> {
+impl WorkerRun {
+    fn start(driver: Driver, drive: Drive) -> Result<Self, NodeError> {
         match drive {
             Drive::Thread => driver.on_thread().map(Self::Thread).map_err(NodeError::Worker),
             Drive::Task => {
                 let (backend, in_the_end) = oneshot::channel();
                 let turn = async move {
-                    // Where nobody waits for it, it ends here.
+                    // Without a receiver, the backend is dropped here.
                     let _ = backend.send(driver.drive_simulated().await);
                 };
                 spawn_guarded(&Gate::new("worker"), "worker", turn).detach();

@@ -9,6 +9,7 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
 use chassis::connections::ConnectionLimits;
+use chassis::rpc::Callers;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Listener, Shutdown, StillHeld, Stream, Task, spawn_guarded};
 use tokio::sync::Mutex;
@@ -20,7 +21,7 @@ use crate::error::NodeError;
 
 /// How long the ports may take to close once nothing is under way.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
-/// Streams that are open then are cut after so long: what they were for is over, or late.
+/// How long after that open streams are cut: their work is over or late.
 const CUT_AFTER: Duration = Duration::from_millis(500);
 
 type Serving = Task<Result<(), StillHeld>>;
@@ -49,17 +50,28 @@ impl Ports {
     }
 
     /// Serves the gRPC services too.
-    pub fn grpc(&mut self, listener: Box<dyn Listener>, services: Routes, connections: ConnectionLimits) {
+    pub fn grpc(
+        &mut self,
+        listener: Box<dyn Listener>,
+        services: Routes,
+        connections: ConnectionLimits,
+        callers: Callers,
+    ) {
         let limits = ServerLimits { connections, drain: CUT_AFTER, ..ServerLimits::default() };
-        let serve = chassis::rpc::serve(listener, services, self.close.clone(), limits);
+        let serve = chassis::rpc::serve(listener, services, self.close.clone(), limits, callers);
         self.serving.push(spawn_guarded(&self.gate, "grpc", serve));
     }
 
     /// Answers every call on the gRPC port with UNAVAILABLE, and says why.
-    pub fn refusing(listener: Box<dyn Listener>, why: &'static str, connections: ConnectionLimits) -> Self {
+    pub fn refusing(
+        listener: Box<dyn Listener>,
+        why: &'static str,
+        connections: ConnectionLimits,
+        callers: Callers,
+    ) -> Self {
         let refuse = move || async move { Status::unavailable(why).into_http::<Body>() };
         let mut ports = Self::default();
-        ports.grpc(listener, Routes::from(Router::new().fallback(refuse)), connections);
+        ports.grpc(listener, Routes::from(Router::new().fallback(refuse)), connections, callers);
         ports
     }
 
@@ -81,7 +93,7 @@ impl Ports {
 /// A listener that outlives those who accept from it, one after the other. Clones are the same.
 #[derive(Clone, Debug)]
 pub struct KeptListener {
-    /// Held by whoever accepts.
+    /// Locked by the server that accepts.
     listener: Arc<Mutex<Box<dyn Listener>>>,
     addr: SocketAddr,
 }

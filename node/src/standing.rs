@@ -1,4 +1,4 @@
-//! What routers say of this node's place in the cluster: why it gets no work, if it gets none.
+//! What routers say of this node's place in the cluster: why it gets no work, and what a rollout waits for.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,39 +14,63 @@ const BELIEVED_AT_MOST: Duration = Duration::from_secs(60);
 /// The longest reason, in characters.
 const REASON_MAX: usize = 1024;
 
-/// The refusals of all routers. Clones share one table.
+/// What all routers say. Clones share one table.
 ///
 /// A refusal of any router counts. It ends when that router takes it back, or has not repeated it in time, so that a router
 /// that has left refuses no node for ever.
 #[derive(Clone, Debug, Default)]
 pub struct Standings {
-    /// By the router's name: the reason, and until when it counts. Never held across an await.
-    refusals: Arc<Mutex<BTreeMap<String, (String, Instant)>>>,
+    /// By the router's name. Never held across an await.
+    words: Arc<Mutex<BTreeMap<String, Word>>>,
+}
+
+/// What one router says.
+#[derive(Debug)]
+struct Word {
+    /// Why it gives the node no work.
+    refusal: Option<String>,
+    /// Why a rollout must not replace other nodes yet.
+    rollout_waits_for: Option<String>,
+    believed_until: Instant,
 }
 
 impl Standings {
     /// Takes in what a router says at `now`.
     pub fn hear(&self, word: v1::StandingRequest, now: Instant) {
-        let v1::StandingRequest { router, refusal, ttl_ms } = word;
-        let mut refusals = self.fresh(now);
-        if refusal.is_empty() {
-            refusals.remove(&router);
-        } else if refusals.len() < ROUTERS_MAX || refusals.contains_key(&router) {
-            let reason = refusal.chars().take(REASON_MAX).collect();
-            let believed_for = Duration::from_millis(ttl_ms).min(BELIEVED_AT_MOST);
-            refusals.insert(router, (reason, now + believed_for));
+        let v1::StandingRequest { router, refusal, ttl_ms, rollout_waits_for } = word;
+        let mut words = self.fresh(now);
+        if words.len() < ROUTERS_MAX || words.contains_key(&router) {
+            let reason = |text: String| {
+                Some(text.chars().take(REASON_MAX).collect::<String>()).filter(|text| !text.is_empty())
+            };
+            let word = Word {
+                refusal: reason(refusal),
+                rollout_waits_for: reason(rollout_waits_for),
+                believed_until: now + Duration::from_millis(ttl_ms).min(BELIEVED_AT_MOST),
+            };
+            words.insert(router, word);
         }
     }
 
     /// Why a router gives this node no work; `None`: no router has said so lately.
     pub fn refusal(&self, now: Instant) -> Option<String> {
-        self.fresh(now).values().next().map(|(reason, _)| reason.clone())
+        self.fresh(now).values().find_map(|word| word.refusal.clone())
     }
 
-    fn fresh(&self, now: Instant) -> MutexGuard<'_, BTreeMap<String, (String, Instant)>> {
-        let mut refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
-        refusals.retain(|_, (_, until)| now < *until);
-        refusals
+    /// Why a rollout must not replace other nodes yet. `None`: at least one router has said lately that this node serves or
+    /// could serve, and no router says otherwise.
+    pub fn rollout_waits_for(&self, now: Instant) -> Option<String> {
+        let words = self.fresh(now);
+        if words.is_empty() {
+            return Some("no router has said lately that this node serves".to_owned());
+        }
+        words.values().find_map(|word| word.rollout_waits_for.clone())
+    }
+
+    fn fresh(&self, now: Instant) -> MutexGuard<'_, BTreeMap<String, Word>> {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        words.retain(|_, word| now < word.believed_until);
+        words
     }
 }
 
@@ -55,7 +79,27 @@ mod tests {
     use super::*;
 
     fn word(router: &str, refusal: &str) -> v1::StandingRequest {
-        v1::StandingRequest { router: router.to_owned(), refusal: refusal.to_owned(), ttl_ms: 6000 }
+        v1::StandingRequest {
+            router: router.to_owned(),
+            refusal: refusal.to_owned(),
+            ttl_ms: 6000,
+            rollout_waits_for: String::new(),
+        }
+    }
+
+    #[test]
+    fn a_rollout_waits_until_a_router_has_spoken_and_none_holds_it() {
+        let (standings, now) = (Standings::default(), Instant::now());
+        let waits = |at| standings.rollout_waits_for(now + Duration::from_secs(at));
+        assert!(waits(0).is_some_and(|reason| reason.contains("no router")));
+        standings.hear(word("a", ""), now);
+        assert_eq!(waits(1), None);
+        let held = v1::StandingRequest { rollout_waits_for: "a decode node".into(), ..word("b", "other") };
+        standings.hear(held, now);
+        assert_eq!(waits(1).as_deref(), Some("a decode node"));
+        standings.hear(word("b", "other"), now);
+        assert_eq!(waits(1), None, "superseded, and its group is complete");
+        assert!(waits(7).is_some(), "nothing was heard for long");
     }
 
     #[test]

@@ -1,9 +1,11 @@
-//! `baton.v1.NodeStatus`: how busy a node is and what it has cached, as a stream; and its ledger.
+//! `baton.v1.NodeStatus`: how busy a node is and what it has cached, as a stream; and its ledger. The service of every
+//! kind of node.
 
 use std::pin::Pin;
 use std::time::Duration;
 
-use chassis::Shutdown;
+use chassis::counted::Counter;
+use chassis::{Shutdown, World};
 use futures::Stream;
 use futures::stream::unfold;
 use kv_cache::{BlockEvents, BlockPool, LedgerEntry};
@@ -13,36 +15,48 @@ use proto::v1::status_event::Event;
 use scheduler::WorkerLoad;
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
-use types::NodeLoad;
+use types::{Epoch, NodeLoad};
 
-use crate::parts::NodeParts;
 use crate::standing::Standings;
 use crate::watchdog::Stuck;
 
-/// At most so often a changed load is told.
+/// The least time between two messages about a changed load.
 const LOAD_PACE: Duration = Duration::from_millis(20);
-/// At least so often the load is told, changed or not: whoever reads it knows that the node is alive.
+/// The load is sent at least this often, changed or not: it shows the reader that the node is alive.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
+/// How often a node without a worker sends its load: no event tells that its blocks changed.
+const LOAD_EVERY: Duration = Duration::from_millis(250);
+
+/// What the service tells and hears.
+#[derive(Clone, Debug)]
+pub struct StatusParts {
+    pub epoch: Epoch,
+    pub pool: BlockPool,
+    /// Sequences on their way in.
+    pub arriving: Counter,
+    /// `None`: the node computes nothing. Then the service sends no block events.
+    pub worker: Option<WorkerStatus>,
+    pub standings: Standings,
+    /// Triggered when the node takes no new work.
+    pub draining: Shutdown,
+    pub world: World,
+}
+
+/// What a worker says of itself.
+#[derive(Clone, Debug)]
+pub struct WorkerStatus {
+    pub load: watch::Receiver<WorkerLoad>,
+    /// While the worker is stuck, the node sends no load: a router takes it for unreachable and asks again.
+    pub stuck: watch::Receiver<Option<Stuck>>,
+}
 
 /// The service.
 #[derive(Clone, Debug)]
-pub struct StatusService {
-    node: NodeParts,
-    draining: Shutdown,
-    stuck: watch::Receiver<Option<Stuck>>,
-    standings: Standings,
-}
+pub struct StatusService(StatusParts);
 
 impl StatusService {
-    /// `draining` is said once the node takes no new work. While it is `stuck`, it tells nobody its load: a router takes
-    /// it for unreachable, and asks again.
-    pub fn new(
-        node: NodeParts,
-        draining: Shutdown,
-        stuck: watch::Receiver<Option<Stuck>>,
-        standings: Standings,
-    ) -> Self {
-        Self { node, draining, stuck, standings }
+    pub fn new(parts: StatusParts) -> Self {
+        Self(parts)
     }
 
     pub fn server(self) -> NodeStatusServer<Self> {
@@ -52,31 +66,29 @@ impl StatusService {
 
 /// One reader of the status stream.
 struct Reader {
-    node: NodeParts,
-    draining: Shutdown,
-    said_draining: bool,
-    load: watch::Receiver<WorkerLoad>,
-    load_told: Option<tokio::time::Instant>,
+    node: StatusParts,
+    sent_draining: bool,
+    load_sent: Option<tokio::time::Instant>,
+    worker: Option<WorkerReader>,
+}
+
+/// What a reader sees of the worker.
+struct WorkerReader {
+    status: WorkerStatus,
     blocks: BlockEvents,
-    stuck: watch::Receiver<Option<Stuck>>,
 }
 
 impl Reader {
-    fn new(service: &StatusService) -> Self {
-        Self {
-            node: service.node.clone(),
-            draining: service.draining.clone(),
-            said_draining: false,
-            load: service.node.worker.load(),
-            load_told: None,
-            blocks: service.node.pool.events(),
-            stuck: service.stuck.clone(),
-        }
+    fn new(node: &StatusParts) -> Self {
+        let worker = node.worker.clone().map(|status| WorkerReader { status, blocks: node.pool.events() });
+        Self { node: node.clone(), sent_draining: false, load_sent: None, worker }
     }
 
-    /// The next thing worth telling; an error once the node is stuck.
+    /// The next thing worth telling; an error once the worker is stuck.
     async fn next(&mut self) -> Result<Event, Status> {
-        let mut stuck = self.stuck.clone();
+        let Some(mut stuck) = self.worker.as_ref().map(|worker| worker.status.stuck.clone()) else {
+            return Ok(self.next_event().await);
+        };
         tokio::select! {
             biased;
             Ok(found) = stuck.wait_for(Option::is_some) => Err(refused(*found)),
@@ -86,44 +98,63 @@ impl Reader {
 
     /// The first is the load.
     async fn next_event(&mut self) -> Event {
-        let Some(told) = self.load_told else { return self.tell_load() };
-        let changed = async {
-            tokio::time::sleep_until(told + LOAD_PACE).await;
-            let _ = tokio::time::timeout_at(told + LOAD_HEARTBEAT, self.load.changed()).await;
+        let Some(sent) = self.load_sent else { return self.load() };
+        let worker = async {
+            match &mut self.worker {
+                Some(worker) => worker.next(sent).await,
+                None => {
+                    tokio::time::sleep_until(sent + LOAD_EVERY).await;
+                    None
+                }
+            }
         };
         tokio::select! {
             biased;
-            () = self.draining.wait(), if !self.said_draining => {
-                self.said_draining = true;
+            () = self.node.draining.wait(), if !self.sent_draining => {
+                self.sent_draining = true;
                 Event::Draining(v1::Draining {})
             }
-            // Before the blocks: it has a pace, and they have none.
-            () = changed => self.tell_load(),
-            event = self.blocks.next() => Event::Blocks(v1::BlockEvents::new(event.number, &event.event)),
+            event = worker => event.unwrap_or_else(|| self.load()),
         }
     }
 
-    fn tell_load(&mut self) -> Event {
-        self.load_told = Some(self.node.world.now());
-        let load = self.load.borrow_and_update().node;
-        Event::Load(with_parts(&self.node, load).into())
+    fn load(&mut self) -> Event {
+        self.load_sent = Some(self.node.world.now());
+        let load = self.worker.as_mut().map(|worker| worker.status.load.borrow_and_update().node);
+        let (arriving, blocks) = (self.node.arriving.count(), self.node.pool.counts());
+        Event::Load(NodeLoad { arriving, blocks, ..load.unwrap_or_default() }.into())
     }
 }
 
-/// The worker's load, with what only the node knows.
-pub(crate) fn with_parts(node: &NodeParts, load: NodeLoad) -> NodeLoad {
-    NodeLoad { arriving: node.arriving.count(), blocks: node.pool.counts(), ..load }
+impl WorkerReader {
+    /// The next block event; `None`: it is time for the load.
+    async fn next(&mut self, load_sent: tokio::time::Instant) -> Option<Event> {
+        let load_is_due = async {
+            tokio::time::sleep_until(load_sent + LOAD_PACE).await;
+            let _ = tokio::time::timeout_at(load_sent + LOAD_HEARTBEAT, self.status.load.changed()).await;
+        };
+        tokio::select! {
+            biased;
+            // Before the blocks: it has a pace, and they have none.
+            () = load_is_due => None,
+            event = self.blocks.next() => Some(Event::Blocks(v1::BlockEvents::new(event.number, &event.event))),
+        }
+    }
 }
 
 #[tonic::async_trait]
 impl NodeStatus for StatusService {
     type WatchStream = Pin<Box<dyn Stream<Item = Result<v1::StatusEvent, Status>> + Send>>;
 
-    async fn watch(&self, _: Request<v1::StatusRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        if let Some(stuck) = *self.stuck.borrow() {
+    async fn watch(
+        &self,
+        request: Request<v1::StatusRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        check_life(request.get_ref(), self.0.epoch)?;
+        if let Some(stuck) = self.0.worker.as_ref().and_then(|worker| *worker.stuck.borrow()) {
             return Err(refused(Some(stuck)));
         }
-        let events = unfold(Some(Reader::new(self)), |reader| async move {
+        let events = unfold(Some(Reader::new(&self.0)), |reader| async move {
             let mut reader = reader?;
             match reader.next().await {
                 Ok(event) => Some((Ok(v1::StatusEvent { event: Some(event) }), Some(reader))),
@@ -137,7 +168,7 @@ impl NodeStatus for StatusService {
         &self,
         request: Request<v1::StandingRequest>,
     ) -> Result<Response<v1::StandingAnswer>, Status> {
-        self.standings.hear(request.into_inner(), self.node.world.now());
+        self.0.standings.hear(request.into_inner(), self.0.world.now());
         Ok(Response::new(v1::StandingAnswer {}))
     }
 
@@ -145,17 +176,26 @@ impl NodeStatus for StatusService {
         &self,
         request: Request<v1::LedgerRequest>,
     ) -> Result<Response<v1::LedgerAnswer>, Status> {
-        Ok(Response::new(ledger(&self.node.pool, request.into_inner())))
+        Ok(Response::new(ledger(&self.0.pool, request.into_inner())))
     }
 }
 
 fn refused(stuck: Option<Stuck>) -> Status {
     let stage = stuck.map(|stuck| stuck.to_string()).unwrap_or_default();
-    Status::unavailable(format!("nothing moves here, {stage}"))
+    Status::unavailable(format!("the node makes no progress, {stage}"))
+}
+
+/// Refuses a router that means an earlier life of this node, or another node that had this address.
+fn check_life(request: &v1::StatusRequest, own: Epoch) -> Result<(), Status> {
+    match Epoch(request.epoch) {
+        Epoch(0) => Ok(()),
+        meant if meant == own => Ok(()),
+        meant => Err(Status::not_found(format!("this is another life: {own}, not {meant}"))),
+    }
 }
 
 /// Where a pool's blocks are.
-pub fn ledger(pool: &BlockPool, request: v1::LedgerRequest) -> v1::LedgerAnswer {
+fn ledger(pool: &BlockPool, request: v1::LedgerRequest) -> v1::LedgerAnswer {
     let blocks =
         if request.blocks { pool.ledger().into_iter().map(ledger_block).collect() } else { Vec::new() };
     v1::LedgerAnswer { counts: Some(pool.counts().into()), blocks }

@@ -1,7 +1,7 @@
 //! Where a node is asked to sleep and to wake: `POST /sleep` and `POST /wake` on the admin port, `?role=` another one.
 //!
-//! Whoever asks waits for the answer; one who goes away changes nothing. What is asked while something is under way is
-//! looked at after it. The only file of this crate that knows JSON and status codes.
+//! The caller waits for the answer; a caller that goes away changes nothing. A request that comes during a switch is
+//! handled after it. No other file of this crate knows JSON and status codes.
 
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
 use types::Role;
 
-/// Wishes that may wait for the one that is under way.
+/// SwitchRequests that may wait for the one that is under way.
 const WAITING_MAX: usize = 8;
 
 /// What a node can be asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wish {
+pub enum SwitchRequest {
     Sleep,
     /// In this role, or the one that it had.
     Wake(Option<Role>),
@@ -30,14 +30,14 @@ pub enum Wish {
 /// The roles of nodes that compute.
 const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Both];
 
-/// A wish, and the way to whoever has it.
+/// A request, and the channel for its answer.
 #[derive(Debug)]
 pub struct Asked {
-    pub wish: Wish,
+    pub request: SwitchRequest,
     answer: oneshot::Sender<Result<Change, Unchanged>>,
 }
 
-/// What came of a wish: how long it took, and what is in use of the memory that the node computes in.
+/// What came of a request: how long it took, and what is in use of the memory that the node computes in.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Change {
     pub took: Duration,
@@ -66,25 +66,25 @@ pub enum Unchanged {
     CannotWake(String),
 }
 
-/// Where wishes come in. Clones share one queue.
+/// Where requests come in. Clones share one queue.
 #[derive(Clone, Debug)]
 pub struct Switch(mpsc::Sender<Asked>);
 
 /// Where the node finds them, oldest first.
 #[derive(Debug)]
-pub struct Wishes(mpsc::Receiver<Asked>);
+pub struct SwitchRequests(mpsc::Receiver<Asked>);
 
 /// Makes a switch, and what it is connected to.
-pub fn switch() -> (Switch, Wishes) {
-    let (wishes, asked) = mpsc::channel(WAITING_MAX);
-    (Switch(wishes), Wishes(asked))
+pub fn switch() -> (Switch, SwitchRequests) {
+    let (requests, asked) = mpsc::channel(WAITING_MAX);
+    (Switch(requests), SwitchRequests(asked))
 }
 
 impl Switch {
-    /// Waits until the node has answered. Dropped, the wish stays.
-    pub async fn ask(&self, wish: Wish) -> Result<Change, Unchanged> {
+    /// Waits until the node has answered. Dropped, the request stays.
+    pub async fn ask(&self, request: SwitchRequest) -> Result<Change, Unchanged> {
         let (answer, answered) = oneshot::channel();
-        match self.0.try_send(Asked { wish, answer }) {
+        match self.0.try_send(Asked { request, answer }) {
             Err(mpsc::error::TrySendError::Full(_)) => Err(Unchanged::Busy),
             Err(mpsc::error::TrySendError::Closed(_)) => Err(Unchanged::Stopping),
             Ok(()) => answered.await.unwrap_or(Err(Unchanged::Stopping)),
@@ -109,10 +109,10 @@ struct WakeQuery {
 }
 
 impl WakeQuery {
-    fn wish(self) -> Result<Wish, Unchanged> {
-        let Some(word) = self.role else { return Ok(Wish::Wake(None)) };
+    fn request(self) -> Result<SwitchRequest, Unchanged> {
+        let Some(word) = self.role else { return Ok(SwitchRequest::Wake(None)) };
         let role = ROLES.into_iter().find(|role| role.as_str() == word);
-        role.map(|role| Wish::Wake(Some(role))).ok_or(Unchanged::UnknownRole(word))
+        role.map(|role| SwitchRequest::Wake(Some(role))).ok_or(Unchanged::UnknownRole(word))
     }
 }
 
@@ -125,18 +125,18 @@ async fn not_from_a_page(request: Request, next: Next) -> Response {
 }
 
 async fn sleep(State(switch): State<Switch>) -> Response {
-    page(switch.ask(Wish::Sleep).await)
+    page(switch.ask(SwitchRequest::Sleep).await)
 }
 
 async fn wake(State(switch): State<Switch>, Query(query): Query<WakeQuery>) -> Response {
-    page(match query.wish() {
-        Ok(wish) => switch.ask(wish).await,
+    page(match query.request() {
+        Ok(request) => switch.ask(request).await,
         Err(unknown) => Err(unknown),
     })
 }
 
-impl Wishes {
-    /// The next one. Never ends if nobody asks. Cancel-safe.
+impl SwitchRequests {
+    /// The next request. Pending for ever if none comes. Cancel-safe.
     pub async fn next(&mut self) -> Asked {
         match self.0.recv().await {
             Some(asked) => asked,
@@ -146,7 +146,7 @@ impl Wishes {
 }
 
 impl Asked {
-    /// Somebody who does not wait any more hears nothing.
+    /// Sends the answer. A caller that has gone gets none.
     pub fn answer(self, answer: Result<Change, Unchanged>) {
         let _ = self.answer.send(answer);
     }
@@ -205,52 +205,52 @@ mod tests {
         Change { took: Duration::from_secs(2), used_bytes_before: Some(5), used_bytes_after: None };
 
     #[tokio::test]
-    async fn a_wish_is_answered() {
-        let (switch, mut wishes) = switch();
+    async fn a_request_is_answered() {
+        let (switch, mut requests) = switch();
         let node = async {
-            let asked = wishes.next().await;
-            assert_eq!(asked.wish, Wish::Sleep);
+            let asked = requests.next().await;
+            assert_eq!(asked.request, SwitchRequest::Sleep);
             asked.answer(Ok(CHANGE));
-            wishes.next().await.answer(Err(Unchanged::AsleepAlready));
+            requests.next().await.answer(Err(Unchanged::AsleepAlready));
         };
         let client = async {
-            assert_eq!(switch.ask(Wish::Sleep).await, Ok(CHANGE));
-            assert_eq!(switch.ask(Wish::Sleep).await, Err(Unchanged::AsleepAlready));
+            assert_eq!(switch.ask(SwitchRequest::Sleep).await, Ok(CHANGE));
+            assert_eq!(switch.ask(SwitchRequest::Sleep).await, Err(Unchanged::AsleepAlready));
         };
         tokio::join!(node, client);
     }
 
     #[tokio::test]
-    async fn nobody_waits_for_a_node_that_is_gone_or_asked_too_much() {
-        let (switch, mut wishes) = switch();
-        let wake = Wish::Wake(None);
+    async fn requests_to_a_full_or_gone_node_are_answered_at_once() {
+        let (switch, mut requests) = switch();
+        let wake = SwitchRequest::Wake(None);
         let waiting: Vec<_> = (0..WAITING_MAX).map(|_| Box::pin(switch.ask(wake))).collect();
         let mut waiting = futures::future::join_all(waiting);
         assert!(futures::poll!(&mut waiting).is_pending());
         assert_eq!(switch.ask(wake).await, Err(Unchanged::Busy));
-        drop(wishes.next().await);
-        drop(wishes);
+        drop(requests.next().await);
+        drop(requests);
         assert!(waiting.await.iter().all(|answer| *answer == Err(Unchanged::Stopping)));
         assert_eq!(switch.ask(wake).await, Err(Unchanged::Stopping));
     }
 
     #[tokio::test]
     async fn a_page_in_a_browser_changes_nothing() {
-        let (switch, mut wishes) = switch();
+        let (switch, mut requests) = switch();
         for path in ["/sleep", "/wake"] {
             let request = Request::post(path).header("origin", "https://example.org").body(Body::empty());
             let answer = switch.clone().pages().oneshot(request.unwrap()).await.expect("pages always answer");
             assert_eq!(answer.status(), 403, "{path}");
         }
-        assert!(futures::poll!(Box::pin(wishes.next())).is_pending(), "the node was asked for nothing");
+        assert!(futures::poll!(Box::pin(requests.next())).is_pending(), "the node was asked for nothing");
     }
 
     #[test]
     fn roles_are_those_that_compute() {
-        let wish = |role: Option<&str>| WakeQuery { role: role.map(str::to_owned) }.wish();
-        assert_eq!(wish(None), Ok(Wish::Wake(None)));
-        assert_eq!(wish(Some("both")), Ok(Wish::Wake(Some(Role::Both))));
-        let refused = wish(Some("pool")).expect_err("it computes nothing");
+        let request = |role: Option<&str>| WakeQuery { role: role.map(str::to_owned) }.request();
+        assert_eq!(request(None), Ok(SwitchRequest::Wake(None)));
+        assert_eq!(request(Some("both")), Ok(SwitchRequest::Wake(Some(Role::Both))));
+        let refused = request(Some("pool")).expect_err("it computes nothing");
         assert_eq!(refused.to_string(), "\"pool\" is no role to wake in: prefill, decode and both are");
     }
 

@@ -1,4 +1,4 @@
-//! Notices that nothing moves on this node although there is work, and says which stage stands still.
+//! Notices when the node makes no progress although there is work, and names the stage that stands still.
 //!
 //! It depends on no work that comes: it looks at intervals, at what the worker said last and when it said it.
 
@@ -24,7 +24,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 pub enum Stuck {
     /// The worker has not come back from the engine.
     Step { running: u32, waiting: u32 },
-    /// The worker turns, but nobody gets blocks, and nobody runs who would give some back.
+    /// The worker turns, but no sequence gets blocks, and none runs that would give some back.
     Room { waiting: u32, blocks: BlockCounts },
 }
 
@@ -51,14 +51,17 @@ impl fmt::Display for Stuck {
 
 /// What stands still by the worker's last word, if anything does.
 ///
-/// A worker speaks on every turn, and once a second when it has nothing to do. One whose sequences all wait for whoever
-/// reads them turns, and is not stuck: what reads them has deadlines of its own.
-fn look(load: &WorkerLoad, now: Instant, bound: Duration) -> Option<Finding> {
+/// `n_held` counts the landings that wait for their KV and the KV that waits for its landing: they hold blocks, wait for
+/// other nodes and end by their requests' deadlines. While there are any, prompts that wait for room are no standstill.
+///
+/// A worker reports on every turn, and once a second when it has nothing to do. A worker whose sequences all wait for
+/// their readers turns, and is not stuck: the readers have deadlines of their own.
+fn look(load: &WorkerLoad, n_held: u32, now: Instant, bound: Duration) -> Option<Finding> {
     let WorkerLoad { node, last_turn, last_progress, .. } = *load;
     if now - last_turn > bound {
         return Some((Stuck::Step { running: node.running, waiting: node.waiting }, last_turn));
     }
-    let nobody_runs = node.waiting > 0 && node.running == 0;
+    let nobody_runs = node.waiting > 0 && node.running == 0 && n_held == 0;
     let stuck = nobody_runs && now - last_progress > bound;
     stuck.then_some((Stuck::Room { waiting: node.waiting, blocks: node.blocks }, last_progress))
 }
@@ -121,13 +124,11 @@ impl Watchdog {
 
     fn judge_running(&self) {
         let (load, now) = (*self.node.worker.load().borrow(), self.node.world.now());
-        match look(&load, now, self.bound) {
+        let n_held = self.node.arriving.count() + self.node.held.count();
+        match look(&load, n_held, now, self.bound) {
             None => {
                 self.note(None);
-                match self.standings.refusal(now) {
-                    None => self.readiness.set_ready(),
-                    Some(reason) => self.readiness.set_unready(reason),
-                }
+                self.readiness.set(self.standings.refusal(now), self.standings.rollout_waits_for(now));
             }
             Some((stuck, since)) => {
                 self.note(Some(stuck));
@@ -145,8 +146,8 @@ impl Watchdog {
         }
         self.stuck.send_replace(found);
         match (before, found) {
-            (None, Some(stuck)) => warn!(stage = %stuck, "nothing moves"),
-            (Some(_), None) => info!("it moves again"),
+            (None, Some(stuck)) => warn!(stage = %stuck, "the node makes no progress"),
+            (Some(_), None) => info!("the node makes progress again"),
             _ => {}
         }
     }
@@ -160,8 +161,19 @@ mod tests {
 
     const BOUND: Duration = Duration::from_secs(4);
 
-    /// A worker that ran and waited so, turned so many seconds ago, and progressed so many seconds ago.
+    /// The finding for a worker with these counts that turned and progressed these numbers of seconds ago.
     fn found(running: u32, waiting: u32, turned: u64, progressed: u64) -> Option<&'static str> {
+        found_beside(0, running, waiting, turned, progressed)
+    }
+
+    /// The same, beside `n_held` landings or held KV.
+    fn found_beside(
+        n_held: u32,
+        running: u32,
+        waiting: u32,
+        turned: u64,
+        progressed: u64,
+    ) -> Option<&'static str> {
         let now = Instant::now() + Duration::from_secs(100);
         let ago = |seconds| now - Duration::from_secs(seconds);
         let node = NodeLoad { running, waiting, ..NodeLoad::default() };
@@ -171,10 +183,16 @@ mod tests {
             last_progress: ago(progressed),
             last_turn: ago(turned),
         };
-        look(&load, now, BOUND).map(|(stuck, _)| match stuck {
+        look(&load, n_held, now, BOUND).map(|(stuck, _)| match stuck {
             Stuck::Step { .. } => "step",
             Stuck::Room { .. } => "room",
         })
+    }
+
+    #[test]
+    fn prompts_that_wait_for_blocks_of_open_landings_are_no_standstill() {
+        assert_eq!(found_beside(1, 0, 2, 0, 9), None);
+        assert_eq!(found_beside(1, 0, 2, 5, 9), Some("step"));
     }
 
     #[test]
@@ -187,7 +205,7 @@ mod tests {
             (0, 0, 5, 5, Some("step"), "the first step hangs before it was told of"),
             (3, 0, 0, 9, None, "those who run wait for their readers"),
             (0, 2, 0, 3, None, "room may come yet"),
-            (0, 2, 0, 5, Some("room"), "nobody will give it"),
+            (0, 2, 0, 5, Some("room"), "no room will come"),
         ] {
             assert_eq!(found(running, waiting, turned, progressed), expected, "{why}");
         }

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use chassis::byte_size::ByteSize;
 use chassis::connections::ConnectionLimits;
-use chassis::telemetry::LogSettings;
+use chassis::identity::settings::ClusterSection;
+use chassis::telemetry::{LogExpert, LogSection, LogSettings};
 use kv_transfer::TransferSettings;
 use node::KvMemorySize;
-use node::config::{RegistrySection, TransferSection};
+use node::config::{NodeSection, RegistrySection, TransferExpert, TransferSection};
 use serde::{Deserialize, Serialize};
 use types::NodeId;
 
@@ -18,11 +19,12 @@ use crate::error::PoolNodeError;
 #[serde(default)]
 pub struct RawPoolConfig {
     pub pool: PoolSection,
-    pub node: PoolNodeSection,
+    pub node: NodeSection,
     pub registry: RegistrySection,
     pub transfer: TransferSection,
-    pub connections: ConnectionLimits,
-    pub log: LogSettings,
+    pub cluster: ClusterSection,
+    pub log: LogSection,
+    pub expert: PoolExpert,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,32 +46,13 @@ impl Default for PoolSection {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A pool node's `[expert]` tables.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct PoolNodeSection {
-    /// The node's name, the same after every restart: it decides which sequences the node keeps. Empty: the machine's name
-    /// and the gRPC port.
-    pub id: String,
-    /// `host:port` of the gRPC services; port 0 takes a free one.
-    pub listen: String,
-    /// `host:port` of the admin pages.
-    pub admin: String,
-    /// The host that routers and peers are told to connect to. Empty: the one in `listen`.
-    pub advertise: String,
-    /// How long sequences that are here may wait to be fetched after the node was asked to stop.
-    pub drain_ms: u64,
-}
-
-impl Default for PoolNodeSection {
-    fn default() -> Self {
-        Self {
-            id: String::new(),
-            listen: "127.0.0.1:0".to_owned(),
-            admin: "127.0.0.1:0".to_owned(),
-            advertise: String::new(),
-            drain_ms: 30_000,
-        }
-    }
+pub struct PoolExpert {
+    pub transfer: TransferExpert,
+    pub connections: ConnectionLimits,
+    pub log: LogExpert,
 }
 
 /// A pool node's configuration, checked.
@@ -88,13 +71,14 @@ pub struct PoolConfig {
     pub registry_url: String,
     pub connectors: Vec<String>,
     pub transfer: TransferSettings,
+    pub cluster: ClusterSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
 impl PoolConfig {
     pub fn resolve(raw: RawPoolConfig) -> Result<Self, PoolNodeError> {
-        let RawPoolConfig { pool, node, registry, transfer, connections, log } = raw;
+        let RawPoolConfig { pool, node, registry, transfer, cluster, log, expert } = raw;
         if transfer.connectors.is_empty() {
             return Err(PoolNodeError::Config("transfer.connectors names no connector".to_owned()));
         }
@@ -108,13 +92,14 @@ impl PoolConfig {
             id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),
             listen: node.listen,
             admin: node.admin,
-            transfer: transfer.settings(&node.advertise),
+            transfer: transfer.settings(&expert.transfer, &node.advertise),
             advertise: (!node.advertise.is_empty()).then_some(node.advertise),
             drain: Duration::from_millis(node.drain_ms),
             registry_url: registry.url,
             connectors: transfer.connectors,
-            connections,
-            log,
+            cluster,
+            connections: expert.connections,
+            log: log.settings(&expert.log),
         })
     }
 }

@@ -1,6 +1,5 @@
 //! Why a pool node did not come up, or did not go down well.
 
-use chassis::StillHeld;
 use kernels::MemoryError;
 use node::NodeError;
 use registry::RegistryError;
@@ -18,10 +17,6 @@ pub enum PoolNodeError {
     Memory(#[source] MemoryError),
     #[error("be a node")]
     Node(#[from] NodeError),
-    #[error("announce")]
-    Announce(#[source] RegistryError),
     #[error("describe services")]
     Services(#[source] chassis::error::StartError),
-    #[error("drain")]
-    Drain(#[source] StillHeld),
 }

@@ -1,15 +1,18 @@
-//! Keeps KV between the nodes that compute it and the nodes that decode it, and for whoever wants it later.
+//! A pool node: it stores KV between prefill and decode, and for later prompts with the same beginning.
 //!
-//! What a sequence's life here is, [`service`] says; whose KV is kept, the registry (`model`); what the node is made of
-//! and its life from bind to drain, [`parts`] and [`life`]. The blocks themselves are `kv-pool`'s.
+//! A pool node receives KV from prefill nodes and sends it to decode nodes, over the same connectors as they use. It
+//! computes nothing. `types::place` says which pool node stores a sequence.
+//!
+//! Suggested reading order: [`store`], the blocks and their digests; [`service`], the calls of routers; `model`, whose KV
+//! is stored; [`parts`] and [`life`], from bind to drain.
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod store;
+pub mod service;
+mod stored;
 mod model;
 pub mod parts;
-pub mod service;
-mod parcels;
-mod status;
 pub mod life;
 pub mod metrics;
 pub mod error;
@@ -19,3 +22,4 @@ pub use error::PoolNodeError;
 pub use life::{Life, live};
 pub use parts::PoolParts;
 pub use service::PoolService;
+pub use store::{BlockStore, Incoming, PutRequest, StoreError, StoredSequence};

@@ -4,22 +4,21 @@ use std::time::Duration;
 
 use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
+use chassis::rpc::Callers;
 use chassis::{Listener, Shutdown, World, spawn_guarded};
 use node::metrics::NodeMetrics;
 use node::ports::advertised;
-use node::{Ports, Standings};
+use node::{Announcement, Ports, RunningNode, Standings, StatusParts, StatusService};
 use registry::Registry;
 use tokio::time::Instant;
-use tracing::{error, info};
-use types::node::PROTOCOL;
-use types::{NodeId, NodeInfo, Role};
+use tracing::error;
+use types::{NodeId, Role};
 
 use crate::config::PoolConfig;
 use crate::error::PoolNodeError;
 use crate::model::kept_model;
 use crate::parts::PoolParts;
 use crate::service::PoolService;
-use crate::status::StatusService;
 
 /// How often it is looked at whether the node is idle.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -44,6 +43,7 @@ pub struct Life<'a> {
 /// Lives until `shutdown`.
 pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let Life { config, id, world, metrics, registry, shutdown, grpc, admin } = life;
+    metrics.show_refusals(world.identity().refusals());
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
     let readiness = Readiness::unready("no node is known whose KV could be kept");
@@ -64,38 +64,42 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
         chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET]).map_err(PoolNodeError::Services)?;
     let services = services.add_service(PoolService::new(parts.clone()).server());
     let standings = Standings::default();
-    let status = StatusService::new(parts.clone(), draining.clone(), standings.clone());
-    ports.grpc(grpc, services.add_service(status.server()), config.connections);
-    let gauges = NodeMetrics::new(&metrics).follow(parts.shelf.pool().clone(), parts.sequences.clone());
+    let status = StatusService::new(StatusParts {
+        epoch: parts.epoch,
+        pool: parts.store.pool().clone(),
+        arriving: parts.sequences.clone(),
+        worker: None,
+        standings: standings.clone(),
+        draining: draining.clone(),
+        world: parts.world.clone(),
+    });
+    let callers = Callers::known_to(&parts.world).calling(&address);
+    ports.grpc(grpc, services.add_service(status.server()), config.connections, callers);
+    let gauges = NodeMetrics::new(&metrics).follow(parts.store.pool().clone(), parts.sequences.clone());
     let _gauges = spawn_guarded(ports.gate(), "gauges", gauges);
     let _books = spawn_guarded(ports.gate(), "books", check_books(parts.clone()));
 
-    let info = node_info(&parts, id, address, admin_address);
-    let announcement = registry.announce(info.clone()).await.map_err(PoolNodeError::Announce)?;
-    info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
-        connectors = ?parts.connectors, model = info.model.name, blocks = parts.shelf.counts().total, "node is up");
-    tokio::select! {
-        biased;
-        () = shutdown.wait() => {}
-        () = keep_ready(&readiness, &standings) => {}
-    }
-
-    info!("draining");
-    draining.trigger();
-    readiness.set_unready("draining");
-    announcement.withdraw().await;
-    let drained = parts.gate.close(config.drain).await.map_err(PoolNodeError::Drain);
-    ports.close().await;
-    drained
+    let watch = keep_ready(readiness.clone(), standings);
+    let (work, drain) = (parts.gate.clone(), config.drain);
+    let running = RunningNode { registry, readiness, ports, work, drain, shutdown, draining };
+    let announcement = Announcement {
+        id,
+        role: Role::Pool,
+        epoch: parts.epoch,
+        host: parts.host.clone(),
+        address,
+        admin: admin_address,
+        connectors: &parts.connectors,
+        model: &parts.model,
+    };
+    Ok(running.run(announcement, watch, || ()).await?)
 }
 
 /// Keeps readiness true while no router refuses the node. Without an end.
-async fn keep_ready(readiness: &Readiness, standings: &Standings) {
+async fn keep_ready(readiness: Readiness, standings: Standings) {
     loop {
-        match standings.refusal(Instant::now()) {
-            None => readiness.set_ready(),
-            Some(reason) => readiness.set_unready(reason),
-        }
+        let now = Instant::now();
+        readiness.set(standings.refusal(now), standings.rollout_waits_for(now));
         tokio::time::sleep(STANDING_EVERY).await;
     }
 }
@@ -110,26 +114,9 @@ async fn check_books(parts: PoolParts) {
             continue;
         }
         checked = put;
-        if let Err(error) = parts.shelf.pool().integrity() {
+        if let Err(error) = parts.store.pool().integrity() {
             parts.metrics.integrity_failures.inc();
-            error!(%error, "the books are wrong");
+            error!(%error, "block pool integrity check failed");
         }
-    }
-}
-
-/// What the node says of itself.
-fn node_info(parts: &PoolParts, id: NodeId, address: String, admin: String) -> NodeInfo {
-    NodeInfo {
-        id,
-        epoch: parts.epoch,
-        role: Role::Pool,
-        pid: std::process::id(),
-        host: parts.host.to_string(),
-        address,
-        admin,
-        wires: parts.connectors.addresses(),
-        without: parts.connectors.missing(),
-        model: (*parts.model).clone(),
-        protocol: PROTOCOL,
     }
 }

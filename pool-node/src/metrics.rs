@@ -33,12 +33,12 @@ impl PoolMetrics {
             tokens: metrics.counter("put_tokens_total", "Tokens of sequences that were put."),
             held_tokens: metrics.counter("held_tokens_total", "Those of them whose KV was here already."),
             integrity_failures: metrics
-                .counter("integrity_failures_total", "Times that the pool's books were wrong."),
+                .counter("integrity_failures_total", "Failed integrity checks of the block pool."),
         }
     }
 }
 
-/// How one put, or one delivery, ends. Dropped before it has, nobody waited for it any more.
+/// How one put, or one delivery, ends. Dropped before its end, it counts as given up.
 #[derive(Debug)]
 pub(crate) struct Outcome<'a> {
     counts: &'a IntCounterVec,

@@ -73,8 +73,8 @@ mod tests {
     async fn the_first_node_that_makes_kv_says_whose() {
         let registry = MemoryRegistry::new(TTL, World::seeded(1), Gate::new("test"));
         let mut waiting = Box::pin(kept_model(&registry, Some("wanted")));
-        let nobody = tokio::time::timeout(Duration::from_secs(60), &mut waiting).await;
-        assert!(nobody.is_err(), "nobody is there");
+        let none = tokio::time::timeout(Duration::from_secs(60), &mut waiting).await;
+        assert!(none.is_err(), "no node is there");
         let mut announced = Vec::new();
         for (id, role, model) in [
             ("pool-0", Role::Pool, "wanted"),

@@ -1,19 +1,19 @@
-//! What a pool node is made of: memory, the connectors over it, and the shelf.
+//! What a pool node is made of: memory, the connectors over it, and the block store.
 
 use std::sync::Arc;
 
 use chassis::metrics::Metrics;
 use chassis::{Gate, World};
 use kv_cache::KvMemory;
-use kv_pool::Shelf;
 use kv_transfer::{ConnectorParts, Faults, TransferMetrics};
-use node::life::host_id;
+use node::host::host_id;
 use node::{Connectors, Counter};
 use types::{Epoch, ModelInfo, NodeId};
 
 use crate::config::PoolConfig;
 use crate::error::PoolNodeError;
 use crate::metrics::PoolMetrics;
+use crate::store::BlockStore;
 
 /// The parts that the node's services share. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -23,7 +23,7 @@ pub struct PoolParts {
     pub host: Arc<str>,
     /// Whose KV is kept.
     pub model: Arc<ModelInfo>,
-    pub shelf: Shelf,
+    pub store: BlockStore,
     pub connectors: Connectors,
     /// Sequences that are on their way in, or wait to be fetched.
     pub sequences: Counter,
@@ -62,7 +62,7 @@ impl PoolParts {
             epoch,
             host,
             model: Arc::new(model),
-            shelf: Shelf::new(parts, connectors.all().to_vec()),
+            store: BlockStore::new(parts, connectors.all().to_vec()),
             connectors,
             sequences: Counter::default(),
             sequences_max: config.sequences_max,

@@ -1,12 +1,12 @@
 //! `baton.v1.Pool`: one stream is a sequence's life here, and its end, however it comes, gives everything back.
 //! The only file of this crate that knows what is said on it.
+//! See `docs/decisions/0022-a-pool-node-lands-and-delivers.md`.
 
 use std::pin::Pin;
 use std::time::Duration;
 
 use chassis::{Task, spawn_guarded};
 use futures::{Stream, StreamExt as _};
-use kv_pool::{Incoming, PutRequest};
 use node::{Counted, PeerWires};
 use proto::v1;
 use proto::v1::pool_server::{Pool, PoolServer};
@@ -15,11 +15,12 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tracing::{Instrument as _, info, info_span};
-use types::{Deadline, Landing, Refusal, RefusalKind, RequestId, TransferId};
+use types::{Deadline, Landing, PromptDigest, Refusal, RefusalKind, RequestId, TransferId};
 
 use crate::metrics::Outcome;
-use crate::parcels::Parcels;
 use crate::parts::PoolParts;
+use crate::store::{Incoming, PutRequest};
+use crate::stored::StoredSequences;
 
 /// A stream has two words at most.
 const EVENTS_MAX: usize = 2;
@@ -28,12 +29,12 @@ const EVENTS_MAX: usize = 2;
 #[derive(Clone, Debug)]
 pub struct PoolService {
     node: PoolParts,
-    parcels: Parcels,
+    stored: StoredSequences,
 }
 
 impl PoolService {
     pub fn new(node: PoolParts) -> Self {
-        Self { node, parcels: Parcels::default() }
+        Self { node, stored: StoredSequences::default() }
     }
 
     pub fn server(self) -> PoolServer<Self> {
@@ -66,16 +67,16 @@ impl PoolService {
         })?;
         let no_wire = || Refusal::new(RefusalKind::Mismatch, format!("no wire in common with {}", peer.node));
         put.connector = self.node.connectors.shared_with(peer).ok_or_else(no_wire)?.scheme();
-        let (landing, incoming) = self.node.shelf.put(put).map_err(|error| Refusal::from(&error))?;
+        let (landing, incoming) = self.node.store.put(put).map_err(|error| Refusal::from(&error))?;
         self.node.metrics.tokens.inc_by(landing.n_tokens.into());
         self.node.metrics.held_tokens.inc_by(landing.held_tokens.into());
         Ok((landing, incoming, counted))
     }
 
-    async fn deliver_parcel(&self, transfer: TransferId, landing: Landing) -> Result<(), Refusal> {
+    async fn deliver_stored(&self, transfer: TransferId, landing: Landing) -> Result<(), Refusal> {
         let unknown = || Refusal::new(RefusalKind::Failed, format!("nothing is stored for {transfer}"));
-        let parcel = self.parcels.get(transfer).ok_or_else(unknown)?;
-        parcel.deliver(landing).await.map_err(|error| Refusal::from(&error))
+        let (sequence, prompt) = self.stored.get(transfer).ok_or_else(unknown)?;
+        sequence.deliver(landing.opened_with(prompt)).await.map_err(|error| Refusal::from(&error))
     }
 }
 
@@ -83,6 +84,8 @@ impl PoolService {
 #[derive(Debug)]
 struct Life {
     service: PoolService,
+    /// What its landing is bound to. It opens the landings of decode nodes.
+    prompt: PromptDigest,
     events: mpsc::Sender<Event>,
 }
 
@@ -106,17 +109,17 @@ impl Life {
     async fn run(&self, put: PutRequest, peer: &PeerWires, outcome: &mut Outcome<'_>) -> Result<(), Refusal> {
         let (landing, incoming, _counted) = self.service.open(put, peer)?;
         let transfer = landing.transfer;
-        self.say(Event::Landing((&landing).into())).await;
-        let parcel = incoming.stored().await.map_err(|error| Refusal::from(&error))?;
-        let stored = v1::Stored { bytes: parcel.bytes() };
-        let _place = self.service.parcels.put(transfer, parcel);
+        self.say(Event::Landing((&landing.bound_to(self.prompt)).into())).await;
+        let sequence = incoming.stored().await.map_err(|error| Refusal::from(&error))?;
+        let stored = v1::Stored { bytes: sequence.bytes() };
+        let _entry = self.service.stored.put(transfer, sequence, self.prompt);
         outcome.is("stored");
         self.say(Event::Stored(stored)).await;
         self.events.closed().await;
         Ok(())
     }
 
-    /// A stream that nobody reads any more is dropped, and this life with it: an unsaid word is no loss.
+    /// Sends an event. If the router has dropped the stream, the event is lost: this call is being dropped too.
     async fn say(&self, event: Event) {
         let _ = self.events.send(event).await;
     }
@@ -146,10 +149,12 @@ impl Pool for PoolService {
     type PutStream = Pin<Box<dyn Stream<Item = Result<v1::PutEvent, Status>> + Send>>;
 
     async fn put(&self, request: Request<v1::PutRequest>) -> Result<Response<Self::PutStream>, Status> {
-        let (put, peer) = self.parse(request.into_inner())?;
+        let request = request.into_inner();
+        let prompt = proto::prompt_digest_from_wire(&request.prompt_digest)?;
+        let (put, peer) = self.parse(request)?;
         let span = info_span!("keep", request_id = %put.request, n_tokens = put.n_tokens);
         let (events, received) = mpsc::channel(EVENTS_MAX);
-        let life = Life { service: self.clone(), events };
+        let life = Life { service: self.clone(), prompt, events };
         let life = spawn_guarded(&self.node.gate, "keep", life.live(put, peer).instrument(span));
         if life.is_finished() && self.node.gate.is_closed() {
             return Err(Status::unavailable("the node is stopping"));
@@ -168,7 +173,7 @@ impl Pool for PoolService {
             request.landing.ok_or_else(|| Status::invalid_argument("deliver.landing is missing"))?;
         let landing = Landing::try_from(landing)?;
         let mut outcome = Outcome::new(&self.node.metrics.deliveries);
-        let refused = self.deliver_parcel(transfer, landing).await.err();
+        let refused = self.deliver_stored(transfer, landing).await.err();
         if let Some(refusal) = &refused {
             info!(%transfer, %refusal, "not delivered");
         }

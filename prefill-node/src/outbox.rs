@@ -1,7 +1,7 @@
 //! Where a prefill sequence's results go: its KV onto a wire, its first token to the router.
 //!
-//! The [`Outbox`] is the scheduler's end and never blocks. What it takes in travels as parcels through a bounded queue to
-//! a delivery task; when the queue is full the scheduler computes no further chunk of this sequence.
+//! The [`Outbox`] is the scheduler's end and never blocks. A bounded queue takes its items to a task that sends
+//! them; when the queue is full the scheduler computes no further chunk of this sequence.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use kv_cache::{BlockLease, LayerFence};
 use kv_transfer::{KvConnector, KvSender, TransferError};
 use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming, WorkerHandle};
 use tokio::sync::{mpsc, oneshot};
-use types::{Destination, Handoff, KvSpan, Landing, Refusal, RefusalKind, Step, TransferId};
+use types::{Destination, Handoff, KvSpan, Landing, PromptDigest, Refusal, RefusalKind, Step, TransferId};
 
-/// Parcels that may wait for the wire.
-const PARCELS_MAX: usize = 24;
-/// Parcels that may still come once there is no room: for each step in flight a chunk of every layer group, a cached
+/// Items that may wait for the wire.
+const ITEMS_MAX: usize = 24;
+/// Items that may still come once there is no room: for each step in flight a chunk of every layer group, a cached
 /// prefix, and the first token.
-const PARCELS_IN_FLIGHT: usize = 4 * SINK_SLACK;
+const ITEMS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
 /// What travels from the worker to the delivery.
 #[derive(Debug)]
-pub(crate) enum Parcel {
+pub(crate) enum OutboxItem {
     Kv {
         span: KvSpan,
         lease: Arc<BlockLease>,
@@ -35,21 +35,21 @@ pub(crate) type First = Result<(Step, StepTiming), Refusal>;
 /// The scheduler's end of a delivery.
 #[derive(Debug)]
 pub(crate) struct Outbox {
-    parcels: mpsc::Sender<Parcel>,
+    items: mpsc::Sender<OutboxItem>,
     first: Option<oneshot::Sender<First>>,
 }
 
-/// Makes an outbox, the answer that it will give, and the parcels that it will send.
-pub(crate) fn outbox() -> (Outbox, oneshot::Receiver<First>, mpsc::Receiver<Parcel>) {
-    let (parcels, received) = mpsc::channel(PARCELS_MAX);
+/// Makes an outbox, the answer that it will give, and the items that it will send.
+pub(crate) fn outbox() -> (Outbox, oneshot::Receiver<First>, mpsc::Receiver<OutboxItem>) {
+    let (items, received) = mpsc::channel(ITEMS_MAX);
     let (first, answer) = oneshot::channel();
-    (Outbox { parcels, first: Some(first) }, answer, received)
+    (Outbox { items, first: Some(first) }, answer, received)
 }
 
 impl Outbox {
-    /// A parcel that finds no queue any more belongs to a delivery that has failed: its owner cancels the sequence.
-    fn send(&self, parcel: Parcel) {
-        let _ = self.parcels.try_send(parcel);
+    /// Without a receiver the item is dropped: the transfer has failed, and its owner cancels the sequence.
+    fn send(&self, item: OutboxItem) {
+        let _ = self.items.try_send(item);
     }
 
     fn answer(&mut self, first: First) {
@@ -61,16 +61,17 @@ impl Outbox {
 
 impl Sink for Outbox {
     fn has_room(&self) -> bool {
-        self.parcels.capacity() >= PARCELS_IN_FLIGHT
+        self.items.capacity() >= ITEMS_IN_FLIGHT
     }
 
     fn kv(&mut self, span: KvSpan, lease: Arc<BlockLease>, ready: LayerFence) {
-        self.send(Parcel::Kv { span, lease, ready });
+        self.send(OutboxItem::Kv { span, lease, ready });
     }
 
     fn step(&mut self, step: Step, timing: StepTiming) {
-        self.send(Parcel::First(step.clone()));
-        self.answer(Ok((step, timing)));
+        // The answer goes first: the delivery may be complete as soon as it has the token.
+        self.answer(Ok((step.clone(), timing)));
+        self.send(OutboxItem::First(step));
     }
 
     fn end(mut self: Box<Self>, end: SequenceEnd) {
@@ -82,36 +83,37 @@ impl Sink for Outbox {
 
 // === delivery ===
 
-/// Sends parcels to `to` as they come. Dropped early, it aborts the transfer.
+/// Sends items to `to` as they come. Dropped early, it aborts the transfer.
 pub(crate) async fn deliver(
     connector: Arc<dyn KvConnector>,
     to: Landing,
-    mut parcels: mpsc::Receiver<Parcel>,
+    mut items: mpsc::Receiver<OutboxItem>,
     worker: WorkerHandle,
 ) -> Result<(), DeliveryError> {
     let (transfer, n_tokens) = (to.transfer, to.n_tokens);
     let mut sender = connector.open(&Destination::Landing(to)).await?;
-    while let Some(parcel) = parcels.recv().await {
-        match parcel {
-            Parcel::Kv { span, lease, ready } => {
+    while let Some(item) = items.recv().await {
+        match item {
+            OutboxItem::Kv { span, lease, ready } => {
                 sender.send(span, lease, ready).await?;
                 worker.nudge();
             }
-            Parcel::First(first) => return finish(sender, transfer, first, n_tokens).await,
+            OutboxItem::First(first) => return finish(sender, transfer, first, n_tokens).await,
         }
     }
     Err(DeliveryError::Unfinished)
 }
 
-/// Keeps parcels until the sequence is computed, then until somebody names a landing.
+/// Keeps items until the sequence is computed, then until a landing is named.
 pub(crate) async fn hold(
-    mut parcels: mpsc::Receiver<Parcel>,
+    mut items: mpsc::Receiver<OutboxItem>,
     landing: oneshot::Receiver<(Arc<dyn KvConnector>, Landing)>,
+    prompt: PromptDigest,
 ) -> Result<(), DeliveryError> {
-    let (kept, first) = keep(&mut parcels).await?;
+    let (kept, first) = keep(&mut items).await?;
     let (connector, to) = landing.await.map_err(|_| DeliveryError::Released)?;
     let (transfer, n_tokens) = (to.transfer, to.n_tokens);
-    let mut sender = connector.open(&Destination::Landing(to)).await?;
+    let mut sender = connector.open(&Destination::Landing(to.opened_with(prompt))).await?;
     for (span, lease, ready) in kept {
         sender.send(span, lease, ready).await?;
     }
@@ -120,12 +122,12 @@ pub(crate) async fn hold(
 
 type KeptKv = (KvSpan, Arc<BlockLease>, LayerFence);
 
-async fn keep(parcels: &mut mpsc::Receiver<Parcel>) -> Result<(Vec<KeptKv>, Step), DeliveryError> {
+async fn keep(items: &mut mpsc::Receiver<OutboxItem>) -> Result<(Vec<KeptKv>, Step), DeliveryError> {
     let mut kept = Vec::new();
-    while let Some(parcel) = parcels.recv().await {
-        match parcel {
-            Parcel::Kv { span, lease, ready } => kept.push((span, lease, ready)),
-            Parcel::First(first) => return Ok((kept, first)),
+    while let Some(item) = items.recv().await {
+        match item {
+            OutboxItem::Kv { span, lease, ready } => kept.push((span, lease, ready)),
+            OutboxItem::First(first) => return Ok((kept, first)),
         }
     }
     Err(DeliveryError::Unfinished)
@@ -173,17 +175,17 @@ mod tests {
 
     #[test]
     fn an_outbox_says_that_it_is_full_while_what_is_in_flight_still_fits() {
-        let (outbox, _answer, mut parcels) = outbox();
-        let parcel = || Parcel::First(Step { token: TokenId(0), index: 0, logprobs: None, finish: None });
+        let (outbox, _answer, mut items) = outbox();
+        let item = || OutboxItem::First(Step { token: TokenId(0), index: 0, logprobs: None, finish: None });
         let mut n_sent = 0;
         while outbox.has_room() {
-            assert!(n_sent < PARCELS_MAX, "it has room for more than its queue takes");
-            outbox.send(parcel());
+            assert!(n_sent < ITEMS_MAX, "it has room for more than its queue takes");
+            outbox.send(item());
             n_sent += 1;
         }
         // The last chunk that was let in is one of those in flight.
-        assert_eq!(outbox.parcels.capacity() + 1, PARCELS_IN_FLIGHT);
-        parcels.try_recv().expect("the wire takes one");
+        assert_eq!(outbox.items.capacity() + 1, ITEMS_IN_FLIGHT);
+        items.try_recv().expect("the wire takes one");
         assert!(outbox.has_room(), "there is room again");
     }
 }

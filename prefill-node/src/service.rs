@@ -13,25 +13,26 @@ use proto::v1;
 use proto::v1::prefill_answer::Answer;
 use proto::v1::prefill_server::{Prefill, PrefillServer};
 use scheduler::{NewSequence, Source};
+use tokio::sync::oneshot;
 use tonic::{Request, Response, Status};
 use tracing::{Instrument as _, info, info_span, trace};
 use types::{Destination, Landing, Prefilled, Prompt, Refusal, RefusalKind};
 
+use crate::held_transfers::{HeldTransfer, HeldTransfers};
 use crate::outbox::{DeliveryError, First, deliver, hold, outbox};
-use crate::shelf::{Place, Shelf};
 
 /// The service of one prefill node.
 #[derive(Clone, Debug)]
 pub struct PrefillService {
     node: NodeParts,
-    shelf: Shelf,
+    held: HeldTransfers,
 }
 
 type Delivery = Task<Result<(), DeliveryError>>;
 
 impl PrefillService {
     pub fn new(node: NodeParts) -> Self {
-        Self { node, shelf: Shelf::default() }
+        Self { held: HeldTransfers::new(node.held.clone()), node }
     }
 
     pub fn server(self) -> PrefillServer<Self> {
@@ -41,28 +42,26 @@ impl PrefillService {
     /// Computes a prompt. Dropping the future before it is ready cancels the sequence and its delivery.
     async fn run_prompt(&self, prompt: Prompt, to: Destination) -> Result<Answered, Refusal> {
         prompt.model.check(&self.node.model)?;
-        let (outbox, answer, parcels) = outbox();
+        let (outbox, answer, items) = outbox();
         let deadline = prompt.deadline;
         let (work, place) = match to {
             Destination::Landing(landing) => {
                 check_length(&prompt, &landing)?;
+                let landing = landing.opened_with(prompt.digest());
                 let connector = self.connector(&landing)?;
                 (
                     futures::future::Either::Left(deliver(
                         connector,
                         landing,
-                        parcels,
+                        items,
                         self.node.worker.clone(),
                     )),
                     None,
                 )
             }
             Destination::Held(transfer) => {
-                let (place, named) = self.shelf.put(transfer)?;
-                (futures::future::Either::Right(hold(parcels, named)), Some(place))
-            }
-            Destination::Store => {
-                return Err(Refusal::new(RefusalKind::Mismatch, "this node has no pool connector"));
+                let (place, named) = self.held.put(transfer)?;
+                (futures::future::Either::Right(hold(items, named, prompt.digest())), Some(place))
             }
         };
         let in_time = tokio::time::timeout_at(deadline.instant().into(), work);
@@ -73,17 +72,13 @@ impl PrefillService {
             }
             done
         };
-        let mut delivery: Delivery =
+        let delivery: Delivery =
             spawn_guarded(&self.node.gate, "delivery", deliver.instrument(info_span!("deliver")));
-        let source = Source::Fresh { lease: None, cached_tokens: 0 };
+        let source = Source::Fresh;
         let sequence =
             NewSequence { prompt: prompt.clone(), source, sink: Box::new(outbox), steps_wanted: 1 };
         let _ticket = self.node.worker.submit(sequence)?;
-        let first: First = tokio::select! {
-            biased;
-            first = answer => first.unwrap_or_else(|_| Err(Refusal::new(RefusalKind::Failed, "the worker is gone"))),
-            failed = &mut delivery => Err(refusal_of(failed)),
-        };
+        let (first, delivery) = first_token(answer, delivery).await;
         let (first, timing) = first?;
         let usage = types::Usage {
             prompt_tokens: prompt.tokens.len() as u32,
@@ -105,13 +100,31 @@ impl PrefillService {
         let transfer = proto::transfer_from_wire(&request.transfer, "deliver.transfer").map_err(invalid)?;
         let missing = || Refusal::new(RefusalKind::Invalid, "deliver.landing is missing");
         let landing: Landing = request.landing.ok_or_else(missing)?.try_into().map_err(invalid)?;
-        self.shelf.name(transfer, self.connector(&landing)?, landing)
+        self.held.name(transfer, self.connector(&landing)?, landing)
     }
 
     fn parse(&self, request: v1::PrefillRequest) -> Result<(Prompt, Destination), Status> {
         let prompt = request.prompt.ok_or_else(|| Status::invalid_argument("prompt is missing"))?;
         let to = request.destination.ok_or_else(|| Status::invalid_argument("destination is missing"))?;
         Ok((proto::prompt_from_wire(prompt, self.node.world.now().into_std())?, to.try_into()?))
+    }
+}
+
+/// Waits for the first token, or for the delivery to fail before there is one. Gives the delivery back if it is under way.
+async fn first_token(
+    mut answer: oneshot::Receiver<First>,
+    mut delivery: Delivery,
+) -> (First, Option<Delivery>) {
+    let no_worker = |_| Err(Refusal::new(RefusalKind::Failed, "the worker is gone"));
+    let delivered = tokio::select! {
+        biased;
+        first = &mut answer => return (first.unwrap_or_else(no_worker), Some(delivery)),
+        delivered = &mut delivery => delivered,
+    };
+    match failure_of(delivered) {
+        Some(refusal) => (Err(refusal), None),
+        // The decode node has the token, and the answer is at most a moment behind it.
+        None => (answer.await.unwrap_or_else(no_worker), None),
     }
 }
 
@@ -124,23 +137,24 @@ fn check_length(prompt: &Prompt, landing: &Landing) -> Result<(), Refusal> {
     Err(Refusal::new(RefusalKind::Landing, reason))
 }
 
-fn refusal_of(delivery: Result<Result<(), DeliveryError>, chassis::TaskError>) -> Refusal {
-    match delivery {
+/// Why a delivery failed; `None` if it is complete.
+fn failure_of(delivered: Result<Result<(), DeliveryError>, chassis::TaskError>) -> Option<Refusal> {
+    Some(match delivered {
+        Ok(Ok(())) => return None,
         Ok(Err(error)) => Refusal::from(&error),
-        Ok(Ok(())) => Refusal::new(RefusalKind::Failed, "delivered without a first token"),
         Err(chassis::TaskError::Refused { .. }) => {
             Refusal::new(RefusalKind::Draining, "the node is stopping")
         }
         Err(error) => Refusal::new(RefusalKind::Failed, error.to_string()),
-    }
+    })
 }
 
 /// A computed prompt whose KV is on its way, or held.
 #[derive(Debug)]
 struct Answered {
     prefilled: Prefilled,
-    delivery: Delivery,
-    place: Option<Place>,
+    delivery: Option<Delivery>,
+    place: Option<HeldTransfer>,
 }
 
 impl Answered {
@@ -148,15 +162,15 @@ impl Answered {
     fn into_stream(self) -> Answers {
         let answer = v1::PrefillAnswer { answer: Some(Answer::Prefilled((&self.prefilled).into())) };
         let one = futures::stream::iter([Ok(answer)]);
-        one.chain(Underway { place: self.place, delivery: Some(self.delivery) }.outcome()).boxed()
+        one.chain(Underway { place: self.place, delivery: self.delivery }.outcome()).boxed()
     }
 }
 
-/// KV on its way to a landing, or on the shelf. When nobody listens any more it goes on by itself, until it has arrived,
-/// the decode node gives it up, or its deadline passes; KV that nobody has come for is released.
+/// KV on its way to a landing, or held. When its call has ended, the transfer goes on until the KV has arrived, the
+/// decode node gives it up, or its deadline passes; held KV without a landing is released.
 #[derive(Debug)]
 struct Underway {
-    place: Option<Place>,
+    place: Option<HeldTransfer>,
     delivery: Option<Delivery>,
 }
 
@@ -165,8 +179,7 @@ impl Underway {
     /// before it heard of the transfer.
     fn outcome(mut self) -> impl Stream<Item = Result<v1::PrefillAnswer, Status>> + Send {
         let wait = async move {
-            let delivered = self.delivery.as_mut()?.await;
-            let refusal = (!matches!(delivered, Ok(Ok(())))).then(|| refusal_of(delivered))?;
+            let refusal = failure_of(self.delivery.as_mut()?.await)?;
             Some(Ok(v1::PrefillAnswer { answer: Some(Answer::Refused((&refusal).into())) }))
         };
         futures::stream::once(wait).filter_map(futures::future::ready)
@@ -175,7 +188,7 @@ impl Underway {
 
 impl Drop for Underway {
     fn drop(&mut self) {
-        let is_wanted = self.place.as_ref().is_none_or(Place::is_named);
+        let is_wanted = self.place.as_ref().is_none_or(HeldTransfer::is_named);
         if let Some(delivery) = self.delivery.take().filter(|_| is_wanted) {
             delivery.detach();
         }
@@ -215,4 +228,47 @@ fn refused(refusal: &Refusal) -> Answers {
     info!(refusal = %refusal, "prompt refused");
     let answer = v1::PrefillAnswer { answer: Some(Answer::Refused(refusal.into())) };
     futures::stream::iter([Ok(answer)]).boxed()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use chassis::Gate;
+    use scheduler::StepTiming;
+    use types::{Step, TokenId};
+
+    fn token() -> Step {
+        Step { token: TokenId(7), index: 0, logprobs: None, finish: None }
+    }
+
+    /// The delivery may be complete before the worker's answer is seen: the prompt is computed all the same.
+    #[tokio::test]
+    async fn a_delivery_that_is_quicker_than_the_answer_is_no_failure() {
+        let usage = types::Usage { prompt_tokens: 1, cached_tokens: 0 };
+        let timing = StepTiming { usage, queued: Duration::ZERO, computed: Duration::ZERO };
+        let (sender, answer) = oneshot::channel();
+        let delivery = spawn_guarded(&Gate::new("node"), "delivery", async { Ok(()) });
+        let answered = async {
+            while !delivery.is_finished() {
+                tokio::task::yield_now().await;
+            }
+            tokio::join!(first_token(answer, delivery), async {
+                tokio::task::yield_now().await;
+                let _ = sender.send(Ok((token(), timing)));
+            })
+        };
+        let ((first, delivery), ()) = answered.await;
+        assert_eq!(first.expect("a first token").0, token());
+        assert!(delivery.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_delivery_that_fails_ends_the_wait() {
+        let (_sender, answer) = oneshot::channel();
+        let late = async { Err(DeliveryError::Late) };
+        let (first, _) = first_token(answer, spawn_guarded(&Gate::new("node"), "delivery", late)).await;
+        assert_eq!(first.expect_err("no token").kind, RefusalKind::Deadline);
+    }
 }

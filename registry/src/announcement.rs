@@ -26,7 +26,7 @@ pub(crate) trait Presence: Send + 'static {
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError>;
     /// One sign of life. [`RegistryError::LeaseLost`] means that the node is not a member any more.
     async fn keep_alive(&mut self) -> Result<(), RegistryError>;
-    /// Ends the lease if there is one. Whoever holds the node's place by another lease is left alone.
+    /// Ends the lease if there is one. A later announcement of the node, under another lease, is left alone.
     async fn withdraw(&mut self) -> Result<(), RegistryError>;
 }
 
@@ -166,7 +166,7 @@ struct Keeper<P> {
 type FirstAnswer = oneshot::Sender<Result<(), RegistryError>>;
 
 fn hand_over(first: FirstAnswer, answer: Result<(), RegistryError>) {
-    // If nobody listens any more, the announcement was dropped, and its `stop` ends the task.
+    // If the receiver is gone, the announcement was dropped, and its `stop` ends the task.
     let _ = first.send(answer);
 }
 
@@ -225,8 +225,8 @@ impl<P: Presence> Keeper<P> {
             true if error.is_final() => {
                 error!(node = %self.id, error = %cause, "the registry takes no announcement")
             }
-            true => warn!(node = %self.id, error = %cause, "not announced, trying on"),
-            false => debug!(node = %self.id, error = %cause, "still not announced"),
+            true => warn!(node = %self.id, error = %cause, "announcement failed, trying again"),
+            false => debug!(node = %self.id, error = %cause, "announcement failed again"),
         }
     }
 

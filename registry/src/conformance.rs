@@ -165,7 +165,11 @@ pub async fn an_impossible_node_is_refused(subject: Subject) {
 
 /// Some node; two calls with the same arguments make the same one.
 pub fn node(id: &str, epoch: u64) -> NodeInfo {
-    let wire = |scheme| WireAddress { scheme: Scheme::new(scheme), endpoint: format!("{id}:{epoch}") };
+    let wire = |scheme| WireAddress {
+        scheme: Scheme::new(scheme),
+        endpoint: format!("{id}:{epoch}"),
+        within_host: true,
+    };
     NodeInfo {
         id: NodeId::new(id),
         epoch: Epoch(epoch),

@@ -71,6 +71,7 @@ impl RegistryError {
             Self::Url { .. } | Self::ReadFile { .. } => Trouble::Address,
             Self::Denied { .. } if says(&["user name is empty", "user id or password"]) => Trouble::Password,
             Self::Denied { .. } if says(&["permission denied"]) => Trouble::Permission,
+            Self::Denied { .. } if says(&["cluster's secret", "cluster secret", "clock"]) => Trouble::Secret,
             // Some layers between here and TLS keep only the text of its errors, or only that the peer hung up: so ends
             // a connection whose certificate is missing, and one in plain text to a port that expects TLS.
             _ if says(&TLS_FAILED) => Trouble::Certificate,
@@ -78,7 +79,7 @@ impl RegistryError {
         }
     }
 
-    /// No waiting mends it: somebody has to change something.
+    /// Retrying does not help: an operator has to change something.
     pub fn is_final(&self) -> bool {
         self.verdict() == Verdict::Reject
     }
@@ -104,6 +105,8 @@ pub enum Trouble {
     Password,
     /// The user may not use the keys of this cluster.
     Permission,
+    /// The caller and the registry have different secrets or clocks.
+    Secret,
     /// One end does not accept the other's certificate, or only one of them speaks TLS.
     Certificate,
     /// It does not answer, or something else answers there.

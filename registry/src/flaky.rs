@@ -1,4 +1,4 @@
-//! A registry that fails when it is told to, for the tests of whoever uses one.
+//! A registry that fails on command, for tests of code that uses a registry.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::watch::{Feed, News, follow};
 use crate::{MembershipEvent, Registry};
 
 /// Passes everything on to the registry inside, except while its [`FaultSwitch`] says otherwise. It keeps the
-/// trait's promises all the same: whoever breaks under it relies on something that is not promised.
+/// trait's promises all the same: code that breaks under it relies on something that is not promised.
 #[derive(Debug)]
 pub struct Flaky<R> {
     inner: Arc<R>,

@@ -10,31 +10,36 @@ use crate::members::Members;
 
 /// The members as one watch has told them. Pure: the time comes in as an argument.
 ///
-/// A registry that was restarted without its data says that nobody is a member. One that stood still for longer
+/// A registry that was restarted without its data says that there are no members. One that stood still for longer
 /// than its leases ends them all when it wakes. Both are facts about the registry and not about the nodes, who are
-/// about to announce themselves again. So after such an event departures are *doubted*: whoever is gone is only
+/// about to announce themselves again. So after such an event departures are *doubted*: a missing node is only
 /// missed, until the doubts end.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     members: Members,
     /// Members who, says the registry, are none.
     missed: BTreeSet<NodeId>,
-    /// `None`: the registry is believed, and nobody is missed.
+    /// `None`: the registry is believed, and no node is missing.
     doubts_end: Option<Instant>,
 }
 
+/// Members that are not in the registry's list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AbsentMembers {
+    HaveLeft,
+    MayReturn,
+}
+
 impl Known {
-    /// The registry's whole state. `doubted` says that who is absent may yet come back; there are doubts until
-    /// `until` then. Doubts that have not ended begin anew: while there was no connection nobody was heard.
+    /// The registry's whole state. If absent members may return, there are doubts until `until`. Doubts that have not ended begin anew: without a connection no node could be heard.
     pub(crate) fn snapshot(
         &mut self,
         nodes: Vec<NodeInfo>,
-        doubted: bool,
+        absent: AbsentMembers,
         until: Instant,
     ) -> MembershipEvent {
-        let absent = self.absent_from(&nodes);
-        let doubted = doubted || self.doubts_end.is_some();
-        let kept = if doubted { absent } else { Vec::new() };
+        let doubted = absent == AbsentMembers::MayReturn || self.doubts_end.is_some();
+        let kept = if doubted { self.absent_from(&nodes) } else { Vec::new() };
         self.doubts_end = doubted.then_some(until);
         self.missed = kept.iter().map(|node| node.id.clone()).collect();
         self.members.apply(&MembershipEvent::Snapshot(nodes.into_iter().chain(kept).collect()));

@@ -1,4 +1,4 @@
-//! Who is in the cluster: nodes announce themselves, and whoever wants to know watches.
+//! The members of the cluster: nodes announce themselves, and routers and nodes watch.
 //!
 //! Suggested reading order: the contract below, what keeps it on either side ([`announcement`], [`watch`] over
 //! [`known`]), the registry that is a table in memory ([`table`], [`memory`]), the same served over gRPC
@@ -12,11 +12,14 @@ pub mod watch;
 pub mod backoff;
 pub mod table;
 pub mod memory;
+pub mod members_file;
 pub mod embedded;
 pub mod etcd;
 pub mod url;
 pub mod open;
+#[cfg(any(test, feature = "test-support"))]
 pub mod flaky;
+#[cfg(any(test, feature = "test-support"))]
 pub mod conformance;
 pub mod error;
 
@@ -29,12 +32,13 @@ use types::{Epoch, NodeId, NodeInfo};
 pub use announcement::{Announcement, Standing};
 pub use error::{RegistryError, Trouble};
 pub use members::Members;
+pub use members_file::{MembersFile, OldMembers};
 pub use memory::MemoryRegistry;
 pub use open::{RegistryParts, ask_once, open};
 
 /// Who is in the cluster, never how busy they are.
 ///
-/// A registry is advice. A member may have died a moment ago, so whoever uses one must be ready to be refused; and
+/// A registry is advice. A member may have died a moment ago, so a caller must expect to be refused; and
 /// a registry that is away changes nothing for members that are known already.
 ///
 /// # Members

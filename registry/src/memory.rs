@@ -91,7 +91,7 @@ impl MemoryRegistry {
         self.shared.change(|table| Ok(((), table.withdraw(lease).into_iter().collect())))
     }
 
-    /// The members, and then every change; a snapshot again for whoever was too slow.
+    /// The members, and then every change; a snapshot again for a reader that was too slow.
     pub(crate) fn events(&self) -> BoxStream<'static, MembershipEvent> {
         let behind = Reader { registry: self.clone(), events: None };
         stream::unfold(behind, |mut reader| async move {
@@ -134,7 +134,7 @@ impl Shared {
         let (answer, events) = change(&mut state.table)?;
         for event in events {
             tell(&event);
-            // Nobody watches: then nobody needs to know.
+            // There are no watchers.
             let _ = state.events.send(event);
         }
         Ok(answer)

@@ -42,7 +42,7 @@ const REGISTRIES: [(&str, Open); 2] = [
 
 /// The registry at `url`: `embedded://router:50051`, or `etcd://host:2379,host:2379/cluster`.
 ///
-/// Nothing is sent yet; an address that nobody listens at is found out later, and waited for.
+/// Nothing is sent yet; an address without a listener is noticed later, and retried.
 pub fn open(url: &str, parts: RegistryParts) -> Result<Arc<dyn Registry>, RegistryError> {
     Ok(opened(url, parts)?.registry)
 }

@@ -11,7 +11,7 @@ use crate::MembershipEvent;
 use crate::error::RegistryError;
 use crate::members::{joined, left};
 
-/// More nodes than Baton is made for; whoever announces more is mistaken or hostile.
+/// More nodes than Baton is made for; more announcements are a mistake or an attack.
 pub const N_MEMBERS_MAX: usize = 10_000;
 
 /// Names one lease. Drawn at random, so that a lease of a former life of the registry is unknown to the next.
@@ -22,14 +22,14 @@ pub struct LeaseId(pub u64);
 #[derive(Debug)]
 pub struct Table {
     ttl: Duration,
-    places: BTreeMap<NodeId, Place>,
+    places: BTreeMap<NodeId, Member>,
     leases: BTreeMap<LeaseId, NodeId>,
     /// When [`Table::lapse`] last looked.
     looked: Instant,
 }
 
 #[derive(Debug)]
-struct Place {
+struct Member {
     node: NodeInfo,
     lease: LeaseId,
     lapses: Instant,
@@ -55,7 +55,7 @@ impl Table {
     ) -> Result<Vec<MembershipEvent>, RegistryError> {
         self.admit(&node)?;
         let id = node.id.clone();
-        let place = Place { node: node.clone(), lease, lapses: now + self.ttl };
+        let place = Member { node: node.clone(), lease, lapses: now + self.ttl };
         let before = self.places.insert(id.clone(), place);
         if let Some(before) = &before {
             self.leases.remove(&before.lease);

@@ -14,7 +14,7 @@ use types::{NodeId, NodeInfo};
 use crate::MembershipEvent;
 use crate::backoff::Backoff;
 use crate::error::{Chain, RegistryError};
-use crate::known::Known;
+use crate::known::{AbsentMembers, Known};
 
 /// What a watch needs of a registry: news, in order.
 #[async_trait]
@@ -83,7 +83,7 @@ impl<F: Feed> Follower<F> {
     }
 
     async fn listen(&mut self) -> Heard {
-        // While the registry is away nobody can come back, so doubts do not end.
+        // While the registry is away no node can come back, so doubts do not end.
         let until = self.known.doubts_end().filter(|_| self.away_since.is_none());
         let news = self.feed.next();
         let answer = match until {
@@ -113,7 +113,9 @@ impl<F: Feed> Follower<F> {
         }
         let (now, ttl) = (self.world.now(), self.feed.ttl());
         let outage = self.away_since.take().map_or(Duration::ZERO, |since| now - since);
-        let snapshot = self.known.snapshot(nodes, forgot || outage > ttl / OUTAGES_PER_TTL, now + ttl);
+        let is_doubted = forgot || outage > ttl / OUTAGES_PER_TTL;
+        let absent = if is_doubted { AbsentMembers::MayReturn } else { AbsentMembers::HaveLeft };
+        let snapshot = self.known.snapshot(nodes, absent, now + ttl);
         let n_missed = self.known.n_missed();
         if n_missed > 0 {
             warn!(

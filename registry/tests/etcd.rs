@@ -144,7 +144,7 @@ async fn while_etcd_is_away_nothing_is_said() {
     tokio::time::timeout(silence, pair.watcher.next()).await.expect_err("the members stay known");
     tokio::time::timeout(silence, fresh.next())
         .await
-        .expect_err("nothing is known, and nothing is not nobody");
+        .expect_err("no members are known, which differs from an empty list");
     let mut standings = pair.announcements[0].standings();
     in_time(standings.wait_for(|standing| *standing == Standing::Trying)).await.expect("it is told");
     etcd.restart().await;
@@ -345,7 +345,7 @@ async fn who_may_not_is_told_so_at_once() {
     let endpoint = etcd.endpoint();
     for (url, cause) in [
         (format!("etcd://baton:wrong@{endpoint}/blue"), "invalid user ID or password"),
-        (format!("etcd://nobody:wrong@{endpoint}/blue"), "invalid user ID or password"),
+        (format!("etcd://unknown:wrong@{endpoint}/blue"), "invalid user ID or password"),
         (format!("etcd://{endpoint}/blue"), "user name is empty"),
         (format!("etcd://baton:p%40ss%20word@{endpoint}/green"), "permission denied"),
     ] {

@@ -3,14 +3,16 @@
 //! Everything past this room may rely on it: a prompt is bounded, its tokens exist, its numbers are in range, and it has
 //! a deadline, a tenant and an id. A refusal names the field that is to blame.
 
+use std::num::NonZeroU32;
 use std::ops::{Bound, RangeBounds};
+use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::World;
-use types::prompt::Priority;
 use types::{Deadline, Prompt, PromptModel, RequestId, Sampling, StopRules, TenantId, TokenId};
 
 use crate::error::AcceptError;
+use crate::tenants::{Claims, Client, TenantPermit, Tenants};
 use crate::text::{RouterModel, StopStrings};
 
 /// The most answers to one prompt.
@@ -23,8 +25,6 @@ pub const LOGIT_BIAS_MAX: usize = 1024;
 pub const STOP_TOKENS_MAX: usize = 64;
 /// The most alternatives that are reported beside a token.
 pub const LOGPROBS_MAX: u32 = 20;
-/// No request may hold on to the house for longer.
-pub const TIMEOUT_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 /// The longest request id, and the longest name of a tenant, that a client may choose.
 pub const NAME_BYTES_MAX: usize = 128;
 
@@ -32,16 +32,24 @@ pub const NAME_BYTES_MAX: usize = 128;
 #[derive(Clone, Debug)]
 pub struct Acceptor {
     world: World,
+    limits: Deadlines,
+    tenants: Tenants,
+}
+
+/// How long requests may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deadlines {
     /// The setting `deadline_ms`: for requests that do not say how long they may take.
-    deadline: Duration,
+    pub unsaid: Duration,
+    /// The setting `deadline_max_ms`: a request that asks for more gets this.
+    pub longest: Duration,
 }
 
 /// Who asks, and how urgently. Made by [`Acceptor::caller`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Caller {
     pub id: RequestId,
-    pub tenant: TenantId,
-    pub priority: Priority,
+    pub client: Client,
     pub deadline: Deadline,
 }
 
@@ -52,9 +60,9 @@ pub struct Inputs {
     pub tokens: Vec<Vec<TokenId>>,
 }
 
-/// What a client wishes for, nothing of it checked. Whatever is `None` is left to the model's defaults.
+/// A request's sampling fields, unchecked. `None` means the model's default.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Wishes {
+pub struct SamplingParams {
     /// Answers to each prompt.
     pub n: u32,
     pub max_tokens: MaxTokens,
@@ -80,11 +88,11 @@ pub struct Wishes {
 /// How long an answer may get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// As long as the model's context has room.
+    /// Until the model's context is full.
     RestOfContext,
-    /// So many, or as many as there is room for: nobody asked for this number.
+    /// At most this many, or what the context has room for: a default, not the client's number.
     AtMost(u32),
-    /// So many, as asked for in the field `param`. Refused when they can never fit.
+    /// This many, as the client asked in the field `param`. Refused when they can never fit.
     Asked { tokens: u32, param: &'static str },
 }
 
@@ -94,9 +102,19 @@ pub struct Accepted {
     /// One for each choice: all answers to the first input, then all to the second, and so on.
     pub prompts: Vec<Prompt>,
     pub stop: StopStrings,
+    /// The request's place within its tenant's limits, for as long as it is answered.
+    pub permit: Option<Arc<TenantPermit>>,
 }
 
-impl Default for Wishes {
+/// One prompt, ready to be served.
+#[derive(Clone, Debug)]
+pub struct AcceptedOne {
+    pub prompt: Prompt,
+    pub stop: StopStrings,
+    pub permit: Option<Arc<TenantPermit>>,
+}
+
+impl Default for SamplingParams {
     fn default() -> Self {
         Self {
             n: 1,
@@ -120,8 +138,18 @@ impl Default for Wishes {
 }
 
 impl Acceptor {
-    pub fn new(world: World, deadline: Duration) -> Self {
-        Self { world, deadline }
+    pub fn new(world: World, limits: Deadlines) -> Self {
+        Self { world, limits, tenants: Tenants::default() }
+    }
+
+    #[must_use]
+    pub fn with_tenants(self, tenants: Tenants) -> Self {
+        Self { tenants, ..self }
+    }
+
+    /// The client that makes these claims.
+    pub fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
+        self.tenants.client(claims)
     }
 
     /// The client's own id where it has a sane one, so that its log and ours can be read together. Otherwise a new one.
@@ -136,12 +164,11 @@ impl Acceptor {
     pub fn caller(
         &self,
         id: RequestId,
-        tenant: Option<&str>,
+        client: Client,
         timeout: Option<Duration>,
-        priority: Priority,
     ) -> Result<Caller, AcceptError> {
-        let deadline = self.world.deadline_in(bounded_timeout(timeout.unwrap_or(self.deadline))?);
-        Ok(Caller { id, tenant: checked_tenant(tenant)?, priority, deadline })
+        let deadline = self.world.deadline_in(self.limits.bound(timeout)?);
+        Ok(Caller { id, client, deadline })
     }
 
     /// Accepts all inputs, or none.
@@ -149,66 +176,83 @@ impl Acceptor {
         &self,
         model: &RouterModel,
         inputs: Inputs,
-        wishes: &Wishes,
+        params: &SamplingParams,
         caller: &Caller,
     ) -> Result<Accepted, AcceptError> {
-        check_counts(&inputs, wishes)?;
-        let sampling = self.sampling(model, wishes)?;
-        let stop = StopStrings::new(wishes.stop.clone())?;
-        let mut prompts = Vec::with_capacity(inputs.tokens.len());
-        for tokens in inputs.tokens {
-            check_tokens(model, inputs.param, &tokens)?;
-            let stop = stop_rules(model, tokens.len(), wishes)?;
-            prompts.push(prompt(model, tokens, sampling.clone(), stop, caller.clone()));
-        }
-        Ok(Accepted { prompts: fanned_out(prompts, wishes.n), stop })
+        let accepted = self.accepted(model, inputs, params, caller);
+        accepted.inspect_err(|error| self.tenants.refused(&caller.client, error))
     }
 
-    /// [`accept`](Self::accept) for a door that has one input and wants one answer.
+    fn accepted(
+        &self,
+        model: &RouterModel,
+        inputs: Inputs,
+        params: &SamplingParams,
+        caller: &Caller,
+    ) -> Result<Accepted, AcceptError> {
+        check_counts(&inputs, params)?;
+        let context = Context::of(model, &caller.client);
+        let sampling = self.sampling(model, params)?;
+        let stop = StopStrings::new(params.stop.clone())?;
+        let mut prompts = Vec::with_capacity(inputs.tokens.len());
+        for tokens in inputs.tokens {
+            check_tokens(model, &context, inputs.param, &tokens)?;
+            let stop = stop_rules(model, &context, tokens.len(), params)?;
+            prompts.push(prompt(model, tokens, sampling.clone(), stop, caller.clone()));
+        }
+        let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+        let prompts = fanned_out(prompts, params.n);
+        let permit = self.tenants.admit(&caller.client, prompts.len(), prompt_tokens)?;
+        Ok(Accepted { prompts, stop, permit })
+    }
+
+    /// [`accept`](Self::accept) for a caller with one input and one answer.
     pub fn accept_one(
         &self,
         model: &RouterModel,
         param: &'static str,
         tokens: Vec<TokenId>,
-        wishes: &Wishes,
+        params: &SamplingParams,
         caller: &Caller,
-    ) -> Result<(Prompt, StopStrings), AcceptError> {
-        let wishes = Wishes { n: 1, ..wishes.clone() };
-        let mut accepted = self.accept(model, Inputs { param, tokens: vec![tokens] }, &wishes, caller)?;
-        Ok((accepted.prompts.pop().expect("one input and one answer make one prompt"), accepted.stop))
+    ) -> Result<AcceptedOne, AcceptError> {
+        let params = SamplingParams { n: 1, ..params.clone() };
+        let Accepted { mut prompts, stop, permit } =
+            self.accept(model, Inputs { param, tokens: vec![tokens] }, &params, caller)?;
+        let prompt = prompts.pop().expect("one input and one answer make one prompt");
+        Ok(AcceptedOne { prompt, stop, permit })
     }
 
-    fn sampling(&self, model: &RouterModel, wishes: &Wishes) -> Result<Sampling, AcceptError> {
+    fn sampling(&self, model: &RouterModel, params: &SamplingParams) -> Result<Sampling, AcceptError> {
         let defaults = &model.defaults;
         Ok(Sampling {
-            temperature: number("temperature", wishes.temperature, defaults.temperature, 0.0..=2.0)?,
+            temperature: number("temperature", params.temperature, defaults.temperature, 0.0..=2.0)?,
             top_p: number(
                 "top_p",
-                wishes.top_p,
+                params.top_p,
                 defaults.top_p,
                 (Bound::Excluded(0.0), Bound::Included(1.0)),
             )?,
-            top_k: top_k(wishes.top_k, defaults.top_k)?,
-            min_p: number("min_p", wishes.min_p, defaults.min_p, 0.0..=1.0)?,
+            top_k: top_k(params.top_k, defaults.top_k)?,
+            min_p: number("min_p", params.min_p, defaults.min_p, 0.0..=1.0)?,
             repetition_penalty: number(
                 "repetition_penalty",
-                wishes.repetition_penalty,
+                params.repetition_penalty,
                 defaults.repetition_penalty,
                 (Bound::Excluded(0.0), Bound::Included(10.0)),
             )?,
             presence_penalty: penalty(
                 "presence_penalty",
-                wishes.presence_penalty,
+                params.presence_penalty,
                 defaults.presence_penalty,
             )?,
             frequency_penalty: penalty(
                 "frequency_penalty",
-                wishes.frequency_penalty,
+                params.frequency_penalty,
                 defaults.frequency_penalty,
             )?,
-            logit_bias: logit_bias(model, &wishes.logit_bias)?,
-            seed: wishes.seed.unwrap_or_else(|| self.world.draw()),
-            logprobs: wishes.logprobs.map(logprobs).transpose()?,
+            logit_bias: logit_bias(model, &params.logit_bias)?,
+            seed: params.seed.unwrap_or_else(|| self.world.draw()),
+            logprobs: params.logprobs.map(logprobs).transpose()?,
         })
     }
 }
@@ -220,7 +264,7 @@ fn prompt(
     stop: StopRules,
     caller: Caller,
 ) -> Prompt {
-    let Caller { id, tenant, priority, deadline } = caller;
+    let Caller { id, client: Client { tenant, priority, .. }, deadline } = caller;
     let model = PromptModel::named(model.name.as_str());
     Prompt { id, tenant, model, tokens: tokens.into(), n_generated: 0, sampling, stop, priority, deadline }
 }
@@ -228,12 +272,12 @@ fn prompt(
 // === who asks ===
 
 /// Names go into logs, headers and gRPC metadata, so they are short and plain.
-fn is_name(text: &str) -> bool {
+pub fn is_name(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
     (1..=NAME_BYTES_MAX).contains(&text.len()) && text.bytes().all(plain)
 }
 
-fn checked_tenant(tenant: Option<&str>) -> Result<TenantId, AcceptError> {
+pub(crate) fn checked_tenant(tenant: Option<&str>) -> Result<TenantId, AcceptError> {
     match tenant {
         None => Ok(TenantId::default()),
         Some(tenant) if is_name(tenant) => Ok(TenantId::new(tenant)),
@@ -245,19 +289,27 @@ fn checked_tenant(tenant: Option<&str>) -> Result<TenantId, AcceptError> {
     }
 }
 
-fn bounded_timeout(timeout: Duration) -> Result<Duration, AcceptError> {
-    if timeout.is_zero() || timeout > TIMEOUT_MAX {
-        let reason = format!("from 1 to {} ms, not {}", TIMEOUT_MAX.as_millis(), timeout.as_millis());
-        return Err(AcceptError::invalid("x-baton-timeout-ms", reason));
+impl Default for Deadlines {
+    fn default() -> Self {
+        Self { unsaid: Duration::from_secs(600), longest: Duration::from_secs(3600) }
     }
-    Ok(timeout)
+}
+
+impl Deadlines {
+    fn bound(self, asked: Option<Duration>) -> Result<Duration, AcceptError> {
+        match asked {
+            None => Ok(self.unsaid.min(self.longest)),
+            Some(Duration::ZERO) => Err(AcceptError::invalid("x-baton-timeout-ms", "at least 1 ms")),
+            Some(asked) => Ok(asked.min(self.longest)),
+        }
+    }
 }
 
 // === how much ===
 
-fn check_counts(inputs: &Inputs, wishes: &Wishes) -> Result<(), AcceptError> {
-    if !(1..=N_MAX).contains(&wishes.n) {
-        return Err(AcceptError::invalid("n", format!("from 1 to {N_MAX}, not {}", wishes.n)));
+fn check_counts(inputs: &Inputs, params: &SamplingParams) -> Result<(), AcceptError> {
+    if !(1..=N_MAX).contains(&params.n) {
+        return Err(AcceptError::invalid("n", format!("from 1 to {N_MAX}, not {}", params.n)));
     }
     let n_inputs = inputs.tokens.len();
     if !(1..=INPUTS_MAX).contains(&n_inputs) {
@@ -266,22 +318,57 @@ fn check_counts(inputs: &Inputs, wishes: &Wishes) -> Result<(), AcceptError> {
             format!("from 1 to {INPUTS_MAX} prompts, not {n_inputs}"),
         ));
     }
-    let n_choices = n_inputs * wishes.n as usize;
+    let n_choices = n_inputs * params.n as usize;
     if n_choices > CHOICES_MAX {
-        let reason = format!("{n_inputs} prompts with {} answers each are more than {CHOICES_MAX}", wishes.n);
+        let reason = format!("{n_inputs} prompts with {} answers each are more than {CHOICES_MAX}", params.n);
         return Err(AcceptError::invalid("n", reason));
     }
     Ok(())
 }
 
-fn check_tokens(model: &RouterModel, param: &'static str, tokens: &[TokenId]) -> Result<(), AcceptError> {
+/// The longest sequence that a request may become: the model's context, or less if its tenant may have less.
+struct Context {
+    tokens: u32,
+    of_tenant: bool,
+    text: String,
+}
+
+impl Context {
+    fn of(model: &RouterModel, client: &Client) -> Self {
+        let limit = client.account.as_ref().and_then(|account| account.limits().context_tokens_max);
+        match limit.map(NonZeroU32::get) {
+            Some(tokens) if tokens < model.context_tokens => Self {
+                tokens,
+                of_tenant: true,
+                text: format!("the {tokens} tokens that the tenant may have"),
+            },
+            _ => Self { tokens: model.context_tokens, of_tenant: false, text: model.context() },
+        }
+    }
+
+    fn too_long(&self, param: &'static str, reason: String) -> AcceptError {
+        let param = param.into();
+        if self.of_tenant {
+            AcceptError::TenantContext { param, reason }
+        } else {
+            AcceptError::TooLong { param, reason }
+        }
+    }
+}
+
+fn check_tokens(
+    model: &RouterModel,
+    context: &Context,
+    param: &'static str,
+    tokens: &[TokenId],
+) -> Result<(), AcceptError> {
     if tokens.is_empty() {
         return Err(AcceptError::invalid(param, "a prompt has at least one token"));
     }
-    if tokens.len() >= model.context_tokens as usize {
-        let (n, context) = (tokens.len(), model.context());
-        let reason = format!("the prompt has {n} tokens, which leaves no room in {context}");
-        return Err(AcceptError::TooLong { param: param.into(), reason });
+    if tokens.len() >= context.tokens as usize {
+        let (n, context_text) = (tokens.len(), &context.text);
+        let reason = format!("the prompt has {n} tokens, which leaves no room in {context_text}");
+        return Err(context.too_long(param, reason));
     }
     tokens.iter().try_for_each(|token| check_token(model, param, *token))
 }
@@ -294,34 +381,40 @@ fn check_token(model: &RouterModel, param: &'static str, token: TokenId) -> Resu
     Err(AcceptError::invalid(param, format!("token {} is not in the vocabulary of {vocab}", token.0)))
 }
 
-fn stop_rules(model: &RouterModel, n_prompt: usize, wishes: &Wishes) -> Result<StopRules, AcceptError> {
-    let max_tokens = max_tokens(model, n_prompt, wishes.max_tokens)?;
-    if wishes.min_tokens > max_tokens {
-        let reason = format!("{} are more than the {max_tokens} at most", wishes.min_tokens);
+fn stop_rules(
+    model: &RouterModel,
+    context: &Context,
+    n_prompt: usize,
+    params: &SamplingParams,
+) -> Result<StopRules, AcceptError> {
+    let max_tokens = max_tokens(context, n_prompt, params.max_tokens)?;
+    if params.min_tokens > max_tokens {
+        let reason = format!("{} are more than the {max_tokens} at most", params.min_tokens);
         return Err(AcceptError::invalid("min_tokens", reason));
     }
-    let stop_tokens = wishes.stop_tokens.clone();
+    let stop_tokens = params.stop_tokens.clone();
     if stop_tokens.len() > STOP_TOKENS_MAX {
         let reason = format!("at most {STOP_TOKENS_MAX} stop tokens, not {}", stop_tokens.len());
         return Err(AcceptError::invalid("stop_token_ids", reason));
     }
     stop_tokens.iter().try_for_each(|token| check_token(model, "stop_token_ids", *token))?;
-    Ok(StopRules { max_tokens, min_tokens: wishes.min_tokens, stop_tokens, ignore_eos: wishes.ignore_eos })
+    Ok(StopRules { max_tokens, min_tokens: params.min_tokens, stop_tokens, ignore_eos: params.ignore_eos })
 }
 
 /// The prompt fits already, with room for at least one more token.
-fn max_tokens(model: &RouterModel, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
-    let room = model.context_tokens - n_prompt as u32;
+fn max_tokens(context: &Context, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
+    let room = context.tokens - n_prompt as u32;
     match asked {
         MaxTokens::RestOfContext => Ok(room),
         MaxTokens::AtMost(tokens) => Ok(tokens.min(room)),
         MaxTokens::Asked { tokens: 0, param } => Err(AcceptError::invalid(param, "at least 1 token")),
         MaxTokens::Asked { tokens, .. } if tokens <= room => Ok(tokens),
         MaxTokens::Asked { tokens, param } => {
-            let context = model.context();
-            let reason =
-                format!("the prompt's {n_prompt} tokens and the {tokens} of {param} are more than {context}");
-            Err(AcceptError::TooLong { param: param.into(), reason })
+            let context_text = &context.text;
+            let reason = format!(
+                "the prompt's {n_prompt} tokens and the {tokens} of {param} are more than {context_text}"
+            );
+            Err(context.too_long(param, reason))
         }
     }
 }

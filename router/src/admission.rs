@@ -1,4 +1,4 @@
-//! How many requests are inside at once. More are told so at the door, before anything was spent on them.
+//! Limits the requests in progress. Requests above the limit are refused before any work on them.
 
 use std::sync::Arc;
 use std::time::Duration;

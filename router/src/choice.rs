@@ -1,11 +1,14 @@
 //! One answer to one prompt, while it is being made: steps in, text out.
 
+use std::sync::Arc;
+
 use futures::stream::{BoxStream, StreamExt};
 use tokio::time::{Instant, timeout_at};
 use types::{FinishReason, Prompt, Step, Usage};
 
 use crate::error::ServeError;
 use crate::serve::{Generation, Serve};
+use crate::tenants::TenantPermit;
 use crate::text::Detokenizer;
 
 /// What one step adds to an answer.
@@ -28,10 +31,12 @@ pub struct Choice {
     index: usize,
     generation: Generation,
     detokenizer: Detokenizer,
-    /// The house keeps deadlines by itself. The door does not rely on it.
+    /// The cluster keeps deadlines by itself. The API does not rely on it.
     deadline: Instant,
     n_steps: u32,
     n_characters: usize,
+    /// Its request's place within its tenant's limits.
+    permit: Option<Arc<TenantPermit>>,
 }
 
 impl Choice {
@@ -41,10 +46,11 @@ impl Choice {
         index: usize,
         prompt: Prompt,
         detokenizer: Detokenizer,
+        permit: Option<Arc<TenantPermit>>,
     ) -> Result<Self, ServeError> {
         let deadline = prompt.deadline.instant().into();
         let generation = timeout_at(deadline, serve.generate(prompt)).await.map_err(|_| too_late())??;
-        Ok(Self { index, generation, detokenizer, deadline, n_steps: 0, n_characters: 0 })
+        Ok(Self { index, generation, detokenizer, deadline, n_steps: 0, n_characters: 0, permit })
     }
 
     pub fn usage(&self) -> Usage {
@@ -69,12 +75,18 @@ impl Choice {
             return Err(out_of_order(&format!("step {} came as step {}", step.index, self.n_steps)));
         }
         self.n_steps += 1;
+        if let Some(permit) = &self.permit {
+            permit.generated(Instant::now());
+        }
         Ok(self.delta(step))
     }
 
     fn delta(&mut self, step: Step) -> Delta {
         let (mut text, offset) = (String::new(), self.n_characters);
         let stopped = self.detokenizer.push(step.token, &mut text).is_break();
+        if stopped {
+            self.generation.complete.say();
+        }
         let finish = if stopped { Some(FinishReason::Stop) } else { step.finish };
         if finish.is_some() && !stopped {
             self.detokenizer.finish(&mut text);
@@ -94,14 +106,14 @@ fn out_of_order(reason: &str) -> ServeError {
 
 /// A whole answer.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Whole {
+pub struct WholeChoice {
     pub text: String,
     /// Every step, with the place of its text.
     pub steps: Vec<(usize, Step)>,
     pub finish: Option<FinishReason>,
 }
 
-impl Whole {
+impl WholeChoice {
     pub fn add(&mut self, delta: Delta) {
         self.text.push_str(&delta.text);
         self.steps.push((delta.offset, delta.step));

@@ -7,6 +7,7 @@
 mod cached;
 mod groups;
 mod members;
+mod members_file;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,8 +15,9 @@ use std::time::Duration;
 
 use chassis::{Gate, Task, World, spawn_guarded};
 use futures::StreamExt as _;
-use registry::{MembershipEvent, Registry, RegistryError};
+use registry::{MembersFile, MembershipEvent, OldMembers, Registry, RegistryError};
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tracing::{debug, info, warn};
 use types::{BlockHash, Epoch, ModelInfo, NodeId, NodeInfo, PromptModel};
 
@@ -25,7 +27,8 @@ pub use members::{Group, ModelGroups, NodeState, WantedFingerprint};
 use crate::policy::{ClusterView, Route};
 use crate::rpc::{NodeClient, Standing, StatusUpdate};
 use crate::text::RouterModels;
-use members::{Member, Members};
+use members::{Member, MemberSource, Members, WorkStatus};
+use members_file::{MembersFileTask, due};
 
 /// How long to wait before a broken status stream is opened again: doubling from the first to the last.
 const FOLLOW_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(2);
@@ -50,10 +53,11 @@ struct Shared {
     models: RouterModels,
     /// Held for a look or a change, never across an await.
     members: Mutex<Members>,
-    /// Counts changes of which nodes are in use.
+    /// Counts changes of the set of nodes in use.
     decided: watch::Sender<u64>,
     /// The name by which nodes tell routers apart.
     router: String,
+    started: Instant,
 }
 
 impl fmt::Debug for Shared {
@@ -68,14 +72,21 @@ impl Cluster {
         let epoch: Epoch = world.epoch();
         let members = Mutex::new(Members::new(epoch, wanted));
         let (decided, router) = (watch::Sender::new(0), format!("router-{epoch}"));
-        Self { shared: Arc::new(Shared { world, gate, models, members, decided, router }) }
+        let started = world.now();
+        Self { shared: Arc::new(Shared { world, gate, models, members, decided, router, started }) }
     }
 
-    /// Follows the registry until the gate closes or the answer is dropped.
-    pub async fn follow(&self, registry: &dyn Registry) -> Result<Task<()>, RegistryError> {
+    /// Follows the registry until the gate closes or the answer is dropped. `file` has the members of before for as long
+    /// as the registry is away.
+    pub async fn follow(
+        &self,
+        registry: &dyn Registry,
+        file: Option<MembersFile>,
+    ) -> Result<Task<()>, RegistryError> {
         let mut events = registry.watch().await?;
         let cluster = self.clone();
         Ok(spawn_guarded(&self.shared.gate, "membership", async move {
+            let mut members_file = file.map(MembersFileTask::new);
             let mut decided = cluster.shared.decided.subscribe();
             loop {
                 decided.borrow_and_update();
@@ -83,11 +94,15 @@ impl Cluster {
                 tokio::select! {
                     biased;
                     event = events.next() => match event {
-                        Some(event) => cluster.apply(event),
+                        Some(event) => {
+                            cluster.apply(event);
+                            members_file.iter_mut().for_each(MembersFileTask::changed);
+                        }
                         None => return,
                     },
                     // Another task has decided: it may have postponed.
                     _ = decided.changed() => {}
+                    () = due(&members_file) => cluster.remember(&mut members_file).await,
                     () = tokio::time::sleep(DECIDE_AGAIN), if is_postponed => cluster.decide(&mut cluster.members()),
                 }
             }
@@ -134,9 +149,24 @@ impl Cluster {
         self.members().groups()
     }
 
+    /// Prompts that wait for KV room on a node, by its last report.
+    pub fn n_waiting(&self, id: &NodeId) -> u32 {
+        self.members().by_id.get(id).map_or(0, |member| member.load.waiting)
+    }
+
     /// Whether tokens can flow; otherwise the reason why not.
     pub fn ready(&self) -> Result<(), String> {
         self.members().ready()
+    }
+
+    /// Whether the nodes are known that were there before this router: a model that none of them has does not exist.
+    pub fn knows_nodes(&self) -> Result<(), String> {
+        self.ready()?;
+        let settled = self.shared.started + members::SETTLE;
+        if self.shared.world.now() < settled {
+            return Err("the router has just started, and may not know all nodes yet".to_owned());
+        }
+        Ok(())
     }
 
     /// Why no node can be had for a prompt of this model.
@@ -163,6 +193,11 @@ impl Cluster {
         self.members().by_id.get(id).map(|member| member.cached.clone()).unwrap_or_default()
     }
 
+    /// Whether a member is known from the file of before only.
+    pub fn is_old(&self, id: &NodeId) -> bool {
+        self.members().by_id.get(id).is_some_and(|member| member.is_old)
+    }
+
     /// Everyone who is known, usable or not.
     pub fn everyone(&self) -> Vec<(Arc<NodeInfo>, NodeState)> {
         let members = self.members();
@@ -176,7 +211,7 @@ impl Cluster {
 
     fn apply(&self, event: MembershipEvent) {
         match event {
-            MembershipEvent::Joined(node) => self.join(node, false),
+            MembershipEvent::Joined(node) => self.join(node, MemberSource::OneEvent),
             MembershipEvent::Left { id, epoch } => {
                 let mut members = self.members();
                 if members.by_id.get(&id).is_some_and(|member| member.info.epoch == epoch) {
@@ -187,23 +222,44 @@ impl Cluster {
             }
             MembershipEvent::Snapshot(nodes) => {
                 self.members().by_id.retain(|id, _| nodes.iter().any(|node| node.id == *id));
-                nodes.into_iter().for_each(|node| self.join(node, true));
+                nodes.into_iter().for_each(|node| self.join(node, MemberSource::WholeList));
                 self.decide(&mut self.members());
             }
         }
     }
 
-    /// Takes a node in, or a new life of it. A node that is known already is left as it is. `is_listed`: the registry has
-    /// listed all members.
-    fn join(&self, node: NodeInfo, is_listed: bool) {
-        if self.members().by_id.get(&node.id).is_some_and(|member| *member.info == node) {
+    /// Does what the members' file is due for: reads it while the registry is silent, and writes it after changes.
+    async fn remember(&self, members_file: &mut Option<MembersFileTask>) {
+        let Some(members_file) = members_file else { return };
+        if members_file.heard_registry() {
+            let nodes = self.everyone().into_iter().map(|(info, _)| (*info).clone()).collect();
+            return members_file.write(OldMembers { nodes, written: self.shared.world.unix_time() }).await;
+        }
+        let Some(old) = members_file.read().await else { return };
+        let age = self.shared.world.unix_time().saturating_sub(old.written);
+        warn!(
+            n_members = old.nodes.len(),
+            age_s = age.as_secs(),
+            "the registry is silent, trying members of before"
+        );
+        let ids: Vec<NodeId> = old.nodes.iter().map(|node| node.id.clone()).collect();
+        old.nodes.into_iter().for_each(|node| self.join(node, MemberSource::OneEvent));
+        let mut members = self.members();
+        ids.iter().for_each(|id| members.mark_old(id));
+    }
+
+    /// Takes a node in, or a new life of it. A node that is known already is left as it is.
+    fn join(&self, node: NodeInfo, source: MemberSource) {
+        if let Some(member) = self.members().by_id.get_mut(&node.id).filter(|member| *member.info == node) {
+            member.is_old = false;
             return;
         }
         info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined");
         let info = Arc::new(node);
         let client = NodeClient::new(&self.shared.world, &info);
         let follow = self.clone().status_of(info.clone(), client.clone());
-        let tell = self.clone().tell(info.clone(), client.clone());
+        let (word, told) = watch::channel(WorkStatus::unknown());
+        let tell = self.clone().tell(info.clone(), client.clone(), told);
         let mut members = self.members();
         let refusal = members.refusal(&info, &self.shared.models);
         if let Some(reason) = &refusal {
@@ -213,7 +269,7 @@ impl Cluster {
             spawn_guarded(&self.shared.gate, "status", follow),
             spawn_guarded(&self.shared.gate, "standing", tell),
         ];
-        members.insert(Member::new(info, refusal, client, tasks), is_listed, self.shared.world.now());
+        members.insert(Member::new(info, refusal, client, word, tasks), source, self.shared.world.now());
         self.decide(&mut members);
     }
 
@@ -223,22 +279,16 @@ impl Cluster {
         self.shared.decided.send_modify(|count| *count += 1);
     }
 
-    /// Tells a node why it gets no work, again and again while that is so, and once that it does again.
-    async fn tell(self, info: Arc<NodeInfo>, client: NodeClient) {
-        let mut decided = self.shared.decided.subscribe();
-        let mut told = None;
+    /// Tells a node where it stands: at every change, and again before the node forgets it.
+    async fn tell(self, info: Arc<NodeInfo>, client: NodeClient, mut word: watch::Receiver<WorkStatus>) {
         loop {
-            decided.borrow_and_update();
-            let refusal = self.members().word_for(&info);
-            if refusal.is_some() || told.is_some() {
-                let router = self.shared.router.clone();
-                let standing = Standing { router, refusal: refusal.clone(), believed_for: BELIEVED_FOR };
-                match client.tell(standing).await {
-                    Ok(()) => told = refusal,
-                    Err(failure) => debug!(node = %info.id, refusal = %failure.refusal, "standing not told"),
-                }
+            let WorkStatus { refusal, rollout_waits_for } = word.borrow_and_update().clone();
+            let router = self.shared.router.clone();
+            let standing = Standing { router, refusal, rollout_waits_for, believed_for: BELIEVED_FOR };
+            if let Err(failure) = client.tell(standing).await {
+                debug!(node = %info.id, refusal = %failure.refusal, "work status was not sent");
             }
-            let _ = tokio::time::timeout(TELL_AGAIN, decided.changed()).await;
+            let _ = tokio::time::timeout(TELL_AGAIN, word.changed()).await;
         }
     }
 

@@ -4,14 +4,18 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use chassis::connections::ConnectionLimits;
-use chassis::telemetry::LogSettings;
+use chassis::identity::settings::ClusterSection;
+use chassis::telemetry::{LogExpert, LogSection, LogSettings};
 use serde::{Deserialize, Serialize};
 
 use types::FingerprintDigest;
 
+use crate::accept::Deadlines;
 use crate::cluster::WantedFingerprint;
 use crate::dispatch::{Budget, Order};
+use crate::drain::DrainTimes;
 use crate::policy;
+use crate::tenants::TrustedProxies;
 
 /// A router's TOML file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -20,8 +24,39 @@ pub struct RawRouterConfig {
     pub router: RouterSection,
     pub registry: RegistrySection,
     pub model: ModelSection,
+    pub cluster: ClusterSection,
+    pub log: LogSection,
+    pub expert: RouterExpert,
+}
+
+/// A router's `[expert]` tables: settings that are rarely changed.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RouterExpert {
+    pub router: RoutingExpert,
     pub connections: ConnectionLimits,
-    pub log: LogSettings,
+    pub log: LogExpert,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RoutingExpert {
+    /// Routes that may fail between two tokens of one request.
+    pub attempts_max: u32,
+    /// How long a new request may wait for a usable node, if nodes are known, before 503.
+    pub new_nodes_wait_ms: u64,
+    /// How long a stream that has begun may wait for a usable node before `no_nodes`. Longer than a node's
+    /// restart.
+    pub nodes_wait_ms: u64,
+    /// If requests are under way and no token moves for this long, `/ready` says no, and where they wait.
+    /// Longer than the longest step of an engine.
+    pub stuck_ms: u64,
+}
+
+impl Default for RoutingExpert {
+    fn default() -> Self {
+        Self { attempts_max: 4, new_nodes_wait_ms: 2_000, nodes_wait_ms: 30_000, stuck_ms: 4_000 }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,40 +64,54 @@ pub struct RawRouterConfig {
 pub struct RouterSection {
     /// `host:port` of the OpenAI-compatible endpoint, with `/metrics`, `/ready` and `/debug`.
     pub http: String,
+    /// `host:port` of `/live`, `/ready`, `/metrics` and `/debug`, with connections of its own.
+    pub admin: String,
     /// `host:port` of the gRPC endpoint, with the embedded registry.
     pub grpc: String,
     /// `random`, `round-robin` or `least-loaded`.
     pub policy: String,
-    /// `decode-first` reserves room before anything is computed; `prefill-first` chooses a decode node when the KV is there.
+    /// `decode-first` reserves room before anything is computed; `prefill-first` chooses a decode node when KV
+    /// is there.
     pub order: String,
-    /// Time a request may take that does not say how long it may take.
+    /// Time for a request that names none.
     pub deadline_ms: u64,
-    /// Answers being made at one time (a request with `n` counts `n`); more are answered with 429.
+    /// The longest time for a request. One that asks for more gets this.
+    pub deadline_max_ms: u64,
+    /// Answers at one time (a request with `n` counts `n`); more get 429.
     pub requests_max: usize,
-    /// Routes that may fail between two tokens of one request.
-    pub attempts_max: u32,
-    /// How long a request may wait for a node with room before it is answered with 429 (`full` or `queue`).
+    /// How long a request may wait for KV room, and for a node whose line is not full, before 429 (`full` or
+    /// `queue`).
     pub wait_ms: u64,
-    /// How long requests under way may go on after the router was asked to stop.
+    /// How long requests may run after the router was asked to stop. Then streams end with the error event
+    /// `draining`, others with 503.
     pub drain_ms: u64,
-    /// With requests under way, and no token that moved for so long, `/ready` says no, and where they wait. Longer than
-    /// the longest step of an engine.
-    pub stuck_ms: u64,
+    /// The part of `drain_ms` in which new requests are still taken while `/ready` says no, for balancers to
+    /// notice.
+    pub notice_ms: u64,
+    /// A file with the hashes of API keys and the limits of tenants, as in docs/security.md. A change is in force
+    /// within 5 s. Empty: no keys, every client may ask.
+    pub tenants_file: String,
+    /// Without a tenants file: the proxies whose headers `x-baton-tenant` and `x-baton-priority` are believed,
+    /// addresses or networks such as `10.0.0.0/8`. From other peers these headers are refused.
+    pub trusted_proxies: Vec<String>,
 }
 
 impl Default for RouterSection {
     fn default() -> Self {
         Self {
             http: "127.0.0.1:8000".to_owned(),
+            admin: "127.0.0.1:8001".to_owned(),
             grpc: "127.0.0.1:50051".to_owned(),
             policy: "least-loaded".to_owned(),
             order: "decode-first".to_owned(),
             deadline_ms: 600_000,
+            deadline_max_ms: 3_600_000,
             requests_max: 4096,
-            attempts_max: 4,
             wait_ms: 60_000,
             drain_ms: 30_000,
-            stuck_ms: 4_000,
+            notice_ms: 3_000,
+            tenants_file: String::new(),
+            trusted_proxies: Vec::new(),
         }
     }
 }
@@ -72,11 +121,14 @@ impl Default for RouterSection {
 pub struct RegistrySection {
     /// `embedded`: this router is the registry. Otherwise `etcd://host:2379,host:2379/cluster`.
     pub url: String,
+    /// The file in which the router keeps the known members. If etcd is away at the start, the router uses
+    /// those that answer. Empty: it waits for etcd.
+    pub members_file: String,
 }
 
 impl Default for RegistrySection {
     fn default() -> Self {
-        Self { url: EMBEDDED.to_owned() }
+        Self { url: EMBEDDED.to_owned(), members_file: String::new() }
     }
 }
 
@@ -86,17 +138,17 @@ const EMBEDDED: &str = "embedded";
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelSection {
-    /// The model whose tokenizer and chat template the router reads: a folder, `demo`, or `org/name[@revision]` on a hub.
-    /// Empty, or `mock`: only models that need neither.
+    /// The model whose tokenizer and chat template are read: a folder, `demo`, or `org/name[@revision]` on a
+    /// hub. Empty, or `mock`: none.
     pub path: String,
     /// What requests call the model. Empty: the folder's name.
     pub name: String,
-    /// The weights that may serve the model: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits. Nodes with another
-    /// one are refused. Empty: the larger group of agreeing nodes serves. Without `name` and `path` it holds for every model.
+    /// The weights that may serve: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits; other nodes are
+    /// refused. Empty: the larger group of agreeing nodes. Without `name` and `path` it holds for every model.
     pub fingerprint: String,
 }
 
-/// Where the text half of a model lies, and what requests call it.
+/// The folder of a model's tokenizer and chat template, and the name that requests use for the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelFolder {
     pub path: PathBuf,
@@ -107,21 +159,27 @@ pub struct ModelFolder {
 #[derive(Clone, Debug, PartialEq)]
 pub struct RouterConfig {
     pub http: String,
+    pub admin: String,
     pub grpc: String,
     /// A name that the table of policies has.
     pub policy: String,
     pub order: Order,
-    pub deadline: Duration,
+    pub deadlines: Deadlines,
     pub requests_max: usize,
     pub budget: Budget,
-    pub drain: Duration,
+    pub drain: DrainTimes,
     pub stuck_after: Duration,
+    /// `None`: no keys are asked for.
+    pub tenants_file: Option<PathBuf>,
+    pub trusted_proxies: TrustedProxies,
     /// `None`: this router is the registry.
     pub registry_url: Option<String>,
+    pub members_file: Option<PathBuf>,
     /// `None`: only models that need no text half.
     pub model: Option<ModelFolder>,
     /// `None`: the nodes decide by their number.
     pub wanted: Option<WantedFingerprint>,
+    pub cluster: ClusterSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
@@ -137,28 +195,41 @@ pub struct UnknownChoice {
 
 impl RouterConfig {
     pub fn resolve(raw: RawRouterConfig) -> Result<Self, UnknownChoice> {
-        let RawRouterConfig { router, registry, model, connections, log } = raw;
+        let RawRouterConfig { router, registry, model, cluster, log, expert } = raw;
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
         }
         Ok(Self {
             order: order(&router.order)?,
             http: router.http,
+            admin: router.admin,
             grpc: router.grpc,
             policy: router.policy,
-            deadline: Duration::from_millis(router.deadline_ms),
+            deadlines: Deadlines {
+                unsaid: Duration::from_millis(router.deadline_ms),
+                longest: Duration::from_millis(router.deadline_max_ms),
+            },
             requests_max: router.requests_max.max(1),
             budget: Budget {
-                attempts_max: router.attempts_max.max(1),
+                attempts_max: expert.router.attempts_max.max(1),
                 wait_max: Duration::from_millis(router.wait_ms),
+                nodes_wait_new: Duration::from_millis(expert.router.new_nodes_wait_ms),
+                nodes_wait_begun: Duration::from_millis(expert.router.nodes_wait_ms),
             },
-            drain: Duration::from_millis(router.drain_ms),
-            stuck_after: Duration::from_millis(router.stuck_ms),
+            drain: DrainTimes {
+                notice: Duration::from_millis(router.notice_ms),
+                whole: Duration::from_millis(router.drain_ms),
+            },
+            stuck_after: Duration::from_millis(expert.router.stuck_ms),
+            tenants_file: (!router.tenants_file.is_empty()).then(|| router.tenants_file.into()),
+            trusted_proxies: trusted_proxies(&router.trusted_proxies)?,
+            members_file: (!registry.members_file.is_empty()).then(|| registry.members_file.into()),
             registry_url: (registry.url != EMBEDDED).then_some(registry.url),
             wanted: wanted(&model)?,
             model: model_folder(model),
-            connections,
-            log,
+            cluster,
+            connections: expert.connections,
+            log: log.settings(&expert.log),
         })
     }
 }
@@ -169,6 +240,11 @@ fn order(name: &str) -> Result<Order, UnknownChoice> {
         "prefill-first" => Ok(Order::PrefillFirst),
         _ => Err(unknown("router.order", name.to_owned(), &["decode-first", "prefill-first"])),
     }
+}
+
+fn trusted_proxies(texts: &[String]) -> Result<TrustedProxies, UnknownChoice> {
+    let known = ["an address", "a network such as 10.0.0.0/8"];
+    TrustedProxies::parse(texts).map_err(|text| unknown("router.trusted_proxies", text, &known))
 }
 
 fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownChoice> {
@@ -213,7 +289,7 @@ mod tests {
         let config = RouterConfig::resolve(RawRouterConfig::default()).expect("the defaults are valid");
         assert_eq!(config.order, Order::DecodeFirst);
         assert_eq!(config.registry_url, None);
-        assert_eq!(config.deadline, Duration::from_secs(600));
+        assert_eq!(config.deadlines, Deadlines::default());
     }
 
     #[test]

@@ -10,11 +10,11 @@ use tracing::{info, trace, warn};
 use types::{Prompt, RefusalKind, Step, TokenId, Verdict};
 
 use crate::admission::Permit;
-use crate::dispatch::{By, Dispatch, Rest, Started};
+use crate::dispatch::{ComputedBy, Dispatch, Started, StepSource};
 use crate::error::ServeError;
 use crate::metrics::{Outcome, Stage};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
-use crate::watchdog::Place;
+use crate::watchdog::WaitStage;
 
 /// How often in a row a prompt is computed for a decode node that then gives no step. After that, the decode node computes
 /// it by itself: no wire between the nodes works, and prompt after prompt would be computed for a token each.
@@ -32,13 +32,12 @@ pub(crate) struct Continuation {
     losses: u32,
     /// When the last step was given out.
     last: Instant,
-    booking: Booking,
+    guards: RequestGuards,
 }
 
 /// What a request holds for as long as it lasts.
 #[derive(Debug)]
-pub(crate) struct Booking {
-    pub(crate) accepted: Instant,
+pub(crate) struct RequestGuards {
     /// Held only to be given back.
     #[allow(dead_code, reason = "its drop is what counts")]
     pub(crate) permit: Permit,
@@ -49,17 +48,17 @@ pub(crate) struct Booking {
 enum State {
     /// A step is in hand.
     First(Box<Started>),
-    Running(Rest),
+    Running(StepSource),
     /// The last step, or the error, was given out.
     Ended,
 }
 
 impl Continuation {
-    pub(crate) fn new(dispatch: Dispatch, prompt: Prompt, started: Started, booking: Booking) -> Self {
+    pub(crate) fn new(dispatch: Dispatch, prompt: Prompt, started: Started, guards: RequestGuards) -> Self {
         let last = dispatch.parts().world.now();
         let prompt = Prompt { model: started.model.clone(), ..prompt };
         let state = State::First(Box::new(started));
-        Self { dispatch, prompt, sent: Vec::new(), state, losses: 0, last, booking }
+        Self { dispatch, prompt, sent: Vec::new(), state, losses: 0, last, guards }
     }
 
     pub(crate) fn into_steps(self) -> impl Stream<Item = Result<Step, ServeError>> + Send {
@@ -81,12 +80,12 @@ impl Continuation {
             }
             State::Running(rest) => dispatch.by_deadline(deadline, self.step(rest)).await,
         };
-        let step = self.booking.outcome.note(step);
+        let step = self.guards.outcome.note(step);
         Some(step.map(|step| self.give(step)))
     }
 
     /// The next step from `rest` or, when that fails, from wherever the sequence can be continued.
-    async fn step(&mut self, rest: Rest) -> Result<Step, ServeError> {
+    async fn step(&mut self, rest: StepSource) -> Result<Step, ServeError> {
         let failure = match self.decode_of(rest).await {
             Ok(decode) => match self.step_of(decode).await {
                 Ok(step) => return Ok(step),
@@ -98,15 +97,15 @@ impl Continuation {
     }
 
     /// The decode stream behind `rest`.
-    async fn decode_of(&self, rest: Rest) -> Result<Box<DecodeCall>, ServeError> {
+    async fn decode_of(&self, rest: StepSource) -> Result<Box<DecodeCall>, ServeError> {
         match rest {
-            Rest::Decode(decode) => Ok(decode),
-            Rest::Held(held) => self.dispatch.deliver(*held).await.map(Box::new),
+            StepSource::Decode(decode) => Ok(decode),
+            StepSource::Held(held) => self.dispatch.deliver(*held).await.map(Box::new),
         }
     }
 
     async fn step_of(&mut self, mut decode: Box<DecodeCall>) -> Result<Step, Failure> {
-        let _waiting = self.dispatch.whereabouts().enter(Place::Decode);
+        let _waiting = self.dispatch.stages().enter(WaitStage::Decode);
         loop {
             match decode.progress().await? {
                 DecodeProgress::Arrived { scheme, bytes, waited } => {
@@ -114,7 +113,7 @@ impl Continuation {
                 }
                 DecodeProgress::Step(step) if step.index == self.next_index() => {
                     self.losses = 0;
-                    self.state = State::Running(Rest::Decode(decode));
+                    self.state = State::Running(StepSource::Decode(decode));
                     return Ok(step);
                 }
                 DecodeProgress::Step(step) => return Err(decode.wrong_index(step.index, self.next_index())),
@@ -130,7 +129,7 @@ impl Continuation {
         info!(request_id = %self.prompt.id, sent = self.sent.len(), reason = %failure, "continuing elsewhere");
         self.dispatch.parts().metrics.continuations.inc();
         self.losses += 1;
-        let by = if self.losses > LOSSES_MAX { By::DecodeAlone } else { By::Both };
+        let by = if self.losses > LOSSES_MAX { ComputedBy::DecodeAlone } else { ComputedBy::Both };
         let started = self.dispatch.start(&self.prompt.continued(&self.sent), by).await?;
         if started.first.index != self.next_index() {
             let reason =
@@ -144,7 +143,7 @@ impl Continuation {
 
     /// Books a step that is about to be given out.
     fn give(&mut self, step: Step) -> Step {
-        self.dispatch.whereabouts().moved();
+        self.dispatch.stages().moved();
         trace!(target: "walk", request = %self.prompt.id, index = step.index, "step given out");
         let metrics = &self.dispatch.parts().metrics;
         let now = self.dispatch.parts().world.now();
@@ -157,8 +156,7 @@ impl Continuation {
         self.sent.push(step.token);
         if step.finish.is_some() {
             self.state = State::Ended;
-            metrics.stage(Stage::Whole, now - self.booking.accepted);
-            self.booking.outcome.finished();
+            self.guards.outcome.finished();
         }
         step
     }

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use axum::extract::{Query, State};
 use axum::routing::get;
 use axum::{Json, Router};
+use chassis::identity::admin_key::AdminKey;
+use chassis::identity::refusals::Refusals;
 use chassis::metrics::Metrics;
 use futures::future::join_all;
 use proto::v1;
@@ -16,13 +18,11 @@ use types::{BlockCounts, MissingWire, NodeId, NodeInfo};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
 
-/// `/debug/cluster`, `/debug/kv` and `/metrics`.
-pub fn router(cluster: Cluster, metrics: Metrics) -> Router {
-    Router::new()
-        .route("/debug/cluster", get(nodes))
-        .route("/debug/kv", get(kv))
-        .with_state(cluster)
-        .route("/metrics", get(chassis::admin::page).with_state(metrics))
+/// `/debug/cluster` and `/debug/kv`, which want the key, and `/metrics`.
+pub fn router(cluster: Cluster, metrics: Metrics, key: AdminKey, refusals: Refusals) -> Router {
+    let pages =
+        Router::new().route("/debug/cluster", get(nodes)).route("/debug/kv", get(kv)).with_state(cluster);
+    key.guard(pages, refusals).route("/metrics", get(chassis::admin::page).with_state(metrics))
 }
 
 async fn nodes(State(cluster): State<Cluster>) -> Json<Value> {
@@ -49,6 +49,8 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         "model": info.model.name,
         "fingerprint": info.model.fingerprint.digest().to_string(),
         "state": state.as_str(),
+        "waiting": cluster.n_waiting(&info.id),
+        "known_from": if cluster.is_old(&info.id) { "file" } else { "registry" },
         "cached_blocks": cluster.cached(&info.id).hashes().map(HashSet::len),
     });
     if let Some(reason) = state.reason() {

@@ -1,7 +1,7 @@
 //! One prompt's way through the cluster: `Dispatch::decode_first` here, and prefill first in `held`.
 //!
-//! A route is tried; a node that fails is left out of the next one. Full nodes are no failure: waiting happens here,
-//! where it holds no KV. Once the first step is in hand, [`crate::continuation`] takes over.
+//! A route is tried; a node that fails is left out of the next one. A prompt without room waits in its decode node's line,
+//! as one attempt; only when that line is full, another node is asked. After the first step, [`crate::continuation`] takes over.
 
 mod held;
 
@@ -21,21 +21,18 @@ use types::{
 
 use crate::admission::Admission;
 use crate::cluster::Cluster;
-use crate::continuation::{Booking, Continuation};
-use crate::error::ServeError;
+use crate::continuation::{Continuation, RequestGuards};
+use crate::drain::Drain;
+use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
 use crate::policy::{Route, RoutingPolicy};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
 use crate::serve::{Generation, Serve};
-use crate::watchdog::{Place, Waiting, Whereabouts, watch};
+use crate::watchdog::{StageTracker, TrackedRequest, WaitStage, watch};
 pub(crate) use held::HeldKv;
 
-/// How long a prompt for which no node has room waits before it asks again.
+/// How long a prompt rests before it asks again when every node's line is full, or none is usable.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
-
-/// How long nodes that have just failed, all of them, may take until one can be asked again. Longer than it takes to
-/// open a status stream anew, and short for a client that is to hear that nobody is there.
-const USABLE_AGAIN_WITHIN: Duration = Duration::from_secs(2);
 
 /// Which of the two nodes is asked first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +45,7 @@ pub enum Order {
 
 /// Who computes a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum By {
+pub(crate) enum ComputedBy {
     /// A prefill node, for a decode node.
     Both,
     /// The decode node by itself.
@@ -62,17 +59,21 @@ pub struct Budget {
     pub attempts_max: u32,
     /// How long a prompt may wait for a node with room.
     pub wait_max: Duration,
+    /// How long a new request may wait for a usable node, if nodes are known.
+    pub nodes_wait_new: Duration,
+    /// How long a stream that has begun may wait for a usable node.
+    pub nodes_wait_begun: Duration,
 }
 
 /// Serves prompts with the cluster's nodes. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Dispatch {
-    parts: Arc<Parts>,
-    whereabouts: Whereabouts,
+    parts: Arc<DispatchParts>,
+    stages: StageTracker,
 }
 
 #[derive(Debug)]
-pub struct Parts {
+pub struct DispatchParts {
     pub world: World,
     pub cluster: Cluster,
     pub policy: Box<dyn RoutingPolicy>,
@@ -80,6 +81,7 @@ pub struct Parts {
     pub order: Order,
     pub budget: Budget,
     pub metrics: RouterMetrics,
+    pub drain: Drain,
 }
 
 /// The first step in hand, and where the others come from.
@@ -89,12 +91,12 @@ pub(crate) struct Started {
     pub(crate) model: PromptModel,
     pub(crate) first: Step,
     pub(crate) usage: Usage,
-    pub(crate) rest: Rest,
+    pub(crate) rest: StepSource,
 }
 
 /// Where the steps after the first come from.
 #[derive(Debug)]
-pub(crate) enum Rest {
+pub(crate) enum StepSource {
     /// A decode node has, or is about to have, the KV.
     Decode(Box<DecodeCall>),
     /// A prefill node or the pool holds the KV; no decode node is chosen yet.
@@ -102,83 +104,94 @@ pub(crate) enum Rest {
 }
 
 impl Dispatch {
-    pub fn new(parts: Parts) -> Self {
-        Self { parts: Arc::new(parts), whereabouts: Whereabouts::default() }
+    pub fn new(parts: DispatchParts) -> Self {
+        Self { parts: Arc::new(parts), stages: StageTracker::default() }
     }
 
-    pub(crate) fn parts(&self) -> &Parts {
+    pub(crate) fn parts(&self) -> &DispatchParts {
         &self.parts
     }
 
-    pub(crate) fn whereabouts(&self) -> &Whereabouts {
-        &self.whereabouts
+    pub(crate) fn stages(&self) -> &StageTracker {
+        &self.stages
     }
 
     /// Watches, until it is dropped, whether tokens move.
     pub fn watchdog(&self, bound: Duration) -> impl Future<Output = ()> + Send + 'static {
         let cluster = self.parts.cluster.clone();
-        watch(self.whereabouts.clone(), bound, move || cluster.n_steps())
+        watch(self.stages.clone(), bound, move || cluster.n_steps())
     }
 
     /// Tries routes until one has given its first step.
-    pub(crate) async fn start(&self, prompt: &Prompt, by: By) -> Result<Started, ServeError> {
-        let mut tries = Tries::new(&self.parts);
-        let waiting = self.whereabouts.enter(Place::Route);
+    pub(crate) async fn start(&self, prompt: &Prompt, by: ComputedBy) -> Result<Started, ServeError> {
+        let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
+        let mut tries = Attempts::new(&self.parts, progress);
+        let waiting = self.stages.enter(WaitStage::Route);
         loop {
-            waiting.goes_to(Place::Route);
+            waiting.set_stage(WaitStage::Route);
             let route = tries.route(prompt).await?;
-            let route = if by == By::Both { route } else { Route { prefill: None, ..route } };
+            let route = if by == ComputedBy::Both { route } else { Route { prefill: None, ..route } };
             self.parts.cluster.assign(&route, prompt.tokens.len());
             let prompt = &prompt.for_weights_of(&route.decode.model);
-            match self.attempt(prompt, &route, &waiting).await {
+            match self.attempt(prompt, &route, tries.room_by(), &waiting).await {
                 Ok(started) => return Ok(started),
                 Err(failure) => tries.failed(failure).await?,
             }
         }
     }
 
-    async fn attempt(&self, prompt: &Prompt, route: &Route, waiting: &Waiting) -> Result<Started, Failure> {
+    async fn attempt(
+        &self,
+        prompt: &Prompt,
+        route: &Route,
+        room_by: Instant,
+        waiting: &TrackedRequest,
+    ) -> Result<Started, Failure> {
         self.parts.metrics.attempts.inc();
         match (&route.prefill, self.parts.order) {
             (Some(prefill), Order::PrefillFirst) => {
-                waiting.goes_to(Place::Prefill);
+                waiting.set_stage(WaitStage::Prefill);
                 self.prefill_first(prompt, prefill).await
             }
-            (prefill, _) => self.decode_first(prompt, prefill.as_deref(), &route.decode, waiting).await,
+            (prefill, _) => {
+                let nodes = (prefill.as_deref(), &*route.decode);
+                self.decode_first(prompt, nodes, room_by, waiting).await
+            }
         }
     }
 
-    /// The decode node says first whether there is room, and where; then the prompt is computed into it.
+    /// The decode node reserves room first, for which the prompt may wait there until `room_by`; then the prompt is computed
+    /// into it.
     async fn decode_first(
         &self,
         prompt: &Prompt,
-        prefill: Option<&NodeInfo>,
-        decode: &NodeInfo,
-        waiting: &Waiting,
+        (prefill, decode): (Option<&NodeInfo>, &NodeInfo),
+        room_by: Instant,
+        waiting: &TrackedRequest,
     ) -> Result<Started, Failure> {
-        waiting.goes_to(Place::Reserve);
+        waiting.set_stage(WaitStage::Reserve);
         let asked = self.parts.world.now();
         let offer = prefill.map_or(PrefillOffer::None, PrefillOffer::Offered);
         let mut decode = self.client(decode)?.decode(prompt, offer).await?;
-        let opening = decode.opening().await?;
+        let opening = decode.opening(room_by).await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
         trace!(target: "walk", request = %prompt.id, "answered with room");
         match (opening, prefill) {
             (Opening::Landing(landing), Some(prefill)) => {
                 let to = Destination::Landing(*landing);
                 let client = self.client(prefill)?;
-                waiting.goes_to(Place::Prefill);
+                waiting.set_stage(WaitStage::Prefill);
                 let (prefilled, sender) = tokio::select! {
                     biased;
                     prefilled = client.prefill(prompt, &to) => prefilled?,
                     failure = decode.failure() => return Err(failure),
                 };
                 decode.kv_from(sender);
-                Ok(self.started(prompt, prefilled, Rest::Decode(Box::new(decode))))
+                Ok(self.started(prompt, prefilled, StepSource::Decode(Box::new(decode))))
             }
             (Opening::Landing(_), None) => Err(decode.unasked_landing()),
             (Opening::Local { held_tokens }, _) => {
-                waiting.goes_to(Place::Decode);
+                waiting.set_stage(WaitStage::Decode);
                 self.local(prompt, decode, held_tokens).await
             }
         }
@@ -195,12 +208,12 @@ impl Dispatch {
         loop {
             if let DecodeProgress::Step(first) = decode.progress().await? {
                 let model = prompt.model.clone();
-                return Ok(Started { model, first, usage, rest: Rest::Decode(Box::new(decode)) });
+                return Ok(Started { model, first, usage, rest: StepSource::Decode(Box::new(decode)) });
             }
         }
     }
 
-    fn started(&self, prompt: &Prompt, prefilled: Prefilled, rest: Rest) -> Started {
+    fn started(&self, prompt: &Prompt, prefilled: Prefilled, rest: StepSource) -> Started {
         self.parts.metrics.stage(Stage::PrefillQueue, prefilled.queued);
         self.parts.metrics.stage(Stage::Prefill, prefilled.computed);
         Started { model: prompt.model.clone(), first: prefilled.first, usage: prefilled.usage, rest }
@@ -218,52 +231,73 @@ impl Serve for Dispatch {
     }
 
     async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError> {
-        let mut outcome = Outcome::new(&self.parts.metrics);
-        let permit = outcome.note(self.parts.admission.admit())?;
         let accepted = self.parts.world.now();
+        let mut outcome = Outcome::new(&self.parts.metrics, accepted);
+        let permit = outcome.note(self.parts.admission.admit())?;
         trace!(target: "walk", request = %prompt.id, n_tokens = prompt.tokens.len(), "accepted");
-        let started = outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt, By::Both)).await)?;
+        let started =
+            outcome.note(self.by_deadline(prompt.deadline, self.start(&prompt, ComputedBy::Both)).await)?;
         self.parts.metrics.stage(Stage::FirstToken, accepted.elapsed());
         info!(ttft_ms = accepted.elapsed().as_millis() as u64, "first token");
-        self.whereabouts.moved();
+        self.stages.moved();
         let usage = started.usage;
-        let booking = Booking { accepted, permit, outcome };
-        let steps = Continuation::new(self.clone(), prompt, started, booking).into_steps().boxed();
-        Ok(Generation { usage, steps })
+        let complete = outcome.complete();
+        let guards = RequestGuards { permit, outcome };
+        let steps = Continuation::new(self.clone(), prompt, started, guards).into_steps().boxed();
+        Ok(Generation { usage, complete, steps })
     }
 
     fn ready(&self) -> Result<(), String> {
-        self.parts.cluster.ready().and_then(|()| self.whereabouts.check())
+        if self.parts.drain.requested.requested() {
+            return Err("the router is stopping".to_owned());
+        }
+        self.parts.cluster.ready().and_then(|()| self.stages.check())
+    }
+
+    fn knows_nodes(&self) -> Result<(), AcceptError> {
+        self.parts.cluster.knows_nodes().map_err(|reason| AcceptError::NoNodes { reason })
     }
 }
 
 impl Dispatch {
-    /// Ends `work` when the deadline passes. The nodes are told by the dropped calls.
+    /// Ends `work` when the deadline passes, or when the router stops. The nodes are told by the dropped calls.
     pub(crate) async fn by_deadline<T>(
         &self,
         deadline: Deadline,
         work: impl Future<Output = Result<T, ServeError>>,
     ) -> Result<T, ServeError> {
-        match tokio::time::timeout_at(deadline.instant().into(), work).await {
-            Ok(result) => result,
-            Err(_) => Err(ServeError::DeadlinePassed { reason: "the request's time is up".to_owned() }),
+        tokio::select! {
+            biased;
+            result = work => result,
+            () = tokio::time::sleep_until(deadline.instant().into()) => {
+                Err(ServeError::DeadlinePassed { reason: "the request's time is up".to_owned() })
+            }
+            () = self.parts.drain.over.wait() => Err(ServeError::Draining),
         }
     }
 }
 
 // === tries ===
 
-/// The tries of one prompt for its next step: who failed, and how much patience is left.
-struct Tries<'a> {
-    parts: &'a Parts,
+/// The attempts of one prompt at its next step: the nodes that failed, and the attempts and time that are left.
+struct Attempts<'a> {
+    parts: &'a DispatchParts,
     failed: Vec<NodeId>,
     attempts_left: u32,
     began: Instant,
     pause: Duration,
+    progress: Progress,
 }
 
-impl<'a> Tries<'a> {
-    fn new(parts: &'a Parts) -> Self {
+/// Whether the client has tokens of the answer already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    New,
+    Begun,
+}
+
+impl<'a> Attempts<'a> {
+    fn new(parts: &'a DispatchParts, progress: Progress) -> Self {
         let attempts_left = parts.budget.attempts_max;
         Self {
             parts,
@@ -271,6 +305,7 @@ impl<'a> Tries<'a> {
             attempts_left,
             began: parts.world.now(),
             pause: *FULL_AGAIN.start(),
+            progress,
         }
     }
 
@@ -282,24 +317,30 @@ impl<'a> Tries<'a> {
         {
             return Ok(route);
         }
-        if self.failed.is_empty() {
-            return Err(ServeError::NoNodes { reason: self.parts.cluster.why_no_node(&prompt.model) });
-        }
         self.failed.clear();
-        self.again(prompt, draw).await
+        self.usable(prompt, draw).await
     }
 
-    /// Waits for a node that is known to be there to be usable again. One whose connection broke is so in a moment;
-    /// without this, a broken connection to the only decode node would end every request.
-    async fn again(&mut self, prompt: &Prompt, draw: u64) -> Result<Route, ServeError> {
-        let give_up = self.parts.world.now() + USABLE_AGAIN_WITHIN;
+    /// Waits for a usable node. Nodes that restart, or whose connections broke while this process stood still, are
+    /// usable again in a moment, and a stream that has begun must not end for that. A new request waits only for nodes
+    /// that are known.
+    async fn usable(&mut self, prompt: &Prompt, draw: u64) -> Result<Route, ServeError> {
+        let began = self.parts.world.now();
+        let cluster = &self.parts.cluster;
         loop {
+            let wait_max = match self.progress {
+                Progress::Begun => self.parts.budget.nodes_wait_begun,
+                Progress::New if cluster.everyone().is_empty() => Duration::ZERO,
+                Progress::New => self.parts.budget.nodes_wait_new,
+            };
+            if began.elapsed() >= wait_max {
+                let reason = cluster.why_no_node(&prompt.model);
+                let waited_ms = began.elapsed().as_millis();
+                return Err(ServeError::NoNodes { reason: format!("{reason} (waited {waited_ms} ms)") });
+            }
             self.rest().await;
-            let cluster = &self.parts.cluster;
-            match self.parts.policy.route(prompt, &cluster.view(&prompt.model, &[]), draw) {
-                Ok(route) => return Ok(route),
-                Err(_) if self.parts.world.now() < give_up && !cluster.everyone().is_empty() => {}
-                Err(_) => return Err(ServeError::NoNodes { reason: cluster.why_no_node(&prompt.model) }),
+            if let Ok(route) = self.parts.policy.route(prompt, &cluster.view(&prompt.model, &[]), draw) {
+                return Ok(route);
             }
         }
     }
@@ -321,6 +362,11 @@ impl<'a> Tries<'a> {
         }
         self.failed.push(failure.node.id.clone());
         Ok(())
+    }
+
+    /// Until when the prompt may wait for room.
+    fn room_by(&self) -> Instant {
+        self.began + self.parts.budget.wait_max
     }
 
     /// A full node costs patience, not an attempt.

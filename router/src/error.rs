@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use types::{RefusalKind, Verdict};
 
+use crate::tenants::LimitReached;
 use crate::text::tokenizer::TokenizerError;
 
 /// A request that never became a prompt. Each names the field (or header) that is to blame.
@@ -26,6 +27,17 @@ pub enum AcceptError {
     Template { reason: String },
     #[error("the model `{name}` is not served here")]
     UnknownModel { name: String },
+    /// No API key, or one that is not known.
+    #[error("{reason}")]
+    Unauthorized { reason: &'static str },
+    /// The prompt and its answer are longer than the tenant may have.
+    #[error("{reason}")]
+    TenantContext { param: Cow<'static, str>, reason: String },
+    #[error("{}", .0.reason)]
+    TenantLimit(LimitReached),
+    /// The request's model cannot be looked up: the router does not know the cluster's nodes yet.
+    #[error("no nodes: {reason}")]
+    NoNodes { reason: String },
 }
 
 impl AcceptError {
@@ -47,14 +59,20 @@ impl AcceptError {
             Self::Missing { param }
             | Self::Invalid { param, .. }
             | Self::Unsupported { param, .. }
-            | Self::TooLong { param, .. } => param,
+            | Self::TooLong { param, .. }
+            | Self::TenantContext { param, .. } => param,
+            Self::Unauthorized { .. } | Self::TenantLimit(_) => "authorization",
             Self::Template { .. } => "messages",
-            Self::UnknownModel { .. } => "model",
+            Self::UnknownModel { .. } | Self::NoNodes { .. } => "model",
         }
     }
 
     pub fn verdict(&self) -> Verdict {
-        Verdict::Reject
+        match self {
+            Self::NoNodes { .. } => Verdict::RetryLater(RETRY_AFTER),
+            Self::TenantLimit(reached) => Verdict::RetryLater(reached.retry_after),
+            _ => Verdict::Reject,
+        }
     }
 }
 
@@ -72,13 +90,16 @@ pub enum ServeError {
     NoNodes { reason: String },
     #[error("the deadline passed: {reason}")]
     DeadlinePassed { reason: String },
+    /// The router is stopping, and the request was still running at the end of its drain.
+    #[error("the router is stopping, and its time for requests under way is over")]
+    Draining,
     /// The house is at fault.
     #[error("failed: {reason}")]
     Failed { reason: String },
 }
 
 /// How long to stay away when nothing better is known.
-const RETRY_AFTER: Duration = Duration::from_secs(1);
+pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 impl ServeError {
     /// How such a request ended, in a word for metrics.
@@ -88,6 +109,7 @@ impl ServeError {
             Self::Overloaded { .. } => "overloaded",
             Self::NoNodes { .. } => "no_nodes",
             Self::DeadlinePassed { .. } => "deadline",
+            Self::Draining => "draining",
             Self::Failed { .. } => "internal",
         }
     }
@@ -100,7 +122,7 @@ impl ServeError {
                 verdict => verdict,
             },
             Self::Overloaded { retry_after, .. } => Verdict::RetryLater(*retry_after),
-            Self::NoNodes { .. } => Verdict::RetryLater(RETRY_AFTER),
+            Self::NoNodes { .. } | Self::Draining => Verdict::RetryLater(RETRY_AFTER),
             Self::DeadlinePassed { .. } => Verdict::Reject,
             Self::Failed { .. } => Verdict::Bug,
         }

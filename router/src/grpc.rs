@@ -1,29 +1,32 @@
-//! The door for programs: `baton.v1.Inference`, text or tokens in, steps with their text out.
+//! The gRPC API: `baton.v1.Inference`, text or tokens in, steps with their text out.
 //! The only file of the router that knows gRPC codes for clients.
 
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::extract::ConnectInfo;
 use chassis::Shutdown;
 use futures::{Stream, StreamExt as _};
 use proto::v1;
 use proto::v1::generate_event::Event;
 use proto::v1::generate_request::Input;
 use proto::v1::inference_server::{Inference, InferenceServer};
+use tonic::metadata::MetadataValue;
 use tonic::{Code, Request, Response, Status};
-use types::prompt::Priority;
-use types::{Prompt, RequestId, TokenId, Usage, Verdict};
+use types::{RequestId, TokenId, Usage, Verdict};
 
-use crate::accept::{Acceptor, Caller, MaxTokens, Wishes};
+use crate::accept::{AcceptedOne, Acceptor, Caller, MaxTokens, SamplingParams};
 use crate::choice::{Choice, Delta};
 use crate::error::{AcceptError, ServeError};
 use crate::serve::Serve;
-use crate::text::{Detokenizer, RouterModel, RouterModels, StopStrings, Tokenizer, by_size};
+use crate::tenants::{Claims, LimitReached};
+use crate::text::{Detokenizer, RouterModel, RouterModels, Tokenizer, run_by_size};
 
-/// The gRPC door: what it needs to answer calls.
+/// The gRPC service: what it needs to answer calls.
 #[derive(Clone, Debug)]
-pub struct GrpcDoor {
+pub struct GrpcApi {
     pub serve: Arc<dyn Serve>,
     pub models: RouterModels,
     pub acceptor: Acceptor,
@@ -31,33 +34,43 @@ pub struct GrpcDoor {
     pub shutdown: Shutdown,
 }
 
-impl GrpcDoor {
+impl GrpcApi {
     pub fn server(self) -> InferenceServer<Self> {
         InferenceServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
     }
 
-    async fn answer(&self, request: v1::GenerateRequest) -> Result<Events, Status> {
-        let model = self.model(&request).map_err(|error| refused(&error))?;
+    async fn answer(&self, request: Request<v1::GenerateRequest>) -> Result<Events, Status> {
         let caller = self.caller(&request).map_err(|error| refused(&error))?;
-        let (prompt, stop) = self.accept(&model, request, &caller).await?;
+        let request = request.into_inner();
+        let model = self.model(&request).map_err(|error| refused(&error))?;
+        let AcceptedOne { prompt, stop, permit } = self.accept(&model, request, &caller).await?;
         let detokenizer = Detokenizer::new(model.tokenizer.clone(), &stop, prompt.stop.min_tokens);
-        let choice =
-            Choice::begin(&*self.serve, 0, prompt, detokenizer).await.map_err(|error| failed(&error))?;
+        let choice = Choice::begin(&*self.serve, 0, prompt, detokenizer, permit)
+            .await
+            .map_err(|error| failed(&error))?;
         Ok(events(choice, caller.id))
     }
 
     fn model(&self, request: &v1::GenerateRequest) -> Result<Arc<RouterModel>, AcceptError> {
-        self.models.find((!request.model.is_empty()).then_some(request.model.as_str()))
+        let name = (!request.model.is_empty()).then_some(request.model.as_str());
+        self.serve.model(&self.models, name)
     }
 
-    fn caller(&self, request: &v1::GenerateRequest) -> Result<Caller, AcceptError> {
+    fn caller(&self, call: &Request<v1::GenerateRequest>) -> Result<Caller, AcceptError> {
+        let request = call.get_ref();
         let given = |text: &'_ str| (!text.is_empty()).then(|| text.to_owned());
-        let id = self.acceptor.request_id(given(&request.request_id).as_deref());
-        let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
         let priority = i8::try_from(request.priority).map_err(|_| {
             AcceptError::invalid("priority", format!("from -128 to 127, not {}", request.priority))
         })?;
-        self.acceptor.caller(id, given(&request.tenant).as_deref(), timeout, Priority(priority))
+        let client = self.acceptor.client(&Claims {
+            peer: call.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip()),
+            authorization: call.metadata().get("authorization").and_then(|value| value.to_str().ok()),
+            tenant: Some(request.tenant.as_str()).filter(|tenant| !tenant.is_empty()),
+            priority: Some(priority),
+        })?;
+        let id = self.acceptor.request_id(given(&request.request_id).as_deref());
+        let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
+        self.acceptor.caller(id, client, timeout)
     }
 
     async fn accept(
@@ -65,48 +78,48 @@ impl GrpcDoor {
         model: &Arc<RouterModel>,
         request: v1::GenerateRequest,
         caller: &Caller,
-    ) -> Result<(Prompt, StopStrings), Status> {
-        let wishes = wishes(&request);
+    ) -> Result<AcceptedOne, Status> {
+        let params = params(&request);
         let (param, tokens) = match request.input {
             Some(Input::Text(text)) => ("text", encoded(model.tokenizer.clone(), text).await?),
             Some(Input::Tokens(tokens)) => ("tokens", tokens.ids.into_iter().map(TokenId).collect()),
             None => return Err(refused(&AcceptError::missing("input"))),
         };
-        self.acceptor.accept_one(model, param, tokens, &wishes, caller).map_err(|error| refused(&error))
+        self.acceptor.accept_one(model, param, tokens, &params, caller).map_err(|error| refused(&error))
     }
 }
 
 async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>, Status> {
-    let encoded = by_size(text.len(), move || tokenizer.encode_plain(&text)).await;
+    let encoded = run_by_size(text.len(), move || tokenizer.encode_plain(&text)).await;
     let encoded = encoded.map_err(|error| Status::internal(error.to_string()))?;
     encoded.map_err(|error| refused(&error.at("text")))
 }
 
-/// What the call wishes for. A message's zero is "not said": protobuf cannot tell the two apart.
-fn wishes(request: &v1::GenerateRequest) -> Wishes {
+/// The call's sampling parameters. Zero in a message means "not given": protobuf cannot tell the two apart.
+fn params(request: &v1::GenerateRequest) -> SamplingParams {
     let stop = request.stop.clone().unwrap_or_default();
     let max_tokens = match stop.max_tokens {
         0 => MaxTokens::RestOfContext,
         tokens => MaxTokens::Asked { tokens, param: "stop.max_tokens" },
     };
-    let wishes = Wishes {
+    let params = SamplingParams {
         max_tokens,
         min_tokens: stop.min_tokens,
         stop: request.stop_strings.clone(),
         stop_tokens: stop.stop_tokens.into_iter().map(TokenId).collect(),
         ignore_eos: stop.ignore_eos,
         temperature: Some(0.0),
-        ..Wishes::default()
+        ..SamplingParams::default()
     };
     match &request.sampling {
-        Some(sampling) => sampled(wishes, sampling),
-        None => wishes,
+        Some(sampling) => sampled(params, sampling),
+        None => params,
     }
 }
 
-fn sampled(wishes: Wishes, sampling: &v1::Sampling) -> Wishes {
+fn sampled(params: SamplingParams, sampling: &v1::Sampling) -> SamplingParams {
     let said = |value: f32| (value != 0.0).then_some(value);
-    Wishes {
+    SamplingParams {
         temperature: Some(sampling.temperature),
         top_p: said(sampling.top_p),
         top_k: (sampling.top_k > 0).then(|| i64::from(sampling.top_k)),
@@ -117,7 +130,7 @@ fn sampled(wishes: Wishes, sampling: &v1::Sampling) -> Wishes {
         logit_bias: sampling.logit_bias.iter().map(|(id, bias)| (TokenId(*id), *bias)).collect(),
         seed: Some(sampling.seed),
         logprobs: sampling.logprobs,
-        ..wishes
+        ..params
     }
 }
 
@@ -158,22 +171,33 @@ fn end(delta: &Delta, usage: Usage, id: &RequestId) -> v1::GenerateEvent {
 }
 
 #[tonic::async_trait]
-impl Inference for GrpcDoor {
+impl Inference for GrpcApi {
     type GenerateStream = Events;
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Events>, Status> {
         if self.shutdown.requested() {
             return Err(Status::unavailable("the router is stopping"));
         }
-        self.answer(request.into_inner()).await.map(Response::new)
+        self.answer(request).await.map(Response::new)
     }
 }
 
 fn refused(error: &AcceptError) -> Status {
     match error {
         AcceptError::UnknownModel { .. } => Status::not_found(error.to_string()),
+        AcceptError::Unauthorized { .. } => Status::unauthenticated(error.to_string()),
+        AcceptError::TenantLimit(reached) => limit_reached(reached),
+        AcceptError::NoNodes { .. } => Status::unavailable(error.to_string()),
         _ => Status::invalid_argument(error.to_string()),
     }
+}
+
+/// With the time to wait as metadata, as HTTP has it in a header.
+fn limit_reached(reached: &LimitReached) -> Status {
+    let mut status = Status::resource_exhausted(&reached.reason);
+    let seconds = reached.retry_after.as_secs_f64().ceil().max(1.0) as u64;
+    status.metadata_mut().insert("retry-after", MetadataValue::from(seconds));
+    status
 }
 
 fn failed(error: &ServeError) -> Status {

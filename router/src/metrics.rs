@@ -5,7 +5,10 @@ use std::time::Duration;
 use chassis::metrics::Metrics;
 use prometheus::{HistogramVec, IntCounter, IntCounterVec};
 
+use tokio::time::Instant;
+
 use crate::error::ServeError;
+use crate::serve::Complete;
 
 /// The stages of a request's walk, as the router sees them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +59,11 @@ pub struct RouterMetrics {
     pub pool_fallbacks: IntCounterVec,
     kv_bytes: IntCounterVec,
     requests: IntCounterVec,
+    /// Requests without a key that is known.
+    pub unauthorized: IntCounterVec,
+    /// Requests that a limit of their tenant refused.
+    pub tenant_refusals: IntCounterVec,
+    pub tenants_reloads: IntCounterVec,
 }
 
 impl RouterMetrics {
@@ -76,6 +84,21 @@ impl RouterMetrics {
                 &["connector"],
             ),
             requests: metrics.counter_vec("requests_total", "Requests, by how they ended.", &["outcome"]),
+            unauthorized: metrics.counter_vec(
+                "unauthorized_total",
+                "Requests without a known API key.",
+                &["reason"],
+            ),
+            tenant_refusals: metrics.counter_vec(
+                "tenant_refusals_total",
+                "Requests over a limit of their tenant.",
+                &["tenant", "limit"],
+            ),
+            tenants_reloads: metrics.counter_vec(
+                "tenants_file_reloads_total",
+                "Changes of the tenants file.",
+                &["outcome"],
+            ),
         }
     }
 
@@ -91,20 +114,29 @@ impl RouterMetrics {
 
 // === outcomes ===
 
-/// How one request ends. Dropped before it has, the client has gone.
+/// How one request ends. Dropped before it has, the client has gone, unless the answer was complete for it.
 #[derive(Debug)]
 pub struct Outcome {
-    requests: IntCounterVec,
+    metrics: RouterMetrics,
+    accepted: Instant,
+    complete: Complete,
     word: &'static str,
 }
 
+const CANCELLED: &str = "cancelled";
+
 impl Outcome {
-    pub fn new(metrics: &RouterMetrics) -> Self {
-        Self { requests: metrics.requests.clone(), word: "cancelled" }
+    pub fn new(metrics: &RouterMetrics, accepted: Instant) -> Self {
+        Self { metrics: metrics.clone(), accepted, complete: Complete::default(), word: CANCELLED }
+    }
+
+    pub fn complete(&self) -> Complete {
+        self.complete.clone()
     }
 
     pub fn finished(&mut self) {
         self.word = "finished";
+        self.metrics.stage(Stage::Whole, self.accepted.elapsed());
     }
 
     /// Remembers an error on its way to the client.
@@ -118,6 +150,9 @@ impl Outcome {
 
 impl Drop for Outcome {
     fn drop(&mut self) {
-        self.requests.with_label_values(&[self.word]).inc();
+        if self.word == CANCELLED && self.complete.is_said() {
+            self.finished();
+        }
+        self.metrics.requests.with_label_values(&[self.word]).inc();
     }
 }

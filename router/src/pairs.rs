@@ -1,6 +1,6 @@
 //! Which connectors two nodes could use between them, and which not, and why: for operators.
 //!
-//! As far as their announcements tell. The receiving node decides, and also looks whether it reaches the other; a warning
+//! This is judged by their announcements alone. The receiving node decides, and also looks whether it reaches the other; a warning
 //! in its log says where that was otherwise.
 
 use serde_json::{Value, json};
@@ -63,7 +63,8 @@ fn why_not(from: &NodeInfo, to: &NodeInfo, scheme: &Scheme) -> Option<String> {
         return Some(format!("{}: {why}", node.id));
     }
     let is_near = from.host == to.host;
-    (scheme.is_within_host() && !is_near)
+    let within_host = to.wires.iter().any(|wire| wire.scheme == *scheme && wire.within_host);
+    (within_host && !is_near)
         .then(|| "they are on different hosts, or do not see the same /dev/shm".to_owned())
 }
 
@@ -72,10 +73,14 @@ mod tests {
     use types::{MissingWire, Role, WireAddress};
 
     use super::*;
-    use crate::puppet::info;
+    use crate::fake_node::info;
 
     fn node(id: &str, role: Role, host: &str, wires: &[&str], without: &[(&str, &str)]) -> NodeInfo {
-        let wire = |name: &&str| WireAddress { scheme: Scheme::new(*name), endpoint: String::new() };
+        let wire = |name: &&str| WireAddress {
+            scheme: Scheme::new(*name),
+            endpoint: String::new(),
+            within_host: *name == "shm",
+        };
         let missing =
             |(name, why): &(&str, &str)| MissingWire { scheme: Scheme::new(*name), why: (*why).to_owned() };
         NodeInfo {

@@ -52,7 +52,9 @@ pub struct Standing {
     pub router: String,
     /// Why the router gives the node no work; `None`: it does.
     pub refusal: Option<String>,
-    /// The node forgets a refusal that is not repeated for so long.
+    /// Why a rollout must not replace other nodes yet; `None`: the node serves, or could.
+    pub rollout_waits_for: Option<String>,
+    /// The node forgets what is not repeated within this time.
     pub believed_for: Duration,
 }
 
@@ -87,11 +89,11 @@ impl NodeClient {
         let answer = answers.message().await.map_err(|status| self.failure(&status))?;
         match answer.and_then(|answer| answer.answer) {
             Some(v1::prefill_answer::Answer::Prefilled(prefilled)) => {
-                let prefilled = prefilled.try_into().map_err(|error| self.nonsense(&error))?;
+                let prefilled = prefilled.try_into().map_err(|error| self.invalid_answer(&error))?;
                 Ok((prefilled, PrefillCall { client: self.clone(), answers, unheard: None }))
             }
             Some(v1::prefill_answer::Answer::Refused(refusal)) => Err(self.refused(refusal)),
-            None => Err(self.nonsense(&"an empty answer")),
+            None => Err(self.invalid_answer(&"an empty answer")),
         }
     }
 
@@ -107,7 +109,10 @@ impl NodeClient {
     pub async fn status(&self) -> Result<StatusUpdates, Failure> {
         let mut client =
             NodeStatusClient::new(self.channel.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        let call = tokio::time::timeout(QUESTION_TIMEOUT, client.watch(v1::StatusRequest {}));
+        let call = tokio::time::timeout(
+            QUESTION_TIMEOUT,
+            client.watch(v1::StatusRequest { epoch: self.info.epoch.0 }),
+        );
         let updates =
             call.await.map_err(|_| self.silent())?.map_err(|status| self.failure(&status))?.into_inner();
         Ok(StatusUpdates { client: self.clone(), updates })
@@ -115,11 +120,12 @@ impl NodeClient {
 
     /// Tells the node whether it gets work, and why not.
     pub async fn tell(&self, standing: Standing) -> Result<(), Failure> {
-        let Standing { router, refusal, believed_for } = standing;
+        let Standing { router, refusal, rollout_waits_for, believed_for } = standing;
         let request = v1::StandingRequest {
             router,
             refusal: refusal.unwrap_or_default(),
             ttl_ms: believed_for.as_millis() as u64,
+            rollout_waits_for: rollout_waits_for.unwrap_or_default(),
         };
         let mut client = NodeStatusClient::new(self.channel.clone());
         let call = tokio::time::timeout(QUESTION_TIMEOUT, client.set_standing(request));
@@ -133,7 +139,7 @@ impl NodeClient {
         let call = tokio::time::timeout(QUESTION_TIMEOUT, client.ledger(v1::LedgerRequest { blocks }));
         let answer =
             call.await.map_err(|_| self.silent())?.map_err(|status| self.failure(&status))?.into_inner();
-        let counts = answer.counts.ok_or_else(|| self.nonsense(&"a ledger without counts"))?.into();
+        let counts = answer.counts.ok_or_else(|| self.invalid_answer(&"a ledger without counts"))?.into();
         Ok((counts, answer.blocks))
     }
 
@@ -149,7 +155,7 @@ impl NodeClient {
         Failure { node: self.info.clone(), refusal: refusal_of(status) }
     }
 
-    fn nonsense(&self, what: &dyn std::fmt::Display) -> Failure {
+    fn invalid_answer(&self, what: &dyn std::fmt::Display) -> Failure {
         Failure {
             node: self.info.clone(),
             refusal: Refusal::new(RefusalKind::Failed, format!("answered with {what}")),
@@ -188,7 +194,7 @@ pub enum PrefillOffer<'a> {
     Offered(&'a NodeInfo),
     /// This node has computed it and holds it.
     HeldBy(&'a NodeInfo),
-    /// Nobody: compute it yourself.
+    /// No node: the decode node computes it.
     None,
 }
 
@@ -263,7 +269,7 @@ impl PrefillCall {
         match answer.answer {
             Some(v1::prefill_answer::Answer::Refused(refusal)) => self.client.refused(refusal),
             Some(v1::prefill_answer::Answer::Prefilled(_)) | None => {
-                self.client.nonsense(&"something else than an end after the first token")
+                self.client.invalid_answer(&"something else than an end after the first token")
             }
         }
     }
@@ -303,9 +309,13 @@ pub enum DecodeProgress {
 }
 
 impl DecodeCall {
-    /// The first word. Everything but an opening is a failure.
-    pub async fn opening(&mut self) -> Result<Opening, Failure> {
-        let message = self.events.message().await;
+    /// The first event. A node without room sends it when the prompt's turn has come; one that has sent nothing by `until`
+    /// counts as full. Everything but an opening is a failure.
+    pub async fn opening(&mut self, until: Instant) -> Result<Opening, Failure> {
+        let message = match tokio::time::timeout_at(until, self.events.message()).await {
+            Ok(message) => message,
+            Err(_) => return Err(self.still_full()),
+        };
         match self.event_in(message)?.event {
             Some(Event::Landing(landing)) => {
                 landing.try_into().map(Box::new).map(Opening::Landing).map_err(|error| self.failed(&error))
@@ -351,12 +361,17 @@ impl DecodeCall {
         std::future::pending().await
     }
 
+    fn still_full(&self) -> Failure {
+        let reason = "the prompt waited for KV room as long as router.wait_ms allows";
+        Failure { node: self.info.clone(), refusal: Refusal::new(RefusalKind::Full, reason) }
+    }
+
     pub(crate) fn unasked_landing(&self) -> Failure {
         self.failed(&"a landing though there is no prefill node")
     }
 
     pub(crate) fn unasked_local(&self) -> Failure {
-        self.failed(&"a wish to compute what is held for it")
+        self.failed(&"a request to compute what is held for it")
     }
 
     pub(crate) fn wrong_index(&self, found: u32, wanted: u32) -> Failure {
@@ -438,6 +453,6 @@ impl StatusUpdates {
             }
             Event::Draining(v1::Draining {}) => Ok(StatusUpdate::Draining),
         };
-        update.map(Some).map_err(|error| self.client.nonsense(&error))
+        update.map(Some).map_err(|error| self.client.invalid_answer(&error))
     }
 }

@@ -1,4 +1,4 @@
-//! Notices that no token moves although there are requests, and says where they are.
+//! Notices when no token is sent although there are requests, and says which stage they wait in.
 //!
 //! It depends on no request that comes: it looks at intervals. A token moves when a step reaches this router, or when
 //! a node says that it has run another one: a long prompt that is being computed is no standstill.
@@ -14,9 +14,9 @@ use tracing::{info, warn};
 /// How often it looks.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Where a request waits. One whose client does not read waits for nobody here.
+/// Where a request waits. A request whose client does not read is not counted as waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum WaitStage {
     /// For a node to be usable, or to have room.
     Route,
     /// For a decode node's word whether there is room.
@@ -29,7 +29,7 @@ pub enum Place {
     Decode,
 }
 
-impl Place {
+impl WaitStage {
     const ALL: [Self; 5] = [Self::Route, Self::Reserve, Self::Prefill, Self::Deliver, Self::Decode];
 
     fn as_str(self) -> &'static str {
@@ -45,13 +45,13 @@ impl Place {
 
 /// Where all requests are, and how often something moved. Clones share one count.
 #[derive(Clone, Debug, Default)]
-pub struct Whereabouts {
+pub struct StageTracker {
     shared: Arc<Shared>,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
-    waiting: [AtomicU32; Place::ALL.len()],
+    waiting: [AtomicU32; WaitStage::ALL.len()],
     n_moved: AtomicU64,
     /// Why the router is not ready. Held for a look or a change.
     stuck: Mutex<Option<String>>,
@@ -59,15 +59,15 @@ struct Shared {
 
 /// One request's place. Dropping it is leaving.
 #[derive(Debug)]
-pub struct Waiting {
-    all: Whereabouts,
-    at: Mutex<Place>,
+pub struct TrackedRequest {
+    all: StageTracker,
+    at: Mutex<WaitStage>,
 }
 
-impl Whereabouts {
-    pub fn enter(&self, at: Place) -> Waiting {
+impl StageTracker {
+    pub fn enter(&self, at: WaitStage) -> TrackedRequest {
         self.count(at).fetch_add(1, Ordering::Relaxed);
-        Waiting { all: self.clone(), at: Mutex::new(at) }
+        TrackedRequest { all: self.clone(), at: Mutex::new(at) }
     }
 
     /// A step has come.
@@ -88,7 +88,7 @@ impl Whereabouts {
         self.shared.n_moved.load(Ordering::Relaxed)
     }
 
-    fn count(&self, at: Place) -> &AtomicU32 {
+    fn count(&self, at: WaitStage) -> &AtomicU32 {
         &self.shared.waiting[at as usize]
     }
 
@@ -97,10 +97,10 @@ impl Whereabouts {
     }
 }
 
-/// As `3 wait for prefill, 1 for decode`.
-impl fmt::Display for Whereabouts {
+/// For example `3 wait for prefill, 1 for decode`.
+impl fmt::Display for StageTracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let counted = Place::ALL.map(|place| (place, self.count(place).load(Ordering::Relaxed)));
+        let counted = WaitStage::ALL.map(|place| (place, self.count(place).load(Ordering::Relaxed)));
         let told: Vec<String> = counted
             .iter()
             .filter(|(_, count)| *count > 0)
@@ -110,8 +110,8 @@ impl fmt::Display for Whereabouts {
     }
 }
 
-impl Waiting {
-    pub fn goes_to(&self, place: Place) {
+impl TrackedRequest {
+    pub fn set_stage(&self, place: WaitStage) {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         self.all.count(*at).fetch_sub(1, Ordering::Relaxed);
         self.all.count(place).fetch_add(1, Ordering::Relaxed);
@@ -119,7 +119,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for TrackedRequest {
     fn drop(&mut self) {
         let at = *self.at.lock().unwrap_or_else(PoisonError::into_inner);
         self.all.count(at).fetch_sub(1, Ordering::Relaxed);
@@ -130,32 +130,32 @@ impl Drop for Waiting {
 
 /// What was seen at the last look at which something had moved.
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct LastProgress {
     steps: u64,
     at: Instant,
 }
 
 /// Looks until it is dropped. `n_node_steps` is what the nodes say they have run so far; `bound`, how long nothing may
 /// move.
-pub async fn watch(whereabouts: Whereabouts, bound: Duration, n_node_steps: impl Fn() -> u64) {
-    let mut seen = Seen { steps: 0, at: Instant::now() };
+pub async fn watch(stages: StageTracker, bound: Duration, n_node_steps: impl Fn() -> u64) {
+    let mut seen = LastProgress { steps: 0, at: Instant::now() };
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
-        let steps = n_node_steps().wrapping_add(whereabouts.n_moved());
-        if steps != seen.steps || whereabouts.n_waiting() == 0 {
-            seen = Seen { steps, at: Instant::now() };
+        let steps = n_node_steps().wrapping_add(stages.n_moved());
+        if steps != seen.steps || stages.n_waiting() == 0 {
+            seen = LastProgress { steps, at: Instant::now() };
         }
         let is_stuck = seen.at.elapsed() > bound;
         let ms = seen.at.elapsed().as_millis();
-        note(&whereabouts, is_stuck.then(|| format!("no token has moved for {ms} ms: {whereabouts}")));
+        note(&stages, is_stuck.then(|| format!("no token has moved for {ms} ms: {stages}")));
     }
 }
 
 /// One line when it begins, one when it ends.
-fn note(whereabouts: &Whereabouts, found: Option<String>) {
-    let mut stuck = whereabouts.stuck();
+fn note(stages: &StageTracker, found: Option<String>) {
+    let mut stuck = stages.stuck();
     match (&*stuck, &found) {
-        (None, Some(reason)) => warn!(reason, "no token moves"),
+        (None, Some(reason)) => warn!(reason, "no request makes progress"),
         (Some(_), None) => info!("tokens move again"),
         _ => {}
     }
@@ -170,35 +170,35 @@ mod tests {
 
     async fn after(
         seconds: u64,
-        whereabouts: &Whereabouts,
+        stages: &StageTracker,
         n_node_steps: impl Fn() -> u64,
     ) -> Result<(), String> {
-        let watching = watch(whereabouts.clone(), BOUND, n_node_steps);
+        let watching = watch(stages.clone(), BOUND, n_node_steps);
         let _ = tokio::time::timeout(Duration::from_secs(seconds), watching).await;
-        whereabouts.check()
+        stages.check()
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_standstill_is_noticed_and_named() {
-        let whereabouts = Whereabouts::default();
-        assert_eq!(after(10, &whereabouts, || 0).await, Ok(()), "nobody waits");
-        let (one, _other) = (whereabouts.enter(Place::Route), whereabouts.enter(Place::Decode));
-        one.goes_to(Place::Prefill);
-        assert_eq!(after(4, &whereabouts, || 0).await, Ok(()), "it may come yet");
-        let stuck = after(5, &whereabouts, || 0).await.expect_err("nothing moves");
+        let stages = StageTracker::default();
+        assert_eq!(after(10, &stages, || 0).await, Ok(()), "no request waits");
+        let (one, _other) = (stages.enter(WaitStage::Route), stages.enter(WaitStage::Decode));
+        one.set_stage(WaitStage::Prefill);
+        assert_eq!(after(4, &stages, || 0).await, Ok(()), "it may come yet");
+        let stuck = after(5, &stages, || 0).await.expect_err("nothing moves");
         assert!(stuck.ends_with(" ms: 1 wait at prefill, 1 wait at decode"), "{stuck}");
         drop((one, _other));
-        assert_eq!(after(1, &whereabouts, || 0).await, Ok(()), "they have ended");
+        assert_eq!(after(1, &stages, || 0).await, Ok(()), "they have ended");
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_nodes_compute_is_movement() {
-        let whereabouts = Whereabouts::default();
-        let _one = whereabouts.enter(Place::Prefill);
+        let stages = StageTracker::default();
+        let _one = stages.enter(WaitStage::Prefill);
         let began = Instant::now();
-        assert_eq!(after(20, &whereabouts, || began.elapsed().as_secs()).await, Ok(()));
-        assert!(after(20, &whereabouts, || 7).await.is_err());
-        whereabouts.moved();
-        assert_eq!(after(1, &whereabouts, || 7).await, Ok(()));
+        assert_eq!(after(20, &stages, || began.elapsed().as_secs()).await, Ok(()));
+        assert!(after(20, &stages, || 7).await.is_err());
+        stages.moved();
+        assert_eq!(after(1, &stages, || 7).await, Ok(()));
     }
 }

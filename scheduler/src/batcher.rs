@@ -1,11 +1,11 @@
 //! Hot path.
-//! Which tokens of which sequences the next step computes: a pure function of who has what to compute.
+//! Chooses the sequences and tokens that the next step computes: a pure function of the candidates.
 //!
 //! Cost: one sort of the candidates, at most a few hundred, per step.
 
 use crate::rank::{Rank, SequenceId};
 
-/// What one step may hold.
+/// The limits of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     pub step_tokens_max: usize,
@@ -14,7 +14,7 @@ pub struct Budget {
     pub block_tokens: usize,
 }
 
-/// A sequence that has its blocks, something to compute, and a sink with room for what comes of it.
+/// A sequence that has its blocks, tokens to compute, and a sink with room for the results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
     pub id: SequenceId,
@@ -37,7 +37,7 @@ impl Candidate {
         self.end - self.start
     }
 
-    /// One token is left: a running sequence, or a prompt of which nearly all was cached.
+    /// One token is left: a running sequence, or a prompt that was cached but for its last token.
     fn is_running(&self) -> bool {
         self.n_tokens() == 1
     }
@@ -55,7 +55,7 @@ impl Candidate {
 /// Fills a step: running sequences first, one token each, then prompts in chunks until the budget is spent.
 ///
 /// Both in order of rank. A prompt for which less than a block of the budget is left gets nothing, and so does
-/// everybody behind it, so that short prompts do not overtake a long one step after step.
+/// all behind it, so that short prompts do not overtake a long one step after step.
 pub fn plan(candidates: &[Candidate], budget: Budget) -> Vec<Share> {
     let mut in_line: Vec<&Candidate> = candidates.iter().filter(|one| one.n_tokens() > 0).collect();
     in_line.sort_unstable_by_key(|candidate| (!candidate.is_running(), candidate.rank));
@@ -101,16 +101,16 @@ mod tests {
     fn table() {
         #[rustfmt::skip]
         let cases: &[Case] = &[
-            ("nobody", &[], 64, 8, &[]),
+            ("no candidate", &[], 64, 8, &[]),
             ("nothing to compute", &[(1, 0, 5, 5)], 64, 8, &[]),
             ("a prompt that fits is one chunk", &[(1, 0, 0, 50)], 64, 8, &[(1, 50)]),
-            ("running first, whoever came first", &[(1, 0, 0, 50), (2, 0, 9, 10)], 64, 8, &[(2, 1), (1, 50)]),
+            ("running first, whichever came first", &[(1, 0, 0, 50), (2, 0, 9, 10)], 64, 8, &[(2, 1), (1, 50)]),
             ("a chunk ends on a block edge", &[(1, 0, 0, 100)], 60, 8, &[(1, 48)]),
             ("running tokens count", &[(1, 0, 0, 100), (2, 0, 9, 10)], 64, 8, &[(2, 1), (1, 48)]),
             ("the last chunk ends anywhere", &[(1, 0, 48, 100)], 60, 8, &[(1, 52)]),
             ("from within a block to its edge", &[(1, 0, 5, 100)], 20, 8, &[(1, 11)]),
             ("what is left goes to the next", &[(1, 0, 0, 20), (2, 0, 0, 100)], 64, 8, &[(1, 20), (2, 32)]),
-            ("less than a block left: nobody overtakes", &[(1, 0, 0, 60), (2, 0, 0, 40), (3, 0, 0, 3)], 64, 8, &[(1, 60)]),
+            ("less than a block left: none overtakes", &[(1, 0, 0, 60), (2, 0, 0, 40), (3, 0, 0, 3)], 64, 8, &[(1, 60)]),
             ("priority before arrival", &[(1, 0, 0, 40), (2, 3, 0, 40)], 48, 8, &[(2, 40)]),
             ("rows are bounded", &[(1, 0, 0, 9), (2, 0, 7, 8), (3, 0, 7, 8)], 64, 2, &[(2, 1), (3, 1)]),
             ("running sequences are bounded by tokens too", &[(1, 0, 1, 2), (2, 0, 1, 2), (3, 0, 1, 2)], 2, 8, &[(1, 1), (2, 1)]),

@@ -1,7 +1,7 @@
-//! Turns a worker's crank: the one place that waits.
+//! Runs a worker: the only place of this crate that waits.
 //!
 //! In production a worker has an OS thread of its own, and a runtime on it that knows only timers, so that a step that
-//! takes a second delays nobody's sockets. In a simulation it is a task among others; the backend's costs are
+//! takes a second delays no sockets. In a simulation it is a task among others; the backend's costs are
 //! then waits on the virtual clock. Both run the same loop.
 
 use std::sync::Arc;
@@ -21,23 +21,23 @@ use crate::worker::{Event, Next, Worker, WorkerParts};
 /// How often a worker without sequences says that it is alive.
 const IDLE_BEAT: Duration = Duration::from_secs(1);
 
-/// What a runtime's timers tell apart. Shorter waits are a thread's to sleep.
+/// The resolution of a runtime's timers. A thread sleeps for shorter waits.
 const TIMER_TICK: Duration = Duration::from_millis(1);
 
-/// Whose time a driver waits in.
+/// How a driver waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Clock {
-    /// A thread's own, which has nothing else to do and may sleep to the microsecond.
+    /// By sleeping on its own thread, exact to the microsecond.
     Thread,
-    /// The runtime's, which may be a simulation's.
+    /// By the runtime's timers, which a simulation can control.
     Runtime,
 }
 
-/// A worker that nobody drives yet. Dropping it is the worker's death.
+/// A worker that does not run yet. Dropping it ends the worker as if it had died.
 #[derive(Debug)]
 pub struct Driver {
-    /// Before the worker, so that the door is shut when the worker's sequences end.
-    farewell: Farewell,
+    /// Before the worker, so that nothing can be submitted when the worker's sequences end.
+    death_report: DeathReport,
     worker: Worker,
     inbox: Arc<Inbox>,
     freed: watch::Receiver<u64>,
@@ -54,10 +54,10 @@ pub fn worker(parts: WorkerParts) -> Result<(WorkerHandle, Driver), SchedulerErr
     let (world, settings) = (parts.world.clone(), parts.settings);
     let pool: BlockPool = parts.pool.clone();
     let worker = Worker::new(parts)?;
-    let inbox = Arc::new(Inbox::new(&worker, world, settings));
+    let inbox = Arc::new(Inbox::new(&worker, pool.clone(), world, settings));
     let handle = WorkerHandle::new(Arc::clone(&inbox));
-    let farewell = Farewell { inbox: Some(Arc::clone(&inbox)) };
-    Ok((handle, Driver { farewell, worker, inbox, freed: pool.freed() }))
+    let death_report = DeathReport { inbox: Some(Arc::clone(&inbox)) };
+    Ok((handle, Driver { death_report, worker, inbox, freed: pool.freed() }))
 }
 
 impl Driver {
@@ -88,11 +88,11 @@ impl Driver {
                 Next::Wait(until) => self.wait(until).await,
             }
         }
-        self.farewell.said();
+        self.death_report.cancel();
         self.worker.into_backend()
     }
 
-    /// Waits as long as the next launch is better for it.
+    /// Waits until the best moment for the next launch.
     async fn linger(&mut self, clock: Clock) {
         let Some(until) = self.worker.launch_at() else { return };
         self.report();
@@ -104,7 +104,7 @@ impl Driver {
         }
     }
 
-    /// Everything new, then one launch.
+    /// Applies all new events, then launches one step.
     fn turn(&mut self) {
         for event in self.inbox.take() {
             self.worker.apply(event);
@@ -152,26 +152,26 @@ impl Driver {
 
 impl WorkerThread {
     /// Waits until the thread has ended; after [`WorkerHandle::stopped`] that is at once. The answer is the backend, which
-    /// nobody uses any more; `None` if the thread has panicked, and the backend went with it.
+    /// is free for other use; `None` if the thread has panicked, and the backend is lost.
     pub fn join(self) -> Option<Box<dyn Backend>> {
         self.thread.join().ok()
     }
 }
 
-/// Tells everybody when the loop ends in any way but its own: by a panic, or because its task was dropped.
+/// Reports the worker's death if the loop ends early: by a panic, or because its task was dropped.
 #[derive(Debug)]
-struct Farewell {
+struct DeathReport {
     /// `None` once the loop has ended by itself, and has told of it.
     inbox: Option<Arc<Inbox>>,
 }
 
-impl Farewell {
-    fn said(&mut self) {
+impl DeathReport {
+    fn cancel(&mut self) {
         self.inbox = None;
     }
 }
 
-impl Drop for Farewell {
+impl Drop for DeathReport {
     fn drop(&mut self) {
         let Some(inbox) = &self.inbox else { return };
         let reason = if std::thread::panicking() { "the worker panicked" } else { "the worker was aborted" };

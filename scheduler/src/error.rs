@@ -1,4 +1,4 @@
-//! What can go wrong when a worker is started. What can go wrong with a sequence is a [`types::Refusal`].
+//! Errors of starting a worker. The error of a sequence is a [`types::Refusal`].
 
 use types::Verdict;
 

@@ -1,4 +1,4 @@
-//! Room for sequences that grow: how much is kept free for them, and who gives way when there is none.
+//! Room for sequences that grow: the blocks that are kept free, and the sequence to preempt if there are none.
 //!
 //! A running sequence needs a block more every `block_tokens` steps. Admission keeps a reserve so that this seldom
 //! fails; when it fails, the last in line is preempted: it gives its blocks back and is computed again later. Only
@@ -38,7 +38,7 @@ pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
     reserve(growers, each) + first.map_or(0, |first| first.blocks_left.saturating_sub(each))
 }
 
-/// Who gives way to `needy`: the last in line behind it whose blocks would come back.
+/// The sequence to preempt for `needy`: the last one behind it in line whose blocks would become free.
 pub fn victim(growers: &[Grower], needy: Rank) -> Option<SequenceId> {
     let behind = growers.iter().filter(|grower| grower.rank > needy && !grower.is_shared);
     behind.max_by_key(|grower| grower.rank).map(|grower| grower.id)
@@ -88,7 +88,7 @@ mod tests {
             (vec![first, last], first, Some(3), "the youngest"),
             (vec![first, urgent, last], urgent, Some(3), "the youngest of the lowest priority"),
             (vec![first, urgent], urgent, Some(1), "lower priority, though older"),
-            (vec![first, urgent], first, None, "nobody is behind"),
+            (vec![first, urgent], first, None, "none is behind"),
             (vec![first, shared], first, None, "a wire keeps the blocks"),
             (vec![first, last, shared], first, Some(3), "the next one whose blocks come back"),
             (vec![last], last, None, "never itself"),

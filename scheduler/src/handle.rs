@@ -1,23 +1,23 @@
-//! What the rest of a node has of its worker.
+//! The worker's handle, for the rest of a node.
 
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use types::Refusal;
+use types::{Refusal, RefusalKind};
 
-use crate::inbox::{Inbox, WorkerState};
+use crate::inbox::{Inbox, RoomAnswer, WorkerState};
+use crate::landing_room::{GrantedRoom, RoomRequest};
 use crate::load::WorkerLoad;
 use crate::rank::SequenceId;
 use crate::submission::NewSequence;
 
-/// The way to a worker. Cheap to clone; when the last clone is dropped, the worker finishes what it has and stops.
+/// Submits work to a worker. Cheap to clone; when the last clone is dropped, the worker finishes its sequences and stops.
 #[derive(Clone, Debug)]
 pub struct WorkerHandle {
-    door: Arc<Door>,
+    shared: Arc<DrainOnDrop>,
 }
 
-/// The right to be computed. Dropping it cancels the sequence, at whatever stage it is; if it has ended, nothing
-/// happens.
+/// Keeps a sequence running. Its drop cancels the sequence at any stage; after the end it has no effect.
 #[derive(Debug)]
 #[must_use = "a ticket that is dropped cancels its sequence"]
 pub struct Ticket {
@@ -25,9 +25,9 @@ pub struct Ticket {
     id: SequenceId,
 }
 
-/// Drains the worker when nobody can submit any more.
+/// Drains the worker when the last handle that can submit is dropped.
 #[derive(Debug)]
-struct Door {
+struct DrainOnDrop {
     inbox: Arc<Inbox>,
 }
 
@@ -35,29 +35,49 @@ struct Door {
 
 impl WorkerHandle {
     pub(crate) fn new(inbox: Arc<Inbox>) -> Self {
-        Self { door: Arc::new(Door { inbox }) }
+        Self { shared: Arc::new(DrainOnDrop { inbox }) }
     }
 
     /// Hands a sequence in. Once it is accepted, its sink is ended exactly once, whatever happens; if it is refused,
-    /// the sink is dropped without a word.
+    /// the sink is dropped without a call.
     pub fn submit(&self, new: NewSequence) -> Result<Ticket, Refusal> {
-        let id = self.door.inbox.submit(new)?;
-        Ok(Ticket { inbox: Arc::clone(&self.door.inbox), id })
+        let id = self.shared.inbox.submit(new)?;
+        Ok(Ticket { inbox: Arc::clone(&self.shared.inbox), id })
+    }
+
+    /// Room for KV that another node sends. Waits in the worker's line until it is the request's turn and all of the room
+    /// is there. Refused when the line is full, the deadline passes, the worker drains or dies. Dropping the future leaves
+    /// the line.
+    pub async fn room(&self, request: RoomRequest) -> Result<GrantedRoom, Refusal> {
+        let inbox = &self.shared.inbox;
+        let (id, answered) = match inbox.ask_room(request)? {
+            RoomAnswer::Granted(room) => return Ok(room),
+            RoomAnswer::Waits(id, answered) => (id, answered),
+        };
+        let _place = Ticket { inbox: Arc::clone(inbox), id };
+        let closed = || inbox.check_open().err();
+        let gone = || Refusal::new(RefusalKind::Failed, "the worker is gone");
+        let mut state = self.state();
+        tokio::select! {
+            biased;
+            answer = answered => answer.unwrap_or_else(|_| Err(closed().unwrap_or_else(gone))),
+            _ = state.wait_for(|state| *state != WorkerState::Running) => Err(closed().unwrap_or_else(gone)),
+        }
     }
 
     /// The worker's load. It changes every turn: a reader that passes it on sets the pace itself.
     pub fn load(&self) -> watch::Receiver<WorkerLoad> {
-        self.door.inbox.load()
+        self.shared.inbox.load()
     }
 
     /// Whether the worker works. Readiness is this.
     pub fn state(&self) -> watch::Receiver<WorkerState> {
-        self.door.inbox.state()
+        self.shared.inbox.state()
     }
 
     /// Takes no new work from now on; what runs goes on. [`stopped`](Self::stopped) says when it is over.
     pub fn drain(&self) {
-        self.door.inbox.drain();
+        self.shared.inbox.drain();
     }
 
     /// Ends when the worker has, drained or dead. Put a deadline around it. Cancel-safe.
@@ -68,9 +88,9 @@ impl WorkerHandle {
         last.unwrap_or(WorkerState::Stopped)
     }
 
-    /// Has the worker look again: a sink has room that had none.
+    /// Wakes the worker after a sink got room again.
     pub fn nudge(&self) {
-        self.door.inbox.nudge();
+        self.shared.inbox.nudge();
     }
 }
 
@@ -80,7 +100,7 @@ impl Drop for Ticket {
     }
 }
 
-impl Drop for Door {
+impl Drop for DrainOnDrop {
     fn drop(&mut self) {
         self.inbox.drain();
     }

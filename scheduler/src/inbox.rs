@@ -1,28 +1,31 @@
-//! Between those who submit and the worker: what was handed in and not taken, and what is known at the door.
+//! The queue between callers and the worker: submissions that the worker has not taken, and the load that callers see.
 //!
-//! The door refuses by the load that the worker reported last, plus what was let in since: a burst between two turns
-//! of the worker is counted, one by one.
+//! A submission is refused by the load that the worker reported last plus what was accepted since, so that a burst
+//! between two turns of the worker is counted too.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use chassis::World;
-use tokio::sync::{Notify, watch};
+use kv_cache::BlockPool;
+use tokio::sync::{Notify, oneshot, watch};
+use tokio::time::Instant;
 use tracing::Span;
-use types::{ModelInfo, Refusal, RefusalKind};
+use types::{Deadline, ModelInfo, Refusal, RefusalKind};
 
+use crate::landing_room::{GrantedRoom, RoomRequest, RoomWaiter, line_is_full};
 use crate::load::{StepCosts, WorkerLoad};
 use crate::rank::SequenceId;
 use crate::settings::SchedulerSettings;
-use crate::sink::Outlet;
-use crate::submission::{Extent, NewSequence, Submission};
+use crate::sink::SinkGuard;
+use crate::submission::{NewSequence, SequenceLimits, Submission};
 use crate::worker::{Event, Worker};
 
 /// Whether a worker works.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WorkerState {
     Running,
-    /// Takes nothing new, and finishes what it has.
+    /// It accepts no new work and finishes its sequences.
     Draining,
     /// Drained: everything has ended, and the worker with it.
     Stopped,
@@ -34,32 +37,43 @@ pub enum WorkerState {
 pub(crate) struct Inbox {
     world: World,
     model: ModelInfo,
+    pool: BlockPool,
     n_blocks: u32,
     settings: SchedulerSettings,
     /// A std mutex: sections are short and never await.
-    desk: Mutex<Desk>,
-    /// Rings when there is something new.
+    queues: Mutex<Queues>,
+    /// Notified of every addition.
     bell: Notify,
     load: watch::Sender<WorkerLoad>,
     state: watch::Sender<WorkerState>,
 }
 
-/// What lies on the desk.
+/// Submissions that the worker has not taken.
 #[derive(Debug, Default)]
-struct Desk {
+struct Queues {
     /// Bounded: those without room by `waiting_max`, those with room by the blocks that they hold.
     submissions: VecDeque<Submission>,
+    /// Requests for room that wait. Bounded by `waiting_max`.
+    waiters: VecDeque<RoomWaiter>,
     /// Bounded: each sequence is cancelled once.
     cancelled: Vec<SequenceId>,
     n_made: u64,
-    /// Let in since the worker last reported.
+    /// Accepted since the worker last reported.
     unreported: Unreported,
     costs: StepCosts,
 }
 
+/// The outcome of a request for room.
+#[derive(Debug)]
+pub(crate) enum RoomAnswer {
+    Granted(GrantedRoom),
+    /// It waits in the line under this id; the answer comes through the receiver.
+    Waits(SequenceId, oneshot::Receiver<Result<GrantedRoom, Refusal>>),
+}
+
 #[derive(Clone, Copy, Debug, Default)]
 struct Unreported {
-    on_desk: Backlog,
+    queued: Backlog,
     /// Taken by the worker, which has not reported since.
     taken: Backlog,
 }
@@ -73,40 +87,74 @@ struct Backlog {
 // === impl Inbox: for those who submit ===
 
 impl Inbox {
-    pub(crate) fn new(worker: &Worker, world: World, settings: SchedulerSettings) -> Self {
+    pub(crate) fn new(worker: &Worker, pool: BlockPool, world: World, settings: SchedulerSettings) -> Self {
         Self {
             world,
             model: worker.model().clone(),
+            pool,
             n_blocks: worker.load().node.blocks.total,
             settings,
-            desk: Mutex::default(),
+            queues: Mutex::default(),
             bell: Notify::new(),
             load: watch::Sender::new(worker.load()),
             state: watch::Sender::new(WorkerState::Running),
         }
     }
 
-    /// Lets a sequence in, or refuses it. A refused one's sink hears nothing.
+    /// Accepts a sequence, or refuses it. The sink of a refused one gets no call.
     pub(crate) fn submit(&self, new: NewSequence) -> Result<SequenceId, Refusal> {
-        let extent = Extent::of(&new, &self.model, self.n_blocks)?;
+        let sequence_limits = SequenceLimits::of(&new, &self.model, self.n_blocks)?;
         let submitted = self.world.now();
-        if new.prompt.deadline.instant() <= submitted.into_std() {
-            return Err(Refusal::new(RefusalKind::Deadline, "the deadline passed before the sequence came"));
-        }
-        let mut desk = self.desk();
-        // Under the desk's lock, so that nothing is let in after the worker looked for the last time.
+        check_deadline(new.prompt.deadline, submitted)?;
+        let mut queues = self.queues();
+        // Under the queues' lock, so that nothing is accepted after the worker looked for the last time.
         self.check_open()?;
-        self.check_queue(&new, &desk)?;
-        let id = desk.next_id();
+        self.check_queue(&new, &queues)?;
+        let id = queues.next_id();
         let NewSequence { prompt, source, sink, .. } = new;
-        let outlet = Outlet::new(sink);
-        desk.put(Submission { id, prompt, source, outlet, extent, span: Span::current(), submitted });
-        drop(desk);
+        let sink_guard = SinkGuard::new(sink);
+        queues.put(Submission {
+            id,
+            prompt,
+            source,
+            sink_guard,
+            sequence_limits,
+            span: Span::current(),
+            submitted,
+        });
+        drop(queues);
         self.bell.notify_one();
         Ok(id)
     }
 
-    fn check_open(&self) -> Result<(), Refusal> {
+    /// Grants room at once if nothing waits and all of it is there. Otherwise the request joins the line; if the line is
+    /// full, it is refused.
+    pub(crate) fn ask_room(&self, request: RoomRequest) -> Result<RoomAnswer, Refusal> {
+        let submitted = self.world.now();
+        check_deadline(request.deadline, submitted)?;
+        let mut queues = self.queues();
+        self.check_open()?;
+        let WorkerLoad { node, growth_reserve_blocks, .. } = *self.load.borrow();
+        let n_waiting = node.waiting as usize + queues.unreported.sum().n_waiting;
+        if n_waiting == 0
+            && let Some(room) =
+                request.grant(&self.pool, self.model.layout.groups.len(), growth_reserve_blocks as usize)
+        {
+            return Ok(RoomAnswer::Granted(room));
+        }
+        if n_waiting >= self.settings.waiting_max {
+            return Err(line_is_full(n_waiting));
+        }
+        let id = queues.next_id();
+        let (answer, answered) = oneshot::channel();
+        queues.put_waiter(RoomWaiter { id, request, submitted, answer });
+        drop(queues);
+        self.bell.notify_one();
+        Ok(RoomAnswer::Waits(id, answered))
+    }
+
+    /// Why nothing new is taken.
+    pub(crate) fn check_open(&self) -> Result<(), Refusal> {
         match &*self.state.borrow() {
             WorkerState::Running => Ok(()),
             WorkerState::Draining | WorkerState::Stopped => {
@@ -118,19 +166,19 @@ impl Inbox {
         }
     }
 
-    /// A sequence that brings its room, and perhaps its KV, is let in always: refused, that would have been in vain.
-    fn check_queue(&self, new: &NewSequence, desk: &Desk) -> Result<(), Refusal> {
-        if !new.source.is_without_room() {
+    /// A sequence whose KV has arrived is always admitted: a refusal would waste the transfer.
+    fn check_queue(&self, new: &NewSequence, queues: &Queues) -> Result<(), Refusal> {
+        if !new.source.is_fresh() {
             return Ok(());
         }
         let load = self.load.borrow().node;
-        let unreported = desk.unreported.sum();
+        let unreported = queues.unreported.sum();
         let n_waiting = load.waiting as usize + unreported.n_waiting;
         if n_waiting >= self.settings.waiting_max {
             return Err(Refusal::new(RefusalKind::Queue, format!("{n_waiting} prompts wait already")));
         }
         let n_tokens = load.queued_tokens + unreported.n_tokens;
-        let queue_ms = desk.costs.queue_ms(n_tokens, load.running as usize, self.settings.step_tokens_max);
+        let queue_ms = queues.costs.queue_ms(n_tokens, load.running as usize, self.settings.step_tokens_max);
         if queue_ms > self.settings.queue_ms_max {
             let reason = format!("{n_tokens} tokens are queued, predicted to take {queue_ms:.0} ms");
             return Err(Refusal::new(RefusalKind::Queue, reason));
@@ -139,12 +187,12 @@ impl Inbox {
     }
 
     pub(crate) fn cancel(&self, id: SequenceId) {
-        self.desk().cancelled.push(id);
+        self.queues().cancelled.push(id);
         self.bell.notify_one();
     }
 
     pub(crate) fn drain(&self) {
-        let desk = self.desk();
+        let queues = self.queues();
         self.state.send_if_modified(|state| {
             let was_running = *state == WorkerState::Running;
             if was_running {
@@ -152,7 +200,7 @@ impl Inbox {
             }
             was_running
         });
-        drop(desk);
+        drop(queues);
         self.bell.notify_one();
     }
 
@@ -168,8 +216,8 @@ impl Inbox {
         self.state.subscribe()
     }
 
-    fn desk(&self) -> MutexGuard<'_, Desk> {
-        self.desk.lock().expect("nothing panics while it holds the desk")
+    fn queues(&self) -> MutexGuard<'_, Queues> {
+        self.queues.lock().expect("nothing panics while it holds the queues")
     }
 }
 
@@ -178,19 +226,23 @@ impl Inbox {
 impl Inbox {
     /// Everything new, in order: cancellations last, for they may be of what was just submitted.
     pub(crate) fn take(&self) -> Vec<Event> {
-        let mut desk = self.desk();
-        let submissions = std::mem::take(&mut desk.submissions);
-        let cancelled = std::mem::take(&mut desk.cancelled);
-        desk.unreported.take();
-        drop(desk);
+        let mut queues = self.queues();
+        let submissions = std::mem::take(&mut queues.submissions);
+        let waiters = std::mem::take(&mut queues.waiters);
+        let cancelled = std::mem::take(&mut queues.cancelled);
+        queues.unreported.take();
+        drop(queues);
         let submissions = submissions.into_iter().map(|submission| Event::Submit(Box::new(submission)));
-        submissions.chain(cancelled.into_iter().map(Event::Cancel)).collect()
+        let waiters = waiters.into_iter().map(|waiter| Event::Wait(Box::new(waiter)));
+        submissions.chain(waiters).chain(cancelled.into_iter().map(Event::Cancel)).collect()
     }
 
     /// Whether the worker may stop, which it then has: it was drained, and nothing came in before that.
     pub(crate) fn stop(&self) -> bool {
-        let desk = self.desk();
-        let may_stop = *self.state.borrow() == WorkerState::Draining && desk.submissions.is_empty();
+        let queues = self.queues();
+        let may_stop = *self.state.borrow() == WorkerState::Draining
+            && queues.submissions.is_empty()
+            && queues.waiters.is_empty();
         if may_stop {
             self.state.send_replace(WorkerState::Stopped);
         }
@@ -199,17 +251,17 @@ impl Inbox {
 
     /// The worker is dead. What was handed in and not taken is ended.
     pub(crate) fn die(&self, reason: &str) {
-        let mut desk = self.desk();
+        let mut queues = self.queues();
         self.state.send_replace(WorkerState::Dead(reason.into()));
-        let orphans = std::mem::take(&mut desk.submissions);
-        drop(desk);
+        let orphans = (std::mem::take(&mut queues.submissions), std::mem::take(&mut queues.waiters));
+        drop(queues);
         drop(orphans);
     }
 
     pub(crate) fn report(&self, load: WorkerLoad, costs: StepCosts) {
-        let mut desk = self.desk();
-        desk.unreported.taken = Backlog::default();
-        desk.costs = costs;
+        let mut queues = self.queues();
+        queues.unreported.taken = Backlog::default();
+        queues.costs = costs;
         self.load.send_replace(load);
     }
 
@@ -219,31 +271,43 @@ impl Inbox {
     }
 }
 
-// === impl Desk ===
+fn check_deadline(deadline: Deadline, now: Instant) -> Result<(), Refusal> {
+    match deadline.instant() <= now.into_std() {
+        true => Err(Refusal::new(RefusalKind::Deadline, "the deadline passed before the sequence came")),
+        false => Ok(()),
+    }
+}
 
-impl Desk {
+// === impl Queues ===
+
+impl Queues {
     fn next_id(&mut self) -> SequenceId {
         self.n_made += 1;
         SequenceId(self.n_made)
     }
 
     fn put(&mut self, submission: Submission) {
-        if submission.source.is_without_room() {
-            self.unreported.on_desk.n_waiting += 1;
-            self.unreported.on_desk.n_tokens += submission.prompt.tokens.len() as u64;
+        if submission.source.is_fresh() {
+            self.unreported.queued.n_waiting += 1;
+            self.unreported.queued.n_tokens += submission.prompt.tokens.len() as u64;
         }
         self.submissions.push_back(submission);
+    }
+
+    fn put_waiter(&mut self, waiter: RoomWaiter) {
+        self.unreported.queued.n_waiting += 1;
+        self.waiters.push_back(waiter);
     }
 }
 
 impl Unreported {
     fn take(&mut self) {
-        let on_desk = std::mem::take(&mut self.on_desk);
-        self.taken = self.taken.plus(on_desk);
+        let queued = std::mem::take(&mut self.queued);
+        self.taken = self.taken.plus(queued);
     }
 
     fn sum(&self) -> Backlog {
-        self.on_desk.plus(self.taken)
+        self.queued.plus(self.taken)
     }
 }
 

@@ -1,38 +1,39 @@
 //! How long before the end of one step the next is launched.
 //!
-//! With a step always waiting behind the one that runs, whoever arrives waits for the end of both. Launched shortly before
-//! the other's end, it costs the device nothing, and whoever arrived meanwhile is part of it. How shortly is learnt: from
-//! how much of the running step was left when the next one stood behind it.
+//! With a step always queued behind the running one, a new prompt waits for the end of both. A step that is launched
+//! shortly before the running one ends costs the device nothing, and takes the prompts that arrived meanwhile. The lead
+//! is learnt from the time that the running step had left when the next one was queued behind it.
+//! See `docs/decisions/0014-launch-late.md`.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Less than this was left: a device that is a little faster, or a thread that is a little slower, and it stands still.
+/// Less time than this is too little: with a slightly slower thread the device would idle.
 const TIGHT: Duration = Duration::from_micros(100);
 const FIRST: Duration = Duration::from_millis(2);
 const LEAST: Duration = Duration::from_micros(200);
 const MOST: Duration = Duration::from_millis(50);
-/// What one tight launch adds, and sixty-four others take away again.
+/// Added after one tight launch; the others subtract `NARROWER` each.
 const WIDER: Duration = Duration::from_micros(256);
 const NARROWER: Duration = Duration::from_micros(4);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Lead(Duration);
+pub(crate) struct LaunchLead(Duration);
 
-impl Default for Lead {
+impl Default for LaunchLead {
     fn default() -> Self {
         Self(FIRST)
     }
 }
 
-impl Lead {
-    /// When to launch behind a step that ends then.
+impl LaunchLead {
+    /// When to launch behind a step that ends at `end`.
     pub(crate) fn before(self, end: Instant) -> Option<Instant> {
         end.checked_sub(self.0)
     }
 
-    /// So much was left of the running step. Returns whether that was too little.
+    /// Learns from the time that was left of the running step. Returns whether that was too little.
     pub(crate) fn learn(&mut self, spare: Duration) -> bool {
         let is_tight = spare < TIGHT;
         let next = if is_tight { self.0 + WIDER } else { self.0.saturating_sub(NARROWER) };
@@ -47,7 +48,7 @@ mod tests {
 
     /// Steps of 6 ms and up to `jitter` less: what lead comes of it, and how many of the last thousand were tight.
     fn after(jitter: Duration, launch_takes: Duration) -> (Duration, usize) {
-        let mut lead = Lead::default();
+        let mut lead = LaunchLead::default();
         let mut n_tight = 0;
         for nth in 0..4000_u32 {
             let early = jitter * (nth * 7919 % 1000) / 1000;
@@ -71,7 +72,7 @@ mod tests {
 
     #[test]
     fn it_has_bounds() {
-        let mut lead = Lead::default();
+        let mut lead = LaunchLead::default();
         (0..10_000).for_each(|_| assert!(lead.learn(Duration::ZERO)));
         assert_eq!(lead.0, MOST);
         (0..100_000).for_each(|_| assert!(!lead.learn(Duration::from_secs(1))));

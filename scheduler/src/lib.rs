@@ -1,13 +1,13 @@
-//! Decides which tokens of which sequences run in each step, and runs the loop.
+//! Decides which tokens each step computes, and runs the loop.
 //!
-//! Suggested reading order: what comes in ([`submission`], [`handle`]) and where results go ([`sink`]); the pure
-//! parts: who comes first ([`rank`]), what a step holds ([`batcher`]), who gives way ([`growth`]), what it will take
-//! ([`load`]); a sequence's life (`sequence`, `room`); a step's (`flight`, `lead`); the state machine ([`worker`]) and what turns its
-//! crank ([`driver`]).
+//! Suggested reading order: submissions ([`submission`], [`landing_room`], [`handle`]) and results ([`sink`]); the pure
+//! parts: order ([`rank`]), batching ([`batcher`]), preemption ([`growth`]), predictions ([`load`]); a sequence's life (`sequence`, `room`); a step's (`launched_step`, `lead`); the state machine ([`worker`]) and
+//! the loop that runs it ([`driver`]).
 #![forbid(unsafe_code)]
 
 pub mod submission;
 pub mod handle;
+pub mod landing_room;
 mod inbox;
 pub mod sink;
 pub mod rank;
@@ -16,7 +16,7 @@ pub mod growth;
 pub mod load;
 mod sequence;
 mod room;
-mod flight;
+mod launched_step;
 mod lead;
 pub mod worker;
 pub mod driver;
@@ -30,6 +30,7 @@ pub use driver::{Driver, WorkerThread, worker as new_worker};
 pub use error::SchedulerError;
 pub use handle::{Ticket, WorkerHandle};
 pub use inbox::WorkerState;
+pub use landing_room::{GrantedRoom, RoomRequest};
 pub use load::WorkerLoad;
 pub use metrics::SchedulerMetrics;
 pub use settings::SchedulerSettings;

@@ -1,23 +1,23 @@
-//! What a worker's steps take, learnt from those that it ran, and the predictions made of it.
+//! The duration of a worker's steps, learnt from earlier steps, and predictions from it.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 use types::NodeLoad;
 
-use crate::flight::FlightRow;
+use crate::launched_step::StepRow;
 
-/// How much of what is known a new observation replaces.
+/// The weight of a new observation in a fading mean.
 const NEWS: f64 = 0.05;
 /// Below this variance of the number of rows, the steps seen do not tell what one row more costs.
 const ROWS_VARIANCE_MIN: f64 = 0.25;
 
-/// A worker's load, and what a watchdog and a reservation desk want to know beside it.
+/// A worker's load, and what the watchdog and reservations need besides.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerLoad {
     pub node: NodeLoad,
-    /// Blocks, over all groups, that are to be left free for sequences that grow. Whoever reserves blocks in this pool
-    /// on his own account (for landings) leaves them.
+    /// Blocks, over all groups, that are to be left free for sequences that grow. Other reservations in this pool (for
+    /// landings) leave them free.
     pub growth_reserve_blocks: u32,
     /// When a step last ended, or the worker last had nothing to do.
     pub last_progress: Instant,
@@ -26,7 +26,7 @@ pub struct WorkerLoad {
     pub last_turn: Instant,
 }
 
-/// What one step held.
+/// The contents of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
     /// Rows of one token.
@@ -63,7 +63,7 @@ struct Line {
 // === impl StepShape, StepCosts ===
 
 impl StepShape {
-    pub(crate) fn of(rows: &[FlightRow]) -> Self {
+    pub(crate) fn of(rows: &[StepRow]) -> Self {
         let running = rows.iter().filter(|row| row.n_tokens == 1);
         let chunks = rows.iter().filter(|row| row.n_tokens != 1);
         Self { n_running: running.count(), n_prefill_tokens: chunks.map(|row| row.n_tokens).sum() }
@@ -86,7 +86,7 @@ impl StepCosts {
         if n_running == 0 { 0.0 } else { self.running.at(n_running as f64) }
     }
 
-    /// Until so many prompt tokens are computed, beside so many running sequences, at most so many a step.
+    /// The time until `n_tokens` prompt tokens are computed beside `n_running` sequences, `step_tokens_max` a step at most.
     pub fn queue_ms(&self, n_tokens: u64, n_running: usize, step_tokens_max: usize) -> f64 {
         let of_prompts = n_tokens as f64 * self.prefill_token_ms.get();
         let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);

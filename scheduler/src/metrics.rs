@@ -1,4 +1,4 @@
-//! The worker's numbers.
+//! The worker's metrics.
 
 use chassis::metrics::Metrics;
 use chassis::metrics::prometheus::{Histogram, IntCounter, IntCounterVec, IntGauge};
@@ -25,6 +25,7 @@ pub struct SchedulerMetrics {
     /// Steps behind which the next one stood late, or all but late.
     pub(crate) tight_launches: IntCounter,
     pub(crate) queue_seconds: Histogram,
+    pub(crate) room_wait_seconds: Histogram,
     pub(crate) integrity_failures: IntCounter,
     ended: IntCounterVec,
     running: IntGauge,
@@ -51,11 +52,13 @@ impl SchedulerMetrics {
             ),
             queue_seconds: metrics
                 .latency("queue_seconds", "From a sequence's submission to its first step."),
+            room_wait_seconds: metrics
+                .latency("room_wait_seconds", "Time that a prompt waited in line for KV room."),
             integrity_failures: metrics
-                .counter("integrity_failures_total", "Times that the pool's books were wrong."),
+                .counter("integrity_failures_total", "Failed integrity checks of the block pool."),
             ended: metrics.counter_vec("sequences_total", "Sequences ended, by outcome.", &["outcome"]),
             running: metrics.gauge("running", "Sequences that hold blocks."),
-            waiting: metrics.gauge("waiting", "Sequences that wait for room."),
+            waiting: metrics.gauge("waiting", "Prompts that wait in line for KV room."),
             queued_tokens: metrics.gauge("queued_tokens", "Prompt tokens that are to be computed."),
         }
     }

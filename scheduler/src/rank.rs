@@ -1,4 +1,4 @@
-//! Who comes first, when not all can.
+//! The order in which sequences get room and steps.
 
 use std::cmp::Reverse;
 use std::time::Duration;
@@ -11,8 +11,8 @@ pub struct SequenceId(pub u64);
 
 /// A place in line: the smaller comes first. No two sequences share one.
 ///
-/// Higher priority first, and among equals who arrived first. Whoever has been here longer than the bound goes before
-/// all who have not, in order of arrival alone, so a stream of urgent prompts cannot starve the others: the wait of
+/// Higher priority first, and among equals the earlier arrival. A sequence older than the bound goes before all
+/// younger ones, in order of arrival alone, so a stream of urgent prompts cannot starve the others: the wait of
 /// each is bounded by the work that was there before it. Age only grows and those past the bound are in line by
 /// arrival, so two sequences cannot take turns in evicting each other.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -25,6 +25,21 @@ pub struct Rank {
 enum Class {
     Young(Priority),
     Aged,
+}
+
+/// A place among those that wait for KV room: the smaller comes first.
+///
+/// A preempted sequence comes before everything that has not run yet, because its client has tokens already.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Turn {
+    is_new: bool,
+    rank: Rank,
+}
+
+impl Turn {
+    pub fn new(has_run: bool, rank: Rank) -> Self {
+        Self { is_new: !has_run, rank }
+    }
 }
 
 impl Rank {
@@ -41,6 +56,18 @@ mod tests {
     fn rank(priority: i8, arrival: u64, age_s: u64) -> Rank {
         let bound = Duration::from_secs(10);
         Rank::new(Priority(priority), SequenceId(arrival), Duration::from_secs(age_s), bound)
+    }
+
+    #[test]
+    fn preempted_sequences_have_the_first_turn() {
+        for (first, second, why) in [
+            (Turn::new(true, rank(0, 9, 0)), Turn::new(false, rank(5, 1, 0)), "before a higher priority"),
+            (Turn::new(true, rank(0, 9, 0)), Turn::new(false, rank(0, 1, 11)), "before an aged one"),
+            (Turn::new(true, rank(0, 1, 0)), Turn::new(true, rank(0, 2, 0)), "among preempted ones, rank"),
+            (Turn::new(false, rank(1, 2, 0)), Turn::new(false, rank(0, 1, 0)), "among new ones, rank"),
+        ] {
+            assert!(first < second, "{why}");
+        }
     }
 
     #[test]

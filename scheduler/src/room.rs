@@ -59,7 +59,7 @@ impl Room {
         }
     }
 
-    /// Gives back what a sliding window has left behind, of which `first_seen` says the first block that is seen still.
+    /// Gives back the blocks that a sliding window has left behind: those before `first_seen`.
     ///
     /// A wire may be reading the blocks that a sink shares, so those of a shared room stay until it is not.
     pub(crate) fn give_back(&mut self, first_seen: impl Fn(GroupIdx) -> usize) {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use chassis::guards::{Guard, stands};
 use engine::{Row, RowInput, SampleSpec, Sampled, SlotId};
 use kv_cache::{BlockLease, Holder, Holding, LayerFence};
 use tokio::time::Instant;
@@ -15,8 +16,8 @@ use crate::batcher::Candidate;
 use crate::growth::Grower;
 use crate::rank::{Rank, SequenceId};
 use crate::room::Room;
-use crate::sink::{Outlet, SequenceEnd, StepTiming};
-use crate::submission::{Extent, Source, Submission};
+use crate::sink::{SequenceEnd, SinkGuard, StepTiming};
+use crate::submission::{SequenceLimits, Source, Submission};
 
 /// A sequence in the worker's hands: *placed* when it has blocks, and waiting when it has none.
 ///
@@ -33,8 +34,8 @@ pub(crate) struct Sequence {
     pub(crate) id: SequenceId,
     pub(crate) span: Span,
     prompt: Prompt,
-    extent: Extent,
-    outlet: Outlet,
+    sequence_limits: SequenceLimits,
+    sink_guard: SinkGuard,
     tokens: Vec<TokenId>,
     hashes: Hashes,
     /// Blocks that others may find: those within the narrowest window, or all.
@@ -74,13 +75,13 @@ pub(crate) enum After {
 // === impl Sequence: its life ===
 
 impl Sequence {
-    /// Takes in what was submitted. What came with blocks is placed.
+    /// Takes in what was submitted. A sequence whose KV arrived has its blocks already.
     pub(crate) fn new(submission: Submission, layout: &KvLayout) -> Self {
-        let Submission { id, prompt, source, outlet, extent, span, submitted } = submission;
+        let Submission { id, prompt, source, sink_guard, sequence_limits, span, submitted } = submission;
         let mut sequence = Self {
             id,
             span,
-            outlet,
+            sink_guard,
             tokens: prompt.tokens.to_vec(),
             hashes: Hashes::new(&prompt, usize::from(layout.block_tokens)),
             publish_max: layout.blocks_seen_by_all().unwrap_or(usize::MAX),
@@ -94,15 +95,11 @@ impl Sequence {
             cached_tokens: None,
             submitted,
             started: None,
-            extent,
+            sequence_limits,
             prompt,
         };
-        match source {
-            Source::Fresh { lease: None, .. } => {}
-            Source::Fresh { lease: Some(lease), cached_tokens } => {
-                sequence.place(lease, cached_tokens as usize, layout);
-            }
-            Source::Arrived { lease, first } => sequence.arrive(lease, &first, layout),
+        if let Source::Arrived { lease, first } = source {
+            sequence.arrive(lease, &first, layout);
         }
         sequence
     }
@@ -140,7 +137,7 @@ impl Sequence {
 
     /// Ends it. Its blocks are returned for the caller to keep until no launched step uses them.
     pub(crate) fn end(self, end: SequenceEnd) -> Option<Room> {
-        self.outlet.end(end);
+        self.sink_guard.end(end);
         self.room
     }
 
@@ -153,13 +150,23 @@ impl Sequence {
 
 impl Sequence {
     pub(crate) fn rank(&self, now: Instant, bound: Duration) -> Rank {
-        Rank::new(self.prompt.priority, self.id, now.saturating_duration_since(self.submitted), bound)
+        Rank::new(self.prompt.priority, self.id, self.age(now), bound)
     }
 
     /// How the sequence ended before it began: its first token, which arrived with it, was the last.
     pub(crate) fn ended_on_arrival(&self) -> Option<SequenceEnd> {
-        let is_over = self.extent.steps_max == 0;
-        is_over.then(|| self.finished(self.extent.finish.or(Some(FinishReason::Length))))
+        let is_over = self.sequence_limits.steps_max == 0;
+        is_over.then(|| self.finished(self.sequence_limits.finish.or(Some(FinishReason::Length))))
+    }
+
+    /// Since its submission.
+    pub(crate) fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.submitted)
+    }
+
+    /// It had blocks before. Without blocks now, it was preempted.
+    pub(crate) fn has_run(&self) -> bool {
+        self.cached_tokens.is_some()
     }
 
     pub(crate) fn is_placed(&self) -> bool {
@@ -177,8 +184,8 @@ impl Sequence {
     /// Whether it could be in the next step: it has blocks, more tokens are wanted of it than the steps in flight
     /// bring, and its sink takes them.
     pub(crate) fn is_runnable(&self) -> bool {
-        let wants_more = self.n_steps_sent + self.n_pending < self.extent.steps_max;
-        self.is_placed() && wants_more && self.outlet.has_room()
+        let wants_more = self.n_steps_sent + self.n_pending < self.sequence_limits.steps_max;
+        self.is_placed() && wants_more && self.sink_guard.has_room()
     }
 
     /// What it could do in the next step.
@@ -192,14 +199,14 @@ impl Sequence {
         layout.blocks_for(self.n_known()).saturating_sub(self.n_blocks())
     }
 
-    /// As a holder of blocks.
+    /// The sequence's view for block growth.
     pub(crate) fn grower(&self, rank: Rank, layout: &KvLayout) -> Option<Grower> {
         let at_most = layout.blocks_held_at_most().unwrap_or(usize::MAX);
         self.room.as_ref().map(|room| Grower {
             id: self.id,
             rank,
             blocks_left: layout
-                .blocks_for(self.extent.tokens_max)
+                .blocks_for(self.sequence_limits.tokens_max)
                 .saturating_sub(room.n_blocks())
                 .min(at_most),
             is_shared: room.is_shared(),
@@ -208,13 +215,16 @@ impl Sequence {
 
     /// Blocks per group that it may need after its placement.
     pub(crate) fn growth_after_placement(&self, layout: &KvLayout) -> usize {
-        layout.blocks_for(self.extent.tokens_max).saturating_sub(layout.blocks_for(self.tokens.len()))
+        layout
+            .blocks_for(self.sequence_limits.tokens_max)
+            .saturating_sub(layout.blocks_for(self.tokens.len()))
     }
 
     /// The hashes of all blocks that it could take from the cache: the last token is always computed, because what
     /// follows it is sampled from that computation.
     pub(crate) fn adoptable(&mut self) -> &[BlockHash] {
-        let n_blocks = (self.tokens.len() - 1) / self.hashes.block_tokens;
+        let n_computed = usize::from(stands(Guard::LastToken));
+        let n_blocks = (self.tokens.len() - n_computed) / self.hashes.block_tokens;
         &self.hashes.of(&self.tokens)[..n_blocks]
     }
 
@@ -323,8 +333,8 @@ impl Sequence {
         self.tokens.push(token);
         trace!(target: "walk", request = %self.prompt.id, index, "step");
         let finish = self.finish_of(token, index, model);
-        self.outlet.step(Step { token, index, logprobs, finish }, self.timing(now));
-        let is_last_here = self.n_steps_sent == self.extent.steps_max;
+        self.sink_guard.step(Step { token, index, logprobs, finish }, self.timing(now));
+        let is_last_here = self.n_steps_sent == self.sequence_limits.steps_max;
         if finish.is_some() || is_last_here { After::End(finish) } else { After::More }
     }
 
@@ -341,7 +351,7 @@ impl Sequence {
 
     /// The index of the next step to be sent.
     fn next_index(&self) -> u32 {
-        self.extent.first_index + self.n_steps_sent as u32
+        self.sequence_limits.first_index + self.n_steps_sent as u32
     }
 
     fn timing(&self, now: Instant) -> StepTiming {
@@ -366,10 +376,10 @@ impl Sequence {
 impl Sequence {
     /// Tells the sink of the prompt's blocks that are computed, or will be when `fence` opens, each block once.
     ///
-    /// Once, also if the sequence was preempted in between: what was sent from the blocks that it had then is as
-    /// good, and whoever sends it holds on to them.
+    /// It is sent once, also if the sequence was preempted in between: what was sent from the earlier blocks stays
+    /// valid, and the sender holds those blocks.
     fn send_kv(&mut self, fence: &LayerFence, layout: &KvLayout) {
-        let goal = self.extent.kv_tokens;
+        let goal = self.sequence_limits.kv_tokens;
         let is_whole = self.n_computed >= goal;
         let n_blocks = if is_whole {
             layout.blocks_for(goal)
@@ -380,7 +390,7 @@ impl Sequence {
         for group in layout.group_indices() {
             let blocks = self.n_blocks_sent as u32..n_blocks as u32;
             let layers = 0..layout.group(group).layers.len() as u16;
-            self.outlet.kv(KvSpan { group, blocks, layers }, room.lease(), fence);
+            self.sink_guard.kv(KvSpan { group, blocks, layers }, room.lease(), fence);
         }
         self.n_blocks_sent = n_blocks;
     }

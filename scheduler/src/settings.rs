@@ -18,14 +18,14 @@ pub struct SchedulerSettings {
     /// Predicted work that may be queued before a fresh prompt. Beyond it, the prompt is refused: it waits better in
     /// the router, which may find another node.
     pub queue_ms_max: f64,
-    /// A sequence that has been here for so long goes before all younger ones, whatever their priority.
+    /// The age from which a sequence goes before all younger ones, whatever their priority.
     pub age_bound: Duration,
     /// Blocks per group that admission leaves free for each running sequence, to grow into.
     pub growth_blocks: usize,
     /// 2 launches a step before the previous one is collected; 1 does not.
     pub steps_in_flight_max: usize,
-    /// On a device that runs by itself, a step is launched shortly before the one before it ends, so that whoever arrives
-    /// meanwhile is part of it. Otherwise as soon as there is room for it.
+    /// On a device that runs by itself, a step is launched shortly before the one before it ends, so that it takes the
+    /// prompts that arrive meanwhile. Otherwise as soon as there is room for it.
     pub launch_late: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Where a sequence's results go.
+//! The receiver of a sequence's results.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub const SINK_SLACK: usize = 2;
 pub trait Sink: Debug + Send {
     /// Whether it takes what another step brings. It must have room for [`SINK_SLACK`] more when it says so.
     ///
-    /// As long as it says no, none of the sequence is computed. Whoever makes room again rings
+    /// While it has no room, nothing of the sequence is computed. The caller that makes room again calls
     /// [`WorkerHandle::nudge`](crate::WorkerHandle::nudge).
     fn has_room(&self) -> bool;
 
@@ -43,7 +43,7 @@ pub trait Sink: Debug + Send {
     fn end(self: Box<Self>, end: SequenceEnd);
 }
 
-/// What a sequence has cost so far.
+/// The times of a sequence so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepTiming {
     pub usage: Usage,
@@ -64,14 +64,14 @@ pub enum SequenceEnd {
     Failed(Refusal),
 }
 
-/// A sink that is ended exactly once, come what may.
+/// Holds a sink, and ends it exactly once, on drop at the latest.
 #[derive(Debug)]
-pub(crate) struct Outlet {
+pub(crate) struct SinkGuard {
     /// `None` once it was ended.
     sink: Option<Box<dyn Sink>>,
 }
 
-impl Outlet {
+impl SinkGuard {
     pub(crate) fn new(sink: Box<dyn Sink>) -> Self {
         Self { sink: Some(sink) }
     }
@@ -99,7 +99,7 @@ impl Outlet {
     }
 }
 
-impl Drop for Outlet {
+impl Drop for SinkGuard {
     fn drop(&mut self) {
         if let Some(sink) = self.sink.take() {
             sink.end(SequenceEnd::Failed(Refusal::new(RefusalKind::Failed, "the worker stopped")));

@@ -1,4 +1,4 @@
-//! What comes in at the door: a prompt, where it comes from, and where its results go.
+//! A submission: a prompt, the source of its KV, and the sink of its results.
 
 use kv_cache::BlockLease;
 use tokio::time::Instant;
@@ -6,9 +6,9 @@ use tracing::Span;
 use types::{FinishReason, ModelInfo, Prompt, Refusal, RefusalKind, Step};
 
 use crate::rank::SequenceId;
-use crate::sink::{Outlet, Sink};
+use crate::sink::{Sink, SinkGuard};
 
-/// A sequence to be. What it is for (an outbox, a stream) is a matter of its source and sink alone.
+/// A sequence to run. Only its source and sink show what it is for (an outbox, a stream).
 #[derive(Debug)]
 pub struct NewSequence {
     pub prompt: Prompt,
@@ -21,21 +21,15 @@ pub struct NewSequence {
 /// Where a sequence comes from.
 #[derive(Debug)]
 pub enum Source {
-    /// Nothing is computed, except perhaps a cached prefix.
-    Fresh {
-        /// Room for the whole prompt that the caller has reserved, the cached prefix first. `None`: the worker looks
-        /// into the cache and reserves by itself.
-        lease: Option<BlockLease>,
-        /// How much of the lease holds this prompt's KV: whole blocks, and less than the prompt.
-        cached_tokens: u32,
-    },
+    /// The worker looks for a cached prefix, and reserves room.
+    Fresh,
     /// All KV of the prompt is in `lease`, verified, and `first` is the token after it, which the client has already.
     Arrived { lease: BlockLease, first: Step },
 }
 
-/// What a sequence's rules and the node's limits leave of it.
+/// How far a sequence may go, by its own rules and the node's limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Extent {
+pub(crate) struct SequenceLimits {
     /// The index of the first step that this worker sends.
     pub(crate) first_index: u32,
     /// Steps that it sends at most. Zero: an arrived sequence whose first token was its last.
@@ -48,14 +42,14 @@ pub(crate) struct Extent {
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// A sequence that was let in.
+/// A sequence that was accepted.
 #[derive(Debug)]
 pub(crate) struct Submission {
     pub(crate) id: SequenceId,
     pub(crate) prompt: Prompt,
     pub(crate) source: Source,
-    pub(crate) outlet: Outlet,
-    pub(crate) extent: Extent,
+    pub(crate) sink_guard: SinkGuard,
+    pub(crate) sequence_limits: SequenceLimits,
     pub(crate) span: Span,
     pub(crate) submitted: Instant,
 }
@@ -63,35 +57,27 @@ pub(crate) struct Submission {
 // === impl Source ===
 
 impl Source {
-    /// The room that came with it.
-    fn lease(&self) -> Option<&BlockLease> {
-        match self {
-            Self::Fresh { lease, .. } => lease.as_ref(),
-            Self::Arrived { lease, .. } => Some(lease),
-        }
-    }
-
     /// Whether the worker must find the room.
-    pub(crate) fn is_without_room(&self) -> bool {
-        self.lease().is_none()
+    pub(crate) fn is_fresh(&self) -> bool {
+        matches!(self, Self::Fresh)
     }
 }
 
-// === impl Extent ===
+// === impl SequenceLimits ===
 
-impl Extent {
-    /// Refuses what could never run here.
+impl SequenceLimits {
+    /// Refuses a sequence that could never run here.
     pub(crate) fn of(new: &NewSequence, model: &ModelInfo, n_blocks: u32) -> Result<Self, Refusal> {
         let NewSequence { prompt, source, steps_wanted, .. } = new;
         if prompt.tokens.is_empty() {
             return Err(Refusal::new(RefusalKind::Invalid, "the prompt has no tokens"));
         }
-        let extent = match source {
-            Source::Fresh { .. } => Self::of_fresh(prompt, *steps_wanted, model)?,
+        let sequence_limits = match source {
+            Source::Fresh => Self::of_fresh(prompt, *steps_wanted, model)?,
             Source::Arrived { first, .. } => Self::of_arrived(prompt, first, *steps_wanted, model)?,
         };
-        extent.check_room(prompt, source, model, n_blocks)?;
-        Ok(extent)
+        sequence_limits.check_room(prompt, source, model, n_blocks)?;
+        Ok(sequence_limits)
     }
 
     fn of_fresh(prompt: &Prompt, steps_wanted: u32, model: &ModelInfo) -> Result<Self, Refusal> {
@@ -143,25 +129,14 @@ impl Extent {
             return Err(Refusal::new(RefusalKind::TooLong, reason));
         }
         let for_prompt = model.layout.blocks_for(prompt.tokens.len());
-        match source.lease() {
-            Some(lease) if lease.n_blocks() < for_prompt => {
+        match source {
+            Source::Arrived { lease, .. } if lease.n_blocks() < for_prompt => {
                 let reason = format!("a lease of {} blocks for a prompt of {for_prompt}", lease.n_blocks());
                 Err(Refusal::new(RefusalKind::Failed, reason))
             }
-            _ => check_cached(prompt, source, usize::from(model.layout.block_tokens)),
+            _ => Ok(()),
         }
     }
-}
-
-fn check_cached(prompt: &Prompt, source: &Source, block_tokens: usize) -> Result<(), Refusal> {
-    let Source::Fresh { lease, cached_tokens } = source else { return Ok(()) };
-    let cached = *cached_tokens as usize;
-    let is_right = cached < prompt.tokens.len() && cached.is_multiple_of(block_tokens);
-    if is_right && (cached == 0 || lease.is_some()) {
-        return Ok(());
-    }
-    let reason = format!("{cached} cached tokens of a prompt of {}", prompt.tokens.len());
-    Err(Refusal::new(RefusalKind::Failed, reason))
 }
 
 /// The least of what the client, the context and the caller allow.
@@ -183,17 +158,17 @@ mod tests {
     use crate::testing::{Recorder, blocks, model, prompt};
 
     /// Context 64, 16 tokens a block.
-    fn extent(
+    fn sequence_limits(
         n_tokens: usize,
         n_generated: usize,
         max_tokens: u32,
         steps_wanted: u32,
-    ) -> Result<Extent, Refusal> {
+    ) -> Result<SequenceLimits, Refusal> {
         let mut prompt = prompt("r", n_tokens, max_tokens);
         prompt.n_generated = n_generated;
-        let source = Source::Fresh { lease: None, cached_tokens: 0 };
+        let source = Source::Fresh;
         let (sink, _) = Recorder::new();
-        Extent::of(&NewSequence { prompt, source, sink: Box::new(sink), steps_wanted }, &model(64), 3)
+        SequenceLimits::of(&NewSequence { prompt, source, sink: Box::new(sink), steps_wanted }, &model(64), 3)
     }
 
     #[test]
@@ -204,8 +179,9 @@ mod tests {
             (10, 3, 5, u32::MAX, 3, 2, 11),
             (44, 0, 5, u32::MAX, 0, 5, 48),
         ] {
-            let extent = extent(n_tokens, n_generated, max_tokens, wanted).expect("it fits");
-            let known = (extent.first_index, extent.steps_max, extent.tokens_max);
+            let sequence_limits =
+                sequence_limits(n_tokens, n_generated, max_tokens, wanted).expect("it fits");
+            let known = (sequence_limits.first_index, sequence_limits.steps_max, sequence_limits.tokens_max);
             assert_eq!(
                 known,
                 (first_index, steps_max, tokens_max),
@@ -222,7 +198,7 @@ mod tests {
             (64, 0, 5, RefusalKind::TooLong, "64 tokens leave no room in a context of 64"),
             (45, 0, 5, RefusalKind::TooLong, "49 tokens need 4 blocks, this node has 3"),
         ] {
-            let refusal = extent(n_tokens, n_generated, max_tokens, u32::MAX).expect_err(reason);
+            let refusal = sequence_limits(n_tokens, n_generated, max_tokens, u32::MAX).expect_err(reason);
             assert_eq!(refusal, Refusal::new(kind, reason));
         }
     }
@@ -244,17 +220,18 @@ mod tests {
                 sink: Box::new(sink),
                 steps_wanted: u32::MAX,
             };
-            let extent = Extent::of(&new, &model(64), 3).expect("it fits");
-            assert_eq!((extent.first_index, extent.steps_max), (first_index, steps_max));
+            let sequence_limits = SequenceLimits::of(&new, &model(64), 3).expect("it fits");
+            assert_eq!((sequence_limits.first_index, sequence_limits.steps_max), (first_index, steps_max));
         }
     }
 
     #[test]
     fn a_lease_that_is_too_short_is_refused() {
-        let source = Source::Fresh { lease: Some(blocks(1)), cached_tokens: 0 };
+        let first = Step { token: types::TokenId(65), index: 0, logprobs: None, finish: None };
+        let source = Source::Arrived { lease: blocks(1), first };
         let (sink, _) = Recorder::new();
         let new = NewSequence { prompt: prompt("r", 17, 1), source, sink: Box::new(sink), steps_wanted: 1 };
-        let refusal = Extent::of(&new, &model(64), 3).expect_err("17 tokens, one block");
+        let refusal = SequenceLimits::of(&new, &model(64), 3).expect_err("17 tokens, one block");
         assert_eq!(refusal.reason, "a lease of 1 blocks for a prompt of 2");
     }
 }

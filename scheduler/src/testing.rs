@@ -17,8 +17,8 @@ use types::{
 use crate::metrics::SchedulerMetrics;
 use crate::rank::SequenceId;
 use crate::settings::SchedulerSettings;
-use crate::sink::{Outlet, SequenceEnd, Sink, StepTiming};
-use crate::submission::{Extent, NewSequence, Source, Submission};
+use crate::sink::{SequenceEnd, Sink, SinkGuard, StepTiming};
+use crate::submission::{NewSequence, SequenceLimits, Source, Submission};
 use crate::worker::{Event, Next, Worker, WorkerParts};
 
 pub(crate) const BLOCK_TOKENS: usize = 4;
@@ -208,30 +208,34 @@ impl Rig {
         Self { worker: worker.expect("right settings"), pool, memory, metrics, model, n_submitted: 0 }
     }
 
-    /// Submits past the door, which is tested by itself.
+    /// Submits to the worker without its inbox, which has tests of its own.
     pub(crate) fn submit(&mut self, new: NewSequence) -> Result<SequenceId, Refusal> {
-        let extent = Extent::of(&new, &self.model, self.memory.n_blocks())?;
-        self.n_submitted += 1;
-        let id = SequenceId(self.n_submitted);
+        let sequence_limits = SequenceLimits::of(&new, &self.model, self.memory.n_blocks())?;
+        let id = self.next_id();
         let NewSequence { prompt, source, sink, .. } = new;
-        let (outlet, span, submitted) = (Outlet::new(sink), tracing::Span::none(), Instant::now());
-        let submission = Submission { id, prompt, source, outlet, extent, span, submitted };
+        let (sink_guard, span, submitted) = (SinkGuard::new(sink), tracing::Span::none(), Instant::now());
+        let submission = Submission { id, prompt, source, sink_guard, sequence_limits, span, submitted };
         self.worker.apply(Event::Submit(Box::new(submission)));
         Ok(id)
+    }
+
+    pub(crate) fn next_id(&mut self) -> SequenceId {
+        self.n_submitted += 1;
+        SequenceId(self.n_submitted)
     }
 
     /// Submits a fresh prompt whose steps are all wanted.
     pub(crate) fn stream(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
         let (sink, recorded) = Recorder::stream();
-        let source = Source::Fresh { lease: None, cached_tokens: 0 };
+        let source = Source::Fresh;
         let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX };
         (self.submit(new).expect("it fits"), recorded)
     }
 
-    /// Submits a fresh prompt of which the KV and one step are wanted.
+    /// Submits a fresh prompt whose KV and first step are wanted.
     pub(crate) fn outbox(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
         let (sink, recorded) = Recorder::new();
-        let source = Source::Fresh { lease: None, cached_tokens: 0 };
+        let source = Source::Fresh;
         let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: 1 };
         (self.submit(new).expect("it fits"), recorded)
     }
@@ -261,7 +265,7 @@ impl Rig {
         }
     }
 
-    /// A turn during which somebody else takes all blocks that are free, writes into them, and finds them untouched.
+    /// A turn during which another holder takes all free blocks, writes into them, and finds them untouched.
     pub(crate) fn turn_with_intruder(&mut self) {
         let has_launched = self.launch();
         let n_free = self.pool.counts().free as usize / self.model.layout.groups.len();
@@ -351,8 +355,8 @@ fn copy(from: &KvMemory, sent: &BlockLease, to: &KvMemory, landed: &BlockLease, 
     let pairs: VecDeque<_> = sent.table(group).iter().zip(landed.table(group)).take(n_blocks).collect();
     for layer in 0..2 {
         for (source, target) in &pairs {
-            let page = from.read(group, layer, source.0..source.0 + 1).expect("nobody writes");
-            to.write(group, layer, target.0..target.0 + 1).expect("nobody reads").copy_from_slice(&page);
+            let page = from.read(group, layer, source.0..source.0 + 1).expect("no writer");
+            to.write(group, layer, target.0..target.0 + 1).expect("no reader").copy_from_slice(&page);
         }
     }
 }

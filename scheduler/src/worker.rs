@@ -1,10 +1,10 @@
 //! The worker: all sequences of one node, and the one place that changes them.
 //!
 //! It is a state machine. `Worker::apply` takes one event at a time, waits for nothing but the backend, and needs no
-//! runtime; `Worker::next` says what it wants to be told next. Who calls them, on which thread and on which clock,
-//! is the [`driver`](crate::driver)'s business.
+//! runtime; `Worker::next` names the event that it waits for. The [`driver`](crate::driver) calls them, and chooses thread
+//! and clock.
 //!
-//! Launching (who gets blocks, what runs) is in `launching`, taking in what came of it in `collecting`.
+//! `launching` allocates blocks and launches steps, `collecting` applies their results.
 
 mod collecting;
 mod launching;
@@ -23,9 +23,10 @@ use tracing::{debug, error};
 use types::{KvLayout, ModelInfo, NodeLoad, Refusal, RefusalKind};
 
 use crate::error::SchedulerError;
-use crate::flight::Flight;
 use crate::growth::{self, Grower};
-use crate::lead::Lead;
+use crate::landing_room::RoomWaiter;
+use crate::launched_step::LaunchedStep;
+use crate::lead::LaunchLead;
 use crate::load::{StepCosts, StepShape, WorkerLoad};
 use crate::metrics::SchedulerMetrics;
 use crate::rank::SequenceId;
@@ -37,7 +38,7 @@ use crate::submission::Submission;
 /// How often a worker that has sequences, and can run none of them, looks again: a sink may have room, or the pool.
 const BLOCKED_POLL: Duration = Duration::from_millis(20);
 
-/// What a worker is made of.
+/// The parts of a worker.
 #[derive(Debug)]
 pub struct WorkerParts {
     pub backend: Box<dyn Backend>,
@@ -47,11 +48,13 @@ pub struct WorkerParts {
     pub metrics: SchedulerMetrics,
 }
 
-/// Everything that can happen to a worker.
+/// The events of a worker.
 #[derive(Debug)]
 pub(crate) enum Event {
     Submit(Box<Submission>),
-    /// Nobody wants the sequence any more.
+    /// A request for room joins the line.
+    Wait(Box<RoomWaiter>),
+    /// The sequence, or the request for room, is not wanted any more.
     Cancel(SequenceId),
     /// Time to end what is overdue, and to launch a step if there is one.
     Launch,
@@ -82,17 +85,19 @@ pub(crate) struct Worker {
     model: ModelInfo,
     /// In order of arrival.
     sequences: BTreeMap<SequenceId, Sequence>,
+    /// Requests for room that wait in line with the sequences that have none, in order of arrival.
+    waiters: BTreeMap<SequenceId, RoomWaiter>,
     /// Launched steps, oldest first.
-    flights: VecDeque<Flight>,
+    flights: VecDeque<LaunchedStep>,
     has_just_launched: bool,
     costs: StepCosts,
-    lead: Lead,
+    lead: LaunchLead,
     steps_total: u64,
     /// When the step collected last ended, and how long the device was busy with it.
     last_step: Option<Instant>,
     last_took: Duration,
     last_progress: Instant,
-    /// The pool's books were checked since something last ran.
+    /// The pool's integrity was checked since something last ran.
     is_checked: bool,
     /// Why the backend is of no use any more.
     lost: Option<String>,
@@ -116,10 +121,11 @@ impl Worker {
             metrics,
             model,
             sequences: BTreeMap::new(),
+            waiters: BTreeMap::new(),
             flights: VecDeque::new(),
             has_just_launched: false,
             costs: StepCosts::default(),
-            lead: Lead::default(),
+            lead: LaunchLead::default(),
             steps_total: 0,
             last_step: None,
             last_took: Duration::ZERO,
@@ -128,15 +134,16 @@ impl Worker {
         })
     }
 
-    /// What it computed with. Its sequences are ended.
+    /// Returns the backend. All sequences have ended.
     pub(crate) fn into_backend(self) -> Box<dyn Backend> {
         self.backend
     }
 
-    /// The only way to change it.
+    /// Applies one event. Nothing else changes the worker.
     pub(crate) fn apply(&mut self, event: Event) {
         match event {
             Event::Submit(submission) => self.submit(*submission),
+            Event::Wait(waiter) => self.wait(*waiter),
             Event::Cancel(id) => self.cancel(id),
             Event::Launch => self.launch(self.world.now()),
             Event::Collect => self.collect(),
@@ -163,7 +170,7 @@ impl Worker {
     }
 
     /// When a step without prompts ends, as far as that is known.
-    fn end_of(&self, flight: &Flight) -> Option<Instant> {
+    fn end_of(&self, flight: &LaunchedStep) -> Option<Instant> {
         let StepShape { n_running, n_prefill_tokens } = StepShape::of(&flight.rows);
         let mean = Duration::from_secs_f64(self.costs.running_ms(n_running) / 1e3);
         if n_prefill_tokens > 0 || mean.is_zero() {
@@ -176,12 +183,13 @@ impl Worker {
 
     /// When to look again if nothing happens.
     fn next_look(&self) -> Option<Instant> {
-        let next_deadline = self.sequences.values().map(Sequence::deadline).min();
+        let of_waiters = self.waiters.values().map(RoomWaiter::deadline);
+        let next_deadline = self.sequences.values().map(Sequence::deadline).chain(of_waiters).min();
         next_deadline.map(|deadline| deadline.min(self.world.now() + BLOCKED_POLL))
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.sequences.is_empty() && self.flights.is_empty()
+        self.sequences.is_empty() && self.waiters.is_empty() && self.flights.is_empty()
     }
 
     pub(crate) fn lost(&self) -> Option<&str> {
@@ -212,7 +220,17 @@ impl Worker {
         }
     }
 
+    fn wait(&mut self, waiter: RoomWaiter) {
+        match self.lost.clone() {
+            Some(reason) => waiter.answer(Err(Refusal::new(RefusalKind::Failed, reason))),
+            None => drop(self.waiters.insert(waiter.id, waiter)),
+        }
+    }
+
     fn cancel(&mut self, id: SequenceId) {
+        if self.waiters.remove(&id).is_some() {
+            return;
+        }
         self.end(id, SequenceEnd::Failed(Refusal::new(RefusalKind::Cancelled, "cancelled")));
     }
 
@@ -223,6 +241,10 @@ impl Worker {
             self.sequences.values().filter(is_late).map(|sequence| sequence.id).collect();
         for id in late {
             self.end(id, sequence::deadline_passed());
+        }
+        for (_, waiter) in self.waiters.extract_if(.., |_, waiter| waiter.deadline() <= now) {
+            let reason = "the deadline passed while the prompt waited for KV room";
+            waiter.answer(Err(Refusal::new(RefusalKind::Deadline, reason)));
         }
     }
 
@@ -248,6 +270,9 @@ impl Worker {
         for id in all {
             self.end(id, failed(reason));
         }
+        for waiter in std::mem::take(&mut self.waiters).into_values() {
+            waiter.answer(Err(Refusal::new(RefusalKind::Failed, reason)));
+        }
     }
 
     fn idle(&mut self, now: Instant) {
@@ -257,8 +282,8 @@ impl Worker {
         }
         if let Err(broken) = self.pool.integrity() {
             self.metrics.integrity_failures.inc();
-            error!(%broken, "the pool's books are wrong");
-            debug_assert!(false, "the pool's books are wrong: {broken}");
+            error!(%broken, "block pool integrity check failed");
+            debug_assert!(false, "block pool integrity check failed: {broken}");
         }
     }
 }
@@ -271,7 +296,7 @@ impl Worker {
         let queued_tokens = self.n_queued_tokens();
         let node = NodeLoad {
             running: running as u32,
-            waiting: (self.sequences.len() - running) as u32,
+            waiting: (self.sequences.len() - running + self.waiters.len()) as u32,
             arriving: 0,
             queued_tokens,
             queue_ms: self.costs.queue_ms(queued_tokens, running, self.settings.step_tokens_max) as f32,

@@ -43,7 +43,7 @@ struct Known {
 }
 
 #[derive(Default)]
-struct Tally {
+struct RequestCounts {
     whole: AtomicUsize,
     left: AtomicUsize,
     /// By their code.
@@ -52,7 +52,7 @@ struct Tally {
     faults: AtomicU64,
 }
 
-impl Tally {
+impl RequestCounts {
     fn accuse(&self, what: String) {
         eprintln!("WRONG: {what}");
         self.wrong.lock().unwrap_or_else(PoisonError::into_inner).push(what);
@@ -99,7 +99,7 @@ async fn known() -> Vec<Known> {
 
 // === clients ===
 
-async fn client(nth: u64, client: Client, known: &[Known], tally: &Tally, over: &AtomicBool) {
+async fn client(nth: u64, client: Client, known: &[Known], tally: &RequestCounts, over: &AtomicBool) {
     let mut chance = Chance::named(nth, "client");
     while !over.load(Ordering::Relaxed) {
         let one = chance.pick(known);
@@ -117,7 +117,7 @@ async fn leave(client: &Client, ask: &Ask, patience: Duration) {
     let _ = timeout(patience, client.ask(ask)).await;
 }
 
-async fn ask(client: &Client, one: &Known, tally: &Tally) {
+async fn ask(client: &Client, one: &Known, tally: &RequestCounts) {
     match timeout(DEADLINE + LATE, client.ask(&one.ask)).await {
         Err(_) => tally.accuse("a request hangs".to_owned()),
         Ok(Ok(answer)) if answer.tokens == one.answer.tokens && answer.finish == one.answer.finish => {
@@ -158,7 +158,7 @@ async fn fault(fleet: &mut Fleet, chance: &mut Chance) -> String {
     }
 }
 
-async fn faults(fleet: &mut Fleet, tally: &Tally, until: Instant) -> BTreeMap<String, u64> {
+async fn faults(fleet: &mut Fleet, tally: &RequestCounts, until: Instant) -> BTreeMap<String, u64> {
     let mut chance = Chance::named(2, "faults");
     let (began, mut warm) = (Instant::now(), BTreeMap::new());
     while Instant::now() < until {
@@ -187,7 +187,7 @@ fn sizes(fleet: &Fleet) -> String {
 }
 
 /// Memory of those who lived all the time is what it was when they were warm.
-fn judge_memory(warm: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, tally: &Tally) {
+fn judge_memory(warm: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, tally: &RequestCounts) {
     for (name, before) in warm.iter().filter(|(name, _)| !name.ends_with("-0")) {
         let after = now[name];
         let bound = before + (*before as f64 * GROWTH_MAX) as u64 + GROWTH_SLACK_KIB;
@@ -198,13 +198,13 @@ fn judge_memory(warm: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, tally
     }
 }
 
-async fn soak(minutes: u64) -> Tally {
+async fn soak(minutes: u64) -> RequestCounts {
     let known = known().await;
     let mut fleet = Fleet::start(PACED, 2, 2).await;
     for parts in [A_NODE_DIES, A_NODE_STANDS_STILL, THE_REGISTRY_IS_AWAY] {
         fleet.expect_log(parts);
     }
-    let (tally, over) = (Tally::default(), AtomicBool::new(false));
+    let (tally, over) = (RequestCounts::default(), AtomicBool::new(false));
     let until = Instant::now() + Duration::from_secs(60 * minutes);
     let endpoint = fleet.client();
     let clients = (0..CLIENTS as u64).map(|nth| client(nth, endpoint.clone(), &known, &tally, &over));
@@ -228,7 +228,7 @@ async fn soak(minutes: u64) -> Tally {
     tally
 }
 
-/// What says that somebody must look.
+/// The lines at `ERROR` in the process's log.
 fn errors(process: &baton_tests::Process) -> Vec<String> {
     process.log().lines().filter(|line| line.contains(" ERROR ")).map(str::to_owned).collect()
 }

@@ -1,6 +1,6 @@
 """A bad cable: carries Ethernet frames between two interfaces with delay, loss and a rate, or in one direction only.
 
-Kernels without netem can have one, too. Offloads must be off at whoever sends (see `plain` below): a frame is then
+It works in kernels without netem too. Offloads must be off at the sender (see `plain` below): a frame is then
 what would be on a wire, whole and with its checksums.
 
 Usage: cable.py carry NEAR FAR DELAY_MS LOSS BYTES_PER_SECOND SEED DIRECTION

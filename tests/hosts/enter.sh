@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a command as a container would: on a host of its own (a network namespace), as nobody in particular, in the root
-# file system of an image that nothing can write to, with no way to become more.
+# Runs a command as in a container: on a host of its own (a network namespace), as an unprivileged user, in the
+# read-only root file system of an image, with no way to gain privileges.
 # Usage: enter.sh NAMESPACE ROOT COMMAND…
 set -eu
 namespace=$1 root=$2

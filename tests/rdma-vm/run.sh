@@ -21,7 +21,7 @@ put() {
     done
 }
 
-# The executable of an integration test. Of the whole workspace, so that what its other tests are made of is used again.
+# The executable of an integration test. The whole workspace is built, so that the other tests' dependencies are used again.
 test_called() {
     cargo test --quiet --workspace --test "$1" --no-run --message-format=json \
         | grep -o '"executable":"[^"]*/'"$1"'-[^"]*"' | tail -1 | cut -d'"' -f4

@@ -117,7 +117,18 @@ impl Client {
 
     /// Posts any body, and returns status, headers and body.
     pub async fn post(&self, path: &str, body: impl Into<Bytes>) -> (StatusCode, hyper::HeaderMap, String) {
+        self.post_with(path, &[], body).await
+    }
+
+    /// The same, with these headers.
+    pub async fn post_with(
+        &self,
+        path: &str,
+        headers: &[(&'static str, String)],
+        body: impl Into<Bytes>,
+    ) -> (StatusCode, hyper::HeaderMap, String) {
         let request = Request::post(path).header("host", "test").header("content-type", "application/json");
+        let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, value));
         let request = request.body(Full::new(body.into())).expect("a request");
         let (response, _connection) = self.send(request).await.expect("an answer");
         let (status, headers) = (response.status(), response.headers().clone());
@@ -125,8 +136,8 @@ impl Client {
         (status, headers, String::from_utf8_lossy(&body).into_owned())
     }
 
-    /// So many askers ask these in turn, over and over, while something happens, and each answer is the expected one.
-    /// What happens is told how many were asked so far.
+    /// `n_askers` tasks send these requests in turn, over and over, while `happens` runs. Each answer must be as expected.
+    /// `happens` gets the number of requests asked so far.
     ///
     /// # Panics
     /// If an answer is another, or there is none.

@@ -27,7 +27,7 @@ impl Etcd {
         Self::of(1)
     }
 
-    /// So many processes that agree.
+    /// A cluster of `n_members` processes.
     pub fn of(n_members: usize) -> Self {
         let members = (0..n_members).map(|nth| Member::new(format!("etcd-{nth}"))).collect();
         let mut etcd = Self { members };

@@ -23,7 +23,7 @@ pub struct Fleet {
     /// The router's gRPC port, with the registry.
     pub grpc: SocketAddr,
     pub nodes: Vec<FleetNode>,
-    _folder: TempDir,
+    folder: TempDir,
 }
 
 /// One node, and where it listens.
@@ -38,7 +38,7 @@ pub struct FleetNode {
 }
 
 impl Fleet {
-    /// So many nodes of each kind that serve `model`; returns once all of them are usable.
+    /// Starts the given number of nodes of each kind for `model`. Returns once all of them are usable.
     pub async fn start(model: &str, n_prefill: usize, n_decode: usize) -> Self {
         Self::start_with(model, n_prefill, n_decode, Vec::new()).await
     }
@@ -65,14 +65,15 @@ impl Fleet {
         Self::start_each(model, n_prefill, n_decode, of_router, |_| Vec::new()).await
     }
 
-    /// The same, with so many pool nodes too.
+    /// The same, with `n_pool` pool nodes too.
     pub async fn start_pooled(model: &str, n_prefill: usize, n_decode: usize, n_pool: usize) -> Self {
         let roles = [("prefill", n_prefill), ("decode", n_decode), ("pool", n_pool)];
         let prefill_first = vec![("BATON_ROUTER__ORDER", "prefill-first".to_owned())];
         Self::start_all(model, &roles, prefill_first, |_| Vec::new()).await
     }
 
-    async fn start_all(
+    /// The same, with these numbers of nodes of each role.
+    pub async fn start_all(
         model: &str,
         roles: &[(&'static str, usize)],
         of_router: Settings,
@@ -88,9 +89,19 @@ impl Fleet {
         let names = roles.iter().flat_map(|(role, n)| (0..*n).map(move |nth| (*role, nth)));
         let start = |(role, nth)| FleetNode::start(&folder, role, nth, model, grpc, of_role(role));
         let nodes = names.map(start).collect();
-        let fleet = Self { router, http, grpc, nodes, _folder: folder };
+        let fleet = Self { router, http, grpc, nodes, folder };
         fleet.all_ready().await;
         fleet
+    }
+
+    /// Starts another node and does not wait for it.
+    pub fn add(&mut self, role: &'static str, nth: usize, model: &str) {
+        self.add_with(role, nth, model, Vec::new());
+    }
+
+    /// The same, with settings.
+    pub fn add_with(&mut self, role: &'static str, nth: usize, model: &str, settings: Settings) {
+        self.nodes.push(FleetNode::start(&self.folder, role, nth, model, self.grpc, settings));
     }
 
     pub fn client(&self) -> Client {
@@ -115,7 +126,7 @@ impl Fleet {
         .await;
     }
 
-    /// Waits until no node holds a block for anybody.
+    /// Waits until no node holds a block.
     pub async fn baseline(&self) {
         eventually("the pools' baseline", async || {
             let kv = self.client().get_json("/debug/kv").await;

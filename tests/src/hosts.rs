@@ -1,4 +1,4 @@
-//! Hosts on one machine: network namespaces on one switch, each of which can be cut off and put back.
+//! Hosts on one machine: network namespaces on one switch. Each can be cut off and put back.
 //!
 //! It takes root. Everything is gone with the value, also when a test fails.
 
@@ -70,7 +70,7 @@ impl Hosts {
         std::iter::once("127.0.0.1 localhost\n".to_owned()).chain(lines).collect()
     }
 
-    /// Pulls the cable: nobody is told, packets are just lost.
+    /// Cuts the host off without notice: packets are lost.
     pub fn cut(&self, name: &str) {
         ip(&format!("-n {} link set port{} down", self.switch(), self.index(name)));
     }
@@ -80,7 +80,7 @@ impl Hosts {
     }
 
     /// Puts a bad cable between a host and the switch, for as long as the value lives.
-    pub fn bad_cable(&self, name: &str, flaw: Flaw) -> BadCable<'_> {
+    pub fn bad_cable(&self, name: &str, flaw: Flaw) -> FaultyLink<'_> {
         let idx = self.index(name);
         self.leave_nothing_to_the_network_card();
         let switch = self.switch();
@@ -88,7 +88,7 @@ impl Hosts {
         ip(&format!("-n {switch} link add far{idx} type veth peer name plug{idx}"));
         ip(&format!("-n {switch} link set far{idx} up"));
         ip(&format!("-n {switch} link set plug{idx} master switch up"));
-        BadCable { carrier: self.carry(idx, flaw), idx, hosts: self }
+        FaultyLink { carrier: self.carry(idx, flaw), idx, hosts: self }
     }
 
     /// Frames must be whole before a program can carry them.
@@ -141,7 +141,7 @@ impl Hosts {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Flaw {
     pub delay_ms: u32,
-    /// Of all frames, from 0 to 1.
+    /// The share of frames that are lost, from 0 to 1.
     pub loss: f64,
     /// Zero is no limit.
     pub bytes_per_second: u32,
@@ -151,13 +151,13 @@ pub struct Flaw {
 
 /// Dropped, the host is on the switch again as it was.
 #[derive(Debug)]
-pub struct BadCable<'a> {
+pub struct FaultyLink<'a> {
     hosts: &'a Hosts,
     idx: usize,
     carrier: Child,
 }
 
-impl BadCable<'_> {
+impl FaultyLink<'_> {
     /// Frames that have got from the host to the switch.
     pub fn n_carried(&self) -> u64 {
         let output = Command::new("ip")
@@ -170,7 +170,7 @@ impl BadCable<'_> {
     }
 }
 
-impl Drop for BadCable<'_> {
+impl Drop for FaultyLink<'_> {
     fn drop(&mut self) {
         let _ = self.carrier.kill();
         let _ = self.carrier.wait();

@@ -1,7 +1,7 @@
 //! What processes log, read by the tests: a warning or an error that a test does not expect fails it.
 //!
 //! A test names what it is about to cause: `up.expect_log(&["status stream broke"])`. Everything else that is logged at
-//! `WARN` or `ERROR` means that something happened that nobody had in mind.
+//! `WARN` or `ERROR` fails the test.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -31,19 +31,22 @@ pub const A_NODE_STANDS_STILL: &[&str] = &[
     "the registry is away",
     "the registry cannot be watched",
     "members are missed",
-    "not announced, trying on",
+    "announcement failed, trying again",
     "stream failed",
-    "nothing moves",
-    "no token moves",
+    "the node makes no progress",
+    "no request makes progress",
 ];
 /// What everybody says while there is no registry.
 pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
     "the registry is away",
     "the registry cannot be watched",
     "members are missed",
-    "not announced, trying on",
+    "announcement failed, trying again",
     "not withdrawn, the lease will lapse",
 ];
+
+/// What a router says of a model folder without a tokenizer.
+pub const NO_TOKENIZER: &[&str] = &["no tokenizer.json"];
 
 /// What one test expects to be warned of: parts of lines. Nothing, at first.
 #[derive(Debug, Default)]
@@ -56,7 +59,7 @@ impl Expected {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
     }
 
-    /// Fails the test, unless it fails already, if `log` has an alarm that nobody expected.
+    /// Fails the test, unless it fails already, if `log` has an unexpected alarm.
     ///
     /// # Panics
     /// With the lines.
@@ -65,7 +68,7 @@ impl Expected {
             return;
         }
         let unexpected = self.unexpected(log);
-        assert!(unexpected.is_empty(), "nobody expected these lines in the log:\n{}", unexpected.join("\n"));
+        assert!(unexpected.is_empty(), "unexpected lines in the log:\n{}", unexpected.join("\n"));
     }
 
     fn unexpected<'a>(&self, log: &'a str) -> Vec<&'a str> {
@@ -77,7 +80,7 @@ impl Expected {
     }
 }
 
-/// Whether a line, in either format, says that somebody should look.
+/// Whether a line, in either format, is a warning or an error.
 fn is_alarm(line: &str) -> bool {
     // `process time LEVEL target: message`
     let level = line.split_whitespace().nth(2);
@@ -106,8 +109,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "nobody expected these lines")]
-    fn an_alarm_that_nobody_expected_fails_the_test() {
+    #[should_panic(expected = "unexpected lines in the log")]
+    fn an_unexpected_alarm_fails_the_test() {
         Expected::default().check(LOG);
     }
 }

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::logs::Expected;
-use crate::{eventually, executable};
+use crate::{eventually, executable, free_addr};
 
 /// Dropped, it is killed; a test that fails prints what it logged.
 #[derive(Debug)]
@@ -21,14 +21,20 @@ pub struct Process {
     judged: Option<String>,
 }
 
+/// A test that does not look at a router's admin port has none to name.
+const ADMIN: &str = "BATON_ROUTER__ADMIN";
+
 impl Process {
     /// Starts `baton <role>`, which logs to `<name>.log` in `folder`.
     pub fn start(
         folder: &Path,
         name: &str,
         role: &'static str,
-        settings: Vec<(&'static str, String)>,
+        mut settings: Vec<(&'static str, String)>,
     ) -> Self {
+        if role == "router" && settings.iter().all(|(key, _)| *key != ADMIN) {
+            settings.push((ADMIN, free_addr().to_string()));
+        }
         let log = folder.join(format!("{name}.log"));
         File::create(&log).expect("a log file");
         let child = spawn(role, &settings, &log);

@@ -49,7 +49,7 @@ impl Wire {
 
     /// Breaks every connection that is open now.
     pub fn cut(&self) {
-        // Nobody listens where no connection is open.
+        // The send fails when no connection is open.
         let _ = self.cut.send(());
     }
 }

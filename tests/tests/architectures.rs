@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use baton_tests::logs::NO_TOKENIZER;
 use baton_tests::{Client, Up};
 use serde_json::{Value, json};
 
-/// Of a logit's size: what sums in another order may differ by.
+/// The share of a logit's size by which sums in another order may differ.
 const TOLERANCE: f64 = 1e-4;
 
 fn folder(model: &str) -> PathBuf {
@@ -55,6 +56,7 @@ async fn check(model: &str) {
     let path = folder(model);
     let args = ["--model", path.to_str().expect("UTF-8"), "--prefill", "1", "--decode", "1"];
     let up = Up::start_with(&args, &[("BATON_MODEL__KV_DTYPE", "f32")]).await;
+    up.expect_log(NO_TOKENIZER);
     let golden = golden(model);
     // The second time, prefixes are cached on both nodes.
     for time in ["first", "second"] {

@@ -2,7 +2,8 @@
 
 use std::process::Command;
 
-use baton_tests::{Up, executable};
+use axum::http::StatusCode;
+use baton_tests::{Client, Up, executable};
 use tokio_stream::StreamExt as _;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
@@ -13,6 +14,13 @@ use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 async fn the_official_openai_client_works_unmodified() {
     let python = executable::python();
     let up = Up::start(&[]).await;
+    // A router that has just started answers 503 to an unknown model: its nodes may not have announced themselves yet.
+    let client = Client::new(up.http);
+    baton_tests::eventually("the router to know its nodes", async || {
+        let (status, _) = client.get("/v1/models/no-such-model").await;
+        (status == StatusCode::NOT_FOUND).then_some(())
+    })
+    .await;
     let base_url = format!("http://{}/v1", up.http);
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/python/openai_client.py");
     let run = tokio::task::spawn_blocking(move || Command::new(python).args([script, &base_url]).output());

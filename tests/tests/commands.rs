@@ -193,7 +193,17 @@ fn more_kv_memory_than_there_is_is_refused_at_the_start() {
     let args = [&["up", "--model", "mock", "--device", "cpu", "--kv-memory", "4TiB"][..], &ports].concat();
     let (code, text) = started(&args, &[]);
     assert_eq!(code, Some(3), "{text}");
-    assert!(text.contains("set model.kv_memory lower"), "{text}");
+    assert!(text.contains("all nodes together ask for") && text.contains("--kv-memory"), "{text}");
+}
+
+/// Each of two nodes could have it, and both cannot.
+#[test]
+fn kv_memory_of_all_nodes_of_up_is_added() {
+    let ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"];
+    let args = [&["up", "--model", "mock", "--device", "cpu", "--kv-memory", "60%"][..], &ports].concat();
+    let (code, text) = started(&args, &[]);
+    assert_eq!(code, Some(3), "{text}");
+    assert!(text.contains("all nodes together ask for"), "{text}");
 }
 
 fn put(folder: &TempDir, name: &str, text: &str) {

@@ -2,10 +2,12 @@
 //!
 //! `UPDATE_DOCS=1 cargo test -p baton-tests --test configuration` writes the page again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use chassis::config::parse;
+use chassis::error::Origin;
 use serde_json::Value;
 
 /// Where settings are declared.
@@ -15,6 +17,8 @@ const SOURCES: &[&str] = &[
     "chassis/src/telemetry/mod.rs",
     "pool-node/src/config.rs",
     "chassis/src/connections.rs",
+    "node/src/config/expert.rs",
+    "chassis/src/identity/settings.rs",
 ];
 
 const HEAD: &str = "\
@@ -24,7 +28,8 @@ Made from the code by the test `the_page_is_what_the_code_says`; change the doc 
 
 Every process has one TOML file, given with `--config FILE` or in `BATON_CONFIG`.
 A setting that is left out has its default; a setting that does not exist is refused, with the nearest name.
-`BATON_SECTION__KEY=value` in the environment overrides a setting, and `BATON_LOG` the log level before anything is read.
+`BATON_SECTION__KEY=value` in the environment overrides a setting (`BATON_EXPERT__TRANSFER__STREAMS=4` is `[expert.transfer] streams = 4`), and `BATON_LOG` the log level before anything is read.
+Settings under `[expert]` seldom need a change.
 Durations are integers with their unit in the name, amounts of memory are integers or `\"512MiB\"`, `\"4GiB\"`.
 
 `baton --check-config FILE…` says what is wrong with files of any process, `baton prefill --config FILE --check` also with what the environment overrides, and `baton doctor --config FILE` whether this machine can give what the file asks for.
@@ -70,25 +75,75 @@ fn as_field(line: &str) -> Option<(String, String)> {
     Some((name.to_owned(), of_type.to_owned()))
 }
 
-/// One process's sections: its raw configuration's fields, each a struct of settings.
-fn process(page: &mut String, title: &str, raw: &str, structs: &Structs, defaults: &Value) {
-    writeln!(page, "\n## {title}").expect("a string takes all");
-    for section in &structs[raw] {
-        writeln!(page, "\n### `[{}]`\n", section.name).expect("a string takes all");
-        writeln!(page, "| setting | default | |\n|---|---|---|").expect("a string takes all");
+/// The sections that are on the page already, each with the process whose they are.
+type Written = BTreeMap<String, &'static str>;
+
+/// One process's sections: its raw configuration's fields, each a struct of settings. A section that an earlier process
+/// has with the same settings and defaults is on the page once.
+fn process(
+    written: &mut Written,
+    title: &'static str,
+    raw: &str,
+    structs: &Structs,
+    defaults: &Value,
+) -> String {
+    let mut page = format!("\n## {title}\n");
+    for section in sections(raw, structs) {
+        let table = table(&section, structs, defaults);
+        match written.get(&table) {
+            Some(other) => write!(page, "\n### `[{}]`\n\nThe same as for {}.\n", section.name, lower(other)),
+            None => write!(page, "{table}"),
+        }
+        .expect("a string takes all");
+        written.entry(table).or_insert(title);
+    }
+    page
+}
+
+/// A process's tables with their dotted names. A field whose struct has only structs in it, as `expert`, holds tables.
+fn sections(raw: &str, structs: &Structs) -> Vec<Field> {
+    let field =
+        |name: String, field: &Field| Field { name, of_type: field.of_type.clone(), about: String::new() };
+    let inner = |section: &Field| {
         let fields = structs
             .get(&section.of_type)
             .unwrap_or_else(|| panic!("{} is declared nowhere", section.of_type));
-        for field in fields {
-            let default = &defaults[&section.name][&field.name];
-            assert!(!field.about.is_empty(), "{}.{} has no doc comment", section.name, field.name);
-            writeln!(page, "| `{}` | {} | {} |", field.name, shown(default), field.about)
-                .expect("a string takes all");
-        }
-    }
+        let holds_tables = fields.iter().all(|field| structs.contains_key(&field.of_type));
+        let tables = fields.iter().map(|one| field(format!("{}.{}", section.name, one.name), one));
+        if holds_tables { tables.collect() } else { vec![field(section.name.clone(), section)] }
+    };
+    structs[raw].iter().flat_map(inner).collect()
 }
 
-/// As one would write it.
+/// The names of all settings of a process, in dotted form.
+fn settings(raw: &str, structs: &Structs) -> Vec<String> {
+    let names = |section: Field| {
+        let fields = &structs[&section.of_type];
+        fields.iter().map(|field| format!("{}.{}", section.name, field.name)).collect::<Vec<_>>()
+    };
+    sections(raw, structs).into_iter().flat_map(names).collect()
+}
+
+fn table(section: &Field, structs: &Structs, defaults: &Value) -> String {
+    let mut table = format!("\n### `[{}]`\n\n| setting | default | |\n|---|---|---|\n", section.name);
+    let fields =
+        structs.get(&section.of_type).unwrap_or_else(|| panic!("{} is declared nowhere", section.of_type));
+    let defaults = section.name.split('.').fold(defaults, |value, key| &value[key]);
+    for field in fields {
+        assert!(!field.about.is_empty(), "{}.{} has no doc comment", section.name, field.name);
+        writeln!(table, "| `{}` | {} | {} |", field.name, shown(&defaults[&field.name]), field.about)
+            .expect("a string takes all");
+    }
+    table
+}
+
+/// A title in the middle of a sentence: `a router`.
+fn lower(title: &str) -> String {
+    let title = title.split(':').next().unwrap_or(title);
+    title[..1].to_lowercase() + &title[1..]
+}
+
+/// The default in the form in which a user writes it.
 fn shown(default: &Value) -> String {
     match default {
         Value::Null => "none".to_owned(),
@@ -97,27 +152,36 @@ fn shown(default: &Value) -> String {
     }
 }
 
+/// The structs of every file that declares settings of this process. Later files replace structs of the same name.
+fn declared(sources: &[&str]) -> Structs {
+    let read =
+        |source: &&str| structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"));
+    sources.iter().flat_map(read).collect()
+}
+
+fn of_router() -> Structs {
+    declared(&[SOURCES[1], SOURCES[2], SOURCES[4], SOURCES[6]])
+}
+
+fn of_node() -> Structs {
+    declared(&[SOURCES[0], SOURCES[5], SOURCES[2], SOURCES[4], SOURCES[6]])
+}
+
+/// What a pool node has in common with other nodes is declared there.
+fn of_pool() -> Structs {
+    declared(&[SOURCES[0], SOURCES[5], SOURCES[3], SOURCES[2], SOURCES[4], SOURCES[6]])
+}
+
 fn page() -> String {
-    let read = |source: &str| -> Structs {
-        structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"))
-    };
-    let with_log =
-        |source: &str| -> Structs { [source, SOURCES[2], SOURCES[4]].into_iter().flat_map(read).collect() };
     let router = serde_json::to_value(router::RawRouterConfig::default()).expect("defaults can be written");
     let node = serde_json::to_value(node::RawNodeConfig::default()).expect("defaults can be written");
-    let mut page = HEAD.to_owned();
-    process(&mut page, "A router", "RawRouterConfig", &with_log("router/src/config.rs"), &router);
-    process(
-        &mut page,
-        "A node: prefill, decode, or both",
-        "RawNodeConfig",
-        &with_log("node/src/config.rs"),
-        &node,
-    );
-    // What it has in common with other nodes is declared there.
-    let of_pool = read(SOURCES[0]).into_iter().chain(with_log(SOURCES[3])).collect();
     let pool = serde_json::to_value(pool_node::RawPoolConfig::default()).expect("defaults can be written");
-    process(&mut page, "A pool node", "RawPoolConfig", &of_pool, &pool);
+    let mut page = HEAD.to_owned();
+    let mut written = Written::new();
+    page += &process(&mut written, "A router", "RawRouterConfig", &of_router(), &router);
+    let title = "A node: prefill, decode, or both";
+    page += &process(&mut written, title, "RawNodeConfig", &of_node(), &node);
+    page += &process(&mut written, "A pool node", "RawPoolConfig", &of_pool(), &pool);
     page
 }
 
@@ -135,13 +199,115 @@ fn the_page_is_what_the_code_says() {
 }
 
 #[test]
-fn no_process_has_more_settings_than_anyone_can_know() {
-    for (raw, source) in
-        [("RawRouterConfig", SOURCES[1]), ("RawNodeConfig", SOURCES[0]), ("RawPoolConfig", SOURCES[3])]
-    {
-        let structs = structs(&std::fs::read_to_string(root().join(source)).expect("the source is there"));
-        let n_settings: usize =
-            structs[raw].iter().map(|section| structs.get(&section.of_type).map_or(0, Vec::len)).sum();
-        assert!((5..=40).contains(&n_settings), "{raw} has {n_settings} settings");
+fn few_settings_are_outside_expert() {
+    for (raw, structs, at_most) in [
+        ("RawRouterConfig", of_router(), 30),
+        ("RawNodeConfig", of_node(), 25),
+        ("RawPoolConfig", of_pool(), 25),
+    ] {
+        let settings = settings(raw, &structs);
+        assert!(settings.iter().any(|name| name == "expert.log.spans"), "{raw}: {settings:?}");
+        let plain: Vec<_> = settings.iter().filter(|name| !name.starts_with("expert.")).collect();
+        assert!(plain.iter().any(|name| *name == "log.level"), "{raw}: {plain:?}");
+        assert!(plain.len() <= at_most, "{raw} has {} settings outside [expert]: {plain:?}", plain.len());
     }
+}
+
+/// The settings that the page names are those that a process reads, none more and none less.
+#[test]
+fn every_setting_is_on_the_page() {
+    fn leaves(name: &str, value: &Value, found: &mut BTreeSet<String>) {
+        let Value::Object(entries) = value else {
+            found.insert(name.trim_start_matches('.').to_owned());
+            return;
+        };
+        entries.iter().for_each(|(key, value)| leaves(&format!("{name}.{key}"), value, found));
+    }
+    for (raw, structs, defaults) in [
+        ("RawRouterConfig", of_router(), serde_json::to_value(router::RawRouterConfig::default())),
+        ("RawNodeConfig", of_node(), serde_json::to_value(node::RawNodeConfig::default())),
+        ("RawPoolConfig", of_pool(), serde_json::to_value(pool_node::RawPoolConfig::default())),
+    ] {
+        let mut read = BTreeSet::new();
+        leaves("", &defaults.expect("defaults can be written"), &mut read);
+        assert_eq!(settings(raw, &structs).into_iter().collect::<BTreeSet<_>>(), read, "{raw}");
+    }
+}
+
+/// The settings that were outside `[expert]` before, by process.
+const MOVED: [(&str, &[&str]); 3] = [
+    (
+        "router",
+        &[
+            "router.attempts_max",
+            "router.new_nodes_wait_ms",
+            "router.nodes_wait_ms",
+            "router.stuck_ms",
+            "connections.connections_max",
+            "connections.per_address_max",
+            "connections.first_byte_ms",
+            "connections.head_ms",
+            "connections.idle_ms",
+            "connections.bodies_max",
+            "log.spans",
+        ],
+    ),
+    (
+        "node",
+        &[
+            "node.stuck_ms",
+            "model.gpu_arch",
+            "model.threads",
+            "model.load_format",
+            "scheduler.step_tokens_max",
+            "scheduler.sequences_max",
+            "scheduler.waiting_max",
+            "scheduler.queue_ms_max",
+            "scheduler.growth_blocks",
+            "scheduler.launch_late",
+            "transfer.streams",
+            "transfer.stall_ms",
+            "transfer.frame_bytes",
+            "transfer.gpu_multiprocessors",
+            "transfer.spin_us",
+            "transfer.rdma_listen",
+            "transfer.rdma_device",
+            "decode.local_tokens_max",
+            "decode.landings_max",
+            "connections.connections_max",
+            "connections.per_address_max",
+            "connections.first_byte_ms",
+            "connections.head_ms",
+            "connections.idle_ms",
+            "connections.bodies_max",
+            "log.spans",
+        ],
+    ),
+    ("pool", &["transfer.streams", "transfer.rdma_listen", "connections.head_ms", "log.spans"]),
+];
+
+#[test]
+fn the_old_name_of_every_moved_setting_is_refused_with_the_new_one() {
+    for (process, old_names) in MOVED {
+        for old in old_names {
+            let (section, key) = old.split_once('.').expect("a section and a key");
+            let variable = format!("BATON_{}__{}", section.to_uppercase(), key.to_uppercase());
+            let expected = format!("`{old}`: no such setting, it is called `expert.{old}` now");
+            let from_file = refused(process, &format!("[{section}]\n{key} = 1"), []);
+            assert_eq!(from_file, format!("the defaults: {expected}"), "{process}");
+            let from_variable = refused(process, "", [(variable.clone(), "1".to_owned())]);
+            assert_eq!(from_variable, format!("environment variable {variable}: {expected}"), "{process}");
+        }
+    }
+    let awake = refused("node", "[transfer]\nawake_us = 1", []);
+    assert!(awake.ends_with("it is called `expert.transfer.spin_us` now"), "{awake}");
+}
+
+fn refused<const N: usize>(process: &str, text: &str, env: [(String, String); N]) -> String {
+    let error = match process {
+        "router" => parse::<router::RawRouterConfig>(text, Origin::Defaults, env).err(),
+        "node" => parse::<node::RawNodeConfig>(text, Origin::Defaults, env).err(),
+        _ => parse::<pool_node::RawPoolConfig>(text, Origin::Defaults, env).err(),
+    };
+    error.expect("an old name is refused").to_string()
 }

@@ -1,14 +1,14 @@
 //! What the fuzzer calls, called with its corpus and with the corpus bent a little: no toolchain of its own needed.
 //!
-//! `UPDATE_CORPUS=1` writes the words that are right into `fuzz/corpus`; the fuzzer finds the rest.
+//! `UPDATE_CORPUS=1` writes the words that are right into `tests/fuzz/corpus`; the fuzzer finds the rest.
 
-#[path = "../../fuzz/src/lib.rs"]
+#[path = "../fuzz/src/lib.rs"]
 mod entries;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kv_transfer::connectors::tcp::frame::{Body, Frame, Hello};
+use kv_transfer::connectors::tcp::frame::{Body, Frame, Hello, KvPlace};
 use kv_transfer::landing::Credentials;
 use prost::Message as _;
 use proto::v1;
@@ -25,7 +25,7 @@ use types::{
 const BENT_FOR: Duration = Duration::from_secs(2);
 
 fn corpus(entry: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../fuzz/corpus")).join(entry)
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/corpus")).join(entry)
 }
 
 fn words(entry: &str) -> Vec<Vec<u8>> {
@@ -121,7 +121,12 @@ fn a_landing() -> Landing {
         node: NodeId::new("decode-0"),
         epoch: Epoch(3),
         grant: Grant::from_bytes([5; 16]),
-        wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: "10.0.0.2:7002".to_owned() },
+        bound: false,
+        wire: WireAddress {
+            scheme: Scheme::new("tcp"),
+            endpoint: "10.0.0.2:7002".to_owned(),
+            within_host: false,
+        },
         n_tokens: 14,
         held_tokens: 4,
         tables: vec![(0..4).map(BlockIdx).collect()],
@@ -182,7 +187,7 @@ fn frames() -> Vec<Vec<u8>> {
     let bodies = [
         Body::Hello(hello),
         Body::Open(shown),
-        Body::Span { span: span.clone(), digests: Vec::new() },
+        Body::Kv { span: span.clone(), digests: Some(Vec::new()), place: KvPlace::Inline },
         Body::Handoff(handoff),
         Body::Refetch { spans: vec![span] },
         Body::Failed { code: 1, detail: "why".to_owned() },
@@ -202,7 +207,7 @@ fn visits() -> Vec<Vec<u8>> {
     let body = |nth: usize| &frames[nth][40..];
     let sealed = |kind: u8, payload: u8, body: &[u8]| [&[4, kind, payload, body.len() as u8], body].concat();
     let open = vec![1, 1, 7];
-    let all = [open.clone(), sealed(6, 8, body(2)), vec![3, 8, 0], sealed(7, 0, body(3))].concat();
+    let all = [open.clone(), sealed(20, 8, body(2)), vec![3, 8, 0], sealed(7, 0, body(3))].concat();
     let refused = [vec![1, 1, 0, 9], sealed(11, 0, &[])].concat();
     let twice = [open.clone(), vec![1, 7], vec![2], vec![0, 4, 1, 2, 3, 4]].concat();
     vec![all, refused, twice, [vec![0], frames[0].clone()].concat(), open]
@@ -245,7 +250,7 @@ fn requests() -> Vec<Vec<u8>> {
 }
 
 fn files() -> Vec<Vec<u8>> {
-    let router = "ROUTER__POLICY=random\nROUTER__WAIT_MS=7\n\n[router]\nhttp = \"0.0.0.0:80\"\nattempts_max = 3\n\n[log]\nformat = \"json\"\n";
+    let router = "ROUTER__POLICY=random\nROUTER__WAIT_MS=7\n\n[router]\nhttp = \"0.0.0.0:80\"\nrequests_max = 3\n\n[log]\nformat = \"json\"\n";
     let node = "NODE__ID=a\n\n[node]\nlisten = \"0.0.0.0:7000\"\n\n[model]\nkv_memory = \"64MiB\"\nkv_dtype = \"f32\"\n\n[transfer]\nconnectors = [\"tcp\"]\n";
     let wrong = "[nodes]\nlissen = 3\n";
     let said = |whose: u8, text: &str| [&[whose], text.as_bytes()].concat();

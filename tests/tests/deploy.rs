@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use baton_tests::{Client, Up, executable, python};
+use baton_tests::{Client, Up, eventually, executable, python};
 
 /// Runs one of the checks, with Helm and the schemas where `./test.sh` put them.
 fn check(name: &str) {
@@ -29,8 +29,48 @@ fn the_schemas_refuse_what_does_not_exist() {
 }
 
 #[test]
-fn the_chart_gives_what_the_overlays_give() {
+fn the_overlays_are_made_from_the_chart() {
     check("same");
+}
+
+#[test]
+fn the_chart_refuses_values_that_it_does_not_know() {
+    check("values");
+}
+
+#[test]
+fn operators_add_to_the_pods_of_every_workload() {
+    check("pods");
+}
+
+#[test]
+fn each_pool_of_nodes_is_scaled_by_its_own_numbers() {
+    check("autoscaling");
+}
+
+#[test]
+fn gpu_overlays_serve_the_model_that_the_operator_names() {
+    check("models");
+}
+
+#[test]
+fn a_drain_follows_the_deadline_and_the_grace_follows_the_drain() {
+    check("deadlines");
+}
+
+#[test]
+fn an_etcd_outside_is_named_by_a_secret_and_can_be_reached() {
+    check("external_etcd");
+}
+
+#[test]
+fn rdma_needs_no_right_that_a_pod_cannot_have() {
+    check("rdma");
+}
+
+#[test]
+fn the_image_is_stripped_and_its_line_tables_lie_apart() {
+    check("stripped");
 }
 
 #[test]
@@ -68,14 +108,19 @@ async fn the_pages_that_probes_name_are_served() {
     let up = Up::start(&[]).await;
     let cluster = up.client().get_json("/debug/cluster").await;
     let admins =
-        cluster["nodes"].as_array().expect("nodes").iter().map(|node| {
-            Client::new(node["admin"].as_str().expect("an address").parse().expect("an address"))
-        });
-    for client in std::iter::once(up.client()).chain(admins) {
+        || {
+            cluster["nodes"].as_array().expect("nodes").iter().map(|node| {
+                Client::new(node["admin"].as_str().expect("an address").parse().expect("an address"))
+            })
+        };
+    for client in std::iter::once(up.client()).chain(admins()) {
         for page in ["/live", "/ready", "/metrics"] {
             let (status, body) = client.get(page).await;
             assert_eq!(status.as_u16(), 200, "{client:?} {page}: {body}");
         }
+    }
+    for client in admins() {
+        eventually("/rollout", async || (client.get("/rollout").await.0.as_u16() == 200).then_some(())).await;
     }
     let ready = format!("http://{}/ready", up.http);
     let health =

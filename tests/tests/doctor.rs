@@ -70,7 +70,7 @@ fn what_stands_in_the_way_is_named() {
         .filter(|finding| finding["level"] == "bad")
         .map(|finding| finding["group"].as_str().expect("a group"))
         .collect();
-    assert_eq!(bad, ["ports", "address", "registry", "model", "model"], "{report}");
+    assert_eq!(bad, ["identity", "ports", "address", "registry", "model", "model"], "{report}");
 }
 
 #[test]
@@ -91,6 +91,7 @@ fn every_file_is_checked_and_every_wrong_one_named() {
     for (name, text, wrong) in [
         ("policy.toml", "[router]\npolicy = \"best\"\n", "\"best\" is not one of"),
         ("typo.toml", "[node]\nlisen = \"0.0.0.0:1\"\n", "did you mean `node.listen`"),
+        ("moved.toml", "[decode]\nlandings_max = 1\n", "it is called `expert.decode.landings_max` now"),
         ("section.toml", "[router]\nhttp = \"0.0.0.0:1\"\n[decode]\nlandings_max = 1\n", "no such setting"),
         ("wire.toml", "[transfer]\nconnectors = [\"pigeon\"]\n", "\"pigeon\" is not one of auto"),
         ("registry.toml", "[registry]\nurl = \"zk://a\"\n", "is not a registry"),

@@ -61,8 +61,8 @@ async fn a_burst_wider_than_the_decode_node_is_answered() {
     let expected = answers(&alone.client(), &asks).await;
     drop(alone);
     let narrow = vec![
-        ("BATON_DECODE__LANDINGS_MAX", "8".to_owned()),
-        ("BATON_SCHEDULER__SEQUENCES_MAX", "32".to_owned()),
+        ("BATON_EXPERT__DECODE__LANDINGS_MAX", "8".to_owned()),
+        ("BATON_EXPERT__SCHEDULER__SEQUENCES_MAX", "32".to_owned()),
     ];
     let fleet = Fleet::start_narrow(PACED, 1, 1, narrow).await;
     let seen = answers(&fleet.client(), &asks).await;

@@ -1,4 +1,4 @@
-//! Nodes die, stop and come back while streams run. Nobody hangs, and no token is lost, doubled or changed.
+//! Nodes die, stop and come back while streams run. No request hangs, and no token is lost, doubled or changed.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ async fn streams_outlive_a_decode_node() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nobody_notices_a_dead_prefill_node() {
+async fn clients_do_not_notice_a_dead_prefill_node() {
     let asks = asks(50);
     let expected = undisturbed(&asks).await;
     for (order, connector) in [("decode-first", "tcp"), ("decode-first", "shm"), ("prefill-first", "shm")] {

@@ -74,7 +74,7 @@ async fn a_node_of_another_protocol_is_refused_with_both_ranges_named() {
     let up = Up::start(&[]).await;
     up.expect_log(&["node refused", "status stream broke"]);
     let mut registry = BootstrapClient::connect(format!("http://{}", up.grpc)).await.expect("it listens");
-    for (id, min, max) in [("old", 0, 0), ("newer", 2, 3)] {
+    for (id, min, max) in [("old", 0, 0), ("newer", 3, 4)] {
         let node = Some((&puppet(id, min, max)).into());
         registry.announce(v1::AnnounceRequest { node }).await.expect("announced");
     }
@@ -84,8 +84,8 @@ async fn a_node_of_another_protocol_is_refused_with_both_ranges_named() {
     };
     let old = eventually("the old node to be seen", async || node("old").await).await;
     assert_eq!(old["state"], "refused");
-    assert_eq!(old["reason"], "no common protocol version: this side speaks 1..2, the peer 0..0");
-    // One version in common is enough: it is tried, and nobody listens there.
+    assert_eq!(old["reason"], "no common protocol version: this side speaks 3..3, the peer 0..0");
+    // One common version is enough: the router tries to connect, and no server listens there.
     let newer = eventually("the newer node to be seen", async || node("newer").await).await;
     assert_eq!(newer["state"], "connecting");
 }
@@ -103,6 +103,6 @@ async fn a_caller_of_another_protocol_is_refused_and_one_that_overlaps_is_served
     };
     let refused = call("0-0").await.expect_err("0 is not spoken");
     assert_eq!(refused.code(), tonic::Code::FailedPrecondition);
-    assert_eq!(refused.message(), "no common protocol version: this side speaks 1..2, the peer 0..0");
-    call("1-2").await.expect("1 is spoken");
+    assert_eq!(refused.message(), "no common protocol version: this side speaks 3..3, the peer 0..0");
+    call("2-3").await.expect("3 is spoken");
 }

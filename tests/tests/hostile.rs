@@ -46,7 +46,7 @@ fn garbage(n: usize) -> Vec<u8> {
     (0..n).map(step).collect()
 }
 
-/// Sends `bytes`, as far as anybody takes them, and reads what comes until the other side has had enough.
+/// Sends `bytes`, as far as the other side accepts them, and reads until it closes the connection.
 async fn intrude(addr: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = in_time("a connection", TcpStream::connect(addr)).await.expect("it listens");
     let _ = timeout(Duration::from_secs(10), stream.write_all(bytes)).await;
@@ -100,7 +100,7 @@ fn hello(link: u64) -> Vec<u8> {
     })))
 }
 
-/// Asks for a landing that nobody has granted.
+/// Asks for a landing without a grant.
 fn open(link: u64) -> Vec<u8> {
     let shown = Credentials {
         grant: Grant::from_bytes([7; 16]),
@@ -217,7 +217,7 @@ async fn strangers_are_refused_at_every_port() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_byte_now_and_then_holds_nobody_up() {
+async fn slow_senders_delay_no_other_request() {
     let fleet = Fleet::start(PACED, 1, 1).await;
     fleet.expect_log(&["refused kv stream"]);
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
@@ -246,7 +246,7 @@ async fn a_byte_now_and_then_holds_nobody_up() {
     };
     tokio::join!(dripping, serving);
     for node in &fleet.nodes {
-        // Nobody speaks so slowly on the KV wire: it is taken for dead after the stall time.
+        // A KV stream this slow is taken for dead after the stall time.
         let stalled = "lost kv stream";
         eventually("the streams to be closed", async || {
             (node.process.log().matches(stalled).count() >= 10).then_some(())
@@ -278,9 +278,14 @@ async fn a_landing_is_good_once() {
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
     let [prefill, decode] = &fleet.nodes[..] else { panic!("two nodes") };
     let prompt = proto::prompt_to_wire(&prompt(), Instant::now().into_std());
-    let wires = vec![v1::WireAddress { scheme: "tcp".to_owned(), endpoint: prefill.kv.to_string() }];
+    let wires = vec![v1::WireAddress {
+        scheme: "tcp".to_owned(),
+        endpoint: prefill.kv.to_string(),
+        within_host: false,
+    }];
     let peer = v1::Peer { node: prefill.name.clone(), host: "elsewhere".to_owned(), wires };
-    let request = v1::DecodeRequest { prompt: Some(prompt.clone()), prefill: Some(Prefill::Offered(peer)) };
+    let prefill_offer = Some(Prefill::Offered(peer));
+    let request = v1::DecodeRequest { prompt: Some(prompt.clone()), prefill: prefill_offer };
     let mut at_decode = DecodeClient::connect(format!("http://{}", decode.grpc)).await.expect("it listens");
     let mut events = at_decode.run(request).await.expect("accepted").into_inner();
     let landing =

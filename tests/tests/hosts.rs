@@ -1,5 +1,5 @@
-//! The processes of `deploy/compose.yaml`, each on a host of its own with a real etcd, as nobody in particular, in a
-//! root file system that nothing can write to. Hosts are cut off and come back; nothing is restarted.
+//! The processes of `deploy/compose.yaml`, each on a host of its own with a real etcd, as an unprivileged user, in a
+//! read-only root file system. Hosts are cut off and come back; nothing is restarted.
 //!
 //! Delay, loss, a slow network and half-open connections are played by a program that carries the frames
 //! (`tests/hosts/cable.py`): netem is not in every kernel.
@@ -19,7 +19,7 @@ use tempfile::TempDir;
 const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0"];
 /// The nodes among them.
 const N_NODES: usize = 5;
-/// As long as a stream must be to have its host cut off in the middle.
+/// Long enough that a stream's host can be cut off in the middle.
 const TOKENS: u32 = 300;
 /// A tenth of what a host with half of the load receives and sends on a good cable.
 const SLOW: u32 = 60_000;
@@ -28,7 +28,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace").to_owned()
 }
 
-/// `deploy/compose.yaml`, read by somebody who knows YAML.
+/// Reads `deploy/compose.yaml` with Python's YAML parser.
 fn compose() -> Value {
     let read = "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))";
     let file = root().join("deploy/compose.yaml");
@@ -53,6 +53,9 @@ fn image(hosts: &Hosts) -> TempDir {
         put(&root().join("deploy/compose").join(file), &format!("/etc/baton/{file}"));
     }
     put(&root().join("tests/mocks/paced.toml"), "/etc/baton/paced.toml");
+    let identity = image.path().join("etc/baton-identity");
+    std::fs::create_dir_all(&identity).expect("made");
+    std::fs::write(identity.join("cluster"), "a secret of this test's cluster").expect("written");
     std::fs::write(image.path().join("etc/hosts"), hosts.file()).expect("written");
     for folder in ["proc", "dev/shm", "tmp"] {
         std::fs::create_dir_all(image.path().join(folder)).expect("made");
@@ -85,7 +88,7 @@ impl Cluster {
         Self::start(&[("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml")]).await
     }
 
-    /// As compose starts it, but for what `env` says.
+    /// Starts what compose starts, with the changes in `env`.
     async fn start(env: &[(&str, &str)]) -> Self {
         let hosts = Hosts::new(NAMES);
         let image = image(&hosts);
@@ -103,7 +106,7 @@ impl Cluster {
         cluster
     }
 
-    /// Another image's, of which there is only the executable: with its flags, in its namespace.
+    /// Starts etcd from its executable, since there is no image of it: with its flags, in its namespace.
     fn start_etcd(&mut self, service: &Value) {
         let flags = texts(&service["command"]);
         let data = self.logs.path().join("etcd");
@@ -127,6 +130,8 @@ impl Cluster {
         // A pool node has no model.
         let is_known = |variable: &str| !(name.starts_with("pool") && variable.starts_with("BATON_MODEL__"));
         command.envs(env.iter().copied().filter(|(variable, _)| is_known(variable)));
+        // The test reads /debug without a key.
+        command.env("BATON_CLUSTER__ADMIN_KEY_FILE", "").env("BATON_CLUSTER__INSECURE", "true");
         self.run(name, command);
     }
 

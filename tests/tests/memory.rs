@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use baton_tests::logs::NO_TOKENIZER;
 use baton_tests::{Ask, Client, Up, eventually};
 use serde_json::json;
 
@@ -22,13 +23,14 @@ fn peak_bytes(pid: u32) -> usize {
 async fn a_node_holds_one_copy_of_its_weights() {
     let shape = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/shapes/qwen3-0.6b");
     let env = [
-        ("BATON_MODEL__LOAD_FORMAT", "dummy"),
+        ("BATON_EXPERT__MODEL__LOAD_FORMAT", "dummy"),
         ("BATON_MODEL__KV_MEMORY", "64MiB"),
         // Longer than the prompt's step takes a processor with short vectors.
-        ("BATON_NODE__STUCK_MS", "60000"),
-        ("BATON_ROUTER__STUCK_MS", "60000"),
+        ("BATON_EXPERT__NODE__STUCK_MS", "60000"),
+        ("BATON_EXPERT__ROUTER__STUCK_MS", "60000"),
     ];
     let up = Up::start_with(&["--colocated", "--model", shape.to_str().expect("UTF-8")], &env).await;
+    up.expect_log(NO_TOKENIZER);
     let prompt: Vec<u32> = (0..200).map(|nth| 5 + nth * 37 % 1000).collect();
     let ask = Ask::new(prompt, 4).with("model", json!("qwen3-0.6b")).with("ignore_eos", json!(true));
     up.client().ask(&ask).await.expect("an answer");

@@ -10,7 +10,7 @@ use axum::{Json, Router};
 use baton_tests::{Client, Process, Up, eventually, free_addr};
 use serde_json::{Value, json};
 
-/// Of the demo model, as it was trained to say.
+/// The beginning of a text that the demo model was trained on.
 const PREFILL: &str = "Prefill is the first phase of a request. The model reads the whole prompt in parallel";
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
@@ -119,6 +119,8 @@ async fn a_node_with_another_tokenizer_is_refused() {
     ];
     let router = Process::start(folder.path(), "router", "router", router);
     router.expect_log(&["node refused"]);
+    // At the end of the test the node is stopped before the router.
+    router.expect_log(baton_tests::logs::A_NODE_DIES);
     let node = vec![
         ("BATON_NODE__ID", "other".to_owned()),
         ("BATON_REGISTRY__URL", format!("embedded://{grpc}")),
@@ -140,7 +142,7 @@ async fn a_node_with_another_tokenizer_is_refused() {
     assert!(body.contains("other is refused"), "{body}");
 }
 
-/// The demo model with one more line end in its `tokenizer.json`: nobody can know what such a change means.
+/// The demo model with one more line end in its `tokenizer.json`: the meaning of such a change is not known.
 fn copy_with_other_tokenizer(folder: &Path) {
     std::fs::create_dir(folder).expect("made");
     for entry in std::fs::read_dir(demo()).expect("the demo model").flatten() {

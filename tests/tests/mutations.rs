@@ -34,4 +34,5 @@ guards! {
     a_missing_resync_is_noticed => Resync,
     writing_after_the_end_is_noticed => Quiet,
     a_missing_growth_reserve_is_noticed => GrowthReserve,
+    a_prompt_that_is_cached_whole_and_hangs_is_noticed => LastToken,
 }

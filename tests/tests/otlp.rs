@@ -31,7 +31,7 @@ impl Collector {
     }
 
     fn spans(&self) -> Vec<(String, Span)> {
-        self.0.lock().expect("nobody panics with it").clone()
+        self.0.lock().expect("no panic while it was held").clone()
     }
 }
 
@@ -41,7 +41,11 @@ async fn take(State(collector): State<Collector>, body: Bytes) {
         let resource = of_process.resource.expect("it says who it is");
         let service = text(&resource.attributes, "service.name").expect("a service has a name");
         let spans = of_process.scope_spans.into_iter().flat_map(|scope| scope.spans);
-        collector.0.lock().expect("nobody panics with it").extend(spans.map(|span| (service.clone(), span)));
+        collector
+            .0
+            .lock()
+            .expect("no panic while it was held")
+            .extend(spans.map(|span| (service.clone(), span)));
     }
 }
 

@@ -1,5 +1,5 @@
 //! etcd is away for a second and for ten, comes back with and without its data, loses leases, forgets its history, or
-//! has a member less. Requests go on, nobody is forgotten, and everybody is announced again by itself.
+//! has a member less. Requests go on, no node is forgotten, and every node announces itself again.
 
 #![allow(clippy::large_futures, reason = "a test awaits them a few times")]
 
@@ -110,7 +110,7 @@ async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
     .await
 }
 
-/// Nobody goes on writing: what is announced is announced once.
+/// Checks that the nodes stop writing: each is announced once.
 async fn is_calm(etcd: &Etcd) {
     let client = etcd_client(etcd).await;
     let (_, before) = announced(&client).await.expect("etcd answers");

@@ -1,12 +1,14 @@
-//! KV goes through the pool, and comes out as it would from one node. Pool nodes die, stop, fill up and come back while
-//! streams run: nobody hangs, no token is lost, doubled or changed, and no block is lost.
+//! KV goes through the pool, and answers equal those of one node. Pool nodes die, stop, fill up and come back while
+//! streams run: no request hangs, no token is lost, doubled or changed, and no block is lost.
 
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL, THE_POOL_FAILS};
 use baton_tests::up::Node;
-use baton_tests::{Answer, Ask, Client, Failed, Fleet, Up, eventually, in_time};
+use baton_tests::{Answer, Ask, Client, Failed, Fleet, Up, eventually, in_time, python};
 use futures::future::join_all;
 use rustix::process::Signal;
 use tokio::time::Instant;
@@ -110,7 +112,39 @@ async fn what_is_in_the_pool_is_not_put_again() {
         sum(&up, "pool", "baton_pool_put_tokens_total").await,
         sum(&up, "pool", "baton_pool_held_tokens_total").await,
     );
-    assert_eq!((put, held), (6 * 180, 5 * 160), "the common beginning was sent once");
+    let router = up.client().get("/metrics").await.1;
+    let fallbacks: Vec<&str> = router.lines().filter(|line| line.contains("pool_fallbacks")).collect();
+    let outcomes = sum(&up, "pool", "baton_pool_puts_total{outcome=\"stored\"}").await;
+    assert_eq!(
+        (put, held),
+        (6 * 180, 5 * 160),
+        "the common beginning was sent once; {outcomes} stored, {fallbacks:?}, {}",
+        up.client().get("/debug/cluster").await.1
+    );
+}
+
+/// `bench/timeline.py` draws a request whose KV went through a pool node.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_through_the_pool_can_be_drawn() {
+    let env = [("BATON_LOG__FORMAT", "json"), ("BATON_LOG__LEVEL", "warn,walk=trace")];
+    let up = Up::start_with(&["--model", PACED, "--pool", "1"], &env).await;
+    for ask in asks(3) {
+        up.client().ask(&ask).await.expect("an answer");
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let (log, svg) = (folder.path().join("log"), folder.path().join("one.svg"));
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/timeline.py");
+    let drawn = eventually("all marks to be written", async || {
+        std::fs::write(&log, up.log()).expect("written");
+        let output = Command::new(python()).arg(&script).arg(&svg).arg(&log).output().expect("python runs");
+        output.status.success().then(|| std::fs::read_to_string(&svg).expect("a picture"))
+    })
+    .await;
+    for part in
+        ["pool: KV in and out", "go to the decode node", " came (", "hand-over gap", "waits for prefill"]
+    {
+        assert!(drawn.contains(part), "{part} in\n{drawn}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -143,7 +177,7 @@ async fn streams_outlive_a_stopped_pool_node() {
         up.expect_log(THE_POOL_FAILS);
         let stop = || up.signal(victim.pid, Signal::STOP);
         all_equal(disturbed(&up.client(), &asks, Duration::from_millis(60), stop).await, &expected);
-        // It is known now: nobody waits for it.
+        // The router knows that it is gone: no request waits for it.
         let began = Instant::now();
         all_equal(answers(&up.client(), &asks[..8]).await, &expected);
         assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
@@ -179,8 +213,8 @@ async fn a_stopped_pool_ends_requests_by_their_deadline() {
     up.baseline().await;
 }
 
-/// The pool has room for two or three of forty prompts: the others wait with their prefill nodes, and blocks that somebody
-/// reads stay where they are.
+/// The pool has room for two or three of forty prompts: the others wait with their prefill nodes, and blocks that are
+/// being read stay where they are.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_pool_is_done_without() {
     let asks = asks(40);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::fleet::{Fleet, FleetNode, PACED, Settings};
-use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL};
+use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL, NO_TOKENIZER};
 use baton_tests::sim::reference::Alone;
 use baton_tests::{Answer, Ask, Client, Failed, PATIENCE, Up, eventually, in_time};
 use engine::MockSettings;
@@ -23,7 +23,7 @@ use types::{Deadline, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId}
 
 /// What a wire's silence may last before it is given up: longer than an emulated processor takes for anything.
 const STALL: Duration = Duration::from_secs(5);
-/// So long that a stream is in its middle when something breaks.
+/// Long enough that a stream is under way when something breaks.
 const TOKENS: u32 = 40;
 
 /// The devices of prefill nodes and of decode nodes.
@@ -33,7 +33,7 @@ fn ports() -> [String; 2] {
     [first.to_owned(), second.to_owned()]
 }
 
-/// So many nodes of each kind, and rdma as their only wire. `more`: the settings of one role beside that.
+/// Nodes of each kind with rdma as their only wire. `more`: further settings of one role.
 async fn fleet(
     ports: &[String; 2],
     model: &str,
@@ -45,8 +45,8 @@ async fn fleet(
         let port = &ports[usize::from(role == "decode")];
         let ours = [
             ("BATON_TRANSFER__CONNECTORS", "[\"rdma\"]".to_owned()),
-            ("BATON_TRANSFER__RDMA_DEVICE", port.clone()),
-            ("BATON_TRANSFER__STALL_MS", STALL.as_millis().to_string()),
+            ("BATON_EXPERT__TRANSFER__RDMA_DEVICE", port.clone()),
+            ("BATON_EXPERT__TRANSFER__STALL_MS", STALL.as_millis().to_string()),
             ("BATON_MODEL__KV_MEMORY", "16MiB".to_owned()),
         ];
         ours.into_iter().chain(more(role)).collect()
@@ -69,7 +69,7 @@ fn asks() -> Vec<Ask> {
 /// What the model alone makes of them.
 fn alone(asks: &[Ask]) -> Vec<Vec<u32>> {
     let settings = MockSettings::named(PACED.strip_prefix("mock:")).expect("right settings");
-    let mut alone = Alone::new(settings, 64);
+    let mut alone = Alone::new("mock", settings, 64);
     let answer = |ask: &Ask| alone.answer(&prompt(ask)).tokens.iter().map(|token| token.0).collect();
     asks.iter().map(answer).collect()
 }
@@ -142,7 +142,7 @@ async fn two_and_two_answer_as_the_model_alone_over_rdma() {
     equal(&fleet, async || {}).await;
     fleet.baseline().await;
     a_cancel_storm(&fleet).await;
-    a_bad_cable_changes_no_token(&fleet, &Cable::between(&ports)).await;
+    a_bad_cable_changes_no_token(&fleet, &DevicePair::between(&ports)).await;
     for victim in ["prefill-0", "decode-0"] {
         a_node_stands_still(&fleet, victim).await;
         a_node_dies(&mut fleet, victim).await;
@@ -169,8 +169,8 @@ async fn a_node_stands_still(fleet: &Fleet, name: &str) {
     eprintln!("{name} stands still");
     let signal = |signal| node(fleet, name).process.signal(signal);
     equal(fleet, async || signal(Signal::STOP)).await;
-    // Its device is not stopped. Nobody gets what it was told to write to before its right to it has ended; and that
-    // does not wait for its process.
+    // Its device is not stopped. The blocks that it may still write to are not reused before its right to them has
+    // ended. That does not wait for its process.
     sleep(STALL).await;
     others_at_baseline(fleet, name).await;
     signal(Signal::CONT);
@@ -242,8 +242,8 @@ async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
 
 // === the cable ===
 
-async fn a_bad_cable_changes_no_token(fleet: &Fleet, cable: &Cable) {
-    // A packet of which a byte is wrong is one that is lost: its checksum does not fit.
+async fn a_bad_cable_changes_no_token(fleet: &Fleet, cable: &DevicePair) {
+    // A packet with a wrong byte is a lost packet: its checksum does not fit.
     for (flaw, loses) in
         [(Flaw::Netem("loss 10%"), true), (Flaw::Netem("delay 20ms"), false), (Flaw::Corrupts, true)]
     {
@@ -265,7 +265,7 @@ async fn a_bad_cable_changes_no_token(fleet: &Fleet, cable: &Cable) {
 
 #[derive(Clone, Copy, Debug)]
 enum Flaw {
-    /// As netem has it.
+    /// A fault that netem makes, in netem's syntax.
     Netem(&'static str),
     /// One packet of RDMA in ten has a wrong byte: where a write goes, what it brings, or the checksum of what confirms it.
     Corrupts,
@@ -278,13 +278,13 @@ const CORRUPTION: &str =
     "u32 match ip dport 4791 0xffff action ok random netrand pipe 10 action pedit munge offset 44 u8 invert";
 
 /// What joins the two devices.
-struct Cable {
+struct DevicePair {
     /// The network devices that those for RDMA are made on.
     ends: [String; 2],
     devices: [String; 2],
 }
 
-impl Cable {
+impl DevicePair {
     fn between(devices: &[String; 2]) -> Self {
         let end = |device: &String| {
             let parent = format!("/sys/class/infiniband/{device}/parent");
@@ -329,7 +329,7 @@ impl Cable {
 }
 
 struct Flawed<'a> {
-    cable: &'a Cable,
+    cable: &'a DevicePair,
     flaw: Flaw,
 }
 
@@ -360,6 +360,7 @@ async fn ranks_answer_as_one_does_over_rdma() {
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../engine/tests/models/llama");
     let one = Up::start(&["--colocated", "--model", model]).await;
     one.expect_log(A_NODE_STANDS_STILL);
+    one.expect_log(NO_TOKENIZER);
     let expected = in_time("answers", completions(&one.client())).await;
     drop(one);
     for (prefill, decode) in [("2", "1"), ("1", "2")] {
@@ -367,6 +368,7 @@ async fn ranks_answer_as_one_does_over_rdma() {
         let of_role =
             |role| vec![("BATON_MODEL__TP", tp(role).to_owned()), ("BATON_MODEL__NAME", "llama".to_owned())];
         let fleet = fleet(&ports, model, (1, 1), "decode-first", of_role).await;
+        fleet.expect_log(NO_TOKENIZER);
         let seen = in_time("answers", completions(&fleet.client())).await;
         assert_eq!(seen, expected, "{prefill} to {decode} ranks");
         assert!(arrived(&fleet).await > 0, "no KV travelled, {prefill} to {decode} ranks");

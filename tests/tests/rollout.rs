@@ -74,6 +74,14 @@ impl Cluster {
         self.state(node, &["ready", "superseded"]).await;
     }
 
+    /// Asks a node to stop, and returns once it has.
+    async fn remove(&mut self, name: &str) {
+        let at = self.nodes.iter().position(|node| node.name == name).expect("it was added");
+        let mut node = self.nodes.remove(at);
+        node.process.signal(rustix::process::Signal::TERM);
+        eventually("the node to stop", async || (!node.process.is_alive()).then_some(())).await;
+    }
+
     /// Restarts a node with another model, and returns once the router has heard of its new life.
     async fn change(&mut self, nth: usize, model: &str) {
         std::fs::write(&self.nodes[nth].model, mock(model)).expect("written");
@@ -102,6 +110,12 @@ impl Cluster {
         self.nodes.iter().find(|node| node.name == name).expect("it was added")
     }
 
+    /// Waits until every node's model has run.
+    async fn all_are_used(&self) {
+        let used = async || self.steps().await.iter().all(|steps| *steps > 0).then_some(());
+        eventually("all nodes to be used", used).await;
+    }
+
     /// Steps that each node's model has run.
     async fn steps(&self) -> Vec<u64> {
         join_all(self.nodes.iter().map(async |node| {
@@ -115,9 +129,15 @@ impl Cluster {
 impl Node {
     /// Waits until `/ready` answers so, and returns what it says.
     async fn readiness(&self, status: u16) -> String {
-        eventually("readiness", async || {
-            let (found, body) = Client::new(self.admin).get("/ready").await;
-            (found.as_u16() == status).then_some(body)
+        self.page("/ready", status, "").await
+    }
+
+    /// Waits until a page answers so and says this, and returns what it says.
+    async fn page(&self, path: &str, status: u16, says: &str) -> String {
+        let what = format!("{path} of {} to be {status}", self.name);
+        eventually(&what, async || {
+            let (found, body) = Client::new(self.admin).get(path).await;
+            (found.as_u16() == status && body.contains(says)).then_some(body)
         })
         .await
     }
@@ -185,8 +205,7 @@ async fn roll(etcd: Option<Etcd>, order: [usize; 4]) {
         }
         let groups = cluster.client().get_json("/debug/cluster").await["models"][0]["groups"].clone();
         assert_eq!(groups.as_array().map(Vec::len), Some(1), "{groups}");
-        // The last node gets its share of what follows.
-        tokio::time::sleep(Duration::from_secs(2)).await;
+        cluster.all_are_used().await;
         enough.store(true, Ordering::Relaxed);
     };
     let all = async { tokio::join!(load(&client, &asks, &enough), stays_ready(&client, &enough), rolling).0 };
@@ -197,9 +216,7 @@ async fn roll(etcd: Option<Etcd>, order: [usize; 4]) {
         |answers: &[Answer]| given.iter().filter(|(idx, tokens)| answers[*idx].tokens == *tokens).count();
     let (n_before, n_after) = (of(&before), of(&after));
     assert_eq!(n_before + n_after, given.len(), "no answer mixes weights");
-    assert!(n_before > CLIENTS && n_after > CLIENTS, "{n_before} and {n_after} answers");
-    let steps = cluster.steps().await;
-    assert!(steps.iter().all(|steps| *steps > 0), "all four nodes are used: {steps:?}");
+    assert!(n_before > CLIENTS && n_after > 0, "{n_before} and {n_after} answers");
     for node in &cluster.nodes {
         node.readiness(200).await;
     }
@@ -213,6 +230,60 @@ async fn a_rolling_change_of_weights_loses_and_mixes_no_request() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rolling_change_of_weights_in_etcd_loses_and_mixes_no_request() {
     roll(Some(Etcd::start()), [2, 0, 3, 1]).await;
+}
+
+/// What two Deployments do with `maxSurge: 1` and `maxUnavailable: 0`: one new node of each kind at a time, and one old node
+/// of that kind is stopped once `/rollout` of the new one says yes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
+    let mut cluster = Cluster::start(None).await;
+    for nth in 0..2 {
+        for role in ["prefill", "decode"] {
+            cluster.add(role, &format!("{role}-old-{nth}"), "mock 1").await;
+        }
+    }
+    for node in &cluster.nodes {
+        node.page("/rollout", 200, "").await;
+    }
+    let (client, asks) = (cluster.client(), asks("mock"));
+    let before = answers(&client, &asks).await;
+    let enough = AtomicBool::new(false);
+    let rolling = async {
+        for nth in 0..2 {
+            cluster.add("prefill", &format!("prefill-new-{nth}"), "mock 2").await;
+            if nth == 0 {
+                // A change of prefill nodes alone stalls, and says why.
+                let new = cluster.node("prefill-new-0");
+                new.page("/rollout", 503, "no usable decode node agrees with it").await;
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                new.page("/rollout", 503, "no usable decode node agrees with it").await;
+            }
+            cluster.add("decode", &format!("decode-new-{nth}"), "mock 2").await;
+            for role in ["prefill", "decode"] {
+                cluster.node(&format!("{role}-new-{nth}")).page("/rollout", 200, "").await;
+            }
+            if nth == 0 {
+                // The old nodes still serve: who waits for `/ready` waits for ever.
+                cluster.node("decode-new-0").page("/ready", 503, "is served by 4 nodes").await;
+            }
+            for role in ["prefill", "decode"] {
+                cluster.remove(&format!("{role}-old-{nth}")).await;
+            }
+        }
+        cluster.all_are_used().await;
+        enough.store(true, Ordering::Relaxed);
+    };
+    let all = async { tokio::join!(load(&client, &asks, &enough), stays_ready(&client, &enough), rolling).0 };
+    let given = in_time("the rollout", all).await;
+    let after = answers(&client, &asks).await;
+    let of =
+        |answers: &[Answer]| given.iter().filter(|(idx, tokens)| answers[*idx].tokens == *tokens).count();
+    assert_eq!(of(&before) + of(&after), given.len(), "no answer mixes weights");
+    assert!(of(&before) > CLIENTS && of(&after) > 0, "{} and {}", of(&before), of(&after));
+    assert_eq!(cluster.nodes.len(), 4);
+    for node in &cluster.nodes {
+        node.readiness(200).await;
+    }
 }
 
 /// Restarts the router, and returns how many answers it gave afterwards. Every one is the expected one.

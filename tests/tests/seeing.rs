@@ -1,4 +1,4 @@
-//! What an operator sees: one tree of spans per request, and metrics that somebody increments.
+//! What an operator sees: one tree of spans per request, and metrics that the code increments.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,7 +23,8 @@ fn spans(log: &str, request_id: &str) -> BTreeMap<String, Value> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_tree_of_spans_goes_through_all_processes() {
-    let up = Up::start_with(&[], &[("BATON_LOG__FORMAT", "json"), ("BATON_LOG__SPANS", "true")]).await;
+    let up =
+        Up::start_with(&[], &[("BATON_LOG__FORMAT", "json"), ("BATON_EXPERT__LOG__SPANS", "true")]).await;
     let ask = Ask::new((0..100).collect(), 8).header("x-request-id", "follow-me");
     up.client().ask(&ask).await.expect("an answer");
     let wanted: BTreeSet<&str> = [

@@ -128,6 +128,8 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     );
     let (status, body) = tell(node, "sleep").await;
     assert_eq!((status, code(&body)), (409, "asleep_already".to_owned()));
+    assert_eq!(node.readiness().await.0, 503);
+    assert_eq!(Client::new(node.admin).get("/rollout").await.0.as_u16(), 200, "a rollout goes on beyond it");
     assert_eq!(Client::new(node.admin).counter("baton_decode_asleep").await, 1);
     assert_eq!(Client::new(node.admin).counter("baton_decode_kv_blocks{state=\"free\"}").await, 0);
     eventually("the router to miss it", async || seen(&fleet, node).await.is_none().then_some(())).await;
@@ -182,7 +184,7 @@ async fn the_last_of_its_kind_may_sleep_too() {
             // A decode node computes prompts too.
             ("prefill", answer) => assert_eq!(answer.expect("it is served").tokens.len(), 5),
             (_, Err(refused)) => assert_eq!((refused.status, &*refused.code), (Some(503), "no_nodes")),
-            (_, Ok(answer)) => panic!("nobody was there: {answer:?}"),
+            (_, Ok(answer)) => panic!("no node was there: {answer:?}"),
         }
         let refused = called(node).await;
         assert_eq!((refused.code(), refused.message()), (tonic::Code::Unavailable, "the node sleeps"));

@@ -3,6 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/circles.rs"]
+mod circles;
+#[path = "tidy/pages.rs"]
+mod pages;
+#[path = "tidy/words.rs"]
+mod words;
+
 /// Which of our crates each may depend on. A new arrow is a design decision: `docs/decisions/`.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("types", &[]),
@@ -33,18 +40,17 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
         &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"],
     ),
     ("decode-node", &["node", "types", "proto", "chassis", "kv-cache", "kv-transfer", "engine", "scheduler"]),
-    ("kv-pool", &["types", "kv-cache", "kv-transfer", "chassis"]),
-    (
-        "pool-node",
-        &["node", "types", "proto", "registry", "chassis", "kernels", "kv-cache", "kv-pool", "kv-transfer"],
-    ),
+    ("pool-node", &["node", "types", "proto", "registry", "chassis", "kernels", "kv-cache", "kv-transfer"]),
     ("router", &["types", "proto", "registry", "chassis"]),
-    ("bench", &["types", "chassis", "kernels", "kv-cache", "kv-transfer"]),
-    ("hub", &[]),
+    ("bench", &["chassis"]),
+    ("models", &[]),
 ];
 
 /// Crates in which `unsafe` may stand, each block with its reason.
 const MAY_BE_UNSAFE: &[&str] = &["kernels"];
+
+/// Folders in the root: a reader takes them in at one look.
+const FOLDERS_MAX: usize = 22;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace").to_owned()
@@ -81,7 +87,7 @@ fn files(endings: &[&str]) -> Vec<PathBuf> {
 }
 
 #[test]
-fn nobody_depends_on_whom_it_may_not() {
+fn crates_depend_only_on_what_the_table_allows() {
     let members = members();
     let table: BTreeMap<&str, &[&str]> = MAY_DEPEND_ON.iter().copied().collect();
     for member in &members {
@@ -95,6 +101,47 @@ fn nobody_depends_on_whom_it_may_not() {
         };
         for dependency in dependencies.keys().filter(|name| members.contains(name)) {
             assert!(allowed.contains(&dependency.as_str()), "{member} may not depend on {dependency}");
+        }
+    }
+}
+
+/// Modules that only tests use. `engine/src/conformance` is not one: `baton bench engine --check` runs it on a GPU.
+const ONLY_FOR_TESTS: &[(&str, &str)] = &[
+    ("chassis/src/net/mod.rs", "mod memory;"),
+    ("engine/src/backend/mod.rs", "pub mod flaky;"),
+    ("kv-transfer/src/connectors/mod.rs", "pub mod flaky;"),
+    ("kv-transfer/src/lib.rs", "pub mod conformance;"),
+    ("registry/src/lib.rs", "pub mod conformance;"),
+    ("registry/src/lib.rs", "pub mod flaky;"),
+];
+
+#[test]
+fn doubles_and_conformance_suites_are_not_in_the_executable() {
+    let mut declared = BTreeSet::new();
+    for file in files(&[".rs"]) {
+        let path = file.strip_prefix(root()).expect("in the tree").to_string_lossy().into_owned();
+        let text = read(&file);
+        let lines: Vec<&str> = text.lines().collect();
+        for pair in lines.windows(2) {
+            let is_double = ["pub mod flaky;", "pub mod conformance;"].contains(&pair[1])
+                || ONLY_FOR_TESTS.contains(&(path.as_str(), pair[1]));
+            if !is_double || path == "engine/src/lib.rs" {
+                continue;
+            }
+            assert_eq!(pair[0], r#"#[cfg(any(test, feature = "test-support"))]"#, "{path}: {}", pair[1]);
+            declared.insert((path.clone(), pair[1].to_owned()));
+        }
+    }
+    let expected = ONLY_FOR_TESTS.iter().map(|(path, line)| ((*path).to_owned(), (*line).to_owned()));
+    assert_eq!(declared, expected.collect(), "left: found, right: ONLY_FOR_TESTS");
+    for member in members().iter().filter(|member| *member != "tests") {
+        let manifest: toml::Table = read(format!("{member}/Cargo.toml")).parse().expect("TOML");
+        for (name, dependency) in manifest["dependencies"].as_table().into_iter().flatten() {
+            let features = dependency.get("features").and_then(toml::Value::as_array);
+            let is_on = features.is_some_and(|features| {
+                features.iter().any(|feature| feature.as_str() == Some("test-support"))
+            });
+            assert!(!is_on, "{member}: {name} has test-support in [dependencies]");
         }
     }
 }
@@ -162,7 +209,7 @@ fn protobuf_json_and_etcd_each_have_one_home() {
                 "chassis/src",
                 "node/src/switch.rs",
                 "bench/",
-                "hub/",
+                "models/",
                 "baton/src/chat.rs",
                 "baton/src/switch.rs",
                 "tests/",
@@ -173,10 +220,12 @@ fn protobuf_json_and_etcd_each_have_one_home() {
             &[
                 "proto/",
                 "registry/src/etcd",
+                "registry/src/members_file.rs",
                 "registry/tests",
-                "fuzz/",
+                "tests/fuzz/",
                 "tests/tests/otlp.rs",
                 "tests/tests/corpus.rs",
+                "tests/tests/strangers.rs",
             ],
         ),
     ];
@@ -244,6 +293,23 @@ fn documents_name_files_that_exist() {
         }
     }
     assert!(n_paths > 30, "the walk alone names more than {n_paths} files");
+}
+
+#[test]
+fn the_readme_describes_every_folder() {
+    let page = read("README.md");
+    let (_, list) = page.split_once("\nThe folders:\n").expect("README.md lists the folders");
+    let lines = list.lines().filter_map(|line| line.strip_prefix("- `")?.split_once("/`: "));
+    let described: BTreeSet<String> = lines.map(|(name, _)| name.to_owned()).collect();
+    let ignored = read(".gitignore");
+    let is_ignored =
+        |name: &str| name.starts_with('.') || ignored.lines().any(|line| line.trim_matches('/') == name);
+    let entries =
+        std::fs::read_dir(root()).expect("the tree").flatten().filter(|entry| entry.path().is_dir());
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let folders: BTreeSet<String> = names.filter(|name| !is_ignored(name)).collect();
+    assert_eq!(folders, described, "README.md, `The folders`, left: in the tree, right: described");
+    assert!(folders.len() <= FOLDERS_MAX, "{} folders in the root, at most {FOLDERS_MAX}", folders.len());
 }
 
 #[test]

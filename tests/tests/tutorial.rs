@@ -56,16 +56,17 @@ impl Laptop {
         shell
     }
 
-    /// Types `script` and reads what it prints. What it starts in the background goes on.
+    /// Types `script` and reads what it prints. What it starts in the background goes on, and logs to standard error.
     fn run(&mut self, script: &str) -> Output {
-        let output = self.file("output");
-        let file = fs::File::create(&output).expect("a file");
-        let errors = file.try_clone().expect("a file");
-        let mut child =
-            self.shell(script).stdout(file).stderr(errors).stdin(Stdio::null()).spawn().expect("a shell");
+        let (output, errors) = (self.file("output"), self.file("errors"));
+        let create = |path: &Path| fs::File::create(path).expect("a file");
+        let mut shell = self.shell(script);
+        shell.stdin(Stdio::null()).stdout(create(&output)).stderr(create(&errors));
+        let mut child = shell.spawn().expect("a shell");
         let status = child.wait().expect("it ends");
         self.running.push(child);
-        Output { status, stdout: fs::read(output).expect("it was written"), stderr: Vec::new() }
+        let read = |path: PathBuf| fs::read(path).expect("it was written");
+        Output { status, stdout: read(output), stderr: read(errors) }
     }
 
     /// Types `script` into a terminal of its own, and leaves it there.
@@ -95,8 +96,10 @@ impl Drop for Laptop {
     }
 }
 
+/// All that was printed: to standard output, then to standard error.
 fn text(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stdout).into_owned()
+    let [printed, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    format!("{printed}{errors}")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

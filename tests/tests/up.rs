@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn it_stops_when_asked_and_leaves_nobody() {
+async fn it_stops_when_asked_and_leaves_no_process() {
     let mut up = Up::start(&["--prefill", "2", "--decode", "2"]).await;
     let nodes = up.nodes().await;
     assert_eq!(nodes.len(), 4);
@@ -59,8 +59,53 @@ async fn health_tells_the_truth() {
     up.signal(victim.pid, Signal::KILL);
     eventually("unreadiness", async || (client.get("/ready").await.0 == 503).then_some(())).await;
     assert_eq!(client.get("/live").await.0, 200);
-    let refused = client.ask(&Ask::new(vec![1], 1)).await.expect_err("no decode node");
-    assert_eq!((refused.status, refused.code.as_str()), (Some(503), "no_nodes"));
+    // `up` starts the node again.
+    eventually("readiness", async || (client.get("/ready").await.0 == 200).then_some(())).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_is_lost_comes_back() {
+    let mut up = Up::start(&["--prefill", "1", "--decode", "1"]).await;
+    up.expect_log(A_NODE_DIES);
+    let victim = up.of_role("decode").await.swap_remove(0);
+    up.signal(victim.pid, Signal::KILL);
+    let back = eventually("the node to come back", async || {
+        let nodes = up.of_role("decode").await;
+        nodes.into_iter().find(|node| node.pid != victim.pid && node.state == "ready")
+    })
+    .await;
+    assert_eq!((&back.id, back.epoch == victim.epoch), (&victim.id, false));
+    let answer = up.client().ask(&Ask::new(vec![1, 2, 3], 4)).await.expect("requests are served again");
+    assert!(!answer.tokens.is_empty());
+    let log = up.log();
+    assert!(log.contains("decode-0 ended with signal: 9 (SIGKILL); it starts again in 1 s"), "{log}");
+    assert_eq!(up.stop().await, Some(0), "{}", up.log());
+    assert!(!is_alive(back.pid), "the new process is stopped too");
+}
+
+/// A model file that is broken while the cluster runs: the node ends at each start.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_fails_again_and_again_waits_longer_each_time() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("mock.toml");
+    std::fs::write(&model, "name = \"mock\"\n").expect("written");
+    let path = format!("mock:{}", model.display());
+    let mut up = Up::start(&["--prefill", "1", "--decode", "1", "--model", &path]).await;
+    up.expect_log(A_NODE_DIES);
+    std::fs::write(&model, "name = 7\n").expect("written");
+    let victim = up.of_role("decode").await.swap_remove(0);
+    up.signal(victim.pid, Signal::KILL);
+    for seconds in [1, 2, 4] {
+        let said = format!("it starts again in {seconds} s\n");
+        eventually(&said, async || up.log().contains(&said).then_some(())).await;
+    }
+    let log = up.log();
+    let last_lines = log.split("it starts again in 2 s\n").nth(1).expect("it was said");
+    let last_line = last_lines.lines().next().expect("a line");
+    assert!(last_line.starts_with("  ") && last_line.contains("mock.toml"), "{log}");
+    // It stops in the middle of a pause.
+    assert_eq!(up.stop().await, Some(0), "{}", up.log());
+    assert!(up.alive().is_empty());
 }
 
 fn run(args: &[&str], env: &[(&str, &str)]) -> (i32, String, String) {
@@ -84,7 +129,7 @@ fn wrong_input_is_refused_with_what_would_be_right() {
     assert_eq!(code, 2, "{stderr}");
     assert!(stderr.contains("random, round-robin, least-loaded"), "{stderr}");
 
-    let (code, _, stderr) = run(&["decode", "--check"], &[("BATON_DECODE__LANDING_MAX", "3")]);
+    let (code, _, stderr) = run(&["decode", "--check"], &[("BATON_EXPERT__DECODE__LANDING_MAX", "3")]);
     assert_eq!(code, 2, "{stderr}");
     assert!(stderr.contains("decode.landings_max"), "{stderr}");
 

@@ -20,7 +20,7 @@ async fn answers(up: &Up, asks: &[Ask]) -> Vec<Answer> {
     in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Each of these connectors, and nobody else, brings the KV.
+/// Each of these connectors, and no other, carries the KV.
 async fn equals_colocated(args: &[&str], connectors: &[&str]) {
     let asks = asks();
     let colocated = Up::start(&["--colocated"]).await;
@@ -57,7 +57,7 @@ async fn prefill_first_equals_one_node() {
     equals_colocated(&args, &["tcp", "shm"]).await;
 }
 
-/// Nobody named a connector: on one host it is shared memory.
+/// No connector is configured: on one host the nodes use shared memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn auto_is_the_fastest_that_both_ends_have() {
     let up = Up::start(&["--prefill", "1", "--decode", "1"]).await;

@@ -128,7 +128,7 @@ async fn an_engine_that_hangs_is_named_and_left_out() {
 async fn stopped_peers_are_named_within_five_seconds() {
     for role in ["decode", "prefill"] {
         // Sooner than the router takes a silent peer for dead, which may be after three seconds.
-        let sooner = vec![("BATON_ROUTER__STUCK_MS", "2000".to_owned())];
+        let sooner = vec![("BATON_EXPERT__ROUTER__STUCK_MS", "2000".to_owned())];
         let fleet = Fleet::start_with(PACED, 1, 1, sooner).await;
         let client = fleet.client();
         let victim = fleet.nodes.iter().find(|node| node.role == role).expect("there is one");
@@ -155,7 +155,7 @@ async fn stopped_peers_are_named_within_five_seconds() {
     }
 }
 
-/// A client that does not read is nobody's standstill.
+/// A client that does not read does not make a node stuck.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reader_that_sleeps_is_no_standstill() {
     let fleet = Fleet::start(PACED, 1, 1).await;

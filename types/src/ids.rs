@@ -39,7 +39,7 @@ text_id! {
     NodeId
 }
 text_id! {
-    /// One request, from the client's door to the last token. Shown to the client as `x-request-id`.
+    /// One request, from its arrival at the router to the last token. Shown to the client as `x-request-id`.
     RequestId
 }
 text_id! {
@@ -92,6 +92,12 @@ impl Grant {
 
     pub fn to_bytes(self) -> [u8; 16] {
         self.0
+    }
+
+    /// Seals the grant with a prompt's digest, or opens a sealed one. With another digest another grant comes out.
+    pub(crate) fn sealed(self, with: [u8; 16]) -> Self {
+        let key = blake3::derive_key("baton landing grant v1", &with);
+        Self(std::array::from_fn(|idx| self.0[idx] ^ key[idx]))
     }
 }
 

@@ -123,7 +123,7 @@ impl KvLayout {
         Self { block_tokens, dtype, groups: vec![group], shard: Shard::WHOLE }
     }
 
-    /// The same, spread over so many ranks. Where there are fewer heads than ranks, several ranks hold the same head.
+    /// The same, spread over `tp_size` ranks. Where there are fewer heads than ranks, several ranks hold the same head.
     pub fn over_ranks(self, tp_size: u16) -> Result<Self, UnevenHeads> {
         let spread = Self { shard: Shard { tp_size, ..self.shard }, ..self };
         spread.check_ranks().map(|()| spread)
@@ -272,7 +272,7 @@ mod tests {
             error.to_string(),
             "8 KV heads do not spread over 3 ranks: the one number must divide the other"
         );
-        whole.clone().over_ranks(0).expect_err("nobody would hold it");
+        whole.clone().over_ranks(0).expect_err("no rank would hold it");
         whole.clone().over_ranks(128).expect_err("more than there can be");
         assert!(!whole.is_same_but_for_ranks(&KvLayout::uniform(16, KvDtype::Bf16, 32, 4, 128)));
     }

@@ -21,7 +21,7 @@ pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
 pub use layout::{GroupIdx, KvDtype, KvLayout};
 pub use load::{BlockCounts, BlockEvent, NodeLoad};
 pub use node::{Fingerprint, FingerprintDigest, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
-pub use prompt::{Deadline, Prompt, PromptModel, Sampling, StopRules, TokenId};
+pub use prompt::{Deadline, Prompt, PromptDigest, PromptModel, Sampling, StopRules, TokenId};
 pub use step::{FinishReason, Prefilled, Step, Usage};
 pub use text::in_full;
 pub use transfer::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};

@@ -8,7 +8,7 @@ use crate::layout::KvLayout;
 use crate::transfer::{Scheme, WireAddress};
 
 /// The versions of Baton's wire that this build speaks. N and N-1 always overlap.
-pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 1, max: 2 };
+pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 3, max: 3 };
 
 /// The largest message on any of our gRPC connections, on both sides. KV never travels in one; the longest is a prompt
 /// of a million tokens, which takes three bytes a token.

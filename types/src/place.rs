@@ -1,7 +1,7 @@
 //! Which pool nodes keep a sequence: rendezvous hashing.
 //!
-//! Whoever knows the members comes to the same answer without asking anyone. When a node joins or leaves, only the
-//! sequences that it keeps, or kept, move.
+//! All processes that know the same members compute the same answer. When a node joins or leaves, only the sequences
+//! that it keeps, or kept, move.
 
 use crate::block::BlockHash;
 use crate::ids::NodeId;
@@ -46,12 +46,12 @@ mod tests {
     }
 
     #[test]
-    fn nobody_keeps_where_nobody_is() {
+    fn without_members_no_node_keeps_a_sequence() {
         assert!(keepers(&[], hash(1)).is_empty());
         assert_eq!(keepers(&nodes(2), hash(1)).len(), 2);
     }
 
-    /// Whoever kept a sequence keeps it, unless it is the one that left; and the order of the members is nothing.
+    /// A sequence moves only if its node left, and the order of the members does not matter.
     #[test]
     fn only_what_the_leaver_kept_moves() {
         for n in 2..8 {

@@ -93,7 +93,22 @@ pub struct Prompt {
     pub deadline: Deadline,
 }
 
+/// What a prompt says: 128 bits of BLAKE3 over its tenant and its tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptDigest(pub [u8; 16]);
+
 impl Prompt {
+    /// The digest that a landing for this prompt is bound to.
+    pub fn digest(&self) -> PromptDigest {
+        let mut hasher = blake3::Hasher::new_derive_key("baton prompt digest v1");
+        let tenant = self.tenant.as_str().as_bytes();
+        hasher.update(&(tenant.len() as u64).to_le_bytes()).update(tenant);
+        let tokens: Vec<u8> = self.tokens.iter().flat_map(|token| token.0.to_le_bytes()).collect();
+        let mut digest = [0; 16];
+        digest.copy_from_slice(&hasher.update(&tokens).finalize().as_bytes()[..16]);
+        PromptDigest(digest)
+    }
+
     /// Tokens that may still be generated.
     pub fn tokens_left(&self) -> usize {
         (self.stop.max_tokens as usize).saturating_sub(self.n_generated)
@@ -157,7 +172,7 @@ impl Default for Sampling {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StopRules {
     pub max_tokens: u32,
-    /// No stop token is drawn before so many tokens.
+    /// No stop token is drawn before this number of tokens.
     pub min_tokens: u32,
     pub stop_tokens: Vec<TokenId>,
     /// The model's own end-of-sequence tokens do not stop it.

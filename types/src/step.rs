@@ -9,7 +9,7 @@ use crate::prompt::TokenId;
 pub struct Step {
     pub token: TokenId,
     /// Which output token this is, counted from zero over the request's whole life, continuations included.
-    /// A gap or a repetition is therefore visible to whoever reads the stream.
+    /// A gap or a repetition is therefore visible to the reader of the stream.
     pub index: u32,
     pub logprobs: Option<Logprobs>,
     /// Set on the last step only.

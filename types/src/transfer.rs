@@ -8,6 +8,7 @@ use crate::block::BlockIdx;
 use crate::ids::{Epoch, Grant, NodeId, TransferId};
 use crate::layout::{GroupIdx, KvLayout};
 use crate::node::Fingerprint;
+use crate::prompt::PromptDigest;
 use crate::step::Step;
 
 /// The name of a connector: `tcp`, `shm`, `rdma`, …
@@ -21,16 +22,6 @@ impl Scheme {
 
     pub fn as_str(&self) -> &str {
         &self.0
-    }
-}
-
-/// Connectors that only reach a node on the same machine.
-const WITHIN_HOST: &[&str] = &["loopback", "shm", "cuda-ipc"];
-
-impl Scheme {
-    /// Whether it only reaches a node on the same machine.
-    pub fn is_within_host(&self) -> bool {
-        WITHIN_HOST.contains(&self.as_str())
     }
 }
 
@@ -51,6 +42,8 @@ impl fmt::Debug for Scheme {
 pub struct WireAddress {
     pub scheme: Scheme,
     pub endpoint: String,
+    /// Only nodes on the same host reach it.
+    pub within_host: bool,
 }
 
 /// Where a prefill node shall put a sequence's KV.
@@ -61,8 +54,6 @@ pub enum Destination {
     /// Nowhere yet: it stays leased in the prefill node's outbox until `Deliver` names this transfer and a landing for
     /// it, or the deadline passes.
     Held(TransferId),
-    /// Into the shared pool.
-    Store,
 }
 
 /// The address of reserved blocks on one node, and the right to fill them.
@@ -71,7 +62,10 @@ pub struct Landing {
     pub transfer: TransferId,
     pub node: NodeId,
     pub epoch: Epoch,
+    /// Sealed with the prompt's digest if the landing is `bound`.
     pub grant: Grant,
+    /// Whether only who has the prompt can open the grant.
+    pub bound: bool,
     pub wire: WireAddress,
     /// Tokens whose KV the landing is for: the whole prompt.
     pub n_tokens: u32,
@@ -84,6 +78,21 @@ pub struct Landing {
 }
 
 impl Landing {
+    /// Seals the grant: KV of another prompt is refused here, even if a router names this landing for it.
+    #[must_use]
+    pub fn bound_to(self, prompt: PromptDigest) -> Self {
+        Self { grant: self.grant.sealed(prompt.0), bound: true, ..self }
+    }
+
+    /// Opens the grant with the prompt whose KV is to be sent. With another prompt it is not the grant.
+    #[must_use]
+    pub fn opened_with(self, prompt: PromptDigest) -> Self {
+        match self.bound {
+            true => Self { grant: self.grant.sealed(prompt.0), bound: false, ..self },
+            false => self,
+        }
+    }
+
     /// The blocks, as ordinals in the sequence, that are to be sent.
     pub fn wanted_blocks(&self) -> Range<u32> {
         let block_tokens = u32::from(self.layout.block_tokens);
@@ -133,13 +142,25 @@ mod tests {
             node: NodeId::new("d"),
             epoch: Epoch(1),
             grant: Grant::from_bytes([0; 16]),
-            wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: String::new() },
+            bound: false,
+            wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: String::new(), within_host: false },
             n_tokens,
             held_tokens,
             tables: vec![],
             layout: KvLayout::uniform(16, KvDtype::F32, 3, 1, 4),
             fingerprint: Fingerprint::default(),
         }
+    }
+
+    #[test]
+    fn a_bound_grant_opens_with_its_prompt_only() {
+        let (one, other) = (PromptDigest([1; 16]), PromptDigest([2; 16]));
+        let landing = landing(1, 0);
+        let bound = landing.clone().bound_to(one);
+        assert_ne!(bound.grant, landing.grant);
+        assert_eq!(bound.clone().opened_with(one), landing);
+        assert_ne!(bound.opened_with(other).grant, landing.grant);
+        assert_eq!(landing.clone().opened_with(other), landing, "of a node that does not bind");
     }
 
     #[test]

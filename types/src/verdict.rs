@@ -10,7 +10,7 @@ pub enum Verdict {
     Reject,
     /// This node cannot; another may.
     RetryElsewhere,
-    /// Nobody can now.
+    /// No node can now.
     RetryLater(Duration),
     /// An invariant of ours is broken.
     Bug,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use chassis::byte_size::ByteSize;
 use clap::{Args, ValueEnum};
 use engine::load::Quantize;
-use engine::measure::{DrawnBy, Offline, Workload};
+use engine::measure::{Offline, SamplingMode, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
 use types::KvDtype;
 
@@ -30,7 +30,7 @@ pub(crate) struct EngineArgs {
     /// What computes: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.
     #[arg(long, default_value = "auto", value_name = "DEVICE")]
     pub(crate) device: Device,
-    /// Tensor-parallel ranks: so many GPUs from the device's on, or groups of threads.
+    /// Number of tensor-parallel ranks: GPUs from the device's number on, or groups of threads.
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "RANKS")]
     pub(crate) tp: NonZero<u16>,
     /// Where weights come from.
@@ -88,7 +88,7 @@ pub(crate) struct EngineArgs {
     /// `--deterministic` the named model is compared with itself and nothing else.
     #[arg(long)]
     pub(crate) check: bool,
-    /// Have it sleep and wake so many times instead: how long that takes, what memory it gives, and whether the tokens are
+    /// Let it sleep and wake this many times instead: how long that takes, what memory it gives, and whether the tokens are
     /// the same afterwards.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) naps: usize,
@@ -149,11 +149,11 @@ pub(crate) enum Draws {
 }
 
 impl Draws {
-    fn meant(self) -> DrawnBy {
+    fn meant(self) -> SamplingMode {
         match self {
-            Self::Greedy => DrawnBy::Greedy,
-            Self::TopP => DrawnBy::TopP,
-            Self::Penalties => DrawnBy::Penalties,
+            Self::Greedy => SamplingMode::Greedy,
+            Self::TopP => SamplingMode::TopP,
+            Self::Penalties => SamplingMode::Penalties,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use engine::equality::{Comparison, Tolerance, alike, compare};
+use engine::equality::{Comparison, Tolerance, compare, compare_with_itself};
 use engine::{CpuBackend, CpuSettings, CudaBackend, CudaSettings, LoadFormat, StepLimits};
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, TokenId};
@@ -107,7 +107,7 @@ pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, F
             true => ALIKE_PROMPTS.map(|len| any(len, vocab)).to_vec(),
             false => prompts(folder, vocab)?,
         };
-        alike(&mut subject, &prompts, N_STEPS).map_err(Failed::work)
+        compare_with_itself(&mut subject, &prompts, N_STEPS).map_err(Failed::work)
     };
     let (recorded, launched) = (compared(true)?, compared(false)?);
     let model = folder.display().to_string();

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
 use engine::load::made::{self, Form};
-use engine::measure::naps::{self, Nap};
+use engine::measure::sleep_cycles::{self, SleepCycle};
 use engine::measure::{Measured, measure};
 use serde::Serialize;
 
@@ -38,7 +38,7 @@ struct Report {
     measured: Option<Measured>,
     profiles: Vec<DecodeProfile>,
     checks: Vec<check::Checked>,
-    naps: Vec<Nap>,
+    naps: Vec<SleepCycle>,
 }
 
 pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
@@ -100,7 +100,8 @@ fn slept(args: &EngineArgs) -> Result<Report, Failed> {
     let opened = Opened::open(args)?;
     let mut report = Report::new(args, opened.device());
     report.loaded = opened.loaded();
-    report.naps = naps::measure(opened.into_backend(), args.naps, &mut report::tell).map_err(Failed::work)?;
+    report.naps =
+        sleep_cycles::measure(opened.into_backend(), args.naps, &mut report::tell).map_err(Failed::work)?;
     Ok(report)
 }
 

@@ -21,7 +21,7 @@ fn announced(listen: &str, advertise: Option<&str>) -> Finding {
         Some(host) => Finding::ok(GROUP, format!("announces itself as {host}")),
         None if listens_everywhere(listen) => Finding::bad(
             GROUP,
-            format!("listens on {} and would announce that; nobody can connect to it", listen),
+            format!("listens on {} and would announce that; no other host can connect to it", listen),
             "set node.advertise to this machine's address or name (in Kubernetes: BATON_NODE__ADVERTISE from status.podIP)",
         ),
         None if listen.starts_with("127.") || listen.starts_with("localhost:") => Finding::note(

@@ -14,27 +14,34 @@ use super::finding::Finding;
 const GROUP: &str = "connectors";
 const N_BLOCKS: u32 = 4;
 
+/// Where the process would have its KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum KvPlace {
+    Host,
+    PerhapsGpu,
+}
+
 pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
     match process {
         ProcessFile::Router(_) => Vec::new(),
         ProcessFile::Node(config) => {
-            let may_be_on_gpu =
-                config.engine.device != Device::Cpu && !config.engine.model.starts_with("mock");
-            built(&config.connectors, &config.transfer, may_be_on_gpu).await
+            let on_host = config.engine.device == Device::Cpu || config.engine.model.starts_with("mock");
+            let place = if on_host { KvPlace::Host } else { KvPlace::PerhapsGpu };
+            built(&config.connectors, &config.transfer, place).await
         }
-        ProcessFile::Pool(config) => built(&config.connectors, &config.transfer, false).await,
+        ProcessFile::Pool(config) => built(&config.connectors, &config.transfer, KvPlace::Host).await,
     }
 }
 
-async fn built(names: &[String], settings: &TransferSettings, may_be_on_gpu: bool) -> Vec<Finding> {
+async fn built(names: &[String], settings: &TransferSettings, place: KvPlace) -> Vec<Finding> {
     let parts = match parts(settings) {
         Ok(parts) => parts,
         Err(error) => return vec![Finding::bad(GROUP, format!("no memory to try: {error}"), "free some")],
     };
-    match Connectors::build(names, &node::life::host_id(), &parts).await {
+    match Connectors::build(names, &node::host::host_id(), &parts).await {
         Ok(connectors) => {
             let here = connectors.addresses().into_iter().map(|wire| works(wire.scheme.as_str()));
-            here.chain(connectors.missing().iter().map(|missing| is_out(missing, may_be_on_gpu))).collect()
+            here.chain(connectors.missing().iter().map(|missing| is_out(missing, place))).collect()
         }
         Err(error) => {
             let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
@@ -71,9 +78,9 @@ fn works(scheme: &str) -> Finding {
 }
 
 /// What is between GPUs cannot be tried without the GPU's memory.
-fn is_out(missing: &MissingWire, may_be_on_gpu: bool) -> Finding {
+fn is_out(missing: &MissingWire, place: KvPlace) -> Finding {
     let MissingWire { scheme, why } = missing;
-    if may_be_on_gpu && ["cuda-ipc", "nccl"].contains(&scheme.as_str()) {
+    if place == KvPlace::PerhapsGpu && ["cuda-ipc", "nccl"].contains(&scheme.as_str()) {
         let found = format!("{scheme}: out, unless the node computes on a GPU");
         return Finding::note(
             GROUP,
@@ -95,7 +102,7 @@ mod tests {
 
     async fn found(names: &[&str]) -> Vec<Finding> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-        built(&names, &TransferSettings::default(), false).await
+        built(&names, &TransferSettings::default(), KvPlace::Host).await
     }
 
     #[tokio::test]

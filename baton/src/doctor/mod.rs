@@ -4,6 +4,7 @@
 
 mod finding;
 mod report;
+mod identity;
 mod address;
 mod clock;
 mod connectors;
@@ -16,6 +17,8 @@ mod rdma;
 mod registry;
 
 use std::process::ExitCode;
+
+use chassis::World;
 
 use crate::cli::DoctorArgs;
 use crate::exit::Failed;
@@ -31,10 +34,11 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
         Some(file) => ProcessFile::read(file, std::env::vars())?,
         None => ProcessFile::default_router()?,
     };
+    let (world, mut findings) = identity::look(&process);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Failed::start)?;
-    let mut findings = runtime.block_on(look(&process));
+    findings.extend(runtime.block_on(look(&process, &world)));
     if let Some(addr) = &args.peer {
-        findings.extend(runtime.block_on(peer::look(addr)));
+        findings.extend(runtime.block_on(peer::look(addr, world)));
     }
     let report = if args.json { report::json(&findings) } else { report::table(&findings) };
     output::print(&report)?;
@@ -43,10 +47,10 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
 }
 
 /// All groups, what a process needs first, before what only some connectors need.
-async fn look(process: &ProcessFile) -> Vec<Finding> {
+async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
     let mut findings = ports::look(process);
     findings.extend(address::look(process));
-    findings.extend(registry::look(process).await);
+    findings.extend(registry::look(process, world).await);
     findings.extend(model::look(process));
     findings.extend(host::look());
     findings.extend(clock::look());

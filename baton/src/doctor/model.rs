@@ -5,7 +5,7 @@ use std::path::Path;
 use engine::{AutoRoom, KvRoom};
 use node::kv_memory::available_bytes;
 
-use crate::model::Place;
+use crate::model::{Place, not_a_model};
 use crate::process_file::ProcessFile;
 
 use super::finding::Finding;
@@ -57,6 +57,9 @@ fn mock_file(file: &str) -> Finding {
 /// A folder as Hugging Face has them.
 fn folder(folder: &Path) -> Finding {
     let shown = folder.display();
+    if let Some(found) = not_a_model(folder) {
+        return Finding::bad(GROUP, found, "set model.path to a folder with config.json and safetensors");
+    }
     if !folder.is_dir() {
         let found = format!("{shown}: no such folder");
         return Finding::bad(
@@ -129,8 +132,13 @@ mod tests {
         let here = tempfile::tempdir().expect("a folder");
         let name = here.path().display().to_string();
         let put = |file: &str| std::fs::write(here.path().join(file), "{}").expect("written");
-        assert!(model(&name).found.contains("config.json, tokenizer.json missing"));
+        assert!(model(&name).found.contains("has no config.json: it is not a model's folder"));
+        put("weights.gguf");
+        assert!(model(&name).found.contains("GGUF is not read"));
+        let file = format!("{name}/weights.gguf");
+        assert!(model(&file).found.contains("is a file: GGUF is not read"), "{}", model(&file).found);
         put("config.json");
+        assert!(model(&name).found.contains("tokenizer.json missing"));
         put("tokenizer.json");
         assert!(model(&name).found.contains("safetensors"));
         put("model.safetensors");

@@ -80,7 +80,7 @@ fn describe(device: &str, port: &Path) -> Finding {
         Some(gid) => Finding::ok(
             GROUP,
             format!(
-                "{name} is active on {link}, GID {} {} ({}): transfer.rdma_device = \"{device}:{number}:{}\"",
+                "{name} is active on {link}, GID {} {} ({}): expert.transfer.rdma_device = \"{device}:{number}:{}\"",
                 gid.index, gid.text, gid.kind, gid.index
             ),
         ),
@@ -121,7 +121,7 @@ mod tests {
         assert_eq!(
             found[0].found,
             "mlx5_0 port 1 is active on Ethernet, GID 3 0000:0000:0000:0000:0000:ffff:0a00:0001 (RoCE v2): \
-             transfer.rdma_device = \"mlx5_0:1:3\""
+             expert.transfer.rdma_device = \"mlx5_0:1:3\""
         );
         put(&port, "state", "1: DOWN\n");
         assert!(look_in(class.path())[0].found.contains("DOWN"));

@@ -14,12 +14,12 @@ const GROUP: &str = "registry";
 /// A registry that takes longer is of no use at start either.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
-pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
+pub(super) async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
     let Some(url) = process.registry_url() else {
         return vec![Finding::ok(GROUP, "embedded: this router is the registry")];
     };
     let shown = registry::url::RegistryUrl::parse(url).map_or_else(|_| url.to_owned(), |url| url.to_string());
-    match tokio::time::timeout(ANSWER_WITHIN, members(url)).await {
+    match tokio::time::timeout(ANSWER_WITHIN, members(url, world)).await {
         Ok(Ok(members)) => {
             let answers = Finding::ok(GROUP, format!("{shown}: answers; {}", who(&members)));
             std::iter::once(answers).chain(members.iter().flat_map(goes_without)).collect()
@@ -32,8 +32,8 @@ pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
     }
 }
 
-async fn members(url: &str) -> Result<Vec<NodeInfo>, RegistryError> {
-    registry::ask_once(url, RegistryParts { world: World::real(), gate: Gate::new("doctor") }).await
+async fn members(url: &str, world: &World) -> Result<Vec<NodeInfo>, RegistryError> {
+    registry::ask_once(url, RegistryParts { world: world.clone(), gate: Gate::new("doctor") }).await
 }
 
 fn refused(shown: &str, url: &str, error: &RegistryError) -> Finding {
@@ -46,6 +46,7 @@ fn refused(shown: &str, url: &str, error: &RegistryError) -> Finding {
         Trouble::Address => "not a usable address",
         Trouble::Password => "the user or the password is refused",
         Trouble::Permission => "the user may not read and write this cluster's keys",
+        Trouble::Secret => "the router refuses this process's secret or clock",
         Trouble::Certificate => "no TLS connection: a certificate is refused, or one side does not speak TLS",
         Trouble::Unreachable => "unreachable",
     };
@@ -86,6 +87,9 @@ fn advice(url: &str, trouble: Trouble) -> String {
         Trouble::Permission => {
             "have etcd's administrator grant the user `readwrite` with --prefix on /baton/CLUSTER/".to_owned()
         }
+        Trouble::Secret => {
+            "give this process the same cluster.secret_file as the router, and synchronize the clocks".to_owned()
+        }
         Trouble::Certificate => {
             "ca= names the authority of etcd's certificate, cert= and key= the client certificate that etcd asks for, server_name= the name in etcd's certificate; without ca= there is no TLS"
                 .to_owned()
@@ -111,6 +115,7 @@ mod tests {
             Trouble::Address,
             Trouble::Password,
             Trouble::Permission,
+            Trouble::Secret,
             Trouble::Certificate,
             Trouble::Unreachable,
         ];
@@ -123,7 +128,7 @@ mod tests {
     async fn a_registry_that_nobody_is_at_is_found_out() {
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
         let url = format!("embedded://{free}");
-        let answer = tokio::time::timeout(Duration::from_millis(300), members(&url)).await;
+        let answer = tokio::time::timeout(Duration::from_millis(300), members(&url, &World::real())).await;
         assert!(!matches!(answer, Ok(Ok(_))), "{answer:?}");
     }
 }

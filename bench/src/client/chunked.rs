@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn malformed_bytes_are_refused() {
         for wire in [&b"\r\n"[..], b"xyz\r\n", b"1\r\nab", b"ffffffffffffffff1\r\n"] {
             let mut state = Chunked::START;
             assert_eq!(state.take(wire, &mut |_| ()), Err(BadChunk), "{wire:?}");

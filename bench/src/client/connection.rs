@@ -8,8 +8,8 @@ use std::sync::{Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWriteExt, ReadBuf};
-use tokio::net::TcpStream;
 
+use crate::client::stream::Stream;
 use crate::client::target::Target;
 
 const READ_BYTES: usize = 64 << 10;
@@ -22,10 +22,10 @@ thread_local! {
     static READ_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ_BYTES]);
 }
 
-/// One TCP connection.
+/// One connection.
 #[derive(Debug)]
 pub struct Connection {
-    stream: TcpStream,
+    stream: Stream,
     /// Whether an earlier request went over it: such a one may have been closed by the peer unnoticed.
     pub is_used: bool,
 }
@@ -33,7 +33,7 @@ pub struct Connection {
 /// Connections that wait for their next request, last used first.
 #[derive(Debug)]
 pub struct Connections {
-    idle: Mutex<Vec<TcpStream>>,
+    idle: Mutex<Vec<Stream>>,
     keeps: bool,
 }
 
@@ -45,7 +45,7 @@ impl Connections {
 
     pub async fn take(&self, target: &Target) -> io::Result<Connection> {
         while let Some(stream) = self.pop() {
-            if is_quiet(&stream) {
+            if stream.is_quiet() {
                 return Ok(Connection { stream, is_used: true });
             }
         }
@@ -53,8 +53,7 @@ impl Connections {
     }
 
     pub async fn open(target: &Target) -> io::Result<Connection> {
-        let stream = TcpStream::connect(target.addr).await?;
-        stream.set_nodelay(true)?;
+        let stream = target.connect().await?;
         Ok(Connection { stream, is_used: false })
     }
 
@@ -65,19 +64,15 @@ impl Connections {
         }
     }
 
-    fn pop(&self) -> Option<TcpStream> {
+    fn pop(&self) -> Option<Stream> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 }
 
-/// Open, with nothing to read: a byte or an end here belongs to no request.
-fn is_quiet(stream: &TcpStream) -> bool {
-    matches!(stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
-}
-
 impl Connection {
     pub async fn send(&mut self, wire: &[u8]) -> io::Result<()> {
-        self.stream.write_all(wire).await
+        self.stream.write_all(wire).await?;
+        self.stream.flush().await
     }
 
     /// Waits for bytes and hands them to `on_bytes`, still in the shared buffer; empty when the peer has closed.

@@ -23,7 +23,7 @@ pub struct EventFacts {
 }
 
 impl EventFacts {
-    /// Reads an event. Of bytes that are not JSON it says whatever it finds, and never more than is there.
+    /// Reads an event. In bytes that are not JSON it may find anything, but never more than is there.
     pub fn read(event: &[u8]) -> Self {
         let mut facts = Self::default();
         let (mut at, mut depth) = (0, 0u32);

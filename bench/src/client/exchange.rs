@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 
 use crate::client::connection::{Connection, Connections};
-use crate::client::reception::{Heard, Reception, Timing};
+use crate::client::reception::{Reception, ReceptionState, Timing};
 use crate::client::recorder::Answer;
 use crate::client::target::Target;
 use crate::load::live::Live;
@@ -107,21 +107,21 @@ impl Exchange<'_> {
         let client = self.client;
         let connection = client.connections.take(&client.target).await.map_err(connect_failed)?;
         let may_retry = connection.is_used;
-        match self.talk(connection, wire).await {
+        match self.send_and_read(connection, wire).await {
             Err(_) if may_retry && !self.reception.has_begun() => {
                 let connection = Connections::open(&client.target).await.map_err(connect_failed)?;
-                self.talk(connection, wire).await.map_err(broken)
+                self.send_and_read(connection, wire).await.map_err(broken)
             }
             other => other.map_err(broken),
         }
     }
 
-    async fn talk(&mut self, mut connection: Connection, wire: &[u8]) -> io::Result<Outcome> {
+    async fn send_and_read(&mut self, mut connection: Connection, wire: &[u8]) -> io::Result<Outcome> {
         connection.send(wire).await?;
         self.sent_us = since(self.intended, Instant::now());
         loop {
             let heard = connection.read(|bytes| self.hear(bytes)).await??;
-            if let Heard::End { outcome, reusable } = heard {
+            if let ReceptionState::End { outcome, reusable } = heard {
                 if reusable {
                     self.client.connections.give_back(connection);
                 }
@@ -131,7 +131,7 @@ impl Exchange<'_> {
     }
 
     /// The clock is read here, next to the read that brought the bytes.
-    fn hear(&mut self, bytes: &[u8]) -> io::Result<Heard> {
+    fn hear(&mut self, bytes: &[u8]) -> io::Result<ReceptionState> {
         let at_us = since(self.intended, Instant::now());
         if bytes.is_empty() {
             return self.hear_end();
@@ -144,11 +144,11 @@ impl Exchange<'_> {
         Ok(heard)
     }
 
-    fn hear_end(&mut self) -> io::Result<Heard> {
+    fn hear_end(&mut self) -> io::Result<ReceptionState> {
         if !self.reception.has_begun() {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "closed before an answer"));
         }
-        Ok(Heard::End { outcome: self.reception.close(), reusable: false })
+        Ok(ReceptionState::End { outcome: self.reception.close(), reusable: false })
     }
 }
 

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn malformed_bytes_are_refused() {
         assert_eq!(read("SSH-2.0-x\r\n\r\n").2, Err(HttpError::Head));
         let wire = "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n";
         assert_eq!(read(wire).2, Err(HttpError::Framing));

@@ -2,7 +2,7 @@
 
 use crate::client::exchange::Assignment;
 use crate::client::http::{Progress, ResponseReader};
-use crate::client::recorder::Recorder;
+use crate::client::recorder::{Recorder, StreamEnd};
 use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
 
 /// Reader and recorder of one request.
@@ -21,9 +21,9 @@ pub struct Timing {
     pub end_us: u32,
 }
 
-/// Whether to read on.
+/// Whether the response goes on.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Heard {
+pub enum ReceptionState {
     More,
     End { outcome: Outcome, reusable: bool },
 }
@@ -39,27 +39,30 @@ impl Reception {
     }
 
     /// Bytes that came at `at_us`. All events in them share that time: they were in the kernel's buffer together.
-    pub fn feed(&mut self, bytes: &[u8], at_us: u32) -> Heard {
+    pub fn feed(&mut self, bytes: &[u8], at_us: u32) -> ReceptionState {
         let recorder = &mut self.recorder;
         match self.reader.feed(bytes, &mut |data| recorder.on_data(at_us, data)) {
-            Ok(Progress::More) => Heard::More,
-            Ok(Progress::Whole { reusable }) => Heard::End { outcome: self.outcome(false), reusable },
+            Ok(Progress::More) => ReceptionState::More,
+            Ok(Progress::Whole { reusable }) => {
+                ReceptionState::End { outcome: self.outcome(StreamEnd::Complete), reusable }
+            }
             Err(error) => {
                 let failure = Failure { kind: FailureKind::Broken, message: error.to_string() };
-                Heard::End { outcome: Outcome::Failed(failure), reusable: false }
+                ReceptionState::End { outcome: Outcome::Failed(failure), reusable: false }
             }
         }
     }
 
     /// The peer closed the connection.
     pub fn close(&mut self) -> Outcome {
-        let is_cut = self.reader.close().is_err();
-        self.outcome(is_cut)
+        let end = if self.reader.close().is_ok() { StreamEnd::Complete } else { StreamEnd::Cut };
+        self.outcome(end)
     }
 
     /// Everything that was seen.
     pub fn into_record(self, assignment: &Assignment, timing: Timing, outcome: Outcome) -> RequestRecord {
-        let recorder = self.recorder;
+        let mut recorder = self.recorder;
+        recorder.settle();
         RequestRecord {
             index: assignment.index,
             session: assignment.session,
@@ -80,11 +83,11 @@ impl Reception {
         }
     }
 
-    fn outcome(&self, is_cut: bool) -> Outcome {
+    fn outcome(&self, end: StreamEnd) -> Outcome {
         let failure = if self.has_begun() && !self.reader.is_stream() {
             Some(self.refusal())
         } else {
-            self.recorder.failure(is_cut)
+            self.recorder.failure(end)
         };
         failure.map_or(Outcome::Finished, Outcome::Failed)
     }

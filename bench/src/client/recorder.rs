@@ -14,7 +14,7 @@ pub struct Recorder {
     pub usage_tokens: Option<u32>,
     pub prompt_tokens: Option<u32>,
     pub cached_tokens: u32,
-    /// What was said, for the next turn of a conversation; `None` where nobody asks.
+    /// The answer, for the next turn of a conversation; `None` where it is not needed.
     pub answer: Option<Answer>,
     n_tokens: u32,
     is_counting: bool,
@@ -28,6 +28,14 @@ pub struct Recorder {
 pub struct Answer {
     pub token_ids: Vec<u32>,
     pub text: String,
+}
+
+/// How an answer's stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamEnd {
+    Complete,
+    /// The connection broke.
+    Cut,
 }
 
 impl Recorder {
@@ -100,20 +108,35 @@ impl Recorder {
         match self.counted_by {
             CountedBy::TokenIds => facts.token_ids.unwrap_or(0),
             CountedBy::Usage => facts.completion_tokens.unwrap_or(0).saturating_sub(self.n_tokens),
-            CountedBy::Chunks => u32::from(facts.has_text),
+            CountedBy::Chunks | CountedBy::Total => u32::from(facts.has_text),
         }
     }
 
-    /// Why a stream that has ended is not a finished request, if so. `is_cut` says that the connection broke.
-    pub fn failure(&self, is_cut: bool) -> Option<Failure> {
+    /// Why a stream that has ended is not a finished request, if so.
+    pub fn failure(&self, end: StreamEnd) -> Option<Failure> {
         let failure = |kind, message: &str| Some(Failure { kind, message: message.to_owned() });
         match &self.error {
             Some(error) => failure(FailureKind::ErrorEvent, error),
-            None if !self.is_done && (is_cut || !self.has_finished) => {
+            None if !self.is_done && (end == StreamEnd::Cut || !self.has_finished) => {
                 failure(FailureKind::Broken, "the stream ended without a finish reason or [DONE]")
             }
             None if self.n_tokens == 0 => failure(FailureKind::Empty, "the stream held no token"),
             None => None,
+        }
+    }
+
+    /// Where chunks were counted and the server gave a total at the end, the total is the truth. The chunks with text share
+    /// it evenly.
+    pub fn settle(&mut self) {
+        let n_chunks = u64::from(self.n_tokens);
+        let Some(total) = self.usage_tokens.filter(|_| self.counted_by == CountedBy::Chunks && n_chunks > 0)
+        else {
+            return;
+        };
+        self.counted_by = CountedBy::Total;
+        let share = |nth: u64| (nth * u64::from(total) / n_chunks) as u32;
+        for (nth, chunk) in (0..).zip(self.chunks.iter_mut().filter(|chunk| chunk.tokens > 0)) {
+            chunk.tokens = share(nth + 1) - share(nth);
         }
     }
 
@@ -161,7 +184,7 @@ mod tests {
             "[DONE]",
         ]);
         assert_eq!((tokens(&seen), seen.counted_by), (vec![0, 1, 2, 0], CountedBy::TokenIds));
-        assert_eq!((seen.first_text_us, seen.failure(false)), (Some(20), None));
+        assert_eq!((seen.first_text_us, seen.failure(StreamEnd::Complete)), (Some(20), None));
         assert_eq!(
             seen.answer.map(|answer| (answer.token_ids, answer.text)),
             Some((vec![5, 6, 7], "ab".to_owned()))
@@ -177,7 +200,7 @@ mod tests {
             r#"{"choices":[{"delta":{},"finish_reason":"stop"}],"usage":{"completion_tokens":4}}"#,
         ]);
         assert_eq!((tokens(&seen), seen.counted_by), (vec![0, 1, 3, 0], CountedBy::Usage));
-        assert_eq!(seen.failure(false), None);
+        assert_eq!(seen.failure(StreamEnd::Complete), None);
     }
 
     #[test]
@@ -194,15 +217,34 @@ mod tests {
     }
 
     #[test]
+    fn a_total_at_the_end_is_shared_by_the_chunks_with_text() {
+        let mut seen = record(&[
+            r#"{"choices":[{"delta":{"content":""}}]}"#,
+            r#"{"choices":[{"delta":{"content":"a"}}]}"#,
+            r#"{"choices":[{"delta":{"content":"b"}}]}"#,
+            r#"{"choices":[{"delta":{"content":"c"}}]}"#,
+            r#"{"choices":[],"usage":{"completion_tokens":8}}"#,
+        ]);
+        seen.settle();
+        assert_eq!((tokens(&seen), seen.counted_by), (vec![0, 2, 3, 3], CountedBy::Total));
+        let mut by_ids = record(&[
+            r#"{"choices":[{"text":"ab","token_ids":[6,7]}]}"#,
+            r#"{"choices":[],"usage":{"completion_tokens":9}}"#,
+        ]);
+        by_ids.settle();
+        assert_eq!((tokens(&by_ids), by_ids.counted_by), (vec![2], CountedBy::TokenIds), "ids are better");
+    }
+
+    #[test]
     fn failures_are_named() {
-        let kind = |events: &[&str], is_cut| record(events).failure(is_cut).map(|failure| failure.kind);
+        let kind = |events: &[&str], end| record(events).failure(end).map(|failure| failure.kind);
         let token = r#"{"choices":[{"text":"a","finish_reason":null}]}"#;
         assert_eq!(
-            kind(&[token, r#"{"error":{"message":"no"}}"#, "[DONE]"], false),
+            kind(&[token, r#"{"error":{"message":"no"}}"#, "[DONE]"], StreamEnd::Complete),
             Some(FailureKind::ErrorEvent)
         );
-        assert_eq!(kind(&[token], false), Some(FailureKind::Broken));
-        assert_eq!(kind(&[token, "[DONE]"], true), None);
-        assert_eq!(kind(&["[DONE]"], false), Some(FailureKind::Empty));
+        assert_eq!(kind(&[token], StreamEnd::Complete), Some(FailureKind::Broken));
+        assert_eq!(kind(&[token, "[DONE]"], StreamEnd::Cut), None);
+        assert_eq!(kind(&["[DONE]"], StreamEnd::Complete), Some(FailureKind::Empty));
     }
 }

@@ -20,7 +20,7 @@ const CONFIG_PAGES: [&str; 4] = ["/v1/models", "/version", "/debug/cluster", "/g
 
 /// What was asked for.
 #[derive(Clone, Debug)]
-pub struct Wishes<'a> {
+pub struct SurveyRequest<'a> {
     pub endpoint: Endpoint,
     pub model: Option<&'a str>,
     pub headers: &'a [(String, String)],
@@ -45,25 +45,25 @@ pub struct Survey {
 }
 
 /// Asks. Fails when no form of request gets an answer, with what the server said to the plainest.
-pub async fn survey(target: &Arc<Target>, wishes: &Wishes<'_>) -> Result<Survey> {
+pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result<Survey> {
     let config = config(target).await;
-    let model = match wishes.model {
+    let model = match request.model {
         Some(model) => model.to_owned(),
         None => first_model(&config)
             .ok_or_else(|| BenchError::target(&target.url, "GET /v1/models names no model: give --model"))?,
     };
     let mut refusal = String::new();
-    for extras in attempts(wishes.ignore_eos) {
+    for extras in attempts(request.ignore_eos) {
         let parts = ShapeParts {
             target,
-            endpoint: wishes.endpoint,
+            endpoint: request.endpoint,
             model: &model,
             extras,
-            headers: wishes.headers,
-            fields: wishes.fields,
+            headers: request.headers,
+            fields: request.fields,
         };
         let shape = RequestShape::new(&parts);
-        let record = first_contact(target, &shape, &wishes.probe).await;
+        let record = first_contact(target, &shape, &request.probe).await;
         match record.failure() {
             None => return Ok(found(model, shape, extras, &record, config)),
             Some(failure) if failure.kind == FailureKind::Status => refusal.clone_from(&failure.message),

@@ -3,11 +3,12 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use rustls::RootCertStore;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use crate::client::http::{Progress, ResponseReader};
+use crate::client::stream::{Stream, Tls, system_roots};
 use crate::error::{BenchError, Result};
 
 /// How long a question outside the measurement may take.
@@ -21,24 +22,47 @@ pub struct Target {
     pub addr: SocketAddr,
     host: String,
     base_path: String,
+    tls: Option<Tls>,
+}
+
+/// A URL's parts.
+#[derive(Debug, PartialEq, Eq)]
+struct UrlParts {
+    is_https: bool,
+    /// With its port, if there is one.
+    host: String,
+    base_path: String,
 }
 
 impl Target {
-    /// Resolves `http://host:port/base` and keeps the first address that accepts a connection.
+    /// Resolves `http://host:port/base`, or `https://`, and keeps the first address that accepts a connection.
     pub async fn resolve(url: &str) -> Result<Self> {
-        let (host, base_path) = split_url(url)?;
-        let with_port = if has_port(&host) { host.clone() } else { format!("{host}:80") };
+        Self::resolve_trusting(url, system_roots).await
+    }
+
+    /// Believes an `https` server that one of these authorities vouches for.
+    async fn resolve_trusting(url: &str, roots: impl FnOnce() -> RootCertStore) -> Result<Self> {
+        let UrlParts { is_https, host, base_path } = split_url(url)?;
+        let port = if is_https { 443 } else { 80 };
+        let with_port = if has_port(&host) { host.clone() } else { format!("{host}:{port}") };
+        let name = with_port.rsplit_once(':').map_or(host.as_str(), |(name, _)| name);
+        let tls = is_https.then(|| Tls::new(name, roots())).transpose();
+        let tls = tls.map_err(|reason| BenchError::target(url, reason))?;
         let addrs =
             tokio::net::lookup_host(&with_port).await.map_err(|error| BenchError::target(url, error))?;
         let mut refusal = "the name has no address".to_owned();
         for addr in addrs {
-            match timeout(ASK_TIMEOUT, TcpStream::connect(addr)).await {
-                Ok(Ok(_)) => return Ok(Self { url: url.to_owned(), addr, host, base_path }),
+            match timeout(ASK_TIMEOUT, Stream::connect(addr, tls.as_ref())).await {
+                Ok(Ok(_)) => return Ok(Self { url: url.to_owned(), addr, host, base_path, tls }),
                 Ok(Err(error)) => refusal = error.to_string(),
                 Err(_) => refusal = format!("{addr} does not accept a connection"),
             }
         }
         Err(BenchError::target(url, refusal))
+    }
+
+    pub(crate) async fn connect(&self) -> std::io::Result<Stream> {
+        Stream::connect(self.addr, self.tls.as_ref()).await
     }
 
     /// The head of a request, up to where the length and the body go.
@@ -55,9 +79,10 @@ impl Target {
     }
 
     async fn get_unbounded(&self, path: &str) -> std::io::Result<(u16, String)> {
-        let mut stream = TcpStream::connect(self.addr).await?;
+        let mut stream = self.connect().await?;
         let head = self.head("GET", path) + "accept: application/json\r\nconnection: close\r\n\r\n";
         stream.write_all(head.as_bytes()).await?;
+        stream.flush().await?;
         let mut reader = ResponseReader::keeping(PLAIN_ANSWER_BYTES_MAX);
         let mut buffer = vec![0; 16 << 10];
         loop {
@@ -76,19 +101,19 @@ impl Target {
 }
 
 /// `http://host:port/base/` into `host:port` and `/base`.
-fn split_url(url: &str) -> Result<(String, String)> {
-    let rest = url.strip_prefix("http://").ok_or_else(|| {
-        BenchError::target(
-            url,
-            "only http:// is spoken: measure behind the proxy that ends TLS, or tunnel to it",
-        )
-    })?;
+fn split_url(url: &str) -> Result<UrlParts> {
+    let (is_https, rest) = match url.split_once("://") {
+        None => (false, url),
+        Some(("http", rest)) => (false, rest),
+        Some(("https", rest)) => (true, rest),
+        Some(_) => return Err(BenchError::target(url, "a URL begins with http:// or https://")),
+    };
     let (host, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
     let path = path.trim_end_matches('/').trim_end_matches("/v1");
     if host.is_empty() {
         Err(BenchError::target(url, "no host"))
     } else {
-        Ok((host.to_owned(), path.to_owned()))
+        Ok(UrlParts { is_https, host: host.to_owned(), base_path: path.to_owned() })
     }
 }
 
@@ -99,17 +124,69 @@ fn has_port(host: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use chassis::{Gate, spawn_guarded};
 
     #[test]
     fn urls_are_split() {
         let check = |url: &str, host: &str, path: &str| {
             let split = split_url(url).expect(url);
-            assert_eq!((split.0.as_str(), split.1.as_str()), (host, path), "{url}");
+            assert_eq!((split.host.as_str(), split.base_path.as_str()), (host, path), "{url}");
+            assert_eq!(split.is_https, url.starts_with("https"), "{url}");
         };
         check("http://localhost:8000", "localhost:8000", "");
         check("http://localhost:8000/v1/", "localhost:8000", "");
         check("http://[::1]:80/models/x/", "[::1]:80", "/models/x");
-        assert!(split_url("https://x").is_err());
+        check("localhost:8000", "localhost:8000", "");
+        check("10.0.0.5:8000/v1", "10.0.0.5:8000", "");
+        check("https://api.example.com/v1", "api.example.com", "");
+        assert!(split_url("ftp://x").is_err());
         assert!(has_port("[::1]:80") && !has_port("[::1]") && !has_port("host"));
+    }
+
+    /// A server with a certificate of its own that answers every request alike. The second value is its authority.
+    async fn https_server(name: &str) -> (SocketAddr, RootCertStore) {
+        let rcgen::CertifiedKey { cert, signing_key } =
+            rcgen::generate_simple_self_signed(vec![name.to_owned()]).expect("a certificate");
+        let key = rustls::pki_types::PrivateKeyDer::try_from(signing_key.serialize_der()).expect("a key");
+        let ring = std::sync::Arc::new(rustls::crypto::ring::default_provider());
+        let config = rustls::ServerConfig::builder_with_provider(ring)
+            .with_safe_default_protocol_versions()
+            .expect("versions")
+            .with_no_client_auth()
+            .with_single_cert(vec![cert.der().clone()], key)
+            .expect("they belong together");
+        let mut roots = RootCertStore::empty();
+        roots.add(cert.der().clone()).expect("an authority");
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let addr = listener.local_addr().expect("bound");
+        let acceptor = tokio_rustls::TlsAcceptor::from(std::sync::Arc::new(config));
+        let serve = async move {
+            while let Ok((tcp, _)) = listener.accept().await {
+                let Ok(mut tls) = acceptor.accept(tcp).await else { continue };
+                let mut head = [0; 1024];
+                if tls.read(&mut head).await.is_ok_and(|n| n > 0) {
+                    let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nthere\n";
+                    tls.write_all(answer).await.expect("a client that reads");
+                    tls.flush().await.expect("sent");
+                }
+            }
+        };
+        spawn_guarded(&Gate::new("https server"), "serve", serve).detach();
+        (addr, roots)
+    }
+
+    #[tokio::test]
+    async fn an_https_server_is_asked_and_must_prove_its_name() {
+        let (addr, roots) = https_server("localhost").await;
+        let url = format!("https://localhost:{}/v1", addr.port());
+        let target = Target::resolve_trusting(&url, || roots.clone()).await.expect("it is trusted");
+        assert_eq!(target.get("/live").await.expect("an answer"), (200, "there\n".to_owned()));
+        let stranger = Target::resolve_trusting(&url, RootCertStore::empty).await.expect_err("no authority");
+        assert!(stranger.to_string().contains("certificate"), "{stranger}");
+        let other = format!("https://127.0.0.1:{}", addr.port());
+        assert!(
+            Target::resolve_trusting(&other, || roots).await.is_err(),
+            "the certificate has another name"
+        );
     }
 }

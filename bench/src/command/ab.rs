@@ -7,7 +7,7 @@ use clap::Args;
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
-use crate::bootstrap::{Contrast, Drawing, Statistic, Units, contrasts};
+use crate::bootstrap::{Contrast, Resampling, Statistic, Units, contrasts};
 use crate::command::compare::{STATISTICS, distinct, table};
 use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec, parse_fields, parse_header};
 use crate::command::{Ended, say, tell};
@@ -17,7 +17,7 @@ use crate::metrics::{LagSamples, Metric, Objectives};
 use crate::record::RequestRecord;
 use crate::report::{RunReport, html, markdown};
 use crate::span::parse_span;
-use crate::workload::WorkloadArgs;
+use crate::workload::{ArrivalTimes, WorkloadArgs};
 
 /// With fewer pairs the interval is not worth its name.
 const N_PAIRS_MIN: usize = 4;
@@ -86,10 +86,10 @@ struct Side {
 pub async fn run(args: AbArgs) -> Result<Ended> {
     let load = slice_load(&args)?;
     let load_a = LoadArgs { rate: args.a_rate.or(load.rate), ..load.clone() };
-    load_a.check(false)?;
-    let mut sides = [side(&args, load_a, true).await?, side(&args, load, false).await?];
+    load_a.check(ArrivalTimes::Generated)?;
+    let mut sides = [side(&args, load_a, SideName::A).await?, side(&args, load, SideName::B).await?];
     'pairs: for pair in 0..args.pairs {
-        // A B, then B A: what drifts in one direction favours nobody.
+        // A B, then B A: drift in one direction favours neither side.
         for nth in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
             tell(&format!("pair {} of {}: {}", pair + 1, args.pairs, sides[nth].label));
             sides[nth].play(&args, pair, nth).await?;
@@ -108,23 +108,29 @@ fn slice_load(args: &AbArgs) -> Result<LoadArgs> {
             "--pairs is at least {N_PAIRS_MIN}: the interval is drawn from them"
         )));
     }
-    if args.load.arrivals.is_some() || args.workload.is_timed() {
+    if args.load.arrivals.is_some() || args.workload.arrival_times() == ArrivalTimes::Recorded {
         return Err(BenchError::usage(
             "ab draws each slice anew: give --rate or --concurrency, not recorded times",
         ));
     }
     let duration = args.load.requests.is_none().then_some(args.slice);
     let load = LoadArgs { duration, ..args.load.clone() };
-    load.check(false)?;
+    load.check(ArrivalTimes::Generated)?;
     Ok(load)
 }
 
-async fn side(args: &AbArgs, load: LoadArgs, is_a: bool) -> Result<Side> {
-    let (label, headers, fields) = match is_a {
-        true => (&args.a_label, &args.a_header, &args.a_fields),
-        false => (&args.b_label, &args.b_header, &args.b_fields),
+/// Which of the two sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SideName {
+    A,
+    B,
+}
+
+async fn side(args: &AbArgs, load: LoadArgs, name: SideName) -> Result<Side> {
+    let (url, label, headers, fields) = match name {
+        SideName::A => (&args.a, &args.a_label, &args.a_header, &args.a_fields),
+        SideName::B => (args.b.as_ref().unwrap_or(&args.a), &args.b_label, &args.b_header, &args.b_fields),
     };
-    let url = if is_a { &args.a } else { args.b.as_ref().unwrap_or(&args.a) };
     let mut requests = args.requests.clone();
     requests.header.extend(headers.iter().cloned());
     requests.fields.get_or_insert_default().extend(fields.clone().unwrap_or_default());
@@ -135,7 +141,7 @@ async fn side(args: &AbArgs, load: LoadArgs, is_a: bool) -> Result<Side> {
 }
 
 impl Side {
-    /// Both sides of a pair have the same arrivals and lengths, and prompts that nobody has seen.
+    /// Both sides of a pair have the same arrivals and lengths, and prompts that no cache holds.
     async fn play(&mut self, args: &AbArgs, pair: usize, nth: usize) -> Result<()> {
         let begun = Instant::now();
         let spec = RunSpec {
@@ -199,18 +205,18 @@ fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {
     let (all_a, all_b): (Vec<_>, Vec<_>) = (a.records.iter().collect(), b.records.iter().collect());
     for metric in distinct(&all_a, &all_b) {
         let (a, b) = (a.units(metric, n_pairs), b.units(metric, n_pairs));
-        found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Drawing::Paired));
+        found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Resampling::Paired));
     }
     let mean = [Statistic::Mean];
     let (rates_a, rates_b) = (a.rates[..n_pairs].to_vec(), b.rates[..n_pairs].to_vec());
-    found.extend(contrasts("output tokens/s", &rates_a, &rates_b, &mean, Drawing::Paired));
+    found.extend(contrasts("output tokens/s", &rates_a, &rates_b, &mean, Resampling::Paired));
     let slo = &args.output.slo;
     found.extend(contrasts(
         "attainment",
         &a.attainment(slo, n_pairs),
         &b.attainment(slo, n_pairs),
         &mean,
-        Drawing::Paired,
+        Resampling::Paired,
     ));
     found
 }

@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::Value;
 
-use crate::bootstrap::{Contrast, Drawing, Statistic, Units, contrasts};
+use crate::bootstrap::{Contrast, Resampling, Statistic, Units, contrasts};
 use crate::command::{Ended, say};
 use crate::error::Result;
 use crate::metrics::{Metric, Objectives};
 use crate::record::RequestRecord;
 use crate::report::RunReport;
+use crate::report::table::Table;
 use crate::span::show_ms;
 
 #[derive(Clone, Debug, Args)]
@@ -29,16 +30,28 @@ pub const STATISTICS: [Statistic; 4] =
 pub fn run(args: &CompareArgs) -> Result<Ended> {
     let (a, b) = (RunReport::read(&args.a)?, RunReport::read(&args.b)?);
     say(&differences(&a, &b));
+    for (name, run) in [("A", &a), ("B", &b)] {
+        invalid(name, run.valid, &run.lag.invalid_because).iter().for_each(|line| say(line));
+    }
     let (records_a, records_b) = (a.records()?, b.records()?);
     let (chosen_a, chosen_b) = (a.window.of(&records_a), b.window.of(&records_b));
     let mut found = Vec::new();
     for metric in distinct(&chosen_a, &chosen_b) {
         let (a, b) = (by_request(&chosen_a, metric), by_request(&chosen_b, metric));
-        found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Drawing::Independent));
+        found.extend(contrasts(metric.name(), &a, &b, &STATISTICS, Resampling::Independent));
     }
     found.extend(attainment(&chosen_a, &chosen_b, &a.objectives()));
     say(&table(&found));
     Ok(if a.valid && b.valid { Ended::Well } else { Ended::Invalid })
+}
+
+/// That a run says nothing, and why: an exit code alone is not seen.
+fn invalid(name: &str, is_valid: bool, reasons: &[String]) -> Vec<String> {
+    match (is_valid, reasons) {
+        (true, _) => Vec::new(),
+        (false, []) => vec![format!("{name} is INVALID")],
+        (false, reasons) => reasons.iter().map(|reason| format!("{name} is INVALID: {reason}")).collect(),
+    }
 }
 
 /// The metrics without those that say nothing new: where every token comes with its text, and every chunk with one
@@ -68,27 +81,25 @@ fn attainment(a: &[&RequestRecord], b: &[&RequestRecord], objectives: &Objective
         let counted = records.iter().filter(|record| !record.is_cancelled());
         counted.map(|record| vec![f64::from(u8::from(objectives.hold(record)))]).collect()
     };
-    contrasts("attainment", &sent(a), &sent(b), &[Statistic::Mean], Drawing::Independent)
+    contrasts("attainment", &sent(a), &sent(b), &[Statistic::Mean], Resampling::Independent)
 }
 
 /// Latencies in milliseconds with the ratio's interval.
 pub fn table(contrasts: &[Contrast]) -> String {
-    let mut text = String::from("| | A | B | B ÷ A | 95 % interval | |\n|---|---|---|---|---|---|\n");
-    for contrast in contrasts.iter().filter(|contrast| !contrast.ratio.is_nan() || contrast.a != contrast.b) {
+    let header = ["", "A", "B", "B ÷ A", "95 % interval", ""].map(str::to_owned).to_vec();
+    let tells = |contrast: &&Contrast| !contrast.ratio.is_nan() || contrast.a != contrast.b;
+    let row = |contrast: &Contrast| {
         let show = |value: f64| if is_latency(contrast) { show_ms(value) } else { format!("{value:.3}") };
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {:.3} | {:.3} – {:.3} | {} |",
-            contrast.name,
+        vec![
+            contrast.name.to_string(),
             show(contrast.a),
             show(contrast.b),
-            contrast.ratio,
-            contrast.low,
-            contrast.high,
-            contrast.verdict()
-        );
-    }
-    text
+            format!("{:.3}", contrast.ratio),
+            format!("{:.3} – {:.3}", contrast.low, contrast.high),
+            contrast.verdict().to_string(),
+        ]
+    };
+    Table { header, rows: contrasts.iter().filter(tells).map(row).collect() }.to_markdown()
 }
 
 fn is_latency(contrast: &Contrast) -> bool {
@@ -140,6 +151,14 @@ fn brief(value: &Value) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn runs_that_say_nothing_are_called_invalid() {
+        let lines = invalid("B", false, &["its own lag was 40 ms".to_owned()]);
+        assert_eq!(lines, ["B is INVALID: its own lag was 40 ms"]);
+        assert_eq!(invalid("A", false, &[]), ["A is INVALID"]);
+        assert_eq!(invalid("A", true, &[]), Vec::<String>::new());
+    }
 
     #[test]
     fn settings_that_differ_are_named_leaf_by_leaf() {

@@ -9,9 +9,9 @@ use crate::client::Target;
 use crate::command::measure::{Bench, OutputArgs, RequestArgs, RunSpec};
 use crate::command::{Ended, say};
 use crate::error::{Result, write_text};
-use crate::faults::{Schedule, Struck, strike_all};
+use crate::faults::{InjectedFault, Schedule, inject_all};
 use crate::load::LoadArgs;
-use crate::load::drive::Seen;
+use crate::load::drive::Observed;
 use crate::recovery::costs;
 use crate::report::{FaultMark, RunReport, html, markdown};
 use crate::workload::WorkloadArgs;
@@ -38,37 +38,37 @@ pub struct FaultsArgs {
 }
 
 pub async fn run(args: FaultsArgs) -> Result<Ended> {
-    args.load.check(args.workload.is_timed())?;
+    args.load.check(args.workload.arrival_times())?;
     let schedule = Schedule::read(&args.schedule)?;
     let bench = Bench::prepare(&args.url, &args.requests, &args.workload).await?;
     let target = Target::resolve(&args.url).await?;
     let label = args.output.label.as_deref().unwrap_or("faults");
     let spec = RunSpec::new(args.load.clone(), label, args.output.quiet);
-    let mut struck = Vec::with_capacity(schedule.faults.len());
-    let strikes = strike_all(&schedule, &target, Instant::now(), &mut struck);
+    let mut injected = Vec::with_capacity(schedule.faults.len());
+    let strikes = inject_all(&schedule, &target, Instant::now(), &mut injected);
     let (seen, strikes) = tokio::join!(bench.run(&spec), strikes);
     let seen = seen?;
     let mut report = bench.report(&spec, &args.output.slo, &seen.records, seen.lag.clone());
-    report.faults = marks(&args, &seen, &struck);
+    report.faults = marks(&args, &seen, &injected);
     args.output.write(&report, "")?;
     let ended = present(&args, report)?;
     // The numbers are kept; that they are not those of the whole schedule is an error.
     strikes.map(|()| ended)
 }
 
-fn marks(args: &FaultsArgs, seen: &Seen, struck: &[Struck]) -> Vec<FaultMark> {
-    let at_us: Vec<_> = struck
+fn marks(args: &FaultsArgs, seen: &Observed, injected: &[InjectedFault]) -> Vec<FaultMark> {
+    let at_us: Vec<_> = injected
         .iter()
-        .map(|struck| struck.at.saturating_duration_since(seen.epoch).as_micros() as u64)
+        .map(|injected| injected.at.saturating_duration_since(seen.epoch).as_micros() as u64)
         .collect();
     let costs = costs(&seen.records, &at_us, &args.output.slo);
-    let mark = |((struck, at_us), cost): ((&Struck, u64), crate::recovery::Cost)| FaultMark {
+    let mark = |((injected, at_us), cost): ((&InjectedFault, u64), crate::recovery::Cost)| FaultMark {
         at_us,
-        what: struck.what.clone(),
+        what: injected.what.clone(),
         lost: cost.lost,
         recovery_s: cost.recovery_s,
     };
-    struck.iter().zip(at_us).zip(costs).map(mark).collect()
+    injected.iter().zip(at_us).zip(costs).map(mark).collect()
 }
 
 fn present(args: &FaultsArgs, report: RunReport) -> Result<Ended> {

@@ -10,11 +10,11 @@ use tokio::time::Instant;
 
 use crate::client::Target;
 use crate::client::request::{Endpoint, Prompt};
-use crate::client::survey::{Survey, Wishes, survey};
+use crate::client::survey::{Survey, SurveyRequest, survey};
 use crate::command::tell;
 use crate::error::{BenchError, Result};
 use crate::load::compose::Composer;
-use crate::load::drive::{Drive, Seen, drive};
+use crate::load::drive::{Drive, Observed, drive};
 use crate::load::{Live, LoadArgs};
 use crate::machine::{Machine, commit};
 use crate::metrics::{LagSamples, Objectives, Window};
@@ -112,7 +112,7 @@ impl Bench {
     pub async fn prepare(url: &str, requests: &RequestArgs, workload: &WorkloadArgs) -> Result<Self> {
         let target = Arc::new(Target::resolve(url).await?);
         let fields = requests.fields.clone().unwrap_or_default();
-        let wishes = Wishes {
+        let request = SurveyRequest {
             endpoint: requests.endpoint,
             model: requests.model.as_deref(),
             headers: &requests.header,
@@ -120,14 +120,14 @@ impl Bench {
             ignore_eos: !requests.heed_eos,
             probe: probe(requests.endpoint, workload),
         };
-        let survey = survey(&target, &wishes).await?;
+        let survey = survey(&target, &request).await?;
         let seed = workload.seed.unwrap_or_else(fresh_seed);
         let salt = workload.salt.unwrap_or_else(fresh_seed);
         Ok(Self { target, survey, workload: workload.clone(), endpoint: requests.endpoint, seed, salt })
     }
 
     /// One run of the load. Nothing is judged yet.
-    pub async fn run(&self, spec: &RunSpec) -> Result<Seen> {
+    pub async fn run(&self, spec: &RunSpec) -> Result<Observed> {
         let seed = if spec.seed_step == 0 { self.seed } else { mix(self.seed, spec.seed_step) };
         let supply = sessions(&self.workload, seed)?;
         let supply = supply.take(spec.load.requests.unwrap_or(usize::MAX));
@@ -152,7 +152,7 @@ impl Bench {
         drive(job, live).await.map_err(BenchError::Prepare)
     }
 
-    /// Requests in so many sessions, for the progress bar; `None` where there is no end.
+    /// Requests in `n_sessions` sessions, for the progress bar; `None` where there is no end.
     fn n_planned(&self, n_sessions: Option<usize>) -> Option<u64> {
         let n_sessions = n_sessions.filter(|n| *n < usize::MAX)?;
         Some(n_sessions as u64 * u64::from(self.workload.n_turns()))

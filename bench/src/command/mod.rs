@@ -9,7 +9,6 @@ pub mod report;
 pub mod scenario;
 pub mod search;
 pub mod serve;
-pub mod transfer;
 
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -41,8 +40,6 @@ pub enum BenchCommand {
     Compare(compare::CompareArgs),
     /// Run a kept scenario
     Scenario(scenario::ScenarioArgs),
-    /// How fast connectors move KV between two nodes of this machine, against plain copies of the same bytes
-    Transfer(transfer::TransferArgs),
     /// A server with programmed delays, to measure the harness itself
     Puppet(puppet::PuppetArgs),
 }
@@ -85,7 +82,6 @@ pub async fn dispatch(command: BenchCommand) -> Result<Ended> {
         BenchCommand::Faults(args) => Box::pin(faults::run(args)).await,
         BenchCommand::Report(args) => report::run(&args),
         BenchCommand::Compare(args) => compare::run(&args),
-        BenchCommand::Transfer(args) => transfer::run(&args),
         BenchCommand::Scenario(args) => Box::pin(scenario::run(args)).await,
         BenchCommand::Puppet(args) => Box::pin(puppet::run(args)).await,
     }

@@ -9,8 +9,8 @@ use serde_json::Value;
 
 use crate::command::{Ended, say};
 use crate::error::{BenchError, Result};
-use crate::puppet::script::{Act, Counting, Script, Step};
-use crate::puppet::server::{Part, Puppet};
+use crate::puppet::script::{Counting, Script, ScriptAction, Step};
+use crate::puppet::server::{PreparedScript, Puppet};
 use crate::span::parse_span;
 
 /// Answers of different lengths that are kept rendered.
@@ -58,15 +58,15 @@ impl PuppetArgs {
     pub fn script(&self, n_tokens: u32) -> Script {
         let mut steps = Vec::new();
         if self.empty_first {
-            steps.push(Step { after: Duration::ZERO, act: Act::Empty });
+            steps.push(Step { after: Duration::ZERO, act: ScriptAction::Empty });
         }
-        steps.push(Step { after: self.ttft, act: Act::Tokens(1) });
+        steps.push(Step { after: self.ttft, act: ScriptAction::Tokens(1) });
         let mut left = n_tokens.saturating_sub(1);
         while left > 0 {
             let n = left.min(self.coalesce.max(1));
             let is_second = left + 1 == n_tokens;
             let after = self.handover.filter(|_| is_second).unwrap_or(self.gap);
-            steps.push(Step { after, act: Act::Tokens(n) });
+            steps.push(Step { after, act: ScriptAction::Tokens(n) });
             left -= n;
         }
         if let Some((nth, span)) = self.stall
@@ -81,14 +81,14 @@ impl PuppetArgs {
 /// Runs until interrupted.
 pub async fn run(args: PuppetArgs) -> Result<Ended> {
     let (listen, accept_delay) = (args.listen.clone(), args.accept_delay);
-    let parts: Mutex<HashMap<u32, Part>> = Mutex::default();
+    let parts: Mutex<HashMap<u32, PreparedScript>> = Mutex::default();
     let casting = move |_: usize, body: &Value| {
         let n_tokens = body["max_tokens"].as_u64().unwrap_or(N_TOKENS_DEFAULT) as u32;
         let mut parts = parts.lock().unwrap_or_else(PoisonError::into_inner);
         if parts.len() >= N_PARTS_MAX {
             parts.clear();
         }
-        parts.entry(n_tokens).or_insert_with(|| Part::from(&args.script(n_tokens))).clone()
+        parts.entry(n_tokens).or_insert_with(|| PreparedScript::from(&args.script(n_tokens))).clone()
     };
     let puppet =
         Puppet::start(&listen, accept_delay, Arc::new(casting)).await.map_err(BenchError::Prepare)?;

@@ -63,11 +63,11 @@ fn list<T: FromStr>(text: &str) -> Option<Vec<T>> {
 
 pub async fn run(args: ServeArgs) -> Result<Ended> {
     let points = points(&args)?;
-    let is_timed = args.workload.is_timed();
-    points.iter().try_for_each(|(_, load)| load.check(is_timed))?;
+    let arrivals = args.workload.arrival_times();
+    points.iter().try_for_each(|(_, load)| load.check(arrivals))?;
     let bench = Bench::prepare(&args.url, &args.requests, &args.workload).await?;
     tell(&format!(
-        "{}: tokens counted by {:?}; seed {}, salt {}",
+        "{}: tokens counted by {}; seed {}, salt {}",
         args.url, bench.survey.counted_by, bench.seed, bench.salt
     ));
     let reports = match args.find_rate {

@@ -2,7 +2,7 @@
 
 pub mod cluster;
 pub mod schedule;
-pub mod strike;
+pub mod inject;
 
-pub use schedule::{Deed, Fault, Schedule};
-pub use strike::{Struck, strike_all};
+pub use inject::{InjectedFault, inject_all};
+pub use schedule::{Fault, FaultAction, Schedule};

@@ -32,11 +32,11 @@ pub struct Schedule {
 pub struct Fault {
     /// After the load began.
     pub at: Duration,
-    pub deed: Deed,
+    pub action: FaultAction,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum Deed {
+pub enum FaultAction {
     /// SIGKILL.
     Kill(Victim),
     /// SIGSTOP: the process lives and does nothing.
@@ -49,7 +49,7 @@ pub enum Deed {
     Run(Vec<String>),
 }
 
-/// Whom a fault meets.
+/// The process that a fault meets.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Victim {
     pub choice: Choice,
@@ -81,7 +81,7 @@ struct RawSchedule {
 struct RawFault {
     at: String,
     #[serde(rename = "do")]
-    deed: String,
+    action: String,
     pid: Option<i32>,
     role: Option<String>,
     #[serde(default)]
@@ -112,16 +112,16 @@ impl Schedule {
 impl Fault {
     fn from_raw(raw: RawFault) -> std::result::Result<Self, String> {
         let at = parse_span(&raw.at)?;
-        let needs_command = matches!(raw.deed.as_str(), "restart" | "run");
+        let needs_command = matches!(raw.action.as_str(), "restart" | "run");
         if needs_command == raw.command.is_empty() {
             return Err(format!("fault at {}: restart and run have a command, the others have none", raw.at));
         }
-        let deed = match raw.deed.as_str() {
-            "kill" => Deed::Kill(raw.victim()?),
-            "stop" => Deed::Stop(raw.victim()?),
-            "cont" => Deed::Cont(raw.victim()?),
-            "restart" => Deed::Restart(raw.victim()?, raw.command),
-            "run" => Deed::Run(raw.command),
+        let action = match raw.action.as_str() {
+            "kill" => FaultAction::Kill(raw.victim()?),
+            "stop" => FaultAction::Stop(raw.victim()?),
+            "cont" => FaultAction::Cont(raw.victim()?),
+            "restart" => FaultAction::Restart(raw.victim()?, raw.command),
+            "run" => FaultAction::Run(raw.command),
             other => {
                 return Err(format!(
                     "fault at {}: `{other}` is none of kill, stop, cont, restart, run",
@@ -129,7 +129,7 @@ impl Fault {
                 ));
             }
         };
-        Ok(Self { at, deed })
+        Ok(Self { at, action })
     }
 }
 
@@ -145,7 +145,7 @@ impl RawFault {
     }
 }
 
-impl Deed {
+impl FaultAction {
     /// For the timeline.
     pub fn name(&self) -> String {
         let of = |verb: &str, victim: &Victim| match &victim.choice {
@@ -154,11 +154,11 @@ impl Deed {
             Choice::Remembered => format!("{verb} {}", victim.name.as_deref().unwrap_or("")),
         };
         match self {
-            Deed::Kill(victim) => of("kill", victim),
-            Deed::Stop(victim) => of("stop", victim),
-            Deed::Cont(victim) => of("cont", victim),
-            Deed::Restart(victim, _) => of("restart", victim),
-            Deed::Run(command) => format!("run {}", command[0]),
+            FaultAction::Kill(victim) => of("kill", victim),
+            FaultAction::Stop(victim) => of("stop", victim),
+            FaultAction::Cont(victim) => of("cont", victim),
+            FaultAction::Restart(victim, _) => of("restart", victim),
+            FaultAction::Run(command) => format!("run {}", command[0]),
         }
     }
 }
@@ -187,13 +187,13 @@ mod tests {
         "#;
         let schedule = Schedule::parse(text).expect("sound");
         let names: Vec<_> =
-            schedule.faults.iter().map(|fault| (fault.at.as_secs(), fault.deed.name())).collect();
+            schedule.faults.iter().map(|fault| (fault.at.as_secs(), fault.action.name())).collect();
         let expected = [(20, "stop decode 0"), (30, "cont d0"), (40, "restart 4711")];
         assert_eq!(names, expected.map(|(at, name)| (at, name.to_owned())));
     }
 
     #[test]
-    fn nonsense_is_refused_with_the_reason() {
+    fn a_wrong_schedule_is_refused_with_the_reason() {
         let check = |text: &str, reason: &str| {
             let error = Schedule::parse(text).expect_err(text);
             assert!(error.contains(reason), "{error}");

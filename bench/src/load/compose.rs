@@ -26,20 +26,20 @@ pub struct Composer {
 #[derive(Debug)]
 pub struct Prepared {
     pub session: Session,
-    pub talk: Talk,
-    pub first: Wire,
+    pub transcript: Transcript,
+    pub first: ComposedRequest,
 }
 
-/// One request, ready to go.
+/// One request, ready to be sent.
 #[derive(Clone, Debug)]
-pub struct Wire {
+pub struct ComposedRequest {
     pub bytes: Vec<u8>,
     pub prompt_tokens: u32,
 }
 
-/// What has been said in a session, in the form in which the endpoint wants it.
+/// The turns of a session so far, in the form that the endpoint takes.
 #[derive(Debug)]
-pub struct Talk {
+pub struct Transcript {
     /// Names the session's requests and the answers that we have to make up.
     pub ordinal: u32,
     ids: Vec<u32>,
@@ -66,52 +66,56 @@ impl Composer {
     }
 
     fn prepare(&self, ordinal: u32, session: Session) -> Prepared {
-        let mut talk = Talk { ordinal, ids: Vec::new(), messages: Vec::new(), n_turns: 0 };
-        let first = self.compose(&mut talk, &session.turns[0]);
-        Prepared { session, talk, first }
+        let mut transcript = Transcript { ordinal, ids: Vec::new(), messages: Vec::new(), n_turns: 0 };
+        let first = self.compose(&mut transcript, &session.turns[0]);
+        Prepared { session, transcript, first }
     }
 
-    /// Adds a turn to the talk and writes the request that carries the whole of it.
-    pub fn compose(&self, talk: &mut Talk, turn: &Turn) -> Wire {
-        let id = format!("bench-{:x}-{}-{}", self.salt, talk.ordinal, talk.n_turns);
-        talk.n_turns += 1;
-        let (prompt, prompt_tokens) = self.say(talk, &turn.recipe);
-        Wire { bytes: self.shape.compose(&prompt, turn.output_tokens, &id), prompt_tokens }
+    /// Adds a turn to the transcript, and writes the request with all turns.
+    pub fn compose(&self, transcript: &mut Transcript, turn: &Turn) -> ComposedRequest {
+        let id = format!("bench-{:x}-{}-{}", self.salt, transcript.ordinal, transcript.n_turns);
+        transcript.n_turns += 1;
+        let (prompt, prompt_tokens) = self.add_turn(transcript, &turn.recipe);
+        ComposedRequest { bytes: self.shape.compose(&prompt, turn.output_tokens, &id), prompt_tokens }
     }
 
-    fn say(&self, talk: &mut Talk, recipe: &Recipe) -> (Prompt, u32) {
+    fn add_turn(&self, transcript: &mut Transcript, recipe: &Recipe) -> (Prompt, u32) {
         match (self.shape.endpoint(), recipe) {
             (Endpoint::Completions, Recipe::Drawn(_)) => {
-                recipe.draw(self.salt, &self.vocabulary, &mut talk.ids);
-                (Prompt::TokenIds(talk.ids.clone()), talk.ids.len() as u32)
+                recipe.draw(self.salt, &self.vocabulary, &mut transcript.ids);
+                (Prompt::TokenIds(transcript.ids.clone()), transcript.ids.len() as u32)
             }
             (Endpoint::Completions, Recipe::Text(text)) => {
-                talk.messages.push(("user", text.to_string()));
-                let said: Vec<_> = talk.messages.iter().map(|(_, content)| content.as_str()).collect();
-                (Prompt::Text(said.join("\n")), talk.words_guess())
+                transcript.messages.push(("user", text.to_string()));
+                let said: Vec<_> = transcript.messages.iter().map(|(_, content)| content.as_str()).collect();
+                (Prompt::Text(said.join("\n")), transcript.words_guess())
             }
             (Endpoint::Chat, _) => {
-                talk.messages.push(("user", recipe.words(self.salt)));
-                (Prompt::Messages(talk.messages.clone()), talk.words_guess())
+                transcript.messages.push(("user", recipe.words(self.salt)));
+                (Prompt::Messages(transcript.messages.clone()), transcript.words_guess())
             }
         }
     }
 
-    /// Takes the answer into the talk. Where the server does not tell its token ids, as many are made up: the next
+    /// Takes the answer into the transcript. Where the server does not tell its token ids, as many are made up: the next
     /// prompt has the right length, and a cache can keep what we said and not what it said.
-    pub fn hear(&self, talk: &mut Talk, answer: Answer, n_tokens: u32) {
-        if !talk.messages.is_empty() {
-            talk.messages.push(("assistant", answer.text));
+    pub fn add_answer(&self, transcript: &mut Transcript, answer: Answer, n_tokens: u32) {
+        if !transcript.messages.is_empty() {
+            transcript.messages.push(("assistant", answer.text));
         } else if answer.token_ids.len() == n_tokens as usize {
-            talk.ids.extend(answer.token_ids);
+            transcript.ids.extend(answer.token_ids);
         } else {
-            let seed = mix(u64::from(talk.ordinal), u64::from(talk.n_turns));
-            Recipe::Drawn(vec![Segment { seed, n_tokens }]).draw(self.salt, &self.vocabulary, &mut talk.ids);
+            let seed = mix(u64::from(transcript.ordinal), u64::from(transcript.n_turns));
+            Recipe::Drawn(vec![Segment { seed, n_tokens }]).draw(
+                self.salt,
+                &self.vocabulary,
+                &mut transcript.ids,
+            );
         }
     }
 }
 
-impl Talk {
+impl Transcript {
     /// Until the server has counted: a word is a token.
     fn words_guess(&self) -> u32 {
         self.messages.iter().map(|(_, content)| content.split_whitespace().count() as u32).sum()

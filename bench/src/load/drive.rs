@@ -16,7 +16,7 @@ use crate::clock::PreciseTimer;
 use crate::load::compose::{Composer, Prepared};
 use crate::load::live::Live;
 use crate::load::probe::Probe;
-use crate::load::talk::Talker;
+use crate::load::session_runner::SessionRunner;
 use crate::metrics::LagSamples;
 use crate::record::RequestRecord;
 use crate::workload::Arrivals;
@@ -54,7 +54,7 @@ pub struct Drive {
 
 /// What was seen.
 #[derive(Debug)]
-pub struct Seen {
+pub struct Observed {
     /// In the order in which they were intended.
     pub records: Vec<RequestRecord>,
     pub lag: LagSamples,
@@ -71,7 +71,7 @@ enum Event {
 }
 
 struct Loop {
-    talker: Arc<Talker>,
+    runner: Arc<SessionRunner>,
     prepared: mpsc::Receiver<Prepared>,
     /// The next session and when it is due; for a closed loop, once there is a place for it.
     next: Option<(Box<Prepared>, Instant)>,
@@ -86,14 +86,18 @@ struct Loop {
 }
 
 /// Runs to the end: every session that was started has ended, or the user has interrupted.
-pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Seen> {
+pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Observed> {
     let starts = Instant::now() + LEAD;
     let epoch = job.epoch.unwrap_or(starts);
     let client = Client::new(job.target, live, epoch, job.client);
-    let talker =
-        Talker { client, composer: Arc::clone(&job.composer), n_begun: AtomicU32::new(0), slice: job.slice };
+    let runner = SessionRunner {
+        client,
+        composer: Arc::clone(&job.composer),
+        n_begun: AtomicU32::new(0),
+        slice: job.slice,
+    };
     let mut state = Loop {
-        talker: Arc::new(talker),
+        runner: Arc::new(runner),
         prepared: job.composer.start(job.sessions)?,
         next: None,
         is_exhausted: false,
@@ -109,7 +113,7 @@ pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Seen> {
     let interrupted = state.run().await;
     state.records.sort_by_key(|record| (record.intended_us, record.index));
     let lag = probe.read(&state.records, interrupted);
-    Ok(Seen { records: state.records, lag, epoch })
+    Ok(Observed { records: state.records, lag, epoch })
 }
 
 impl Loop {
@@ -174,7 +178,7 @@ impl Loop {
             self.is_exhausted = true;
             return;
         }
-        let session = Arc::clone(&self.talker).run(*prepared, intended);
+        let session = Arc::clone(&self.runner).run(*prepared, intended);
         self.running.spawn(session);
     }
 

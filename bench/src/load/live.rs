@@ -24,9 +24,9 @@ pub struct Live {
     recent: Mutex<[VecDeque<f64>; SHOWN.len()]>,
 }
 
-/// One look at it.
+/// The counters at one moment.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Glance {
+pub struct LiveSnapshot {
     pub sent: u64,
     pub ended: u64,
     pub failed: u64,
@@ -56,10 +56,10 @@ impl Live {
         }
     }
 
-    pub fn glance(&self) -> Glance {
+    pub fn glance(&self) -> LiveSnapshot {
         let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let (finished, failed) = (self.finished.load(Relaxed), self.failed.load(Relaxed));
-        Glance {
+        LiveSnapshot {
             sent: self.sent.load(Relaxed),
             ended: finished + failed + self.cancelled.load(Relaxed),
             failed,

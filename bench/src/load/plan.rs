@@ -10,6 +10,7 @@ use crate::client::exchange::ClientOptions;
 use crate::error::{BenchError, Result};
 use crate::load::drive::Pacing;
 use crate::span::parse_span;
+use crate::workload::ArrivalTimes;
 use crate::workload::arrivals::{ArrivalsSpec, Process, read_arrivals};
 
 /// Streams at a time in a closed loop, at most.
@@ -62,7 +63,8 @@ pub struct LoadArgs {
 
 impl LoadArgs {
     /// Refuses what makes no sense, and runs that would have no end.
-    pub fn check(&self, is_timed: bool) -> Result<()> {
+    pub fn check(&self, arrivals: ArrivalTimes) -> Result<()> {
+        let is_timed = arrivals == ArrivalTimes::Recorded;
         let is_paced = self.rate.is_some() || self.concurrency.is_some() || self.arrivals.is_some();
         let has_end =
             self.requests.is_some() || self.duration.is_some() || self.arrivals.is_some() || is_timed;

@@ -74,7 +74,7 @@ pub fn mean(samples: &[f64]) -> f64 {
     samples.iter().sum::<f64>() / samples.len() as f64
 }
 
-/// Of the population, as numpy's `std`.
+/// The population's standard deviation, like numpy's `std`.
 pub fn deviation(samples: &[f64]) -> f64 {
     let mean = mean(samples);
     if mean.is_infinite() {

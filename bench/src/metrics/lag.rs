@@ -30,7 +30,7 @@ pub struct LagReport {
 pub struct LagSamples {
     pub send_ms: Vec<f64>,
     pub event_loop_ms: Vec<f64>,
-    /// Of the load thread: on a processor, waiting for one, and how long it was watched.
+    /// Times of the load thread: on a processor, waiting for one, and how long it was watched.
     pub running: Duration,
     pub waiting: Duration,
     pub elapsed: Duration,

@@ -12,7 +12,7 @@ use crate::span::{parse_span, show_ms};
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Objectives {
     list: Vec<Objective>,
-    /// As typed; empty when none was.
+    /// The text of the flag; empty without one.
     text: String,
 }
 
@@ -58,7 +58,7 @@ impl Objectives {
         self.list.is_empty()
     }
 
-    /// As typed, to be read again from a report.
+    /// The text of the flag, to be parsed again from a report.
     pub fn as_typed(&self) -> &str {
         &self.text
     }

@@ -42,6 +42,8 @@ pub struct TokenCounts {
     /// Tokens for each delivery: above 1, tokens come in bunches.
     pub per_delivery: f64,
     pub most_in_a_delivery: u32,
+    /// The share of gaps between tokens that lie within a delivery.
+    pub gaps_of_zero: f64,
     /// Requests whose counted tokens are not the server's total.
     pub miscounted: usize,
     /// Finished requests with fewer tokens than asked for.
@@ -90,10 +92,7 @@ impl Summary {
             ));
         }
         if tokens.per_delivery > 1.05 {
-            notes.push(format!(
-                "tokens come {:.1} at a time (at most {}); most TBT gaps are 0 inside a chunk: judge by itl and worst_gap",
-                tokens.per_delivery, tokens.most_in_a_delivery
-            ));
+            notes.push(tokens.bunches());
         }
         if tokens.miscounted > 0 {
             notes.push(format!(
@@ -115,6 +114,18 @@ impl Summary {
     fn early_announcement(&self) -> bool {
         let (token, text) = (self.latency(Metric::Ttft).p50, self.latency(Metric::FirstText).p50);
         text > token * 1.1 + 1.0
+    }
+}
+
+impl TokenCounts {
+    /// What it means that tokens come in bunches.
+    fn bunches(&self) -> String {
+        let share = self.gaps_of_zero * 100.0;
+        let zeros = if share > 50.0 { "most".to_owned() } else { format!("{share:.0} % of all") };
+        format!(
+            "tokens come {:.1} at a time (at most {}); {zeros} TBT gaps are 0 inside a chunk: judge by itl and worst_gap",
+            self.per_delivery, self.most_in_a_delivery
+        )
     }
 }
 
@@ -154,10 +165,12 @@ fn tokens_within(record: &RequestRecord, window: Window) -> u64 {
 fn token_counts(records: &[&RequestRecord]) -> TokenCounts {
     let mut counts = TokenCounts::default();
     let mut n_deliveries = 0usize;
+    let mut n_gaps = 0u64;
     for record in records {
         counts.prompt += u64::from(record.prompt_tokens);
         counts.cached += u64::from(record.cached_tokens);
         counts.output += u64::from(record.counted_tokens());
+        n_gaps += u64::from(record.counted_tokens().saturating_sub(1));
         counts.by_chunks += usize::from(record.counted_by == CountedBy::Chunks && !record.chunks.is_empty());
         if record.is_finished() {
             counts.miscounted += usize::from(record.counted_tokens() != record.output_tokens());
@@ -168,6 +181,49 @@ fn token_counts(records: &[&RequestRecord]) -> TokenCounts {
             counts.most_in_a_delivery = counts.most_in_a_delivery.max(chunk.tokens);
         }
     }
+    counts.gaps_of_zero = counts.output.saturating_sub(n_deliveries as u64) as f64 / n_gaps.max(1) as f64;
     counts.per_delivery = counts.output as f64 / n_deliveries.max(1) as f64;
     counts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Chunk, Outcome};
+
+    /// The summary of a request whose chunks brought these numbers of tokens.
+    fn said(chunks: &[u32]) -> String {
+        let chunk = |(nth, tokens): (usize, &u32)| Chunk { at_us: nth as u32 * 1000, tokens: *tokens };
+        let record = RequestRecord {
+            index: 0,
+            session: 0,
+            turn: 0,
+            slice: 0,
+            intended_us: 0,
+            lag_us: 0,
+            sent_us: 0,
+            prompt_tokens: 1,
+            cached_tokens: 0,
+            wanted_tokens: 1,
+            usage_tokens: None,
+            counted_by: CountedBy::TokenIds,
+            first_text_us: None,
+            end_us: 0,
+            outcome: Outcome::Finished,
+            chunks: chunks.iter().enumerate().map(chunk).collect(),
+        };
+        token_counts(&[&record]).bunches()
+    }
+
+    #[test]
+    fn most_gaps_are_zero_only_when_most_are() {
+        assert!(
+            said(&[1, 1, 1, 1, 2]).contains("; 20 % of all TBT gaps are 0"),
+            "{}",
+            said(&[1, 1, 1, 1, 2])
+        );
+        assert!(said(&[2, 2, 2]).contains("; most TBT gaps are 0"), "three of five");
+        assert!(said(&[1, 8, 8]).contains("; most TBT gaps are 0"));
+        assert!(said(&[1, 1, 3, 1, 1]).contains("; 33 % of all TBT gaps are 0"));
+    }
 }

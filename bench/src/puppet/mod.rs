@@ -5,5 +5,5 @@
 pub mod script;
 pub mod server;
 
-pub use script::{Act, Counting, Ending, Script, Step};
-pub use server::{Played, Puppet};
+pub use script::{Counting, Ending, Script, ScriptAction, Step};
+pub use server::{PlayedRequest, Puppet};

@@ -19,11 +19,11 @@ pub struct Script {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
     pub after: Duration,
-    pub act: Act,
+    pub act: ScriptAction,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Act {
+pub enum ScriptAction {
     /// One chunk with this many tokens and their text.
     Tokens(u32),
     /// One chunk with this many tokens and no text, as half a character gives.
@@ -67,7 +67,8 @@ impl Script {
     /// First token after `ttft`, then one every `gap`.
     pub fn even(n_tokens: u32, ttft: Duration, gap: Duration) -> Self {
         let after = |nth| if nth == 0 { ttft } else { gap };
-        let steps = (0..n_tokens).map(|nth| Step { after: after(nth), act: Act::Tokens(1) }).collect();
+        let steps =
+            (0..n_tokens).map(|nth| Step { after: after(nth), act: ScriptAction::Tokens(1) }).collect();
         Self { status: 200, steps, ending: Ending::Done, counting: Counting::Ids }
     }
 
@@ -103,13 +104,13 @@ impl Script {
         Write { at, bytes: bytes.into_bytes(), tokens: 0 }
     }
 
-    fn event(&self, act: Act, total: u32) -> String {
+    fn event(&self, act: ScriptAction, total: u32) -> String {
         match act {
-            Act::Comment => ": still here\n\n".to_owned(),
-            Act::Error => data(&json!({"error": {"message": "the script fails", "code": "puppet"}})),
-            Act::Empty => self.chunk("", &[], total),
-            Act::Unseen(n) => self.chunk("", &vec![7; n as usize], total),
-            Act::Tokens(n) => self.chunk(&" a".repeat(n as usize), &vec![7; n as usize], total),
+            ScriptAction::Comment => ": still here\n\n".to_owned(),
+            ScriptAction::Error => data(&json!({"error": {"message": "the script fails", "code": "puppet"}})),
+            ScriptAction::Empty => self.chunk("", &[], total),
+            ScriptAction::Unseen(n) => self.chunk("", &vec![7; n as usize], total),
+            ScriptAction::Tokens(n) => self.chunk(&" a".repeat(n as usize), &vec![7; n as usize], total),
         }
     }
 
@@ -137,11 +138,11 @@ impl Script {
 
 const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
 
-impl Act {
+impl ScriptAction {
     pub fn n_tokens(self) -> u32 {
         match self {
-            Act::Tokens(n) | Act::Unseen(n) => n,
-            Act::Empty | Act::Comment | Act::Error => 0,
+            ScriptAction::Tokens(n) | ScriptAction::Unseen(n) => n,
+            ScriptAction::Empty | ScriptAction::Comment | ScriptAction::Error => 0,
         }
     }
 }

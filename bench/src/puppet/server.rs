@@ -20,24 +20,24 @@ const N_PLAYED_MAX: usize = 100_000;
 
 /// A script made ready: its writes are rendered once for all requests that play it.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct PreparedScript {
     writes: Arc<Vec<Write>>,
     ending: Ending,
     is_open: bool,
 }
 
-impl From<&Script> for Part {
+impl From<&Script> for PreparedScript {
     fn from(script: &Script) -> Self {
         Self { writes: Arc::new(script.writes()), ending: script.ending, is_open: script.status == 200 }
     }
 }
 
 /// Chooses the part for a request: its position among all, and its body.
-pub type Casting = Arc<dyn Fn(usize, &Value) -> Part + Send + Sync>;
+pub type Casting = Arc<dyn Fn(usize, &Value) -> PreparedScript + Send + Sync>;
 
 /// What a puppet did with one request, and when.
 #[derive(Clone, Debug)]
-pub struct Played {
+pub struct PlayedRequest {
     /// From `x-request-id`.
     pub request_id: String,
     /// When the whole request was there.
@@ -60,7 +60,7 @@ pub struct Puppet {
 struct Stage {
     casting: Casting,
     accept_delay: Duration,
-    played: Mutex<(usize, VecDeque<Played>)>,
+    played: Mutex<(usize, VecDeque<PlayedRequest>)>,
 }
 
 impl std::fmt::Debug for Stage {
@@ -85,14 +85,14 @@ impl Puppet {
     }
 
     /// What was played so far, in the order of requests.
-    pub fn played(&self) -> Vec<Played> {
+    pub fn played(&self) -> Vec<PlayedRequest> {
         let played = self.stage.played.lock().unwrap_or_else(PoisonError::into_inner);
         played.1.iter().cloned().collect()
     }
 
     /// Every request is played with the same script.
     pub fn always(script: &Script) -> Casting {
-        let part = Part::from(script);
+        let part = PreparedScript::from(script);
         Arc::new(move |_, _| part.clone())
     }
 }
@@ -143,7 +143,7 @@ impl Stage {
         }
     }
 
-    async fn play(&self, stream: &mut TcpStream, nth: usize, part: &Part) -> io::Result<()> {
+    async fn play(&self, stream: &mut TcpStream, nth: usize, part: &PreparedScript) -> io::Result<()> {
         let received = Instant::now();
         let mut writes = Vec::with_capacity(part.writes.len());
         let mut end = Ok(());
@@ -160,7 +160,7 @@ impl Stage {
     }
 
     fn enter(&self, request: &Request) -> usize {
-        let played = Played {
+        let played = PlayedRequest {
             request_id: request.id.clone(),
             received: Instant::now(),
             writes: Vec::new(),
@@ -175,7 +175,7 @@ impl Stage {
         all.0 - 1
     }
 
-    fn note(&self, nth: usize, change: impl FnOnce(&mut Played)) {
+    fn note(&self, nth: usize, change: impl FnOnce(&mut PlayedRequest)) {
         let mut all = self.played.lock().unwrap_or_else(PoisonError::into_inner);
         let forgotten = all.0 - all.1.len();
         if let Some(played) = nth.checked_sub(forgotten).and_then(|kept| all.1.get_mut(kept)) {
@@ -184,7 +184,7 @@ impl Stage {
     }
 }
 
-/// As much of a request as a puppet looks at.
+/// The part of a request that a puppet reads.
 struct Request {
     is_get: bool,
     path: String,

@@ -13,7 +13,8 @@ const N_POINTS: usize = 300;
 const N_BUCKETS: u64 = 200;
 /// Fewer runs show no trade-off.
 const N_TRADE_OFF_MIN: usize = 3;
-const STYLE: &str = include_str!("style.css");
+/// The style sheet of every page.
+pub const STYLE: &str = include_str!("style.css");
 
 /// The metrics whose distributions are drawn, and how.
 const DRAWN: [(Metric, Shape); 6] = [

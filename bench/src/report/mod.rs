@@ -37,7 +37,7 @@ pub struct RunReport {
     pub valid: bool,
     pub lag: LagReport,
     pub window: Window,
-    /// As typed under `--slo`.
+    /// The text of `--slo`.
     pub slo: String,
     pub requests: RequestCounts,
     pub attainment: AttainmentReport,

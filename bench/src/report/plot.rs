@@ -88,7 +88,7 @@ impl Axis {
 }
 
 impl Plot {
-    /// As a part of a page, with its name and its legend.
+    /// The plot as a part of a page, with its name and its legend.
     pub fn to_svg(&self) -> String {
         let mut svg = format!(
             "<figure><figcaption>{}</figcaption><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">",

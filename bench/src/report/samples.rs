@@ -159,6 +159,7 @@ impl Unpacker<'_> {
             0 => Ok(CountedBy::TokenIds),
             1 => Ok(CountedBy::Usage),
             2 => Ok(CountedBy::Chunks),
+            3 => Ok(CountedBy::Total),
             other => Err(BenchError::Samples(format!("way of counting {other}"))),
         }
     }
@@ -231,7 +232,7 @@ mod tests {
 
     prop_compose! {
         fn record()(numbers: [u32; 9], intended_us in 0u64..1 << 40, usage_tokens: Option<u16>,
-                    counted_by in proptest::sample::select(vec![CountedBy::TokenIds, CountedBy::Usage, CountedBy::Chunks]),
+                    counted_by in proptest::sample::select(vec![CountedBy::TokenIds, CountedBy::Usage, CountedBy::Chunks, CountedBy::Total]),
                     first_text_us: Option<u16>, outcome in outcome(), chunks in chunks()) -> RequestRecord {
             let [index, session, turn, slice, lag_us, sent_us, prompt_tokens, cached_tokens, wanted_tokens] = numbers;
             RequestRecord {

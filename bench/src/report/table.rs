@@ -11,14 +11,29 @@ pub struct Table {
 }
 
 impl Table {
+    /// Columns are as wide as their widest cell, so that it can be read on a terminal too.
     pub fn to_markdown(&self) -> String {
-        let line = |cells: &[String]| {
-            let cells: Vec<_> = cells.iter().map(|cell| cell.replace('|', "\\|")).collect();
-            format!("| {} |\n", cells.join(" | "))
+        let escaped = |cell: &String| cell.replace('|', "\\|");
+        let lines: Vec<Vec<String>> = std::iter::once(&self.header)
+            .chain(&self.rows)
+            .map(|row| row.iter().map(escaped).collect())
+            .collect();
+        let width = |column: usize| {
+            let cells = lines.iter().filter_map(|line| line.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0).max(1)
         };
-        let mut text = line(&self.header);
-        let _ = writeln!(text, "|{}", "---|".repeat(self.header.len()));
-        self.rows.iter().for_each(|row| text.push_str(&line(row)));
+        let widths: Vec<usize> = (0..self.header.len()).map(width).collect();
+        let mut text = String::new();
+        for (nth, line) in lines.iter().enumerate() {
+            for (cell, width) in line.iter().zip(&widths) {
+                let _ = write!(text, "| {cell:<width$} ");
+            }
+            text.push_str("|\n");
+            if nth == 0 {
+                widths.iter().for_each(|width| text.push_str(&format!("|{}", "-".repeat(width + 2))));
+                text.push_str("|\n");
+            }
+        }
         text
     }
 
@@ -29,5 +44,19 @@ impl Table {
         };
         let rows: String = self.rows.iter().map(|row| line("td", row)).collect();
         format!("<div class=\"wide\"><table>\n{}{rows}</table></div>\n", line("th", &self.header))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned() {
+        let row = |cells: [&str; 3]| cells.map(str::to_owned).to_vec();
+        let table = Table { header: row(["", "A", "B"]), rows: vec![row(["ttft p50", "12 ms", "9|1"])] };
+        let expected =
+            "|          | A     | B    |\n|----------|-------|------|\n| ttft p50 | 12 ms | 9\\|1 |\n";
+        assert_eq!(table.to_markdown(), expected);
     }
 }

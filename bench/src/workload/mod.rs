@@ -17,4 +17,4 @@ pub use arrivals::{Arrivals, ArrivalsSpec};
 pub use lengths::Lengths;
 pub use prompt::{Recipe, Segment, Vocabulary};
 pub use session::{Session, Turn};
-pub use source::{WorkloadArgs, sessions};
+pub use source::{ArrivalTimes, WorkloadArgs, sessions};

@@ -1,7 +1,7 @@
 //! Prompts as recipes: what a prompt consists of, small until it is needed.
 //!
 //! Twelve thousand prompts of twelve thousand tokens are half a gigabyte; their recipes are a few megabytes, and the
-//! same recipe with another salt is the same load with nothing in anybody's cache.
+//! same recipe with another salt is the same load with nothing in any cache.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -14,7 +14,7 @@ use crate::random::mix;
 pub enum Recipe {
     /// Tokens drawn from seeds. Two recipes that begin with the same segments share a prefix.
     Drawn(Vec<Segment>),
-    /// Somebody's words.
+    /// A given text.
     Text(Arc<str>),
 }
 

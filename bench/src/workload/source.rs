@@ -130,7 +130,7 @@ fn synthetic(args: &WorkloadArgs, seed: u64, n_groups: u64, n_turns: u32) -> Syn
     }
 }
 
-/// Who gives up is drawn before anything is sent, so that leaving these out of the latencies favours nobody.
+/// The requests to cancel are drawn before anything is sent, so that leaving them out of the latencies is no bias.
 fn with_cancellations(source: Sessions, args: &WorkloadArgs, seed: u64) -> Sessions {
     let mut random = Random::stream(seed, 0xca4c);
     let (rate, mean) = (args.cancel_rate, args.cancel_after.as_secs_f64());
@@ -143,6 +143,15 @@ fn with_cancellations(source: Sessions, args: &WorkloadArgs, seed: u64) -> Sessi
     }))
 }
 
+/// Where the times of requests come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ArrivalTimes {
+    /// The load's rate or concurrency.
+    Generated,
+    /// A trace.
+    Recorded,
+}
+
 impl WorkloadArgs {
     fn trace_options(&self) -> TraceOptions {
         TraceOptions {
@@ -153,9 +162,8 @@ impl WorkloadArgs {
         }
     }
 
-    /// Whether sessions bring their own start times.
-    pub fn is_timed(&self) -> bool {
-        self.workload == Kind::Mooncake
+    pub fn arrival_times(&self) -> ArrivalTimes {
+        if self.workload == Kind::Mooncake { ArrivalTimes::Recorded } else { ArrivalTimes::Generated }
     }
 
     /// Turns of a session, at most.

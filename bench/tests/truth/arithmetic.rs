@@ -3,7 +3,7 @@
 
 use bench::metrics::distribution::percentile;
 use bench::metrics::{Metric, Objectives, Summary, Window, vllm};
-use bench::puppet::{Act, Ending, Script, Step};
+use bench::puppet::{Ending, Script, ScriptAction, Step};
 use bench::random::Random;
 use bench::record::{Outcome, RequestRecord};
 
@@ -107,7 +107,7 @@ fn objectives_hold_where_they_say() {
 #[test]
 fn coalescing_does_not_hold_an_objective() {
     let mut script = Script::even(1, millis(50), millis(0));
-    script.steps.extend((0..3).map(|_| Step { after: millis(2000), act: Act::Tokens(200) }));
+    script.steps.extend((0..3).map(|_| Step { after: millis(2000), act: ScriptAction::Tokens(200) }));
     let record = heard(0, 0, &script, 4096);
     assert!(!objectives("tbt=25ms").hold(&record) && !objectives("tbt.p50=25ms").hold(&record));
     assert!(objectives("tpot=25ms").hold(&record), "the mean alone would be fooled");
@@ -247,7 +247,7 @@ fn vllm_peaks(successes: &[&VllmOutput]) -> (f64, f64) {
 #[test]
 fn an_empty_first_chunk_games_vllms_ttft_and_not_ours() {
     let mut script = Script::even(10, millis(500), millis(10));
-    script.steps.insert(0, Step { after: millis(1), act: Act::Empty });
+    script.steps.insert(0, Step { after: millis(1), act: ScriptAction::Empty });
     let record = heard(0, 0, &script, 4096);
     near("theirs", vllm_client(&record).ttft, 0.001);
     near("ours", Metric::Ttft.samples(std::iter::once(&record))[0], 501.0);

@@ -110,7 +110,7 @@ async fn what_makes_no_sense_is_refused_before_anything_is_sent() {
     fails("serve --requests 5", "--rate").await;
     fails("serve --rate 5", "--duration").await;
     fails("serve --rate 5 --requests 5 --find-rate 0.9", "needs --slo").await;
-    fails("serve --rate 5 --requests 5 --url https://x", "only http://").await;
+    fails("serve --rate 5 --requests 5 --url ftp://x", "http:// or https://").await;
     fails("ab --a http://x --pairs 2 --rate 1", "--pairs").await;
     assert!(Typed::try_parse_from("serve --rate 1 --concurrency 2".split(' ')).is_err());
 }

@@ -12,7 +12,7 @@ use bench::report::RunReport;
 
 use crate::{heard, millis};
 
-/// A hundred requests, ten a second, of which those due in `bad` (seconds) fail.
+/// A hundred requests, ten a second. Those due in `bad` (seconds) fail.
 fn records(bad: std::ops::Range<f64>) -> Vec<RequestRecord> {
     (0..100)
         .map(|nth| {
@@ -32,14 +32,14 @@ fn cost(bad: std::ops::Range<f64>, faults_s: &[f64]) -> Vec<Cost> {
 
 #[test]
 fn recovery_lasts_until_users_are_served_as_before() {
-    // Requests due from 4.0 to 5.5 s fail. The fault struck at 4.05 s, when the one of 4.0 s was under way.
+    // Requests due from 4.0 to 5.5 s fail. The fault is injected at 4.05 s, when the one of 4.0 s was under way.
     let found = cost(4.0..5.55, &[4.05])[0];
     assert_eq!(found.lost, 1);
     assert!((found.recovery_s - (5.5 - 4.05)).abs() < 1e-6, "{found:?}");
 }
 
 #[test]
-fn a_fault_that_nobody_notices_costs_nothing() {
+fn a_fault_without_effect_costs_nothing() {
     assert_eq!(cost(0.0..0.0, &[4.05]), [Cost { lost: 0, recovery_s: 0.0 }]);
 }
 

@@ -11,7 +11,7 @@ mod virtual_time;
 use std::time::Duration;
 
 use bench::client::exchange::Assignment;
-use bench::client::reception::{Heard, Reception, Timing};
+use bench::client::reception::{Reception, ReceptionState, Timing};
 use bench::puppet::Script;
 use bench::record::{Outcome, RequestRecord};
 use tokio::time::Instant;
@@ -40,7 +40,7 @@ fn heard(index: u32, intended_us: u64, script: &Script, piece: usize) -> Request
     for write in script.writes() {
         end_us = us(write.at);
         for bytes in write.bytes.chunks(piece) {
-            if let Heard::End { outcome: end, .. } = reception.feed(bytes, us(write.at)) {
+            if let ReceptionState::End { outcome: end, .. } = reception.feed(bytes, us(write.at)) {
                 outcome = Some(end);
             }
         }

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use bench::client::exchange::ClientOptions;
 use bench::client::request::{Endpoint, Extras, RequestShape, ShapeParts};
-use bench::client::survey::{Survey, Wishes, survey};
+use bench::client::survey::{Survey, SurveyRequest, survey};
 use bench::client::{Prompt, Target};
 use bench::load::compose::Composer;
-use bench::load::drive::{Drive, Pacing, Seen, drive};
-use bench::puppet::server::{Casting, Part, Played, Puppet};
-use bench::puppet::{Act, Counting, Ending, Script, Step};
+use bench::load::drive::{Drive, Observed, Pacing, drive};
+use bench::puppet::server::{Casting, PlayedRequest, PreparedScript, Puppet};
+use bench::puppet::{Counting, Ending, Script, ScriptAction, Step};
 use bench::record::{CountedBy, FailureKind, RequestRecord};
 use bench::workload::{Recipe, Segment, Session, Turn, Vocabulary};
 use serde_json::{Map, Value};
@@ -44,7 +44,7 @@ fn single(ordinal: u64) -> Session {
 }
 
 /// Drives sessions against an address.
-async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Duration) -> Seen {
+async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Duration) -> Observed {
     let target = Arc::new(Target::resolve(url).await.expect("it accepts"));
     let job = Drive {
         composer: composer(&target),
@@ -60,18 +60,18 @@ async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Durati
 }
 
 /// Sessions at even gaps.
-async fn load_open(puppet: &Puppet, n: u64, gap: Duration) -> Seen {
+async fn load_open(puppet: &Puppet, n: u64, gap: Duration) -> Observed {
     let times = (0..n as u32).map(move |nth| gap * nth);
     load(&puppet.url(), (0..n).map(single).collect(), Pacing::Open(Box::new(times)), LIMIT).await
 }
 
-fn played_for<'a>(played: &'a [Played], record: &RequestRecord) -> &'a Played {
+fn played_for<'a>(played: &'a [PlayedRequest], record: &RequestRecord) -> &'a PlayedRequest {
     let suffix = format!("-{}-{}", record.session, record.turn);
     played.iter().find(|played| played.request_id.ends_with(&suffix)).expect("every request was played")
 }
 
 /// How late the client saw each token, in milliseconds: client's time minus puppet's, of the same write.
-fn lateness(seen: &Seen, puppet: &Puppet) -> Vec<f64> {
+fn lateness(seen: &Observed, puppet: &Puppet) -> Vec<f64> {
     let played = puppet.played();
     let mut all = Vec::new();
     for record in &seen.records {
@@ -91,10 +91,10 @@ fn lateness(seen: &Seen, puppet: &Puppet) -> Vec<f64> {
 async fn tokens_are_timed_as_they_were_written() {
     let mut script = Script::even(20, millis(60), millis(10));
     script.steps[10].after = millis(120);
-    script.steps.insert(0, Step { after: millis(1), act: Act::Empty });
+    script.steps.insert(0, Step { after: millis(1), act: ScriptAction::Empty });
     script.steps.extend([
-        Step { after: millis(40), act: Act::Tokens(5) },
-        Step { after: millis(9), act: Act::Unseen(1) },
+        Step { after: millis(40), act: ScriptAction::Tokens(5) },
+        Step { after: millis(9), act: ScriptAction::Unseen(1) },
     ]);
     let puppet = puppet(Puppet::always(&script), Duration::ZERO).await;
     let seen = load_open(&puppet, 40, millis(7)).await;
@@ -140,7 +140,7 @@ async fn failures_are_told_apart() {
         Script { ending: Ending::Silence, ..even.clone() },
         even,
     ];
-    let parts: Vec<_> = scripts.iter().map(Part::from).collect();
+    let parts: Vec<_> = scripts.iter().map(PreparedScript::from).collect();
     let puppet = puppet(Arc::new(move |nth, _| parts[nth % 4].clone()), Duration::ZERO).await;
     let pacing = Pacing::Closed { concurrency: 1, ramp: Duration::ZERO };
     let seen = load(&puppet.url(), (0..4).map(single).collect(), pacing, millis(400)).await;
@@ -233,7 +233,7 @@ async fn users_who_give_up_are_cancelled_and_the_server_notices() {
 /// Remembers the prompts it was sent.
 fn listening(script: &Script) -> (Casting, Arc<Mutex<Vec<Vec<u64>>>>) {
     let prompts = Arc::new(Mutex::new(Vec::new()));
-    let (part, heard) = (Part::from(script), Arc::clone(&prompts));
+    let (part, heard) = (PreparedScript::from(script), Arc::clone(&prompts));
     let casting = move |_: usize, body: &Value| {
         let ids = body["prompt"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
         heard.lock().expect("one thread").push(ids);
@@ -269,7 +269,7 @@ async fn each_turn_carries_all_that_was_said() {
 async fn ask(puppet: &Puppet) -> Survey {
     let target = Arc::new(Target::resolve(&puppet.url()).await.expect("it accepts"));
     let fields = Map::new();
-    let wishes = Wishes {
+    let request = SurveyRequest {
         endpoint: Endpoint::Completions,
         model: None,
         headers: &[],
@@ -277,14 +277,16 @@ async fn ask(puppet: &Puppet) -> Survey {
         ignore_eos: true,
         probe: Prompt::TokenIds(vec![40, 41]),
     };
-    survey(&target, &wishes).await.expect("some form is taken")
+    survey(&target, &request).await.expect("some form is taken")
 }
 
 #[tokio::test]
 async fn a_strict_server_is_asked_for_less_until_it_agrees() {
-    let refusing = Part::from(&Script { status: 400, ..Script::even(0, millis(0), millis(0)) });
-    let agreeing =
-        Part::from(&Script { counting: Counting::Nothing, ..Script::even(3, millis(20), millis(15)) });
+    let refusing = PreparedScript::from(&Script { status: 400, ..Script::even(0, millis(0), millis(0)) });
+    let agreeing = PreparedScript::from(&Script {
+        counting: Counting::Nothing,
+        ..Script::even(3, millis(20), millis(15))
+    });
     let casting = move |_: usize, body: &Value| {
         let is_plain = body.get("return_token_ids").is_none()
             && body["stream_options"].get("continuous_usage_stats").is_none();
@@ -295,7 +297,7 @@ async fn a_strict_server_is_asked_for_less_until_it_agrees() {
     let expected = Extras { return_token_ids: false, continuous_usage: false, ignore_eos: true };
     assert_eq!(
         (survey.extras, survey.counted_by, survey.model.as_str()),
-        (expected, CountedBy::Chunks, "puppet")
+        (expected, CountedBy::Total, "puppet")
     );
     assert!(survey.cold_ttft_ms >= 20.0 && survey.cold_second_token_ms >= 35.0);
     assert!(survey.config.contains_key("/v1/models"));

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bench::metrics::Metric;
-use bench::puppet::{Act, Counting, Ending, Script, Step};
+use bench::puppet::{Counting, Ending, Script, ScriptAction, Step};
 use bench::record::{CountedBy, FailureKind, RequestRecord};
 
 use crate::{heard, millis};
@@ -52,7 +52,7 @@ fn check_chunk_gaps(mut times: Vec<f64>, got: &[f64]) {
     got.iter().zip(gaps(&times)).for_each(|(got, truth)| near("itl", *got, truth));
 }
 
-fn step(ms: u64, act: Act) -> Step {
+fn step(ms: u64, act: ScriptAction) -> Step {
     Step { after: millis(ms), act }
 }
 
@@ -89,48 +89,56 @@ fn a_slow_hand_over() {
 
 #[test]
 fn coalesced_chunks() {
-    let mut steps = vec![step(100, Act::Tokens(1))];
-    steps.extend((0..12).map(|_| step(80, Act::Tokens(4))));
+    let mut steps = vec![step(100, ScriptAction::Tokens(1))];
+    steps.extend((0..12).map(|_| step(80, ScriptAction::Tokens(4))));
     check_everywhere(steps);
 }
 
 #[test]
 fn a_first_chunk_with_two_tokens_has_no_hand_over_gap() {
-    check_everywhere(vec![step(100, Act::Tokens(2)), step(10, Act::Tokens(1))]);
+    check_everywhere(vec![step(100, ScriptAction::Tokens(2)), step(10, ScriptAction::Tokens(1))]);
 }
 
 #[test]
 fn an_empty_first_chunk_is_not_a_token() {
-    let mut steps = vec![step(1, Act::Empty)];
+    let mut steps = vec![step(1, ScriptAction::Empty)];
     steps.extend(Script::even(20, millis(400), millis(20)).steps);
     check_everywhere(steps);
 }
 
 #[test]
 fn comments_and_empty_chunks_between_tokens_change_nothing() {
-    let mut steps = vec![step(5, Act::Comment)];
+    let mut steps = vec![step(5, ScriptAction::Comment)];
     for _ in 0..10 {
-        steps.extend([step(20, Act::Tokens(1)), step(3, Act::Comment), step(3, Act::Empty)]);
+        steps.extend([
+            step(20, ScriptAction::Tokens(1)),
+            step(3, ScriptAction::Comment),
+            step(3, ScriptAction::Empty),
+        ]);
     }
     check_everywhere(steps);
 }
 
 #[test]
 fn a_token_without_text_counts_and_its_text_is_timed_apart() {
-    let steps = vec![step(50, Act::Unseen(1)), step(30, Act::Unseen(1)), step(30, Act::Tokens(1))];
+    let steps = vec![
+        step(50, ScriptAction::Unseen(1)),
+        step(30, ScriptAction::Unseen(1)),
+        step(30, ScriptAction::Tokens(1)),
+    ];
     check_everywhere(steps.clone());
     let script = Script { status: 200, steps, ending: Ending::Done, counting: Counting::Ids };
     near("text", Metric::FirstText.samples(std::iter::once(&heard(0, 0, &script, 64)))[0], 110.0);
 }
 
 #[test]
-fn without_counts_a_chunk_is_a_token_and_the_record_says_so() {
-    let steps = vec![step(50, Act::Tokens(1)), step(30, Act::Tokens(3))];
+fn without_counts_the_total_at_the_end_holds_and_the_record_says_so() {
+    let steps = vec![step(50, ScriptAction::Tokens(1)), step(30, ScriptAction::Tokens(3))];
     let script = Script { status: 200, steps, ending: Ending::Done, counting: Counting::Nothing };
     let record = heard(0, 0, &script, 64);
     assert_eq!(
         (record.counted_by, record.counted_tokens(), record.output_tokens()),
-        (CountedBy::Chunks, 2, 4)
+        (CountedBy::Total, 4, 4)
     );
 }
 
@@ -138,12 +146,12 @@ fn without_counts_a_chunk_is_a_token_and_the_record_says_so() {
 fn failures_are_infinitely_late_in_every_metric() {
     let even = Script::even(10, millis(50), millis(10));
     let mut erring = even.clone();
-    erring.steps.insert(5, step(1, Act::Error));
+    erring.steps.insert(5, step(1, ScriptAction::Error));
     let cases = [
         (Script { status: 503, ..even.clone() }, FailureKind::Status),
         (Script { ending: Ending::Cut, ..even.clone() }, FailureKind::Broken),
         (erring, FailureKind::ErrorEvent),
-        (Script { steps: vec![step(9, Act::Empty)], ..even }, FailureKind::Empty),
+        (Script { steps: vec![step(9, ScriptAction::Empty)], ..even }, FailureKind::Empty),
     ];
     for (script, kind) in cases {
         let mut record = heard(0, 0, &script, 64);

@@ -43,7 +43,7 @@ where
     parse(&text, origin, env)
 }
 
-/// As [`load`], from a text that is already read. `origin` is named in errors.
+/// Like [`load`], from a text that is already read. `origin` is named in errors.
 pub fn parse<R>(
     text: &str,
     origin: Origin,
@@ -64,6 +64,11 @@ where
     Loader { known, origin, overrides }.read(table)
 }
 
+/// Whether `variable` names a setting of `R`.
+pub fn has_setting<R: Default + Serialize>(variable: &str) -> bool {
+    serde_json::to_value(R::default()).is_ok_and(|known| overrides::names_a_setting(variable, &known))
+}
+
 /// What is needed to say which setting is wrong, and where it was written.
 struct Loader {
     known: Json,
@@ -75,12 +80,13 @@ impl Loader {
     fn read<R: DeserializeOwned>(&self, table: Table) -> Result<R, ConfigError> {
         let mut unread = Vec::new();
         let mut note = |path: serde_ignored::Path<'_>| unread.push(dotted(&path));
+        let written = table.clone();
         let source = Value::Table(table);
         let watched = serde_ignored::Deserializer::new(source, &mut note);
         let raw = serde_path_to_error::deserialize(watched).map_err(|error| self.wrong_value(&error))?;
         match unread.first() {
             None => Ok(raw),
-            Some(path) => Err(self.unknown(path)),
+            Some(path) => Err(self.unknown(path, &first_setting(path, &written))),
         }
     }
 
@@ -90,9 +96,13 @@ impl Loader {
         self.problem(&path, ConfigProblem::Value(reason))
     }
 
-    fn unknown(&self, path: &str) -> ConfigError {
-        let nearest = nearest(path, &paths(&self.known));
-        self.problem(path, ConfigProblem::Unknown { nearest })
+    /// `path` may be a section that does not exist; `setting` is the first one in it.
+    fn unknown(&self, path: &str, setting: &str) -> ConfigError {
+        let known = paths(&self.known);
+        if let Some(moved) = new_name(setting, &known) {
+            return self.problem(setting, ConfigProblem::Moved { to: moved });
+        }
+        self.problem(path, ConfigProblem::Unknown { nearest: nearest(path, &known) })
     }
 
     fn problem(&self, path: &str, problem: ConfigProblem) -> ConfigError {
@@ -103,7 +113,7 @@ impl Loader {
     }
 }
 
-/// An optional section is a `?` of its own in the path; nobody writes it.
+/// An optional section appears as `?` in the path; users do not write it.
 fn dotted(path: &serde_ignored::Path<'_>) -> String {
     path.to_string().replace(".?", "")
 }
@@ -122,6 +132,33 @@ fn collect_paths(prefix: &str, value: &Json, found: &mut Vec<String>) {
         found.push(path.clone());
         collect_paths(&path, value, found);
     }
+}
+
+/// `path` itself, or the first setting in it if it is a section.
+fn first_setting(path: &str, written: &Table) -> String {
+    let mut keys = path.split('.');
+    let first = keys.next().and_then(|key| written.get(key));
+    let mut value = keys.try_fold(first, |value, key| Some(value?.get(key))).flatten();
+    let mut setting = path.to_owned();
+    while let Some((key, inner)) = value.and_then(Value::as_table).and_then(|table| table.iter().next()) {
+        setting = format!("{setting}.{key}");
+        value = Some(inner);
+    }
+    setting
+}
+
+/// Settings that have another name now: the old name and the new one.
+const RENAMED: &[(&str, &str)] = &[("awake_us", "spin_us")];
+
+/// Rarely changed settings: what was `[section] key` is `[expert.section] key`.
+const EXPERT: &str = "expert";
+
+/// The present name of a setting that was renamed, or moved to `[expert]`.
+fn new_name(path: &str, known: &[String]) -> Option<String> {
+    let renamed = RENAMED.iter().find(|(old, _)| *old == last(path));
+    let present = renamed
+        .map_or(path.to_owned(), |(old, new)| format!("{}{new}", path.strip_suffix(old).unwrap_or_default()));
+    [format!("{EXPERT}.{present}"), present].into_iter().find(|name| known.contains(name))
 }
 
 /// Below this likeness a suggestion confuses more than it helps.

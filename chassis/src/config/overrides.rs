@@ -38,6 +38,12 @@ fn path(variable: &str) -> Vec<String> {
     name.split(SEPARATOR).map(str::to_lowercase).collect()
 }
 
+/// Whether the variable names a key of `known` that is no section.
+pub(super) fn names_a_setting(variable: &str, known: &Json) -> bool {
+    let value = path(variable).iter().try_fold(known, |value, key| value.get(key));
+    value.is_some_and(|value| !value.is_object())
+}
+
 fn is_setting(name: &str) -> bool {
     name.starts_with(PREFIX) && !RESERVED.contains(&name)
 }

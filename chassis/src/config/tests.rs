@@ -108,6 +108,48 @@ fn unknown_keys_are_refused_with_the_nearest_name() {
 }
 
 #[test]
+fn the_old_name_of_a_renamed_setting_is_refused_with_the_new_one() {
+    let known = ["transfer.spin", "transfer.spin_us", "awake_ms"].map(str::to_owned);
+    assert_eq!(new_name("transfer.awake_us", &known).as_deref(), Some("transfer.spin_us"));
+    assert_eq!(new_name("other.awake_us", &known), None);
+    let known = ["expert.transfer.spin_us", "expert.transfer.streams"].map(str::to_owned);
+    assert_eq!(new_name("transfer.awake_us", &known).as_deref(), Some("expert.transfer.spin_us"));
+    assert_eq!(new_name("transfer.streams", &known).as_deref(), Some("expert.transfer.streams"));
+    assert_eq!(new_name("streams", &known), None);
+}
+
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct WithExpert {
+    expert: Sections,
+}
+
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct Sections {
+    http: Http,
+}
+
+#[test]
+fn a_setting_that_moved_to_expert_is_refused_with_its_new_name() {
+    let read = |text: &str, env: &[(&str, &str)]| {
+        let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        parse::<WithExpert>(text, Origin::File(PathBuf::from("node.toml")), env)
+    };
+    let refused = |text, env: &[(&str, &str)]| read(text, env).expect_err("refused").to_string();
+    let moved = "`http.port`: no such setting, it is called `expert.http.port` now";
+    assert_eq!(refused("[http]\nport = 1", &[]), format!("node.toml: {moved}"));
+    let variable = ("BATON_HTTP__PORT", "1");
+    assert_eq!(refused("", &[variable]), format!("environment variable BATON_HTTP__PORT: {moved}"));
+    let raw = read("", &[("BATON_EXPERT__HTTP__PORT", "1")]).expect("accepted");
+    assert_eq!(raw.expert.http.port, 1);
+    assert!(has_setting::<WithExpert>("BATON_EXPERT__HTTP__PORT"));
+    assert!(
+        !has_setting::<WithExpert>("BATON_HTTP__PORT") && !has_setting::<WithExpert>("BATON_EXPERT__HTTP")
+    );
+}
+
+#[test]
 fn optional_sections_have_plain_names() {
     check("[tls]\nkey = 'k'", &[], |raw| raw.tls = Some(Tls { key: "k".to_owned() }));
     check_refused("[tls]\nkey = 'k'\ncolour = 1", &[], "router.toml: `tls.colour`: no such setting");

@@ -1,5 +1,6 @@
 //! Sockets behind a trait, so that a whole cluster can run on a simulated network, or on none.
 
+#[cfg(any(test, feature = "test-support"))]
 mod memory;
 mod tcp;
 #[cfg(test)]
@@ -16,6 +17,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, ReadHalf, WriteHal
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
+#[cfg(any(test, feature = "test-support"))]
 pub use memory::MemoryNet;
 pub use tcp::TcpNet;
 
@@ -111,7 +113,7 @@ enum Reader {
 }
 
 impl StreamReader {
-    /// As [`Stream::read_vectored`].
+    /// Like [`Stream::read_vectored`].
     pub async fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match &mut self.0 {
             Reader::Tcp(half) => read_tcp(half.as_ref(), bufs).await,

@@ -26,7 +26,7 @@ async fn conformance(net: &dyn Net) {
     let all = async {
         bytes_arrive_in_many_buffers(net).await;
         halves_work_from_two_tasks(net).await;
-        nobody_there_is_refused(net).await;
+        a_connection_without_listener_is_refused(net).await;
         an_address_is_taken_once(net).await;
         dropping_one_end_ends_the_other(net).await;
     };
@@ -79,10 +79,10 @@ async fn halves_work_from_two_tasks(net: &dyn Net) {
     assert_eq!((echoed.expect("echoed"), read.expect("read")), (1_000_000, 1_000_000));
 }
 
-async fn nobody_there_is_refused(net: &dyn Net) {
+async fn a_connection_without_listener_is_refused(net: &dyn Net) {
     let (listener, addr) = listen(net).await;
     drop(listener);
-    let error = net.connect(&addr).await.expect_err("nobody listens");
+    let error = net.connect(&addr).await.expect_err("no listener");
     assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
 }
 

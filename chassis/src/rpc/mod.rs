@@ -1,10 +1,12 @@
 //! Limits and plumbing of gRPC: what every call between our processes carries, and what it may cost.
 //!
 //! [`channel`] makes the client's side, [`serve`] the server's, [`standard_services`] what every server offers beside
-//! its own. Three headers go with each call: `traceparent`, `baton-request-id` and `baton-protocol`.
+//! its own. Three headers go with each call: `traceparent`, `baton-request-id` and `baton-protocol`; with a cluster secret
+//! also `baton-target` and `baton-signature` ([`crate::identity::call`]).
 
 mod headers;
 mod receive;
+mod signed;
 #[cfg(test)]
 mod tests;
 
@@ -15,7 +17,7 @@ use axum::middleware;
 use hyper_util::rt::TokioIo;
 use tonic::service::Routes;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::{Endpoint, Uri};
 use tonic_health::server::{HealthReporter, health_reporter};
 use tonic_reflection::server::{Builder as Reflection, Error as ReflectionError};
 
@@ -26,6 +28,8 @@ use crate::server::{self, ServerLimits};
 use crate::shutdown::Shutdown;
 use crate::world::World;
 pub use headers::{CallHeaders, PROTOCOL_HEADER, REQUEST_ID_HEADER, call};
+pub use receive::Callers;
+pub use signed::SignedChannel;
 
 /// Tonic's own limit is 4 MiB, on both sides: give this one to `max_decoding_message_size` of every client and server.
 pub use types::node::MESSAGE_BYTES_MAX;
@@ -53,13 +57,14 @@ impl Default for RpcLimits {
     }
 }
 
-/// A connection to one peer, with our headers on every call. Clones share the connection.
-pub type RpcChannel = InterceptedService<Channel, CallHeaders>;
+/// A connection to one peer, with our headers on every call, signed if the process has the cluster's secret. Clones share
+/// the connection.
+pub type RpcChannel = InterceptedService<SignedChannel, CallHeaders>;
 
 /// The way to the peer at `addr` (`host:port`).
 ///
 /// Nothing is connected before the first call, and a lost connection is made anew by the next one. An address that
-/// makes no sense behaves like one where nobody listens: the call fails with UNAVAILABLE.
+/// makes no sense behaves like one without a listener: the call fails with UNAVAILABLE.
 pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
     let endpoint = Endpoint::from_shared(format!("http://{addr}"))
         .unwrap_or_else(|_| Endpoint::from_static("http://malformed"))
@@ -67,10 +72,12 @@ pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
         .keep_alive_timeout(limits.keepalive_timeout)
         .keep_alive_while_idle(true)
         .concurrency_limit(limits.calls_max);
-    let (world, addr) = (world.clone(), addr.to_owned());
-    let connector =
-        tower::service_fn(move |_: Uri| connect(world.clone(), addr.clone(), limits.connect_timeout));
-    InterceptedService::new(endpoint.connect_with_connector_lazy(connector), CallHeaders)
+    let connector = {
+        let (world, addr) = (world.clone(), addr.to_owned());
+        tower::service_fn(move |_: Uri| connect(world.clone(), addr.clone(), limits.connect_timeout))
+    };
+    let channel = endpoint.connect_with_connector_lazy(connector);
+    InterceptedService::new(SignedChannel::new(channel, world.clone(), addr), CallHeaders)
 }
 
 /// Tonic's own connect timeout would surface as UNKNOWN; an error from here surfaces as UNAVAILABLE.
@@ -82,6 +89,7 @@ async fn connect(world: World, addr: String, within: Duration) -> io::Result<Tok
 ///
 /// A call whose `baton-protocol` has no version in common with ours is refused with FAILED_PRECONDITION. A call
 /// without the header passes: it comes from an ordinary gRPC client, such as grpcurl.
+/// A process with the cluster's secret refuses calls between our processes that are not signed, with UNAUTHENTICATED.
 /// Handlers run in the request's span, their answers' streams included, and find a `types::RequestId` in the request's
 /// extensions when the caller sent one.
 pub async fn serve(
@@ -89,8 +97,10 @@ pub async fn serve(
     routes: Routes,
     shutdown: Shutdown,
     limits: ServerLimits,
+    callers: Callers,
 ) -> Result<(), StillHeld> {
-    let router = routes.prepare().into_axum_router().layer(middleware::from_fn(receive::receive));
+    let receive = middleware::from_fn_with_state(callers, receive::receive);
+    let router = routes.prepare().into_axum_router().layer(receive);
     server::serve(listener, router, shutdown, limits).await
 }
 

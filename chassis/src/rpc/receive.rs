@@ -2,28 +2,84 @@
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
 use http::HeaderMap;
+use http_body_util::{BodyExt as _, Limited};
 use tonic::Status;
 use tracing::{Instrument, Span, warn};
-use types::node::PROTOCOL;
+use types::node::{MESSAGE_BYTES_MAX, PROTOCOL};
 
 use super::headers;
 use crate::telemetry::request_span;
+use crate::world::World;
 
-/// Reads the headers of an incoming call, refuses a caller with whom we share no protocol version, and runs the
-/// handler, and the stream it answers with, in the request's span.
-pub(super) async fn receive(mut request: Request, next: Next) -> Response {
+/// How long the one message of a signed call may take to arrive.
+const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
+/// The largest message, with gRPC's own five bytes.
+const BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 5;
+/// Services that clients call. All others are between our processes.
+const FOR_CLIENTS: [&str; 3] = ["/baton.v1.Inference/", "/grpc.health.v1.Health/", "/grpc.reflection."];
+
+/// Which callers a server answers.
+#[derive(Clone, Debug)]
+pub struct Callers {
+    world: World,
+    address: Option<String>,
+}
+
+impl Callers {
+    /// Those that have the cluster's secret, if this process has it.
+    pub fn known_to(world: &World) -> Self {
+        Self { world: world.clone(), address: None }
+    }
+
+    /// Refuses calls that were signed for another process than the one at `address`.
+    #[must_use]
+    pub fn calling(self, address: &str) -> Self {
+        Self { address: Some(address.to_owned()), ..self }
+    }
+
+    /// Returns the request once its signature is checked.
+    async fn check(&self, request: Request) -> Result<Request, Status> {
+        let identity = self.world.identity();
+        let path = request.uri().path().to_owned();
+        if identity.secret().is_none() || FOR_CLIENTS.iter().any(|prefix| path.starts_with(prefix)) {
+            return Ok(request);
+        }
+        let refused = |error: &dyn std::fmt::Display| Status::unauthenticated(error.to_string());
+        let shown = identity.check_head(&self.world, request.headers()).map_err(|error| refused(&error))?;
+        let (head, body) = request.into_parts();
+        let body = tokio::time::timeout(MESSAGE_WITHIN, Limited::new(body, BODY_BYTES_MAX).collect()).await;
+        let body = body.map_err(|_| refused(&"the call's message did not arrive in time"))?;
+        let body = body.map_err(|error| refused(&error))?.to_bytes();
+        let address = self.address.as_deref();
+        let checked = identity.check_call(&self.world, shown, (&path, &head.headers), &body, address);
+        checked.map_err(|error| refused(&error))?;
+        Ok(Request::from_parts(head, Body::from(body)))
+    }
+}
+
+/// Reads the headers of an incoming call, refuses a caller with whom we share no protocol version or no secret, and runs
+/// the handler, and the stream it answers with, in the request's span.
+pub(super) async fn receive(State(callers): State<Callers>, request: Request, next: Next) -> Response {
     let request_id = headers::request_id(request.headers());
     let span = request_span(request.uri().path(), request_id.as_ref(), request.headers());
-    if let Err(status) = agree(request.headers()) {
-        span.in_scope(|| warn!(reason = status.message(), "call refused"));
-        return status.into_http();
-    }
+    let checked = match agree(request.headers()) {
+        Ok(()) => callers.check(request).await,
+        Err(status) => Err(status),
+    };
+    let mut request = match checked {
+        Ok(request) => request,
+        Err(status) => {
+            span.in_scope(|| warn!(reason = status.message(), "call refused"));
+            return status.into_http();
+        }
+    };
     if let Some(id) = request_id {
         request.extensions_mut().insert(id);
     }

@@ -10,6 +10,7 @@ use http::{HeaderMap, HeaderValue};
 use tokio::io::DuplexStream;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
+use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
@@ -41,7 +42,7 @@ impl Served {
         let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
         let addr = listener.local_addr().expect("bound").to_string();
         let shutdown = Shutdown::new();
-        let serving = serve(listener, routes, shutdown.clone(), limits);
+        let serving = serve(listener, routes, shutdown.clone(), limits, Callers::known_to(&World::real()));
         Self { addr, shutdown, server: spawn_guarded(&Gate::new("test"), "server", serving) }
     }
 
@@ -102,8 +103,8 @@ async fn every_call_carries_our_headers() {
     timeout(WITHIN, client.check(call(&id, whole_server()))).await.expect("in time").expect("it serves");
     timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect("it serves");
     let [with_id, without] = <[_; 2]>::try_from(std::mem::take(&mut *seen.lock().unwrap())).unwrap();
-    assert_eq!((&with_id.0[PROTOCOL_HEADER], with_id.1), (&HeaderValue::from_static("1-2"), Some(id)));
-    assert_eq!((&without.0[PROTOCOL_HEADER], without.1), (&HeaderValue::from_static("1-2"), None));
+    assert_eq!((&with_id.0[PROTOCOL_HEADER], with_id.1), (&HeaderValue::from_static("3-3"), Some(id)));
+    assert_eq!((&without.0[PROTOCOL_HEADER], without.1), (&HeaderValue::from_static("3-3"), None));
     served.stop().await;
 }
 
@@ -117,7 +118,7 @@ async fn protocol_refusals_table() {
             Some("0-0"),
             Err((
                 Code::FailedPrecondition,
-                "no common protocol version: this side speaks 1..2, the peer 0..0",
+                "no common protocol version: this side speaks 3..3, the peer 0..0",
             )),
         ),
         (Some("new"), Err((Code::InvalidArgument, "`baton-protocol` must be MIN-MAX, not \"new\""))),
@@ -238,7 +239,8 @@ async fn a_channel_connects_again() {
     first.stop().await;
     let listener = TcpNet.listen(&addr).await.expect("the port is free again");
     let shutdown = Shutdown::new();
-    let serving = serve(listener, routes(), shutdown.clone(), ServerLimits::default());
+    let callers = Callers::known_to(&World::real());
+    let serving = serve(listener, routes(), shutdown.clone(), ServerLimits::default(), callers);
     let server = spawn_guarded(&Gate::new("test"), "server", serving);
     // The first call may still meet the old connection's end.
     let _ = timeout(WITHIN, client.check(whole_server())).await.expect("in time");
@@ -249,14 +251,14 @@ async fn a_channel_connects_again() {
 // === peers that do not answer ===
 
 #[tokio::test]
-async fn nobody_there_is_unavailable() {
+async fn a_call_without_listener_is_unavailable() {
     let served = Served::standard().await;
     let addr = served.addr.clone();
     served.stop().await;
     for addr in [addr.as_str(), "no address", ""] {
         let mut client = HealthClient::new(channel(&World::real(), addr, RpcLimits::default()));
         let status =
-            timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect_err("nobody");
+            timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect_err("no server");
         assert_eq!(status.code(), Code::Unavailable, "{addr}: {status}");
     }
 }
@@ -289,7 +291,7 @@ async fn failure(net: DeadNet) -> (Status, Duration) {
     let world = World::seeded(1).with_net(Arc::new(net));
     let mut client = HealthClient::new(channel(&world, "peer:1", RpcLimits::default()));
     let start = Instant::now();
-    (client.check(whole_server()).await.expect_err("nobody answers"), start.elapsed())
+    (client.check(whole_server()).await.expect_err("no server answers"), start.elapsed())
 }
 
 #[tokio::test(start_paused = true)]

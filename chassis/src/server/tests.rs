@@ -40,7 +40,7 @@ impl Served {
         self.net.connect(ADDR).await.expect("the server listens")
     }
 
-    /// How long it takes from the wish to the end.
+    /// The time from the request to stop to the end.
     async fn stop(self) -> Duration {
         let start = Instant::now();
         self.shutdown.trigger();

@@ -40,21 +40,48 @@ pub const LEVEL_VARIABLE: &str = "BATON_LOG";
 /// A process's `[log]` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct LogSettings {
+pub struct LogSection {
     /// `text` for people, `json` for machines: one object per line, with `trace_id` and `span_id`.
     pub format: LogFormat,
     /// `info`, or a list such as `info,kv_transfer=debug`. The variable `BATON_LOG` overrides it.
     pub level: String,
-    /// Writes one JSON line for every span that ends, with its ids, parent and duration. Off: that is a line per request.
-    pub spans: bool,
     /// `http://host:4318`: the collector that every span is sent to, by OTLP over HTTP. Empty: the one that
     /// `OTEL_EXPORTER_OTLP_ENDPOINT` names, and otherwise none.
     pub otlp: String,
 }
 
+impl Default for LogSection {
+    fn default() -> Self {
+        Self { format: LogFormat::Text, level: "info".to_owned(), otlp: String::new() }
+    }
+}
+
+/// A process's `[expert.log]` section.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LogExpert {
+    /// Writes one JSON line for every span that ends, with its ids, parent and duration. Off: that is a line per request.
+    pub spans: bool,
+}
+
+/// What [`init`] is told: `[log]` and `[expert.log]` together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogSettings {
+    pub format: LogFormat,
+    pub level: String,
+    pub spans: bool,
+    pub otlp: String,
+}
+
 impl Default for LogSettings {
     fn default() -> Self {
-        Self { format: LogFormat::Text, level: "info".to_owned(), spans: false, otlp: String::new() }
+        LogSection::default().settings(&LogExpert::default())
+    }
+}
+
+impl LogSection {
+    pub fn settings(self, expert: &LogExpert) -> LogSettings {
+        LogSettings { format: self.format, level: self.level, spans: expert.spans, otlp: self.otlp }
     }
 }
 

@@ -45,7 +45,7 @@ pub(super) fn exporter(endpoint: &str) -> Result<SpanExporter, StartError> {
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| refused(error.to_string()))?;
-    let postman = Postman { runtime, is_heard: AtomicBool::new(true) };
+    let postman = BatchSender { runtime, was_accepted: AtomicBool::new(true) };
     let exporter = SpanExporter::builder().with_http().with_http_client(postman);
     let exporter = exporter.with_endpoint(format!("{}/v1/traces", endpoint.trim_end_matches('/')));
     exporter.build().map_err(|error| refused(error.to_string()))
@@ -58,15 +58,15 @@ pub(super) fn resource(process: &'static str) -> Resource {
 
 /// Sends batches, one connection for each: there is one every few seconds.
 #[derive(Debug)]
-struct Postman {
+struct BatchSender {
     /// The exporter's thread is in no runtime; this one lives only while it sends.
     runtime: Runtime,
     /// The last batch was taken.
-    is_heard: AtomicBool,
+    was_accepted: AtomicBool,
 }
 
 #[async_trait]
-impl HttpClient for Postman {
+impl HttpClient for BatchSender {
     /// Blocks: only the exporter's own thread calls it.
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let sent = self.runtime.block_on(async { tokio::time::timeout(SENT_WITHIN, post(request)).await });
@@ -76,9 +76,9 @@ impl HttpClient for Postman {
     }
 }
 
-impl Postman {
+impl BatchSender {
     fn note(&self, error: Option<&HttpError>) {
-        match (error, self.is_heard.swap(error.is_none(), Ordering::Relaxed)) {
+        match (error, self.was_accepted.swap(error.is_none(), Ordering::Relaxed)) {
             (Some(error), true) => warn!(%error, "the collector takes no spans, they are lost"),
             (None, false) => info!("the collector takes spans again"),
             _ => {}

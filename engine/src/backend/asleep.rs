@@ -1,4 +1,4 @@
-//! A backend that has given its memory back, and how it comes to be one again.
+//! A backend that has returned its memory, and how it wakes.
 
 use std::fmt::{self, Debug};
 use std::fs;
@@ -10,31 +10,32 @@ use crate::error::{BackendError, OpenError};
 
 /// A backend that sleeps: it computes nothing, and has neither weights nor KV.
 ///
-/// **Who calls it.** Whoever had the backend, which [`Backend::sleep`] has taken for it. Dropped, it is over.
+/// **Who calls it.** The owner of the backend: [`Backend::sleep`] turns the backend into this value. Dropping it ends the
+/// backend.
 ///
-/// **What it promises.** Awake again it is the same model, with weights from where they came from and KV that is empty:
-/// what was computed before is gone. Where that cannot be, it goes on sleeping, and may be woken later.
+/// **What it promises.** After it wakes it is the same model, with weights from the same files and empty KV. If waking
+/// fails, it stays asleep and may be woken later.
 pub trait Asleep: Debug + Send + 'static {
-    /// Takes memory again, loads the weights, and is a backend. Takes seconds.
-    fn wake(self: Box<Self>) -> Result<Box<dyn Backend>, Wakeless>;
+    /// Allocates memory, loads the weights, and returns the backend. Takes seconds.
+    fn wake(self: Box<Self>) -> Result<Box<dyn Backend>, WakeFailed>;
 
-    /// As [`Backend::used_bytes`].
+    /// See [`Backend::used_bytes`].
     fn used_bytes(&self) -> Option<u64>;
 }
 
-/// A backend that could not be put to sleep, unharmed unless its device is lost.
+/// A backend that could not be put to sleep. It works as before unless its device is lost.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
-pub struct Sleepless {
+pub struct SleepFailed {
     pub backend: Box<dyn Backend>,
     #[source]
     pub why: BackendError,
 }
 
-/// A backend that could not be woken, and sleeps on.
+/// A backend that could not be woken and is still asleep.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
-pub struct Wakeless {
+pub struct WakeFailed {
     pub asleep: Box<dyn Asleep>,
     #[source]
     pub why: OpenError,
@@ -42,14 +43,14 @@ pub struct Wakeless {
 
 type Opening = Box<dyn Fn() -> Result<Box<dyn Backend>, OpenError> + Send>;
 
-/// A backend of which nothing is left while it sleeps: it is opened again.
-pub(super) struct Closed {
+/// A backend that is closed while it sleeps; waking opens it again.
+pub(super) struct ClosedBackend {
     model: ModelInfo,
     open: Opening,
 }
 
-impl Closed {
-    /// `open` does what was done when `backend` was opened; it is closed here.
+impl ClosedBackend {
+    /// Closes `backend`. `open` opens it again with the same settings.
     pub(super) fn close<B: Backend>(
         backend: B,
         open: impl Fn() -> Result<B, OpenError> + Send + 'static,
@@ -60,11 +61,11 @@ impl Closed {
     }
 }
 
-impl Asleep for Closed {
-    fn wake(self: Box<Self>) -> Result<Box<dyn Backend>, Wakeless> {
+impl Asleep for ClosedBackend {
+    fn wake(self: Box<Self>) -> Result<Box<dyn Backend>, WakeFailed> {
         match (self.open)().and_then(|backend| same_model(&self.model, backend)) {
             Ok(backend) => Ok(backend),
-            Err(why) => Err(Wakeless { asleep: self, why }),
+            Err(why) => Err(WakeFailed { asleep: self, why }),
         }
     }
 
@@ -73,9 +74,9 @@ impl Asleep for Closed {
     }
 }
 
-impl Debug for Closed {
+impl Debug for ClosedBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Closed").field("model", &self.model.name).finish_non_exhaustive()
+        f.debug_struct("ClosedBackend").field("model", &self.model.name).finish_non_exhaustive()
     }
 }
 
@@ -84,13 +85,13 @@ fn same_model(before: &ModelInfo, backend: Box<dyn Backend>) -> Result<Box<dyn B
     Ok(backend)
 }
 
-/// Files that say something else than before would be another model under the same name.
+/// Refuses a model whose files have changed: it would be another model under the same name.
 pub(super) fn check_same(before: &ModelInfo, now: &ModelInfo) -> Result<(), OpenError> {
     before.fingerprint.agree(&now.fingerprint).map_err(OpenError::Changed)?;
     if before == now { Ok(()) } else { Err(OpenError::ConfigChanged) }
 }
 
-/// Memory that this process has touched and still has, of which there is no word on some systems.
+/// The resident memory of this process. `None` on systems without `/proc`.
 pub(super) fn resident_bytes() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -98,7 +99,7 @@ pub(super) fn resident_bytes() -> Option<u64> {
     Some(kib << 10)
 }
 
-/// A step that was launched writes into memory that is to go.
+/// Refuses sleep while launched steps may still write into the memory.
 pub(super) fn check_idle(n_in_flight: usize) -> Result<(), BackendError> {
     match n_in_flight {
         0 => Ok(()),
@@ -106,7 +107,7 @@ pub(super) fn check_idle(n_in_flight: usize) -> Result<(), BackendError> {
     }
 }
 
-/// Somebody else has a hold on memory that is to go.
+/// Refuses sleep while others hold the memory.
 pub(super) fn check_not_held(n_holders: usize, n_own: usize) -> Result<(), BackendError> {
     match n_holders.saturating_sub(n_own) {
         0 => Ok(()),

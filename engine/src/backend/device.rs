@@ -1,9 +1,9 @@
-//! What computes: a processor, or one of the machine's GPUs.
+//! The device that computes: a processor, or one of the machine's GPUs.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// As it is typed: `auto`, `cpu`, `cuda` or `cuda:1`.
+/// Written as `auto`, `cpu`, `cuda` or `cuda:1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Device {
     /// The first GPU if there is one that can be used, else the processor.

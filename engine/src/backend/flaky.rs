@@ -1,4 +1,4 @@
-//! A backend that fails when it is told to.
+//! A backend that fails at chosen steps, for tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use kv_cache::KvMemory;
 use types::ModelInfo;
 
-use crate::backend::{Asleep, Backend, Sleepless};
+use crate::backend::{Asleep, Backend, SleepFailed};
 use crate::error::BackendError;
 use crate::step::{Launched, StepBatch, StepOutput};
 
@@ -30,7 +30,7 @@ pub struct Failures {
     pub lost_from: Option<u64>,
     /// This collect panics.
     pub panic_at: Option<u64>,
-    /// These collects come back so much later, and nothing brings them back sooner.
+    /// These collects return late by this time.
     pub hang: BTreeMap<u64, Duration>,
 }
 
@@ -79,8 +79,8 @@ impl<B: Backend> Backend for Flaky<B> {
         self.inner.runs_by_itself()
     }
 
-    /// Awake again it fails no more: what was told of is counted by steps.
-    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+    /// The faults do not apply after waking: they are counted by steps.
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         Box::new(self.inner).sleep()
     }
 

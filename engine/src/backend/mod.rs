@@ -1,4 +1,4 @@
-//! The contract of a backend, and the table of those there are.
+//! The contract of a backend, and the table of all backends.
 
 use std::fmt::Debug;
 use std::num::NonZero;
@@ -16,16 +16,17 @@ pub mod asleep;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
+#[cfg(any(test, feature = "test-support"))]
 pub mod flaky;
 pub mod mock;
 
-pub use asleep::{Asleep, Sleepless, Wakeless};
+pub use asleep::{Asleep, SleepFailed, WakeFailed};
 pub use device::Device;
 
 /// Steps that may be launched and not collected at one time.
 pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 
-/// Turns tokens into KV and KV into tokens.
+/// Computes KV from tokens, and the next tokens from KV.
 ///
 /// **Who calls it.** One scheduler worker, from one thread of its own. A backend knows no request, no socket and no
 /// deadline; it sees slots, positions and block tables.
@@ -40,7 +41,7 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 /// right: launch(1) launch(2) collect(1) launch(3) collect(2) collect(3)
 /// wrong: launch(1) launch(2) collect(2)          another order
 /// wrong: launch(1) launch(2) launch(3)           too many in flight
-/// wrong: launch(1), drop                         a step must be collected, also one whose tokens nobody wants
+/// wrong: launch(1), drop                         each step must be collected, even if its tokens are not used
 /// ```
 ///
 /// **Who owns what.** The memory is shared; the blocks are the caller's, by lease. A launched step reads and writes
@@ -48,15 +49,15 @@ pub const STEPS_IN_FLIGHT_MAX: usize = 2;
 /// becomes of the sequence. A block is written from `start` to `start + n_tokens` only, and never when it is shared.
 ///
 /// **What it promises.** A row's token and KV depend on that row's tokens, sampling and positions alone: the same
-/// alone, batched, in chunks, recomputed, or with KV that came from elsewhere. As each layer's KV of *all* rows is
-/// written, the step's fence opens for it. A row that fails says so in its own place of the output.
+/// alone, batched, in chunks, recomputed, or with KV from another node. The step's fence opens for a layer when that
+/// layer's KV of *all* rows is written. A failed row has its error in its own place of the output.
 ///
-/// **Sleep.** Between sequences it can be put to [`sleep`](Self::sleep): then it is a backend no more, and what is left
-/// of it is an [`Asleep`], which becomes a backend again.
+/// **Sleep.** Between sequences the caller can put it to [`sleep`](Self::sleep): that turns it into an [`Asleep`], which
+/// can be turned back into a backend.
 ///
-/// **What it never does.** It does not stop a sequence: it refrains from drawing forbidden tokens
-/// ([`SampleSpec::forbids`](crate::SampleSpec::forbids)), and what a drawn token means is the caller's say.
-/// It never waits for anything but its device.
+/// **What it never does.** It does not stop a sequence: it does not draw forbidden tokens
+/// ([`SampleSpec::forbids`](crate::SampleSpec::forbids)), and the caller decides what a drawn token means.
+/// It waits for its device only.
 pub trait Backend: Debug + Send + 'static {
     fn model(&self) -> &ModelInfo;
 
@@ -70,39 +71,37 @@ pub trait Backend: Debug + Send + 'static {
     /// open yet.
     fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError>;
 
-    /// Whether a launched step runs with nobody's help, so that the next one need not stand behind it from the beginning.
+    /// Whether a launched step runs without the host, so that the next step may be launched later than at its beginning.
     fn runs_by_itself(&self) -> bool {
         false
     }
 
-    /// Gives back the memory of weights and KV, and keeps what took time to make and little room: code, graphs, addresses.
+    /// Returns the memory of weights and KV. Keeps small things that are slow to make: code, graphs, addresses.
     ///
-    /// Every launched step has been collected, and nobody else holds a clone of [`memory`](Self::memory): otherwise it is
-    /// refused, and nothing has changed.
-    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless>;
+    /// Refused, without effect, while a launched step is not collected or another clone of [`memory`](Self::memory) is held.
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed>;
 
-    /// What is in use, by anyone, of the memory that it computes in: its GPUs', or else this process's resident memory.
-    /// `None` where nobody says.
+    /// Bytes in use, by all processes, on its GPUs; or else this process's resident memory. `None` where that is not known.
     fn used_bytes(&self) -> Option<u64>;
 }
 
-/// What a backend is opened with.
+/// The settings that a backend is opened with.
 #[derive(Clone, Debug)]
 pub struct EngineSettings {
     /// `mock`, `mock:NAME` or `mock:FILE.toml`; `cpu:FOLDER`, `cuda:FOLDER`, or a folder's path by itself.
     pub model: String,
-    /// What computes a model that is named by its folder alone.
+    /// The device for a model that is named by its folder alone.
     pub device: Device,
-    /// As in [`CudaSettings::arch`](cuda::CudaSettings::arch).
+    /// See [`CudaSettings::arch`](cuda::CudaSettings::arch).
     pub gpu_arch: Option<String>,
-    /// As in [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic); the other backends always are.
+    /// See [`CudaSettings::deterministic`](cuda::CudaSettings::deterministic); the other backends always are.
     pub deterministic: bool,
-    /// The largest step that there will be: a GPU takes its memory before the first one.
+    /// The largest step. A GPU backend allocates memory for it at the start.
     pub limits: StepLimits,
     /// Tensor-parallel ranks, which share the heads: groups of threads, or GPUs.
     pub ranks: NonZero<u16>,
     pub kv: KvRoom,
-    /// How a mock spends its costs; a real model has its own.
+    /// How a mock spends its simulated costs; real models ignore it.
     pub pace: mock::Pace,
     /// How a real model is computed on a processor.
     pub cpu: cpu::CpuSettings,
@@ -123,7 +122,7 @@ impl Default for StepLimits {
 }
 
 impl EngineSettings {
-    /// What a GPU is told of it.
+    /// The settings of a GPU backend.
     pub fn cuda(&self) -> cuda::CudaSettings {
         cuda::CudaSettings {
             ordinal: if let Device::Cuda(ordinal) = self.device { ordinal } else { 0 },
@@ -141,7 +140,7 @@ impl EngineSettings {
 
 type Constructor = fn(&EngineSettings, Option<&str>) -> Result<Box<dyn Backend>, OpenError>;
 
-/// By the word before the colon. A new backend is one file and one line.
+/// Backends by the word before the colon. A new backend is one file and one line here.
 const BACKENDS: &[(&str, Constructor)] = &[("mock", mock::open), ("cpu", cpu::open), ("cuda", cuda::open)];
 
 /// Opens the model that the settings name.
@@ -161,7 +160,7 @@ pub fn open(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
     constructor(settings, name)
 }
 
-/// A model by its folder: the device decides.
+/// Opens a model that is named by its folder, on the device of the settings.
 fn open_folder(settings: &EngineSettings) -> Result<Box<dyn Backend>, OpenError> {
     let folder = Some(settings.model.as_str());
     match settings.device {

@@ -1,4 +1,4 @@
-//! One sequence on its way through a backend under test, with blocks of its own.
+//! One sequence of a backend under test, with blocks of its own.
 
 use kv_cache::KvMemory;
 use types::{BlockIdx, GroupIdx, ModelInfo, Sampling, StopRules, TokenId};
@@ -41,10 +41,10 @@ pub(super) struct Lane {
     pub(super) stop: StopRules,
 }
 
-/// What of a lane a step shall compute.
+/// The part of a lane that a step computes.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Part {
-    /// So many of the known tokens. If they are the last, the next one is sampled.
+pub(super) enum LaneInput {
+    /// This number of known tokens. If they are the last, the next one is sampled.
     Known(usize),
     /// The token that the step in flight samples.
     InFlight,
@@ -70,7 +70,7 @@ impl Lane {
         self
     }
 
-    /// Goes on from where `sender` is, whose KV this lane has got.
+    /// Continues `sender`, whose KV was copied to this lane.
     pub(super) fn take_over(&mut self, sender: &Self) {
         self.tokens.clone_from(&sender.tokens);
         self.n_computed = sender.n_computed;
@@ -90,7 +90,7 @@ impl Lane {
         self.tokens.len() - self.n_computed
     }
 
-    /// Takes in what came of computing `n_tokens` of it.
+    /// Applies the result of computing `n_tokens` of it.
     pub(super) fn accept(&mut self, n_tokens: usize, output: &StepOutput, nth_row: usize) {
         self.n_computed += n_tokens;
         let sampled = output.rows[nth_row].clone().expect("the row succeeds");
@@ -99,10 +99,10 @@ impl Lane {
         self.tokens.extend(sampled.map(|sampled| sampled.token));
     }
 
-    fn row<'a>(&'a self, part: Part, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+    fn row<'a>(&'a self, part: LaneInput, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
         let (input, start, sample) = match part {
-            Part::InFlight => (RowInput::Previous, self.tokens.len(), Some(self.spec(1))),
-            Part::Known(n_tokens) => {
+            LaneInput::InFlight => (RowInput::Previous, self.tokens.len(), Some(self.spec(1))),
+            LaneInput::Known(n_tokens) => {
                 let end = self.n_computed + n_tokens;
                 let tokens = &self.tokens[self.n_computed..end];
                 (RowInput::Tokens(tokens), self.n_computed, (end == self.tokens.len()).then(|| self.spec(0)))
@@ -123,7 +123,7 @@ impl Lane {
 }
 
 /// Launches one step over parts of some lanes.
-pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Lane, Part)]) -> Launched {
+pub(super) fn launch(backend: &mut dyn Backend, parts: &[(&Lane, LaneInput)]) -> Launched {
     let tables: Vec<Vec<&[BlockIdx]>> =
         parts.iter().map(|(lane, _)| lane.tables.iter().map(Vec::as_slice).collect()).collect();
     let rows: Vec<Row<'_>> =
@@ -137,7 +137,8 @@ pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> StepOutput {
 
 /// One step in which every lane computes all that it has left.
 pub(super) fn step_together(backend: &mut dyn Backend, lanes: &mut [Lane]) {
-    let parts: Vec<(&Lane, Part)> = lanes.iter().map(|lane| (lane, Part::Known(lane.remaining()))).collect();
+    let parts: Vec<(&Lane, LaneInput)> =
+        lanes.iter().map(|lane| (lane, LaneInput::Known(lane.remaining()))).collect();
     let launched = launch(backend, &parts);
     let output = collect(backend, launched);
     for (nth, lane) in lanes.iter_mut().enumerate() {
@@ -152,8 +153,10 @@ pub(super) fn copy_kv((from, sender): (&KvMemory, &Lane), (to, receiver): (&KvMe
         let (near, far) = (from.rank(rank), to.rank(rank));
         for layer_pos in 0..from.layout().group(group).layers.len() as u16 {
             for (source, target) in tables.0.iter().zip(tables.1) {
-                let page = near.read(group, layer_pos, source.0..source.0 + 1).expect("nobody writes");
-                let mut place = far.write(group, layer_pos, target.0..target.0 + 1).expect("nobody reads");
+                let page =
+                    near.read(group, layer_pos, source.0..source.0 + 1).expect("the page has no writer");
+                let mut place =
+                    far.write(group, layer_pos, target.0..target.0 + 1).expect("the page has no reader");
                 place.copy_from_slice(&page);
             }
         }

@@ -1,7 +1,7 @@
-//! What every backend is held to. Each check names the sentence of [`Backend`]'s contract that it pins.
+//! The conformance suite of backends. Each check names the sentence of [`Backend`]'s contract that it tests.
 //!
-//! A check panics where the contract is broken. What the tokens are is the model's business; that they are the same
-//! is what is checked.
+//! A check panics where the contract is broken. It compares tokens with each other, not with expected ones: a model may
+//! sample any.
 
 mod lane;
 pub mod sleep;
@@ -10,7 +10,7 @@ use types::{Sampling, StopRules, TokenId};
 
 use crate::backend::Backend;
 use crate::step::StepBatch;
-use lane::{Blocks, Lane, Part, collect, launch, step_together};
+use lane::{Blocks, Lane, LaneInput, collect, launch, step_together};
 
 /// Blocks that a backend under test must have memory for.
 pub const BLOCKS_MIN: u32 = 64;
@@ -65,9 +65,9 @@ pub fn previous_is_the_token_in_flight(open: Open<'_>) {
     let expected = generate_alone(open, &prompt, prompt.len());
     let mut backend = open();
     let mut lane = Lane::new(&prompt, &mut Blocks::default(), backend.model(), N_STEPS);
-    let mut in_flight = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
+    let mut in_flight = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
     for _ in 1..N_STEPS {
-        let next = launch(backend.as_mut(), &[(&lane, Part::InFlight)]);
+        let next = launch(backend.as_mut(), &[(&lane, LaneInput::InFlight)]);
         let output = collect(backend.as_mut(), in_flight);
         lane.accept(lane.remaining(), &output, 0);
         in_flight = next;
@@ -135,11 +135,11 @@ pub fn forbidden_tokens_are_not_drawn(open: Open<'_>) {
     assert_ne!(lane.generated()[0], usual[0], "a stop token before min_tokens");
 }
 
-/// "As each layer's KV of all rows is written, the step's fence opens for it."
+/// "The step's fence opens for a layer when that layer's KV of all rows is written."
 pub fn fences_open_for_every_layer(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(20, 10), &mut Blocks::default(), backend.model(), N_STEPS);
-    let launched = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
+    let launched = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
     let fence = launched.fence().clone();
     collect(backend.as_mut(), launched);
     let layers = backend.model().layout.groups.iter().flat_map(|group| &group.layers);
@@ -153,8 +153,8 @@ pub fn fences_open_for_every_layer(open: Open<'_>) {
 pub fn no_third_step_is_launched(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(4, 11), &mut Blocks::default(), backend.model(), N_STEPS);
-    let first = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
-    let second = launch(backend.as_mut(), &[(&lane, Part::InFlight)]);
+    let first = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
+    let second = launch(backend.as_mut(), &[(&lane, LaneInput::InFlight)]);
     assert!(backend.launch(StepBatch { rows: &[] }).is_err(), "a third step in flight");
     collect(backend.as_mut(), first);
     collect(backend.as_mut(), second);
@@ -166,7 +166,7 @@ fn generate_alone(open: Open<'_>, prompt: &[TokenId], chunk: usize) -> Vec<Token
     let mut lane = Lane::new(prompt, &mut Blocks::default(), backend.model(), N_STEPS);
     while lane.generated().len() < N_STEPS {
         let n_tokens = lane.remaining().min(chunk);
-        let launched = launch(backend.as_mut(), &[(&lane, Part::Known(n_tokens))]);
+        let launched = launch(backend.as_mut(), &[(&lane, LaneInput::Known(n_tokens))]);
         let output = collect(backend.as_mut(), launched);
         lane.accept(n_tokens, &output, 0);
     }

@@ -1,9 +1,9 @@
-//! What sleep and wake are held to.
+//! The conformance checks of sleep and wake.
 
 use kv_cache::KvMemory;
 use types::GroupIdx;
 
-use super::lane::{Blocks, Lane, Part, collect, launch, step_together};
+use super::lane::{Blocks, Lane, LaneInput, collect, launch, step_together};
 use super::{N_STEPS, Open, prompt};
 use crate::backend::Backend;
 use crate::error::BackendError;
@@ -54,7 +54,7 @@ fn kv_is_gone_after_sleep(open: Open<'_>) {
 fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
     let mut backend = open();
     let lane = Lane::new(&prompt(8, 13), &mut Blocks::default(), backend.model(), N_STEPS);
-    let launched = launch(backend.as_mut(), &[(&lane, Part::Known(lane.remaining()))]);
+    let launched = launch(backend.as_mut(), &[(&lane, LaneInput::Known(lane.remaining()))]);
     let refused = backend.sleep().expect_err("a step is in flight");
     assert!(matches!(refused.why, BackendError::Order(_)), "{refused}");
     let mut backend = refused.backend;
@@ -62,7 +62,7 @@ fn a_step_in_flight_keeps_it_awake(open: Open<'_>) {
     drop(slept(backend));
 }
 
-/// "Nobody else holds a clone of the memory."
+/// "Refused while another clone of the memory is held."
 fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
     let backend = open();
     let held = backend.memory().clone();
@@ -75,7 +75,7 @@ fn memory_that_others_hold_keeps_it_awake(open: Open<'_>) {
     assert_eq!(generate(backend.as_mut()).generated(), before.generated());
 }
 
-/// Pages of a lane's blocks in which such a byte lies.
+/// Pages of a lane's blocks that have a byte for which this holds.
 fn n_pages(memory: &KvMemory, lane: &Lane, is_such: impl Fn(u8) -> bool) -> usize {
     let layers = |group: GroupIdx| 0..memory.layout().group(group).layers.len() as u16;
     let mut n_pages = 0;
@@ -84,8 +84,10 @@ fn n_pages(memory: &KvMemory, lane: &Lane, is_such: impl Fn(u8) -> bool) -> usiz
             (0..memory.n_ranks()).flat_map(|rank| layers(group).map(move |pos| (rank, pos)))
         {
             for block in blocks {
-                let page =
-                    memory.rank(rank).read(group, layer_pos, block.0..block.0 + 1).expect("nobody writes");
+                let page = memory
+                    .rank(rank)
+                    .read(group, layer_pos, block.0..block.0 + 1)
+                    .expect("the page has no writer");
                 n_pages += usize::from(page.iter().any(|byte| is_such(*byte)));
             }
         }

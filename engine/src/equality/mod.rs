@@ -1,11 +1,11 @@
-//! Whether a backend says what the reference says: the rule of `docs/specification.md` for numbers that are rounded.
+//! Compares a backend with the reference by the rule of `docs/specification.md` for rounded numbers.
 //!
-//! Both compute the same tokens: the reference's own, so that one difference is not carried on. At each place the subject's
-//! token must be the reference's, unless the reference's own lead of it over the next best was below ε; and wherever
-//! log-probabilities are looked at, they must agree within bounds. A row is computed alone, in company, in chunks,
-//! over a cached prefix, recomputed after it was thrown out, and with the token in flight.
+//! Both compute the reference's tokens, so that one difference does not cause others. At each place the backend must
+//! sample the reference's token, unless the reference's best token led the next by less than ε. Log-probabilities must
+//! agree within bounds. A row is computed alone, in a batch, in chunks, over a cached prefix, again after preemption,
+//! and with the token in flight.
 //!
-//! A backend that promises that company changes nothing is compared with itself, and nothing may differ ([`alike`]).
+//! A deterministic backend is compared with itself, and nothing may differ ([`compare_with_itself`]).
 
 mod script;
 
@@ -23,7 +23,7 @@ pub struct Tolerance {
     pub epsilon: f32,
     /// The largest difference of log-probabilities of the same token, for a token that is certain.
     pub logprob: f32,
-    /// So much more for each unit of the log-probability: what is unlikely is rounded more coarsely.
+    /// Added for each unit of the log-probability: unlikely tokens are rounded more coarsely.
     pub logprob_share: f32,
 }
 
@@ -32,7 +32,7 @@ impl Tolerance {
     pub const NONE: Self = Self { epsilon: 0.0, logprob: 0.0, logprob_share: 0.0 };
 }
 
-/// What was compared, and how it went.
+/// The results of a comparison.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Comparison {
     pub n_tokens: usize,
@@ -57,7 +57,7 @@ pub enum CompareError {
     },
 }
 
-/// One continuation, as the reference has it.
+/// One continuation by the reference.
 #[derive(Clone, Debug)]
 pub(crate) struct Truth {
     pub(crate) prompt: Vec<TokenId>,
@@ -144,8 +144,8 @@ pub fn compare(
     Ok(comparison)
 }
 
-/// Compares what a backend says alone with what it says in any company, in other chunks, computed again: to the last bit.
-pub fn alike(
+/// Compares a backend's results of a row alone with those in a batch, in other chunks and computed again, bit by bit.
+pub fn compare_with_itself(
     backend: &mut dyn Backend,
     prompts: &[Vec<TokenId>],
     n_steps: usize,

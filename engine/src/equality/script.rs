@@ -6,14 +6,14 @@ use super::{CompareError, Comparison, Tolerance, Truth, TruthStep};
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, Sampled, SlotId, StepBatch};
 
-/// Alternatives that are looked at beside each token.
+/// Log-probabilities compared beside each token's.
 const N_TOP: u8 = 20;
-/// Rows of a crowd: more than a product of few rows has, and no whole number of anything.
+/// Rows of a large batch: more than kernels for few rows take, and no multiple of a tile.
 const CROWD: usize = 141;
 /// Tokens at a prompt's end that every other lane of a crowd computes one by one.
 const ONE_BY_ONE: usize = 40;
 
-/// A backend on trial.
+/// The backend that is compared.
 #[derive(Debug)]
 pub(super) struct Script<'a> {
     pub(super) backend: &'a mut dyn Backend,
@@ -31,7 +31,7 @@ struct Piece<'a> {
     draws: Option<bool>,
 }
 
-/// What the reference says after `prompt`, token by token.
+/// The reference's continuation of `prompt`, token by token.
 pub(super) fn truth(
     reference: &mut dyn Backend,
     prompt: &[TokenId],
@@ -52,7 +52,7 @@ pub(super) fn truth(
 }
 
 impl Truth {
-    /// The prompt and what follows, all that is ever computed.
+    /// The prompt and its continuation: all tokens that are computed.
     fn tokens(&self) -> Vec<TokenId> {
         let drawn = self.steps.iter().map(TruthStep::token);
         self.prompt.iter().copied().chain(drawn).collect()
@@ -84,7 +84,7 @@ impl Script<'_> {
         self.go_on(company, truth, 1)
     }
 
-    /// Blocks of the prompt's beginning are there already: the rest is computed over them.
+    /// The first blocks of the prompt are cached; the rest is computed over them.
     fn after_a_cached_prefix(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let company = "after a cached prefix";
         let cached = truth.prompt.len().saturating_sub(1) / 16 * 16;
@@ -92,7 +92,7 @@ impl Script<'_> {
         self.go_on(company, truth, 1)
     }
 
-    /// Thrown out half-way and computed again, its own tokens and all, over blocks that hold something else.
+    /// Preempted half-way, and computed again with its own tokens, over blocks with other contents.
     fn recomputed(&mut self, truth: &Truth) -> Result<(), CompareError> {
         let (company, tokens) = ("recomputed", truth.tokens());
         let half = truth.steps.len() / 2;
@@ -165,8 +165,8 @@ impl Script<'_> {
         Ok(())
     }
 
-    /// Each of them many times over, their single tokens all in one step: more rows than a kernel takes at once. Of every
-    /// other lane the end of the prompt is computed token by token too.
+    /// Runs each prompt many times, all single tokens in one step: more rows than a kernel takes at once. In every other
+    /// lane the end of the prompt is computed token by token too.
     pub(super) fn in_a_crowd(&mut self, truths: &[Truth]) -> Result<(), CompareError> {
         let company = "in a crowd";
         let tokens: Vec<Vec<TokenId>> = truths.iter().map(Truth::tokens).collect();
@@ -206,7 +206,7 @@ impl Script<'_> {
         }
     }
 
-    /// As many lanes as a crowd has, or as there are blocks for.
+    /// The number of lanes of a crowd, bounded by the number of blocks.
     fn crowd(&self, tokens: &[Vec<TokenId>]) -> usize {
         let longest = tokens.iter().map(Vec::len).max().unwrap_or(0);
         let layout = &self.backend.model().layout;

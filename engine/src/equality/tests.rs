@@ -28,8 +28,9 @@ fn the_processor_is_equal_to_itself_in_any_company() {
 }
 
 #[test]
-fn the_processor_is_alike_in_a_crowd_too() {
-    let comparison = alike(&mut opened("qwen2", KvDtype::Bf16), &prompts(), 3).expect("it is compared");
+fn the_processor_gives_equal_results_in_large_batches() {
+    let comparison =
+        compare_with_itself(&mut opened("qwen2", KvDtype::Bf16), &prompts(), 3).expect("it is compared");
     assert!(comparison.is_equal(), "{:?}", comparison.wrong);
     // Beside every way that is compared with a reference, each lane of the crowd draws three tokens.
     let of_crowd = comparison.n_tokens - (3 * (3 * 4 + 2 + 3) + 3 * 3);
@@ -51,8 +52,8 @@ fn kv_of_another_precision_is_near_and_not_the_same() {
 #[test]
 fn kv_in_8_bits_is_the_same_in_any_company_and_near_what_it_stands_for() {
     let mut subject = opened("qwen3", KvDtype::Fp8E4m3);
-    let alike = alike(&mut subject, &prompts(), 3).expect("it is compared");
-    assert!(alike.is_equal(), "{:?}", alike.wrong.first());
+    let comparison = compare_with_itself(&mut subject, &prompts(), 3).expect("it is compared");
+    assert!(comparison.is_equal(), "{:?}", comparison.wrong.first());
     let near = Tolerance { epsilon: 1.0, logprob: 1.0, logprob_share: 0.1 };
     let near = compare(&mut opened("qwen3", KvDtype::F32), &mut subject, &prompts(), 4, near);
     let near = near.expect("it is compared");

@@ -19,7 +19,7 @@ const INDEX: &str = "model.safetensors.index.json";
 pub struct Checkpoint {
     folder: PathBuf,
     files: Vec<TensorFile>,
-    /// Which file has which tensor, as an index says; empty without one.
+    /// The file of each tensor, from the index; empty without an index.
     index: HashMap<String, usize>,
 }
 

@@ -1,4 +1,4 @@
-//! Weights that are made up: a config alone is enough to measure speed.
+//! Random weights: a config alone is enough to measure speed.
 
 use kernels::cpu::number::{f32_to_bf16, u16s_mut};
 use kernels::cpu::{Format, Matrix, Processor, SharedBytes};
@@ -29,7 +29,7 @@ impl TensorSource for Dummy<'_> {
             });
         });
         let bytes = bytes.map_err(LoadError::Memory)?;
-        Ok(Matrix::new(bytes, rows, cols, Format::Bf16).expect("as many bytes as were filled"))
+        Ok(Matrix::new(bytes, rows, cols, Format::Bf16).expect("the size that was filled"))
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
@@ -46,12 +46,12 @@ pub fn vector(name: &str, len: usize) -> Vec<f32> {
     vec![if name.ends_with("bias") { 0.0 } else { 1.0 }; len]
 }
 
-/// What makes a matrix differ from all others.
+/// The seed of one matrix.
 pub fn key(seed: u64, name: &str) -> u64 {
     mix(seed ^ name.bytes().fold(0, |key, byte| mix(key ^ u64::from(byte))))
 }
 
-/// What 16 bits, as a whole number, are multiplied with.
+/// The factor for 16 random bits as an integer.
 ///
 /// Uniform between plus and minus the root of 3 / cols has a variance of 1 / cols.
 pub fn scale(cols: usize) -> f32 {

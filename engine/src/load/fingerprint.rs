@@ -1,4 +1,4 @@
-//! What two nodes compare before KV goes from one to the other.
+//! The fingerprint of a model, which two nodes compare before they exchange KV.
 
 use std::hash::Hasher;
 
@@ -8,9 +8,9 @@ use types::{Fingerprint, KvLayout};
 use super::checkpoint::Checkpoint;
 use super::safetensors::TensorFile;
 
-/// Up to so much data is hashed whole: 64 MiB take some ten milliseconds.
+/// Data up to this size is hashed as a whole: 64 MiB take some ten milliseconds.
 const WHOLE_BYTES_MAX: usize = 64 << 20;
-/// Of more data, this many places are hashed, spread evenly.
+/// Larger data is sampled: this number of places, spread evenly, is hashed.
 const N_SAMPLES: usize = 4096;
 const SAMPLE_BYTES: usize = 1024;
 
@@ -27,7 +27,7 @@ pub fn fingerprint(
 ///
 /// The header names, types, shapes and orders all tensors. Data beyond 64 MiB is sampled: 4096 places of a kilobyte, so
 /// that starting does not read gigabytes that are mapped and not yet needed. Another training, another precision or
-/// a file cut short changes nearly every place; a checkpoint in which somebody edited a few numbers may pass.
+/// a file cut short changes nearly every place; a few edited numbers may go unnoticed.
 pub fn of_weights(checkpoint: &Checkpoint) -> String {
     let mut hasher = XxHash3_64::with_seed(0);
     let bytes: usize = checkpoint.files().iter().map(|file| file.data().len()).sum();

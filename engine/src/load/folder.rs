@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use crate::error::LoadError;
-use crate::model::{self, ModelConfig};
+use crate::model::ModelConfig;
+use crate::model::config::ConfigProblem;
 
 /// A folder with a `config.json`, and what else is found there.
 #[derive(Clone, Debug)]
@@ -32,7 +33,7 @@ impl ModelFolder {
         whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
     }
 
-    /// `None` if the model has no tokenizer, as one that is a config alone.
+    /// `None` if the folder has no tokenizer.
     pub fn tokenizer(&self) -> Result<Option<Vec<u8>>, LoadError> {
         read_if_there(&self.path.join("tokenizer.json"))
     }
@@ -40,22 +41,19 @@ impl ModelFolder {
 
 /// Whether a `config.json` describes a model that can be computed here. `path` is where it is, for errors.
 ///
-/// Nothing else of the model is needed: this is asked before its weights are fetched.
+/// It is called before the weights are downloaded.
 pub fn check_config(path: &Path, config: &[u8]) -> Result<(), LoadError> {
     read_config(path, config, None).map(drop)
 }
 
 fn read_config(path: &Path, config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig, LoadError> {
-    let problem = |problem| LoadError::Config { path: path.to_owned(), source: Box::new(problem) };
-    // The architecture first: another one's config need not have the settings that ours have.
-    if let Some(name) = model::config::architecture(config).map_err(problem)? {
-        model::architecture(&name).map_err(|known| LoadError::Architecture {
-            path: path.to_owned(),
-            name,
-            known,
-        })?;
-    }
-    ModelConfig::parse(config, generation).map_err(problem)
+    ModelConfig::parse(config, generation).map_err(|problem| {
+        let path = path.to_owned();
+        match problem {
+            ConfigProblem::Architecture { name, known } => LoadError::Architecture { path, name, known },
+            problem => LoadError::Config { path, source: Box::new(problem) },
+        }
+    })
 }
 
 fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, LoadError> {

@@ -1,5 +1,4 @@
-//! Whole checkpoints that are written here: made up, for measuring how fast weights are loaded where none can be fetched,
-//! or another one's weights in another form.
+//! Writes whole checkpoints: with random weights, to measure loading, or with another checkpoint's weights in another form.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -13,11 +12,11 @@ use serde_json::{Map, Value, json};
 use super::checkpoint::Checkpoint;
 use super::dummy::Dummy;
 use super::folder::ModelFolder;
+use super::tensors::{TensorSpec, tensors};
 use super::weights::TensorSource;
 use crate::error::LoadError;
-use crate::model::{self, ModelConfig, Parts};
 
-/// One file holds no more than so much, as published checkpoints do.
+/// The largest size of one file, as in published checkpoints.
 const FILE_BYTES_MAX: usize = 5 << 30;
 
 /// How the weights are written.
@@ -31,64 +30,7 @@ pub enum Form {
     Fbgemm,
 }
 
-/// A tensor that a model has: a vector has one row, and says so.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Named {
-    pub name: String,
-    pub rows: Option<usize>,
-    pub cols: usize,
-}
-
-impl Named {
-    fn shape(&self) -> Vec<usize> {
-        self.rows.into_iter().chain([self.cols]).collect()
-    }
-
-    /// A layer's matrix: what is quantized.
-    fn is_linear(&self) -> bool {
-        self.rows.is_some() && self.name.starts_with("model.layers.")
-    }
-}
-
-/// Every tensor of such a model, by the names that all of these architectures use.
-pub fn tensors(config: &ModelConfig, parts: Parts) -> Vec<Named> {
-    let matrix = |name: String, rows, cols| Named { name, rows: Some(rows), cols };
-    let vector = |name: String, cols| Named { name, rows: None, cols };
-    let ModelConfig { hidden, intermediate, vocab, head_dim, .. } = *config;
-    let (q, kv) = (config.n_heads * head_dim, config.n_kv_heads * head_dim);
-    let mut all = vec![matrix("model.embed_tokens.weight".to_owned(), vocab, hidden)];
-    for nth in 0..config.n_layers {
-        let of = |part: &str| format!("model.layers.{nth}.{part}");
-        for norm in ["input_layernorm", "post_attention_layernorm"] {
-            all.push(vector(of(&format!("{norm}.weight")), hidden));
-        }
-        for (name, rows, cols, has_bias) in [
-            ("self_attn.q_proj", q, hidden, parts.qkv_bias),
-            ("self_attn.k_proj", kv, hidden, parts.qkv_bias),
-            ("self_attn.v_proj", kv, hidden, parts.qkv_bias),
-            ("self_attn.o_proj", hidden, q, parts.o_bias),
-            ("mlp.gate_proj", intermediate, hidden, parts.mlp_bias),
-            ("mlp.up_proj", intermediate, hidden, parts.mlp_bias),
-            ("mlp.down_proj", hidden, intermediate, parts.mlp_bias),
-        ] {
-            all.push(matrix(of(&format!("{name}.weight")), rows, cols));
-            if has_bias {
-                all.push(vector(of(&format!("{name}.bias")), rows));
-            }
-        }
-        if parts.head_norms {
-            all.push(vector(of("self_attn.q_norm.weight"), head_dim));
-            all.push(vector(of("self_attn.k_norm.weight"), head_dim));
-        }
-    }
-    all.push(vector("model.norm.weight".to_owned(), hidden));
-    if !config.tied {
-        all.push(matrix("lm_head.weight".to_owned(), vocab, hidden));
-    }
-    all
-}
-
-/// Writes a folder with the config of another and made-up weights, with all cores at work. Answers how many bytes they are.
+/// Writes a folder with another one's config and random weights, on all cores. Returns the bytes of the weights.
 pub fn write(from: &Path, to: &Path, seed: u64, form: Form) -> Result<usize, LoadError> {
     let processor = all_cores()?;
     write_all(from, to, &Dummy { seed, processor: &processor }, form, &processor)
@@ -112,10 +54,6 @@ fn write_all(
     processor: &Processor,
 ) -> Result<usize, LoadError> {
     let folder = ModelFolder::open(from)?;
-    let architecture = model::architecture(&folder.config.architecture).map_err(|known| {
-        let (path, name) = (from.join("config.json"), folder.config.architecture.clone());
-        LoadError::Architecture { path, name, known }
-    })?;
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |source| LoadError::Write { path, source }
@@ -123,7 +61,7 @@ fn write_all(
     std::fs::create_dir_all(to).map_err(failed(to))?;
     let path = to.join("config.json");
     std::fs::write(&path, form.config(from)?).map_err(failed(&path))?;
-    let files = divided(tensors(&folder.config, (architecture.parts)(&folder.config)), form);
+    let files = divided(tensors(&folder.config), form);
     let (mut index, mut bytes) = (Map::new(), 0);
     for (nth, tensors) in files.iter().enumerate() {
         let name = format!("model-{:05}-of-{:05}.safetensors", nth + 1, files.len());
@@ -143,8 +81,8 @@ fn write_all(
     Ok(bytes)
 }
 
-fn divided(tensors: Vec<Named>, form: Form) -> Vec<Vec<Named>> {
-    let mut files: Vec<Vec<Named>> = vec![Vec::new()];
+fn divided(tensors: Vec<TensorSpec>, form: Form) -> Vec<Vec<TensorSpec>> {
+    let mut files: Vec<Vec<TensorSpec>> = vec![Vec::new()];
     let mut bytes = 0;
     for tensor in tensors {
         let more: usize = form.entries(&tensor).iter().map(|entry| entry.bytes).sum();
@@ -184,8 +122,8 @@ impl Form {
     }
 
     /// What the file has of a tensor: itself, and its scales.
-    fn entries(self, tensor: &Named) -> Vec<Entry> {
-        let Named { name, .. } = tensor;
+    fn entries(self, tensor: &TensorSpec) -> Vec<Entry> {
+        let TensorSpec { name, .. } = tensor;
         if let (true, true, Some(rows)) = (self.is_fp8(), tensor.is_linear(), tensor.rows) {
             let of_scales = if self == Self::Fbgemm { "F32" } else { "BF16" };
             let scales = Entry::new(format!("{name}_scale"), of_scales, vec![rows, 1]);
@@ -198,7 +136,7 @@ impl Form {
     /// The bytes of those, one after the other.
     fn contents(
         self,
-        tensor: &Named,
+        tensor: &TensorSpec,
         source: &dyn TensorSource,
         processor: &Processor,
     ) -> Result<Vec<u8>, LoadError> {
@@ -282,8 +220,8 @@ impl From<std::io::Error> for WriteError {
 fn write_file(
     path: &Path,
     entries: &[Entry],
-    tensors: &[Named],
-    contents: impl Fn(&Named) -> Result<Vec<u8>, LoadError>,
+    tensors: &[TensorSpec],
+    contents: impl Fn(&TensorSpec) -> Result<Vec<u8>, LoadError>,
 ) -> Result<(), WriteError> {
     let (mut header, mut end) = (Map::new(), 0);
     for entry in entries {
@@ -308,37 +246,13 @@ fn write_file(
 mod tests {
     use super::*;
     use crate::load::Checkpoint;
-    use std::collections::BTreeSet;
-
-    fn models() -> impl Iterator<Item = std::path::PathBuf> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models");
-        ["llama", "llama3", "mistral", "qwen2", "qwen3"].into_iter().map(move |name| folder.join(name))
-    }
-
-    #[test]
-    fn a_model_has_the_tensors_that_its_checkpoint_has() {
-        for path in models() {
-            let config = ModelFolder::open(&path).expect("it opens").config;
-            let parts = (model::architecture(&config.architecture).expect("known").parts)(&config);
-            let checkpoint = Checkpoint::open(&path).expect("it opens");
-            let names: BTreeSet<&str> = checkpoint.files().iter().flat_map(|file| file.names()).collect();
-            let tensors = tensors(&config, parts);
-            assert_eq!(tensors.iter().map(|one| one.name.as_str()).collect::<BTreeSet<_>>(), names);
-            for one in &tensors {
-                let file = checkpoint.files().iter().find(|file| file.tensor(&one.name).is_some());
-                let found =
-                    file.and_then(|file| file.tensor(&one.name)).expect("it is there").expect("whole");
-                assert_eq!(found.shape, one.shape(), "{}", one.name);
-            }
-        }
-    }
 
     #[test]
     fn what_is_written_is_read_as_it_was_made() {
         let processor = Processor::new(Arithmetic::F32, NonZero::<usize>::MIN).expect("a thread");
         let source = Dummy { seed: 5, processor: &processor };
         let to = tempfile::tempdir().expect("a folder");
-        let from = models().nth(4).expect("qwen3");
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/qwen3");
         let bytes = write(&from, to.path(), 5, Form::Bf16).expect("it is written");
         let read = Checkpoint::open(to.path()).expect("it opens");
         assert_eq!(read.files().iter().map(|file| file.data().len()).sum::<usize>(), bytes);

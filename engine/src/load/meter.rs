@@ -1,4 +1,4 @@
-//! How far weights have come: a bar, or a line now and then where nobody watches a terminal.
+//! Progress of loading weights: a bar on a terminal, log lines elsewhere.
 
 use std::io::IsTerminal as _;
 
@@ -6,42 +6,45 @@ use indicatif::{ProgressBar, ProgressStyle};
 use tracing::info;
 
 const BAR: &str = "{msg} {bar:30} {bytes:>11} of {total_bytes:>11}  {bytes_per_sec:>12}  {eta:>4}";
-/// Lines of one load.
+/// Log lines per load.
 const LINES: usize = 10;
 
-/// How much of so many bytes is there. Its bar goes away with it.
+/// Counts the bytes that are loaded. Dropping it removes its bar.
 #[derive(Debug)]
 pub(crate) struct Meter {
     total: usize,
     done: usize,
-    n_said: usize,
-    shown: Shown,
+    n_logged: usize,
+    display: ProgressDisplay,
 }
 
 #[derive(Debug)]
-enum Shown {
+enum ProgressDisplay {
     Bar(ProgressBar),
     Lines,
-    /// Somebody else tells of the same.
+    /// Another meter shows the same load.
     Nothing,
 }
 
 impl Meter {
-    /// On standard error if that is a terminal.
+    /// Shows a bar on standard error if that is a terminal, log lines otherwise.
     pub(crate) fn new(total: usize) -> Self {
         let is_terminal = std::io::stderr().is_terminal();
-        Self::shown(total, if is_terminal { Shown::Bar(bar(total)) } else { Shown::Lines })
+        Self::with_display(
+            total,
+            if is_terminal { ProgressDisplay::Bar(bar(total)) } else { ProgressDisplay::Lines },
+        )
     }
 
     pub(crate) fn silent(total: usize) -> Self {
-        Self::shown(total, Shown::Nothing)
+        Self::with_display(total, ProgressDisplay::Nothing)
     }
 
-    fn shown(total: usize, shown: Shown) -> Self {
-        Self { total, done: 0, n_said: 0, shown }
+    fn with_display(total: usize, display: ProgressDisplay) -> Self {
+        Self { total, done: 0, n_logged: 0, display }
     }
 
-    /// Bytes of all of it.
+    /// All bytes of the load.
     pub(crate) fn total(&self) -> usize {
         self.total
     }
@@ -49,27 +52,27 @@ impl Meter {
     pub(crate) fn add(&mut self, bytes: usize) {
         self.done += bytes;
         let is_due = self.is_due();
-        match &self.shown {
-            Shown::Bar(bar) => bar.set_position(self.done as u64),
-            Shown::Lines if is_due => {
+        match &self.display {
+            ProgressDisplay::Bar(bar) => bar.set_position(self.done as u64),
+            ProgressDisplay::Lines if is_due => {
                 info!(mib = self.done >> 20, of_mib = self.total >> 20, "load weights onto the GPU");
             }
-            Shown::Lines | Shown::Nothing => {}
+            ProgressDisplay::Lines | ProgressDisplay::Nothing => {}
         }
     }
 
     /// Whether another tenth is there since the last line.
     fn is_due(&mut self) -> bool {
         let tenths = LINES * self.done / self.total.max(1);
-        let is_due = tenths > self.n_said;
-        self.n_said = self.n_said.max(tenths);
+        let is_due = tenths > self.n_logged;
+        self.n_logged = self.n_logged.max(tenths);
         is_due
     }
 }
 
 impl Drop for Meter {
     fn drop(&mut self) {
-        if let Shown::Bar(bar) = &self.shown {
+        if let ProgressDisplay::Bar(bar) = &self.display {
             bar.finish_and_clear();
         }
     }
@@ -94,7 +97,7 @@ mod tests {
             // Norms are not counted beforehand.
             (10, vec![10, 1, 1, 1, 1], [true, true, true, true, true]),
         ] {
-            let mut meter = Meter::shown(total, Shown::Lines);
+            let mut meter = Meter::with_display(total, ProgressDisplay::Lines);
             let mut due = Vec::new();
             for bytes in pieces {
                 meter.done += bytes;
@@ -108,7 +111,7 @@ mod tests {
     fn a_bar_follows_and_goes_away() {
         let bar = bar(16 << 30);
         bar.set_draw_target(ProgressDrawTarget::hidden());
-        let mut meter = Meter::shown(16 << 30, Shown::Bar(bar.clone()));
+        let mut meter = Meter::with_display(16 << 30, ProgressDisplay::Bar(bar.clone()));
         meter.add(4 << 30);
         meter.add(1 << 30);
         assert_eq!((bar.position(), bar.length()), (5 << 30, Some(16 << 30)));

@@ -1,13 +1,14 @@
-//! Weights: from a folder as it is published, or made up.
+//! Weights: from a published folder, or random.
 //!
 //! Suggested reading order: a model's [`folder`], one file's tensors ([`safetensors`]), all files' ([`checkpoint`]),
-//! none at all ([`dummy`]), folders that are written here ([`made`]), what architectures see of it ([`weights`]), how far it
+//! none at all ([`dummy`]), the tensors that a model reads ([`tensors`]), folders that are written here ([`made`]), what architectures see of it ([`weights`]), how far it
 //! has come (`meter`), and what two nodes compare ([`fingerprint`]).
 
 pub mod folder;
 pub mod safetensors;
 pub mod checkpoint;
 pub mod dummy;
+pub mod tensors;
 pub mod made;
 pub mod weights;
 pub(crate) mod meter;

@@ -14,7 +14,7 @@ use serde::Deserialize;
 
 use crate::error::LoadError;
 
-/// A longer header is no header: the largest models need a few megabytes.
+/// Longer headers are refused: the largest models need a few megabytes.
 const HEADER_BYTES_MAX: usize = 100 << 20;
 const LENGTH_BYTES: usize = 8;
 
@@ -27,7 +27,7 @@ pub struct TensorFile {
     entries: HashMap<String, Entry>,
 }
 
-/// What the header says of one tensor.
+/// A tensor's entry in the header.
 #[derive(Clone, Debug, Deserialize)]
 struct Entry {
     dtype: String,

@@ -5,7 +5,7 @@ use kernels::cpu::{Arithmetic, Processor};
 use serde_json::json;
 use tempfile::TempDir;
 
-use super::weights::Seen;
+use super::weights::LoadedFormats;
 use super::*;
 use crate::error::LoadError;
 
@@ -212,7 +212,7 @@ fn an_unknown_architecture_is_refused_with_those_that_are_known() {
 fn names_end_where_they_began() {
     let processor = Processor::new(Arithmetic::F32, NonZero::<usize>::MIN).expect("a thread");
     let checkpoint = Checkpoint::open(Path::new(TINY)).expect("it opens");
-    let seen = Seen::default();
+    let seen = LoadedFormats::default();
     let weights = Weights::new(&checkpoint, &processor, Quantize::No, &seen);
     let norm = weights.under("model").under("norm").vector("weight", 32).expect("a norm");
     assert_eq!(norm, checkpoint.vector("model.norm.weight", 32).expect("the same"));
@@ -233,4 +233,57 @@ fn a_changed_weight_is_another_fingerprint() {
     *bytes.last_mut().expect("not empty") ^= 1;
     std::fs::write(&file, bytes).expect("a file");
     assert_ne!(of(Path::new(TINY)), of(copy.path()));
+}
+
+/// The `llama` test model with one more tensor and one key of its config changed.
+fn with_tensor(name: &str, dtype: &str, key: &str, value: serde_json::Value) -> TempDir {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models/llama");
+    let copy = TempDir::new().expect("a folder");
+    let config = std::fs::read(from.join("config.json")).expect("a config");
+    let mut config: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(&config).expect("JSON");
+    config.insert(key.to_owned(), value);
+    std::fs::write(copy.path().join("config.json"), serde_json::to_vec(&config).expect("JSON"))
+        .expect("a file");
+    let original = Checkpoint::open(&from).expect("it opens");
+    let file = &original.files()[0];
+    let mut header: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(file.header()).expect("JSON");
+    let end = file.data().len();
+    header.insert(name.to_owned(), json!({"dtype": dtype, "shape": [1], "data_offsets": [end, end + 4]}));
+    let data = [file.data(), &[0; 4]].concat();
+    write_raw(&copy.path().join("model.safetensors"), &serde_json::to_vec(&header).expect("JSON"), &data);
+    copy
+}
+
+#[test]
+fn a_tensor_that_nothing_reads_is_refused_by_name() {
+    let opened = |name: &str, key: &str, value: serde_json::Value| {
+        let folder = with_tensor(name, "F32", key, value);
+        let opened = crate::CpuBackend::open(folder.path(), 1 << 20, &crate::CpuSettings::default());
+        opened.map(drop).map_err(|error| error.to_string().replace(&folder.path().display().to_string(), "F"))
+    };
+    let unread =
+        |name: &str| Err(format!("tensor {name} in F/model.safetensors is not read by LlamaForCausalLM"));
+    for name in [
+        "model.layers.0.self_attn.sinks",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.7.input_layernorm.weight",
+        // A scale of a matrix that is not in FP8.
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "lm_head.bias",
+    ] {
+        assert_eq!(opened(name, "tie_word_embeddings", json!(false)), unread(name));
+    }
+    assert_eq!(opened("model.layers.1.self_attn.rotary_emb.inv_freq", "use_cache", json!(true)), Ok(()));
+    assert_eq!(
+        opened("model.embed_tokens.bias", "tie_word_embeddings", json!(true)),
+        unread("model.embed_tokens.bias")
+    );
+    let fewer = opened("model.norm.bias", "num_hidden_layers", json!(1)).expect_err("a layer too many");
+    assert!(
+        fewer.contains("model.layers.1.input_layernorm.weight in F/model.safetensors is not read"),
+        "{fewer}"
+    );
+    assert!(fewer.ends_with("LlamaForCausalLM, nor are 16 other tensors"), "{fewer}");
 }

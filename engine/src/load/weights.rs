@@ -1,4 +1,4 @@
-//! What an architecture sees of a checkpoint: tensors by their names, one name's end after the other.
+//! The decoder's view of a checkpoint: tensors by name, below a prefix.
 
 use std::cell::RefCell;
 use std::fmt::Debug;
@@ -9,7 +9,7 @@ use crate::error::LoadError;
 
 /// Where tensors come from.
 pub trait TensorSource: Debug {
-    /// A matrix as it lies there, in any of the number types that there are.
+    /// A matrix in the number type of its source.
     fn matrix(&self, name: &str, rows: usize, cols: usize) -> Result<Matrix, LoadError>;
 
     /// A vector, widened: norms and biases, which are small.
@@ -19,7 +19,7 @@ pub trait TensorSource: Debug {
     fn is_fp8(&self, name: &str) -> bool;
 }
 
-/// What becomes of matrices as they are loaded.
+/// How matrices are quantized as they are loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Quantize {
     /// They stay where they are: the file's own pages.
@@ -48,19 +48,19 @@ pub struct Weights<'a> {
     processor: &'a Processor,
     quantize: Quantize,
     prefix: String,
-    seen: &'a Seen,
+    seen: &'a LoadedFormats,
 }
 
-/// What was loaded so far.
+/// The format and bytes of each matrix that was loaded.
 #[derive(Debug, Default)]
-pub struct Seen(RefCell<Vec<(Format, usize)>>);
+pub struct LoadedFormats(RefCell<Vec<(Format, usize)>>);
 
 impl<'a> Weights<'a> {
     pub fn new(
         source: &'a dyn TensorSource,
         processor: &'a Processor,
         quantize: Quantize,
-        seen: &'a Seen,
+        seen: &'a LoadedFormats,
     ) -> Self {
         Self { source, processor, quantize, prefix: String::new(), seen }
     }
@@ -111,7 +111,7 @@ impl<'a> Weights<'a> {
     }
 }
 
-impl Seen {
+impl LoadedFormats {
     /// Bytes of all matrices.
     pub fn bytes(&self) -> usize {
         self.0.borrow().iter().map(|(_, bytes)| bytes).sum()

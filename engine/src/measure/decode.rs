@@ -1,18 +1,18 @@
-//! Decode steps of so many rows, one after the other.
+//! Decode steps with a fixed number of rows, one after the other.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::lanes::{Lanes, Part, collect};
+use super::lanes::{LaneInput, Lanes, collect};
 use super::{DecodeTimes, MeasureError, Times, Workload, prompts};
 use crate::backend::Backend;
 
-/// Steps that are not timed: the first ones of a size may have to make something.
+/// Steps that are not timed: the first ones of a size may record graphs.
 const N_WARM: usize = 6;
 const N_TIMED: usize = 40;
 
-/// Tokens of a sequence that begins with so many, at the end of all steps.
+/// The length of a sequence at the end of all steps, when it begins with `context_tokens`.
 pub(super) fn tokens_of_lane(context_tokens: usize) -> usize {
     context_tokens + N_WARM + N_TIMED + 1
 }
@@ -48,8 +48,8 @@ fn steps(
     rows: usize,
     context: usize,
 ) -> Result<Times, MeasureError> {
-    let parts = |nth: usize| -> Vec<(usize, Part)> {
-        let part = Part::Next { position: context + nth, is_in_flight: nth > 0 };
+    let parts = |nth: usize| -> Vec<(usize, LaneInput)> {
+        let part = LaneInput::Next { position: context + nth, is_in_flight: nth > 0 };
         (0..rows).map(|lane| (lane, part)).collect()
     };
     let mut in_flight = lanes.launch(backend, &parts(0))?;

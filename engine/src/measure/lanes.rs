@@ -2,11 +2,11 @@
 
 use types::{BlockIdx, Sampling, StopRules, TokenId};
 
-use super::{DrawnBy, MeasureError};
+use super::{MeasureError, SamplingMode};
 use crate::backend::Backend;
 use crate::step::{Launched, Row, RowInput, SampleSpec, SlotId, StepBatch};
 
-/// Some sequences, all of one length at most.
+/// Sequences with the same largest length.
 #[derive(Debug)]
 pub(super) struct Lanes {
     lanes: Vec<Lane>,
@@ -20,16 +20,16 @@ struct Lane {
     tables: Vec<Vec<BlockIdx>>,
 }
 
-/// What of a sequence a step computes.
+/// The part of a sequence that a step computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
-    /// Tokens of the prompt, from one to another; the last ones draw a token.
+pub(super) enum LaneInput {
+    /// A range of the prompt's tokens. The last range also samples a token.
     Prompt { start: usize, end: usize },
     /// The token in flight, or any token where none is.
     Next { position: usize, is_in_flight: bool },
 }
 
-/// Whether there are blocks for so many sequences of so many tokens.
+/// Refuses a workload whose sequences need more blocks than there are.
 pub(super) fn ensure_room(
     backend: &dyn Backend,
     n_lanes: usize,
@@ -42,7 +42,7 @@ pub(super) fn ensure_room(
 }
 
 impl Lanes {
-    /// `n_tokens` in all for each, `prompt_tokens` of them the prompt, which is another for each sequence.
+    /// Each sequence has `n_tokens` at the end, and another prompt of `prompt_tokens`.
     pub(super) fn new(
         backend: &dyn Backend,
         n_lanes: usize,
@@ -66,15 +66,15 @@ impl Lanes {
         Ok(Self { lanes: (0..n_lanes).map(lane).collect(), sampling: Sampling::default(), stop })
     }
 
-    /// Greedy, until this says otherwise.
-    pub(super) fn draw_by(&mut self, drawn_by: DrawnBy) {
+    /// Sets how tokens are sampled; greedy at first.
+    pub(super) fn draw_by(&mut self, drawn_by: SamplingMode) {
         self.sampling = drawn_by.sampling();
     }
 
     pub(super) fn launch(
         &self,
         backend: &mut dyn Backend,
-        parts: &[(usize, Part)],
+        parts: &[(usize, LaneInput)],
     ) -> Result<Launched, MeasureError> {
         let tables: Vec<Vec<&[BlockIdx]>> =
             parts.iter().map(|(nth, part)| self.tables(*nth, part.end())).collect();
@@ -83,20 +83,20 @@ impl Lanes {
         Ok(backend.launch(StepBatch { rows: &rows })?)
     }
 
-    /// Blocks as far as the sequence reaches, as a scheduler would hand them over.
+    /// The blocks of the sequence's tokens, as a scheduler would pass them.
     fn tables(&self, nth: usize, end: usize) -> Vec<&[BlockIdx]> {
         let n_blocks = end.div_ceil(BLOCK_TOKENS);
         self.lanes[nth].tables.iter().map(|table| &table[..n_blocks.min(table.len())]).collect()
     }
 
-    fn row<'a>(&'a self, nth: usize, part: Part, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+    fn row<'a>(&'a self, nth: usize, part: LaneInput, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
         let lane = &self.lanes[nth];
         let (input, start, is_drawn) = match part {
-            Part::Prompt { start, end } => {
+            LaneInput::Prompt { start, end } => {
                 (RowInput::Tokens(&lane.prompt[start..end]), start, end == lane.prompt.len())
             }
-            Part::Next { position, is_in_flight: true } => (RowInput::Previous, position, true),
-            Part::Next { position, .. } => (RowInput::Tokens(&lane.prompt[..1]), position, true),
+            LaneInput::Next { position, is_in_flight: true } => (RowInput::Previous, position, true),
+            LaneInput::Next { position, .. } => (RowInput::Tokens(&lane.prompt[..1]), position, true),
         };
         let spec = SampleSpec {
             sampling: &self.sampling,
@@ -109,10 +109,10 @@ impl Lanes {
     }
 }
 
-/// Every layout of ours has blocks of so many tokens.
+/// Tokens in a block of every layout here.
 const BLOCK_TOKENS: usize = 16;
 
-impl Part {
+impl LaneInput {
     fn end(self) -> usize {
         match self {
             Self::Prompt { end, .. } => end,
@@ -128,13 +128,13 @@ impl Part {
     }
 }
 
-/// Any token, a different run of them for each sequence.
+/// A token of the made-up text of a sequence.
 fn token(vocab: u32, lane: usize, at: usize) -> TokenId {
     let mixed = (lane as u64 * 0x9e37_79b9 + at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     TokenId((mixed >> 33) as u32 % vocab)
 }
 
-/// Waits for a step, every row of which must have gone well.
+/// Waits for a step. Any failed row is an error.
 pub(super) fn collect(backend: &mut dyn Backend, step: Launched) -> Result<(), MeasureError> {
     let output = backend.collect(step)?;
     output.rows.into_iter().try_for_each(|row| row.map(drop)).map_err(MeasureError::Row)

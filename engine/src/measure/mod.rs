@@ -1,11 +1,11 @@
-//! How fast a backend is, without anything around it: decode steps, first tokens, and many requests at once.
+//! Measures a backend by itself: decode steps, first tokens, and many requests at once.
 //!
-//! What is measured is the contract of [`Backend`] as a scheduler uses it: the next step is launched before
-//! the last one is collected, and tokens feed the next step without being looked at.
+//! It uses the [`Backend`] as a scheduler does: it launches the next step before it collects the last one, and each
+//! token feeds the next step before the host has read it.
 
 mod decode;
 mod lanes;
-pub mod naps;
+pub mod sleep_cycles;
 mod offline;
 mod prompts;
 
@@ -18,13 +18,13 @@ use types::Sampling;
 use crate::backend::Backend;
 use crate::error::{BackendError, RowError};
 
-/// What is measured.
+/// The measurements to make.
 #[derive(Clone, Debug)]
 pub struct Workload {
     /// Rows of decode steps.
     pub batches: Vec<usize>,
     /// How tokens are drawn in them.
-    pub draws: Vec<DrawnBy>,
+    pub draws: Vec<SamplingMode>,
     /// Tokens of each sequence before the first decode step.
     pub context_tokens: usize,
     /// Prompts of one request at a time.
@@ -34,19 +34,19 @@ pub struct Workload {
     pub step_tokens: usize,
 }
 
-/// Ways of drawing tokens that cost a device differently.
+/// Ways of sampling that take a device different times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum DrawnBy {
+pub enum SamplingMode {
     /// The likeliest.
     Greedy,
-    /// At random, with a temperature, of the best that have nine tenths of all weight together.
+    /// With a temperature and top-p 0.9.
     TopP,
-    /// The same, and what was said before, the prompt included, is less likely.
+    /// The same with penalties for earlier tokens, the prompt's included.
     Penalties,
 }
 
-impl DrawnBy {
+impl SamplingMode {
     fn sampling(self) -> Sampling {
         let top_p = Sampling { temperature: 0.8, top_p: 0.9, seed: 1, ..Sampling::default() };
         match self {
@@ -57,7 +57,7 @@ impl DrawnBy {
     }
 }
 
-impl fmt::Display for DrawnBy {
+impl fmt::Display for SamplingMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Greedy => "greedy",
@@ -67,7 +67,7 @@ impl fmt::Display for DrawnBy {
     }
 }
 
-/// Requests that are all there at once.
+/// Requests that all arrive at the beginning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Offline {
     pub n_requests: usize,
@@ -91,7 +91,7 @@ impl Offline {
 }
 
 impl Workload {
-    /// Whether there is KV for all of it: what is known before is not to end a measurement in its middle.
+    /// Refuses measurements that have too little KV memory, before they begin.
     pub fn ensure_room(&self, backend: &dyn Backend) -> Result<(), MeasureError> {
         let prompts = self.prompts.iter().map(|prompt_tokens| (1, *prompt_tokens));
         let steps = self.batches.iter().map(|rows| (*rows, decode::tokens_of_lane(self.context_tokens)));
@@ -101,7 +101,7 @@ impl Workload {
     }
 }
 
-/// What was found.
+/// The results.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Measured {
     pub decode: Vec<DecodeTimes>,
@@ -114,7 +114,7 @@ pub struct Measured {
 pub struct DecodeTimes {
     pub rows: usize,
     pub context_tokens: usize,
-    pub drawn_by: DrawnBy,
+    pub drawn_by: SamplingMode,
     pub step_ms: Times,
 }
 
@@ -142,7 +142,7 @@ pub struct Times {
     pub n: usize,
 }
 
-/// Why nothing was measured.
+/// Why a measurement failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MeasureError {
     #[error(transparent)]
@@ -164,7 +164,7 @@ impl Times {
     }
 }
 
-/// Measures all of it. `told` hears one line for each thing that was measured.
+/// Makes all measurements. Calls `told` with one line about each.
 pub fn measure(
     backend: &mut dyn Backend,
     workload: &Workload,

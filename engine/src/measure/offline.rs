@@ -1,10 +1,10 @@
-//! Many requests that are all there at once: prompts in chunks beside running sequences, until all are done.
+//! Many requests that arrive together: prompts in chunks beside running sequences, until all are finished.
 
 use std::collections::VecDeque;
 
 use tokio::time::Instant;
 
-use super::lanes::{Lanes, Part, collect};
+use super::lanes::{LaneInput, Lanes, collect};
 use super::{MeasureError, Offline, OfflineTimes};
 use crate::backend::Backend;
 use crate::step::Launched;
@@ -18,7 +18,7 @@ struct Running {
     is_in_flight: bool,
 }
 
-/// A scheduler as simple as one can be: running sequences first, then prompts in the order of their coming.
+/// A minimal scheduler: running sequences first, then prompts in order of arrival.
 #[derive(Debug)]
 struct Queue {
     of: Offline,
@@ -57,8 +57,8 @@ pub(super) fn measure(backend: &mut dyn Backend, of: Offline) -> Result<OfflineT
 }
 
 impl Queue {
-    /// What the next step computes. Lengths are known, so that nothing has to be looked at in between.
-    fn next_step(&mut self) -> Vec<(usize, Part)> {
+    /// The rows of the next step. Lengths are fixed, so the host reads no token in between.
+    fn next_step(&mut self) -> Vec<(usize, LaneInput)> {
         let mut tokens_left = self.of.step_tokens;
         let mut parts = Vec::with_capacity(self.running.len());
         self.admit();
@@ -91,7 +91,7 @@ impl Queue {
 }
 
 impl Running {
-    fn next(&mut self, of: Offline, tokens_left: usize) -> Option<Part> {
+    fn next(&mut self, of: Offline, tokens_left: usize) -> Option<LaneInput> {
         if tokens_left == 0 {
             return None;
         }
@@ -99,11 +99,11 @@ impl Running {
         if start >= of.prompt_tokens {
             let is_in_flight = std::mem::replace(&mut self.is_in_flight, true);
             self.n_computed += 1;
-            return Some(Part::Next { position: start, is_in_flight });
+            return Some(LaneInput::Next { position: start, is_in_flight });
         }
         let end = (start + tokens_left).min(of.prompt_tokens);
         self.n_computed = end;
         self.is_in_flight = end == of.prompt_tokens;
-        Some(Part::Prompt { start, end })
+        Some(LaneInput::Prompt { start, end })
     }
 }

@@ -1,8 +1,8 @@
-//! One prompt at a time: how long until its first token.
+//! The time to the first token, one prompt at a time.
 
 use tokio::time::Instant;
 
-use super::lanes::{Lanes, Part, collect};
+use super::lanes::{LaneInput, Lanes, collect};
 use super::{MeasureError, PromptTimes, Times};
 use crate::backend::Backend;
 
@@ -37,7 +37,7 @@ pub(super) fn compute(
     let mut in_flight = None;
     for start in (0..prompt_tokens).step_by(step_tokens.max(1)) {
         let end = (start + step_tokens).min(prompt_tokens);
-        let next = lanes.launch(backend, &[(lane, Part::Prompt { start, end })])?;
+        let next = lanes.launch(backend, &[(lane, LaneInput::Prompt { start, end })])?;
         if let Some(step) = in_flight.replace(next) {
             collect(backend, step)?;
         }

@@ -9,7 +9,7 @@ fn mock() -> Mock {
 fn everything_that_is_asked_for_is_measured() {
     let workload = Workload {
         batches: vec![1, 3],
-        draws: vec![DrawnBy::Greedy, DrawnBy::Penalties],
+        draws: vec![SamplingMode::Greedy, SamplingMode::Penalties],
         context_tokens: 40,
         prompts: vec![30, 100],
         offline: Some(Offline {
@@ -32,12 +32,12 @@ fn everything_that_is_asked_for_is_measured() {
 }
 
 #[test]
-fn naps_are_compared() {
+fn tokens_are_compared_after_each_sleep() {
     let mut lines = Vec::new();
-    let naps =
-        naps::measure(Box::new(mock()), 2, &mut |line| lines.push(line.to_owned())).expect("it sleeps");
-    assert_eq!((naps.len(), lines.len()), (2, 2));
-    assert!(naps.iter().all(|nap| nap.are_equal && nap.n_tokens == 4 * 32), "{naps:?}");
+    let cycles = sleep_cycles::measure(Box::new(mock()), 2, &mut |line| lines.push(line.to_owned()))
+        .expect("it sleeps");
+    assert_eq!((cycles.len(), lines.len()), (2, 2));
+    assert!(cycles.iter().all(|cycle| cycle.are_equal && cycle.n_tokens == 4 * 32), "{cycles:?}");
     assert!(lines[0].ends_with("128 tokens equal"), "{lines:?}");
 }
 
@@ -45,7 +45,7 @@ fn naps_are_compared() {
 fn too_little_memory_is_said_in_blocks() {
     let workload = Workload {
         batches: vec![1 << 20],
-        draws: vec![DrawnBy::Greedy],
+        draws: vec![SamplingMode::Greedy],
         context_tokens: 40,
         prompts: vec![],
         offline: None,

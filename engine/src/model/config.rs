@@ -1,16 +1,19 @@
-//! What a model is: its `config.json`, as written and as meant.
+//! A model's description: its `config.json`, as written and as resolved.
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
+use tracing::info;
 use types::TokenId;
 
-use super::quantization;
+use super::architecture::{Architecture, OptionalTensors, Windows};
 use super::rope::{RawRope, Rope};
+use super::{keys, quantization};
 
 /// A model's shape, checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    pub architecture: String,
+    /// Its name.
+    pub architecture: &'static str,
     pub vocab: usize,
     pub hidden: usize,
     pub intermediate: usize,
@@ -24,43 +27,17 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// The output layer is the embedding.
     pub tied: bool,
-    /// The projections of attention have biases.
-    pub attention_bias: bool,
-    /// Those of the feed-forward layers have.
-    pub mlp_bias: bool,
-    pub window: Window,
+    pub optional: OptionalTensors,
+    /// How many of the last tokens each layer sees, the current one included. `None`: all tokens.
+    pub windows: Vec<Option<u32>>,
     pub eos_tokens: Vec<TokenId>,
+    /// Keys of the config that are not read, and are not known to change numbers.
+    pub unread_keys: Vec<String>,
 }
 
-/// Which layers see a window only, as far as a config says so.
-#[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct Window {
-    /// How many tokens such a layer sees, the current one included.
-    pub tokens: Option<u32>,
-    /// Whether windows are used at all, for those who can turn them off.
-    pub is_used: bool,
-    /// Layers below this number see everything, for those who mix.
-    pub full_layers: usize,
-    /// By layer, in newer configs; this is then the truth.
-    pub is_windowed: Option<Vec<bool>>,
-}
-
-impl Window {
-    /// Layer by layer, from `layer_types` if it is there and by `otherwise` if not.
-    pub fn by_layer(&self, n_layers: usize, otherwise: impl Fn(usize) -> bool) -> Vec<Option<u32>> {
-        let is_windowed = |layer: usize| match &self.is_windowed {
-            Some(layers) => layers[layer],
-            None => otherwise(layer),
-        };
-        (0..n_layers).map(|layer| self.tokens.filter(|_| is_windowed(layer))).collect()
-    }
-}
-
-/// `config.json`, as far as we read it. What we do not know belongs to others.
+/// The keys of `config.json` that are read.
 #[derive(Debug, Deserialize)]
 struct RawConfig {
-    #[serde(default)]
-    architectures: Vec<String>,
     vocab_size: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -85,7 +62,7 @@ struct RawConfig {
     quantization_config: Option<Value>,
 }
 
-/// `generation_config.json`, as far as we read it.
+/// The keys of `generation_config.json` that are read.
 #[derive(Debug, Default, Deserialize)]
 struct RawGeneration {
     eos_token_id: Option<TokenIds>,
@@ -108,37 +85,55 @@ impl TokenIds {
     }
 }
 
-/// Why a config is no model of ours.
+/// Why a config is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigProblem {
     #[error(transparent)]
     Json(#[from] serde_json::Error),
     #[error("{0}")]
     Meaning(String),
+    #[error("architecture {name:?} is not implemented: {known} are")]
+    Architecture { name: String, known: String },
 }
 
-/// The architecture that a `config.json` names, whatever else is in it.
-pub fn architecture(config: &[u8]) -> Result<Option<String>, ConfigProblem> {
+/// The architecture that a `config.json` names, read before anything else: other architectures have other keys.
+fn architecture(config: &[u8]) -> Result<&'static Architecture, ConfigProblem> {
     #[derive(Deserialize)]
     struct Named {
         #[serde(default)]
         architectures: Vec<String>,
     }
     let named: Named = serde_json::from_slice(config)?;
-    Ok(named.architectures.into_iter().next())
+    match named.architectures.first() {
+        Some(name) => Architecture::named(name)
+            .map_err(|known| ConfigProblem::Architecture { name: name.clone(), known }),
+        None => Err(ConfigProblem::Meaning("architectures names none".to_owned())),
+    }
 }
 
 impl ModelConfig {
-    /// Reads a `config.json`, and the `generation_config.json` beside it if there is one: whose end tokens count.
+    /// Reads a `config.json`, and the `generation_config.json` beside it if there is one: its end tokens count.
     pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<Self, ConfigProblem> {
-        let raw: RawConfig = serde_json::from_slice(config)?;
+        let architecture = architecture(config)?;
+        let mut keys: Map<String, Value> = serde_json::from_slice(config)?;
+        let unread_keys =
+            keys::check(&keys, architecture.name, architecture.keys).map_err(ConfigProblem::Meaning)?;
+        let defaults: Map<String, Value> = serde_json::from_str(architecture.defaults)?;
+        for (key, value) in defaults {
+            keys.entry(key).or_insert(value);
+        }
+        let raw: RawConfig = serde_json::from_value(Value::Object(keys))?;
         let generation: RawGeneration =
             generation.map(serde_json::from_slice).transpose()?.unwrap_or_default();
-        Self::resolve(raw, generation).map_err(ConfigProblem::Meaning)
+        let config = Self::resolve(architecture, raw, generation).map_err(ConfigProblem::Meaning)?;
+        Ok(Self { unread_keys, ..config })
     }
 
-    fn resolve(raw: RawConfig, generation: RawGeneration) -> Result<Self, String> {
-        let architecture = raw.architectures.first().cloned().ok_or("architectures names none")?;
+    fn resolve(
+        architecture: &Architecture,
+        raw: RawConfig,
+        generation: RawGeneration,
+    ) -> Result<Self, String> {
         if let Some(act) = raw.hidden_act.as_deref().filter(|act| *act != "silu") {
             return Err(format!("hidden_act {act:?} is not implemented: silu is"));
         }
@@ -148,7 +143,7 @@ impl ModelConfig {
         let n_heads = raw.num_attention_heads;
         let eos = generation.eos_token_id.or(raw.eos_token_id.clone());
         let config = Self {
-            architecture,
+            architecture: architecture.name,
             vocab: raw.vocab_size,
             hidden: raw.hidden_size,
             intermediate: raw.intermediate_size,
@@ -158,15 +153,61 @@ impl ModelConfig {
             head_dim: raw.head_dim.unwrap_or(raw.hidden_size / n_heads.max(1)),
             context_tokens: raw.max_position_embeddings,
             norm_epsilon: raw.rms_norm_eps.unwrap_or(1e-6),
-            rope: Rope::resolve(raw.rope_theta, raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref()))?,
+            rope: rope(&raw)?,
             tied: raw.tie_word_embeddings.unwrap_or(false),
-            attention_bias: raw.attention_bias.unwrap_or(false),
-            mlp_bias: raw.mlp_bias.unwrap_or(false),
-            window: window(&raw)?,
+            optional: architecture
+                .optional_tensors(raw.attention_bias.unwrap_or(false), raw.mlp_bias.unwrap_or(false)),
+            windows: windows(architecture, &raw)?,
             eos_tokens: eos.map(TokenIds::tokens).unwrap_or_default(),
+            unread_keys: Vec::new(),
         };
         config.check()?;
         Ok(config)
+    }
+
+    /// All that numbers depend on beside weights, rotation and the layout of KV.
+    pub fn fingerprint_parts(&self) -> Vec<(&'static str, String)> {
+        // Without `..`: a new field is either a part or named here as none.
+        let Self {
+            architecture,
+            vocab,
+            hidden,
+            intermediate,
+            n_layers,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            context_tokens: _,
+            norm_epsilon,
+            rope,
+            tied,
+            optional: OptionalTensors { qkv_bias, o_bias, mlp_bias, head_norms },
+            windows,
+            eos_tokens: _,
+            unread_keys: _,
+        } = self;
+        let shape = format!(
+            "{n_layers} layers of {hidden}, {n_heads} heads of {head_dim}, {n_kv_heads} KV heads, intermediate \
+             {intermediate}, vocabulary {vocab}"
+        );
+        let biases = format!("qkv {qkv_bias}, o {o_bias}, mlp {mlp_bias}");
+        vec![
+            ("architecture", (*architecture).to_owned()),
+            ("shape", shape),
+            ("norm_epsilon", norm_epsilon.to_string()),
+            ("rope", rope.fingerprint()),
+            ("tied", tied.to_string()),
+            ("biases", biases),
+            ("head_norms", head_norms.to_string()),
+            ("windows", format!("{windows:?}")),
+        ]
+    }
+
+    /// One log line for the keys that are not read.
+    pub fn log_unread_keys(&self) {
+        if !self.unread_keys.is_empty() {
+            info!(keys = self.unread_keys.join(", "), "config.json has keys that are not read");
+        }
     }
 
     fn check(&self) -> Result<(), String> {
@@ -200,24 +241,54 @@ impl ModelConfig {
     }
 }
 
-fn window(raw: &RawConfig) -> Result<Window, String> {
-    let is_windowed = match &raw.layer_types {
-        Some(kinds) if kinds.len() != raw.num_hidden_layers => {
-            return Err(format!(
-                "layer_types has {} entries for {} layers",
-                kinds.len(),
-                raw.num_hidden_layers
-            ));
+/// Newer configs have `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
+fn rope(raw: &RawConfig) -> Result<Rope, String> {
+    let resolved = |rope: &Option<RawRope>| Rope::resolve(raw.rope_theta, rope.as_ref());
+    match (&raw.rope_parameters, &raw.rope_scaling) {
+        (parameters @ Some(_), None) => resolved(parameters),
+        (None, scaling) => resolved(scaling),
+        (parameters, scaling) => {
+            let (one, other) = (resolved(parameters)?, resolved(scaling)?);
+            if one != other {
+                return Err("rope_parameters and rope_scaling differ".to_owned());
+            }
+            Ok(one)
         }
-        Some(kinds) => Some(kinds.iter().map(|kind| is_windowed(kind)).collect::<Result<_, _>>()?),
-        None => None,
-    };
-    Ok(Window {
-        tokens: raw.sliding_window.filter(|tokens| *tokens > 0),
-        is_used: raw.use_sliding_window.unwrap_or(false),
-        full_layers: raw.max_window_layers.unwrap_or(0),
-        is_windowed,
-    })
+    }
+}
+
+/// Layer by layer.
+fn windows(architecture: &Architecture, raw: &RawConfig) -> Result<Vec<Option<u32>>, String> {
+    let n_layers = raw.num_hidden_layers;
+    let listed = listed_windows(raw)?;
+    let tokens = raw.sliding_window.filter(|tokens| *tokens > 0);
+    match architecture.windows {
+        Windows::Never => match listed.contains(&true) {
+            true => Err(format!("layer_types with a window are not implemented for {}", architecture.name)),
+            false => Ok(vec![None; n_layers]),
+        },
+        Windows::AllLayers => match tokens.is_some() && listed.contains(&false) {
+            true => {
+                Err(format!("layer_types without a window are not implemented for {}", architecture.name))
+            }
+            false => Ok(vec![tokens; n_layers]),
+        },
+        Windows::UpperLayers => {
+            let tokens = tokens.filter(|_| raw.use_sliding_window == Some(true));
+            let first = raw.max_window_layers.unwrap_or(0);
+            let is_windowed = |layer: usize| listed.get(layer).copied().unwrap_or(layer >= first);
+            Ok((0..n_layers).map(|layer| tokens.filter(|_| is_windowed(layer))).collect())
+        }
+    }
+}
+
+/// Which layers `layer_types` gives a window; none without it.
+fn listed_windows(raw: &RawConfig) -> Result<Vec<bool>, String> {
+    let kinds = raw.layer_types.as_deref().unwrap_or_default();
+    if raw.layer_types.is_some() && kinds.len() != raw.num_hidden_layers {
+        return Err(format!("layer_types has {} entries for {} layers", kinds.len(), raw.num_hidden_layers));
+    }
+    kinds.iter().map(|kind| is_windowed(kind)).collect()
 }
 
 fn is_windowed(kind: &str) -> Result<bool, String> {
@@ -247,19 +318,19 @@ mod tests {
         let config = config("{}").expect("a plain config");
         assert_eq!((config.n_kv_heads, config.head_dim, config.tied), (4, 2, false));
         assert_eq!(config.eos_tokens, [TokenId(3)]);
-        assert_eq!(config.window.by_layer(2, |_| true), [None, None]);
+        assert_eq!(config.windows, [None, None]);
     }
 
     #[test]
     fn generation_has_the_last_word_on_the_end() {
-        let bytes = br#"{"architectures": ["A"], "vocab_size": 10, "hidden_size": 8, "intermediate_size": 12,
+        let bytes = br#"{"architectures": ["LlamaForCausalLM"], "vocab_size": 10, "hidden_size": 8, "intermediate_size": 12,
             "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "eos_token_id": 3}"#;
         let config = ModelConfig::parse(bytes, Some(br#"{"eos_token_id": [7, 8]}"#)).expect("a config");
         assert_eq!(config.eos_tokens, [TokenId(7), TokenId(8)]);
     }
 
     #[test]
-    fn nonsense_is_refused_by_name() {
+    fn malformed_values_are_refused_by_name() {
         for (changes, expected) in [
             (r#"{"num_key_value_heads": 3}"#, "4 heads cannot share 3 KV heads"),
             (r#"{"head_dim": 7}"#, "head_dim 7 has no two halves to rotate"),
@@ -269,17 +340,122 @@ mod tests {
             (r#"{"layer_types": ["full_attention"]}"#, "layer_types has 1 entries for 2 layers"),
             (r#"{"layer_types": ["x", "y"]}"#, "layer_types: \"x\" is not implemented"),
             (r#"{"rope_scaling": {"rope_type": "yarn"}}"#, "rope_type \"yarn\" is not implemented"),
+            (r#"{"rope_scaling": {"factor": 2.0}}"#, "rope settings with factor name no rope_type"),
+            (
+                r#"{"rope_parameters": {"full_attention": {"rope_type": "default"}}}"#,
+                "rope settings with full_attention name no rope_type",
+            ),
+            (
+                r#"{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.5}}"#,
+                "rope_type \"linear\" with mscale is not implemented",
+            ),
+            (
+                r#"{"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "linear", "factor": 2.0}}"#,
+                "rope_parameters and rope_scaling differ",
+            ),
         ] {
             assert_eq!(config(changes).expect_err(changes), expected);
         }
     }
 
+    /// A config of another architecture.
+    fn config_of(name: &str, changes: &str) -> Result<ModelConfig, String> {
+        let first = format!(r#"{{"architectures": ["{name}"], "num_key_value_heads": 4, "#);
+        config(&changes.replacen('{', &first, 1))
+    }
+
     #[test]
-    fn layers_may_differ_in_what_they_see() {
-        let types = r#"{"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}"#;
-        assert_eq!(config(types).expect("a config").window.by_layer(2, |_| false), [None, Some(5)]);
-        let all = config(r#"{"sliding_window": 5}"#).expect("a config");
-        assert_eq!(all.window.by_layer(2, |_| true), [Some(5), Some(5)]);
-        assert_eq!(all.window.by_layer(2, |layer| layer > 0), [None, Some(5)]);
+    fn each_architecture_has_its_rule_for_windows() {
+        let windows = |name: &str, changes: &str| config_of(name, changes).map(|config| config.windows);
+        assert_eq!(windows("MistralForCausalLM", r#"{"sliding_window": 5}"#), Ok(vec![Some(5), Some(5)]));
+        assert_eq!(windows("MistralForCausalLM", r#"{"sliding_window": null}"#), Ok(vec![None, None]));
+        for name in ["Qwen2ForCausalLM", "Qwen3ForCausalLM"] {
+            assert_eq!(
+                windows(name, r#"{"sliding_window": 5, "max_window_layers": 1}"#),
+                Ok(vec![None, None])
+            );
+            let upper = r#"{"sliding_window": 5, "use_sliding_window": true, "max_window_layers": 1}"#;
+            assert_eq!(windows(name, upper), Ok(vec![None, Some(5)]));
+            let listed = r#"{"sliding_window": 5, "use_sliding_window": true,
+                "layer_types": ["sliding_attention", "full_attention"]}"#;
+            assert_eq!(windows(name, listed), Ok(vec![Some(5), None]));
+        }
+        let mixed = r#"{"layer_types": ["sliding_attention", "full_attention"]}"#;
+        let refused = |name: &str| windows(name, mixed).expect_err("layers do not differ there");
+        assert_eq!(
+            refused("LlamaForCausalLM"),
+            "layer_types with a window are not implemented for LlamaForCausalLM"
+        );
+        assert_eq!(
+            refused("MistralForCausalLM"),
+            "layer_types without a window are not implemented for MistralForCausalLM"
+        );
+    }
+
+    #[test]
+    fn an_architecture_and_its_config_say_which_tensors_a_model_has() {
+        for (name, changes, expected) in [
+            ("LlamaForCausalLM", r#"{"hidden_size": 8}"#, [false, false, false, false]),
+            ("LlamaForCausalLM", r#"{"attention_bias": true}"#, [true, true, false, false]),
+            ("LlamaForCausalLM", r#"{"mlp_bias": true}"#, [false, false, true, false]),
+            ("MistralForCausalLM", r#"{"hidden_size": 8}"#, [false, false, false, false]),
+            ("Qwen2ForCausalLM", r#"{"hidden_size": 8}"#, [true, false, false, false]),
+            ("Qwen3ForCausalLM", r#"{"hidden_size": 8}"#, [false, false, false, true]),
+            ("Qwen3ForCausalLM", r#"{"attention_bias": true}"#, [true, true, false, true]),
+        ] {
+            let OptionalTensors { qkv_bias, o_bias, mlp_bias, head_norms } =
+                config_of(name, changes).expect("a config").optional;
+            assert_eq!([qkv_bias, o_bias, mlp_bias, head_norms], expected, "{name}, {changes}");
+        }
+    }
+
+    #[test]
+    fn a_key_that_an_architecture_does_not_know_is_refused_or_kept_for_the_log() {
+        let error = config_of("MistralForCausalLM", r#"{"attention_bias": true}"#).expect_err("it has none");
+        assert_eq!(error, "attention_bias is true, which is not implemented for MistralForCausalLM");
+        let config = config(r#"{"some_new_key": 5, "torch_dtype": "bfloat16"}"#).expect("a config");
+        assert_eq!(config.unread_keys, ["some_new_key"]);
+    }
+
+    /// The values of the classes in `transformers` 5.
+    #[test]
+    fn what_a_config_lacks_is_what_transformers_takes() {
+        let bare = |name: &str| {
+            let config = format!(r#"{{"architectures": ["{name}"]}}"#);
+            ModelConfig::parse(config.as_bytes(), None).expect("a config")
+        };
+        for (name, n_kv_heads, context_tokens, intermediate, window) in [
+            ("LlamaForCausalLM", 32, 2048, 11008, None),
+            ("MistralForCausalLM", 8, 131_072, 14336, Some(4096)),
+            ("Qwen2ForCausalLM", 32, 32768, 22016, None),
+            ("Qwen3ForCausalLM", 32, 32768, 22016, None),
+        ] {
+            let config = bare(name);
+            let found = (config.n_kv_heads, config.context_tokens, config.intermediate, config.windows[31]);
+            assert_eq!(found, (n_kv_heads, context_tokens, intermediate, window), "{name}");
+        }
+        let wide = config_of("Qwen3ForCausalLM", r#"{"num_key_value_heads": 2}"#).expect("a config");
+        assert_eq!(wide.head_dim, 128, "not hidden_size / num_attention_heads");
+        let window = r#"{"num_key_value_heads": null, "use_sliding_window": true, "max_window_layers": 1}"#;
+        let config = config_of("Qwen2ForCausalLM", window).expect("a config");
+        assert_eq!((config.n_kv_heads, config.windows), (4, vec![None, Some(4096)]), "null is a value");
+    }
+
+    #[test]
+    fn all_that_numbers_depend_on_is_in_the_fingerprint() {
+        let parts = |changes: &str| config(changes).expect("a config").fingerprint_parts();
+        let plain = parts(r#"{"hidden_size": 8}"#);
+        for (changes, expected) in [
+            (r#"{"rms_norm_eps": 1e-5}"#, "norm_epsilon"),
+            (r#"{"attention_bias": true}"#, "biases"),
+            (r#"{"mlp_bias": true}"#, "biases"),
+            (r#"{"tie_word_embeddings": true}"#, "tied"),
+            (r#"{"intermediate_size": 16}"#, "shape"),
+            (r#"{"rope_theta": 5.0}"#, "rope"),
+        ] {
+            let changed = parts(changes);
+            let differ = plain.iter().zip(&changed).filter(|(one, other)| one != other);
+            assert_eq!(differ.map(|(one, _)| one.0).collect::<Vec<_>>(), [expected]);
+        }
     }
 }

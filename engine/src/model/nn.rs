@@ -1,10 +1,8 @@
-//! What models are made of. Loading names the parts as the checkpoint does; what is done with them is in [`Pass`].
+//! Matrices and norms, loaded by the checkpoint's names. [`Pass`](super::Pass) computes with them.
 
 use kernels::cpu::Matrix;
 
 use super::config::ModelConfig;
-use super::pass::Pass;
-use super::tensor::Tensor;
 use crate::error::LoadError;
 use crate::load::Weights;
 
@@ -26,14 +24,6 @@ pub struct RmsNorm {
     pub(super) epsilon: f32,
 }
 
-/// `down(silu(gate(x)) * up(x))`
-#[derive(Debug)]
-pub struct Mlp {
-    gate: Linear,
-    up: Linear,
-    down: Linear,
-}
-
 /// The embedding and the layer that turns hidden states back into tokens, which may be the same matrix.
 #[derive(Debug)]
 pub struct Vocabulary {
@@ -43,52 +33,28 @@ pub struct Vocabulary {
 
 impl Linear {
     /// `cols` numbers in, `rows` numbers out.
-    pub fn load(weights: &Weights<'_>, rows: usize, cols: usize) -> Result<Self, LoadError> {
-        Ok(Self { weight: weights.matrix("weight", rows, cols)?, bias: None })
-    }
-
-    pub fn load_biased(weights: &Weights<'_>, rows: usize, cols: usize) -> Result<Self, LoadError> {
-        let plain = Self::load(weights, rows, cols)?;
-        Ok(Self { bias: Some(weights.vector("bias", rows)?), ..plain })
-    }
-
-    /// With a bias if the config says so.
-    pub fn load_as(
+    pub fn load(
         weights: &Weights<'_>,
         rows: usize,
         cols: usize,
-        biased: Biased,
+        has_bias: HasBias,
     ) -> Result<Self, LoadError> {
-        match biased {
-            Biased(true) => Self::load_biased(weights, rows, cols),
-            Biased(false) => Self::load(weights, rows, cols),
-        }
+        let weight = weights.matrix("weight", rows, cols)?;
+        let bias = match has_bias {
+            HasBias(true) => Some(weights.vector("bias", rows)?),
+            HasBias(false) => None,
+        };
+        Ok(Self { weight, bias })
     }
 }
 
-/// Whether a config gives some layers a bias.
+/// Whether a checkpoint has a bias beside a matrix.
 #[derive(Clone, Copy, Debug)]
-pub struct Biased(pub bool);
+pub struct HasBias(pub bool);
 
 impl RmsNorm {
     pub fn load(weights: &Weights<'_>, width: usize, epsilon: f32) -> Result<Self, LoadError> {
         Ok(Self { weight: weights.vector("weight", width)?, epsilon })
-    }
-}
-
-impl Mlp {
-    pub fn load(weights: &Weights<'_>, config: &ModelConfig, biased: Biased) -> Result<Self, LoadError> {
-        let (hidden, intermediate) = (config.hidden, config.intermediate);
-        Ok(Self {
-            gate: Linear::load_as(&weights.under("gate_proj"), intermediate, hidden, biased)?,
-            up: Linear::load_as(&weights.under("up_proj"), intermediate, hidden, biased)?,
-            down: Linear::load_as(&weights.under("down_proj"), hidden, intermediate, biased)?,
-        })
-    }
-
-    pub fn forward(&self, x: &Tensor, pass: &Pass<'_>) -> Tensor {
-        let [gate, up] = pass.linears(x, [&self.gate, &self.up]); // (tokens, intermediate)
-        pass.linear(&pass.gated(gate, &up), &self.down)
     }
 }
 

@@ -1,5 +1,5 @@
 //! Hot path.
-//! One step on its way through a model: what each layer does to all rows at once.
+//! The operations of one step on all of its rows. The decoder calls them layer by layer.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use types::layout::{Attention as Sight, LayerShape};
 use types::{BlockIdx, GroupIdx, KvDtype, KvLayout, TokenId};
 
 use super::nn::{Embedding, Linear, RmsNorm};
-use super::ranks::{Seat, Written};
+use super::ranks::{RankFence, RankHandle};
 use super::tensor::{Scratch, Tensor};
 use crate::error::RowError;
 
@@ -24,35 +24,35 @@ pub struct PassRow<'a> {
     pub tables: &'a [Vec<BlockIdx>],
     /// Whether the logits after the last token are wanted.
     pub is_wanted: bool,
-    /// A row that failed takes no further part; what it would have computed is garbage that nobody reads.
+    /// After a row fails, its results are undefined and are not read.
     pub outcome: Result<(), RowError>,
 }
 
-/// All rows of a step. Their tokens are rows of every tensor, one row's after the other's.
+/// All rows of a step. Each token is a row of every tensor, in the order of the rows.
 ///
-/// Where several ranks compute it, each makes its own pass. A linear layer gives each of them a share of its outputs,
-/// and takes all of its inputs: what is narrower than that is gathered first.
+/// Each rank has its own pass. A linear layer computes the rank's share of its outputs from all of its inputs; an input
+/// that has only the rank's share is gathered first.
 #[derive(Debug)]
 pub struct Pass<'a> {
     processor: &'a Processor,
     scratch: &'a Scratch,
     layout: &'a KvLayout,
     memory: RankMemory<'a>,
-    written: &'a Written,
-    rank: &'a Seat,
+    written: &'a RankFence,
+    rank: &'a RankHandle,
     rows: Vec<PassRow<'a>>,
     n_tokens: usize,
     angles: Angles,
 }
 
-/// What a pass computes with.
+/// The resources of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct PassParts<'a> {
     pub processor: &'a Processor,
     pub scratch: &'a Scratch,
     pub memory: &'a KvMemory,
-    pub written: &'a Written,
-    pub rank: &'a Seat,
+    pub written: &'a RankFence,
+    pub rank: &'a RankHandle,
     /// Radians per position, for each pair of a head.
     pub frequencies: &'a [f32],
 }
@@ -67,7 +67,7 @@ impl<'a> Pass<'a> {
         Self { processor, scratch, layout, memory, written, rank, rows, n_tokens, angles }
     }
 
-    /// How each row fared, in their order.
+    /// The outcome of each row, in their order.
     pub fn into_outcomes(self) -> impl Iterator<Item = Result<(), RowError>> + use<'a> {
         self.rows.into_iter().map(|row| row.outcome)
     }
@@ -98,12 +98,12 @@ impl<'a> Pass<'a> {
         out
     }
 
-    /// Several layers of the same input, with one share-out of the work.
+    /// Several layers of the same input, whose work is divided over the threads together.
     pub fn linears<const N: usize>(&self, x: &Tensor, linears: [&Linear; N]) -> [Tensor; N] {
         self.multiply(x, linears, |n_outputs| self.rank.share(n_outputs))
     }
 
-    /// As [`linears`](Self::linears), for outputs that are heads, which no two ranks share.
+    /// Like [`linears`](Self::linears), for outputs that are heads: two ranks never divide one head.
     pub fn heads<const N: usize>(&self, x: &Tensor, linears: [&Linear; N], head_dim: usize) -> [Tensor; N] {
         self.multiply(x, linears, |n_outputs| self.rank.share_of_heads(n_outputs / head_dim, head_dim))
     }
@@ -161,7 +161,7 @@ impl<'a> Pass<'a> {
     /// Writes a layer's keys and values, opens the fence for it, and attends: (tokens, heads * head_dim), the heads being
     /// this rank's.
     pub fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
-        let place = Place::of(self.layout, layer);
+        let place = LayerKv::of(self.layout, layer);
         let kv = place.shape(self.layout);
         self.write_kv(&place, &kv, k, v);
         self.written.layers_done(self.rank, layer as u16 + 1);
@@ -172,7 +172,7 @@ impl<'a> Pass<'a> {
             window: place.window,
         };
         let mut out = self.scratch.tensor(q.n_rows(), q.width());
-        let runs = self.seen_pages(&place, &attention);
+        let runs = self.visible_pages(&place, &attention);
         self.processor.attend(&attention, q, &stretches(&runs, kv.page_bytes()), &mut out);
         out
     }
@@ -193,7 +193,7 @@ impl<'a> Pass<'a> {
         out
     }
 
-    fn write_kv(&mut self, place: &Place, kv: &KvShape, k: &Tensor, v: &Tensor) {
+    fn write_kv(&mut self, place: &LayerKv, kv: &KvShape, k: &Tensor, v: &Tensor) {
         let mut slices = Vec::with_capacity(self.rows.len());
         let mut first = 0;
         for row in &mut self.rows {
@@ -213,8 +213,8 @@ impl<'a> Pass<'a> {
         });
     }
 
-    /// What each row that is well sees of a layer. The pages are borrowed until the runs are dropped.
-    fn seen_pages(&mut self, place: &Place, attention: &Attention) -> Vec<SeenPages<'a>> {
+    /// The pages that each row reads, except failed rows. They are borrowed until the runs are dropped.
+    fn visible_pages(&mut self, place: &LayerKv, attention: &Attention) -> Vec<VisiblePages<'a>> {
         let mut runs = Vec::with_capacity(self.rows.len());
         let mut first = 0;
         for row in &mut self.rows {
@@ -223,7 +223,7 @@ impl<'a> Pass<'a> {
             if row.outcome.is_err() {
                 continue;
             }
-            match SeenPages::read(self.memory, place, attention, row, rows) {
+            match VisiblePages::read(self.memory, place, attention, row, rows) {
                 Ok(pages) => runs.push(pages),
                 Err(error) => row.outcome = Err(error),
             }
@@ -236,14 +236,14 @@ impl<'a> Pass<'a> {
 
 /// Where a layer's KV is.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct LayerKv {
     group: GroupIdx,
     layer_pos: u16,
     shape: LayerShape,
     window: Option<usize>,
 }
 
-impl Place {
+impl LayerKv {
     fn of(layout: &KvLayout, layer: usize) -> Self {
         let places = layout.group_indices().flat_map(|group| {
             let window = window(layout.group(group).attention);
@@ -295,7 +295,7 @@ impl<'a> KvSlice<'a> {
     fn all_of(
         row: &PassRow<'_>,
         memory: RankMemory<'a>,
-        place: &Place,
+        place: &LayerKv,
         kv: &KvShape,
         kv_rows: (&'a [f32], &'a [f32]),
     ) -> Result<Vec<Self>, RowError> {
@@ -320,17 +320,17 @@ impl<'a> KvSlice<'a> {
 }
 
 /// The pages that one row sees of a layer, in runs of neighbours.
-struct SeenPages<'a> {
+struct VisiblePages<'a> {
     rows: Range<usize>,
     start: usize,
     first_block: usize,
     runs: Vec<PageRef<'a>>,
 }
 
-impl<'a> SeenPages<'a> {
+impl<'a> VisiblePages<'a> {
     fn read(
         memory: RankMemory<'a>,
-        place: &Place,
+        place: &LayerKv,
         attention: &Attention,
         row: &PassRow<'_>,
         rows: Range<usize>,
@@ -352,8 +352,8 @@ impl<'a> SeenPages<'a> {
     }
 }
 
-fn stretches<'a>(rows: &'a [SeenPages<'_>], page_bytes: usize) -> Vec<Stretch<'a>> {
-    let stretch = |row: &'a SeenPages<'_>| Stretch {
+fn stretches<'a>(rows: &'a [VisiblePages<'_>], page_bytes: usize) -> Vec<Stretch<'a>> {
+    let stretch = |row: &'a VisiblePages<'_>| Stretch {
         rows: row.rows.clone(),
         start: row.start,
         first_block: row.first_block,

@@ -1,11 +1,11 @@
-//! Which quantized checkpoints there are: FP8 weights with a scale for each row or each matrix, as two tools publish them.
+//! The quantized checkpoints that are supported: FP8 weights with a scale for each row or each matrix, as two tools publish them.
 //!
-//! A config says how a checkpoint was made; which of its tensors are in FP8 the files say themselves. What the config says
-//! of activations is how its maker meant them to be rounded: they stay as exact as they are here.
+//! The config names the format of a checkpoint; the files have the type of each tensor. The config's settings for rounding
+//! activations have no effect: activations keep their precision.
 
 use serde_json::{Map, Value};
 
-/// Refuses what is not implemented, by its name.
+/// Refuses settings that are not implemented, by name.
 pub fn check(config: &Value) -> Result<(), String> {
     match config.get("quant_method").and_then(Value::as_str) {
         Some("compressed-tensors") => check_compressed_tensors(config),

@@ -1,10 +1,9 @@
 //! Hot path.
 //! Ranks: threads that compute one step together, each some of the outputs of every layer and the KV of some heads.
 //!
-//! A layer's outputs are shared out, never its inputs: every dot product is summed by one rank, in the one order that it
-//! has anywhere. So several ranks give the same bits as one does. What a layer needs of the others' outputs is gathered
-//! before it: four times in each layer of a model. All ranks do the same things in the same order, which is why they
-//! can meet without saying what for.
+//! Ranks divide a layer's outputs, never its inputs: one rank sums each dot product, always in the same order. So several
+//! ranks give the same bits as one. Before a layer runs, ranks gather the outputs that it needs: four times in each layer
+//! of a model. All ranks do the same steps in the same order, so a gather needs no tag.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -16,42 +15,42 @@ use kv_cache::FenceSignal;
 
 use super::tensor::Tensor;
 
-/// How long a rank waits for the others. They have equal shares of the work, so one that is later than this will not
-/// come: its step fails, and the device counts as lost.
+/// How long a rank waits for the others. Ranks have equal shares of the work, so a rank that is later than this has failed:
+/// the step fails, and the device counts as lost.
 const MEET_WITHIN: Duration = Duration::from_secs(60);
 
-/// Where the ranks of one model meet.
+/// The state that the ranks of one model share.
 #[derive(Debug)]
-struct Table {
+struct RankGroup {
     n_ranks: usize,
-    /// What each rank has laid out for the others. Two sets, used in turn: who writes to one knows that all have read
-    /// it, because they have met at the other since.
-    laid_out: [Box<[RwLock<Vec<f32>>]>; 2],
-    /// Held for a look, and while waiting.
-    meeting: Mutex<Meeting>,
+    /// The columns that each rank publishes for the others. Two sets, used in turn: all ranks have read one set before the next
+    /// write to it, because they met at the other set in between.
+    published: [Box<[RwLock<Vec<f32>>]>; 2],
+    /// Locked for short accesses, and passed to the condition variable.
+    meeting: Mutex<Barrier>,
     all_there: Condvar,
     meet_within: Duration,
 }
 
 #[derive(Debug, Default)]
-struct Meeting {
+struct Barrier {
     n_there: usize,
-    /// How often they have met.
+    /// The number of gathers so far.
     n_met: usize,
-    /// A rank is gone, or has not come in time.
+    /// A rank was dropped, or timed out.
     is_over: bool,
 }
 
-/// One rank's place. Dropped, the others find that they wait for nobody, and panic.
+/// One rank's handle. When it is dropped, the other ranks panic at their next gather.
 #[derive(Debug)]
-pub struct Seat {
+pub struct RankHandle {
     nth: usize,
-    table: Arc<Table>,
+    table: Arc<RankGroup>,
     n_met: Cell<usize>,
 }
 
-impl Seat {
-    /// A place for each rank of a model.
+impl RankHandle {
+    /// One handle for each rank of a model.
     pub fn all(n_ranks: u16) -> Vec<Self> {
         Self::all_within(n_ranks, MEET_WITHIN)
     }
@@ -60,7 +59,7 @@ impl Seat {
         let n_ranks = usize::from(n_ranks);
         let places = || (0..n_ranks).map(|_| RwLock::default()).collect();
         let (meeting, all_there) = (Mutex::default(), Condvar::new());
-        let table = Table { n_ranks, laid_out: [places(), places()], meeting, all_there, meet_within };
+        let table = RankGroup { n_ranks, published: [places(), places()], meeting, all_there, meet_within };
         let table = Arc::new(table);
         (0..n_ranks).map(|nth| Self { nth, table: Arc::clone(&table), n_met: Cell::new(0) }).collect()
     }
@@ -84,24 +83,24 @@ impl Seat {
         heads.start * head_dim..heads.end * head_dim
     }
 
-    /// What all ranks have of the same rows: each its [`share`](Self::share) of the columns.
+    /// Collects the columns of all ranks for the same rows: each rank gives its [`share`](Self::share).
     ///
     /// # Panics
-    /// If another rank is gone, or does not come.
+    /// If another rank was dropped, or times out.
     pub fn gather(&self, mine: &Tensor, all: &mut Tensor) {
-        let laid_out = &self.table.laid_out[self.n_met.get() % 2];
+        let published = &self.table.published[self.n_met.get() % 2];
         {
-            let mut place = laid_out[self.nth].write().unwrap_or_else(PoisonError::into_inner);
+            let mut place = published[self.nth].write().unwrap_or_else(PoisonError::into_inner);
             place.clear();
             place.extend_from_slice(mine);
         }
         self.table.meet();
         self.n_met.set(self.n_met.get() + 1);
         let width = all.width();
-        for (nth, place) in laid_out.iter().enumerate() {
+        for (nth, place) in published.iter().enumerate() {
             let theirs = place.read().unwrap_or_else(PoisonError::into_inner);
             let columns = self.table.share(nth, width);
-            assert_eq!(theirs.len(), all.n_rows() * columns.len(), "ranks do the same things");
+            assert_eq!(theirs.len(), all.n_rows() * columns.len(), "ranks compute the same rows");
             for (row, numbers) in theirs.chunks_exact(columns.len().max(1)).enumerate() {
                 all.row_mut(row)[columns.clone()].copy_from_slice(numbers);
             }
@@ -109,13 +108,13 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for RankHandle {
     fn drop(&mut self) {
         self.table.end(self.table.meeting());
     }
 }
 
-impl Table {
+impl RankGroup {
     fn share(&self, nth: usize, n: usize) -> Range<usize> {
         n * nth / self.n_ranks..n * (nth + 1) / self.n_ranks
     }
@@ -123,14 +122,14 @@ impl Table {
     fn meet(&self) {
         let mut meeting = self.meeting();
         meeting.n_there += 1;
-        // Of those who were there, somebody may have left: too late is as good as never.
+        // A rank that arrived earlier may have left, so a late arrival is a failure.
         if meeting.n_there == self.n_ranks && !meeting.is_over {
             (meeting.n_there, meeting.n_met) = (0, meeting.n_met + 1);
             self.all_there.notify_all();
             return;
         }
         let n_met = meeting.n_met;
-        let still_waits = |meeting: &mut Meeting| meeting.n_met == n_met && !meeting.is_over;
+        let still_waits = |meeting: &mut Barrier| meeting.n_met == n_met && !meeting.is_over;
         let waited = self.all_there.wait_timeout_while(meeting, self.meet_within, still_waits);
         let (meeting, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         if meeting.n_met == n_met {
@@ -140,32 +139,32 @@ impl Table {
         }
     }
 
-    fn end(&self, mut meeting: MutexGuard<'_, Meeting>) {
+    fn end(&self, mut meeting: MutexGuard<'_, Barrier>) {
         meeting.is_over = true;
         drop(meeting);
         self.all_there.notify_all();
     }
 
-    fn meeting(&self) -> MutexGuard<'_, Meeting> {
+    fn meeting(&self) -> MutexGuard<'_, Barrier> {
         self.meeting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A step's fence, which opens for a layer once all ranks have written their share of it.
 #[derive(Debug)]
-pub struct Written {
+pub struct RankFence {
     signal: FenceSignal,
     /// How many layers each rank has written.
     n_layers: Box<[AtomicU16]>,
 }
 
-impl Written {
+impl RankFence {
     pub fn new(signal: FenceSignal, n_ranks: usize) -> Self {
         Self { signal, n_layers: (0..n_ranks).map(|_| AtomicU16::new(0)).collect() }
     }
 
     /// One rank has written its share of all layers below `n`.
-    pub fn layers_done(&self, rank: &Seat, n: u16) {
+    pub fn layers_done(&self, rank: &RankHandle, n: u16) {
         // One order for all: of two ranks that are last at the same time, one sees both.
         self.n_layers[rank.nth].store(n, Ordering::SeqCst);
         let by_all = self.n_layers.iter().map(|n_layers| n_layers.load(Ordering::SeqCst)).min();
@@ -185,7 +184,7 @@ mod tests {
         (round * 10_000 + row * 100 + column) as f32
     }
 
-    fn gathers(rank: &Seat, n_rounds: usize) {
+    fn gathers(rank: &RankHandle, n_rounds: usize) {
         let scratch = Scratch::default();
         for round in 0..n_rounds {
             let (n_rows, width) = (round % 3, 5 + round % 7);
@@ -208,7 +207,7 @@ mod tests {
     #[test]
     fn every_rank_gathers_what_all_have() {
         for n_ranks in [1, 2, 3, 4] {
-            let ranks = Seat::all(n_ranks).into_iter();
+            let ranks = RankHandle::all(n_ranks).into_iter();
             let threads: Vec<_> = ranks.map(|rank| thread::spawn(move || gathers(&rank, 200))).collect();
             threads.into_iter().for_each(|thread| thread.join().expect("all gather the same"));
         }
@@ -216,16 +215,16 @@ mod tests {
 
     #[test]
     fn shares_are_in_order_and_heads_are_whole() {
-        let shares = |n| Seat::all(4).iter().map(|rank| rank.share(n)).collect::<Vec<_>>();
+        let shares = |n| RankHandle::all(4).iter().map(|rank| rank.share(n)).collect::<Vec<_>>();
         assert_eq!(shares(10), [0..2, 2..5, 5..7, 7..10]);
-        let heads = |n| Seat::all(4).iter().map(|rank| rank.share_of_heads(n, 8)).collect::<Vec<_>>();
+        let heads = |n| RankHandle::all(4).iter().map(|rank| rank.share_of_heads(n, 8)).collect::<Vec<_>>();
         assert_eq!(heads(8), [0..16, 16..32, 32..48, 48..64]);
         assert_eq!(heads(4), [0..8, 8..16, 16..24, 24..32]);
         assert_eq!(heads(2), [0..8, 0..8, 8..16, 8..16], "two ranks hold the same head");
         assert_eq!(heads(1), [0..8, 0..8, 0..8, 0..8]);
     }
 
-    fn fate_of_who_waits(others: Vec<Seat>, rank: Seat) -> String {
+    fn fate_of_who_waits(others: Vec<RankHandle>, rank: RankHandle) -> String {
         let waiting = thread::spawn(move || gathers(&rank, 1));
         drop(others);
         let panicked = waiting.join().expect_err("it cannot go on alone");
@@ -234,29 +233,29 @@ mod tests {
 
     #[test]
     fn a_rank_that_is_gone_holds_nobody_up() {
-        let mut ranks = Seat::all(2);
+        let mut ranks = RankHandle::all(2);
         let rank = ranks.remove(0);
         assert_eq!(fate_of_who_waits(ranks, rank), "another rank is gone");
     }
 
-    /// What a freeze of one rank does to the others: they do not freeze with it for ever.
+    /// If one rank stops, the others stop waiting for it.
     #[test]
     fn a_rank_that_stands_still_holds_nobody_up_for_ever() {
-        let mut ranks = Seat::all_within(2, Duration::from_millis(20));
+        let mut ranks = RankHandle::all_within(2, Duration::from_millis(20));
         let rank = ranks.remove(0);
         let waiting = thread::spawn(move || gathers(&rank, 1));
-        let panicked = waiting.join().expect_err("nobody comes");
+        let panicked = waiting.join().expect_err("the other rank is absent");
         assert_eq!(panicked.downcast_ref::<String>().map(String::as_str), Some("another rank did not come"));
         // The one that stood still finds that the meeting is over.
         let late = ranks.remove(0);
-        let late = thread::spawn(move || gathers(&late, 1)).join().expect_err("nobody is there");
+        let late = thread::spawn(move || gathers(&late, 1)).join().expect_err("the other rank has left");
         assert_eq!(late.downcast_ref::<String>().map(String::as_str), Some("another rank is gone"));
     }
 
     #[test]
     fn a_layer_is_written_when_all_have_written_it() {
         let (signal, fence) = FenceSignal::new();
-        let (written, ranks) = (Written::new(signal, 2), Seat::all(2));
+        let (written, ranks) = (RankFence::new(signal, 2), RankHandle::all(2));
         written.layers_done(&ranks[0], 2);
         assert!(!fence.is_open(1), "the other has written nothing");
         written.layers_done(&ranks[1], 1);

@@ -1,17 +1,18 @@
-//! Rotary positions: how fast each pair of a head's numbers turns.
+//! Rotary position embedding: the angle per position of each pair of a head's numbers.
 
 use std::f32::consts::PI;
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
-/// What a model makes of positions.
+/// A model's rotary embedding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
     pub theta: f32,
     pub scaling: Scaling,
 }
 
-/// How a model was stretched beyond the length that it was first trained with.
+/// How frequencies are scaled for sequences longer than those of the first training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scaling {
     None,
@@ -19,7 +20,7 @@ pub enum Scaling {
     Linear {
         factor: f32,
     },
-    /// Slow turns are divided by the factor, fast ones are left alone, and those between are mixed.
+    /// Low frequencies are divided by the factor, high ones are unchanged, and those between are interpolated.
     Llama3 {
         factor: f32,
         low_frequency: f32,
@@ -31,13 +32,17 @@ pub enum Scaling {
 /// `rope_parameters` in newer configs; `rope_scaling` in older ones, which name theta outside.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct RawRope {
-    #[serde(alias = "type")]
     rope_type: Option<String>,
+    /// The name of `rope_type` in older configs. Some have both.
+    #[serde(rename = "type")]
+    older_type: Option<String>,
     rope_theta: Option<f32>,
     factor: Option<f32>,
     low_freq_factor: Option<f32>,
     high_freq_factor: Option<f32>,
     original_max_position_embeddings: Option<f32>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
 impl Rope {
@@ -59,12 +64,49 @@ impl Rope {
     }
 }
 
+impl RawRope {
+    fn kind(&self) -> Option<&str> {
+        self.rope_type.as_deref().or(self.older_type.as_deref())
+    }
+
+    /// Refuses settings that would be ignored: those of another type, and those without a type.
+    fn check(&self) -> Result<(), String> {
+        let scaling = [
+            ("factor", self.factor),
+            ("low_freq_factor", self.low_freq_factor),
+            ("high_freq_factor", self.high_freq_factor),
+            ("original_max_position_embeddings", self.original_max_position_embeddings),
+        ];
+        let is_neutral = |key: &str, value: &Value| {
+            value.is_null() || (key == "partial_rotary_factor" && value.as_f64() == Some(1.0))
+        };
+        let unknown = self.others.iter().find(|(key, value)| !is_neutral(key, value)).map(|(key, _)| key);
+        match (self.kind(), unknown) {
+            (Some(kind), Some(key)) if IMPLEMENTED.contains(&kind) => {
+                Err(format!("rope_type {kind:?} with {key} is not implemented"))
+            }
+            (Some(_), _) => Ok(()),
+            (None, unknown) => {
+                let set = scaling.into_iter().find(|(_, value)| value.is_some()).map(|(key, _)| key);
+                match set.or(unknown.map(String::as_str)) {
+                    Some(key) => Err(format!("rope settings with {key} name no rope_type")),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+/// Values of `rope_type`.
+const IMPLEMENTED: &[&str] = &["default", "linear", "llama3"];
+
 impl Scaling {
     fn resolve(raw: &RawRope) -> Result<Self, String> {
+        raw.check()?;
         let needed = |name: &str, value: Option<f32>| {
             value.filter(|value| *value > 0.0).ok_or_else(|| format!("rope scaling needs {name} above zero"))
         };
-        match raw.rope_type.as_deref() {
+        match raw.kind() {
             None | Some("default") => Ok(Self::None),
             Some("linear") => Ok(Self::Linear { factor: needed("factor", raw.factor)? }),
             Some("llama3") => Ok(Self::Llama3 {
@@ -130,6 +172,11 @@ mod tests {
         let inside = raw(r#"{"rope_type": "default", "rope_theta": 5.0}"#);
         assert_eq!(Rope::resolve(None, Some(&inside)).map(|rope| rope.theta), Ok(5.0));
         assert_eq!(Rope::resolve(Some(7.0), None).map(|rope| rope.theta), Ok(7.0));
+        let both = raw(r#"{"rope_type": "linear", "type": "linear", "factor": 2.0}"#);
+        assert_eq!(
+            Rope::resolve(None, Some(&both)).map(|rope| rope.scaling),
+            Ok(Scaling::Linear { factor: 2.0 })
+        );
         let incomplete = raw(r#"{"type": "llama3", "factor": 8.0}"#);
         assert_eq!(
             Rope::resolve(None, Some(&incomplete)),

@@ -6,13 +6,13 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::rc::Rc;
 
-/// Buffers that no tensor holds. There are never more than tensors lived at one time, and those of a pass are few.
+/// Buffers for reuse. There are at most as many as tensors existed at one time; a pass has few.
 #[derive(Clone, Default)]
 pub struct Scratch {
     free: Rc<RefCell<Vec<Vec<f32>>>>,
 }
 
-/// `n_rows` rows of `width` numbers. Its buffer goes back when it is dropped.
+/// `n_rows` rows of `width` numbers. Its drop returns the buffer.
 pub struct Tensor {
     buffer: Vec<f32>,
     n_rows: usize,
@@ -21,7 +21,7 @@ pub struct Tensor {
 }
 
 impl Scratch {
-    /// A tensor that holds anything: memory is neither asked for nor cleared in a running engine.
+    /// A tensor with undefined contents. A running engine allocates no memory and clears none.
     pub fn tensor(&self, n_rows: usize, width: usize) -> Tensor {
         let mut buffer = self.take(n_rows * width);
         buffer.resize(n_rows * width, 0.0);
@@ -36,7 +36,7 @@ impl Scratch {
         best.map(|nth| free.swap_remove(nth)).unwrap_or_default()
     }
 
-    /// Bytes that are kept for later.
+    /// Bytes of the buffers that are not in use.
     pub fn idle_bytes(&self) -> usize {
         self.free.borrow().iter().map(|buffer| buffer.capacity() * size_of::<f32>()).sum()
     }

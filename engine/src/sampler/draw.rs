@@ -1,7 +1,7 @@
 //! Random numbers without a state: Philox 4x32-10, a counter-based generator.
 //!
 //! The key is the request's seed and the counter the token's position in its sequence. So the number for a position is
-//! the same wherever, whenever and in whatever company it is drawn. (Salmon and others, "Parallel random numbers: as
+//! the same on every machine and in every batch. (Salmon and others, "Parallel random numbers: as
 //! easy as 1, 2, 3", 2011.)
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];

@@ -1,4 +1,4 @@
-//! What the model thought of the tokens: log-probabilities.
+//! Log-probabilities of tokens.
 
 use kernels::cpu::Processor;
 use types::TokenId;
@@ -6,16 +6,16 @@ use types::step::Logprobs;
 
 use super::{Candidate, better_first};
 
-/// The logits before anything was done to them.
+/// The logits before any rule is applied.
 #[derive(Debug)]
-pub(super) struct Thought {
+pub(super) struct RawLogits {
     logits: Vec<f32>,
     /// The logarithm of the sum of all exponentials.
     log_sum: f64,
     n_top: usize,
 }
 
-impl Thought {
+impl RawLogits {
     pub(super) fn of(processor: &Processor, logits: &[f32], n_top: u8) -> Self {
         let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let mut weights = logits.to_vec();

@@ -2,10 +2,10 @@
 //!
 //! In this order: bias, tokens that may not be drawn yet, penalties, then either the best token (temperature zero) or
 //! temperature, min-p, top-k, top-p and a draw. Log-probabilities are those of the model's own logits, before any
-//! of this: what it thought, not what it was allowed to say.
+//! of these steps.
 //!
 //! The draw is a function of the seed and the position alone (see [`draw`]), and all sums are taken in a fixed order,
-//! so a sequence that is continued elsewhere goes on with the same tokens.
+//! so a sequence that is continued elsewhere gets the same tokens.
 
 pub mod draw;
 mod logprobs;
@@ -23,12 +23,12 @@ use crate::step::{SampleSpec, Sampled};
 
 pub(crate) use rules::looks_back;
 
-/// How to draw one token: what a [`SampleSpec`] says, kept until the step has run.
+/// A [`SampleSpec`] without a lifetime, kept until the step has run.
 #[derive(Clone, Debug)]
-pub struct Drawing {
+pub struct OwnedSampleSpec {
     sampling: Sampling,
     stop: StopRules,
-    /// Empty unless something penalizes what was said already.
+    /// Empty without penalties.
     history: Vec<TokenId>,
     n_prompt: usize,
     index: u32,
@@ -41,7 +41,7 @@ struct Candidate {
     weight: f32,
 }
 
-impl Drawing {
+impl OwnedSampleSpec {
     pub fn of(spec: &SampleSpec<'_>) -> Self {
         let history = if rules::looks_back(spec.sampling) { spec.history.to_vec() } else { Vec::new() };
         Self {
@@ -70,14 +70,15 @@ impl Drawing {
     ) -> Result<Sampled, RowError> {
         // What the model says must be sound, whatever becomes of it below: the card looks at it before the rules too.
         best(logits)?;
-        let thought = self.sampling.logprobs.map(|n_top| logprobs::Thought::of(processor, logits, n_top));
+        let raw_logits =
+            self.sampling.logprobs.map(|n_top| logprobs::RawLogits::of(processor, logits, n_top));
         rules::apply(self, logits, eos_tokens);
         let best = best(logits)?;
         let token = match self.sampling.temperature {
             0.0 => best.token,
             _ => self.random(processor, logits, best, position),
         };
-        let logprobs = thought.map(|thought| thought.logprobs(token));
+        let logprobs = raw_logits.map(|raw_logits| raw_logits.logprobs(token));
         Ok(Sampled { token: TokenId(token), logprobs })
     }
 
@@ -96,7 +97,7 @@ impl Drawing {
         (top_k == 0) && top_p >= 1.0 && min_p <= 0.0
     }
 
-    /// What min-p, top-k and top-p leave, best first. The best weight is one.
+    /// The candidates that min-p, top-k and top-p keep, best first. The best has weight one.
     fn kept(&self, weights: &[f32]) -> Vec<Candidate> {
         let Sampling { top_k, top_p, min_p, .. } = self.sampling;
         let candidates = weights.iter().zip(0..).map(|(weight, token)| Candidate { token, weight: *weight });
@@ -131,13 +132,12 @@ fn keep_top_p(kept: &mut Vec<Candidate>, top_p: f32) {
     kept.truncate(enough.map_or(kept.len(), |nth| nth + 1));
 }
 
-/// The heavier one; of two alike, the lower token.
+/// The candidate with the larger weight; of two equal ones, the lower token.
 fn better_first(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.token.cmp(&b.token))
 }
 
-/// The token with the highest logit; of several, the lowest. NaN is higher than all, and no token: it says that something
-/// went wrong in the model, which no other logit makes good.
+/// The token with the highest logit; of several, the lowest token. A logit that is NaN is an error: the model has failed.
 fn best(logits: &[f32]) -> Result<Candidate, RowError> {
     let mut best = Candidate { token: 0, weight: f32::NEG_INFINITY };
     let mut is_sound = true;
@@ -150,12 +150,12 @@ fn best(logits: &[f32]) -> Result<Candidate, RowError> {
     if is_sound && best.weight.is_finite() { Ok(best) } else { Err(no_token()) }
 }
 
-/// Why there is none, wherever it is drawn.
+/// The error of a row without a token to sample.
 pub(crate) fn no_token() -> RowError {
     RowError::Sample("the best logit is not a finite number".to_owned())
 }
 
-/// The candidate in whose share of the whole `uniform` falls.
+/// The candidate whose share of all weight contains `uniform`.
 fn pick(candidates: impl Iterator<Item = Candidate> + Clone, uniform: f64) -> u32 {
     let total: f64 = candidates.clone().map(|one| f64::from(one.weight)).sum();
     let wanted = uniform * total;

@@ -1,15 +1,15 @@
-//! What changes logits before a token is chosen: bias, tokens that may not be drawn yet, penalties.
+//! Changes of logits before sampling: bias, tokens that may not be sampled yet, penalties.
 
 use std::collections::HashMap;
 
 use types::{Sampling, TokenId};
 
-use super::Drawing;
+use super::OwnedSampleSpec;
 
 /// How often a token was seen.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
-    /// By the model's own hand.
+    /// Times that the model generated it.
     generated: u32,
 }
 
@@ -19,28 +19,28 @@ pub(crate) fn looks_back(sampling: &Sampling) -> bool {
     *repetition_penalty != 1.0 || *presence_penalty != 0.0 || *frequency_penalty != 0.0
 }
 
-pub(super) fn apply(drawing: &Drawing, logits: &mut [f32], eos_tokens: &[TokenId]) {
-    for (token, bias) in &drawing.sampling.logit_bias {
+pub(super) fn apply(spec: &OwnedSampleSpec, logits: &mut [f32], eos_tokens: &[TokenId]) {
+    for (token, bias) in &spec.sampling.logit_bias {
         if let Some(logit) = logits.get_mut(token.0 as usize) {
             *logit += bias;
         }
     }
-    if drawing.index < drawing.stop.min_tokens {
-        for token in eos_tokens.iter().chain(&drawing.stop.stop_tokens) {
+    if spec.index < spec.stop.min_tokens {
+        for token in eos_tokens.iter().chain(&spec.stop.stop_tokens) {
             if let Some(logit) = logits.get_mut(token.0 as usize) {
                 *logit = f32::NEG_INFINITY;
             }
         }
     }
-    if looks_back(&drawing.sampling) {
-        penalize(drawing, logits);
+    if looks_back(&spec.sampling) {
+        penalize(spec, logits);
     }
 }
 
-/// Repetition counts the prompt in, presence and frequency do not: as the field has it.
-fn penalize(drawing: &Drawing, logits: &mut [f32]) {
-    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = drawing.sampling;
-    for (token, counts) in counted(&drawing.history, drawing.n_prompt) {
+/// The repetition penalty counts the prompt's tokens; presence and frequency penalties do not, as elsewhere.
+fn penalize(spec: &OwnedSampleSpec, logits: &mut [f32]) {
+    let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = spec.sampling;
+    for (token, counts) in counted(&spec.history, spec.n_prompt) {
         let Some(logit) = logits.get_mut(token.0 as usize) else { continue };
         *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
         if counts.generated > 0 {

@@ -10,19 +10,19 @@ fn processor() -> Processor {
     Processor::new(Arithmetic::F32, NonZero::new(1).unwrap()).unwrap()
 }
 
-fn drawing(sampling: Sampling) -> Drawing {
-    Drawing { sampling, stop: StopRules::default(), history: Vec::new(), n_prompt: 0, index: 0 }
+fn spec(sampling: Sampling) -> OwnedSampleSpec {
+    OwnedSampleSpec { sampling, stop: StopRules::default(), history: Vec::new(), n_prompt: 0, index: 0 }
 }
 
-fn drawn(drawing: &Drawing, logits: &[f32], position: usize) -> u32 {
-    drawing.draw(&processor(), &mut logits.to_vec(), position, &[EOS]).expect("a token").token.0
+fn drawn(spec: &OwnedSampleSpec, logits: &[f32], position: usize) -> u32 {
+    spec.draw(&processor(), &mut logits.to_vec(), position, &[EOS]).expect("a token").token.0
 }
 
-/// How often each token comes in so many draws.
+/// The share of each token in many draws.
 fn shares(sampling: &Sampling, logits: &[f32]) -> Vec<f32> {
-    let (drawing, mut counts) = (drawing(sampling.clone()), vec![0; logits.len()]);
+    let (spec, mut counts) = (spec(sampling.clone()), vec![0; logits.len()]);
     for position in 0..4000 {
-        counts[drawn(&drawing, logits, position) as usize] += 1;
+        counts[drawn(&spec, logits, position) as usize] += 1;
     }
     counts.into_iter().map(|count| count as f32 / 4000.0).collect()
 }
@@ -37,14 +37,14 @@ fn at_random() -> Sampling {
     Sampling { temperature: 1.0, seed: 3, ..Sampling::default() }
 }
 
-/// Logits of which softmax makes these shares.
+/// Logits that softmax turns into these shares.
 fn logits(shares: &[f32]) -> Vec<f32> {
     shares.iter().map(|share| share.ln() + 5.0).collect()
 }
 
 #[test]
 fn zero_temperature_takes_the_best_and_of_two_the_lower() {
-    let greedy = drawing(Sampling::default());
+    let greedy = spec(Sampling::default());
     assert_eq!(drawn(&greedy, &[1.0, 3.0, 2.0], 0), 1);
     assert_eq!(drawn(&greedy, &[1.0, 3.0, 3.0], 9), 1);
 }
@@ -85,8 +85,8 @@ fn truncation_table() {
 fn top_p_of_many_keeps_what_a_full_sort_would() {
     let weights: Vec<f32> = (0..5000).map(|i| ((i * 7919 % 5003) as f32 / 1000.0).exp()).collect();
     for top_p in [0.1, 0.5, 0.9, 0.99] {
-        let drawing = drawing(Sampling { top_p, ..at_random() });
-        let kept = drawing.kept(&weights);
+        let spec = spec(Sampling { top_p, ..at_random() });
+        let kept = spec.kept(&weights);
         let mut sorted: Vec<f32> = weights.clone();
         sorted.sort_by(|a, b| b.total_cmp(a));
         let total: f64 = weights.iter().map(|weight| f64::from(*weight)).sum();
@@ -102,8 +102,8 @@ fn top_p_of_many_keeps_what_a_full_sort_would() {
 fn seed_and_position_are_the_draw() {
     let logits = logits(&[0.25; 4]);
     let tokens = |seed: u64| -> Vec<u32> {
-        let drawing = drawing(Sampling { seed, ..at_random() });
-        (0..50).map(|position| drawn(&drawing, &logits, position)).collect()
+        let spec = spec(Sampling { seed, ..at_random() });
+        (0..50).map(|position| drawn(&spec, &logits, position)).collect()
     };
     assert_eq!(tokens(1), tokens(1));
     assert_ne!(tokens(1), tokens(2));
@@ -120,17 +120,17 @@ fn penalties_count_what_was_said() {
         // Token 0 stands in the prompt only.
         (Sampling { presence_penalty: 5.0, ..Sampling::default() }, [2.0, 1.0, 1.5], 0),
     ] {
-        let drawing = Drawing { history: history.clone(), n_prompt: 1, ..drawing(sampling.clone()) };
-        assert_eq!(drawn(&drawing, &logits, 0), expected, "{sampling:?}");
+        let spec = OwnedSampleSpec { history: history.clone(), n_prompt: 1, ..spec(sampling.clone()) };
+        assert_eq!(drawn(&spec, &logits, 0), expected, "{sampling:?}");
     }
 }
 
 #[test]
 fn the_token_in_flight_is_remembered_where_it_matters() {
-    let mut plain = drawing(Sampling::default());
+    let mut plain = spec(Sampling::default());
     plain.remember(TokenId(1));
     assert!(plain.history.is_empty());
-    let mut penal = drawing(Sampling { presence_penalty: 5.0, ..Sampling::default() });
+    let mut penal = spec(Sampling { presence_penalty: 5.0, ..Sampling::default() });
     penal.remember(TokenId(1));
     assert_eq!(drawn(&penal, &[1.0, 2.0], 0), 0);
 }
@@ -139,17 +139,17 @@ fn the_token_in_flight_is_remembered_where_it_matters() {
 fn bias_and_forbidden_tokens() {
     let biased =
         Sampling { logit_bias: vec![(TokenId(2), 10.0), (TokenId(999), 1.0)], ..Sampling::default() };
-    assert_eq!(drawn(&drawing(biased), &[1.0, 2.0, 0.0], 0), 2);
+    assert_eq!(drawn(&spec(biased), &[1.0, 2.0, 0.0], 0), 2);
     let stop = StopRules { min_tokens: 3, stop_tokens: vec![TokenId(1)], ..StopRules::default() };
-    let early = Drawing { stop, ..drawing(Sampling::default()) };
+    let early = OwnedSampleSpec { stop, ..spec(Sampling::default()) };
     let logits = [1.0, 5.0, 2.0, 0.0, 9.0];
     assert_eq!(drawn(&early, &logits, 0), 2, "neither the stop token nor the end");
-    assert_eq!(drawn(&Drawing { index: 3, ..early }, &logits, 0), 4);
+    assert_eq!(drawn(&OwnedSampleSpec { index: 3, ..early }, &logits, 0), 4);
 }
 
 #[test]
 fn nothing_to_draw_is_said() {
-    let greedy = drawing(Sampling::default());
+    let greedy = spec(Sampling::default());
     let among_others = [[0.0, f32::NAN, 1.0], [0.0, 1.0, -f32::NAN], [f32::INFINITY, 0.0, 0.0]];
     for logits in [[f32::NAN; 3], [f32::NEG_INFINITY; 3]].into_iter().chain(among_others) {
         let error = greedy.draw(&processor(), &mut logits.to_vec(), 0, &[]).expect_err("no logit to take");
@@ -157,7 +157,7 @@ fn nothing_to_draw_is_said() {
     }
     // Not even where the token that spoils the row may not be drawn.
     let stop = StopRules { min_tokens: 3, stop_tokens: vec![TokenId(1)], ..StopRules::default() };
-    let forbidding = Drawing { stop, ..drawing(Sampling::default()) };
+    let forbidding = OwnedSampleSpec { stop, ..spec(Sampling::default()) };
     forbidding.draw(&processor(), &mut [0.0, f32::NAN, 1.0], 0, &[]).expect_err("a row that is spoilt");
 }
 
@@ -165,8 +165,7 @@ fn nothing_to_draw_is_said() {
 fn logprobs_are_the_models_own() {
     let sampling =
         Sampling { logprobs: Some(2), logit_bias: vec![(TokenId(2), 50.0)], ..Sampling::default() };
-    let sampled =
-        drawing(sampling).draw(&processor(), &mut logits(&[0.5, 0.3, 0.2]), 0, &[]).expect("a token");
+    let sampled = spec(sampling).draw(&processor(), &mut logits(&[0.5, 0.3, 0.2]), 0, &[]).expect("a token");
     let logprobs = sampled.logprobs.expect("asked for");
     assert_eq!(sampled.token, TokenId(2));
     let near = |logprob: f32, share: f32| (logprob.exp() - share).abs() < 1e-5;

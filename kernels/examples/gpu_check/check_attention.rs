@@ -18,7 +18,7 @@ struct Scene {
     lengths: Vec<usize>,
     table_stride: usize,
     tables: Vec<u32>,
-    /// As they are read: of KV in 8 bits only numbers that there are in 8 bits.
+    /// The numbers as the kernels read them: with KV in 8 bits, only numbers that 8 bits can hold.
     pages: Vec<Bf16>,
     scale: f32,
 }

@@ -2,8 +2,8 @@
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
-    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwedNorm,
-    OwnForm, OwnProduct, SKINNY_FORMS, Weights,
+    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwnForm,
+    OwnProduct, PendingNorm, SKINNY_FORMS, Weights,
 };
 
 use super::check_products::product;
@@ -139,7 +139,7 @@ impl Rows {
     }
 
     fn times<'a>(&'a self, w: &'a Drawn, owes: bool) -> OwnProduct<'a> {
-        let owed = OwedNorm { squares: self.squares_there.view(), epsilon: EPSILON };
+        let owed = PendingNorm { squares: self.squares_there.view(), epsilon: EPSILON };
         OwnProduct { w: w.weights(), x: self.there.view(), k: w.k(), owed: owes.then_some(owed) }
     }
 }

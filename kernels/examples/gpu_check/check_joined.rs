@@ -1,6 +1,6 @@
 //! Products whose sums all ranks have parts of, added up by the kernels that multiply: to the bit what is made of all parts in
-//! f32 on the processor, and as near to it as numbers in bf16 are where there are no such parts (FP8); then thousands of them, and
-//! of products and sums by kernels of their own, in turn; and how long they take.
+//! f32 on the processor, and as near to it as numbers in bf16 are where there are no such parts (FP8). Then thousands of them, in turn with
+//! products and sums by separate kernels; and their times.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ struct Inputs {
 }
 
 enum Matrices {
-    /// A matrix of so many numbers, once or several times.
+    /// A matrix of this number of numbers, once or several times.
     Bf16 {
         numbers: Buffer<Bf16>,
         len: usize,
@@ -46,7 +46,7 @@ struct Stream {
     squares: Buffer<f32>,
 }
 
-/// How sums of all ranks are added up. As numbers: places in what each makes of a product.
+/// How sums of all ranks are added up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     InTwo,
@@ -119,7 +119,7 @@ impl Stream {
             residual: card.upload(&draw.narrow(n, 2.0))?,
             out: card.buffer(n)?,
             norm: card.upload(&draw.narrow(width, 1.5))?,
-            // As many as any form has, of rows that may end in the middle of what is summed up together.
+            // The most parts that any form has, for rows that may end within a part.
             squares: card.buffer(n_rows * width.div_ceil(16))?,
         };
         card.fill(stream.part.view_mut(), POISON)?;
@@ -230,7 +230,7 @@ fn alike(sides: &[Side], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -
                 ),
                 false => verdicts.holds(format!("{name}, residual"), residual == expected),
             }
-            verdicts.holds(format!("{name}, nobody lost"), !peers[nth].lost_flag().is_raised());
+            verdicts.holds(format!("{name}, no rank is lost"), !peers[nth].lost_flag().is_raised());
             let (found, norm) = (wide(&residual), wide(&card.download(stream.norm.view())?));
             let times: Vec<f64> = found.iter().zip(norm.iter().cycle()).map(|(x, by)| x * by).collect();
             let out = wide(&card.download(stream.out.view())?);

@@ -70,8 +70,8 @@ fn few_rows(
     Ok(())
 }
 
-/// Matrices of a real size, divided evenly, one after the other and again and again: the same as by clusters but for the order of
-/// sums, and the same, bit by bit, each time, whoever comes last.
+/// Matrices of a real size, divided evenly, one after the other, repeatedly. The results equal those by clusters except for
+/// the order of sums, and they are the same bits each time, whichever block finishes last.
 fn even(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut draw = Draw::new(32);
     let shapes = [(4096, 4096), (28_672, 4096), (4096, 14_336), (6144, 4096), (1160, 4160)];

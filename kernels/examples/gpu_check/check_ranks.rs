@@ -73,7 +73,7 @@ pub(crate) fn all(
     }
     // Code that is loaded when it is first wanted waits for the kernels of its card, and so for the other rank.
     if std::env::var("CUDA_MODULE_LOADING").is_ok_and(|how| how == "EAGER") {
-        // Of few blocks of threads: those of both ranks of a card must run at once, each one's next behind it.
+        // Few blocks of threads: those of both ranks of a GPU must run at once, each followed by its next one.
         let mut four = open(&[0, 1, 0, 1], 1032 * 16_384)?;
         alike(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
         check_joined::all(&four, &check_joined::SHAPES[..2], extent, verdicts)?;
@@ -85,7 +85,7 @@ pub(crate) fn all(
     Ok(times)
 }
 
-/// Every number, of rows so wide, and of so many that are thrown.
+/// Compares every number, for rows of these widths and these numbers of rows that are sent.
 fn alike(
     sides: &mut [Side],
     (widths, few): (&[usize], &[usize]),
@@ -190,7 +190,7 @@ fn sums(
         let out = side.card.download(side.out.slice(0..more))?;
         verdicts.compare(name.clone(), &wide(&out[..n]), &normed(&expected, &weight), BF16_ERROR);
         verdicts.holds(format!("{name}: nothing else"), wide(&out[n..]).iter().all(|x| x.is_nan()));
-        verdicts.holds(format!("{name}: nobody lost"), !peers[nth].lost_flag().is_raised());
+        verdicts.holds(format!("{name}: no rank is lost"), !peers[nth].lost_flag().is_raised());
     }
     Ok(())
 }
@@ -397,7 +397,7 @@ fn time(sides: &mut [Side], peers: &mut [Peers], n: usize, is_many: bool) -> Res
     Ok(time)
 }
 
-/// The same without anybody else.
+/// The same with a single rank.
 fn alone(side: &mut Side, n: usize) -> Result<f64, CudaError> {
     let Side { card, part, out, .. } = side;
     let mut residual = card.upload(&vec![Bf16::default(); n])?;

@@ -118,7 +118,7 @@ impl Case {
         logits
     }
 
-    /// Tokens in the order of drawing, with their weights.
+    /// Tokens in the order of spec, with their weights.
     fn kept(&self) -> Vec<(u32, f64)> {
         let logits = self.edited();
         let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);

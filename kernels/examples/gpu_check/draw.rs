@@ -1,4 +1,4 @@
-//! Numbers nobody could guess, the same at every run.
+//! Pseudorandom numbers, the same at every run.
 
 use baton_kernels::cpu::number::f32_to_f8;
 use baton_kernels::cuda::Bf16;

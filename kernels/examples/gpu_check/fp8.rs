@@ -49,7 +49,7 @@ impl Matrix {
         Weights::Fp8(self.rows())
     }
 
-    /// As it is in f32.
+    /// The matrix in f32.
     fn wide(&self) -> Vec<f32> {
         let scaled = |(at, byte): (usize, &u8)| f8_to_f32(*byte) * self.scales[at / self.k];
         self.bytes.iter().enumerate().map(scaled).collect()
@@ -131,13 +131,13 @@ fn company(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), 
     Ok(())
 }
 
-/// By whatever way is chosen for so many rows, measured and not, and by the one way of rows that are alike.
+/// By the way that is chosen for each number of rows, measured and guessed, and by the deterministic way.
 fn every_way(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (n, k) = (1032, 520);
     let matrix = Matrix::drawn(card, &mut Draw::new(41), n, k)?;
     // Whose numbers are where the other one is widened to, right before.
     let before = Matrix::drawn(card, &mut Draw::new(43), n, k)?;
-    let (mut guessed, mut alike) = (Products::open(card, None)?, Products::open_alike(card, None)?);
+    let (mut guessed, mut alike) = (Products::open(card, None)?, Products::open_deterministic(card, None)?);
     guessed.make_room(card, n * k)?;
     alike.make_room(card, n * k)?;
     for n_rows in [1, 8, 100, 128, 129, 300, 1000] {

@@ -13,7 +13,7 @@ use super::fp8;
 use super::many_rows;
 use super::measure_endings;
 
-/// Timed repetitions, of which the middle one counts.
+/// Timed repetitions; the median counts.
 const N_TIMES: usize = 21;
 /// Launches in one repetition: the gaps between them count, as they do in a step.
 pub(crate) const N_LAUNCHES: usize = 8;
@@ -173,7 +173,7 @@ fn rope(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError>
 fn products_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (name, n, k) in MATRICES {
-        // As many copies as no cache holds together, read in turn.
+        // More copies than any cache holds, read in turn.
         let n_copies = (BEYOND_CACHES / (n * k * 2)).max(1) + 1;
         let weights = card.upload(&Draw::new(27).many(n_copies * n * k, 0.02))?;
         for n_rows in [1, 8] {

@@ -2,7 +2,7 @@
 
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
-    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, OwedNorm, OwnForm, OwnProduct,
+    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, OwnForm, OwnProduct, PendingNorm,
     SKINNY_FORMS, View, Weights,
 };
 use serde_json::Value;
@@ -89,7 +89,7 @@ impl Bench {
             let Self { gate_up, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
                 let squares = stream.squares.slice(0..n_rows * n_parts);
-                let owed = (n_parts > 0).then_some(OwedNorm { squares, epsilon: 1e-5 });
+                let owed = (n_parts > 0).then_some(PendingNorm { squares, epsilon: 1e-5 });
                 let w = Weights::Bf16(copy(gate_up, nth, n));
                 let product = OwnProduct { w, x: x.view(), k: HIDDEN, owed };
                 let ending = if is_gated {
@@ -156,7 +156,7 @@ impl Bench {
                 }
                 if kinds[1] {
                     let squares = stream.squares.slice(0..n_rows * forms[0].parts(HIDDEN));
-                    let owed = Some(OwedNorm { squares, epsilon: 1e-5 });
+                    let owed = Some(PendingNorm { squares, epsilon: 1e-5 });
                     let w = Weights::Bf16(copy(gate_up, nth, sizes[1]));
                     let product = OwnProduct { w, x: stream.out.view(), k: HIDDEN, owed };
                     let gated = y.view_mut().slice(0..n_rows * WIDTH);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 /// ‖answer − reference‖ ÷ ‖reference‖ that rounding to bf16 explains.
 pub(crate) const BF16_ERROR: f64 = 6e-3;
-/// The same of rounding to 8 bits (e4m3), of which 3 are behind the leading one.
+/// The same for rounding to 8 bits (e4m3), with 3 bits behind the leading one.
 pub(crate) const FP8_ERROR: f64 = 3.5e-2;
 
 #[derive(Default)]

@@ -138,8 +138,8 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
     Ok(n_checks)
 }
 
-/// The last of the sender's heads are the receiver's first, and the other way round: both have others beside them, of
-/// which nothing is moved and nothing is written.
+/// The last of the sender's heads are the receiver's first, and the other way round. Both have other heads, which are
+/// neither moved nor written.
 fn some_heads(cards: &[Card; 2], (n_parts, n_heads, run_bytes): (usize, usize, usize)) -> Outcome<usize> {
     let mut n_checks = 0;
     for (first_there, first_here) in [(3, 0), (0, 1)] {

@@ -16,7 +16,7 @@ use crate::measure::{N_LAYERS, N_PAGES, N_SENT, RUNS, What, start};
 use crate::{Outcome, Two};
 
 const N_TOKENS: usize = 8192;
-/// Of an 8B model: rows and columns, in the order of a layer.
+/// Rows and columns of an 8B model, in the order of a layer.
 const MATRICES: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)];
 const WIDEST: usize = 14_336;
 const N_ROUNDS: usize = 10;

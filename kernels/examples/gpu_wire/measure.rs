@@ -11,7 +11,7 @@ use crate::{Outcome, Two};
 
 pub(crate) const RUNS: PageRuns = PageRuns::whole(2, 8, 4096);
 pub(crate) const N_LAYERS: u32 = 32;
-/// Of each layer: twice what is sent, so that there is something to scatter over.
+/// Pages of each layer: twice what is sent, so that the KV is scattered.
 pub(crate) const N_PAGES: u32 = 1024;
 pub(crate) const N_SENT: u32 = 512;
 const GIGABYTE: f64 = 1e9;
@@ -25,7 +25,7 @@ pub(crate) enum What {
     Copy,
     Pull,
     Digest,
-    /// As the connector does it.
+    /// The way of the connector.
     Fetch {
         digests: bool,
     },

@@ -217,9 +217,9 @@ struct Scratch<'a> {
     greatest: &'a mut [f32],
     /// The sum of all weights so far, relative to the greatest score.
     total: &'a mut [f32],
-    /// What the sixteen at hand make of what was summed up before them.
+    /// The factors that scale the earlier sums to the greatest score of the current sixteen keys.
     shrink: &'a mut [f32],
-    /// The scores of the sixteen at hand, and then their weights.
+    /// The scores of the current sixteen keys, and then their weights.
     weights: &'a mut [[f32; LANES]],
     sums: &'a mut [Sums],
 }

@@ -24,7 +24,7 @@ impl SharedBytes {
     pub fn map(path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
         // JUSTIFICATION: weights are gigabytes; reading them would keep a second copy beside the page cache's.
-        // SAFETY: the mapping is read-only and private; that nobody changes the file is the caller's promise above.
+        // SAFETY: the mapping is read-only and private; the caller promises above that the file does not change.
         let mapping = unsafe { Mmap::map(&file)? };
         Ok(Self::whole(mapping))
     }

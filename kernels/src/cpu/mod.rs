@@ -1,8 +1,9 @@
 //! Kernels for the processor: the arithmetic of a language model, exact and independent of the batch.
 //!
-//! Suggested reading order: who computes ([`processor`], `pool`, `simd`), how numbers lie ([`number`], [`bytes`],
-//! [`matrix`]), how products are added up (`tile`, `strips`, [`product`]), and the rest of a layer ([`rows`],
-//! [`attention`]).
+//! Suggested reading order: the threads and instructions ([`processor`], `pool`, `simd`), the layout of numbers
+//! ([`number`], [`bytes`], [`matrix`]), how products are added up (`tile`, `strips`, [`product`]), and
+//! the rest of a layer ([`rows`], [`attention`]).
+//! See `docs/decisions/0003-own-cpu-kernels.md`.
 
 // Loops over constant ranges are unrolled, and what they index stays in registers; iterators do not promise that.
 #![allow(clippy::needless_range_loop)]

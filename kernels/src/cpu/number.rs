@@ -56,7 +56,7 @@ pub const F8_MAX: f32 = 448.0;
 #[inline(always)]
 pub fn f8_to_f16_256th(narrow: u8) -> u16 {
     let (sign, magnitude) = (u16::from(narrow & 0x80) << 8, u16::from(narrow & 0x7F));
-    // Of 16 exponents the last one is a number's like any other, but for its last pattern.
+    // The last of the 16 exponents stands for ordinary numbers; only its last pattern is NaN.
     sign | if magnitude == 0x7F { 0x7E00 } else { magnitude << 7 }
 }
 

@@ -2,10 +2,10 @@
 //! A few threads that share one piece of work at a time.
 //!
 //! A decode step of a small model is hundreds of pieces of a few microseconds each, one after the other, and the
-//! machine may be shared with other nodes. So whoever brings the work takes part in it, claims are made part by part,
-//! and nobody waits for a helper that has not come: a helper that the system does not run costs nothing. That is what
-//! a barrier, or a fixed share per thread, cannot do. Between two pieces a helper looks out for a moment, giving way
-//! to whoever wants to run, and then sleeps.
+//! machine may be shared with other nodes. So the calling thread works too, threads claim one part at a time, and
+//! the caller does not wait for a helper that has not started: a helper that the system does not run costs nothing. A
+//! barrier, or a fixed share per thread, cannot do that. Between two pieces a helper polls for a moment, yielding to
+//! other threads, and then sleeps.
 
 use std::fmt;
 use std::io;
@@ -235,7 +235,7 @@ fn look_for(found: impl Fn() -> bool) {
     }
 }
 
-/// A short pause, then whoever else wants to run on this core may.
+/// Pauses shortly, then yields the core to other threads.
 fn give_way() {
     for _ in 0..PAUSES_PER_LOOK {
         std::hint::spin_loop();

@@ -31,7 +31,7 @@ const NARROW_NUMBERS: usize = 32 << 10;
 #[derive(Debug)]
 pub struct Product<'a> {
     pub matrix: &'a Matrix,
-    /// As long as the matrix has rows, whichever columns are computed.
+    /// One number for each row of the matrix, whichever columns are computed.
     pub bias: Option<&'a [f32]>,
     /// Which of the matrix's outputs are computed.
     pub columns: Range<usize>,

@@ -22,7 +22,7 @@ impl Processor {
             let scales = f32s_mut(scales).expect("a whole number of bytes after the edge of a page");
             self.quantize_into(matrix, &mut values[..rows * cols], scales);
         })?;
-        Ok(Matrix::new(bytes, rows, cols, Format::Q8).expect("as many bytes as the format takes"))
+        Ok(Matrix::new(bytes, rows, cols, Format::Q8).expect("the size that the format takes"))
     }
 
     /// The nearest matrix in [`Format::Fp8`]: each row's largest number becomes 448 or -448.

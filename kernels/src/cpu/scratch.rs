@@ -37,7 +37,7 @@ pub(super) fn with_wide<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     WIDE.with(|kept| lend(kept, len, f))
 }
 
-/// Takes the buffer out while it is lent: whoever asks again within `f` gets another one.
+/// Lends the buffer to `f`. A second call within `f` gets another buffer.
 fn lend<T: Default + Clone, R>(kept: &Cell<Vec<T>>, len: usize, f: impl FnOnce(&mut [T]) -> R) -> R {
     let mut buffer = kept.take();
     let with_room = len + LINE_BYTES / size_of::<T>();

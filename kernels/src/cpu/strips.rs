@@ -14,7 +14,7 @@ use super::tile::{self, Row, Rows, Start, Sums};
 pub(super) const STRIP: usize = 48;
 /// Rows whose sums are under way at one time. With [`STRIP`] that makes 192 KiB of sums.
 pub(super) const BLOCK: usize = 64;
-/// Up to so many rows, weights are read once and best in the order in which they lie.
+/// Up to this number of rows, weights are read once, and fastest in the order in which they are stored.
 pub(super) const FEW_ROWS: usize = 16;
 /// Vectors of each row that are multiplied before the next rows are: a tile's weights, up to 24 KiB, stay in the
 /// core's first cache for all rows, and a block's activations, 256 KiB, in its second for all columns.
@@ -106,7 +106,7 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
         self.tiles::<2, 1>(work, &mut next, sums);
     }
 
-    /// As many columns, from `next` on, as make whole tiles.
+    /// The columns from `next` on that make whole tiles.
     #[inline(always)]
     fn tiles<const R: usize, const C: usize>(&self, work: &Work, next: &mut usize, sums: &mut [Sums]) {
         while *next + C <= work.columns.len() {
@@ -179,7 +179,7 @@ impl<A: Accumulate, S: Simd, X: Rows<A>, W: Rows<A>> Strips<'_, A, S, X, W> {
     }
 }
 
-/// Takes at most so many from the front.
+/// Takes at most `most` numbers from the front.
 #[inline(always)]
 fn take(left: &mut Range<usize>, most: usize) -> Range<usize> {
     let taken = left.start..left.end.min(left.start + most);

@@ -36,7 +36,7 @@ pub(super) trait Row<S: Accumulate>: Copy {
     fn step(self, simd: S, nth: usize) -> S::F;
     /// What is left after the last whole vector, filled up with zeroes.
     fn tail(self, simd: S) -> Option<S::F>;
-    /// Asks for the memory that lies so many bytes after the row's first number.
+    /// Prefetches the memory `bytes` bytes after the row's first number.
     fn prefetch(self, simd: S, bytes: usize);
 }
 
@@ -329,7 +329,7 @@ pub(super) struct F8Row<'a> {
 }
 
 impl<'a> F8Rows<'a> {
-    /// As many as there are scales.
+    /// The number of rows is the number of scales.
     pub(super) fn new(numbers: &'a [u8], scales: &'a [f32], cols: usize) -> Self {
         Self { numbers, scales, cols }
     }

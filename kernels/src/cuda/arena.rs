@@ -1,6 +1,6 @@
 //! Memory of a card that can be given back for a while, all at once, and be had again at the same addresses.
 //!
-//! What lay in it has to be put there again. Whoever does asks for the same buffers in the same order, and gets them at
+//! What lay in it has to be put there again. The code that does it asks for the same buffers in the same order, and gets them at
 //! the places that they had: so graphs and descriptors that know the addresses stay true.
 
 use std::fmt;

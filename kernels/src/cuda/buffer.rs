@@ -64,7 +64,7 @@ pub struct View<'a, T: Element> {
     buffer: PhantomData<&'a [T]>,
 }
 
-/// Part of a buffer that is written, and nobody else's meanwhile.
+/// Part of a buffer that is written, and not used elsewhere meanwhile.
 pub struct ViewMut<'a, T: Element> {
     pub(super) address: u64,
     len: usize,
@@ -89,13 +89,13 @@ impl From<Bf16> for f32 {
 // === impl Buffer ===
 
 impl<T: Element> Buffer<T> {
-    /// Takes memory of the card. What is in it is nobody's promise.
+    /// Takes memory of the card. Its content is undefined.
     pub(super) fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
         let memory = Memory::Own(Allocated::new(context, len.saturating_mul(size_of::<T>()))?);
         Ok(Self { memory, len, element: PhantomData })
     }
 
-    /// So many numbers of a piece of memory, which the caller gives to nobody else.
+    /// `len` numbers of a piece of memory that the caller does not share.
     ///
     /// # Panics
     /// If they do not lie within it, or not where such numbers may.
@@ -198,7 +198,7 @@ macro_rules! views {
                 self.address.is_multiple_of(16)
             }
 
-            /// So many numbers from `address` on, which is the caller's promise.
+            /// `len` numbers from `address` on; the caller promises that they are there.
             pub(super) fn over(address: u64, len: usize, ordinal: usize) -> Self {
                 Self { address, len, ordinal, buffer: PhantomData }
             }

@@ -41,9 +41,9 @@ pub struct Card {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Grid {
     pub(super) blocks: (usize, usize, usize),
-    /// Of each block.
+    /// Threads of each block.
     pub(super) threads: u32,
-    /// Of each block, beyond what the kernel has by itself.
+    /// Shared memory of each block, beyond what the kernel has by itself.
     pub(super) shared_bytes: u32,
     /// It comes onto the card when the kernel before has ended, and not while it does.
     pub(super) waits: bool,
@@ -120,7 +120,7 @@ impl Card {
         })
     }
 
-    /// As the driver names it.
+    /// The driver's name for it.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -40,7 +40,7 @@ const SLATES: usize = 8;
 const STAGE_BYTES: usize = 16 * 4096;
 const TABLE_BYTES: usize = 17 << 10;
 const STAGES_MAX: usize = 2;
-/// The kernels move so many bytes at once.
+/// The kernels move this number of bytes at once.
 const VECTOR_BYTES: usize = 16;
 
 /// How much of a card a courier takes.
@@ -59,7 +59,7 @@ pub struct CourierSize {
 }
 
 impl CourierSize {
-    /// So many multiprocessors, in four parts: the others fill the wire while one begins or ends an errand. Digests alone go
+    /// This number of multiprocessors, in four parts: the others fill the wire while one begins or ends an errand. Digests alone go
     /// one errand after the other: what counts there is when the last one is done.
     pub fn of(multiprocessors: u32) -> Self {
         Self {
@@ -98,7 +98,7 @@ pub struct Courier {
     size: CourierSize,
     /// Held while engines and the kernel behind them are told of one errand, so that it waits for its own copies only.
     order: Mutex<()>,
-    /// Of errands that are done, for the next ones.
+    /// Slates of errands that are done, for the next ones.
     ///
     /// Held for a look, never while anything is waited for.
     slates: Mutex<Vec<Slate>>,
@@ -124,7 +124,7 @@ pub struct SomePages<'a> {
     /// How many of them each layer has.
     pub n_of_layer: usize,
     pub runs: PageRuns,
-    /// Of each layer's pages the one whose runs are valid only in their first so many bytes.
+    /// The page of each layer whose runs are valid only in their first bytes, and the number of these.
     pub partial: Option<(usize, usize)>,
 }
 
@@ -133,7 +133,7 @@ pub struct SomePages<'a> {
 pub struct RemotePages<'a> {
     pub memory: &'a RemoteMemory,
     pub offsets: &'a [u64],
-    /// As many parts and heads as are meant here, whatever other heads the pages have.
+    /// The parts and heads that are meant here, whatever other heads the pages have.
     pub runs: PageRuns,
 }
 
@@ -154,7 +154,7 @@ pub struct SlotAt<'a> {
 }
 
 impl SlotAt<'_> {
-    /// Where what is meant of so many pages lies from here on, one after the other.
+    /// The addresses of these pages from here on, one after the other.
     fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
         let (n_pages, page_bytes) = (some.places.len(), some.runs.moved_bytes());
         let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
@@ -166,12 +166,12 @@ impl SlotAt<'_> {
 }
 
 /// Work under way on the card. [`Courier::take`] waits for it.
-#[must_use = "nobody knows how an errand ended that was not taken"]
+#[must_use = "the end of an errand is known only once it is taken"]
 pub struct Errand {
     slate: Slate,
     done: Arc<CudaEvent>,
     n_digests: usize,
-    /// Of the lane that it is on.
+    /// The load of its lane.
     _load: Option<Load>,
 }
 
@@ -235,7 +235,7 @@ impl WireKernels {
     }
 }
 
-/// As many as fit into a multiprocessor's memory; none before Hopper, whose kernels go without.
+/// The stages that fit into a multiprocessor's memory; none before Hopper, whose kernels have no stages.
 fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
     let attribute = |attribute| {
         context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))
@@ -258,7 +258,7 @@ impl PageRuns {
         self.n_parts * self.part_bytes()
     }
 
-    /// Of what is meant.
+    /// Bytes of the parts that are meant.
     pub fn moved_bytes(&self) -> usize {
         self.n_parts * self.n_heads * self.run_bytes
     }
@@ -336,18 +336,18 @@ impl Courier {
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         // JUSTIFICATION: copy engines are told addresses.
         // SAFETY: rectangles are made of pages, and `checked` has checked that every page lies within memory that is mapped
-        // on both sides; whoever unmaps it waits for the card first. That nobody else uses the pages here is the leases'
+        // on both sides; the code that unmaps it waits for the card first. That the pages have no other user is the leases'
         // matter, as for kernels.
         let started = unsafe { self.engines.start(&rectangles, &self.verifier) };
         let errand = started.and_then(|()| match digests {
             true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
             false => self.errand(self.slate(0, 0)?, 0, (&self.verifier, None)),
         });
-        // Without an errand nobody waits for what has begun: it is over before the pages are anybody else's.
+        // Without an errand there is no wait for what has begun: it ends before the pages get another user.
         errand.inspect_err(|_| self.engines.settle())
     }
 
-    /// As [`fetch`](Self::fetch) with digests, by a kernel.
+    /// Like [`fetch`](Self::fetch) with digests, by a kernel.
     pub fn pull(
         &self,
         from: RemotePages<'_>,
@@ -408,7 +408,7 @@ impl Courier {
         }
     }
 
-    /// As [`pull`](Self::pull), without a look at the bytes: the measure for what digests cost.
+    /// Like [`pull`](Self::pull), without a look at the bytes: the measure for what digests cost.
     pub fn copy(
         &self,
         from: RemotePages<'_>,
@@ -449,7 +449,7 @@ impl Courier {
         let (kernel, RemotePages { memory: remote, offsets, runs }) = ("wire_pull", there);
         ensure(kernel, offsets.len() == here.places.len(), "not as many pages here as there")?;
         let are_alike = runs.packed() == here.runs.packed();
-        ensure(kernel, are_alike && runs.are_there(), "pages of which not the same is meant here and there")?;
+        ensure(kernel, are_alike && runs.are_there(), "the two sides mean different parts of their pages")?;
         let page_bytes = runs.page_bytes() as u64;
         let fits =
             |offset: &u64| offset.checked_add(page_bytes).is_some_and(|end| end <= remote.bytes() as u64);
@@ -577,7 +577,7 @@ impl Courier {
         let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
         // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `checked` have
-        // checked that every page lies within memory that is mapped; whoever unmaps it waits for the card first, and so
+        // checked that every page lies within memory that is mapped; the code that unmaps it waits for the card first, and so
         // does who drops the slate. The slate is as long as the table and the digests, by `slate`.
         unsafe {
             let function = kernel.cu_function();
@@ -603,12 +603,12 @@ impl Courier {
     }
 }
 
-/// How the driver takes an argument; it copies what is there.
+/// A kernel argument as the driver takes it: a pointer to a value that the driver copies.
 fn pointer<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }
 
-/// Of all priorities the first, so that blocks of a wire's kernel come onto the card as others leave it.
+/// The highest priority, so that blocks of a wire's kernel come onto the card as others leave it.
 fn urgent(context: &CudaContext) -> i32 {
     let (mut least, mut greatest) = (0, 0);
     let _ = context.bind_to_thread();
@@ -625,7 +625,7 @@ fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterato
     some.places.iter().map(move |(region, page)| memory.page_address(*region, *page) + start)
 }
 
-/// As the kernel that digests takes them: nothing is moved.
+/// The form that the digest kernel takes: nothing is moved.
 fn to_look_at<'a>(
     memory: &'a DeviceMemory,
     some: &SomePages<'a>,
@@ -650,7 +650,7 @@ impl Errand {
         ErrandDone(Arc::clone(&self.done))
     }
 
-    /// Whoever waits does not sleep: an errand takes less time than waking up.
+    /// The waiting thread does not sleep: an errand takes less time than waking up.
     fn wait(&self) -> Result<(), CudaError> {
         let mut looker = Looker::default();
         while !looker.sees(&self.slate.tally, self.slate.n_errands, &self.done)? {

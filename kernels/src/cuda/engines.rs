@@ -24,8 +24,8 @@ impl Engines {
     /// One large copy fills the wire by itself, and the next one waits for it; several of one call are shared out.
     ///
     /// # Safety
-    /// Both sides of every rectangle are mapped for this card until `behind` has come so far, and of what is written nobody
-    /// else reads or writes a byte.
+    /// Both sides of every rectangle are mapped for this card until `behind` has come this far, and no other code
+    /// reads or writes a byte that is written here.
     pub(super) unsafe fn start(
         &self,
         rectangles: &[Rectangle],
@@ -52,7 +52,7 @@ impl Engines {
 }
 
 /// # Safety
-/// As for [`Engines::start`].
+/// The same as for [`Engines::start`].
 unsafe fn copy(rectangle: &Rectangle, stream: &CudaStream) -> Result<(), result::DriverError> {
     let Rectangle { first, row_bytes, n_rows, pitch } = *rectangle;
     if n_rows == 1 {

@@ -29,7 +29,7 @@ impl Event {
 impl Card {
     /// An event behind all work so far.
     pub fn event(&self) -> Result<Event, CudaError> {
-        // Whoever waits sleeps: steps take milliseconds, and the cores have others to serve.
+        // The waiting thread sleeps: steps take milliseconds, and the cores have others to serve.
         let flags = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
         self.stream().record_event(flags).map(Event).map_err(CudaError::during("record an event"))
     }

@@ -7,7 +7,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::CudaError;
 
-/// Where CUDA's toolkit puts its libraries when nobody said otherwise.
+/// Where CUDA's toolkit puts its libraries by default.
 const USUAL_FOLDERS: &[&str] = &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/wsl/lib"];
 
 /// The builtins come first: libnvrtc looks for them by name alone, and only when it compiles.

@@ -48,7 +48,7 @@ struct Physical {
 // === impl Mapped ===
 
 impl Mapped {
-    /// Takes at least so many bytes of this card's memory. What is in them is nobody's promise.
+    /// Takes at least `bytes` of this card's memory. Their content is undefined.
     pub(super) fn take(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         bind(context)?;
         Self::at_new_address(context, Physical::take(context, bytes)?)
@@ -87,7 +87,7 @@ impl Mapped {
         Ok(())
     }
 
-    /// Gives the memory back and keeps the address. Whoever has imported it keeps it alive until he lets go.
+    /// Gives the memory back and keeps the address. A process that has imported it keeps it alive until it lets go.
     ///
     /// The caller sees to it that no kernel is launched that uses it, until it is [taken again](Self::take_again).
     pub(super) fn give_back(&self) -> Result<(), CudaError> {
@@ -102,7 +102,7 @@ impl Mapped {
         Ok(())
     }
 
-    /// Takes as much memory as was given back, at the same address. What is in it is nobody's promise.
+    /// Takes as much memory as was given back, at the same address. Its content is undefined.
     pub(super) fn take_again(&self) -> Result<(), CudaError> {
         let context = &self.reserved.context;
         bind(context)?;
@@ -144,7 +144,7 @@ impl Mapped {
         let handle = physical.as_ref().ok_or(CudaError::GivenBack)?.handle;
         let mut fd: i32 = -1;
         // JUSTIFICATION: as above.
-        // SAFETY: the driver writes a file descriptor of this process, which nobody else knows yet.
+        // SAFETY: the driver writes a file descriptor of this process, which no other code knows yet.
         unsafe {
             sys::cuMemExportToShareableHandle((&raw mut fd).cast(), handle, SHARED_AS, 0)
                 .result()
@@ -175,7 +175,7 @@ impl Mapped {
         let kind = CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
         // JUSTIFICATION: as above.
         // SAFETY: the range is mapped, and made of whole pages; the driver writes a file descriptor of this process, which
-        // nobody else knows yet.
+        // no other code knows yet.
         unsafe {
             sys::cuMemGetHandleForAddressRange((&raw mut fd).cast(), self.address(), self.bytes(), kind, 0)
                 .result()
@@ -248,7 +248,7 @@ impl Reserved {
     fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
         let mut address = 0;
         // JUSTIFICATION: as above.
-        // SAFETY: the driver writes the address of a range that nobody else has.
+        // SAFETY: the driver writes the address of a range with no other owner.
         unsafe { sys::cuMemAddressReserve(&mut address, bytes, 0, 0, 0) }
             .result()
             .map_err(CudaError::during("reserve addresses for GPU memory"))?;

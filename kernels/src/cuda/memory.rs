@@ -23,7 +23,7 @@ use crate::memory::MemoryError;
 use crate::page::{PageMut, PageRef};
 use crate::regions::{RegionShape, Regions, Run};
 
-/// Memory of one card, zero at first, never moved, and [given back](Self::give_back) for a while if nobody uses it.
+/// Memory of one card, zero at first, never moved, and [given back](Self::give_back) for a while if it is not used.
 pub struct DeviceMemory {
     context: Arc<CudaContext>,
     staging: Staging,
@@ -45,8 +45,8 @@ impl DeviceMemory {
         let context = card.context();
         let mapped = Arc::new(Mapped::take(context, regions.places().end())?);
         let staging = Staging::new(context)?;
-        // JUSTIFICATION: nobody shall find in fresh KV what another process has left there.
-        // SAFETY: the whole range is mapped and nobody else knows it yet.
+        // JUSTIFICATION: fresh KV must not contain what another process has left there.
+        // SAFETY: the whole range is mapped and no other code knows it yet.
         unsafe { staging.clear(mapped.address(), mapped.bytes())? };
         Ok(Self { context: Arc::clone(context), staging, kernels: WireKernels::of(card)?, regions, mapped })
     }
@@ -110,7 +110,7 @@ impl DeviceMemory {
         // SAFETY: the run lies in the mapping, which this value holds; no page of it has a writer.
         let copy = unsafe { self.staging.read(self.address(&run), run.len) };
         let copy = copy.map_err(|_| lost(region, pages.start, Access::Read))?;
-        // SAFETY: the copy is initialised, as long as the run, and nobody else's.
+        // SAFETY: the copy is initialised, as long as the run, and has no other owner.
         Ok(unsafe { PageRef::new(copy.start(), run.len, borrow, Some(copy)) })
     }
 
@@ -122,11 +122,11 @@ impl DeviceMemory {
         let run = self.run(region, &pages, Access::Write)?;
         let borrow = WriteBorrow::take(run.borrows).map_err(|refusal| refusal.at(region, pages.start))?;
         // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: the run lies in the mapping, which this value holds; nobody else has borrowed a page of it, and the copy
+        // SAFETY: the run lies in the mapping, which this value holds; no other code has borrowed a page of it, and the copy
         // is dropped before the borrow is.
         let copy = unsafe { self.staging.write(self.address(&run), run.len) };
         let copy = copy.map_err(|_| lost(region, pages.start, Access::Write))?;
-        // SAFETY: the copy is initialised, as long as the run, and nobody else's.
+        // SAFETY: the copy is initialised, as long as the run, and has no other owner.
         Ok(unsafe { PageMut::new(copy.start(), run.len, borrow, Some(copy)) })
     }
 
@@ -139,7 +139,7 @@ impl DeviceMemory {
         View::over(address, len, self.ordinal())
     }
 
-    /// All pages of a region, for kernels that write some of them: those that the caller has leased, which nobody else
+    /// All pages of a region, for kernels that write some of them: those that the caller has leased, and that no other code
     /// writes or reads meanwhile.
     ///
     /// # Panics

@@ -1,7 +1,7 @@
 //! Several cards of one machine that compute one model together: what each of them reaches of the others.
 //!
 //! Cards reach each other's memory by address. Who computes with which rows, and when, is the kernels' matter
-//! (`kernels/cu/ranks.cuh`): they meet, and whoever does not come within their patience is lost, which is told here.
+//! (`kernels/cu/ranks.cuh`): they meet, and a rank that does not come within their time limit is lost, which is reported here.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -34,7 +34,7 @@ pub(super) struct OfRanks {
     pub(super) at: [u64; PEERS_MAX],
 }
 
-/// As `Ranks` in `ranks.cuh`.
+/// The same as `Ranks` in `ranks.cuh`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Ranks {
@@ -52,7 +52,7 @@ pub struct Shown<'a> {
     pub part: View<'a, Bf16>,
     /// What all of them make of the sums.
     pub out: View<'a, Bf16>,
-    /// Rows of which each rank has some columns.
+    /// Rows that the ranks share by columns.
     pub whole: View<'a, f32>,
 }
 
@@ -61,7 +61,7 @@ pub struct Shown<'a> {
 pub struct Together {
     /// Rows up to which parts are thrown into inboxes rather than fetched.
     pub few_rows: usize,
-    /// Of each row of a sum.
+    /// The width of each row of a sum.
     pub width: usize,
     /// How long a card waits for the others.
     pub patience: Duration,
@@ -76,7 +76,7 @@ pub struct Peers {
     pub(super) together: Together,
     /// How often each packet was thrown; counted by the card.
     rounds: Buffer<u32>,
-    /// Of flags; and whether the card knows of a lost one.
+    /// The round of the flags, and whether the card knows of a lost rank.
     pub(super) turn: Buffer<u32>,
     inboxes: OfRanks,
     pub(super) flags: OfRanks,
@@ -313,7 +313,7 @@ impl Lost {
             .map_err(CudaError::during("take memory that GPUs reach"))?;
         let word = NonNull::new(start.cast::<AtomicU32>()).expect("the driver gives memory or an error");
         // JUSTIFICATION: memory must hold a value before it is looked at.
-        // SAFETY: it is as large, aligned to a memory page, and nobody else knows it yet.
+        // SAFETY: it is as large, aligned to a memory page, and no other code knows it yet.
         unsafe { word.write(AtomicU32::new(0)) };
         Ok(Self { context: Arc::clone(context), word })
     }

@@ -10,8 +10,7 @@ use cudarc::driver::{CudaContext, CudaEvent, result};
 use super::buffer::{Element, View, ViewMut};
 use super::{Card, CudaError};
 
-/// Numbers that the system keeps in their place. Who looks at them waits until the card is done with them, so a copy
-/// under way is never seen half done.
+/// Numbers in page-locked memory. A reader waits until the card is done with them, so it never sees half a copy.
 pub struct Pinned<T: Element> {
     context: Arc<CudaContext>,
     start: NonNull<T>,
@@ -98,7 +97,7 @@ impl Card {
         assert!(to.len() <= from.len && to.ordinal() == self.ordinal(), "as many, and on this card");
         self.bind()?;
         // JUSTIFICATION: a copy that outlives the call is beyond the borrow checker.
-        // SAFETY: the memory stays until `busy` is reached: whoever looks at it, or drops it, waits for that.
+        // SAFETY: the memory stays until `busy` is reached: a reader, and the drop, wait for that.
         let outcome = unsafe {
             let from = std::slice::from_raw_parts(from.start.as_ptr().cast_const(), to.len());
             result::memcpy_htod_async(to.address, from, self.stream().cu_stream())

@@ -14,7 +14,7 @@ pub(super) struct Moved {
     pub(super) to: u64,
 }
 
-/// `n_rows` runs of `row_bytes`, on either side so many bytes from the one to the next.
+/// `n_rows` runs of `row_bytes`, with a fixed distance in bytes from one to the next on either side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rectangle {
     pub(super) first: Moved,
@@ -39,7 +39,7 @@ pub(super) fn rectangles(pages: &[Moved], n_of_layer: usize, page_bytes: usize) 
     layers.iter().flat_map(|layer| runs(layer, page_bytes, 1, alone)).collect()
 }
 
-/// Of one of them; 0 where there is none.
+/// The mean bytes of one of them; 0 if there is none.
 pub(super) fn mean_bytes(rectangles: &[Rectangle]) -> usize {
     rectangles.iter().map(Rectangle::bytes).sum::<usize>() / rectangles.len().max(1)
 }

@@ -13,7 +13,7 @@ pub(super) struct Slate {
     context: Arc<CudaContext>,
     pub(super) told: Pinned,
     pub(super) answers: Pinned,
-    /// Of the errands that it was used for.
+    /// Counts the errands that it was used for.
     pub(super) tally: Tally,
     pub(super) n_errands: u32,
 }

@@ -25,7 +25,7 @@ impl Slots {
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         let bytes = n_slots * slot_bytes;
         // JUSTIFICATION: memory of the card is reached by address.
-        // SAFETY: what is in it is nobody's promise: a slot is filled before it is read, by whoever says how much of it counts.
+        // SAFETY: its content is undefined: a slot is filled before it is read, by the code that gives its length.
         let start = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|source| no_room(bytes, source))?;
         Ok(Self { context, start, slot_bytes, n_slots })
     }
@@ -58,7 +58,7 @@ impl Slots {
             .map_err(CudaError::during("copy a byte of the GPU"))
     }
 
-    /// Where so many bytes from an offset of a slot lie.
+    /// The address of `bytes` from an offset of a slot.
     pub(super) fn address(&self, slot: usize, offset: usize, bytes: usize) -> Result<u64, CudaError> {
         let fits = slot < self.n_slots && offset.checked_add(bytes).is_some_and(|end| end <= self.slot_bytes);
         ensure("a slot", fits, "more bytes than it has")?;

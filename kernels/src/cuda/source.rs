@@ -13,7 +13,7 @@ pub struct Source {
     pub only_on: Option<&'static str>,
 }
 
-/// Of a digest, as many letters as tell releases apart.
+/// Letters of a digest; enough to tell releases apart.
 const DIGEST_LETTERS: usize = 16;
 
 /// What tells these kernels from those of another release: what was measured with others says nothing of them.

@@ -62,7 +62,7 @@ impl Staging {
     /// A copy of what lies at `address`.
     ///
     /// # Safety
-    /// `len` bytes from `address` are memory of this card, for as long as this value lives, and nobody writes them
+    /// `len` bytes from `address` are memory of this card, for as long as this value lives, and they are not written
     /// during the call.
     pub(super) unsafe fn read(&self, address: u64, len: usize) -> Result<Staged<'_>, CudaError> {
         let pinned = self.take(len)?;
@@ -79,10 +79,10 @@ impl Staging {
         Ok(Staged { staging: self, bytes: Some(pinned), len })
     }
 
-    /// As [`read`](Self::read); the copy goes back when it is dropped.
+    /// Like [`read`](Self::read); the copy goes back when it is dropped.
     ///
     /// # Safety
-    /// As for `read`; and nobody else reaches these bytes while the copy lives.
+    /// The same as for `read`; and no other code reaches these bytes while the copy lives.
     pub(super) unsafe fn write(&self, address: u64, len: usize) -> Result<WriteBack<'_>, CudaError> {
         // SAFETY: the caller's promise includes that of `read`.
         Ok(WriteBack { staged: unsafe { self.read(address, len)? }, address })
@@ -91,7 +91,7 @@ impl Staging {
     /// Sets every byte to zero, and waits for it.
     ///
     /// # Safety
-    /// `len` bytes from `address` are memory of this card, and nobody uses them during the call.
+    /// `len` bytes from `address` are memory of this card, and they are not used during the call.
     pub(super) unsafe fn clear(&self, address: u64, len: usize) -> Result<(), CudaError> {
         self.bind()?;
         // JUSTIFICATION: memory of the card is reached by address.
@@ -114,7 +114,7 @@ impl Staging {
     fn put_back(&self, pinned: &Pinned, len: usize, address: u64) -> Result<(), CudaError> {
         self.bind()?;
         // JUSTIFICATION: as in `read`.
-        // SAFETY: whoever made the copy promised that the address is good for as long as it lives; the copy is that long.
+        // SAFETY: the caller that made the copy promised that the address is good for as long as it lives; the copy is that long.
         unsafe {
             let from = std::slice::from_raw_parts(pinned.start.as_ptr().cast_const(), len);
             result::memcpy_htod_async(address, from, self.stream.cu_stream())
@@ -183,7 +183,7 @@ impl WriteBack<'_> {
 impl Drop for WriteBack<'_> {
     fn drop(&mut self) {
         let Some(pinned) = &self.staged.bytes else { return };
-        // A failure is remembered: nobody reads from this card again, so nobody takes old bytes for new ones.
+        // A failure is remembered: this card is not read again, so old bytes are never taken for new ones.
         let _ = self.staged.staging.put_back(pinned, self.staged.len, self.address);
     }
 }
@@ -216,7 +216,7 @@ impl Pinned {
         self.capacity / size_of::<u64>()
     }
 
-    /// The first words. Whoever looks has seen to it that no copy is under way.
+    /// The first words. The caller has made sure that no copy is under way.
     pub(super) fn words(&self, n_words: usize) -> &[u64] {
         assert!(n_words * size_of::<u64>() <= self.capacity, "{n_words} words of {} bytes", self.capacity);
         // JUSTIFICATION: the memory is the driver's, not an allocator's.

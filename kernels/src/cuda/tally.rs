@@ -1,4 +1,4 @@
-//! A word of this machine's memory that a card sets when it has come so far: whoever waits looks at it, and asks the driver
+//! A word of this machine's memory that a card sets when it has come this far: a waiting thread reads the word, and asks the driver
 //! nothing. A thread that asks it again and again holds up all others that tell the card what to do.
 
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl Tally {
     /// The card sets it to `count` when all is done that waits on the stream now.
     pub(super) fn count_behind(&self, stream: &CudaStream, count: u32) -> Result<(), CudaError> {
         // JUSTIFICATION: cudarc has no safe call for this.
-        // SAFETY: the word is the card's to write for as long as this value lives, which whoever drops it has waited for.
+        // SAFETY: the word is the card's to write for as long as this value lives, and the drop waits for that.
         let told = unsafe { sys::cuStreamWriteValue32_v2(stream.cu_stream(), self.word.address(), count, 0) };
         match told {
             // Then the driver is asked, seldom.
@@ -44,7 +44,7 @@ impl Tally {
     /// Whether it has come so far. It never counts back.
     fn is_at(&self, count: u32) -> bool {
         // JUSTIFICATION: the card writes the word while the processor reads it.
-        // SAFETY: it is four bytes, aligned to a memory page, and lives as long as this value; nobody has a slice of it.
+        // SAFETY: it is four bytes, aligned to a memory page, and lives as long as this value; there is no slice of it.
         let word = unsafe { AtomicU32::from_ptr(self.word.address() as *mut u32) };
         word.load(Ordering::Acquire).wrapping_sub(count) < u32::MAX / 2
     }

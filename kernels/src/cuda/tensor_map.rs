@@ -22,7 +22,7 @@ pub(super) struct Matrix {
     pub(super) stride: usize,
 }
 
-/// As the driver wants to be told.
+/// The arguments in the driver's form.
 struct Encoded {
     dtype: sys::CUtensorMapDataType,
     address: u64,
@@ -33,7 +33,7 @@ struct Encoded {
 }
 
 impl TensorMap {
-    /// Boxes of so many rows and 64 columns. What lies beyond the matrix comes as zeroes.
+    /// Boxes of `box_rows` rows and 64 columns. Numbers beyond the matrix are read as zeroes.
     pub(super) fn of(matrix: Matrix, box_rows: usize) -> Result<Self, CudaError> {
         Self::encode(Encoded {
             dtype: sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use memmap2::{Advice, MmapMut, MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-/// Memory that nobody else can see.
+/// Memory that no other process can see.
 pub(super) fn private(bytes: usize) -> io::Result<MmapRaw> {
     let mapping: MmapRaw = MmapMut::map_anon(bytes.max(1))?.into();
     prefer_huge_pages(&mapping);
@@ -15,7 +15,7 @@ pub(super) fn private(bytes: usize) -> io::Result<MmapRaw> {
 
 /// Memory that other processes can read if they are given the file in which it lies.
 ///
-/// They cannot write it, and nobody can shrink it: both are sealed. The file has no name, and counts as this process's
+/// They cannot write it, and no process can shrink it: both are sealed. The file has no name, and counts as this process's
 /// memory and not as a part of `/dev/shm`.
 pub(super) fn shared(bytes: usize) -> io::Result<(MmapRaw, OwnedFd)> {
     let file = rustix::fs::memfd_create("baton-kv", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;

@@ -1,7 +1,7 @@
 //! Hot path.
 //! Another process's memory, to read from.
 //!
-//! Its owner goes on writing while it is read here, so no slice of it ever exists: bytes are copied out, and whoever
+//! Its owner goes on writing while it is read here, so no slice of it ever exists: bytes are copied out, and the code that
 //! copied them checks afterwards that they are what was meant.
 
 use std::fmt;
@@ -65,7 +65,7 @@ impl PeerMemory {
         let from = self.at(offset, into.len())?;
         // JUSTIFICATION: a slice of this memory must not exist, because another process may write it.
         // SAFETY: the source range lies within the mapping, which is sealed against shrinking and lives as long as
-        // `self`; the target is a slice of this process's own memory, which nobody else can reach, so the two do not
+        // `self`; the target is a slice of this process's own memory, which no other process can reach, so the two do not
         // overlap. Bytes that change during the copy come out as some mixture, and any mixture of bytes is a byte.
         unsafe {
             std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
@@ -73,7 +73,7 @@ impl PeerMemory {
         Ok(())
     }
 
-    /// As [`copy`](Self::copy), and tells `each` part's XXH3-64 of what was copied.
+    /// Like [`copy`](Self::copy), and tells `each` part's XXH3-64 of what was copied.
     pub fn copy_hashed(
         &self,
         offset: u64,

@@ -76,6 +76,14 @@ fn a_refused_run_holds_nothing() {
 }
 
 #[test]
+fn a_refusal_names_the_page_that_is_being_written() {
+    let memory = memory();
+    let _writer = memory.write(0, 7..8).expect("idle");
+    let busy = memory.read(0, 0..8).expect_err("page 7 is written");
+    assert_eq!(busy.to_string(), "read page 7 of region 0, which is being written");
+}
+
+#[test]
 #[should_panic(expected = "are not in a region of 8")]
 fn a_page_outside_the_region_is_a_bug() {
     let _ = memory().read(0, 7..9);

@@ -55,7 +55,7 @@ pub enum Done {
 }
 
 impl Completions {
-    /// Room for `n` that nobody has taken yet. The sum of what its queue pairs can have under way must not exceed it.
+    /// Room for `n` that are not taken yet. The sum of what its queue pairs can have under way must not exceed it.
     pub fn new(device: &Device, n: u32) -> Result<Self, VerbsError> {
         let (functions, context) = device.parts();
         // JUSTIFICATION: a call into C.

@@ -135,7 +135,7 @@ impl List {
 
     fn entries(&self) -> impl Iterator<Item = *mut DeviceEntry> + '_ {
         // JUSTIFICATION: an array of C.
-        // SAFETY: the library said that there are so many entries, and the list lives as long as `self`.
+        // SAFETY: the library said that there are `n` entries, and the list lives as long as `self`.
         (0..self.n).map(|nth| unsafe { *self.first.as_ptr().add(nth) })
     }
 
@@ -150,7 +150,7 @@ impl List {
 impl Drop for List {
     fn drop(&mut self) {
         // JUSTIFICATION: a call into C.
-        // SAFETY: the list was given by the library, and nobody has an entry of it any more.
+        // SAFETY: the list was given by the library, and no entry of it is in use.
         unsafe { (self.functions.ibv_free_device_list)(self.first.as_ptr()) };
     }
 }

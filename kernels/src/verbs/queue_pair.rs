@@ -38,7 +38,7 @@ unsafe impl Sync for QueuePair {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     pub writes: u32,
-    /// Numbers of the peer's that nobody has taken yet.
+    /// Numbers from the peer that are not taken yet.
     pub receives: u32,
 }
 
@@ -61,7 +61,7 @@ pub struct PathTo {
     pub gid_index: u8,
     /// The smaller one of both ends'.
     pub mtu: u32,
-    /// Of this end.
+    /// The first packet's number of this end.
     pub first_packet: u32,
     /// A packet that is not answered is sent again after 4.096 µs times two to the power of this.
     pub timeout: u8,

@@ -81,7 +81,7 @@ impl Domain {
     /// Locks all pages of `memory` and lets the device reach them. Takes a while: once for a pool, not for a transfer.
     ///
     /// What a peer writes does not go through the pages' borrows. It is bytes that change by themselves, as those of a
-    /// file do that is mapped: whoever gives the key away looks at a page only after the peer has said that it is done
+    /// file do that is mapped: the code that gives the key away looks at a page only after the peer has said that it is done
     /// with it, and trusts what it finds by its digest alone.
     pub fn register(&self, memory: &HostMemory, rights: Rights) -> Result<Region, VerbsError> {
         let access = rights.as_access();
@@ -187,7 +187,7 @@ impl Drop for Region {
         // SAFETY: the region was given by the library and is given back once.
         let errno = unsafe { (self.functions.ibv_dereg_mr)(self.mr.as_ptr()) };
         if errno != 0 {
-            // The device still reaches it: then it must never be anybody else's memory.
+            // The device still reaches it: then it must never be reused.
             std::mem::forget(self.memory.take());
         }
     }

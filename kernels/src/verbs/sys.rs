@@ -310,7 +310,7 @@ impl DeviceAttr {
     pub(super) const ZERO: Self = Self { _before: [0; 112], max_qp_wr: 0, _rest: [0; 396] };
 }
 
-/// As a C compiler lays them out on x86_64 and aarch64.
+/// The layout of a C compiler on x86_64 and aarch64.
 const _: () = {
     assert!(std::mem::size_of::<usize>() == 8, "the layouts are those of 64-bit machines");
     assert!(std::mem::offset_of!(Context, poll_cq) == 96);

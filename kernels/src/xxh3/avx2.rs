@@ -78,7 +78,7 @@ pub(super) fn hash(bytes: &[u8]) -> Option<u64> {
 /// `None` where it is not for this module: then nothing is copied.
 ///
 /// # Safety
-/// As [`copy`](super::copy).
+/// The same as for [`copy`](super::copy).
 pub(super) unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> Option<u64> {
     if into.len() <= SHORT_MAX || !is_x86_feature_detected!("avx2") {
         return None;
@@ -87,7 +87,7 @@ pub(super) unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> O
     let is_aligned = to.align_offset(size_of::<__m256i>()) == 0;
     // JUSTIFICATION: the source has no slice.
     // SAFETY: the processor has AVX2; there are more than 240 bytes to read, by the caller's promise, and as many to
-    // write, of which none is read; and they are streamed only to where a vector starts.
+    // write, none of them is read; and they are streamed only to where a vector starts.
     Some(unsafe {
         match stores {
             Stores::Streamed if is_aligned => long::<STREAMED>(from, to, n),
@@ -96,7 +96,7 @@ pub(super) unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> O
     })
 }
 
-/// Whoever learns of streamed bytes by what is stored from here on sees them.
+/// A thread that sees a store from here on also sees the streamed bytes.
 pub(super) fn settle() {
     // JUSTIFICATION: an instruction.
     // SAFETY: every x86_64 has it.
@@ -107,7 +107,7 @@ pub(super) fn settle() {
 /// stored twice where `n` is no multiple of 64.
 ///
 /// # Safety
-/// The processor has AVX2. `n` is more than 240; so many bytes can be read at `from`, and, unless they [`STAY`], written
+/// The processor has AVX2. `n` is more than 240; `n` bytes can be read at `from`, and, unless they [`STAY`], written
 /// at `to`, which none of them is. Where they are [`STREAMED`], `to` starts where a vector does.
 #[target_feature(enable = "avx2")]
 unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 {
@@ -145,7 +145,7 @@ unsafe fn long<const STORES: u8>(from: *const u8, to: *mut u8, n: usize) -> u64 
 }
 
 /// # Safety
-/// As [`long`], of 64 bytes each.
+/// The same as for [`long`], with 64 bytes each.
 #[target_feature(enable = "avx2")]
 #[inline]
 unsafe fn stripe<const STORES: u8>(from: *const u8, to: *mut u8, secret: *const u8, sums: &mut [__m256i; 2]) {

@@ -1,7 +1,7 @@
 //! Hot path.
 //! XXH3-64, of bytes where they are or while they are copied: one pass over memory instead of two.
 //!
-//! On a processor with AVX2 the long way of the hash is written out here, because nobody else's copies as it goes, and
+//! On a processor with AVX2 the long way of the hash is written out here, because no other implementation copies as it hashes, and
 //! asks for memory ahead of its use. Everything else is the crate's.
 
 use twox_hash::XxHash3_64;
@@ -27,11 +27,11 @@ pub fn hash(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// Parts of memory, one behind the other, each of which is hashed by itself.
+/// Parts of memory, one behind the other; each part is hashed by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts {
     pub bytes: usize,
-    /// So many of its first bytes are hashed.
+    /// The number of its first bytes that are hashed.
     pub hashed: usize,
 }
 
@@ -66,7 +66,7 @@ pub(crate) unsafe fn copy_parts(
 /// Fills `into` with what lies at `from`, and answers the hash of what `into` holds then.
 ///
 /// # Safety
-/// As [`copy_parts`]; and what is streamed must be settled before it is looked at.
+/// The same as for [`copy_parts`]; and what is streamed must be settled before it is looked at.
 unsafe fn copy(from: *const u8, into: &mut [u8], stores: Stores) -> u64 {
     #[cfg(target_arch = "x86_64")]
     // JUSTIFICATION: the source has no slice.

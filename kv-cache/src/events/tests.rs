@@ -4,6 +4,8 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::*;
+use crate::BlockPool;
+use crate::event_log::EventLog;
 
 fn hashes(numbers: impl IntoIterator<Item = u128>) -> Vec<BlockHash> {
     numbers.into_iter().map(BlockHash).collect()

@@ -7,8 +7,8 @@ use types::layout::{LayerGroup, LayerShape};
 use types::{BlockHasher, BlockIdx, GroupIdx, KvDtype, RequestId, TenantId, TokenId};
 
 use super::*;
-use crate::lease::Holding;
-use crate::ledger::BlockState;
+use crate::holder::Holding;
+use crate::record::BlockState;
 
 /// One token per block, so that a prompt of n tokens has n hashes.
 pub(crate) fn layout(n_groups: u16) -> KvLayout {
@@ -55,7 +55,7 @@ fn table(lease: &BlockLease) -> Vec<u32> {
     lease.table(GroupIdx(0)).iter().map(|block| block.0).collect()
 }
 
-/// Free, leased, cached, quarantined; after a look at the books.
+/// Free, leased, cached, quarantined; after a look at the state.
 fn counts(pool: &BlockPool) -> [u32; 4] {
     assert_eq!(pool.integrity(), Ok(()));
     let counts = pool.counts();
@@ -236,7 +236,7 @@ fn the_longest_unused_leaves_go_first() {
     for (n, abc, xyz) in [(1, 2, 3), (2, 2, 2), (3, 2, 1), (4, 2, 0), (5, 1, 0), (6, 0, 0)] {
         // Evicts one more than the last time: what was reserved then is free again.
         drop(pool.reserve(n, holder()).expect("all can be evicted"));
-        let known = |prompt: &[BlockHash]| pool.books().index().longest(prompt);
+        let known = |prompt: &[BlockHash]| pool.shared.state().index().longest(prompt);
         assert_eq!((known(&prompt("abc")), known(&prompt("xyz"))), (abc, xyz), "after room for {n}");
     }
 }
@@ -267,7 +267,7 @@ fn a_duplicate_is_freed_when_it_ends() {
 }
 
 #[test]
-fn a_duplicate_takes_the_place_of_a_block_that_nobody_reads() {
+fn a_duplicate_replaces_a_block_without_readers() {
     let pool = pool(8);
     let one = pool.reserve(2, holder()).expect("there is room");
     let two = pool.reserve(3, holder()).expect("there is room");
@@ -326,7 +326,7 @@ fn leases_of_two_pools_cannot_be_joined() {
 }
 
 #[test]
-fn quarantined_blocks_are_nobodys() {
+fn quarantined_blocks_have_no_holder() {
     let pool = pool(4);
     let lease = pool.reserve(3, holder()).expect("there is room");
     let quarantine = lease.quarantine("the peer is silent");

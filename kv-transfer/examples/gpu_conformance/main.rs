@@ -47,7 +47,7 @@ const NCCL_STALL_MS: u64 = 10_000;
 /// Ranks of the nodes that send, and of those that receive.
 const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
 
-/// Of `nccl`, where no two GPUs of a pair are the same one: so of two GPUs none sends to itself.
+/// For `nccl`, which needs two different GPUs for each pair: with two GPUs, none sends to itself.
 const RANKS_BY_NCCL: &[(u16, u16)] = &[(2, 2)];
 
 /// Wires that are run between nodes of several ranks.

@@ -15,7 +15,7 @@ use crate::now;
 /// One event: when, its message, and its fields.
 type Mark = (Instant, String, String);
 
-/// What has happened since the last [`begin`]; `None` where nobody wants to know. Held for a push.
+/// What has happened since the last [`begin`]; `None` if it is not recorded. Held for a push.
 static MARKS: Mutex<Option<Vec<Mark>>> = Mutex::new(None);
 
 fn marks() -> MutexGuard<'static, Option<Vec<Mark>>> {
@@ -39,19 +39,19 @@ impl<S: Subscriber> Layer<S> for Keeper {
         let at = now();
         let mut marks = marks();
         let Some(marks) = marks.as_mut() else { return };
-        let mut words = Words::default();
+        let mut words = QuietReports::default();
         event.record(&mut words);
         marks.push((at, words.message, words.fields));
     }
 }
 
 #[derive(Default)]
-struct Words {
+struct QuietReports {
     message: String,
     fields: String,
 }
 
-impl Visit for Words {
+impl Visit for QuietReports {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
         let written = match field.name() {
             "message" => write!(self.message, "{value:?}"),
@@ -62,7 +62,7 @@ impl Visit for Words {
     }
 }
 
-/// Of each kind of event how many, and when the first and the last came, in microseconds since `start`.
+/// The number of events of each kind, and when the first and the last came, in microseconds since `start`.
 pub(crate) fn told(start: Instant, marks: &[Mark]) -> Value {
     let mut kinds: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for (at, message, fields) in marks {

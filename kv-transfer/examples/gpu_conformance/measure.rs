@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use baton_kv_transfer::conformance::node::{Node, handoff};
 use baton_kv_transfer::{
-    ArrivedKv, ConnectorParts, KvConnector, LandRequest, Source, Taper, TransferSettings, build,
+    ArrivedKv, ConnectorParts, KvConnector, LandRequest, Taper, TransferSettings, build,
 };
 use kernels::cuda::{Courier, CourierSize};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
@@ -21,23 +21,23 @@ pub(crate) const N_BLOCKS: u32 = 2 * N_SENT;
 pub(crate) const ROUNDS: usize = 15;
 /// Before those that are timed.
 pub(crate) const WARM_UP: usize = 3;
-/// Transfers of which every step is told, after those that are timed.
+/// Transfers whose every step is reported, after those that are timed.
 const MARKED: usize = 3;
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy)]
 pub(crate) struct How {
     pub(crate) wire: &'static str,
-    /// Its frames are so many times larger than the setting.
+    /// The factor by which its frames are larger than the setting.
     pub(crate) frames_larger: usize,
     pub(crate) digests: bool,
     pub(crate) is_scattered: bool,
     pub(crate) frame_bytes: usize,
     pub(crate) multiprocessors: u32,
     pub(crate) ranks: (u16, u16),
-    pub(crate) awake_us: u64,
+    pub(crate) spin_us: u64,
     pub(crate) taper: Option<Taper>,
-    /// Of a pair of nccl's, at most.
+    /// The most queues of a pair of nccl's.
     pub(crate) nccl_queues: usize,
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct How {
 struct Took {
     arrival: Duration,
     finish: Duration,
-    /// Of the last of some transfers more.
+    /// The marks of the last of some further transfers.
     marks: Value,
     walk: Value,
 }
@@ -61,7 +61,7 @@ impl How {
         json!({
             "what": self.wire, "ranks": self.ranks, "digests": self.digests,
             "blocks": if self.is_scattered { "scattered" } else { "neighbours" },
-            "frame_mib": self.frame_bytes >> 20, "multiprocessors": self.multiprocessors, "awake_us": self.awake_us,
+            "frame_mib": self.frame_bytes >> 20, "multiprocessors": self.multiprocessors, "spin_us": self.spin_us,
             "taper": self.taper.map_or(json!("default"), |taper| json!([taper.first_part, taper.least_part, taper.share])),
             "nccl_queues": self.nccl_queues,
         })
@@ -78,7 +78,7 @@ pub(crate) async fn side(name: &str, memory: &KvMemory, how: How) -> Outcome<Sid
         digests: how.digests,
         frame_bytes,
         gpu_multiprocessors: how.multiprocessors,
-        awake_us: how.awake_us,
+        spin_us: how.spin_us,
         taper: how.taper,
         nccl_queues: how.nccl_queues,
         ..TransferSettings::default()
@@ -101,7 +101,7 @@ impl Side {
         if how.is_scattered { self.scattered() } else { (self.lease(N_SENT as usize), vec![]) }
     }
 
-    /// Blocks of which none has a neighbour, and what lies between them.
+    /// Blocks without neighbours, and what lies between them.
     fn scattered(&self) -> (BlockLease, Vec<BlockLease>) {
         let singles: Vec<_> = (0..N_BLOCKS).map(|_| self.lease(1)).collect();
         let (free, kept): (Vec<_>, Vec<_>) =
@@ -132,7 +132,7 @@ impl Side {
 /// Numbers that do not repeat within a layer.
 pub(crate) fn fill(memory: &KvMemory) {
     for (layer, rank) in (0..32).flat_map(|layer| (0..memory.n_ranks()).map(move |rank| (layer, rank))) {
-        let mut pages = memory.rank(rank).write(GroupIdx(0), layer, 0..N_BLOCKS).expect("nobody else");
+        let mut pages = memory.rank(rank).write(GroupIdx(0), layer, 0..N_BLOCKS).expect("no other borrow");
         let words = pages.as_chunks_mut::<8>().0;
         let seed = (u64::from(layer) << 8 | u64::from(rank)) << 32;
         for (nth, word) in words.iter_mut().enumerate() {
@@ -149,7 +149,7 @@ const IPC: How = How {
     digests: true,
     is_scattered: false,
     ranks: (1, 1),
-    awake_us: 500,
+    spin_us: 500,
     taper: None,
     nccl_queues: 2,
 };
@@ -161,8 +161,8 @@ fn ways() -> Vec<How> {
     let with_digests = [
         IPC,
         NCCL,
-        How { awake_us: 0, ..IPC },
-        How { awake_us: 0, ..NCCL },
+        How { spin_us: 0, ..IPC },
+        How { spin_us: 0, ..NCCL },
         How { frame_bytes: 32 << 20, ..IPC },
         How { multiprocessors: 48, ..NCCL },
         How { taper: Some(Taper { first_part: 4, least_part: 4, share: 1 }), ..IPC },
@@ -176,12 +176,12 @@ fn ways() -> Vec<How> {
     with_digests.into_iter().chain(bare).flat_map(both).chain(of_ranks).collect()
 }
 
-/// Of one sequence.
+/// The bytes of one sequence.
 fn sent_bytes() -> usize {
     N_SENT as usize * layout().block_bytes(GroupIdx(0))
 }
 
-/// Gigabytes a second, where one sequence takes so long.
+/// Gigabytes a second, if one sequence takes this time.
 pub(crate) fn rate(took: Duration) -> f64 {
     sent_bytes() as f64 / took.as_secs_f64() / 1e9
 }
@@ -281,7 +281,6 @@ pub(crate) async fn one(prefill: &Side, decode: &Side, from: &Arc<BlockLease>, h
         lease,
         n_tokens: N_TOKENS,
         held_tokens: 0,
-        source: Source::Peer,
         deadline: decode.parts.world.deadline_in(Duration::from_secs(30)),
     })?;
     let mut sender = prefill.wire.open(&Destination::Landing(landing.clone())).await?;
@@ -316,8 +315,8 @@ fn check(near: &KvMemory, far: &KvMemory, from: &BlockLease, to: &BlockLease) {
     let group = GroupIdx(0);
     for layer in 0..32 {
         let (here, there) = (
-            near.read(group, layer, 0..N_BLOCKS).expect("nobody writes"),
-            far.read(group, layer, 0..N_BLOCKS).expect("nobody writes"),
+            near.read(group, layer, 0..N_BLOCKS).expect("no write is under way"),
+            far.read(group, layer, 0..N_BLOCKS).expect("no write is under way"),
         );
         let page = here.len() / N_BLOCKS as usize;
         for (from, to) in from.table(group).iter().zip(to.table(group)) {

@@ -82,7 +82,7 @@ fn end(name: &str, id: UniqueId, rank: Rank, sizes: &[usize]) -> Outcome<Vec<[Du
     Ok(medians)
 }
 
-/// So many messages: the next one is asked for as soon as NCCL takes calls again.
+/// Sends `n_messages`: the next one is asked for as soon as NCCL takes calls again.
 fn some(pair: &mut Communicator, rank: Rank, bytes: usize, n_messages: usize) -> Outcome<()> {
     for _ in 0..n_messages {
         match rank {

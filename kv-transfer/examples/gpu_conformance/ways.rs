@@ -33,7 +33,7 @@ struct Seen {
     /// Gigabytes a second to the arrival, and to the sender's knowledge of it, once for each repeat.
     arrived: Vec<f64>,
     finished: Vec<f64>,
-    /// Of one transfer of the last.
+    /// The marks of one of the last transfers.
     marks: Value,
     walk: Value,
 }
@@ -138,7 +138,7 @@ impl Row {
     }
 }
 
-/// Of no numbers at all: not a number.
+/// The median; NaN without numbers.
 fn middle(numbers: &[f64]) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);

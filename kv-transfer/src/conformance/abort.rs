@@ -81,7 +81,7 @@ pub async fn arrival_dropped_at_every_stage(pair: Arc<Pair>) {
         let error = if matches!(stage, Stage::Opened | Stage::SomeSent) {
             refused_send(&pair, &landing, &mut *sender).await
         } else {
-            sender.finish(handoff(&landing)).await.expect_err("nobody waits for it")
+            sender.finish(handoff(&landing)).await.expect_err("the receiver is gone")
         };
         assert!(matches!(error, TransferError::Cancelled), "{stage:?}: {error}");
         pair.decode.at_baseline().await;
@@ -133,7 +133,7 @@ pub async fn deadline_fails_both_sides(pair: Arc<Pair>) {
     };
     let error = deliver.await.expect_err("nothing was computed in time");
     assert!(matches!(error, TransferError::Expired), "{error}");
-    // Nobody asked the arrival, and yet its blocks are back.
+    // The arrival was not polled, and yet its blocks are back.
     pair.decode.at_baseline().await;
     assert!(matches!(arrival.settle().await, Err(TransferError::Expired)));
 }
@@ -161,13 +161,13 @@ pub async fn receiver_dies(pair: Arc<Pair>) {
             break;
         }
     }
-    let error = sender.finish(handoff(&landing)).await.expect_err("nobody is there");
+    let error = sender.finish(handoff(&landing)).await.expect_err("the receiver is gone");
     let expected = matches!(
         error,
         TransferError::ConnectionLost { .. } | TransferError::Closed | TransferError::Incomplete { .. }
     );
     assert!(expected, "{error}");
-    pair.open(&landing).await.map(|_| ()).expect_err("nobody is there");
+    pair.open(&landing).await.map(|_| ()).expect_err("the receiver is gone");
     pair.transfer(N_TOKENS, 5).await;
 }
 

@@ -10,7 +10,7 @@ use crate::faults::{Fault, FaultKind};
 
 const N_TOKENS: u32 = 20 * BLOCK_TOKENS;
 
-/// One transfer of which frames are hit on their way, and which arrives nevertheless.
+/// One transfer whose frames are hit on their way, and that arrives nevertheless.
 async fn survives(pair: &Pair, fault: Fault) {
     let (faults, before) = (&pair.prefill.parts.faults, pair.prefill.parts.faults.n_hit());
     faults.inject(fault.clone());

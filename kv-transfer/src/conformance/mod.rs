@@ -51,7 +51,7 @@ where
 /// The same for what is no wire by itself: all cases but these, each with the reason why it makes no sense there.
 ///
 /// # Panics
-/// As [`conformance`], and where there is no such case.
+/// Like [`conformance`], and if there is no such case.
 pub async fn conformance_without<F>(
     without: &[(&str, &str)],
     make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static,
@@ -104,13 +104,13 @@ pub async fn conformance_without<F>(
     }
 }
 
-/// Prefill nodes of so many ranks, and decode nodes. Four heads: of eight ranks two hold each.
+/// The ranks of the prefill node and of the decode node. There are four heads: with eight ranks, two hold each head.
 pub const SIZES: &[(u16, u16)] = &[(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4), (8, 2), (2, 8)];
 
 /// Runs what can differ where ranks share heads, on connectors that carry the KV of several.
 ///
 /// # Panics
-/// As [`conformance`].
+/// Like [`conformance`].
 pub async fn conformance_of_ranks<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static)
 where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
@@ -121,7 +121,7 @@ where
 /// The same, between these numbers of ranks alone.
 ///
 /// # Panics
-/// As [`conformance`].
+/// Like [`conformance`].
 pub async fn conformance_between<F>(
     sizes: &[(u16, u16)],
     make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static,

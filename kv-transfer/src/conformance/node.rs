@@ -16,8 +16,9 @@ use types::{
     NodeId, RequestId, TransferId,
 };
 
-use crate::arrival::{Arrival, ArrivedKv};
-use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest, Source};
+use crate::arrival::Arrival;
+use crate::arrived::ArrivedKv;
+use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
 use crate::digest::PageShape;
 use crate::error::TransferError;
 use crate::faults::Faults;
@@ -52,12 +53,12 @@ pub fn lie_in(place: Place) {
 /// How many times slower than others the machine is that the suite runs on.
 static SLOWER: AtomicU32 = AtomicU32::new(1);
 
-/// From here on, all of the suite's patience is so many times longer: for a machine that is emulated.
+/// Multiplies all time limits of the suite from here on: for a machine that is emulated.
 pub fn expect_slowness(times: u32) {
     SLOWER.store(times.max(1), Ordering::Relaxed);
 }
 
-/// As long as it takes here.
+/// The time limit on this machine.
 pub fn here(on_a_fast_machine: Duration) -> Duration {
     on_a_fast_machine * SLOWER.load(Ordering::Relaxed)
 }
@@ -66,12 +67,12 @@ fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     KvMemory::host(layout, n_blocks).expect("a few hundred KiB can be mapped")
 }
 
-/// Two groups of layers, of which one has layers of two widths: enough for a wire to get something wrong.
+/// Two groups of layers; one has layers of two widths: enough for a wire to get something wrong.
 pub fn layout() -> KvLayout {
     layout_of(2)
 }
 
-/// The same with so many heads, shared by so many ranks.
+/// The same with `n_heads`, shared by `tp_size` ranks.
 ///
 /// # Panics
 /// If they cannot share them.
@@ -181,7 +182,7 @@ impl Node {
     fn assert_page(&self, share: LayerShare, place: BlockIdx, valid: usize, expected: impl Fn(usize) -> u8) {
         let LayerShare { shape, group, layer_pos, rank, .. } = share;
         let memory = self.parts.memory.rank(rank);
-        let page = memory.read(group, layer_pos, place.0..place.0 + 1).expect("nobody writes it");
+        let page = memory.read(group, layer_pos, place.0..place.0 + 1).expect("no write is under way");
         for run in 0..shape.n_parts * shape.n_heads {
             let start = run * shape.head_bytes;
             for at in start..start + valid * shape.token_bytes {
@@ -190,7 +191,7 @@ impl Node {
         }
     }
 
-    /// Takes all blocks but some that are nobody's neighbours, or only `hole_blocks` of them are.
+    /// Takes all blocks but some without free neighbours, or with at most `hole_blocks` in a row.
     pub fn perforate(&self, hole_blocks: u32) -> Vec<BlockLease> {
         const N_HOLES: usize = 24;
         let some = (0..2 * N_HOLES).map(|_| self.room(hole_blocks * BLOCK_TOKENS)).collect::<Vec<_>>();
@@ -236,7 +237,7 @@ struct LayerShare {
     /// Its number in the model.
     layer: u16,
     rank: u16,
-    /// Of the rank's pages.
+    /// The shape of the rank's pages.
     shape: PageShape,
     /// The first of the rank's heads, and how many the model has.
     heads: (usize, usize),
@@ -297,7 +298,7 @@ impl Pair {
         Self::of(make, layout(), layout()).await
     }
 
-    /// Nodes of so many ranks.
+    /// Nodes with these numbers of ranks.
     pub async fn of_ranks(make: &Make, prefill_tp: u16, decode_tp: u16) -> Self {
         Self::of(make, spread_layout(prefill_tp), spread_layout(decode_tp)).await
     }
@@ -340,7 +341,6 @@ impl Pair {
             lease,
             n_tokens,
             held_tokens,
-            source: Source::Peer,
             deadline: self.decode.parts.world.deadline_in(here(LANDING_FOR)),
         }
     }

@@ -10,7 +10,7 @@ use types::{
 
 use super::node::{BLOCK_TOKENS, Node, Pair, handoff, handoff_of, layout, pages, whole};
 use crate::arrival::{Arrival, ArrivalStatus};
-use crate::connector::{ConnectorParts, LandRequest, Source};
+use crate::connector::{ConnectorParts, LandRequest};
 use crate::error::TransferError;
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
@@ -28,7 +28,7 @@ async fn refuses(
     assert!(expected(&error), "{error}");
     assert_untouched(&mut arrival);
     let from = pair.prefill.computed(N_TOKENS, 1);
-    pair.deliver(&landing, &from).await.expect("whoever has the right address gets in");
+    pair.deliver(&landing, &from).await.expect("the right address is let in");
     pair.check(&arrival.settle().await.expect("arrived"), N_TOKENS, 1);
 }
 
@@ -120,10 +120,9 @@ pub async fn expired_landing(pair: Arc<Pair>) {
 }
 
 pub async fn not_a_landing(pair: Arc<Pair>) {
-    for to in [Destination::Held(TransferId(1)), Destination::Store] {
-        let error = pair.prefill.connector.open(&to).await.map(|_| ()).expect_err("nothing to send to");
-        assert!(matches!(error, TransferError::WrongDestination(_)), "{error}");
-    }
+    let held = Destination::Held(TransferId(1));
+    let error = pair.prefill.connector.open(&held).await.map(|_| ()).expect_err("nothing to send to");
+    assert!(matches!(error, TransferError::WrongDestination(_)), "{error}");
     let other_wire = |landing: &mut Landing| landing.wire.scheme = types::Scheme::new("pigeon");
     refuses(&pair, other_wire, |error| matches!(error, TransferError::WrongDestination(_))).await;
 }
@@ -138,7 +137,6 @@ pub async fn land_checks_its_request(pair: Arc<Pair>) {
     land(&|request| request.held_tokens = 1).expect_err("held tokens are whole blocks");
     land(&|request| request.held_tokens = N_TOKENS + BLOCK_TOKENS).expect_err("more than all is held");
     land(&|request| request.n_tokens += 1).expect_err("the lease is too short");
-    land(&|request| request.source = Source::Store).expect_err("a wire is no store");
     let (landing, _arrival) = pair.land(N_TOKENS);
     land(&|request| request.transfer = landing.transfer).expect_err("one landing per transfer");
 }

@@ -10,9 +10,9 @@ use async_trait::async_trait;
 use kv_cache::{BlockLease, KvMemory};
 use types::{Destination, Handoff, KvSpan, Landing, Scheme, WireAddress};
 
-use super::link::span_out::{SpanOut, copy_out, spoil};
+use super::link::span_out::{SpanOut, copy_out, corrupt_first};
 use crate::arrival::Arrival;
-use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::connector::{Auto, ConnectorParts, KvConnector, KvSender, LandRequest, WireKind};
 use crate::digest::Digest;
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
@@ -23,6 +23,9 @@ use crate::outgoing::{Outgoing, Sender, Wire, landing_of};
 use crate::runs::Runs;
 
 pub const SCHEME: &str = "loopback";
+
+pub(super) const WIRE: WireKind =
+    WireKind { name: SCHEME, build: |parts| Box::pin(async { Ok(Loopback::shared(parts)) }), auto: Auto::No };
 
 /// The address space of this wire is the process, so the list of who is reachable belongs to the process too.
 /// Held for a look-up, never across an await.
@@ -41,8 +44,11 @@ impl Loopback {
     /// Makes it and lets others of this process reach it for as long as it lives.
     pub fn shared(parts: ConnectorParts) -> Arc<dyn KvConnector> {
         let number = NEXT_ENDPOINT.fetch_add(1, Ordering::Relaxed);
-        let address =
-            WireAddress { scheme: Scheme::new(SCHEME), endpoint: format!("{}#{number}", parts.node) };
+        let address = WireAddress {
+            scheme: Scheme::new(SCHEME),
+            endpoint: format!("{}#{number}", parts.node),
+            within_host: true,
+        };
         let landings = Landings::new(parts.clone(), address.clone());
         let node = Arc::new(Self { parts, address, landings });
         reachable().get_or_insert_default().insert(node.address.endpoint.clone(), Arc::downgrade(&node));
@@ -51,7 +57,7 @@ impl Loopback {
 
     fn at(endpoint: &str) -> Result<Arc<Self>, TransferError> {
         let found = reachable().as_ref().and_then(|nodes| nodes.get(endpoint).and_then(Weak::upgrade));
-        found.ok_or_else(|| TransferError::lost_because("nobody of this name is in this process"))
+        found.ok_or_else(|| TransferError::lost_because("no connector of this name is in this process"))
     }
 }
 
@@ -112,7 +118,7 @@ impl Wire for Copying {
         piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
-        let span = SpanOut { out: Arc::clone(out), piece, from, flight: out.flights.begin() };
+        let span = SpanOut { out: Arc::clone(out), piece, from, pending_copy: out.pending_copies.begin() };
         let Some(fault) = self.parts.faults.next(span.runs(&self.parts).bytes()) else {
             return self.copy(&span, None).await;
         };
@@ -169,7 +175,7 @@ impl Copying {
             return Ok(Vec::new());
         }
         if fault == Some(FaultKind::WrongDigest) {
-            spoil(&mut digests);
+            corrupt_first(&mut digests);
         }
         let (mut wrong, mut bytes) = (Vec::new(), 0);
         for page in PageAt::all(&span.piece) {

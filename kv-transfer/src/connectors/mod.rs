@@ -1,7 +1,9 @@
-//! The wires, by name. A new one is one file and one line in [`connectors`].
+//! The wires, by name. A new one is a file with its [`WireKind`], named here by its `mod` and its line in `WIRES`.
 
 pub mod cuda_ipc;
+#[cfg(any(test, feature = "test-support"))]
 pub mod flaky;
+mod gpu;
 pub mod link;
 pub mod loopback;
 pub mod nccl;
@@ -9,39 +11,45 @@ pub mod nccl;
 pub mod rdma;
 pub mod shm;
 pub mod tcp;
+#[cfg(test)]
+mod toy;
+mod unix;
 
 use std::sync::Arc;
 
-use futures::future::BoxFuture;
-
-use crate::connector::{ConnectorParts, KvConnector};
+use crate::connector::{ConnectorParts, KvConnector, WireKind};
 use crate::error::TransferError;
 
-/// Builds one connector. Binding a socket or opening a device may take time and may fail.
-pub type Build = fn(ConnectorParts) -> BoxFuture<'static, Result<Arc<dyn KvConnector>, TransferError>>;
+/// Every wire that this crate has, the fastest first.
+const WIRES: &[WireKind] = &[
+    loopback::WIRE,
+    cuda_ipc::WIRE,
+    nccl::WIRE,
+    shm::WIRE,
+    #[cfg(feature = "rdma")]
+    rdma::WIRE,
+    tcp::WIRE,
+    #[cfg(test)]
+    toy::WIRE,
+];
 
 /// Every wire that this crate has, the fastest first.
-pub fn connectors() -> &'static [(&'static str, Build)] {
-    &[
-        (loopback::SCHEME, |parts| Box::pin(async { Ok(loopback::Loopback::shared(parts)) })),
-        (cuda_ipc::SCHEME, |parts| {
-            Box::pin(async { Ok(cuda_ipc::listen(parts).await? as Arc<dyn KvConnector>) })
-        }),
-        (nccl::SCHEME, |parts| Box::pin(async { Ok(nccl::listen(parts).await? as Arc<dyn KvConnector>) })),
-        (shm::SCHEME, |parts| Box::pin(async { Ok(shm::listen(parts).await? as Arc<dyn KvConnector>) })),
-        #[cfg(feature = "rdma")]
-        (rdma::SCHEME, |parts| Box::pin(async { Ok(rdma::listen(parts).await? as Arc<dyn KvConnector>) })),
-        (tcp::SCHEME, |parts| Box::pin(async { Ok(tcp::listen(parts).await? as Arc<dyn KvConnector>) })),
-    ]
+pub fn connectors() -> &'static [WireKind] {
+    WIRES
+}
+
+/// The names of all wires.
+pub fn names() -> Vec<&'static str> {
+    WIRES.iter().map(|wire| wire.name).collect()
 }
 
 /// Builds the wire of this name.
 pub async fn build(name: &str, parts: ConnectorParts) -> Result<Arc<dyn KvConnector>, TransferError> {
-    match connectors().iter().find(|(known, _)| *known == name) {
-        Some((_, build)) => build(parts).await,
+    match WIRES.iter().find(|wire| wire.name == name) {
+        Some(wire) => (wire.build)(parts).await,
         None => {
-            let known = connectors().iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
-            Err(TransferError::UnknownConnector { name: name.to_owned(), known })
+            let (name, known) = (name.to_owned(), names().join(", "));
+            Err(TransferError::UnknownConnector { name, known })
         }
     }
 }

@@ -6,26 +6,36 @@ use std::io;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use chassis::identity::link;
 use chassis::{Listener, Stream, World};
 use tracing::info;
 use types::{Scheme, WireAddress};
 
+use super::link::accept::{Handshake, Incoming, StreamAcceptor};
 use super::link::check_pages;
+use super::link::connector::LinkConnector;
 pub use super::link::frame;
-use super::link::frame::FrameError;
-use super::link::medium::Medium;
-use super::link::receiver::{Arriving, Door, Incoming};
+use super::link::frame::KvPlace;
+use super::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
+use super::link::send_path::KvSendPath;
+use super::link::span_in::read_span;
 use super::link::span_out::{SpanOut, write_span};
-use super::link::stream::FrameWriter;
-use super::link::wire::Wire;
-use crate::connector::ConnectorParts;
+use super::link::stream::{FrameReader, FrameWriter};
+use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
 use crate::error::TransferError;
-use crate::home::Home;
+use crate::landing::OpenLanding;
+use crate::wire_threads::WireThreads;
 
 pub const SCHEME: &str = "tcp";
 
+pub(super) const WIRE: WireKind = WireKind {
+    name: SCHEME,
+    build: |parts| Box::pin(async { Ok(listen(parts).await? as Arc<dyn KvConnector>) }),
+    auto: Auto::Needed,
+};
+
 /// Listens as the settings say.
-pub async fn listen(parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
+pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     let addr = &parts.settings.listen;
     let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
     let listener = parts.world.net().listen(addr).await.map_err(refused)?;
@@ -39,26 +49,39 @@ fn over(
     listener: Box<dyn Listener>,
     endpoint: String,
     parts: ConnectorParts,
-) -> Result<Arc<Wire>, TransferError> {
+) -> Result<Arc<LinkConnector>, TransferError> {
     check_pages(&parts)?;
-    let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint };
+    let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
     info!(endpoint = address.endpoint, "kv transfer by tcp");
-    let medium = |parts: &ConnectorParts| Ok(Arc::new(Sockets { world: parts.world.clone() }) as _);
-    Ok(Wire::start(parts, Home::shared(), (address, None), Box::new(Port(listener)), Box::new(medium)))
+    let send_path = |parts: &ConnectorParts| Ok(Arc::new(Sockets { world: parts.world.clone() }) as _);
+    let port = Port { listener, world: parts.world.clone() };
+    Ok(LinkConnector::start(
+        parts,
+        WireThreads::shared(),
+        (address, None),
+        Box::new(port),
+        Box::new(send_path),
+    ))
 }
 
 /// A port on which streams come in.
 #[derive(Debug)]
-struct Port(Box<dyn Listener>);
+struct Port {
+    listener: Box<dyn Listener>,
+    world: World,
+}
 
 #[async_trait]
-impl Door for Port {
-    async fn accept(&mut self) -> io::Result<(String, Arriving)> {
-        let (stream, from) = self.0.accept().await?;
-        Ok((
-            from.to_string(),
-            Box::pin(async { Ok(Incoming { stream, elsewhere: None, at_the_door: None }) }),
-        ))
+impl StreamAcceptor for Port {
+    async fn accept(&mut self) -> io::Result<(String, Handshake)> {
+        let (mut stream, from) = self.listener.accept().await?;
+        let world = self.world.clone();
+        let admitted = async move {
+            link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;
+            let kv_path = Some(Arc::new(InlineKv) as Arc<dyn KvPath>);
+            Ok(Incoming { stream, kv_path, handshake_permit: None })
+        };
+        Ok((from.to_string(), Box::pin(admitted)))
     }
 }
 
@@ -70,16 +93,41 @@ pub(super) fn advertised_host(parts: &ConnectorParts) -> String {
     parts.settings.listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host).to_owned()
 }
 
-/// Streams that carry KV themselves.
+/// The receiver's end: KV follows its frame on the stream.
+#[derive(Debug)]
+struct InlineKv;
+
+#[async_trait]
+impl KvPath for InlineKv {
+    async fn receive(
+        self: Arc<Self>,
+        frame: KvFrame,
+        landing: Option<Arc<OpenLanding>>,
+        reader: &mut FrameReader,
+    ) -> Result<Receipt, TransferError> {
+        let KvFrame { span, digests, place: KvPlace::Inline, payload_bytes } = frame else {
+            return Err(wrong_place());
+        };
+        match landing {
+            None => reader.skip(payload_bytes).await.map(|()| Receipt::dropped()),
+            Some(landing) => {
+                let digests = digests.here()?;
+                read_span(reader, &landing, &span, &digests, payload_bytes).await.map(Receipt::Done)
+            }
+        }
+    }
+}
+
+/// The sender's end: streams that carry KV themselves.
 #[derive(Debug)]
 struct Sockets {
     world: World,
 }
 
 #[async_trait]
-impl Medium for Sockets {
+impl KvSendPath for Sockets {
     async fn connect(&self, endpoint: &str, _stream: u16) -> io::Result<Stream> {
-        self.world.net().connect(endpoint).await
+        link::dial(&self.world, endpoint).await
     }
 
     async fn write_span(
@@ -90,18 +138,4 @@ impl Medium for Sockets {
     ) -> Result<(), TransferError> {
         write_span(writer, parts, span).await
     }
-
-    fn taken(&self, _slot: u16) -> Result<(), FrameError> {
-        Err(FrameError::Unexpected("a slot of a stage that this wire does not have"))
-    }
-
-    fn writes(&self) -> bool {
-        false
-    }
-
-    async fn broken(&self) -> TransferError {
-        std::future::pending().await
-    }
-
-    fn close(&self) {}
 }

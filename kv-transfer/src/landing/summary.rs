@@ -10,8 +10,7 @@ use types::{Fingerprint, KvLayout};
 
 pub(crate) fn layout(layout: &KvLayout) -> u64 {
     let shard = layout.shard;
-    // Version 1 of the protocol had a rank there, of one.
-    let mut text = format!("{} {} {}/{} 0/1", layout.block_tokens, layout.dtype, shard.stage, shard.n_stages);
+    let mut text = format!("{} {} {}/{}", layout.block_tokens, layout.dtype, shard.stage, shard.n_stages);
     for group in &layout.groups {
         write!(text, ";{:?}", group.attention).expect("a string takes all that is written");
         for shape in &group.layers {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_kv_transfer::conformance::node::{Make, Node, Pair, fingerprint, handoff};
-use baton_kv_transfer::connectors::tcp::frame::{Body, Frame, HEADER_BYTES, Header, Hello};
+use baton_kv_transfer::connectors::tcp::frame::{Body, Frame, HEADER_BYTES, Header, Hello, KvPlace};
 use baton_kv_transfer::digest::PageShape;
 use baton_kv_transfer::landing::{Credentials, PageAt};
 use baton_kv_transfer::{ConnectorParts, TransferSettings, build};
@@ -54,8 +54,8 @@ impl Puppet {
     /// A stream 0 whose hello was welcome.
     pub async fn linked(node: &Node) -> Self {
         let mut puppet = Self::connect(node).await;
-        puppet.say(Body::Hello(hello(1, 1))).await;
-        assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 1, .. })));
+        puppet.say(Body::Hello(hello(3, 3))).await;
+        assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 3, .. })));
         puppet
     }
 
@@ -130,13 +130,16 @@ pub fn span_frame(landing: &Landing, span: KvSpan, node: &Node, from: &BlockLeas
     let (mut digests, mut payload) = (Vec::new(), Vec::new());
     for page in PageAt::all(&span) {
         let place = from.table(page.group)[page.block as usize].0;
-        let bytes =
-            node.parts.memory.read(page.group, page.layer_pos, place..place + 1).expect("nobody writes it");
+        let bytes = node
+            .parts
+            .memory
+            .read(page.group, page.layer_pos, place..place + 1)
+            .expect("no write is under way");
         let shape = PageShape::new(&landing.layout, page.group, page.layer_pos);
         shape.digest_page(&bytes, landing.valid_tokens(page.block), &mut digests);
         payload.extend_from_slice(&bytes);
     }
-    let body = Body::Span { span, digests };
+    let body = Body::Kv { span, digests: Some(digests), place: KvPlace::Inline };
     let mut bytes = encoded(&Frame { payload_bytes: payload.len(), ..Frame::new(landing.transfer, body) });
     bytes.extend_from_slice(&payload);
     bytes

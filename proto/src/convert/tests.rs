@@ -50,7 +50,12 @@ fn landing() -> Landing {
         node: NodeId::new("d0"),
         epoch: Epoch(7),
         grant: Grant::from_bytes([3; 16]),
-        wire: WireAddress { scheme: Scheme::new("tcp"), endpoint: "127.0.0.1:1".to_owned() },
+        bound: false,
+        wire: WireAddress {
+            scheme: Scheme::new("tcp"),
+            endpoint: "127.0.0.1:1".to_owned(),
+            within_host: true,
+        },
         n_tokens: 40,
         held_tokens: 16,
         tables: vec![
@@ -79,7 +84,7 @@ fn a_deadline_crosses_as_the_time_that_is_left() {
 }
 
 #[test]
-fn nonsense_in_a_prompt_is_refused_by_name() {
+fn malformed_fields_of_a_prompt_are_refused_by_name() {
     type Spoil = fn(&mut v1::Prompt);
     let table: &[(&str, Spoil)] = &[
         ("prompt.tokens is missing", |p| p.tokens.clear()),

@@ -3,8 +3,8 @@
 use bytes::Bytes;
 use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, RANKS_MAX, Shard};
 use types::{
-    BlockIdx, Destination, Epoch, Fingerprint, Grant, KvLayout, Landing, NodeId, Scheme, TransferId,
-    WireAddress,
+    BlockIdx, Destination, Epoch, Fingerprint, Grant, KvLayout, Landing, NodeId, PromptDigest, Scheme,
+    TransferId, WireAddress,
 };
 
 use super::{narrow, present, sixteen};
@@ -32,6 +32,7 @@ impl From<&Landing> for v1::Landing {
             tables: landing.tables.iter().map(table).collect(),
             layout: Some((&landing.layout).into()),
             fingerprint: Some((&landing.fingerprint).into()),
+            bound: landing.bound,
         }
     }
 }
@@ -45,6 +46,7 @@ impl TryFrom<v1::Landing> for Landing {
             node: NodeId::new(wire.node),
             epoch: Epoch(wire.epoch),
             grant: Grant::from_bytes(sixteen(&wire.grant, "landing.grant")?),
+            bound: wire.bound,
             wire: present(wire.wire, "landing.wire")?.into(),
             n_tokens: wire.n_tokens,
             held_tokens: wire.held_tokens,
@@ -64,6 +66,11 @@ pub fn transfer_to_wire(transfer: TransferId) -> Bytes {
 
 pub fn transfer_from_wire(wire: &[u8], field: &'static str) -> Result<TransferId, ConvertError> {
     Ok(TransferId(u128::from_be_bytes(sixteen(wire, field)?)))
+}
+
+/// The digest that a landing is bound to.
+pub fn prompt_digest_from_wire(wire: &[u8]) -> Result<PromptDigest, ConvertError> {
+    sixteen(wire, "put.prompt_digest").map(PromptDigest)
 }
 
 fn block_table(wire: v1::BlockTable) -> Vec<BlockIdx> {
@@ -91,13 +98,14 @@ fn consistent(landing: &Landing) -> Result<(), ConvertError> {
 
 impl From<&WireAddress> for v1::WireAddress {
     fn from(address: &WireAddress) -> Self {
-        Self { scheme: address.scheme.to_string(), endpoint: address.endpoint.clone() }
+        let WireAddress { scheme, endpoint, within_host } = address;
+        Self { scheme: scheme.to_string(), endpoint: endpoint.clone(), within_host: *within_host }
     }
 }
 
 impl From<v1::WireAddress> for WireAddress {
     fn from(wire: v1::WireAddress) -> Self {
-        Self { scheme: Scheme::new(wire.scheme), endpoint: wire.endpoint }
+        Self { scheme: Scheme::new(wire.scheme), endpoint: wire.endpoint, within_host: wire.within_host }
     }
 }
 
@@ -215,7 +223,6 @@ impl From<&Destination> for prefill_request::Destination {
         match destination {
             Destination::Landing(landing) => Self::Landing(landing.into()),
             Destination::Held(transfer) => Self::Held(v1::Held { transfer: transfer_to_wire(*transfer) }),
-            Destination::Store => Self::Store(v1::Store {}),
         }
     }
 }
@@ -229,7 +236,6 @@ impl TryFrom<prefill_request::Destination> for Destination {
             prefill_request::Destination::Held(held) => {
                 Self::Held(transfer_from_wire(&held.transfer, "held.transfer")?)
             }
-            prefill_request::Destination::Store(v1::Store {}) => Self::Store,
         })
     }
 }

@@ -199,7 +199,7 @@ async fn an_abandoned_announcement_says_nothing() {
 #[tokio::test(start_paused = true)]
 async fn a_stopping_process_announces_nothing() {
     let (registry, gate) = (Scripted::default(), gate());
-    gate.close(Duration::from_secs(1)).await.expect("nobody is inside");
+    gate.close(Duration::from_secs(1)).await.expect("no guard is held");
     assert!(matches!(registry.keep(&gate).await, Err(RegistryError::Stopping)));
     assert_eq!(registry.calls(), []);
 }

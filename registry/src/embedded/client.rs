@@ -192,7 +192,7 @@ impl GrpcFeed {
 fn read_node(node: v1::NodeInfo) -> Option<NodeInfo> {
     let id = node.id.clone();
     let node = NodeInfo::try_from(node);
-    node.inspect_err(|error| warn!(node = id, %error, "a member cannot be read, it is left out")).ok()
+    node.inspect_err(|error| warn!(node = id, %error, "member ignored: its record cannot be read")).ok()
 }
 
 fn ended() -> RegistryError {

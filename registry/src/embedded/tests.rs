@@ -3,16 +3,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use chassis::identity::refusals::{Reason, Refused};
+use chassis::identity::{ClusterSecret, Identity};
+use chassis::rpc::Callers;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Shutdown, Task, World, rpc, spawn_guarded};
 use tonic::service::Routes;
 
 use super::*;
 use crate::conformance::{Subject, Watcher, announced, in_time, left, node};
+use crate::error::Trouble;
 use crate::url::RegistryUrl;
+use crate::watch::Feed as _;
 use crate::{MembershipEvent, MemoryRegistry, Registry, RegistryParts, Standing};
 
-/// As short as a loaded machine allows.
+/// The shortest that works on a loaded machine.
 const TTL: Duration = Duration::from_secs(1);
 
 /// A router, as far as the registry is concerned.
@@ -30,16 +35,20 @@ impl Router {
     }
 
     async fn start_at(address: &str) -> Self {
-        let (world, gate, shutdown) = (World::real(), Gate::new("router"), Shutdown::new());
+        Self::start_in(World::real(), address).await
+    }
+
+    async fn start_in(world: World, address: &str) -> Self {
+        let (gate, shutdown) = (Gate::new("router"), Shutdown::new());
         let registry = MemoryRegistry::new(TTL, world.clone(), gate.clone());
         let listener = world.net().listen(address).await.expect("the port is free");
         let address = listener.local_addr().expect("it is bound").to_string();
         let routes = Routes::new(bootstrap_server(registry.clone(), shutdown.clone()));
         let limits = ServerLimits { drain: Duration::ZERO, ..ServerLimits::default() };
-        let wish = shutdown.clone();
+        let (stop, callers) = (shutdown.clone(), Callers::known_to(&world));
         let serving = spawn_guarded(&gate, "serve", async move {
             // That connections were cut off is the point.
-            let _ = rpc::serve(listener, routes, wish, limits).await;
+            let _ = rpc::serve(listener, routes, stop, limits, callers).await;
         });
         Self { address, registry, shutdown, serving }
     }
@@ -92,11 +101,7 @@ async fn a_restarted_router_learns_its_members_again() {
     let mut inside = Watcher::of(&router.registry).await;
     inside.sees(&both).await;
     in_time(a.announced()).await;
-    assert_eq!(
-        watcher.next().await,
-        MembershipEvent::Snapshot(both.to_vec()),
-        "nobody was said to have left"
-    );
+    assert_eq!(watcher.next().await, MembershipEvent::Snapshot(both.to_vec()), "no node was reported gone");
     drop(a);
     assert_eq!(watcher.next().await, left("a", 1), "nor after it");
 }
@@ -154,4 +159,31 @@ async fn what_cannot_be_an_address_is_refused() {
         let refused = EmbeddedRegistry::open(&url, parts).expect_err(text).to_string();
         assert!(refused.ends_with(reason), "{text}: {refused}");
     }
+}
+
+// === strangers ===
+
+fn world_with(secret: &str) -> World {
+    World::real().with_identity(Identity::of_cluster(ClusterSecret::new(secret.as_bytes())))
+}
+
+#[tokio::test]
+async fn who_does_not_have_the_secret_neither_announces_nor_watches() {
+    let router_world = world_with("one secret of a cluster");
+    let router = Router::start_in(router_world.clone(), "127.0.0.1:0").await;
+    let registry_in = |world| EmbeddedRegistry::new(&router.address, world, Gate::new("test"));
+    let _member = announced(&registry_in(world_with("one secret of a cluster")), node("a", 1)).await;
+    for stranger in [World::real(), world_with("the secret of another cluster")] {
+        let stranger = registry_in(stranger);
+        for impostor in [node("invented", 1), node("a", 9)] {
+            let refused = in_time(stranger.announce(impostor)).await.expect_err("it has no secret");
+            assert_eq!(refused.trouble(), Trouble::Secret, "{}", types::in_full(&refused));
+        }
+        let refused = in_time(stranger.feed().next()).await.map(drop).expect_err("nor may it look");
+        assert_eq!(refused.trouble(), Trouble::Secret, "{}", types::in_full(&refused));
+    }
+    assert_eq!(router.registry.members(), [node("a", 1)]);
+    let refusals = router_world.identity().refusals();
+    let counts = [Reason::Unsigned, Reason::Signature].map(|reason| refusals.get(Refused::Call, reason));
+    assert_eq!(counts, [3, 3]);
 }

@@ -146,7 +146,9 @@ impl InEtcd {
     }
 
     fn refuse_later_life(&self, seen: Option<&KeyValue>) -> Result<(), RegistryError> {
-        // What cannot be read is nobody's life.
+        // A value that cannot be read, or that no process of the cluster has written, belongs to no node.
+        let identity = self.world.identity();
+        let seen = seen.filter(|seen| identity.check_entry(&seen.key, &seen.value).is_ok());
         let seen = seen.and_then(|seen| v1::NodeInfo::decode(&*seen.value).ok());
         match seen {
             Some(seen) if seen.epoch > self.node.epoch.0 => {
@@ -160,6 +162,7 @@ impl InEtcd {
     async fn put_over(&self, client: &EtcdClient, lease: i64, seen: i64) -> Result<bool, RegistryError> {
         let key = self.keys.node(&self.node.id).into_bytes();
         let value = v1::NodeInfo::from(&self.node).encode_to_vec();
+        let value = self.world.identity().sign_entry(&key, value);
         let unchanged = equal(key.clone(), CompareTarget::Mod, TargetUnion::ModRevision(seen));
         let put = Request::RequestPut(PutRequest { key, value, lease });
         let transaction = transaction(unchanged, [Request::RequestTxn(self.mark()), put]);

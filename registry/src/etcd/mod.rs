@@ -2,11 +2,12 @@
 //!
 //! | key | value | lives |
 //! |---|---|---|
-//! | `/baton/<cluster>/nodes/<id>` | `baton.v1.NodeInfo`, protobuf | as long as its node's lease |
+//! | `/baton/<cluster>/nodes/<id>` | `baton.v1.NodeInfo`, protobuf, signed | as long as its node's lease |
 //! | `/baton/<cluster>/life` | a random number | for ever; written by the first node that misses it |
 //!
-//! The second tells watchers that an etcd which knows nobody is one that has lost its data. This folder is the only
+//! The second tells watchers that an etcd without any member has lost its data. This folder is the only
 //! place that knows etcd.
+//! See `docs/decisions/0001-etcd-api-from-our-own-protos.md`.
 
 mod announce;
 pub mod client;
@@ -50,7 +51,7 @@ impl EtcdRegistry {
     }
 
     pub(crate) fn feed(&self) -> impl Feed + use<> {
-        watch::EtcdFeed::new(self.settings.clone())
+        watch::EtcdFeed::new(self.settings.clone(), self.world.identity().clone())
     }
 }
 

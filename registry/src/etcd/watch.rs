@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use async_trait::async_trait;
+use chassis::Identity;
 use prost::Message as _;
 use proto::v1;
 use tokio::sync::mpsc;
@@ -26,6 +27,7 @@ use crate::watch::{Feed, News};
 pub(crate) struct EtcdFeed {
     settings: EtcdSettings,
     keys: Keys,
+    identity: Identity,
     connection: Option<Connection>,
     heard: Option<Heard>,
 }
@@ -46,9 +48,9 @@ struct Heard {
 }
 
 impl EtcdFeed {
-    pub(crate) fn new(settings: EtcdSettings) -> Self {
+    pub(crate) fn new(settings: EtcdSettings, identity: Identity) -> Self {
         let keys = Keys::of(&settings.cluster);
-        Self { settings, keys, connection: None, heard: None }
+        Self { settings, keys, identity, connection: None, heard: None }
     }
 }
 
@@ -93,7 +95,7 @@ impl EtcdFeed {
         for entry in &state.kvs {
             match self.keys.read(&entry.key) {
                 Key::Life => life = Some(entry.value.to_vec()),
-                Key::Node(id) => nodes.extend(read_node(&id, entry)),
+                Key::Node(id) => nodes.extend(self.read_node(&id, entry)),
                 Key::Other => {}
             }
         }
@@ -122,7 +124,7 @@ impl EtcdFeed {
 
     fn read_event(&mut self, event: EventType, entry: &KeyValue) -> Option<News> {
         match (self.keys.read(&entry.key), event) {
-            (Key::Node(id), EventType::Put) => read_node(&id, entry).map(News::Is),
+            (Key::Node(id), EventType::Put) => self.read_node(&id, entry).map(News::Is),
             (Key::Node(id), EventType::Delete) => Some(News::Gone(id)),
             (Key::Life, _) => {
                 if let Some(heard) = &mut self.heard {
@@ -132,6 +134,15 @@ impl EtcdFeed {
             }
             (Key::Other, _) => None,
         }
+    }
+
+    /// An entry without the cluster's signature is no member.
+    fn read_node(&self, id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
+        if let Err(refused) = self.identity.check_entry(&entry.key, &entry.value) {
+            warn!(key = %id, error = %refused, "member ignored: its record is refused");
+            return None;
+        }
+        read_node(id, entry)
     }
 }
 
@@ -160,8 +171,8 @@ fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
     let node = node.and_then(|node| NodeInfo::try_from(node).map_err(|error| error.to_string()));
     match node {
         Ok(node) if node.id == *id => return Some(node),
-        Ok(node) => warn!(key = %id, node = %node.id, "a member's key bears another name, it is left out"),
-        Err(error) => warn!(key = %id, error, "a member cannot be read, it is left out"),
+        Ok(node) => warn!(key = %id, node = %node.id, "member ignored: its key names another node"),
+        Err(error) => warn!(key = %id, error, "member ignored: its record cannot be read"),
     }
     None
 }

@@ -10,7 +10,7 @@ fn snapshot(nodes: &[(&str, u64)]) -> MembershipEvent {
 fn knows(ids: &[&str]) -> (Known, Instant) {
     let until = Instant::now();
     let mut known = Known::default();
-    known.snapshot(ids.iter().map(|id| node(id, 1)).collect(), false, until);
+    known.snapshot(ids.iter().map(|id| node(id, 1)).collect(), AbsentMembers::HaveLeft, until);
     (known, until)
 }
 
@@ -18,19 +18,22 @@ fn knows(ids: &[&str]) -> (Known, Instant) {
 fn a_registry_without_doubts_is_believed() {
     let (mut known, until) = knows(&["a", "b", "c"]);
     assert_eq!(
-        known.snapshot(vec![node("b", 1), node("c", 1)], false, until),
+        known.snapshot(vec![node("b", 1), node("c", 1)], AbsentMembers::HaveLeft, until),
         snapshot(&[("b", 1), ("c", 1)])
     );
     assert_eq!(known.left(NodeId::new("c")), Some(left("c", 1)));
     assert_eq!(known.left(NodeId::new("c")), None);
-    assert_eq!(known.snapshot(vec![], false, until), snapshot(&[]));
+    assert_eq!(known.snapshot(vec![], AbsentMembers::HaveLeft, until), snapshot(&[]));
     assert_eq!(known.doubts_end(), None);
 }
 
 #[test]
 fn who_is_absent_is_missed_until_the_doubts_end() {
     let (mut known, until) = knows(&["a", "b", "c"]);
-    assert_eq!(known.snapshot(vec![node("b", 2)], true, until), snapshot(&[("a", 1), ("b", 2), ("c", 1)]));
+    assert_eq!(
+        known.snapshot(vec![node("b", 2)], AbsentMembers::MayReturn, until),
+        snapshot(&[("a", 1), ("b", 2), ("c", 1)])
+    );
     assert_eq!((known.n_missed(), known.doubts_end()), (2, Some(until)));
     assert_eq!(known.joined(node("a", 1)), [], "it was never told to have left");
     assert_eq!(known.believe(), [left("c", 1)]);
@@ -40,9 +43,9 @@ fn who_is_absent_is_missed_until_the_doubts_end() {
 #[test]
 fn who_leaves_while_there_are_doubts_is_missed_too() {
     let (mut known, until) = knows(&["a", "b"]);
-    known.snapshot(vec![node("a", 1), node("b", 1)], true, until);
+    known.snapshot(vec![node("a", 1), node("b", 1)], AbsentMembers::MayReturn, until);
     assert_eq!((known.left(NodeId::new("a")), known.left(NodeId::new("b"))), (None, None));
-    assert_eq!(known.left(NodeId::new("nobody")), None);
+    assert_eq!(known.left(NodeId::new("unknown")), None);
     assert_eq!(known.joined(node("b", 1)), []);
     assert_eq!(known.believe(), [left("a", 1)]);
 }
@@ -50,10 +53,10 @@ fn who_leaves_while_there_are_doubts_is_missed_too() {
 #[test]
 fn doubts_begin_anew_after_another_gap() {
     let (mut known, until) = knows(&["a", "b"]);
-    known.snapshot(vec![], true, until);
+    known.snapshot(vec![], AbsentMembers::MayReturn, until);
     known.joined(node("b", 1));
     let later = until + Duration::from_secs(5);
-    assert_eq!(known.snapshot(vec![], false, later), snapshot(&[("a", 1), ("b", 1)]));
+    assert_eq!(known.snapshot(vec![], AbsentMembers::HaveLeft, later), snapshot(&[("a", 1), ("b", 1)]));
     assert_eq!(known.doubts_end(), Some(later));
     assert_eq!(known.believe(), [left("a", 1), left("b", 1)]);
 }
@@ -61,7 +64,7 @@ fn doubts_begin_anew_after_another_gap() {
 #[test]
 fn who_comes_back_in_a_new_life_is_a_new_member() {
     let (mut known, until) = knows(&["a"]);
-    known.snapshot(vec![], true, until);
+    known.snapshot(vec![], AbsentMembers::MayReturn, until);
     assert_eq!(known.joined(node("a", 2)), [left("a", 1), MembershipEvent::Joined(node("a", 2))]);
     assert_eq!(known.believe(), []);
 }

@@ -42,7 +42,7 @@ fn who_is_silent_for_a_whole_lease_lapses() {
 }
 
 #[test]
-fn a_registry_that_stood_still_blames_nobody() {
+fn a_registry_that_stood_still_expires_no_node() {
     let (mut table, clock) = table();
     table.announce(node("a", 1), A, clock.at(0)).expect("room");
     assert_eq!(table.lapse(clock.at(60)), []);

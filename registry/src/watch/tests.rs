@@ -59,7 +59,7 @@ async fn news_become_events_in_order() {
     let mut watcher = watcher([
         all(&[node("a", 1)], false),
         Line::Says(vec![News::Is(node("b", 1)), News::Is(node("a", 2)), News::Gone(NodeId::new("b"))]),
-        Line::Says(vec![News::Gone(NodeId::new("nobody")), News::Is(node("a", 2))]),
+        Line::Says(vec![News::Gone(NodeId::new("unknown")), News::Is(node("a", 2))]),
         Line::Says(vec![News::Gone(NodeId::new("a"))]),
     ]);
     assert_eq!(watcher.next().await, MembershipEvent::Snapshot(vec![node("a", 1)]));
@@ -126,7 +126,7 @@ async fn after_an_outage_departures_are_doubted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_is_given_up_while_the_registry_is_away() {
+async fn no_node_is_given_up_while_the_registry_is_away() {
     let away = (0..40).map(|_| Line::Breaks);
     let mut watcher =
         watcher([all(&[node("a", 1)], false), Line::Breaks, all(&[], true)].into_iter().chain(away).chain([

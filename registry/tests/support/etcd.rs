@@ -15,7 +15,7 @@ use tonic::Code;
 
 const STARTS_WITHIN: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// Somebody else may take a port between our look at it and etcd's.
+/// Another process may take the port before etcd binds it.
 const PORT_ATTEMPTS: usize = 5;
 
 #[derive(Debug)]

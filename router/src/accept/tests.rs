@@ -1,8 +1,9 @@
 use super::*;
+use crate::tenants::{Account, TenantLimits};
 use crate::text::tokenizer::END;
 
 fn acceptor() -> Acceptor {
-    Acceptor::new(World::seeded(1), Duration::from_millis(600_000))
+    Acceptor::new(World::seeded(1), Deadlines::default())
 }
 
 fn model() -> RouterModel {
@@ -10,25 +11,26 @@ fn model() -> RouterModel {
 }
 
 fn caller(acceptor: &Acceptor) -> Caller {
-    acceptor.caller(RequestId::new("r"), None, None, Priority::default()).expect("nothing to refuse")
+    let client = acceptor.client(&Claims::default()).expect("it claims nothing");
+    acceptor.caller(RequestId::new("r"), client, None).expect("nothing to refuse")
 }
 
-fn accept(tokens: Vec<Vec<TokenId>>, wishes: &Wishes) -> Result<Accepted, AcceptError> {
+fn accept(tokens: Vec<Vec<TokenId>>, params: &SamplingParams) -> Result<Accepted, AcceptError> {
     let acceptor = acceptor();
-    acceptor.accept(&model(), Inputs { param: "prompt", tokens }, wishes, &caller(&acceptor))
+    acceptor.accept(&model(), Inputs { param: "prompt", tokens }, params, &caller(&acceptor))
 }
 
 fn tokens(n: usize) -> Vec<TokenId> {
     vec![TokenId(7); n]
 }
 
-fn one(wishes: &Wishes) -> Prompt {
-    accept(vec![tokens(10)], wishes).expect("accepted").prompts.remove(0)
+fn one(params: &SamplingParams) -> Prompt {
+    accept(vec![tokens(10)], params).expect("accepted").prompts.remove(0)
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_wishes_nothing_gets_the_models_defaults() {
-    let prompt = one(&Wishes::default());
+async fn a_request_without_sampling_fields_gets_the_models_defaults() {
+    let prompt = one(&SamplingParams::default());
     assert_eq!(prompt.tokens.len(), 10);
     assert_eq!(prompt.n_generated, 0);
     assert_eq!(prompt.stop, StopRules { max_tokens: 90, ..StopRules::default() });
@@ -38,8 +40,8 @@ async fn a_request_that_wishes_nothing_gets_the_models_defaults() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn wishes_are_granted() {
-    let prompt = one(&Wishes {
+async fn sampling_fields_are_used() {
+    let prompt = one(&SamplingParams {
         max_tokens: MaxTokens::Asked { tokens: 90, param: "max_tokens" },
         min_tokens: 90,
         temperature: Some(2.0),
@@ -50,7 +52,7 @@ async fn wishes_are_granted() {
         logprobs: Some(20),
         stop_tokens: vec![TokenId(3)],
         ignore_eos: true,
-        ..Wishes::default()
+        ..SamplingParams::default()
     });
     let stop = StopRules { max_tokens: 90, min_tokens: 90, stop_tokens: vec![TokenId(3)], ignore_eos: true };
     assert_eq!(prompt.stop, stop);
@@ -66,43 +68,43 @@ async fn wishes_are_granted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_nobody_asked_for_gives_way_to_the_context() {
-    let wishes = Wishes { max_tokens: MaxTokens::AtMost(16), ..Wishes::default() };
-    let accepted = accept(vec![tokens(10), tokens(95)], &wishes).expect("accepted");
+async fn a_default_token_limit_shrinks_to_the_context() {
+    let params = SamplingParams { max_tokens: MaxTokens::AtMost(16), ..SamplingParams::default() };
+    let accepted = accept(vec![tokens(10), tokens(95)], &params).expect("accepted");
     let max_tokens: Vec<u32> = accepted.prompts.iter().map(|prompt| prompt.stop.max_tokens).collect();
     assert_eq!(max_tokens, [16, 5]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn bad_wishes_name_their_field() {
+async fn errors_of_bad_values_name_their_field() {
     let asked = |tokens| MaxTokens::Asked { tokens, param: "max_completion_tokens" };
-    let bad = |change: fn(&mut Wishes)| {
-        let mut wishes = Wishes::default();
-        change(&mut wishes);
-        accept(vec![tokens(10)], &wishes).expect_err("refused").to_string()
+    let bad = |change: fn(&mut SamplingParams)| {
+        let mut params = SamplingParams::default();
+        change(&mut params);
+        accept(vec![tokens(10)], &params).expect_err("refused").to_string()
     };
-    type Change = fn(&mut Wishes);
+    type Change = fn(&mut SamplingParams);
     let table: [(Change, &str); 16] = [
-        (|wishes| wishes.n = 0, "n: from 1 to 8, not 0"),
-        (|wishes| wishes.n = 9, "n: from 1 to 8, not 9"),
-        (|wishes| wishes.temperature = Some(-0.5), "temperature: from 0 to 2, not -0.5"),
-        (|wishes| wishes.temperature = Some(f32::NAN), "temperature: from 0 to 2, not NaN"),
-        (|wishes| wishes.top_p = Some(2.0), "top_p: above 0 and at most 1, not 2"),
-        (|wishes| wishes.top_p = Some(0.0), "top_p: above 0 and at most 1, not 0"),
-        (|wishes| wishes.top_k = Some(-2), "top_k: a count, or -1 for all, not -2"),
-        (|wishes| wishes.min_p = Some(1.5), "min_p: from 0 to 1, not 1.5"),
-        (|wishes| wishes.repetition_penalty = Some(0.0), "repetition_penalty: above 0 and at most 10, not 0"),
-        (|wishes| wishes.presence_penalty = Some(3.0), "presence_penalty: from -2 to 2, not 3"),
-        (|wishes| wishes.frequency_penalty = Some(-3.0), "frequency_penalty: from -2 to 2, not -3"),
-        (|wishes| wishes.logprobs = Some(21), "top_logprobs: from 0 to 20, not 21"),
-        (|wishes| wishes.min_tokens = 91, "min_tokens: 91 are more than the 90 at most"),
+        (|params| params.n = 0, "n: from 1 to 8, not 0"),
+        (|params| params.n = 9, "n: from 1 to 8, not 9"),
+        (|params| params.temperature = Some(-0.5), "temperature: from 0 to 2, not -0.5"),
+        (|params| params.temperature = Some(f32::NAN), "temperature: from 0 to 2, not NaN"),
+        (|params| params.top_p = Some(2.0), "top_p: above 0 and at most 1, not 2"),
+        (|params| params.top_p = Some(0.0), "top_p: above 0 and at most 1, not 0"),
+        (|params| params.top_k = Some(-2), "top_k: a count, or -1 for all, not -2"),
+        (|params| params.min_p = Some(1.5), "min_p: from 0 to 1, not 1.5"),
+        (|params| params.repetition_penalty = Some(0.0), "repetition_penalty: above 0 and at most 10, not 0"),
+        (|params| params.presence_penalty = Some(3.0), "presence_penalty: from -2 to 2, not 3"),
+        (|params| params.frequency_penalty = Some(-3.0), "frequency_penalty: from -2 to 2, not -3"),
+        (|params| params.logprobs = Some(21), "top_logprobs: from 0 to 20, not 21"),
+        (|params| params.min_tokens = 91, "min_tokens: 91 are more than the 90 at most"),
         (
-            |wishes| wishes.logit_bias = vec![(TokenId(261), 1.0)],
+            |params| params.logit_bias = vec![(TokenId(261), 1.0)],
             "logit_bias: token 261 is not in the vocabulary of 261",
         ),
-        (|wishes| wishes.logit_bias = vec![(TokenId(1), 101.0)], "logit_bias: from -100 to 100, not 101"),
+        (|params| params.logit_bias = vec![(TokenId(1), 101.0)], "logit_bias: from -100 to 100, not 101"),
         (
-            |wishes| wishes.stop_tokens = vec![TokenId(1); 65],
+            |params| params.stop_tokens = vec![TokenId(1); 65],
             "stop_token_ids: at most 64 stop tokens, not 65",
         ),
     ];
@@ -110,8 +112,8 @@ async fn bad_wishes_name_their_field() {
         assert_eq!(bad(change), expected);
     }
     let max_tokens = |tokens_asked| {
-        let wishes = Wishes { max_tokens: asked(tokens_asked), ..Wishes::default() };
-        accept(vec![tokens(10)], &wishes).expect_err("refused")
+        let params = SamplingParams { max_tokens: asked(tokens_asked), ..SamplingParams::default() };
+        accept(vec![tokens(10)], &params).expect_err("refused")
     };
     assert_eq!(max_tokens(0).to_string(), "max_completion_tokens: at least 1 token");
     assert!(matches!(max_tokens(91), AcceptError::TooLong { param, .. } if param == "max_completion_tokens"));
@@ -126,23 +128,27 @@ async fn prompts_are_bounded() {
         (vec![vec![TokenId(261)]], "prompt: token 261 is not in the vocabulary of 261"),
         (vec![tokens(100)], "the prompt has 100 tokens, which leaves no room in the model's context of 100"),
     ] {
-        assert_eq!(accept(inputs, &Wishes::default()).expect_err("refused").to_string(), expected);
+        assert_eq!(accept(inputs, &SamplingParams::default()).expect_err("refused").to_string(), expected);
     }
-    assert!(accept(vec![tokens(99)], &Wishes::default()).is_ok(), "room for one token");
-    let many = Wishes { n: 3, ..Wishes::default() };
+    assert!(accept(vec![tokens(99)], &SamplingParams::default()).is_ok(), "room for one token");
+    let many = SamplingParams { n: 3, ..SamplingParams::default() };
     assert_eq!(accept(vec![tokens(1); 32], &many).expect_err("96 answers").param(), "n");
 }
 
 #[tokio::test(start_paused = true)]
 async fn answers_differ_in_id_and_seed_only() {
-    let wishes = Wishes { n: 2, seed: Some(u64::MAX), ..Wishes::default() };
-    let prompts = accept(vec![tokens(1), tokens(2)], &wishes).expect("accepted").prompts;
+    let params = SamplingParams { n: 2, seed: Some(u64::MAX), ..SamplingParams::default() };
+    let prompts = accept(vec![tokens(1), tokens(2)], &params).expect("accepted").prompts;
     let seen: Vec<(&str, u64, usize)> = prompts
         .iter()
         .map(|prompt| (prompt.id.as_str(), prompt.sampling.seed, prompt.tokens.len()))
         .collect();
     assert_eq!(seen, [("r-0", u64::MAX, 1), ("r-1", 0, 1), ("r-2", u64::MAX, 2), ("r-3", 0, 2)]);
-    assert_eq!(one(&Wishes::default()).id.as_str(), "r", "a single prompt bears the request's own id");
+    assert_eq!(
+        one(&SamplingParams::default()).id.as_str(),
+        "r",
+        "a single prompt bears the request's own id"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -152,12 +158,36 @@ async fn callers() {
     for insane in ["", "a b", "a\nb", "ü", "x".repeat(129).as_str()] {
         assert!(acceptor.request_id(Some(insane)).as_str().starts_with("req-"), "{insane:?}");
     }
-    let caller = |tenant, timeout| acceptor.caller(RequestId::new("r"), tenant, timeout, Priority(3));
-    let accepted = caller(Some("acme"), Some(Duration::from_millis(5))).expect("sane");
-    assert_eq!(accepted.tenant, TenantId::new("acme"));
+    let client = acceptor.client(&Claims::default()).expect("it claims nothing");
+    let caller = |timeout| acceptor.caller(RequestId::new("r"), client.clone(), timeout);
+    let accepted = caller(Some(Duration::from_millis(5))).expect("sane");
+    assert_eq!(accepted.client.tenant, TenantId::default());
     assert_eq!(accepted.deadline, World::seeded(1).deadline_in(Duration::from_millis(5)));
-    for timeout in [Duration::ZERO, TIMEOUT_MAX + Duration::from_millis(1)] {
-        assert_eq!(caller(None, Some(timeout)).expect_err("refused").param(), "x-baton-timeout-ms");
+    assert_eq!(caller(Some(Duration::ZERO)).expect_err("refused").param(), "x-baton-timeout-ms");
+    let longest = World::seeded(1).deadline_in(Deadlines::default().longest);
+    assert_eq!(caller(Some(Duration::MAX)).expect("bounded").deadline, longest);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tenants_context_bounds_its_requests() {
+    let limits = TenantLimits { context_tokens_max: NonZeroU32::new(20), ..TenantLimits::default() };
+    let account = Some(Arc::new(Account::new(TenantId::new("acme"), limits, None)));
+    let acceptor = acceptor();
+    let mut caller = caller(&acceptor);
+    caller.client.account = account;
+    let accept = |n_prompt, max_tokens| {
+        let params = SamplingParams { max_tokens, ..SamplingParams::default() };
+        acceptor.accept_one(&model(), "prompt", tokens(n_prompt), &params, &caller)
+    };
+    let asked = |tokens| MaxTokens::Asked { tokens, param: "max_tokens" };
+    assert_eq!(accept(15, MaxTokens::RestOfContext).expect("it fits").prompt.stop.max_tokens, 5);
+    assert_eq!(accept(15, asked(5)).expect("it fits").prompt.stop.max_tokens, 5);
+    for (n_prompt, max_tokens, param) in
+        [(20, MaxTokens::RestOfContext, "prompt"), (15, asked(6), "max_tokens"), (101, asked(1), "prompt")]
+    {
+        let error = accept(n_prompt, max_tokens).expect_err("refused");
+        assert!(matches!(error, AcceptError::TenantContext { .. }), "{error}");
+        assert_eq!(error.param(), param);
+        assert!(error.to_string().ends_with("the 20 tokens that the tenant may have"), "{error}");
     }
-    assert_eq!(caller(Some(""), None).expect_err("refused").param(), "x-baton-tenant");
 }

@@ -15,7 +15,7 @@ pub struct CachedBlocks {
     hashes: HashSet<BlockHash>,
 }
 
-/// An event is not the one that follows: some were lost, came twice or in another order, or somebody counts anew. Only a
+/// An event is not the one that follows: some were lost, came twice or in another order, or the node counts from the start again. Only a
 /// snapshot helps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("block event {found} instead of {expected:?}")]

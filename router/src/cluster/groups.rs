@@ -2,6 +2,7 @@
 //!
 //! Nodes agree when their fingerprints are equal. The caller decides anew at every change of membership or usability,
 //! and leaves out pool nodes and nodes that are refused by themselves (another protocol, not the operator's model).
+//! See `docs/decisions/0024-a-rollout-waits-for-a-complete-group.md`.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -15,12 +16,12 @@ pub(super) struct GroupNode {
     pub(super) fingerprint: FingerprintDigest,
     pub(super) role: Role,
     pub(super) epoch: Epoch,
-    pub(super) link: Link,
+    pub(super) link: Usability,
 }
 
 /// Whether the router can use a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Link {
+pub(super) enum Usability {
     Usable,
     /// Not now, but it may be in a moment: it is being connected to.
     Possible,
@@ -30,12 +31,12 @@ pub(super) enum Link {
 
 /// What is known besides the nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Circumstances {
+pub(super) struct DecisionContext {
     pub(super) in_force: Option<FingerprintDigest>,
     /// The router has just started and may not know all nodes yet.
     pub(super) is_settling: bool,
     /// The last decisions were postponed for long enough.
-    pub(super) is_patience_over: bool,
+    pub(super) postponed_too_long: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +53,14 @@ pub(super) enum Reason {
     /// It has all kinds of nodes that the model needs, and no other group has.
     OnlyComplete,
     MostNodes,
-    /// As many nodes as another group; it was in force before, or it is the older one.
+    /// Another group has the same number of nodes; this one was in force before, or it is the older one.
     Tie,
     /// No group has all kinds of nodes; this one has a decode node.
     CanDecode,
     /// No group can serve.
     NoneServes,
     /// The router has just started: nodes may still announce themselves.
-    Settling,
+    SettlePeriod,
     /// A larger group, or the one in force, is expected to be usable in a moment.
     Expecting,
 }
@@ -67,7 +68,7 @@ pub(super) enum Reason {
 impl Reason {
     /// Time alone may change the decision.
     pub(super) fn is_postponed(self) -> bool {
-        matches!(self, Self::Settling | Self::Expecting)
+        matches!(self, Self::SettlePeriod | Self::Expecting)
     }
 }
 
@@ -80,7 +81,7 @@ impl fmt::Display for Reason {
             Self::Tie => "as many nodes as another group, and in force before or older",
             Self::CanDecode => "no group has all needed kinds of nodes, this one has a decode node",
             Self::NoneServes => "no group can serve",
-            Self::Settling => "the router has just started, nodes may still announce themselves",
+            Self::SettlePeriod => "the router has just started, nodes may still announce themselves",
             Self::Expecting => "nodes of a larger group, or of the one in force, are being connected to",
         })
     }
@@ -91,23 +92,23 @@ type Rank = (usize, bool, Reverse<u64>);
 
 /// One group, counted.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tally {
+pub(super) struct GroupSummary {
     pub(super) fingerprint: FingerprintDigest,
     /// Nodes that do not leave.
     pub(super) n_staying: usize,
-    usable: Kinds,
+    usable: RoleSet,
     /// Kinds of nodes that are usable, or may be in a moment.
-    possible: Kinds,
+    possible: RoleSet,
     oldest: Epoch,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Kinds {
+struct RoleSet {
     prefills: bool,
     decodes: bool,
 }
 
-impl Kinds {
+impl RoleSet {
     fn are_complete(self, needs_prefill: bool) -> bool {
         self.decodes && (self.prefills || !needs_prefill)
     }
@@ -118,7 +119,7 @@ impl Kinds {
     }
 }
 
-impl Tally {
+impl GroupSummary {
     fn rank(&self, in_force: Option<FingerprintDigest>) -> Rank {
         (self.n_staying, in_force == Some(self.fingerprint), Reverse(self.oldest.0))
     }
@@ -130,33 +131,49 @@ impl Tally {
 }
 
 /// The groups of one model's nodes.
-pub(super) fn tally(nodes: &[GroupNode]) -> Vec<Tally> {
-    let mut groups: BTreeMap<FingerprintDigest, Tally> = BTreeMap::new();
+pub(super) fn summarize(nodes: &[GroupNode]) -> Vec<GroupSummary> {
+    let mut groups: BTreeMap<FingerprintDigest, GroupSummary> = BTreeMap::new();
     for node in nodes {
-        let group = groups.entry(node.fingerprint).or_insert_with(|| Tally {
+        let group = groups.entry(node.fingerprint).or_insert_with(|| GroupSummary {
             fingerprint: node.fingerprint,
             n_staying: 0,
-            usable: Kinds::default(),
-            possible: Kinds::default(),
+            usable: RoleSet::default(),
+            possible: RoleSet::default(),
             oldest: node.epoch,
         });
         group.oldest = group.oldest.min(node.epoch);
         match node.link {
-            Link::Usable => {
+            Usability::Usable => {
                 group.usable.add(node.role);
                 group.possible.add(node.role);
             }
-            Link::Possible => group.possible.add(node.role),
-            Link::Leaving => continue,
+            Usability::Possible => group.possible.add(node.role),
+            Usability::Leaving => continue,
         }
         group.n_staying += 1;
     }
     groups.into_values().collect()
 }
 
+/// The kind of node that a group needs before it can serve; `None`: it can.
+pub(super) fn missing(nodes: &[GroupNode], group: FingerprintDigest) -> Option<Role> {
+    let usable = summarize(nodes)
+        .iter()
+        .find(|summarize| summarize.fingerprint == group)
+        .map(|summarize| summarize.usable);
+    let usable = usable.unwrap_or_default();
+    if !usable.decodes {
+        Some(Role::Decode)
+    } else if !usable.are_complete(needs_prefill(nodes)) {
+        Some(Role::Prefill)
+    } else {
+        None
+    }
+}
+
 /// Whether the model's prompts are computed by prefill nodes.
 fn needs_prefill(nodes: &[GroupNode]) -> bool {
-    nodes.iter().any(|node| node.link != Link::Leaving && node.role.prefills() && !node.role.decodes())
+    nodes.iter().any(|node| node.link != Usability::Leaving && node.role.prefills() && !node.role.decodes())
 }
 
 /// Chooses the group that serves.
@@ -164,17 +181,17 @@ fn needs_prefill(nodes: &[GroupNode]) -> bool {
 /// A group that can serve (a usable node of each needed kind) comes before one that cannot; of several, the one with most
 /// nodes; on a tie, the one in force, then the older. Where no group can serve, the one in force goes on with its decode
 /// nodes, which compute prompts themselves. A change is postponed while a better group is only a moment away.
-pub(super) fn decide(nodes: &[GroupNode], known: Circumstances) -> Decision {
-    let Circumstances { in_force, is_settling, is_patience_over } = known;
+pub(super) fn decide(nodes: &[GroupNode], known: DecisionContext) -> Decision {
+    let DecisionContext { in_force, is_settling, postponed_too_long } = known;
     if in_force.is_none() && is_settling {
-        return Decision { in_force: None, reason: Reason::Settling };
+        return Decision { in_force: None, reason: Reason::SettlePeriod };
     }
-    let groups = tally(nodes);
+    let groups = summarize(nodes);
     let Some(best) = best_of(&groups, in_force, |group| group.usable, needs_prefill(nodes)) else {
         let kept = in_force.filter(|digest| groups.iter().any(|group| group.fingerprint == *digest));
         return Decision { in_force: kept, reason: Reason::NoneServes };
     };
-    if in_force != Some(best.fingerprint) && !is_patience_over {
+    if in_force != Some(best.fingerprint) && !postponed_too_long {
         let expected = best_of(&groups, in_force, |group| group.possible, needs_prefill(nodes));
         if expected.is_some_and(|expected| expected.fingerprint != best.fingerprint) {
             return Decision { in_force, reason: Reason::Expecting };
@@ -185,11 +202,11 @@ pub(super) fn decide(nodes: &[GroupNode], known: Circumstances) -> Decision {
 
 /// The best group by these kinds of nodes.
 fn best_of(
-    groups: &[Tally],
+    groups: &[GroupSummary],
     in_force: Option<FingerprintDigest>,
-    kinds: fn(&Tally) -> Kinds,
+    kinds: fn(&GroupSummary) -> RoleSet,
     needs_prefill: bool,
-) -> Option<Tally> {
+) -> Option<GroupSummary> {
     let complete = groups.iter().filter(|group| kinds(group).are_complete(needs_prefill));
     let decoding = || groups.iter().filter(|group| kinds(group).decodes);
     let kept = || decoding().find(|group| in_force == Some(group.fingerprint));
@@ -197,9 +214,9 @@ fn best_of(
     best.or_else(|| decoding().max_by_key(|group| group.rank(in_force))).copied()
 }
 
-fn reason(best: Tally, groups: &[Tally], needs_prefill: bool) -> Reason {
+fn reason(best: GroupSummary, groups: &[GroupSummary], needs_prefill: bool) -> Reason {
     let others = || groups.iter().filter(|group| group.fingerprint != best.fingerprint);
-    let complete = |group: &Tally| group.usable.are_complete(needs_prefill);
+    let complete = |group: &GroupSummary| group.usable.are_complete(needs_prefill);
     if others().next().is_none() {
         Reason::OnlyGroup
     } else if !complete(&best) {
@@ -228,9 +245,9 @@ mod tests {
             _ => Role::Both,
         };
         let link = match letters.next() {
-            None => Link::Usable,
-            Some('?') => Link::Possible,
-            _ => Link::Leaving,
+            None => Usability::Usable,
+            Some('?') => Usability::Possible,
+            _ => Usability::Leaving,
         };
         GroupNode { fingerprint: digest(group), role, epoch: Epoch(age as u64), link }
     }
@@ -239,10 +256,10 @@ mod tests {
         FingerprintDigest(u64::from(group))
     }
 
-    fn decided(nodes: &str, in_force: Option<char>, is_settling: bool, is_patience_over: bool) -> Decision {
+    fn decided(nodes: &str, in_force: Option<char>, is_settling: bool, postponed_too_long: bool) -> Decision {
         let nodes: Vec<GroupNode> = nodes.split_whitespace().enumerate().map(node).collect();
         let in_force = in_force.map(digest);
-        decide(&nodes, Circumstances { in_force, is_settling, is_patience_over })
+        decide(&nodes, DecisionContext { in_force, is_settling, postponed_too_long })
     }
 
     #[test]
@@ -299,8 +316,27 @@ mod tests {
     }
 
     #[test]
+    fn a_group_is_complete_with_a_usable_node_of_each_kind() {
+        for (nodes, expected) in [
+            ("ap ad bp bd", None),
+            ("ap ad bp", Some(Role::Decode)),
+            ("ap ad bp bd?", Some(Role::Decode)),
+            ("ap ad bd", Some(Role::Prefill)),
+            ("ap ad bd bp-", Some(Role::Prefill)),
+            // The model has no prefill nodes, or they all leave.
+            ("ad bd", None),
+            ("ap- ad bd", None),
+            ("ap ad bb", None),
+            ("ap ad", Some(Role::Decode)),
+        ] {
+            let nodes: Vec<GroupNode> = nodes.split_whitespace().enumerate().map(node).collect();
+            assert_eq!(missing(&nodes, digest('b')), expected, "{nodes:?}");
+        }
+    }
+
+    #[test]
     fn nothing_is_chosen_before_nodes_had_time_to_announce_themselves() {
-        let settling = Decision { in_force: None, reason: Reason::Settling };
+        let settling = Decision { in_force: None, reason: Reason::SettlePeriod };
         assert_eq!(decided("bd", None, true, false), settling);
         let kept = Decision { in_force: Some(digest('a')), reason: Reason::OnlyGroup };
         assert_eq!(decided("ad", Some('a'), true, false), kept, "it was in force before");

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::Task;
+use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{info, warn};
 use types::place::keepers;
 use types::{BlockHash, Epoch, FingerprintDigest, ModelInfo, NodeId, NodeInfo, NodeLoad, PromptModel};
 
 use super::cached::{CachedBlocks, Gap};
-use super::groups::{self, Circumstances, GroupNode, Link, Reason};
+use super::groups::{self, DecisionContext, GroupNode, Reason, Usability};
 use crate::policy::{ClusterView, NodeView};
 use crate::rpc::{NodeClient, StatusUpdate};
 use crate::text::RouterModels;
@@ -19,11 +20,11 @@ use crate::text::RouterModels;
 /// How long a router that has just started waits for nodes that were there before it, before it chooses a group. With the
 /// embedded registry a node announces itself again at its next sign of life, at most a second later, and takes up to a
 /// second more where it has to connect.
-const SETTLE: Duration = Duration::from_secs(3);
+pub(super) const SETTLE: Duration = Duration::from_secs(3);
 
 /// How long a change to another group is postponed while a better one may be usable in a moment. Longer than it takes to
 /// open broken status streams again; a decision for the right nodes still comes within five seconds.
-const PATIENCE: Duration = Duration::from_secs(3);
+const POSTPONE_MAX: Duration = Duration::from_secs(3);
 
 /// How usable a node is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,22 +90,45 @@ pub struct WantedFingerprint {
     pub fingerprint: FingerprintDigest,
 }
 
+/// What a node is told of its standing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct WorkStatus {
+    /// Why it gets no work. `None`: it is in use, or has left.
+    pub(super) refusal: Option<String>,
+    /// Why a rollout must not replace other nodes yet. `None`: the node serves, or its group could.
+    pub(super) rollout_waits_for: Option<String>,
+}
+
+impl WorkStatus {
+    /// What a node that was just heard of waits for.
+    pub(super) fn unknown() -> Self {
+        Self { refusal: None, rollout_waits_for: Some("the router has only just heard of it".to_owned()) }
+    }
+}
+
 /// Which group of a model's nodes is in force.
 #[derive(Debug)]
 struct ModelRecord {
     in_force: Option<FingerprintDigest>,
     reason: Reason,
     /// Until then nodes may still announce themselves to a router that has just started.
-    settles: Option<Settling>,
+    settles: Option<SettlePeriod>,
     /// Since when a change is postponed.
     postponed_since: Option<Instant>,
 }
 
+/// What the registry sent when a member was taken in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MemberSource {
+    OneEvent,
+    /// The list of all members: only their status streams are waited for.
+    WholeList,
+}
+
 #[derive(Clone, Copy, Debug)]
-struct Settling {
+struct SettlePeriod {
     until: Instant,
-    /// The registry has listed all members: nothing is waited for but their status streams.
-    is_listed: bool,
+    source: MemberSource,
 }
 
 pub(super) struct Members {
@@ -120,7 +144,7 @@ pub(super) struct Members {
 pub(super) struct Member {
     pub(super) info: Arc<NodeInfo>,
     fingerprint: FingerprintDigest,
-    /// Of its status stream.
+    /// The state of its status stream.
     link: NodeState,
     /// Why it is refused whatever the others are.
     refusal: Option<String>,
@@ -130,8 +154,12 @@ pub(super) struct Member {
     last_turn: u64,
     /// It has failed since it spoke last.
     pub(super) is_suspect: bool,
+    /// The registry has not confirmed it: it comes from the file of before.
+    pub(super) is_old: bool,
     pub(super) cached: CachedBlocks,
     pub(super) client: NodeClient,
+    /// What it is to be told of its standing. One receiver each, in the order of ids: a run of the simulation is repeated.
+    word: watch::Sender<WorkStatus>,
     /// They end with the member.
     _tasks: [Task<()>; 2],
 }
@@ -142,6 +170,7 @@ impl Member {
         info: Arc<NodeInfo>,
         refusal: Option<String>,
         client: NodeClient,
+        word: watch::Sender<WorkStatus>,
         tasks: [Task<()>; 2],
     ) -> Self {
         Self {
@@ -154,8 +183,10 @@ impl Member {
             assigned_tokens: 0,
             last_turn: 0,
             is_suspect: false,
+            is_old: false,
             cached: CachedBlocks::default(),
             client,
+            word,
             _tasks: tasks,
         }
     }
@@ -181,9 +212,9 @@ impl Member {
 
     fn group_node(&self) -> GroupNode {
         let link = match self.link {
-            NodeState::Ready => Link::Usable,
-            NodeState::Draining => Link::Leaving,
-            _ => Link::Possible,
+            NodeState::Ready => Usability::Usable,
+            NodeState::Draining => Usability::Leaving,
+            _ => Usability::Possible,
         };
         GroupNode { fingerprint: self.fingerprint, role: self.info.role, epoch: self.info.epoch, link }
     }
@@ -220,6 +251,12 @@ impl Members {
         let ids = self.by_id.values().filter(keeps).filter(usable).map(|member| &member.info.id);
         let keeper = keepers(ids, first).first().copied()?;
         Some(self.by_id.get(keeper)?.info.clone())
+    }
+
+    pub(super) fn mark_old(&mut self, id: &NodeId) {
+        if let Some(member) = self.by_id.get_mut(id) {
+            member.is_old = true;
+        }
     }
 
     pub(super) fn assign(&mut self, id: &NodeId, n_tokens: usize) {
@@ -259,12 +296,12 @@ impl Members {
     }
 
     /// Takes a member in, and begins to wait for others of its model if it was there before the router.
-    pub(super) fn insert(&mut self, member: Member, is_listed: bool, now: Instant) {
+    pub(super) fn insert(&mut self, member: Member, source: MemberSource, now: Instant) {
         let (computes, epoch) = (member.computes(), member.info.epoch);
         let name = member.info.model.name.clone();
         self.by_id.insert(member.info.id.clone(), member);
         if computes {
-            let settles = (epoch < self.started).then_some(Settling { until: now + SETTLE, is_listed });
+            let settles = (epoch < self.started).then_some(SettlePeriod { until: now + SETTLE, source });
             self.by_model.entry(name).or_insert(ModelRecord {
                 in_force: None,
                 reason: Reason::NoneServes,
@@ -284,6 +321,10 @@ impl Members {
         }
         self.by_model = by_model;
         self.fit(models);
+        for member in self.by_id.values() {
+            let word = self.work_status_of(member);
+            member.word.send_if_modified(|told| std::mem::replace(told, word.clone()) != word);
+        }
     }
 
     /// The nodes of a model that compute.
@@ -301,7 +342,7 @@ impl Members {
         for (name, record) in &self.by_model {
             let chosen = |member: &&Member| record.in_force == Some(member.fingerprint);
             if let Some(member) = self.of_model(name).find(chosen) {
-                models.speak_for(&member.info.model);
+                models.replace_learned(&member.info.model);
             }
         }
         let chosen = |member: &&Member| {
@@ -368,7 +409,7 @@ impl Members {
         }
         let record = self.by_model.get(&member.info.model.name);
         match record.map(|record| (record.in_force, record.reason)) {
-            Some((None, Reason::Settling)) if member.link == NodeState::Ready => NodeState::Connecting,
+            Some((None, Reason::SettlePeriod)) if member.link == NodeState::Ready => NodeState::Connecting,
             Some((Some(in_force), reason)) if in_force != member.fingerprint => {
                 NodeState::Superseded(self.difference(member, in_force, reason))
             }
@@ -386,30 +427,44 @@ impl Members {
         format!("`{name}` is served by {n} nodes with {in_force} ({reason}), this node has {own}{mismatch}")
     }
 
-    /// What the node is to be told: why it gets no work. `None`: it is in use, or has left.
-    pub(super) fn word_for(&self, info: &NodeInfo) -> Option<String> {
-        let member = self.by_id.get(&info.id).filter(|member| member.info.epoch == info.epoch)?;
-        self.state(member).reason().map(str::to_owned)
+    /// What the node is to be told of its standing.
+    fn work_status_of(&self, member: &Member) -> WorkStatus {
+        let state = self.state(member);
+        let refusal = state.reason().map(str::to_owned);
+        let rollout_waits_for = match &state {
+            NodeState::Ready => None,
+            NodeState::Superseded(reason) if member.link == NodeState::Ready => {
+                let nodes: Vec<GroupNode> =
+                    self.of_model(&member.info.model.name).map(Member::group_node).collect();
+                groups::missing(&nodes, member.fingerprint)
+                    .map(|missing| format!("{reason}; no usable {missing} node agrees with it"))
+            }
+            NodeState::Refused(reason) | NodeState::Superseded(reason) => Some(reason.clone()),
+            other => Some(format!("to the router it is {}", other.as_str())),
+        };
+        WorkStatus { refusal, rollout_waits_for }
     }
 
     pub(super) fn groups(&self) -> Vec<ModelGroups> {
         let of_model = |(name, record): (&String, &ModelRecord)| {
             let nodes: Vec<GroupNode> = self.of_model(name).map(Member::group_node).collect();
-            let group = |tally: groups::Tally| {
-                let members: Vec<&Member> =
-                    self.of_model(name).filter(|member| member.fingerprint == tally.fingerprint).collect();
+            let group = |summarize: groups::GroupSummary| {
+                let members: Vec<&Member> = self
+                    .of_model(name)
+                    .filter(|member| member.fingerprint == summarize.fingerprint)
+                    .collect();
                 Some(Group {
                     model: members.first()?.info.clone(),
-                    fingerprint: tally.fingerprint,
+                    fingerprint: summarize.fingerprint,
                     nodes: members.iter().map(|member| member.info.id.clone()).collect(),
-                    can_decode: tally.can_decode(),
+                    can_decode: summarize.can_decode(),
                 })
             };
             ModelGroups {
                 name: name.clone(),
                 in_force: record.in_force,
                 why: record.reason.to_string(),
-                groups: groups::tally(&nodes).into_iter().filter_map(group).collect(),
+                groups: groups::summarize(&nodes).into_iter().filter_map(group).collect(),
             }
         };
         self.by_model.iter().map(of_model).collect()
@@ -418,13 +473,15 @@ impl Members {
 
 impl ModelRecord {
     fn decide(&mut self, name: &str, nodes: &[GroupNode], now: Instant) {
-        let is_connecting = nodes.iter().any(|node| node.link == Link::Possible);
-        let is_settling = self.settles.is_some_and(|it| now < it.until && (!it.is_listed || is_connecting));
+        let is_connecting = nodes.iter().any(|node| node.link == Usability::Possible);
+        let is_settling = self
+            .settles
+            .is_some_and(|it| now < it.until && (it.source == MemberSource::OneEvent || is_connecting));
         if !is_settling {
             self.settles = None;
         }
-        let is_patience_over = self.postponed_since.is_some_and(|since| now >= since + PATIENCE);
-        let known = Circumstances { in_force: self.in_force, is_settling, is_patience_over };
+        let postponed_too_long = self.postponed_since.is_some_and(|since| now >= since + POSTPONE_MAX);
+        let known = DecisionContext { in_force: self.in_force, is_settling, postponed_too_long };
         let decision = groups::decide(nodes, known);
         self.postponed_since =
             (decision.reason == Reason::Expecting).then(|| self.postponed_since.unwrap_or(now));

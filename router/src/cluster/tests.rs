@@ -10,9 +10,9 @@ use types::node::TOKENIZER;
 use types::{BlockEvent, BlockHash, Epoch, Fingerprint, NodeInfo, ProtocolRange, Role};
 
 use super::*;
-use crate::puppet::{Act, Puppet, info};
+use crate::fake_node::{FakeNode, FakeResponse, info};
 
-struct Town {
+struct TestCluster {
     cluster: Cluster,
     models: RouterModels,
     registry: MemoryRegistry,
@@ -21,24 +21,24 @@ struct Town {
     _following: Task<()>,
 }
 
-async fn town() -> Town {
-    town_with(None).await
+async fn test_cluster() -> TestCluster {
+    test_cluster_with(None).await
 }
 
-async fn town_with(wanted: Option<WantedFingerprint>) -> Town {
-    town_of(RouterModels::default(), wanted).await
+async fn test_cluster_with(wanted: Option<WantedFingerprint>) -> TestCluster {
+    test_cluster_of(RouterModels::default(), wanted).await
 }
 
-async fn town_of(models: RouterModels, wanted: Option<WantedFingerprint>) -> Town {
+async fn test_cluster_of(models: RouterModels, wanted: Option<WantedFingerprint>) -> TestCluster {
     let world = World::seeded(1).with_net(Arc::new(MemoryNet::new()));
     let gate = Gate::new("test");
     let registry = MemoryRegistry::new(Duration::from_secs(10), world.clone(), gate.clone());
     let cluster = Cluster::new(world.clone(), gate.clone(), models.clone(), wanted);
-    let following = cluster.follow(&registry).await.expect("the registry is here");
-    Town { cluster, models, registry, world, gate, _following: following }
+    let following = cluster.follow(&registry, None).await.expect("the registry is here");
+    TestCluster { cluster, models, registry, world, gate, _following: following }
 }
 
-impl Town {
+impl TestCluster {
     /// Waits until the node is superseded: why.
     async fn superseded(&self, id: &str) -> String {
         self.gets_no_work(id, |state| matches!(state, NodeState::Superseded(_))).await
@@ -74,53 +74,57 @@ impl Town {
 
 #[tokio::test(start_paused = true)]
 async fn a_node_is_usable_once_it_has_spoken_and_until_it_falls_silent() {
-    let town = town().await;
-    let puppet = Puppet::new("d", Role::Decode, &[Act::Serve]);
-    let announcement = town.registry.announce(puppet.info.clone()).await.expect("announced");
-    town.state("d", &NodeState::Connecting).await;
-    assert!(town.cluster.ready().is_err());
-    let running = puppet.start(&town.world, &town.gate).await;
-    town.state("d", &NodeState::Ready).await;
-    assert_eq!(town.cluster.ready(), Ok(()));
-    assert_eq!(town.cluster.models().len(), 1);
+    let test_cluster = test_cluster().await;
+    let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]);
+    let announcement = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
+    test_cluster.state("d", &NodeState::Connecting).await;
+    assert!(test_cluster.cluster.ready().is_err());
+    let running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
+    test_cluster.state("d", &NodeState::Ready).await;
+    assert_eq!(test_cluster.cluster.ready(), Ok(()));
+    assert_eq!(test_cluster.cluster.models().len(), 1);
     drop(running);
     announcement.withdraw().await;
-    while !town.cluster.everyone().is_empty() {
+    while !test_cluster.cluster.everyone().is_empty() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
-    let town = town().await;
-    let first = Puppet::new("a", Role::Decode, &[Act::Serve]);
-    let _running = first.start(&town.world, &town.gate).await;
-    let _first = town.registry.announce(first.info.clone()).await.expect("announced");
-    town.state("a", &NodeState::Ready).await;
+    let test_cluster = test_cluster().await;
+    let first = FakeNode::new("a", Role::Decode, &[FakeResponse::Serve]);
+    let _running = first.start(&test_cluster.world, &test_cluster.gate).await;
+    let _first = test_cluster.registry.announce(first.info.clone()).await.expect("announced");
+    test_cluster.state("a", &NodeState::Ready).await;
     let old = NodeInfo { protocol: ProtocolRange { min: 0, max: 0 }, ..info("b", Role::Decode) };
-    let _old = town.registry.announce(old).await.expect("announced");
-    let reason = "no common protocol version: this side speaks 1..2, the peer 0..0";
-    town.state("b", &NodeState::Refused(reason.to_owned())).await;
-    let _other = town.registry.announce(other("c", Role::Decode).info).await.expect("announced");
-    let state = town.superseded("c").await;
+    let _old = test_cluster.registry.announce(old).await.expect("announced");
+    let reason = "no common protocol version: this side speaks 3..3, the peer 0..0";
+    test_cluster.state("b", &NodeState::Refused(reason.to_owned())).await;
+    let _other = test_cluster.registry.announce(other("c", Role::Decode).info).await.expect("announced");
+    let state = test_cluster.superseded("c").await;
     assert!(state.contains("is served by 1 nodes with "), "{state}");
     assert!(state.ends_with(": models differ: tokenizer: bytes here, none there"), "{state}");
 }
 
-/// A puppet with another fingerprint than the others.
-fn other(id: &str, role: Role) -> Puppet {
-    let mut puppet = Puppet::new(id, role, &[Act::Serve]);
-    puppet.info.model.fingerprint =
+/// A fake node with another fingerprint than the others.
+fn other(id: &str, role: Role) -> FakeNode {
+    let mut fake_node = FakeNode::new(id, role, &[FakeResponse::Serve]);
+    fake_node.info.model.fingerprint =
         Fingerprint::new([(TOKENIZER.to_owned(), types::node::TOKENIZER_NONE.to_owned())]);
-    puppet
+    fake_node
 }
 
-/// Puppets that are started and announced, until the value is dropped.
-async fn announced(town: &Town, puppets: &[&Puppet]) -> Vec<(Task<()>, registry::Announcement)> {
+/// Fake nodes that are started and announced, until the value is dropped.
+async fn announced(
+    test_cluster: &TestCluster,
+    fake_nodes: &[&FakeNode],
+) -> Vec<(Task<()>, registry::Announcement)> {
     let mut running = Vec::new();
-    for puppet in puppets {
-        let task = puppet.start(&town.world, &town.gate).await;
-        running.push((task, town.registry.announce(puppet.info.clone()).await.expect("announced")));
+    for fake_node in fake_nodes {
+        let task = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
+        running
+            .push((task, test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced")));
     }
     running
 }
@@ -129,19 +133,21 @@ async fn announced(town: &Town, puppets: &[&Puppet]) -> Vec<(Task<()>, registry:
 /// once it has left.
 #[tokio::test(start_paused = true)]
 async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
-    let town = town().await;
+    let test_cluster = test_cluster().await;
     let wrong = other("wrong", Role::Decode);
-    let mut wrongs = announced(&town, &[&wrong]).await;
-    town.state("wrong", &NodeState::Ready).await;
-    assert!(town.models.find(None).expect("learned").template.is_none(), "the wrong one's text half");
-    let right =
-        [Puppet::new("p", Role::Prefill, &[Act::Serve]), Puppet::new("d", Role::Decode, &[Act::Serve])];
-    let _rights = announced(&town, &right.iter().collect::<Vec<_>>()).await;
-    town.superseded("wrong").await;
-    town.state("d", &NodeState::Ready).await;
-    assert!(town.models.find(None).expect("learned").template.is_some(), "the right ones' text half");
+    let mut wrongs = announced(&test_cluster, &[&wrong]).await;
+    test_cluster.state("wrong", &NodeState::Ready).await;
+    assert!(test_cluster.models.find(None).expect("learned").template.is_none(), "the wrong one's text half");
+    let right = [
+        FakeNode::new("p", Role::Prefill, &[FakeResponse::Serve]),
+        FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]),
+    ];
+    let _rights = announced(&test_cluster, &right.iter().collect::<Vec<_>>()).await;
+    test_cluster.superseded("wrong").await;
+    test_cluster.state("d", &NodeState::Ready).await;
+    assert!(test_cluster.models.find(None).expect("learned").template.is_some(), "the right ones' text half");
     let used = |model: &PromptModel| {
-        let view = town.cluster.view(model, &[]);
+        let view = test_cluster.cluster.view(model, &[]);
         view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
     };
     let any = PromptModel::named("mock");
@@ -153,26 +159,27 @@ async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
     assert!(wrong.heard().iter().any(|word| word.starts_with("no work: `mock` is served by")), "{wrong:?}");
     let (_task, announcement) = wrongs.remove(0);
     announcement.withdraw().await;
-    let groups = town.cluster.groups();
+    let groups = test_cluster.cluster.groups();
     assert_eq!(groups[0].groups.len(), 1, "{groups:?}");
-    assert_eq!(town.cluster.ready(), Ok(()));
+    assert_eq!(test_cluster.cluster.ready(), Ok(()));
 }
 
 /// A right node that loses a tie is told so, and serves at once when the wrong one leaves.
 #[tokio::test(start_paused = true)]
 async fn superseded_nodes_serve_once_the_others_are_gone() {
-    let town = town().await;
-    let (wrong, right) = (other("wrong", Role::Decode), Puppet::new("right", Role::Decode, &[Act::Serve]));
-    let mut wrongs = announced(&town, &[&wrong]).await;
-    town.state("wrong", &NodeState::Ready).await;
-    let _rights = announced(&town, &[&right]).await;
-    town.superseded("right").await;
+    let test_cluster = test_cluster().await;
+    let (wrong, right) =
+        (other("wrong", Role::Decode), FakeNode::new("right", Role::Decode, &[FakeResponse::Serve]));
+    let mut wrongs = announced(&test_cluster, &[&wrong]).await;
+    test_cluster.state("wrong", &NodeState::Ready).await;
+    let _rights = announced(&test_cluster, &[&right]).await;
+    test_cluster.superseded("right").await;
     let (_task, announcement) = wrongs.remove(0);
     announcement.withdraw().await;
     let gone = tokio::time::Instant::now();
-    town.state("right", &NodeState::Ready).await;
+    test_cluster.state("right", &NodeState::Ready).await;
     assert!(gone.elapsed() < Duration::from_secs(1), "{:?}", gone.elapsed());
-    assert_eq!(town.cluster.ready(), Ok(()));
+    assert_eq!(test_cluster.cluster.ready(), Ok(()));
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(right.heard().last().map(String::as_str), Some("in use"));
 }
@@ -180,102 +187,107 @@ async fn superseded_nodes_serve_once_the_others_are_gone() {
 /// Nodes that were there before the router announce themselves one after the other, the wrong one first.
 #[tokio::test(start_paused = true)]
 async fn a_router_that_has_just_started_waits_for_nodes_that_were_there_before() {
-    let town = town().await;
-    let before = |mut puppet: Puppet| {
-        puppet.info.epoch = Epoch(1);
-        puppet
+    let test_cluster = test_cluster().await;
+    let before = |mut fake_node: FakeNode| {
+        fake_node.info.epoch = Epoch(1);
+        fake_node
     };
     let wrong = before(other("wrong", Role::Decode));
-    let _wrong = announced(&town, &[&wrong]).await;
+    let _wrong = announced(&test_cluster, &[&wrong]).await;
     for _ in 0..2 {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        assert!(town.cluster.ready().is_err(), "no group is chosen yet");
+        assert!(test_cluster.cluster.ready().is_err(), "no group is chosen yet");
     }
     let right = [
-        before(Puppet::new("p", Role::Prefill, &[Act::Serve])),
-        before(Puppet::new("d", Role::Decode, &[Act::Serve])),
+        before(FakeNode::new("p", Role::Prefill, &[FakeResponse::Serve])),
+        before(FakeNode::new("d", Role::Decode, &[FakeResponse::Serve])),
     ];
-    let _rights = announced(&town, &right.iter().collect::<Vec<_>>()).await;
-    town.state("d", &NodeState::Ready).await;
-    town.superseded("wrong").await;
+    let _rights = announced(&test_cluster, &right.iter().collect::<Vec<_>>()).await;
+    test_cluster.state("d", &NodeState::Ready).await;
+    test_cluster.superseded("wrong").await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_operators_word_comes_before_numbers() {
-    let (right, wrong) =
-        (Puppet::new("right", Role::Decode, &[Act::Serve]), ["x", "y"].map(|id| other(id, Role::Decode)));
+    let (right, wrong) = (
+        FakeNode::new("right", Role::Decode, &[FakeResponse::Serve]),
+        ["x", "y"].map(|id| other(id, Role::Decode)),
+    );
     let wanted =
         WantedFingerprint { model: "mock".to_owned(), fingerprint: right.info.model.fingerprint.digest() };
-    let town = town_with(Some(wanted)).await;
-    let _wrong = announced(&town, &wrong.iter().collect::<Vec<_>>()).await;
-    town.refused("x").await;
-    assert!(town.cluster.ready().is_err());
-    let _right = announced(&town, &[&right]).await;
-    town.state("right", &NodeState::Ready).await;
-    town.refused("y").await;
-    assert_eq!(town.cluster.ready(), Ok(()));
+    let test_cluster = test_cluster_with(Some(wanted)).await;
+    let _wrong = announced(&test_cluster, &wrong.iter().collect::<Vec<_>>()).await;
+    test_cluster.refused("x").await;
+    assert!(test_cluster.cluster.ready().is_err());
+    let _right = announced(&test_cluster, &[&right]).await;
+    test_cluster.state("right", &NodeState::Ready).await;
+    test_cluster.refused("y").await;
+    assert_eq!(test_cluster.cluster.ready(), Ok(()));
 }
 
 #[tokio::test(start_paused = true)]
 async fn prompts_for_one_model_see_its_nodes_only() {
-    let town = town().await;
+    let test_cluster = test_cluster().await;
     let of = |id: &str, model: &str| {
-        let mut puppet = Puppet::new(id, Role::Decode, &[Act::Serve]);
-        puppet.info.model.name = model.to_owned();
-        puppet
+        let mut fake_node = FakeNode::new(id, Role::Decode, &[FakeResponse::Serve]);
+        fake_node.info.model.name = model.to_owned();
+        fake_node
     };
-    let puppets = [of("a1", "a"), of("a2", "a"), of("b1", "b")];
-    let _running = announced(&town, &puppets.iter().collect::<Vec<_>>()).await;
+    let fake_nodes = [of("a1", "a"), of("a2", "a"), of("b1", "b")];
+    let _running = announced(&test_cluster, &fake_nodes.iter().collect::<Vec<_>>()).await;
     for id in ["a1", "a2", "b1"] {
-        town.state(id, &NodeState::Ready).await;
+        test_cluster.state(id, &NodeState::Ready).await;
     }
     let used = |model: &str| {
-        let view = town.cluster.view(&PromptModel::named(model), &[]);
+        let view = test_cluster.cluster.view(&PromptModel::named(model), &[]);
         view.nodes.iter().map(|node| node.info.id.to_string()).collect::<Vec<_>>()
     };
     assert_eq!(
         (used("a"), used("b"), used("c")),
         (vec!["a1".into(), "a2".into()], vec!["b1".into()], vec![])
     );
-    let names: Vec<String> = town.cluster.models().into_iter().map(|model| model.name).collect();
+    let names: Vec<String> = test_cluster.cluster.models().into_iter().map(|model| model.name).collect();
     assert_eq!(names, ["a", "b"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_node_whose_tokens_mean_something_else_to_the_router_is_refused() {
     let own = RouterModels::new([crate::text::RouterModel::mock("mock", 1024)]);
-    let town = town_of(own, None).await;
+    let test_cluster = test_cluster_of(own, None).await;
     let with_tokenizer = |id, model: &str, tokenizer: &str| {
         let mut node = info(id, Role::Decode);
         node.model.name = model.to_owned();
         node.model.fingerprint = Fingerprint::new([(TOKENIZER.to_owned(), tokenizer.to_owned())]);
         node
     };
-    let _other = town.registry.announce(with_tokenizer("a", "mock", "blake3:01")).await.expect("announced");
+    let _other =
+        test_cluster.registry.announce(with_tokenizer("a", "mock", "blake3:01")).await.expect("announced");
     let reason = "against the router: models differ: tokenizer: bytes here, blake3:01 there";
-    town.state("a", &NodeState::Refused(reason.to_owned())).await;
-    let _unknown = town.registry.announce(with_tokenizer("b", "real", "blake3:01")).await.expect("announced");
+    test_cluster.state("a", &NodeState::Refused(reason.to_owned())).await;
+    let _unknown =
+        test_cluster.registry.announce(with_tokenizer("b", "real", "blake3:01")).await.expect("announced");
     let reason = "the router has no tokenizer for the model `real`: set `model.path` and `model.name` there";
-    town.state("b", &NodeState::Refused(reason.to_owned())).await;
-    let _same = town.registry.announce(with_tokenizer("c", "mock", "bytes")).await.expect("announced");
-    town.state("c", &NodeState::Connecting).await;
+    test_cluster.state("b", &NodeState::Refused(reason.to_owned())).await;
+    let _same =
+        test_cluster.registry.announce(with_tokenizer("c", "mock", "bytes")).await.expect("announced");
+    test_cluster.state("c", &NodeState::Connecting).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_sequence_may_be_as_long_as_the_least_of_the_nodes_allows() {
-    let town = town().await;
-    let longest = || town.models.find(None).expect("learned").context_tokens;
+    let test_cluster = test_cluster().await;
+    let longest = || test_cluster.models.find(None).expect("learned").context_tokens;
     let full = info("a", Role::Decode).model.context_tokens;
-    let _large = town.registry.announce(info("a", Role::Decode)).await.expect("announced");
-    town.state("a", &NodeState::Connecting).await;
+    let _large = test_cluster.registry.announce(info("a", Role::Decode)).await.expect("announced");
+    test_cluster.state("a", &NodeState::Connecting).await;
     assert_eq!(longest(), full);
     let mut node = info("b", Role::Prefill);
     node.model.context_tokens = full / 2;
-    let small = town.registry.announce(node).await.expect("announced");
-    town.state("b", &NodeState::Connecting).await;
+    let small = test_cluster.registry.announce(node).await.expect("announced");
+    test_cluster.state("b", &NodeState::Connecting).await;
     assert_eq!(longest(), full / 2);
     small.withdraw().await;
-    while town.cluster.everyone().len() > 1 {
+    while test_cluster.cluster.everyone().len() > 1 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     assert_eq!(longest(), full);
@@ -283,17 +295,17 @@ async fn a_sequence_may_be_as_long_as_the_least_of_the_nodes_allows() {
 
 #[tokio::test(start_paused = true)]
 async fn a_new_life_replaces_the_old_one() {
-    let town = town().await;
-    let puppet = Puppet::new("d", Role::Decode, &[Act::Serve]);
-    let _running = puppet.start(&town.world, &town.gate).await;
-    let _first = town.registry.announce(puppet.info.clone()).await.expect("announced");
-    town.state("d", &NodeState::Ready).await;
-    let again = NodeInfo { epoch: Epoch(u64::MAX), ..puppet.info.clone() };
-    let _second = town.registry.announce(again).await.expect("announced");
-    while town.cluster.everyone().first().is_none_or(|(info, _)| info.epoch != Epoch(u64::MAX)) {
+    let test_cluster = test_cluster().await;
+    let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]);
+    let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
+    let _first = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
+    test_cluster.state("d", &NodeState::Ready).await;
+    let again = NodeInfo { epoch: Epoch(u64::MAX), ..fake_node.info.clone() };
+    let _second = test_cluster.registry.announce(again).await.expect("announced");
+    while test_cluster.cluster.everyone().first().is_none_or(|(info, _)| info.epoch != Epoch(u64::MAX)) {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    town.state("d", &NodeState::Ready).await;
+    test_cluster.state("d", &NodeState::Ready).await;
 }
 
 /// Events that were lost leave the node usable: what it has cached is asked for again.
@@ -301,19 +313,19 @@ async fn a_new_life_replaces_the_old_one() {
 async fn lost_block_events_bring_a_snapshot_and_cost_no_node() {
     use BlockEvent::{Snapshot, Stored};
     let hash = |of: u128| BlockHash(of);
-    let town = town().await;
+    let test_cluster = test_cluster().await;
     let told = vec![
         vec![(4, Snapshot(vec![hash(1)])), (5, Stored(vec![hash(2)])), (7, Stored(vec![hash(4)]))],
         vec![(7, Snapshot(vec![hash(1), hash(2), hash(3), hash(4)])), (8, Stored(vec![hash(5)]))],
     ];
-    let puppet = Puppet::new("d", Role::Decode, &[Act::Serve]).telling(told);
-    let _announcement = town.registry.announce(puppet.info.clone()).await.expect("announced");
-    let _running = puppet.start(&town.world, &town.gate).await;
-    town.state("d", &NodeState::Ready).await;
+    let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]).telling(told);
+    let _announcement = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
+    let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
+    test_cluster.state("d", &NodeState::Ready).await;
     let wait = async {
-        while town.cluster.cached(&puppet.info.id).hashes().is_none_or(|known| known.len() < 5) {
+        while test_cluster.cluster.cached(&fake_node.info.id).hashes().is_none_or(|known| known.len() < 5) {
             tokio::time::sleep(Duration::from_millis(1)).await;
-            assert_eq!(town.cluster.ready(), Ok(()), "the node serves on");
+            assert_eq!(test_cluster.cluster.ready(), Ok(()), "the node serves on");
         }
     };
     tokio::time::timeout(Duration::from_secs(5), wait).await.expect("the router asks again");

@@ -1,18 +1,19 @@
-//! Prefill first: KV that is computed before anybody knows who will decode it, and who keeps it until then.
+//! Prefill first: KV that is computed before a decode node is chosen, and the node that keeps it until then.
 //!
 //! A pool node keeps it, if there is one for it; otherwise, and wherever the pool does not, the prefill node itself.
 
 use std::sync::Arc;
 
+use tokio::time::Instant;
 use tracing::{info, warn};
 use types::{BlockHash, BlockHasher, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
-use super::{Dispatch, Rest, Started, Tries};
+use super::{Attempts, Dispatch, Progress, Started, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
 use crate::policy::Route;
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
-use crate::watchdog::Place;
+use crate::watchdog::WaitStage;
 
 /// KV that waits for a landing. Dropping it releases it where it is.
 #[derive(Debug)]
@@ -23,12 +24,12 @@ pub(crate) struct HeldKv {
     transfer: TransferId,
     /// What it is the KV of. A continuation's is longer than the one that the client asked with.
     prompt: Prompt,
-    how: Holding,
+    how: KvHolder,
 }
 
 /// Which call keeps it where it is.
 #[derive(Debug)]
-enum Holding {
+enum KvHolder {
     /// In a prefill node's outbox.
     AtPrefill(PrefillCall),
     /// On a pool node, or on its way there from a prefill node.
@@ -37,8 +38,8 @@ enum Holding {
 
 impl HeldKv {
     /// A prefill node may still be sending, and says if that fails; a pool node has sent.
-    fn in_the_hands_of(self, mut decode: DecodeCall) -> DecodeCall {
-        if let Holding::AtPrefill(call) = self.how {
+    fn with_sender(self, mut decode: DecodeCall) -> DecodeCall {
+        if let KvHolder::AtPrefill(call) = self.how {
             decode.kv_from(call);
         }
         decode
@@ -46,7 +47,7 @@ impl HeldKv {
 }
 
 /// Who is to keep a prompt's KV, and by which hashes.
-struct Keeper {
+struct PoolTarget {
     node: Arc<NodeInfo>,
     hashes: Vec<BlockHash>,
 }
@@ -67,17 +68,22 @@ impl Dispatch {
         self.hold(prompt, prefill).await
     }
 
-    /// Of a prompt that fills no block nothing could be found again: it stays with its prefill node.
-    fn keeper(&self, prompt: &Prompt, prefill: &NodeInfo) -> Option<Keeper> {
+    /// The pool cannot find a prompt again that fills no block: such KV stays with its prefill node.
+    fn keeper(&self, prompt: &Prompt, prefill: &NodeInfo) -> Option<PoolTarget> {
         let block_tokens = usize::from(prefill.model.layout.block_tokens);
         let hashes_of = |tokens| BlockHasher::hashes(&prompt.tenant, block_tokens, tokens);
         let first = hashes_of(prompt.tokens.get(..block_tokens)?)[0];
         let node = self.parts.cluster.keeper(first, &prefill.model)?;
-        Some(Keeper { node, hashes: hashes_of(&prompt.tokens) })
+        Some(PoolTarget { node, hashes: hashes_of(&prompt.tokens) })
     }
 
     /// A pool node makes room, and the prefill node sends its KV there, layer by layer.
-    async fn store(&self, prompt: &Prompt, prefill: &NodeInfo, keeper: &Keeper) -> Result<Started, Failure> {
+    async fn store(
+        &self,
+        prompt: &Prompt,
+        prefill: &NodeInfo,
+        keeper: &PoolTarget,
+    ) -> Result<Started, Failure> {
         let client = self.client(&keeper.node)?;
         let mut put = client.put(prompt, &keeper.hashes, prefill).await?;
         let landing = put.opening().await?;
@@ -86,13 +92,13 @@ impl Dispatch {
         let (prefilled, sender) = tokio::select! {
             biased;
             prefilled = computing.prefill(prompt, &to) => {
-                prefilled.map_err(|failure| of_wire(failure, &keeper.node))?
+                prefilled.map_err(|failure| blame_receiver(failure, &keeper.node))?
             }
             failure = put.failure() => return Err(failure),
         };
-        let (by, how) = (keeper.node.clone(), Holding::InPool { put: Box::new(put), sender });
+        let (by, how) = (keeper.node.clone(), KvHolder::InPool { put: Box::new(put), sender });
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
-        Ok(self.started(prompt, prefilled, Rest::Held(Box::new(held))))
+        Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
     /// The prefill node keeps the KV in its outbox.
@@ -100,9 +106,9 @@ impl Dispatch {
         let transfer = self.parts.world.transfer_id();
         let client = self.client(prefill)?;
         let (prefilled, call) = client.prefill(prompt, &Destination::Held(transfer)).await?;
-        let (by, how) = (prefill.clone(), Holding::AtPrefill(call));
+        let (by, how) = (prefill.clone(), KvHolder::AtPrefill(call));
         let held = HeldKv { by, client, transfer, prompt: prompt.clone(), how };
-        Ok(self.started(prompt, prefilled, Rest::Held(Box::new(held))))
+        Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
     /// The pool does without this prompt. A full one is no surprise; another failure is said once, until it speaks again.
@@ -121,14 +127,14 @@ impl Dispatch {
 
     /// Chooses a decode node for KV that is held, and has it sent there.
     pub(crate) async fn deliver(&self, mut held: HeldKv) -> Result<DecodeCall, ServeError> {
-        let _waiting = self.whereabouts.enter(Place::Deliver);
-        self.until_whole(&mut held).await.map_err(|failure| self.lost(&held, failure))?;
-        let mut tries = Tries::new(&self.parts);
+        let _waiting = self.stages.enter(WaitStage::Deliver);
+        self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure))?;
+        let mut tries = Attempts::new(&self.parts, Progress::Begun);
         loop {
             let route = tries.route(&held.prompt).await?;
             self.parts.cluster.assign(&Route { prefill: None, ..route.clone() }, held.prompt.tokens.len());
-            match self.deliver_to(&held, &route.decode).await {
-                Ok(decode) => return Ok(held.in_the_hands_of(decode)),
+            match self.deliver_to(&held, &route.decode, tries.room_by()).await {
+                Ok(decode) => return Ok(held.with_sender(decode)),
                 Err(failure) if failure.node.id == held.by.id => return Err(self.lost(&held, failure)),
                 Err(failure) => tries.failed(failure).await?,
             }
@@ -136,12 +142,12 @@ impl Dispatch {
     }
 
     /// A decode node is chosen when the KV is there, by the load of that moment.
-    async fn until_whole(&self, held: &mut HeldKv) -> Result<(), Failure> {
-        let Holding::InPool { put, sender } = &mut held.how else { return Ok(()) };
+    async fn wait_until_stored(&self, held: &mut HeldKv) -> Result<(), Failure> {
+        let KvHolder::InPool { put, sender } = &mut held.how else { return Ok(()) };
         let took = tokio::select! {
             biased;
             took = put.stored() => took?,
-            loss = sender.loss() => return Err(of_wire(loss, &held.by)),
+            loss = sender.loss() => return Err(blame_receiver(loss, &held.by)),
         };
         self.parts.metrics.stage(Stage::Store, took);
         Ok(())
@@ -149,16 +155,21 @@ impl Dispatch {
 
     /// Without the KV there is nothing to deliver: the continuation computes it again.
     fn lost(&self, held: &HeldKv, failure: Failure) -> ServeError {
-        let is_pools = matches!(held.how, Holding::InPool { .. }) && failure.node.id == held.by.id;
+        let is_pools = matches!(held.how, KvHolder::InPool { .. }) && failure.node.id == held.by.id;
         if is_pools {
             self.fall_back(&failure);
         }
         failure.into()
     }
 
-    async fn deliver_to(&self, held: &HeldKv, to: &NodeInfo) -> Result<DecodeCall, Failure> {
+    async fn deliver_to(
+        &self,
+        held: &HeldKv,
+        to: &NodeInfo,
+        room_by: Instant,
+    ) -> Result<DecodeCall, Failure> {
         let mut decode = self.client(to)?.decode(&held.prompt, PrefillOffer::HeldBy(&held.by)).await?;
-        match decode.opening().await? {
+        match decode.opening(room_by).await? {
             Opening::Landing(landing) => self.send(held, &landing, &mut decode, to).await?,
             Opening::Local { .. } => return Err(decode.unasked_local()),
         }
@@ -173,13 +184,13 @@ impl Dispatch {
         decode: &mut DecodeCall,
         to: &NodeInfo,
     ) -> Result<(), Failure> {
-        if let Holding::AtPrefill(_) = held.how {
+        if let KvHolder::AtPrefill(_) = held.how {
             return held.client.deliver(held.transfer, landing).await;
         }
         tokio::select! {
             biased;
             fetched = held.client.fetch(&held.prompt, held.transfer, landing) => {
-                fetched.map_err(|failure| of_wire(failure, to))
+                fetched.map_err(|failure| blame_receiver(failure, to))
             }
             failure = decode.failure() => Err(failure),
         }
@@ -187,7 +198,7 @@ impl Dispatch {
 }
 
 /// What a sender says of a wire or a landing is about the node at its other end.
-fn of_wire(failure: Failure, receiver: &NodeInfo) -> Failure {
+fn blame_receiver(failure: Failure, receiver: &NodeInfo) -> Failure {
     match failure.refusal.kind {
         RefusalKind::Wire | RefusalKind::Landing | RefusalKind::Mismatch => {
             Failure { node: Arc::new(receiver.clone()), ..failure }

@@ -1,4 +1,4 @@
-//! Prompts go their way through puppets that refuse, break, hang and lie.
+//! Prompts go their way through fake_nodes that refuse, break, hang and lie.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use types::{Prompt, RefusalKind, Role, Sampling, StopRules, TenantId, TokenId};
 
 use super::*;
 use crate::cluster::NodeState;
+use crate::fake_node::{FakeNode, FakeResponse, answer_to};
 use crate::policy;
-use crate::puppet::{Act, Puppet, answer_to};
 use crate::text::RouterModels;
 
-/// A router over puppets, on a network in memory and a clock that is paused.
-struct Stage {
+/// A router over fake_nodes, on a network in memory and a clock that is paused.
+struct TestCluster {
     dispatch: Dispatch,
     world: World,
     metrics: Metrics,
@@ -26,35 +26,41 @@ struct Stage {
     _following: Task<()>,
 }
 
-async fn stage(order: Order, puppets: &[&Puppet]) -> Stage {
+async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
     let world = World::seeded(1).with_net(Arc::new(MemoryNet::new()));
     let gate = Gate::new("test");
     let registry = MemoryRegistry::new(Duration::from_secs(10), world.clone(), gate.clone());
     let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default(), None);
-    let following = cluster.follow(&registry).await.expect("the registry is here");
+    let following = cluster.follow(&registry, None).await.expect("the registry is here");
     let mut running = Vec::new();
-    for puppet in puppets {
-        let task = puppet.start(&world, &gate).await;
-        running.push((task, registry.announce(puppet.info.clone()).await.expect("announced")));
+    for fake_node in fake_nodes {
+        let task = fake_node.start(&world, &gate).await;
+        running.push((task, registry.announce(fake_node.info.clone()).await.expect("announced")));
     }
     let is_settled = |(_, state): &(_, NodeState)| *state == NodeState::Ready || state.reason().is_some();
-    while cluster.everyone().iter().filter(|node| is_settled(node)).count() < puppets.len() {
+    while cluster.everyone().iter().filter(|node| is_settled(node)).count() < fake_nodes.len() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let metrics = Metrics::new("router");
-    let dispatch = Dispatch::new(Parts {
+    let dispatch = Dispatch::new(DispatchParts {
         world: world.clone(),
         cluster,
         policy: policy::by_name("round-robin").expect("in the table"),
         admission: Admission::new(8),
         order,
-        budget: Budget { attempts_max: 3, wait_max: Duration::from_secs(5) },
+        budget: Budget {
+            attempts_max: 3,
+            wait_max: Duration::from_secs(5),
+            nodes_wait_new: Duration::from_secs(2),
+            nodes_wait_begun: Duration::from_secs(30),
+        },
         metrics: RouterMetrics::new(&metrics),
+        drain: Drain::default(),
     });
-    Stage { dispatch, world, metrics, _running: running, _following: following }
+    TestCluster { dispatch, world, metrics, _running: running, _following: following }
 }
 
-impl Stage {
+impl TestCluster {
     fn prompt(&self, max_tokens: u32) -> Prompt {
         Prompt {
             id: self.world.request_id(),
@@ -71,7 +77,11 @@ impl Stage {
 
     /// The whole answer, or why there is none. Steps must come without a gap.
     async fn ask(&self, max_tokens: u32) -> Result<Vec<TokenId>, ServeError> {
-        let generation = self.dispatch.generate(self.prompt(max_tokens)).await?;
+        self.answer_of(self.prompt(max_tokens)).await
+    }
+
+    async fn answer_of(&self, prompt: Prompt) -> Result<Vec<TokenId>, ServeError> {
+        let generation = self.dispatch.generate(prompt).await?;
         let steps: Vec<_> = generation.steps.collect().await;
         let steps = steps.into_iter().collect::<Result<Vec<Step>, ServeError>>()?;
         assert!(steps.iter().enumerate().all(|(idx, step)| step.index as usize == idx), "{steps:?}");
@@ -94,119 +104,151 @@ impl Stage {
     }
 }
 
-fn prefill(id: &str, script: &[Act]) -> Puppet {
-    Puppet::new(id, Role::Prefill, script)
+fn prefill(id: &str, script: &[FakeResponse]) -> FakeNode {
+    FakeNode::new(id, Role::Prefill, script)
 }
 
-fn decode(id: &str, script: &[Act]) -> Puppet {
-    Puppet::new(id, Role::Decode, script)
+fn decode(id: &str, script: &[FakeResponse]) -> FakeNode {
+    FakeNode::new(id, Role::Decode, script)
 }
 
 #[tokio::test(start_paused = true)]
 async fn decode_is_asked_first_and_the_first_token_comes_from_prefill() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]));
-    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
+    test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
     assert_eq!(p.heard(), ["prefill 20 tokens, Serve"]);
     assert_eq!(d.heard(), ["decode 20 tokens, Serve"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn prefill_first_delivers_once_the_kv_is_there() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]));
-    stage(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
+    let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
+    test_cluster(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
     assert_eq!(p.heard(), ["prefill 20 tokens, Serve", "deliver"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_decode_node_may_compute_by_itself() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Local]));
-    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Local]));
+    test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
     assert_eq!(p.heard(), Vec::<String>::new());
 }
 
 #[tokio::test(start_paused = true)]
 async fn without_a_prefill_node_decode_is_told_to() {
-    let d = decode("d", &[Act::Serve]);
-    stage(Order::DecodeFirst, &[&d]).await.serves(6).await;
+    let d = decode("d", &[FakeResponse::Serve]);
+    test_cluster(Order::DecodeFirst, &[&d]).await.serves(6).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_node_that_breaks_is_left_out_of_the_next_route() {
-    let puppets = [
-        prefill("p0", &[Act::Break]),
-        prefill("p1", &[Act::Serve]),
-        decode("d0", &[Act::Break]),
-        decode("d1", &[Act::Serve]),
+    let fake_nodes = [
+        prefill("p0", &[FakeResponse::Break]),
+        prefill("p1", &[FakeResponse::Serve]),
+        decode("d0", &[FakeResponse::Break]),
+        decode("d1", &[FakeResponse::Serve]),
     ];
     for order in [Order::DecodeFirst, Order::PrefillFirst] {
-        stage(order, &puppets.each_ref()).await.serves(6).await;
+        test_cluster(order, &fake_nodes.each_ref()).await.serves(6).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_last_prefill_node_is_not_needed() {
-    let (p, d) = (prefill("p", &[Act::Break]), decode("d", &[Act::Serve]));
-    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    let (p, d) = (prefill("p", &[FakeResponse::Break]), decode("d", &[FakeResponse::Serve]));
+    test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
     assert_eq!(p.heard().len(), 1, "left out, and decode computed by itself");
 }
 
 #[tokio::test(start_paused = true)]
 async fn tries_are_bounded() {
-    let (p, d) = (prefill("p", &[Act::Break]), decode("d", &[Act::Break]));
-    let failed = stage(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("all break every time");
+    let (p, d) = (prefill("p", &[FakeResponse::Break]), decode("d", &[FakeResponse::Break]));
+    let failed =
+        test_cluster(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("all break every time");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Failed, .. }), "{failed:?}");
     assert_eq!(p.heard().len() + d.heard().len(), 3, "{:?} {:?}", p.heard(), d.heard());
 }
 
+/// Half of the prefill nodes fail every prompt. Requests are answered all the same, each with few attempts, and no node
+/// is left out for more than one request.
+#[tokio::test(start_paused = true)]
+async fn half_of_the_prefill_nodes_fail_and_attempts_stay_few() {
+    for order in [Order::DecodeFirst, Order::PrefillFirst] {
+        let bad = ["p0", "p1"].map(|id| prefill(id, &[FakeResponse::Break]));
+        let good = ["p2", "p3"].map(|id| prefill(id, &[FakeResponse::Serve]));
+        let d = decode("d", &[FakeResponse::Serve]);
+        let test_cluster = test_cluster(order, &[&bad[0], &good[0], &bad[1], &good[1], &d]).await;
+        for _ in 0..40 {
+            test_cluster.serves(6).await;
+        }
+        let computed = |fake_node: &FakeNode| {
+            fake_node.prompts().iter().filter(|word| word.starts_with("prefill")).count()
+        };
+        let failed = bad.iter().map(computed).sum::<usize>();
+        assert!(
+            (1..=2 * 40).contains(&failed),
+            "{order:?}: {failed} attempts failed, two at most of each request"
+        );
+        let counts = bad.iter().chain(&good).map(computed).collect::<Vec<_>>();
+        assert!(counts.iter().all(|count| *count >= 5), "{order:?}: every node gets its turns: {counts:?}");
+        assert_eq!(good.iter().map(computed).sum::<usize>(), 40, "{order:?}: one prompt is computed once");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_failed_wire_costs_an_attempt() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Refuse(RefusalKind::Wire)]));
-    let failed = stage(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("no wire works");
+    let (p, d) =
+        (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Refuse(RefusalKind::Wire)]));
+    let failed = test_cluster(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("no wire works");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Wire, .. }), "{failed:?}");
     assert_eq!(d.heard().len(), 3, "{:?}", d.heard());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_full_node_is_waited_for() {
-    let full = Act::Refuse(RefusalKind::Full);
-    let (p, d) =
-        (prefill("p", &[Act::Serve]), decode("d", &[full, full, full, full, full, full, Act::Serve]));
-    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    let full = FakeResponse::Refuse(RefusalKind::Full);
+    let (p, d) = (
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d", &[full, full, full, full, full, full, FakeResponse::Serve]),
+    );
+    test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
     assert_eq!(d.heard().len(), 7, "being full costs no attempt");
 }
 
 #[tokio::test(start_paused = true)]
 async fn but_not_for_ever() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Refuse(RefusalKind::Full)]));
-    let stage = stage(Order::DecodeFirst, &[&p, &d]).await;
-    let began = stage.world.now();
-    let failed = stage.ask(6).await.expect_err("it stays full");
+    let (p, d) =
+        (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Refuse(RefusalKind::Full)]));
+    let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &d]).await;
+    let began = test_cluster.world.now();
+    let failed = test_cluster.ask(6).await.expect_err("it stays full");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Full, .. }), "{failed:?}");
     assert!(began.elapsed() < Duration::from_secs(6), "{:?}", began.elapsed());
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_fails_anywhere_is_not_tried_elsewhere() {
-    let puppets = [
-        prefill("p", &[Act::Serve]),
-        decode("d0", &[Act::Refuse(RefusalKind::TooLong)]),
-        decode("d1", &[Act::Refuse(RefusalKind::TooLong)]),
+    let fake_nodes = [
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d0", &[FakeResponse::Refuse(RefusalKind::TooLong)]),
+        decode("d1", &[FakeResponse::Refuse(RefusalKind::TooLong)]),
     ];
-    let failed = stage(Order::DecodeFirst, &puppets.each_ref()).await.ask(6).await.expect_err("too long");
+    let failed =
+        test_cluster(Order::DecodeFirst, &fake_nodes.each_ref()).await.ask(6).await.expect_err("too long");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::TooLong, .. }), "{failed:?}");
-    assert_eq!(puppets[1].heard().len() + puppets[2].heard().len(), 1);
+    assert_eq!(fake_nodes[1].heard().len() + fake_nodes[2].heard().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_stream_that_breaks_goes_on_elsewhere() {
     for n in 0..5 {
-        let puppets = [
-            prefill("p", &[Act::Serve]),
-            decode("d0", &[Act::BreakAfter(n)]),
-            decode("d1", &[Act::BreakAfter(n), Act::Serve]),
+        let fake_nodes = [
+            prefill("p", &[FakeResponse::Serve]),
+            decode("d0", &[FakeResponse::BreakAfter(n)]),
+            decode("d1", &[FakeResponse::BreakAfter(n), FakeResponse::Serve]),
         ];
         for order in [Order::DecodeFirst, Order::PrefillFirst] {
-            stage(order, &puppets.each_ref()).await.serves(8).await;
+            test_cluster(order, &fake_nodes.each_ref()).await.serves(8).await;
         }
     }
 }
@@ -214,20 +256,26 @@ async fn a_stream_that_breaks_goes_on_elsewhere() {
 /// Found by simulation: the decode node got the prompt without what was generated, and went on at the wrong place.
 #[tokio::test(start_paused = true)]
 async fn held_kv_goes_with_the_prompt_that_it_is_of() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::BreakAfter(0), Act::Serve]));
-    stage(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
+    let (p, d) = (
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d", &[FakeResponse::BreakAfter(0), FakeResponse::Serve]),
+    );
+    test_cluster(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
     assert_eq!(d.heard(), ["decode 20 tokens, BreakAfter(0)", "decode 21 tokens, Serve"]);
 }
 
 /// Found by simulation: the wire broke before the decode node heard of the transfer, and it waited until its deadline.
 #[tokio::test(start_paused = true)]
 async fn kv_that_was_lost_on_the_way_is_computed_again() {
-    for (act, within_ms) in [(Act::Lose, 100), (Act::Vanish, 1_100)] {
+    for (act, within_ms) in [(FakeResponse::Lose, 100), (FakeResponse::Vanish, 1_100)] {
         for order in [Order::DecodeFirst, Order::PrefillFirst] {
-            let (p, d) = (prefill("p", &[act, Act::Serve]), decode("d", &[Act::Starve, Act::Serve]));
-            let stage = stage(order, &[&p, &d]).await;
-            let began = stage.world.now();
-            stage.serves(6).await;
+            let (p, d) = (
+                prefill("p", &[act, FakeResponse::Serve]),
+                decode("d", &[FakeResponse::Starve, FakeResponse::Serve]),
+            );
+            let test_cluster = test_cluster(order, &[&p, &d]).await;
+            let began = test_cluster.world.now();
+            test_cluster.serves(6).await;
             let took = began.elapsed();
             assert!(took < Duration::from_millis(within_ms), "{act:?}, {order:?}: {took:?}");
         }
@@ -238,8 +286,11 @@ async fn kv_that_was_lost_on_the_way_is_computed_again() {
 #[tokio::test(start_paused = true)]
 async fn a_decode_node_whose_kv_is_lost_again_computes_by_itself() {
     for order in [Order::DecodeFirst, Order::PrefillFirst] {
-        let (p, d) = (prefill("p", &[Act::Lose]), decode("d", &[Act::Starve, Act::Starve, Act::Serve]));
-        stage(order, &[&p, &d]).await.serves(6).await;
+        let (p, d) = (
+            prefill("p", &[FakeResponse::Lose]),
+            decode("d", &[FakeResponse::Starve, FakeResponse::Starve, FakeResponse::Serve]),
+        );
+        test_cluster(order, &[&p, &d]).await.serves(6).await;
         let n_computed = p.heard().iter().filter(|word| word.starts_with("prefill")).count();
         assert_eq!((n_computed, d.heard().len()), (2, 3), "{order:?}");
     }
@@ -247,90 +298,110 @@ async fn a_decode_node_whose_kv_is_lost_again_computes_by_itself() {
 
 #[tokio::test(start_paused = true)]
 async fn a_skipped_step_is_noticed_and_mended() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Skip, Act::Serve]));
-    stage(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
+    let (p, d) =
+        (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Skip, FakeResponse::Serve]));
+    test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn every_wait_ends_with_the_deadline() {
-    for (p, d) in [(Act::Hang, Act::Serve), (Act::Serve, Act::Hang)] {
+    for (p, d) in [(FakeResponse::Hang, FakeResponse::Serve), (FakeResponse::Serve, FakeResponse::Hang)] {
         for order in [Order::DecodeFirst, Order::PrefillFirst] {
             let (p, d) = (prefill("p", &[p]), decode("d", &[d]));
-            let stage = stage(order, &[&p, &d]).await;
-            let began = stage.world.now();
-            let failed = stage.ask(6).await.expect_err("somebody hangs");
+            let test_cluster = test_cluster(order, &[&p, &d]).await;
+            let deadline = test_cluster.world.deadline_in(Duration::from_secs(4));
+            let began = test_cluster.world.now();
+            let failed = test_cluster
+                .answer_of(Prompt { deadline, ..test_cluster.prompt(6) })
+                .await
+                .expect_err("one hangs");
             assert!(matches!(failed, ServeError::DeadlinePassed { .. }), "{failed:?}");
-            assert!(began.elapsed() <= Duration::from_secs(21), "{:?}", began.elapsed());
-            assert_eq!(stage.dispatch.parts().admission.n_inside(), 0);
+            assert!(began.elapsed() <= Duration::from_secs(5), "{:?}", began.elapsed());
+            assert_eq!(test_cluster.dispatch.parts().admission.n_inside(), 0);
         }
     }
 }
 
+/// The node keeps the prompt in its line for room. That is one attempt, and the router's wait bounds it.
+#[tokio::test(start_paused = true)]
+async fn a_wait_for_room_is_one_attempt_and_has_a_bound() {
+    let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Hang]));
+    let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &d]).await;
+    let began = test_cluster.world.now();
+    let failed = test_cluster.ask(6).await.expect_err("no room comes");
+    assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Full, .. }), "{failed:?}");
+    assert_eq!(began.elapsed().as_secs(), 5, "the stage's wait");
+    assert_eq!(d.prompts().len(), 1, "{:?}", d.prompts());
+}
+
 #[tokio::test(start_paused = true)]
 async fn admission_is_bounded() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]));
-    let stage = stage(Order::DecodeFirst, &[&p, &d]).await;
+    let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
+    let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &d]).await;
     let mut inside = Vec::new();
     for _ in 0..8 {
-        inside.push(stage.dispatch.generate(stage.prompt(6)).await.expect("there is room"));
+        inside.push(test_cluster.dispatch.generate(test_cluster.prompt(6)).await.expect("there is room"));
     }
-    let refused = stage.dispatch.generate(stage.prompt(6)).await.expect_err("eight are inside");
+    let refused = test_cluster.dispatch.generate(test_cluster.prompt(6)).await.expect_err("eight are inside");
     assert!(matches!(refused, ServeError::Overloaded { .. }), "{refused:?}");
     inside.clear();
-    stage.serves(6).await;
-    let ended = ["finished", "cancelled", "overloaded"].map(|outcome| stage.n_ended(outcome));
+    test_cluster.serves(6).await;
+    let ended = ["finished", "cancelled", "overloaded"].map(|outcome| test_cluster.n_ended(outcome));
     assert_eq!(ended, [1, 8, 1]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn no_node_is_said_at_once() {
-    let stage = stage(Order::DecodeFirst, &[]).await;
-    let began = stage.world.now();
-    let failed = stage.ask(6).await.expect_err("nobody is there");
+    let test_cluster = test_cluster(Order::DecodeFirst, &[]).await;
+    let began = test_cluster.world.now();
+    let failed = test_cluster.ask(6).await.expect_err("no node is there");
     assert!(matches!(failed, ServeError::NoNodes { .. }), "{failed:?}");
     assert_eq!(began.elapsed(), Duration::ZERO);
 }
 
 mod pool;
 
-/// A puppet of other weights under the same name.
-fn of_other_weights(mut puppet: Puppet) -> Puppet {
+/// A fake node with other weights under the same name.
+fn of_other_weights(mut fake_node: FakeNode) -> FakeNode {
     let parts = [("tokenizer", "bytes"), ("weights", "other")];
-    puppet.info.model.fingerprint =
+    fake_node.info.model.fingerprint =
         types::Fingerprint::new(parts.map(|(name, value)| (name.to_owned(), value.to_owned())));
-    puppet
+    fake_node
 }
 
 /// The node that began an answer dies; the only other one has other weights. The answer ends with an error, and no token
 /// of the other weights is in it.
 #[tokio::test(start_paused = true)]
 async fn an_answer_is_continued_by_its_own_weights_only() {
-    let mut first =
-        [decode("d0", &[Act::BreakAfter(2), Act::Break]), of_other_weights(decode("e0", &[Act::Serve]))];
+    let mut first = [
+        decode("d0", &[FakeResponse::BreakAfter(2), FakeResponse::Break]),
+        of_other_weights(decode("e0", &[FakeResponse::Serve])),
+    ];
     first[0].info.epoch.0 -= 1;
-    let failed = stage(Order::DecodeFirst, &first.each_ref()).await.ask(6).await.expect_err("it broke");
+    let failed =
+        test_cluster(Order::DecodeFirst, &first.each_ref()).await.ask(6).await.expect_err("it broke");
     assert!(matches!(failed, ServeError::Refused { .. } | ServeError::NoNodes { .. }), "{failed:?}");
     assert_eq!(first[1].prompts(), Vec::<String>::new());
     let both = [
-        decode("d0", &[Act::BreakAfter(2)]),
-        decode("d1", &[Act::BreakAfter(2), Act::Serve]),
-        of_other_weights(decode("e0", &[Act::Serve])),
+        decode("d0", &[FakeResponse::BreakAfter(2)]),
+        decode("d1", &[FakeResponse::BreakAfter(2), FakeResponse::Serve]),
+        of_other_weights(decode("e0", &[FakeResponse::Serve])),
     ];
-    stage(Order::DecodeFirst, &both.each_ref()).await.serves(6).await;
+    test_cluster(Order::DecodeFirst, &both.each_ref()).await.serves(6).await;
     assert_eq!(both[2].prompts(), Vec::<String>::new());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_prompt_goes_to_nodes_of_its_model_only() {
-    let mut another = decode("e", &[Act::Serve]);
+    let mut another = decode("e", &[FakeResponse::Serve]);
     another.info.model.name = "another".to_owned();
-    let puppets = [prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), another];
-    let stage = stage(Order::DecodeFirst, &puppets.each_ref()).await;
+    let fake_nodes = [prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]), another];
+    let test_cluster = test_cluster(Order::DecodeFirst, &fake_nodes.each_ref()).await;
     for _ in 0..4 {
-        stage.serves(6).await;
+        test_cluster.serves(6).await;
     }
-    assert_eq!(puppets[2].prompts(), Vec::<String>::new());
-    let unknown = Prompt { model: PromptModel::named("none"), ..stage.prompt(6) };
-    let failed = stage.dispatch.generate(unknown).await.expect_err("no such model");
+    assert_eq!(fake_nodes[2].prompts(), Vec::<String>::new());
+    let unknown = Prompt { model: PromptModel::named("none"), ..test_cluster.prompt(6) };
+    let failed = test_cluster.dispatch.generate(unknown).await.expect_err("no such model");
     assert!(failed.to_string().contains("no decode node of `none` is ready"), "{failed}");
 }

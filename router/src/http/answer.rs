@@ -11,13 +11,13 @@ use tracing::info;
 use types::{Prompt, TokenId, Usage};
 
 use super::error::HttpError;
-use super::fields::Manner;
-use crate::choice::{Choice, Delta, Whole};
+use super::fields::AnswerOptions;
+use crate::choice::{Choice, Delta, WholeChoice};
 use crate::error::ServeError;
 use crate::text::RouterModel;
 
 /// How one endpoint writes its choices.
-pub(crate) trait Shape: fmt::Debug + Send + Sync + 'static {
+pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
     /// An answer's id begins with it.
     const ID: &'static str;
     /// The field `object` of a whole answer, and of a chunk.
@@ -29,44 +29,49 @@ pub(crate) trait Shape: fmt::Debug + Send + Sync + 'static {
     type Choice<'a>: Serialize;
 
     /// What a stream says of a choice before its first token.
-    fn opening(&self, about: &About, choice: usize) -> Option<Self::Chunk<'_>>;
+    fn opening(&self, context: &AnswerContext, choice: usize) -> Option<Self::Chunk<'_>>;
 
-    fn chunk<'a>(&'a self, about: &'a About, delta: &'a Delta) -> Self::Chunk<'a>;
+    fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> Self::Chunk<'a>;
 
-    fn whole<'a>(&'a self, about: &'a About, choice: usize, whole: &'a Whole) -> Self::Choice<'a>;
+    fn whole<'a>(
+        &'a self,
+        context: &'a AnswerContext,
+        choice: usize,
+        whole: &'a WholeChoice,
+    ) -> Self::Choice<'a>;
 
     /// The prompt's tokens, where they belong to the answer and not to each choice.
-    fn prompt_tokens<'a>(&self, about: &'a About) -> Option<TokenIds<'a>>;
+    fn prompt_tokens<'a>(&self, context: &'a AnswerContext) -> Option<TokenIds<'a>>;
 }
 
 /// What is known of an answer before its first token.
 #[derive(Debug)]
-pub(crate) struct About {
+pub(crate) struct AnswerContext {
     pub(crate) id: String,
     pub(crate) created: u64,
     pub(crate) model: Arc<RouterModel>,
-    pub(crate) manner: Manner,
+    pub(crate) options: AnswerOptions,
     /// Answers to each input: choices `0..n` are the first input's.
     pub(crate) n: usize,
     /// The tokens of each choice's prompt.
     pub(crate) prompts: Vec<Arc<[TokenId]>>,
 }
 
-impl About {
+impl AnswerContext {
     pub(crate) fn prompts(prompts: &[Prompt]) -> Vec<Arc<[TokenId]>> {
         prompts.iter().map(|prompt| Arc::clone(&prompt.tokens)).collect()
     }
 
     /// `ids` when the client wants to see token ids.
     pub(crate) fn if_ids<'a>(&self, ids: &'a [TokenId]) -> Option<TokenIds<'a>> {
-        self.manner.token_ids.then_some(TokenIds(ids))
+        self.options.token_ids.then_some(TokenIds(ids))
     }
 }
 
 /// An answer of one or several choices, in the making.
 #[derive(Debug)]
 pub(crate) struct Answer<S> {
-    pub(crate) about: About,
+    pub(crate) context: AnswerContext,
     pub(crate) shape: S,
     pub(crate) choices: Vec<Choice>,
 }
@@ -74,37 +79,37 @@ pub(crate) struct Answer<S> {
 /// The deltas of all choices, as they come.
 pub(crate) type Deltas = SelectAll<BoxStream<'static, Result<Delta, ServeError>>>;
 
-impl<S: Shape> Answer<S> {
+impl<S: AnswerFormat> Answer<S> {
     /// What all prompts cost. Several answers to one prompt cost it once.
     pub(crate) fn usage(&self) -> Usage {
-        let usages = self.choices.iter().step_by(self.about.n).map(Choice::usage);
+        let usages = self.choices.iter().step_by(self.context.n).map(Choice::usage);
         usages.fold(Usage::default(), |sum, usage| Usage {
             prompt_tokens: sum.prompt_tokens + usage.prompt_tokens,
             cached_tokens: sum.cached_tokens + usage.cached_tokens,
         })
     }
 
-    pub(crate) fn into_parts(self) -> (About, S, Deltas) {
+    pub(crate) fn into_parts(self) -> (AnswerContext, S, Deltas) {
         let deltas = self.choices.into_iter().map(Choice::into_deltas);
-        (self.about, self.shape, futures::stream::select_all(deltas))
+        (self.context, self.shape, futures::stream::select_all(deltas))
     }
 
     /// Waits for all choices and writes them at once.
     pub(crate) async fn whole(self) -> Result<Response, HttpError> {
         let (usage, n_choices) = (self.usage(), self.choices.len());
-        let (about, shape, mut deltas) = self.into_parts();
-        let mut wholes = vec![Whole::default(); n_choices];
+        let (context, shape, mut deltas) = self.into_parts();
+        let mut wholes = vec![WholeChoice::default(); n_choices];
         while let Some(delta) = deltas.next().await {
             let delta = delta?;
             wholes[delta.choice].add(delta);
         }
         let completion_tokens = wholes.iter().map(|whole| whole.steps.len() as u32).sum();
         info!(n_choices, completion_tokens, "answered");
-        let choices = wholes.iter().enumerate().map(|(choice, whole)| shape.whole(&about, choice, whole));
+        let choices = wholes.iter().enumerate().map(|(choice, whole)| shape.whole(&context, choice, whole));
         let envelope = Envelope {
-            prompt_token_ids: shape.prompt_tokens(&about),
+            prompt_token_ids: shape.prompt_tokens(&context),
             usage: Some(Some(UsageFields::new(usage, completion_tokens))),
-            ..Envelope::new(&about, S::WHOLE, choices.collect::<Vec<_>>())
+            ..Envelope::new(&context, S::WHOLE, choices.collect::<Vec<_>>())
         };
         Ok(Json(envelope).into_response())
     }
@@ -126,8 +131,8 @@ pub(crate) struct Envelope<'a, C> {
 }
 
 impl<'a, C> Envelope<'a, C> {
-    pub(crate) fn new(about: &'a About, object: &'static str, choices: C) -> Self {
-        let About { id, created, model, .. } = about;
+    pub(crate) fn new(context: &'a AnswerContext, object: &'static str, choices: C) -> Self {
+        let AnswerContext { id, created, model, .. } = context;
         Self {
             id,
             object,

@@ -4,10 +4,12 @@ use std::time::Duration;
 
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
+use chassis::server::BodyBudgetSpent;
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 
 use super::error::{Code, HttpError};
+use crate::error::{RETRY_AFTER, ServeError};
 
 /// How much a client may send, and for how long.
 #[derive(Clone, Copy, Debug)]
@@ -23,7 +25,7 @@ impl Default for BodyLimits {
     }
 }
 
-/// So many times `bytes_max` are read and thrown away before a body is refused: a client that is cut off while it
+/// This many times `bytes_max` is read and thrown away before a body is refused: a client that is cut off while it
 /// still writes sees a broken connection instead of the refusal.
 const DISCARDED_FACTOR: usize = 8;
 
@@ -33,7 +35,7 @@ pub(crate) async fn read(body: Body, limits: BodyLimits) -> Result<Bytes, HttpEr
         Ok(read) => read,
         Err(_) => {
             let message = format!("the body did not arrive within {} ms", limits.within.as_millis());
-            Err(HttpError::new(Code::BodyTimeout, message).about("body"))
+            Err(HttpError::new(Code::BodyTimeout, message).context("body"))
         }
     }
 }
@@ -41,8 +43,7 @@ pub(crate) async fn read(body: Body, limits: BodyLimits) -> Result<Bytes, HttpEr
 async fn collect(mut body: Body, bytes_max: usize) -> Result<Bytes, HttpError> {
     let (mut kept, mut n_seen) = (BytesMut::new(), 0);
     while let Some(frame) = body.frame().await {
-        let frame =
-            frame.map_err(|error| HttpError::new(Code::InvalidJson, error.to_string()).about("body"))?;
+        let frame = frame.map_err(|error| broken(&error))?;
         let Ok(data) = frame.into_data() else { continue };
         n_seen += data.len();
         if n_seen <= bytes_max {
@@ -53,9 +54,19 @@ async fn collect(mut body: Body, bytes_max: usize) -> Result<Bytes, HttpError> {
     }
     if n_seen > bytes_max {
         let message = format!("the body has more than {bytes_max} bytes");
-        return Err(HttpError::new(Code::BodyTooLarge, message).about("body"));
+        return Err(HttpError::new(Code::BodyTooLarge, message).context("body"));
     }
     Ok(kept.freeze())
+}
+
+/// What is told a client whose body broke off, or had to give way to others.
+fn broken(error: &axum::Error) -> HttpError {
+    let spent = std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source())
+        .find_map(|error| error.downcast_ref::<BodyBudgetSpent>());
+    match spent {
+        Some(spent) => ServeError::Overloaded { retry_after: RETRY_AFTER, reason: spent.to_string() }.into(),
+        None => HttpError::new(Code::InvalidJson, error.to_string()).context("body"),
+    }
 }
 
 /// Reads JSON, whatever its content type says. An error names the field: `messages[2].content`.
@@ -79,16 +90,16 @@ fn bad_field(error: &serde_path_to_error::Error<serde_json::Error>) -> HttpError
     }
     match path.as_str() {
         "." => not_an_object(&inner.to_string()),
-        field => HttpError::new(Code::InvalidValue, format!("{field}: {inner}")).about(field),
+        field => HttpError::new(Code::InvalidValue, format!("{field}: {inner}")).context(field),
     }
 }
 
 fn not_an_object(reason: &str) -> HttpError {
-    HttpError::new(Code::InvalidValue, format!("the body is not an object: {reason}")).about("body")
+    HttpError::new(Code::InvalidValue, format!("the body is not an object: {reason}")).context("body")
 }
 
 fn not_json(message: String) -> HttpError {
-    HttpError::new(Code::InvalidJson, message).about("body")
+    HttpError::new(Code::InvalidJson, message).context("body")
 }
 
 #[cfg(test)]

@@ -1,25 +1,43 @@
 //! Who asks, as the request's headers say.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use http::HeaderMap;
+use http::{HeaderMap, header};
 use types::RequestId;
-use types::prompt::Priority;
 
 use crate::accept::{Acceptor, Caller};
 use crate::error::AcceptError;
+use crate::tenants::{Claims, Client};
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
 const TIMEOUT: &str = "x-baton-timeout-ms";
-/// The router believes it: whoever stands in front of the router vouches for its clients.
+/// Ignored where there are API keys. Elsewhere believed from trusted proxies only.
 const TENANT: &str = "x-baton-tenant";
 /// Higher runs first; zero when absent.
 const PRIORITY: &str = "x-baton-priority";
 
-pub(crate) fn caller(acceptor: &Acceptor, id: RequestId, headers: &HeaderMap) -> Result<Caller, AcceptError> {
+pub(crate) fn client(
+    acceptor: &Acceptor,
+    peer: Option<SocketAddr>,
+    headers: &HeaderMap,
+) -> Result<Client, AcceptError> {
+    acceptor.client(&Claims {
+        peer: peer.map(|peer| peer.ip()),
+        authorization: headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()),
+        tenant: text(headers, TENANT)?,
+        priority: number(headers, PRIORITY, "a number from -128 to 127")?,
+    })
+}
+
+pub(crate) fn caller(
+    acceptor: &Acceptor,
+    id: RequestId,
+    client: Client,
+    headers: &HeaderMap,
+) -> Result<Caller, AcceptError> {
     let timeout = number(headers, TIMEOUT, "a number of milliseconds")?.map(Duration::from_millis);
-    let priority = number(headers, PRIORITY, "a number from -128 to 127")?.unwrap_or_default();
-    acceptor.caller(id, text(headers, TENANT)?, timeout, Priority(priority))
+    acceptor.caller(id, client, timeout)
 }
 
 fn text<'a>(headers: &'a HeaderMap, name: &'static str) -> Result<Option<&'a str>, AcceptError> {
@@ -43,26 +61,32 @@ fn number<T: std::str::FromStr>(
 #[cfg(test)]
 mod tests {
     use chassis::World;
+    use types::prompt::Priority;
 
     use super::*;
+    use crate::tenants::{Tenants, TrustedProxies};
 
     fn check(headers: &[(&'static str, &'static str)]) -> Result<Caller, AcceptError> {
-        let acceptor = Acceptor::new(World::seeded(1), Duration::from_secs(600));
+        let proxies = TrustedProxies::parse(&["10.0.0.0/8".to_owned()]).expect("a network");
+        let acceptor = Acceptor::new(World::seeded(1), crate::accept::Deadlines::default());
+        let acceptor = acceptor.with_tenants(Tenants::without_keys(proxies));
         let header =
             |(name, value): &(&'static str, &'static str)| (name.parse().unwrap(), value.parse().unwrap());
-        caller(&acceptor, RequestId::new("r"), &headers.iter().map(header).collect())
+        let headers = headers.iter().map(header).collect();
+        let client = client(&acceptor, Some("10.1.2.3:80".parse().unwrap()), &headers)?;
+        caller(&acceptor, RequestId::new("r"), client, &headers)
     }
 
     #[tokio::test(start_paused = true)]
     async fn headers_say_who_asks() {
         let caller = check(&[(TENANT, "acme"), (PRIORITY, "-3"), (TIMEOUT, "1500")]).expect("sane");
-        assert_eq!((caller.tenant.as_str(), caller.priority), ("acme", Priority(-3)));
+        assert_eq!((caller.client.tenant.as_str(), caller.client.priority), ("acme", Priority(-3)));
         assert_eq!(caller.deadline, World::seeded(1).deadline_in(Duration::from_millis(1500)));
-        assert_eq!(check(&[]).expect("nothing said").priority, Priority(0));
+        assert_eq!(check(&[]).expect("nothing said").client.priority, Priority(0));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nonsense_names_the_header() {
+    async fn a_malformed_value_names_the_header() {
         for (name, value) in
             [(TIMEOUT, "soon"), (TIMEOUT, "-1"), (TIMEOUT, "0"), (PRIORITY, "128"), (TENANT, "a b")]
         {

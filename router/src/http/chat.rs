@@ -5,15 +5,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use types::TokenId;
 
-use super::answer::{About, Shape, TokenIds, finish_reason};
-use super::door::{Ask, Door};
+use super::answer::{AnswerContext, AnswerFormat, TokenIds, finish_reason};
+use super::api::{HttpApi, ParsedRequest};
 use super::error::HttpError;
 use super::fields::{CommonFields, asked};
 use super::logprobs::ChatLogprobs;
 use super::request_fields::{self, Endpoint};
 use super::{body, messages};
-use crate::accept::{Inputs, MaxTokens, Wishes};
-use crate::choice::{Delta, Whole};
+use crate::accept::{Inputs, MaxTokens, SamplingParams};
+use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::text::{Chat, RouterModel};
 
@@ -30,27 +30,27 @@ struct ChatFields {
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
-/// JSON → tokens and wishes.
-pub(crate) fn understand(door: &Door, json: &[u8]) -> Result<Ask<ChatShape>, HttpError> {
+/// JSON → tokens and sampling fields.
+pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ChatShape>, HttpError> {
     let (common, chat): (CommonFields, ChatFields) = (body::parse(json)?, body::parse(json)?);
     request_fields::check(Endpoint::Chat, json)?;
-    let model = door.models.find(common.model.as_deref())?;
-    let manner = common.manner();
-    let wishes = chat.wishes(common)?;
-    let tokens = chat.tokens(&model, door.world.unix_time().as_secs() as i64)?;
-    Ok(Ask {
+    let model = api.serve.model(&api.models, common.model.as_deref())?;
+    let options = common.options();
+    let params = chat.params(common)?;
+    let tokens = chat.tokens(&model, api.world.unix_time().as_secs() as i64)?;
+    Ok(ParsedRequest {
         model,
         inputs: Inputs { param: "messages", tokens: vec![tokens] },
-        wishes,
-        manner,
+        params,
+        options,
         shape: ChatShape,
     })
 }
 
 impl ChatFields {
-    fn wishes(&self, common: CommonFields) -> Result<Wishes, AcceptError> {
+    fn params(&self, common: CommonFields) -> Result<SamplingParams, AcceptError> {
         let max_tokens = asked("max_completion_tokens", self.max_completion_tokens);
-        let wishes = common.wishes(MaxTokens::RestOfContext)?;
+        let params = common.params(MaxTokens::RestOfContext)?;
         let logprobs = match (self.logprobs.unwrap_or(false), self.top_logprobs) {
             (true, top) => Some(top.unwrap_or(0)),
             (false, None | Some(0)) => None,
@@ -58,7 +58,7 @@ impl ChatFields {
                 return Err(AcceptError::invalid("top_logprobs", "it needs logprobs to be true"));
             }
         };
-        Ok(Wishes { max_tokens: max_tokens.unwrap_or(wishes.max_tokens), logprobs, ..wishes })
+        Ok(SamplingParams { max_tokens: max_tokens.unwrap_or(params.max_tokens), logprobs, ..params })
     }
 
     fn tokens(self, model: &RouterModel, unix_seconds: i64) -> Result<Vec<TokenId>, AcceptError> {
@@ -141,40 +141,45 @@ struct ChatMessage<'a> {
 
 const ASSISTANT: &str = "assistant";
 
-impl Shape for ChatShape {
+impl AnswerFormat for ChatShape {
     const ID: &'static str = "chatcmpl-";
     const WHOLE: &'static str = "chat.completion";
     const CHUNK: &'static str = "chat.completion.chunk";
     type Chunk<'a> = ChatChunk<'a>;
     type Choice<'a> = ChatChoice<'a>;
 
-    fn opening(&self, _about: &About, choice: usize) -> Option<ChatChunk<'_>> {
+    fn opening(&self, _about: &AnswerContext, choice: usize) -> Option<ChatChunk<'_>> {
         let delta = ChatDelta { role: Some(ASSISTANT), content: Some("") };
         Some(ChatChunk { index: choice, delta, logprobs: None, finish_reason: None, token_ids: None })
     }
 
-    fn chunk<'a>(&'a self, about: &'a About, delta: &'a Delta) -> ChatChunk<'a> {
+    fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> ChatChunk<'a> {
         let content = (!delta.text.is_empty()).then_some(delta.text.as_str());
         ChatChunk {
             index: delta.choice,
             delta: ChatDelta { role: None, content },
-            logprobs: ChatLogprobs::of(&about.model.tokenizer, [&delta.step]),
+            logprobs: ChatLogprobs::of(&context.model.tokenizer, [&delta.step]),
             finish_reason: delta.finish.map(finish_reason),
-            token_ids: about.if_ids(std::slice::from_ref(&delta.step.token)),
+            token_ids: context.if_ids(std::slice::from_ref(&delta.step.token)),
         }
     }
 
-    fn whole<'a>(&'a self, about: &'a About, choice: usize, whole: &'a Whole) -> ChatChoice<'a> {
+    fn whole<'a>(
+        &'a self,
+        context: &'a AnswerContext,
+        choice: usize,
+        whole: &'a WholeChoice,
+    ) -> ChatChoice<'a> {
         ChatChoice {
             index: choice,
             message: ChatMessage { role: ASSISTANT, content: &whole.text, refusal: None },
-            logprobs: ChatLogprobs::of(&about.model.tokenizer, whole.steps.iter().map(|(_, step)| step)),
+            logprobs: ChatLogprobs::of(&context.model.tokenizer, whole.steps.iter().map(|(_, step)| step)),
             finish_reason: whole.finish.map(finish_reason),
-            token_ids: about.manner.token_ids.then(|| whole.token_ids()),
+            token_ids: context.options.token_ids.then(|| whole.token_ids()),
         }
     }
 
-    fn prompt_tokens<'a>(&self, about: &'a About) -> Option<TokenIds<'a>> {
-        about.if_ids(about.prompts.first()?)
+    fn prompt_tokens<'a>(&self, context: &'a AnswerContext) -> Option<TokenIds<'a>> {
+        context.if_ids(context.prompts.first()?)
     }
 }

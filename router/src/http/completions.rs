@@ -3,15 +3,15 @@
 use serde::{Deserialize, Serialize};
 use types::TokenId;
 
-use super::answer::{About, Shape, TokenIds, finish_reason};
+use super::answer::{AnswerContext, AnswerFormat, TokenIds, finish_reason};
+use super::api::{HttpApi, ParsedRequest};
 use super::body;
-use super::door::{Ask, Door};
 use super::error::HttpError;
 use super::fields::CommonFields;
 use super::logprobs::CompletionLogprobs;
 use super::request_fields::{self, Endpoint};
-use crate::accept::{INPUTS_MAX, Inputs, MaxTokens, Wishes};
-use crate::choice::{Delta, Whole};
+use crate::accept::{INPUTS_MAX, Inputs, MaxTokens, SamplingParams};
+use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::text::{RouterModel, Tokenizer};
 
@@ -38,19 +38,19 @@ enum PromptField {
     TokenLists(Vec<Vec<u32>>),
 }
 
-/// JSON → tokens and wishes.
-pub(crate) fn understand(door: &Door, json: &[u8]) -> Result<Ask<CompletionShape>, HttpError> {
+/// JSON → tokens and sampling fields.
+pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<CompletionShape>, HttpError> {
     let (common, completion): (CommonFields, CompletionFields) = (body::parse(json)?, body::parse(json)?);
     request_fields::check(Endpoint::Completions, json)?;
-    let model = door.models.find(common.model.as_deref())?;
+    let model = api.serve.model(&api.models, common.model.as_deref())?;
     completion.refuse_unsupported()?;
-    let manner = common.manner();
-    let wishes = Wishes { logprobs: completion.logprobs, ..common.wishes(MAX_TOKENS)? };
+    let options = common.options();
+    let params = SamplingParams { logprobs: completion.logprobs, ..common.params(MAX_TOKENS)? };
     let prompt = completion.prompt.ok_or_else(|| AcceptError::missing("prompt"))?;
     let inputs = Inputs { param: "prompt", tokens: prompt.into_tokens(&model)? };
     let echo = completion.echo.unwrap_or(false).then(|| texts(&model.tokenizer, &inputs));
-    let shape = CompletionShape { echo: echo.unwrap_or_default(), n: wishes.n as usize };
-    Ok(Ask { model, inputs, wishes, manner, shape })
+    let shape = CompletionShape { echo: echo.unwrap_or_default(), n: params.n as usize };
+    Ok(ParsedRequest { model, inputs, params, options, shape })
 }
 
 impl CompletionFields {
@@ -122,36 +122,41 @@ impl CompletionShape {
     }
 }
 
-impl Shape for CompletionShape {
+impl AnswerFormat for CompletionShape {
     const ID: &'static str = "cmpl-";
     const WHOLE: &'static str = "text_completion";
     const CHUNK: &'static str = "text_completion";
     type Chunk<'a> = CompletionChoice<'a>;
     type Choice<'a> = CompletionChoice<'a>;
 
-    fn opening(&self, _about: &About, choice: usize) -> Option<CompletionChoice<'_>> {
+    fn opening(&self, _about: &AnswerContext, choice: usize) -> Option<CompletionChoice<'_>> {
         let text = self.echo(choice)?.into();
         let (logprobs, finish_reason, token_ids, prompt_token_ids) = (None, None, None, None);
         Some(CompletionChoice { index: choice, text, logprobs, finish_reason, token_ids, prompt_token_ids })
     }
 
-    fn chunk<'a>(&'a self, about: &'a About, delta: &'a Delta) -> CompletionChoice<'a> {
+    fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> CompletionChoice<'a> {
         let is_first = delta.step.index == 0;
         CompletionChoice {
             index: delta.choice,
             text: delta.text.as_str().into(),
-            logprobs: CompletionLogprobs::of(&about.model.tokenizer, [(delta.offset, &delta.step)]),
+            logprobs: CompletionLogprobs::of(&context.model.tokenizer, [(delta.offset, &delta.step)]),
             finish_reason: delta.finish.map(finish_reason),
-            token_ids: about.manner.token_ids.then(|| vec![delta.step.token.0]),
-            prompt_token_ids: about
+            token_ids: context.options.token_ids.then(|| vec![delta.step.token.0]),
+            prompt_token_ids: context
                 .prompts
                 .get(delta.choice)
                 .filter(|_| is_first)
-                .and_then(|ids| about.if_ids(ids)),
+                .and_then(|ids| context.if_ids(ids)),
         }
     }
 
-    fn whole<'a>(&'a self, about: &'a About, choice: usize, whole: &'a Whole) -> CompletionChoice<'a> {
+    fn whole<'a>(
+        &'a self,
+        context: &'a AnswerContext,
+        choice: usize,
+        whole: &'a WholeChoice,
+    ) -> CompletionChoice<'a> {
         let text = match self.echo(choice) {
             Some(echo) => format!("{echo}{}", whole.text).into(),
             None => whole.text.as_str().into(),
@@ -160,14 +165,14 @@ impl Shape for CompletionShape {
         CompletionChoice {
             index: choice,
             text,
-            logprobs: CompletionLogprobs::of(&about.model.tokenizer, steps),
+            logprobs: CompletionLogprobs::of(&context.model.tokenizer, steps),
             finish_reason: whole.finish.map(finish_reason),
-            token_ids: about.manner.token_ids.then(|| whole.token_ids()),
-            prompt_token_ids: about.prompts.get(choice).and_then(|ids| about.if_ids(ids)),
+            token_ids: context.options.token_ids.then(|| whole.token_ids()),
+            prompt_token_ids: context.prompts.get(choice).and_then(|ids| context.if_ids(ids)),
         }
     }
 
-    fn prompt_tokens<'a>(&self, _about: &'a About) -> Option<TokenIds<'a>> {
+    fn prompt_tokens<'a>(&self, _about: &'a AnswerContext) -> Option<TokenIds<'a>> {
         None
     }
 }

@@ -9,6 +9,7 @@ use serde::Serialize;
 use types::{RefusalKind, Verdict};
 
 use crate::error::{AcceptError, ServeError};
+use crate::tenants::Limit;
 
 macro_rules! codes {
     ($($name:ident = $word:literal, $status:ident, $class:ident, $meaning:literal;)*) => {
@@ -44,21 +45,24 @@ codes! {
     InvalidValue = "invalid_value", BAD_REQUEST, Request, "A field or header has a wrong type, or a value out of range.";
     MissingParameter = "missing_required_parameter", BAD_REQUEST, Request, "A required field is absent.";
     UnsupportedParameter = "unsupported_parameter", BAD_REQUEST, Request, "A field asks for something that Baton does not do, and that cannot be ignored.";
-    ContextLength = "context_length_exceeded", BAD_REQUEST, Request, "The prompt, or the prompt and the tokens asked for, do not fit into the model's context.";
+    ContextLength = "context_length_exceeded", BAD_REQUEST, Request, "The prompt, or the prompt and the tokens asked for, do not fit into the model's context, or into the tenant's.";
     Template = "template_refused", BAD_REQUEST, Request, "The model's chat template refuses the messages.";
     TooLong = "too_long", BAD_REQUEST, Request, "The sequence could never fit into the memory of a node, however empty.";
     Invalid = "invalid", BAD_REQUEST, Request, "A node found the request at fault.";
+    InvalidApiKey = "invalid_api_key", UNAUTHORIZED, Request, "The request has no API key, or one that the router does not know.";
     ModelNotFound = "model_not_found", NOT_FOUND, Request, "No such model is served here.";
     NotFound = "not_found", NOT_FOUND, Request, "No such path.";
     MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, Request, "The path exists, but not for this method.";
     BodyTimeout = "body_timeout", REQUEST_TIMEOUT, Request, "The request's body did not arrive in time.";
     BodyTooLarge = "body_too_large", BAD_REQUEST, Request, "The request's body is larger than the router takes.";
     Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request would have to wait too long. Come back after the time in Retry-After.";
-    Full = "full", TOO_MANY_REQUESTS, Overloaded, "No node has room for the sequence's KV.";
+    TenantRequests = "tenant_requests", TOO_MANY_REQUESTS, Overloaded, "The tenant has as many requests under way as it may have.";
+    TenantTokens = "tenant_tokens_per_minute", TOO_MANY_REQUESTS, Overloaded, "The tenant has used its tokens per minute. Come back after the time in Retry-After.";
+    Full = "full", TOO_MANY_REQUESTS, Overloaded, "The sequence got no KV room within `router.wait_ms`, or every node's line of prompts that wait for room is full.";
     Queue = "queue", TOO_MANY_REQUESTS, Overloaded, "Every prefill node has more work queued than it lets wait.";
     Cancelled = "cancelled", REQUEST_TIMEOUT, Request, "The request was cancelled before it was answered.";
-    NoNodes = "no_nodes", SERVICE_UNAVAILABLE, Unavailable, "No usable pair of nodes.";
-    Draining = "draining", SERVICE_UNAVAILABLE, Unavailable, "The nodes that could serve the request are being stopped.";
+    NoNodes = "no_nodes", SERVICE_UNAVAILABLE, Unavailable, "No usable pair of nodes, or the router does not know its nodes yet.";
+    Draining = "draining", SERVICE_UNAVAILABLE, Unavailable, "The router, or the nodes that could serve the request, are being stopped.";
     Mismatch = "mismatch", SERVICE_UNAVAILABLE, Unavailable, "The nodes' models or KV layouts differ.";
     Protocol = "protocol", SERVICE_UNAVAILABLE, Unavailable, "The nodes and the router have no protocol version in common.";
     Deadline = "deadline", GATEWAY_TIMEOUT, Timeout, "The request's deadline passed (`x-baton-timeout-ms`, or the setting `deadline_ms`).";
@@ -106,7 +110,7 @@ impl HttpError {
     }
 
     #[must_use]
-    pub fn about(self, param: impl Into<String>) -> Self {
+    pub fn context(self, param: impl Into<String>) -> Self {
         Self { param: Some(param.into()), ..self }
     }
 
@@ -142,21 +146,36 @@ impl From<AcceptError> for HttpError {
             AcceptError::Missing { .. } => Code::MissingParameter,
             AcceptError::Invalid { .. } => Code::InvalidValue,
             AcceptError::Unsupported { .. } => Code::UnsupportedParameter,
-            AcceptError::TooLong { .. } => Code::ContextLength,
+            AcceptError::TooLong { .. } | AcceptError::TenantContext { .. } => Code::ContextLength,
+            AcceptError::Unauthorized { .. } => Code::InvalidApiKey,
+            AcceptError::TenantLimit(ref reached) => code_of_limit(reached.limit),
             AcceptError::Template { .. } => Code::Template,
             AcceptError::UnknownModel { .. } => Code::ModelNotFound,
+            AcceptError::NoNodes { .. } => Code::NoNodes,
         };
-        Self::new(code, error.to_string()).about(error.param())
+        let retry_after = retry_after(error.verdict());
+        Self { retry_after, ..Self::new(code, error.to_string()).context(error.param()) }
     }
 }
 
 impl From<ServeError> for HttpError {
     fn from(error: ServeError) -> Self {
-        let retry_after = match error.verdict() {
-            Verdict::RetryLater(after) => Some(after),
-            Verdict::Reject | Verdict::RetryElsewhere | Verdict::Bug => None,
-        };
-        Self { retry_after, ..Self::new(code_of(&error), error.to_string()) }
+        Self { retry_after: retry_after(error.verdict()), ..Self::new(code_of(&error), error.to_string()) }
+    }
+}
+
+fn code_of_limit(limit: Limit) -> Code {
+    match limit {
+        Limit::Requests => Code::TenantRequests,
+        Limit::Tokens => Code::TenantTokens,
+        Limit::Context => Code::ContextLength,
+    }
+}
+
+fn retry_after(verdict: Verdict) -> Option<Duration> {
+    match verdict {
+        Verdict::RetryLater(after) => Some(after),
+        Verdict::Reject | Verdict::RetryElsewhere | Verdict::Bug => None,
     }
 }
 
@@ -166,6 +185,7 @@ fn code_of(error: &ServeError) -> Code {
         ServeError::Overloaded { .. } => Code::Overloaded,
         ServeError::NoNodes { .. } => Code::NoNodes,
         ServeError::DeadlinePassed { .. } => Code::Deadline,
+        ServeError::Draining => Code::Draining,
         ServeError::Failed { .. } => Code::Internal,
     }
 }
@@ -193,6 +213,9 @@ impl IntoResponse for HttpError {
         response.extensions_mut().insert(self.code);
         if let Some(after) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, seconds(after));
+        }
+        if self.code == Code::InvalidApiKey {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }
@@ -236,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_shall_come_back_is_told_when() {
+    fn refusals_that_may_be_retried_say_when() {
         let after = |error: ServeError| HttpError::from(error).retry_after;
         let reason = String::new;
         let refused = |kind| ServeError::Refused { kind, reason: reason() };

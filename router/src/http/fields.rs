@@ -1,11 +1,11 @@
-//! The fields that both endpoints have: how a client writes its wishes in JSON.
+//! The request fields that both endpoints have.
 
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use types::TokenId;
 
-use crate::accept::{MaxTokens, Wishes};
+use crate::accept::{MaxTokens, SamplingParams};
 use crate::error::AcceptError;
 
 /// OpenAI's fields and vLLM's extensions. [`super::request_fields`] has looked at all others.
@@ -57,7 +57,7 @@ struct ResponseFormat {
 
 /// How the client wants its answer written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Manner {
+pub(crate) struct AnswerOptions {
     pub(crate) stream: bool,
     /// In a stream: a last chunk with the usage.
     pub(crate) include_usage: bool,
@@ -65,23 +65,23 @@ pub(crate) struct Manner {
 }
 
 impl CommonFields {
-    pub(crate) fn manner(&self) -> Manner {
+    pub(crate) fn options(&self) -> AnswerOptions {
         let options = self.stream_options.as_ref();
-        Manner {
+        AnswerOptions {
             stream: self.stream.unwrap_or(false),
             include_usage: options.and_then(|options| options.include_usage).unwrap_or(false),
             token_ids: self.return_token_ids.unwrap_or(false),
         }
     }
 
-    /// The wishes, but for those that the endpoints write differently: `logprobs`, and what no `max_tokens` means.
-    pub(crate) fn wishes(self, unless_asked: MaxTokens) -> Result<Wishes, AcceptError> {
+    /// The sampling parameters, except those that the endpoints write differently: `logprobs`, and a missing `max_tokens`.
+    pub(crate) fn params(self, unless_asked: MaxTokens) -> Result<SamplingParams, AcceptError> {
         self.refuse_unsupported()?;
         let n = self.n.unwrap_or(1);
         if self.best_of.is_some_and(|best_of| best_of != n) {
             return Err(AcceptError::unsupported("best_of", "it must equal n"));
         }
-        Ok(Wishes {
+        Ok(SamplingParams {
             n,
             max_tokens: asked("max_tokens", self.max_tokens).unwrap_or(unless_asked),
             min_tokens: self.min_tokens.unwrap_or(0),

@@ -2,13 +2,13 @@
 
 use axum::extract::State;
 
-use super::door::Door;
+use super::api::HttpApi;
 use super::error::{Code, HttpError};
 
 pub(crate) async fn live() -> &'static str {
     "alive\n"
 }
 
-pub(crate) async fn ready(State(door): State<Door>) -> Result<&'static str, HttpError> {
-    door.serve.ready().map(|()| "ready\n").map_err(|reason| HttpError::new(Code::NoNodes, reason))
+pub(crate) async fn ready(State(api): State<HttpApi>) -> Result<&'static str, HttpError> {
+    api.serve.ready().map(|()| "ready\n").map_err(|reason| HttpError::new(Code::NoNodes, reason))
 }

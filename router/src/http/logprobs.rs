@@ -93,7 +93,7 @@ impl CompletionLogprobs {
 struct ByText(Vec<(String, f32)>);
 
 impl ByText {
-    /// The chosen token is among them. Of two tokens with the same text, the better one is shown.
+    /// The chosen token is among them. If two tokens have the same text, the more likely one is shown.
     fn of(tokenizer: &Tokenizer, chosen: TokenId, logprobs: &Logprobs) -> Self {
         let mut named: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len() + 1);
         for (token, logprob) in logprobs.top.iter().copied().chain([(chosen, logprobs.chosen)]) {

@@ -1,10 +1,10 @@
-//! The HTTP door: OpenAI's API. The one place that knows JSON and status codes.
+//! The HTTP API, OpenAI's. The one place that knows JSON and status codes.
 //!
-//! Suggested reading order: a request's way (`door`), what it may say (`request_fields`, `fields`, `messages`, `chat`, `completions`), one
+//! Suggested reading order: a request's way (`api`), what it may say (`request_fields`, `fields`, `messages`, `chat`, `completions`), one
 //! answer in the making ([`crate::choice`]), how answers are written (`answer`, `sse`, `logprobs`), and what is wrong
 //! (`error`).
 
-pub mod door;
+pub mod api;
 pub mod error;
 pub mod body;
 mod answer;
@@ -29,30 +29,31 @@ use axum::{Extension, Router, middleware};
 use http::HeaderMap;
 use types::RequestId;
 
+pub use api::HttpApi;
 pub use body::BodyLimits;
-pub use door::Door;
 pub use error::{Code, HttpError};
-pub use stall::ImpatientListener;
+pub use stall::WriteTimeoutListener;
 
 use crate::accept::Acceptor;
+use crate::tenants::Client;
 
 /// The API. It works inside of [`stack`] only.
-pub fn api(door: Door) -> Router {
+pub fn api(api: HttpApi) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::one))
-        .with_state(door)
+        .with_state(api)
 }
 
 /// `/live`, `/ready` and `/health`.
-pub fn health(door: Door) -> Router {
+pub fn health(api: HttpApi) -> Router {
     Router::new()
         .route("/live", get(health::live))
         .route("/ready", get(health::ready))
         .route("/health", get(health::ready))
-        .with_state(door)
+        .with_state(api)
 }
 
 /// What every path has around it: a request id, a span, and errors in OpenAI's shape also where there is no such path.
@@ -64,21 +65,23 @@ pub fn stack(routes: Router, acceptor: Acceptor) -> Router {
 }
 
 async fn chat_completions(
-    State(door): State<Door>,
+    State(api): State<HttpApi>,
     Extension(id): Extension<RequestId>,
+    client: Client,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, HttpError> {
-    door.answer(id, headers, body, chat::understand).await
+    api.answer((id, client), headers, body, chat::parse_request).await
 }
 
 async fn completions(
-    State(door): State<Door>,
+    State(api): State<HttpApi>,
     Extension(id): Extension<RequestId>,
+    client: Client,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, HttpError> {
-    door.answer(id, headers, body, completions::understand).await
+    api.answer((id, client), headers, body, completions::parse_request).await
 }
 
 async fn not_found(uri: http::Uri) -> HttpError {

@@ -5,9 +5,10 @@ use axum::extract::{Path, State};
 use serde::Serialize;
 use types::ModelInfo;
 
-use super::door::Door;
+use super::api::HttpApi;
 use super::error::HttpError;
 use crate::error::AcceptError;
+use crate::tenants::Client;
 
 #[derive(Debug, Serialize)]
 pub(crate) struct ModelList {
@@ -37,14 +38,17 @@ impl From<ModelInfo> for ModelFields {
     }
 }
 
-pub(crate) async fn list(State(door): State<Door>) -> Json<ModelList> {
-    Json(ModelList { object: "list", data: door.serve.models().into_iter().map(ModelFields::from).collect() })
+pub(crate) async fn list(State(api): State<HttpApi>, _client: Client) -> Json<ModelList> {
+    Json(ModelList { object: "list", data: api.serve.models().into_iter().map(ModelFields::from).collect() })
 }
 
 pub(crate) async fn one(
-    State(door): State<Door>,
+    State(api): State<HttpApi>,
+    _client: Client,
     Path(name): Path<String>,
 ) -> Result<Json<ModelFields>, HttpError> {
-    let model = door.serve.models().into_iter().find(|model| model.name == name);
-    Ok(Json(model.ok_or(AcceptError::UnknownModel { name })?.into()))
+    match api.serve.models().into_iter().find(|model| model.name == name) {
+        Some(model) => Ok(Json(model.into())),
+        None => Err(api.serve.knows_nodes().err().unwrap_or(AcceptError::UnknownModel { name }).into()),
+    }
 }

@@ -22,7 +22,7 @@ pub(crate) enum Endpoint {
 
 /// The endpoints that know a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum On {
+pub(crate) enum FieldEndpoints {
     Chat,
     Completions,
     Both,
@@ -30,7 +30,7 @@ pub(crate) enum On {
 
 /// What happens to a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum FieldSupport {
     /// It has its meaning. A note says how far.
     Honoured(&'static str),
     /// It changes nothing in the answer, and is ignored.
@@ -44,29 +44,29 @@ pub(crate) enum Fate {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RequestField {
     pub(crate) name: &'static str,
-    pub(crate) on: On,
-    pub(crate) fate: Fate,
+    pub(crate) on: FieldEndpoints,
+    pub(crate) fate: FieldSupport,
 }
 
-const fn honoured(name: &'static str, on: On, note: &'static str) -> RequestField {
-    RequestField { name, on, fate: Fate::Honoured(note) }
+const fn honoured(name: &'static str, on: FieldEndpoints, note: &'static str) -> RequestField {
+    RequestField { name, on, fate: FieldSupport::Honoured(note) }
 }
 
 const fn harmless(name: &'static str, note: &'static str) -> RequestField {
-    RequestField { name, on: On::Both, fate: Fate::Harmless(note) }
+    RequestField { name, on: FieldEndpoints::Both, fate: FieldSupport::Harmless(note) }
 }
 
 const fn refused(name: &'static str, reason: &'static str) -> RequestField {
-    RequestField { name, on: On::Both, fate: Fate::Refused { reason, neutral: &[] } }
+    RequestField { name, on: FieldEndpoints::Both, fate: FieldSupport::Refused { reason, neutral: &[] } }
 }
 
 const fn neutral(
     name: &'static str,
-    on: On,
+    on: FieldEndpoints,
     neutral: &'static [&'static str],
     reason: &'static str,
 ) -> RequestField {
-    RequestField { name, on, fate: Fate::Refused { reason, neutral } }
+    RequestField { name, on, fate: FieldSupport::Refused { reason, neutral } }
 }
 
 const NO_GRAMMAR: &str = "constrained output is not built yet";
@@ -77,37 +77,41 @@ const SPECIAL: &str = "special tokens are always left out of the text";
 
 /// The table, by fate and name.
 pub(crate) const FIELDS: &[RequestField] = &[
-    honoured("add_generation_prompt", On::Chat, ""),
-    honoured("best_of", On::Both, "it must equal `n`"),
-    honoured("chat_template_kwargs", On::Chat, ""),
-    honoured("echo", On::Completions, "without `logprobs`"),
-    honoured("frequency_penalty", On::Both, ""),
-    honoured("ignore_eos", On::Both, ""),
-    honoured("logit_bias", On::Both, ""),
-    honoured("logprobs", On::Both, ""),
-    honoured("max_completion_tokens", On::Chat, ""),
-    honoured("max_tokens", On::Both, ""),
-    honoured("messages", On::Chat, "texts, or lists of text parts"),
-    honoured("min_p", On::Both, ""),
-    honoured("min_tokens", On::Both, ""),
-    honoured("model", On::Both, ""),
-    honoured("n", On::Both, ""),
-    honoured("presence_penalty", On::Both, ""),
-    honoured("prompt", On::Completions, "texts or token ids, one prompt or several"),
-    honoured("repetition_penalty", On::Both, ""),
-    honoured("response_format", On::Both, "`text`; other types are refused"),
-    honoured("return_token_ids", On::Both, ""),
-    honoured("seed", On::Both, ""),
-    honoured("stop", On::Both, ""),
-    honoured("stop_token_ids", On::Both, ""),
-    honoured("stream", On::Both, ""),
-    honoured("stream_options", On::Both, "`include_usage`; others are refused by name"),
-    honoured("temperature", On::Both, ""),
-    honoured("tool_choice", On::Chat, "`none`, and `auto` without `tools`; others are refused"),
-    honoured("tools", On::Chat, "with `tool_choice: none` only, which leaves them out of the prompt"),
-    honoured("top_k", On::Both, ""),
-    honoured("top_logprobs", On::Chat, ""),
-    honoured("top_p", On::Both, ""),
+    honoured("add_generation_prompt", FieldEndpoints::Chat, ""),
+    honoured("best_of", FieldEndpoints::Both, "it must equal `n`"),
+    honoured("chat_template_kwargs", FieldEndpoints::Chat, ""),
+    honoured("echo", FieldEndpoints::Completions, "without `logprobs`"),
+    honoured("frequency_penalty", FieldEndpoints::Both, ""),
+    honoured("ignore_eos", FieldEndpoints::Both, ""),
+    honoured("logit_bias", FieldEndpoints::Both, ""),
+    honoured("logprobs", FieldEndpoints::Both, ""),
+    honoured("max_completion_tokens", FieldEndpoints::Chat, ""),
+    honoured("max_tokens", FieldEndpoints::Both, ""),
+    honoured("messages", FieldEndpoints::Chat, "texts, or lists of text parts"),
+    honoured("min_p", FieldEndpoints::Both, ""),
+    honoured("min_tokens", FieldEndpoints::Both, ""),
+    honoured("model", FieldEndpoints::Both, ""),
+    honoured("n", FieldEndpoints::Both, ""),
+    honoured("presence_penalty", FieldEndpoints::Both, ""),
+    honoured("prompt", FieldEndpoints::Completions, "texts or token ids, one prompt or several"),
+    honoured("repetition_penalty", FieldEndpoints::Both, ""),
+    honoured("response_format", FieldEndpoints::Both, "`text`; other types are refused"),
+    honoured("return_token_ids", FieldEndpoints::Both, ""),
+    honoured("seed", FieldEndpoints::Both, ""),
+    honoured("stop", FieldEndpoints::Both, ""),
+    honoured("stop_token_ids", FieldEndpoints::Both, ""),
+    honoured("stream", FieldEndpoints::Both, ""),
+    honoured("stream_options", FieldEndpoints::Both, "`include_usage`; others are refused by name"),
+    honoured("temperature", FieldEndpoints::Both, ""),
+    honoured("tool_choice", FieldEndpoints::Chat, "`none`, and `auto` without `tools`; others are refused"),
+    honoured(
+        "tools",
+        FieldEndpoints::Chat,
+        "with `tool_choice: none` only, which leaves them out of the prompt",
+    ),
+    honoured("top_k", FieldEndpoints::Both, ""),
+    honoured("top_logprobs", FieldEndpoints::Chat, ""),
+    honoured("top_p", FieldEndpoints::Both, ""),
     harmless("include_reasoning", "an answer's text is not divided"),
     harmless("metadata", "a note of the client's"),
     harmless("parallel_tool_calls", "`tools` are refused, so there is no call"),
@@ -123,8 +127,13 @@ pub(crate) const FIELDS: &[RequestField] = &[
     harmless("store", "nothing is stored"),
     harmless("stream_reasoning", "an answer's text is not divided"),
     harmless("user", "a note of the client's"),
-    neutral("add_special_tokens", On::Chat, &[], "the chat template writes them"),
-    neutral("add_special_tokens", On::Completions, &["true"], "the tokenizer's own are always added"),
+    neutral("add_special_tokens", FieldEndpoints::Chat, &[], "the chat template writes them"),
+    neutral(
+        "add_special_tokens",
+        FieldEndpoints::Completions,
+        &["true"],
+        "the tokenizer's own are always added",
+    ),
     refused("allowed_token_ids", "use logit_bias"),
     refused("audio", NO_MEDIA),
     refused("bad_words", "use logit_bias"),
@@ -137,13 +146,13 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("custom_logit_processor", "code of clients is not run"),
     refused("custom_params", "code of clients is not run"),
     refused("data_parallel_rank", "the router chooses the nodes"),
-    neutral("detokenize", On::Both, &["true"], "answers are text; return_token_ids adds the ids"),
+    neutral("detokenize", FieldEndpoints::Both, &["true"], "answers are text; return_token_ids adds the ids"),
     refused("documents", "write them into the messages"),
     refused("early_stopping", ONE_BEAM),
     refused("ebnf", NO_GRAMMAR),
-    neutral("echo", On::Chat, &[], "only for /v1/completions"),
+    neutral("echo", FieldEndpoints::Chat, &[], "only for /v1/completions"),
     refused("extra_key", "use the header `x-baton-tenant` to keep prefix caches apart"),
-    neutral("function_call", On::Both, &["\"none\"", "\"auto\""], NO_TOOLS),
+    neutral("function_call", FieldEndpoints::Both, &["\"none\"", "\"auto\""], NO_TOOLS),
     refused("functions", NO_TOOLS),
     refused("guided_choice", NO_GRAMMAR),
     refused("guided_decoding_backend", NO_GRAMMAR),
@@ -156,20 +165,20 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("input_embeds", "prompts are text or token ids"),
     refused("json_schema", NO_GRAMMAR),
     refused("kv_transfer_params", "Baton hands KV over by itself"),
-    neutral("length_penalty", On::Both, &["1", "1.0"], ONE_BEAM),
+    neutral("length_penalty", FieldEndpoints::Both, &["1", "1.0"], ONE_BEAM),
     refused("logits_processors", "code of clients is not run"),
     refused("logprob_token_ids", "the most likely tokens have logprobs"),
     refused("lora_path", "adapters are not served"),
     refused("media_io_kwargs", NO_MEDIA),
     refused("mm_processor_kwargs", NO_MEDIA),
-    neutral("modalities", On::Both, &["[\"text\"]"], NO_MEDIA),
+    neutral("modalities", FieldEndpoints::Both, &["[\"text\"]"], NO_MEDIA),
     refused("moderation", "answers are not moderated"),
     refused("no_stop_trim", "an answer ends before its stop string"),
     refused("prompt_embeds", "prompts are text or token ids"),
     refused("prompt_logprobs", "only the answer's tokens have logprobs"),
     neutral(
         "reasoning_effort",
-        On::Both,
+        FieldEndpoints::Both,
         &["\"none\""],
         "use chat_template_kwargs, as the model's template reads it",
     ),
@@ -177,21 +186,21 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("repetition_detection", "answers end by stop strings, tokens and length"),
     refused("return_hidden_states", "hidden states stay on the nodes"),
     refused("return_tokens_as_token_ids", "return_token_ids adds the ids"),
-    neutral("separate_reasoning", On::Both, &["true"], "an answer's text is not divided"),
+    neutral("separate_reasoning", FieldEndpoints::Both, &["true"], "an answer's text is not divided"),
     refused("session_params", "there are no sessions; prefix caches are found by content"),
-    neutral("skip_special_tokens", On::Both, &["true"], SPECIAL),
-    neutral("spaces_between_special_tokens", On::Both, &["true"], SPECIAL),
+    neutral("skip_special_tokens", FieldEndpoints::Both, &["true"], SPECIAL),
+    neutral("spaces_between_special_tokens", FieldEndpoints::Both, &["true"], SPECIAL),
     refused("stop_regex", "use stop"),
     refused("structural_tag", NO_GRAMMAR),
     refused("structured_outputs", NO_GRAMMAR),
     refused("suffix", "text is only continued at its end"),
     refused("thinking_token_budget", "an answer's text is not divided"),
-    neutral("tool_choice", On::Completions, &["\"none\"", "\"auto\""], NO_TOOLS),
-    neutral("tools", On::Completions, &[], NO_TOOLS),
-    neutral("truncate_prompt_tokens", On::Both, &[], "a prompt that is too long is refused"),
-    neutral("truncation", On::Both, &["\"disabled\""], "a prompt that is too long is refused"),
+    neutral("tool_choice", FieldEndpoints::Completions, &["\"none\"", "\"auto\""], NO_TOOLS),
+    neutral("tools", FieldEndpoints::Completions, &[], NO_TOOLS),
+    neutral("truncate_prompt_tokens", FieldEndpoints::Both, &[], "a prompt that is too long is refused"),
+    neutral("truncation", FieldEndpoints::Both, &["\"disabled\""], "a prompt that is too long is refused"),
     refused("use_beam_search", ONE_BEAM),
-    neutral("verbosity", On::Both, &["\"medium\""], "write it into the messages"),
+    neutral("verbosity", FieldEndpoints::Both, &["\"medium\""], "write it into the messages"),
     refused("vllm_xargs", "code of clients is not run"),
     refused("web_search_options", "nothing is searched"),
 ];
@@ -200,7 +209,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
 pub(crate) fn check(endpoint: Endpoint, body: &[u8]) -> Result<(), HttpError> {
     let mut json = serde_json::Deserializer::from_slice(body);
     // What is no object is told so by the reader of the fields.
-    let Ok(unsupported) = json.deserialize_map(Names { endpoint }) else { return Ok(()) };
+    let Ok(unsupported) = json.deserialize_map(FieldChecker { endpoint }) else { return Ok(()) };
     match unsupported {
         None => Ok(()),
         Some(error) => Err(error.into()),
@@ -211,7 +220,7 @@ fn known(endpoint: Endpoint, name: &str) -> Option<&'static RequestField> {
     FIELDS.iter().find(|field| field.name == name && field.on.includes(endpoint))
 }
 
-impl On {
+impl FieldEndpoints {
     fn includes(self, endpoint: Endpoint) -> bool {
         match self {
             Self::Both => true,
@@ -222,11 +231,11 @@ impl On {
 }
 
 /// Reads an object's names, and the values of those fields only that may be refused.
-struct Names {
+struct FieldChecker {
     endpoint: Endpoint,
 }
 
-impl<'de> Visitor<'de> for Names {
+impl<'de> Visitor<'de> for FieldChecker {
     type Value = Option<AcceptError>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -237,11 +246,11 @@ impl<'de> Visitor<'de> for Names {
         let mut refusals = BTreeMap::new();
         while let Some(name) = map.next_key::<String>()? {
             let refusal = match known(self.endpoint, &name).map(|field| field.fate) {
-                Some(Fate::Honoured(_) | Fate::Harmless(_)) => {
+                Some(FieldSupport::Honoured(_) | FieldSupport::Harmless(_)) => {
                     map.next_value::<IgnoredAny>()?;
                     None
                 }
-                Some(Fate::Refused { reason, neutral }) => {
+                Some(FieldSupport::Refused { reason, neutral }) => {
                     let value: Value = map.next_value()?;
                     (!changes_nothing(&value, neutral))
                         .then(|| AcceptError::unsupported(name.clone(), reason))

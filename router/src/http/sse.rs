@@ -13,12 +13,12 @@ use tokio::time::timeout;
 use tracing::{Span, info, warn};
 use types::Usage;
 
-use super::answer::{About, Answer, Deltas, Envelope, Shape, UsageFields};
+use super::answer::{Answer, AnswerContext, AnswerFormat, Deltas, Envelope, UsageFields};
 use super::error::HttpError;
 use crate::choice::Delta;
 use crate::error::ServeError;
 
-/// A comment is sent after so long a silence, so that nobody on the way takes the connection for dead.
+/// A comment is sent after this much silence, so that no proxy on the way takes the connection for dead.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
 /// Usually enough for a step's events.
@@ -28,7 +28,7 @@ const ROOM_BYTES: usize = 512;
 const ACCEL_BUFFERING: &str = "x-accel-buffering";
 
 /// The head, with the first event right behind it: the first step is in hand.
-pub(crate) fn respond<S: Shape>(answer: Answer<S>) -> Response {
+pub(crate) fn respond<S: AnswerFormat>(answer: Answer<S>) -> Response {
     let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-cache")];
     (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(events(Events::new(answer)))))
         .into_response()
@@ -42,14 +42,14 @@ fn in_span(mut stream: impl Stream<Item = Bytes> + Unpin) -> impl Stream<Item = 
     })
 }
 
-fn events<S: Shape>(events: Events<S>) -> impl Stream<Item = Bytes> + Unpin {
+fn events<S: AnswerFormat>(events: Events<S>) -> impl Stream<Item = Bytes> + Unpin {
     let next = |events: Option<Events<S>>| async move { events?.next().await };
     futures::stream::unfold(Some(events), next).boxed()
 }
 
 /// Writes the events of one answer. Dropping it cancels all its choices.
 struct Events<S> {
-    about: About,
+    context: AnswerContext,
     shape: S,
     deltas: Deltas,
     /// Which choices have begun.
@@ -60,14 +60,14 @@ struct Events<S> {
     out: BytesMut,
 }
 
-impl<S: Shape> Events<S> {
+impl<S: AnswerFormat> Events<S> {
     fn new(answer: Answer<S>) -> Self {
         let (usage, opened) = (answer.usage(), vec![false; answer.choices.len()]);
-        let (about, shape, deltas) = answer.into_parts();
-        Self { about, shape, deltas, opened, usage, completion_tokens: 0, out: BytesMut::new() }
+        let (context, shape, deltas) = answer.into_parts();
+        Self { context, shape, deltas, opened, usage, completion_tokens: 0, out: BytesMut::new() }
     }
 
-    /// The next bytes, and who writes those after them: nobody after the end.
+    /// The next bytes, and the writer of those after them; `None` after the end.
     async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
         self.out.reserve(ROOM_BYTES);
         let mut goes_on = true;
@@ -90,16 +90,16 @@ impl<S: Shape> Events<S> {
     }
 
     fn write_delta(&mut self, delta: &Delta) -> bool {
-        let Self { about, shape, out, .. } = self;
+        let Self { context, shape, out, .. } = self;
         self.completion_tokens += 1;
         if !std::mem::replace(&mut self.opened[delta.choice], true)
-            && let Some(opening) = shape.opening(about, delta.choice)
+            && let Some(opening) = shape.opening(context, delta.choice)
         {
-            let prompt_token_ids = shape.prompt_tokens(about).filter(|_| delta.choice == 0);
-            write_event(out, &Envelope { prompt_token_ids, ..chunk::<S, _>(about, [opening]) });
+            let prompt_token_ids = shape.prompt_tokens(context).filter(|_| delta.choice == 0);
+            write_event(out, &Envelope { prompt_token_ids, ..chunk::<S, _>(context, [opening]) });
         }
-        if shows(about, delta) {
-            write_event(out, &chunk::<S, _>(about, [shape.chunk(about, delta)]));
+        if shows(context, delta) {
+            write_event(out, &chunk::<S, _>(context, [shape.chunk(context, delta)]));
         }
         true
     }
@@ -113,10 +113,10 @@ impl<S: Shape> Events<S> {
     }
 
     fn write_end(&mut self) -> bool {
-        if self.about.manner.include_usage {
+        if self.context.options.include_usage {
             let usage = Some(Some(UsageFields::new(self.usage, self.completion_tokens)));
             let no_choices: [S::Chunk<'_>; 0] = [];
-            write_event(&mut self.out, &Envelope { usage, ..chunk::<S, _>(&self.about, no_choices) });
+            write_event(&mut self.out, &Envelope { usage, ..chunk::<S, _>(&self.context, no_choices) });
         }
         self.out.put_slice(b"data: [DONE]\n\n");
         info!(n_choices = self.opened.len(), completion_tokens = self.completion_tokens, "answered");
@@ -125,14 +125,14 @@ impl<S: Shape> Events<S> {
 }
 
 /// A step in the middle of a character has nothing to show.
-fn shows(about: &About, delta: &Delta) -> bool {
-    let about_the_token = about.manner.token_ids || delta.step.logprobs.is_some();
+fn shows(context: &AnswerContext, delta: &Delta) -> bool {
+    let about_the_token = context.options.token_ids || delta.step.logprobs.is_some();
     !delta.text.is_empty() || delta.finish.is_some() || about_the_token
 }
 
-fn chunk<S: Shape, C>(about: &About, choices: C) -> Envelope<'_, C> {
-    let usage = about.manner.include_usage.then_some(None);
-    Envelope { usage, ..Envelope::new(about, S::CHUNK, choices) }
+fn chunk<S: AnswerFormat, C>(context: &AnswerContext, choices: C) -> Envelope<'_, C> {
+    let usage = context.options.include_usage.then_some(None);
+    Envelope { usage, ..Envelope::new(context, S::CHUNK, choices) }
 }
 
 fn write_event(out: &mut BytesMut, event: &impl Serialize) {

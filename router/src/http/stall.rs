@@ -15,22 +15,22 @@ use tokio::time::{Instant, Sleep};
 
 /// Accepts connections that break when the client takes no byte for `patience`, while there are some for it.
 #[derive(Debug)]
-pub struct ImpatientListener {
+pub struct WriteTimeoutListener {
     inner: Box<dyn Listener>,
     patience: Duration,
 }
 
-impl ImpatientListener {
+impl WriteTimeoutListener {
     pub fn new(inner: Box<dyn Listener>, patience: Duration) -> Self {
         Self { inner, patience }
     }
 }
 
 #[async_trait]
-impl Listener for ImpatientListener {
+impl Listener for WriteTimeoutListener {
     async fn accept(&mut self) -> io::Result<(Stream, SocketAddr)> {
         let (stream, peer) = self.inner.accept().await?;
-        Ok((Stream::other(Impatient::new(stream, self.patience)), peer))
+        Ok((Stream::other(WriteTimeoutStream::new(stream, self.patience)), peer))
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
@@ -39,7 +39,7 @@ impl Listener for ImpatientListener {
 }
 
 #[derive(Debug)]
-struct Impatient {
+struct WriteTimeoutStream {
     stream: Stream,
     patience: Duration,
     /// Until when the write under way may take.
@@ -47,7 +47,7 @@ struct Impatient {
     is_waiting: bool,
 }
 
-impl Impatient {
+impl WriteTimeoutStream {
     fn new(stream: Stream, patience: Duration) -> Self {
         Self { stream, patience, until: Box::pin(tokio::time::sleep(patience)), is_waiting: false }
     }
@@ -70,7 +70,7 @@ impl Impatient {
     }
 }
 
-impl AsyncRead for Impatient {
+impl AsyncRead for WriteTimeoutStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -80,7 +80,7 @@ impl AsyncRead for Impatient {
     }
 }
 
-impl AsyncWrite for Impatient {
+impl AsyncWrite for WriteTimeoutStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         self.bounded(cx, |stream, cx| stream.poll_write(cx, buf))
     }
@@ -112,23 +112,23 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const POSTPONE_MAX: Duration = Duration::from_secs(60);
 
-    fn pair() -> (Impatient, tokio::io::DuplexStream) {
+    fn pair() -> (WriteTimeoutStream, tokio::io::DuplexStream) {
         let (near, far) = tokio::io::duplex(4);
-        (Impatient::new(Stream::other(near), PATIENCE), far)
+        (WriteTimeoutStream::new(Stream::other(near), POSTPONE_MAX), far)
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_client_that_stops_reading_is_given_up() {
         let (mut near, _far) = pair();
         near.write_all(b"full").await.expect("room");
-        tokio::time::sleep(PATIENCE * 2).await;
+        tokio::time::sleep(POSTPONE_MAX * 2).await;
         let began = Instant::now();
-        let error = near.write_all(b"more").await.expect_err("nobody reads");
+        let error = near.write_all(b"more").await.expect_err("no reader");
         assert_eq!(
             (error.kind(), began.elapsed()),
-            (io::ErrorKind::TimedOut, PATIENCE),
+            (io::ErrorKind::TimedOut, POSTPONE_MAX),
             "the quiet before does not count"
         );
     }
@@ -138,7 +138,7 @@ mod tests {
         let (mut near, mut far) = pair();
         let read = async {
             for _ in 0..20 {
-                tokio::time::sleep(PATIENCE - Duration::from_secs(1)).await;
+                tokio::time::sleep(POSTPONE_MAX - Duration::from_secs(1)).await;
                 far.read_u8().await.expect("written");
             }
         };

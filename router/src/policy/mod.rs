@@ -60,7 +60,8 @@ impl ClusterView {
         self.nodes.iter().filter(|node| node.info.role.prefills() && !node.info.role.decodes())
     }
 
-    /// Decode nodes with room for the prompt as far as is known here; all of them if none has.
+    /// Decode nodes with room for the prompt as far as is known here, and no line of prompts that wait for room; all of them
+    /// if there is none.
     pub fn decode_nodes(&self, prompt: &Prompt) -> Vec<&NodeView> {
         let decode = || self.nodes.iter().filter(|node| node.info.role.decodes());
         let with_room: Vec<&NodeView> = decode().filter(|node| node.has_room(prompt)).collect();
@@ -71,7 +72,7 @@ impl ClusterView {
 impl NodeView {
     fn has_room(&self, prompt: &Prompt) -> bool {
         let needed = self.info.model.layout.blocks_of_all_groups(prompt.tokens.len() + 1);
-        self.load.blocks.available() as usize >= needed
+        self.load.waiting == 0 && self.load.blocks.available() as usize >= needed
     }
 }
 

@@ -162,6 +162,20 @@ fn a_burst_of_unlike_prompts_spreads_over_idle_nodes() {
 }
 
 #[test]
+fn a_decode_node_with_a_line_is_left_alone_while_another_has_none() {
+    for name in NAMES {
+        let policy = by_name(name).expect("in the table");
+        let mut view = two_and_two();
+        view.nodes[2].load.waiting = 1;
+        for draw in (0..16u64).map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15)) {
+            assert_eq!(ids(&policy.route(&prompt(40), &view, draw).expect("usable")).1, "d1", "{name}");
+        }
+        view.nodes[3].load.waiting = 1;
+        policy.route(&prompt(40), &view, 1).expect("both have lines, and one must do");
+    }
+}
+
+#[test]
 fn a_full_decode_node_is_left_alone_while_another_has_room() {
     for name in NAMES {
         let policy = by_name(name).expect("in the table");

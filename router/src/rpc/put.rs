@@ -23,6 +23,7 @@ impl NodeClient {
             request_id: prompt.id.to_string(),
             hashes: Some(proto::hashes_to_wire(hashes)),
             n_tokens: prompt.tokens.len() as u32,
+            prompt_digest: prompt.digest().0.to_vec().into(),
             prefill: Some(peer_to_wire(prefill)),
             timeout_ms: prompt.deadline.left(self.world.now().into_std()).as_millis() as u64,
         };
@@ -51,7 +52,7 @@ pub struct PutCall {
     client: NodeClient,
     events: tonic::Streaming<v1::PutEvent>,
     asked: Instant,
-    /// Its last word came while somebody waited for a failure. How long it took to come.
+    /// Its last word came while a caller waited for a failure; the time it took.
     stored: Option<Duration>,
 }
 
@@ -62,10 +63,10 @@ impl PutCall {
         let first = tokio::time::timeout(QUESTION_TIMEOUT, self.receive());
         match first.await.map_err(|_| client.silent())?? {
             put_event::Event::Landing(landing) => {
-                landing.try_into().map_err(|error: proto::ConvertError| client.nonsense(&error))
+                landing.try_into().map_err(|error: proto::ConvertError| client.invalid_answer(&error))
             }
             put_event::Event::Refused(_) | put_event::Event::Stored(_) => {
-                Err(client.nonsense(&"a stream that does not begin with a landing"))
+                Err(client.invalid_answer(&"a stream that does not begin with a landing"))
             }
         }
     }
@@ -78,7 +79,7 @@ impl PutCall {
         match self.receive().await? {
             put_event::Event::Stored(_) => Ok(*self.stored.insert(self.asked.elapsed())),
             put_event::Event::Landing(_) | put_event::Event::Refused(_) => {
-                Err(self.client.nonsense(&"a second landing"))
+                Err(self.client.invalid_answer(&"a second landing"))
             }
         }
     }
@@ -96,7 +97,7 @@ impl PutCall {
         match event.and_then(|event| event.event) {
             Some(put_event::Event::Refused(refusal)) => Err(self.client.refused(refusal)),
             Some(event) => Ok(event),
-            None => Err(self.client.nonsense(&"the end of a stream that was not finished")),
+            None => Err(self.client.invalid_answer(&"the end of a stream that was not finished")),
         }
     }
 }

@@ -73,7 +73,7 @@ impl Ids {
 
 // === generation_config.json ===
 
-/// How the model's authors wish it to be sampled.
+/// The sampling that the model's authors recommend.
 #[derive(Debug, Default, Deserialize)]
 struct GenerationConfig {
     eos_token_id: Option<Ids>,

@@ -1,6 +1,6 @@
 //! Text, which only the router knows: from messages to tokens, and from tokens back to whole characters.
 
-pub mod aside;
+pub mod offload;
 pub mod detokenizer;
 mod dialect;
 pub mod folder;
@@ -15,8 +15,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 use types::node::{FingerprintMismatch, TOKENIZER, TOKENIZER_BYTES, TOKENIZER_NONE};
 use types::{ModelInfo, Sampling, TokenId};
 
-pub use aside::by_size;
 pub use detokenizer::Detokenizer;
+pub use offload::run_by_size;
 pub use stop::StopStrings;
 pub use template::{Chat, ChatTemplate};
 pub use tokenizer::Tokenizer;
@@ -38,7 +38,7 @@ pub struct RouterModel {
     pub vocab: u32,
     /// The tokens with which the model ends its answers.
     pub eos: Vec<TokenId>,
-    /// How to sample for a request that does not say. Real models bring their own wishes (`generation_config.json`).
+    /// How to sample for a request that does not say. Real models bring their own (`generation_config.json`).
     pub defaults: Sampling,
 }
 
@@ -110,7 +110,7 @@ fn tokenizer_of(info: &ModelInfo) -> &str {
 
 /// Why the router cannot speak for a node's model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CannotSpeak {
+pub enum LearnError {
     #[error("the router has no tokenizer for the model `{model}`: set `model.path` and `model.name` there")]
     NoTokenizer { model: String },
     #[error("against the router: {0}")]
@@ -121,14 +121,22 @@ pub enum CannotSpeak {
 #[derive(Clone, Debug, Default)]
 pub struct RouterModels {
     /// Read by every request and written when a node comes or goes; never held across an await.
-    by_name: Arc<RwLock<BTreeMap<String, Spoken>>>,
+    by_name: Arc<RwLock<BTreeMap<String, KnownModel>>>,
+}
+
+/// Who described a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ModelSource {
+    /// The router's own settings.
+    Router,
+    /// A node. Only the model's nodes know how long a sequence can be.
+    Node,
 }
 
 #[derive(Clone, Debug)]
-struct Spoken {
+struct KnownModel {
     own: RouterModel,
-    /// From a node: then its nodes alone know how long a sequence can be.
-    is_learned: bool,
+    source: ModelSource,
     /// Within what the nodes can do that there are now.
     fitted: Arc<RouterModel>,
 }
@@ -136,48 +144,48 @@ struct Spoken {
 impl RouterModels {
     pub fn new(models: impl IntoIterator<Item = RouterModel>) -> Self {
         let table = Self::default();
-        models.into_iter().for_each(|model| table.insert(model, false));
+        models.into_iter().for_each(|model| table.insert(model, ModelSource::Router));
         table
     }
 
     /// Speaks for a node's model if no other node has brought one of this name, or says why it never can: tokens must mean
     /// the same on both sides.
-    pub fn learn(&self, info: &ModelInfo) -> Result<(), CannotSpeak> {
+    pub fn learn(&self, info: &ModelInfo) -> Result<(), LearnError> {
         let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
-        if let Some(own) = known.as_ref().filter(|known| !known.is_learned) {
+        if let Some(own) = known.as_ref().filter(|known| known.source == ModelSource::Router) {
             return agree(&own.own, info);
         }
         let learned = RouterModel::of_node(info);
-        let learned = learned.ok_or_else(|| CannotSpeak::NoTokenizer { model: info.name.clone() })?;
+        let learned = learned.ok_or_else(|| LearnError::NoTokenizer { model: info.name.clone() })?;
         if known.is_none() {
-            self.insert(learned, true);
+            self.insert(learned, ModelSource::Node);
         }
         Ok(())
     }
 
     /// Speaks for the model as this node has it, in place of what another node has brought under this name.
-    pub fn speak_for(&self, info: &ModelInfo) {
+    pub fn replace_learned(&self, info: &ModelInfo) {
         let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
         let is_replaced = known.is_none_or(|known| {
             let own = &known.own;
             let is_same = agree(own, info).is_ok() && own.vocab == info.vocab && own.eos == info.eos_tokens;
-            known.is_learned && !is_same
+            known.source == ModelSource::Node && !is_same
         });
         if let Some(learned) = RouterModel::of_node(info).filter(|_| is_replaced) {
-            self.insert(learned, true);
+            self.insert(learned, ModelSource::Node);
         }
     }
 
     /// Keeps within what all of these nodes can do, and no longer within what others could.
     pub fn fit<'a>(&self, nodes: impl Iterator<Item = &'a ModelInfo> + Clone) {
         let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
-        for (name, spoken) in models.iter_mut() {
+        for (name, known) in models.iter_mut() {
             let its = || nodes.clone().filter(|info| info.name == *name);
             let longest = its().map(|info| info.context_tokens).max();
-            if let (true, Some(longest)) = (spoken.is_learned, longest) {
-                spoken.own.context_tokens = longest;
+            if let (ModelSource::Node, Some(longest)) = (known.source, longest) {
+                known.own.context_tokens = longest;
             }
-            spoken.fitted = Arc::new(its().fold(spoken.own.clone(), RouterModel::within));
+            known.fitted = Arc::new(its().fold(known.own.clone(), RouterModel::within));
         }
     }
 
@@ -186,7 +194,7 @@ impl RouterModels {
         let models = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
         match name {
             Some(name) => {
-                let known = models.get(name).map(|spoken| Arc::clone(&spoken.fitted));
+                let known = models.get(name).map(|known| Arc::clone(&known.fitted));
                 known.ok_or_else(|| AcceptError::UnknownModel { name: name.to_owned() })
             }
             None => match models.values().collect::<Vec<_>>().as_slice() {
@@ -196,20 +204,20 @@ impl RouterModels {
         }
     }
 
-    fn insert(&self, own: RouterModel, is_learned: bool) {
+    fn insert(&self, own: RouterModel, source: ModelSource) {
         let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         let fitted = Arc::new(own.clone());
-        models.insert(own.name.clone(), Spoken { own, is_learned, fitted });
+        models.insert(own.name.clone(), KnownModel { own, source, fitted });
     }
 }
 
-fn agree(model: &RouterModel, info: &ModelInfo) -> Result<(), CannotSpeak> {
+fn agree(model: &RouterModel, info: &ModelInfo) -> Result<(), LearnError> {
     let (ours, theirs) = (model.tokenizer.fingerprint(), tokenizer_of(info));
     if ours == theirs {
         return Ok(());
     }
     let difference = format!("{TOKENIZER}: {ours} here, {theirs} there");
-    Err(CannotSpeak::Mismatch(FingerprintMismatch(vec![difference])))
+    Err(LearnError::Mismatch(FingerprintMismatch(vec![difference])))
 }
 
 #[cfg(test)]
@@ -256,7 +264,7 @@ mod tests {
         assert!(mock.template.is_some() && ids.template.is_none());
         assert!(ids.tokenizer.encode("text").is_err());
         let error = models.learn(&node("real", "0123")).expect_err("its tokenizer is unknown");
-        assert_eq!(error, CannotSpeak::NoTokenizer { model: "real".to_owned() });
+        assert_eq!(error, LearnError::NoTokenizer { model: "real".to_owned() });
         assert!(models.find(Some("real")).is_err());
     }
 
@@ -301,7 +309,7 @@ mod tests {
         models.learn(&node("mock", TOKENIZER_NONE)).expect("token ids need nothing");
         models.learn(&node("mock", TOKENIZER_BYTES)).expect("the group in force is not chosen yet");
         assert!(models.find(None).expect("learned").template.is_none());
-        models.speak_for(&node("mock", TOKENIZER_BYTES));
+        models.replace_learned(&node("mock", TOKENIZER_BYTES));
         assert!(models.find(None).expect("learned").template.is_some());
     }
 

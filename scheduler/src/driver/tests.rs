@@ -10,6 +10,7 @@ use types::{Prompt, Refusal, RefusalKind, Step, TokenId};
 use super::*;
 use crate::handle::Ticket;
 use crate::inbox::WorkerState;
+use crate::landing_room::RoomRequest;
 use crate::metrics::SchedulerMetrics;
 use crate::settings::SchedulerSettings;
 use crate::submission::{NewSequence, Source};
@@ -58,7 +59,7 @@ fn endless(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
 
 fn submit(handle: &WorkerHandle, prompt: Prompt) -> Result<(Ticket, Recorded), Refusal> {
     let (sink, recorded) = Recorder::stream();
-    let source = Source::Fresh { lease: None, cached_tokens: 0 };
+    let source = Source::Fresh;
     let ticket =
         handle.submit(NewSequence { prompt, source, sink: Box::new(sink), steps_wanted: u32::MAX })?;
     Ok((ticket, recorded))
@@ -141,6 +142,66 @@ async fn a_burst_is_refused_beyond_the_queue() {
         let refusal = refusal.expect_err("it was refused");
         assert_eq!((refusal.kind, refusal.reason.as_str()), (RefusalKind::Queue, "5 prompts wait already"));
     }
+}
+
+fn room(n_blocks: usize) -> RoomRequest {
+    RoomRequest {
+        holder: holder("landing"),
+        priority: types::prompt::Priority(0),
+        deadline: deadline_in(LONG),
+        hashes: Vec::new(),
+        n_blocks,
+        landings: chassis::counted::Counter::default(),
+        landings_max: 256,
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn room_is_granted_when_its_turn_comes() {
+    let node = start(costly(), roomy());
+    let all = timeout(LONG, node.handle.room(room(64))).await.expect("in time").expect("the pool is empty");
+    let waiting = async { timeout(LONG, node.handle.room(room(64))).await.expect("in time") };
+    let freed = async {
+        until(&node.handle, || node.handle.load().borrow().node.waiting == 1).await;
+        drop(all);
+    };
+    let (room, ()) = tokio::join!(waiting, freed);
+    assert_eq!(room.expect("it came back").lease.n_blocks(), 64);
+    until(&node.handle, || node.pool.counts().leased == 0).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_newcomer_does_not_overtake_the_line() {
+    let node = start(costly(), roomy());
+    let half = node.handle.room(room(32)).await.expect("the pool is empty");
+    let mut large = Box::pin(node.handle.room(room(64)));
+    assert!(timeout(Duration::from_millis(50), &mut large).await.is_err(), "half of it is taken");
+    let mut small = Box::pin(node.handle.room(room(1)));
+    assert!(timeout(Duration::from_millis(50), &mut small).await.is_err(), "the large one is first");
+    drop(large);
+    timeout(LONG, small).await.expect("in time").expect("the line is empty before it");
+    drop(half);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_line_is_bounded_and_ends_with_the_node() {
+    let node = start(costly(), SchedulerSettings { waiting_max: 1, ..roomy() });
+    let _all = node.handle.room(room(64)).await.expect("the pool is empty");
+    let waiting = async { node.handle.room(room(1)).await.expect_err("the node drains") };
+    let others = async {
+        until(&node.handle, || node.handle.load().borrow().node.waiting == 1).await;
+        let refused = node.handle.room(room(1)).await.expect_err("one waits already");
+        assert_eq!(
+            (refused.kind, refused.reason.as_str()),
+            (RefusalKind::Full, "1 prompts wait for KV room already")
+        );
+        node.handle.drain();
+    };
+    let (refused, ()) = tokio::join!(waiting, others);
+    assert_eq!(refused.kind, RefusalKind::Draining);
+    assert_eq!(stopped(&node.handle).await, WorkerState::Stopped);
+    let refused = node.handle.room(room(1)).await.expect_err("the node has stopped");
+    assert_eq!(refused.kind, RefusalKind::Draining);
 }
 
 #[tokio::test(start_paused = true)]
@@ -238,7 +299,7 @@ async fn a_panic_is_told_to_everyone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_nobody_took_is_ended_too() {
+async fn submissions_that_were_not_taken_are_ended_too() {
     let (handle, driver, _pool) = prepare(costly(), roomy());
     let (_ticket, recorded) = submit(&handle, endless("a", 20, 10)).expect("let in");
     let task = spawn_guarded(&Gate::new("test"), "worker", driver.drive_simulated());
@@ -251,9 +312,10 @@ async fn what_nobody_took_is_ended_too() {
 async fn a_refused_sink_hears_nothing() {
     let node = start(mock(8), roomy());
     let (sink, recorded) = Recorder::stream();
-    let source = Source::Fresh { lease: Some(blocks(1)), cached_tokens: 3 };
-    let new = NewSequence { prompt: endless("a", 2, 2), source, sink: Box::new(sink), steps_wanted: 1 };
-    assert_eq!(node.handle.submit(new).expect_err("half a cached block").kind, RefusalKind::Failed);
+    let first = Step { token: TokenId(65), index: 0, logprobs: None, finish: None };
+    let source = Source::Arrived { lease: blocks(1), first };
+    let new = NewSequence { prompt: endless("a", 17, 2), source, sink: Box::new(sink), steps_wanted: 1 };
+    assert_eq!(node.handle.submit(new).expect_err("one block for 17 tokens").kind, RefusalKind::Failed);
     assert!(!recorded.has_ended());
 }
 

@@ -1,5 +1,5 @@
 //! Hot path.
-//! Collecting a step: its tokens go to the sinks, its blocks to whoever may use them now.
+//! Collects a step: its tokens go to the sinks, and its blocks are given back or published.
 
 use std::time::Duration;
 
@@ -9,14 +9,15 @@ use tracing::{error, trace, warn};
 use types::Verdict;
 
 use super::{Worker, failed};
-use crate::flight::{Flight, FlightRow};
+use crate::launched_step::{LaunchedStep, StepRow};
 use crate::load::StepShape;
 use crate::sequence::After;
 
 impl Worker {
-    /// Waits for the oldest step, and takes in what came of it.
+    /// Waits for the oldest step, and applies its results.
     pub(super) fn collect(&mut self) {
-        let Some(Flight { launched, rows, launched_at, due, held, .. }) = self.flights.pop_front() else {
+        let Some(LaunchedStep { launched, rows, launched_at, due, held, .. }) = self.flights.pop_front()
+        else {
             return;
         };
         let asked = self.world.now();
@@ -45,7 +46,7 @@ impl Worker {
         }
     }
 
-    /// The device was busy with this step since its launch, or since it was done with the one before.
+    /// The time that the device spent on this step: from its launch, or from the end of the step before.
     fn note_step(&mut self, shape: StepShape, launched_at: Instant, now: Instant) {
         let began = self.last_step.map_or(launched_at, |last| last.max(launched_at));
         let took = now.saturating_duration_since(began);
@@ -62,7 +63,7 @@ impl Worker {
         self.last_progress = now;
     }
 
-    fn take_in(&mut self, row: FlightRow, outcome: Result<Option<Sampled>, RowError>, now: Instant) {
+    fn take_in(&mut self, row: StepRow, outcome: Result<Option<Sampled>, RowError>, now: Instant) {
         let Some(sequence) = self.sequences.get_mut(&row.id) else {
             // It ended while this step was under way: its last token, or its client's patience.
             self.metrics.discarded_rows.inc();
@@ -83,7 +84,7 @@ impl Worker {
         }
     }
 
-    fn fail_row(&mut self, row: FlightRow, reason: &RowError) {
+    fn fail_row(&mut self, row: StepRow, reason: &RowError) {
         match reason.verdict() {
             Verdict::Bug => error!(%reason, sequence = row.id.0, "row failed"),
             _ => warn!(%reason, sequence = row.id.0, "row failed"),
@@ -92,7 +93,7 @@ impl Worker {
     }
 
     /// No row of the step has a token, and its KV is not to be read: all its sequences end.
-    pub(super) fn fail_step(&mut self, rows: &[FlightRow], error: &engine::BackendError) {
+    pub(super) fn fail_step(&mut self, rows: &[StepRow], error: &engine::BackendError) {
         warn!(%error, n_rows = rows.len(), "step failed");
         self.metrics.failed_steps.inc();
         for row in rows {

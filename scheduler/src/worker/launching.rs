@@ -1,8 +1,8 @@
 //! Hot path.
-//! Launching a step: who gets blocks, who waits, what runs.
+//! Launching a step: which sequences get blocks, which wait, and which run.
 //!
-//! Asking for blocks and getting them is one call to the pool, so what is decided here is only in which order to ask,
-//! how much to leave, and who gives way.
+//! One call to the pool asks for blocks and gets them. Decided here are only the order of these calls, the blocks to
+//! leave free, and the sequence to preempt.
 
 use engine::{Launched, Row, StepBatch};
 use kv_cache::BlockLease;
@@ -12,9 +12,9 @@ use types::BlockIdx;
 
 use super::Worker;
 use crate::batcher::{self, Budget, Candidate, Share};
-use crate::flight::{Flight, FlightRow};
 use crate::growth;
-use crate::rank::{Rank, SequenceId};
+use crate::launched_step::{LaunchedStep, StepRow};
+use crate::rank::{Rank, SequenceId, Turn};
 use crate::sequence::Sequence;
 
 impl Worker {
@@ -64,14 +64,16 @@ impl Worker {
         stalled
     }
 
-    /// Ends by success, or for want of a victim: each turn takes one away.
+    /// Ends with success, or when there is no sequence left to preempt.
     fn make_room(&mut self, id: SequenceId, rank: Rank, now: Instant) -> bool {
         loop {
             match self.grow_one(id) {
-                Grown::Enough => return true,
+                GrowthResult::Enough => return true,
                 // Blocks are on their way back already; preempting more would not bring them sooner.
-                Grown::NoRoom if self.flights.iter().any(|flight| !flight.held.is_empty()) => return false,
-                Grown::NoRoom => match growth::victim(&self.growers(now), rank) {
+                GrowthResult::NoRoom if self.flights.iter().any(|flight| !flight.held.is_empty()) => {
+                    return false;
+                }
+                GrowthResult::NoRoom => match growth::victim(&self.growers(now), rank) {
                     Some(victim) => self.preempt(victim),
                     None => return false,
                 },
@@ -79,17 +81,17 @@ impl Worker {
         }
     }
 
-    fn grow_one(&mut self, id: SequenceId) -> Grown {
+    fn grow_one(&mut self, id: SequenceId) -> GrowthResult {
         let Some(sequence) = self.sequences.get_mut(&id).filter(|sequence| sequence.is_placed()) else {
             // It gave way itself meanwhile.
-            return Grown::Enough;
+            return GrowthResult::Enough;
         };
         match self.pool.reserve(sequence.blocks_missing(&self.model.layout), sequence.holder()) {
             Ok(more) => {
                 sequence.grow(more);
-                Grown::Enough
+                GrowthResult::Enough
             }
-            Err(_) => Grown::NoRoom,
+            Err(_) => GrowthResult::NoRoom,
         }
     }
 
@@ -105,7 +107,7 @@ impl Worker {
     }
 }
 
-enum Grown {
+enum GrowthResult {
     Enough,
     NoRoom,
 }
@@ -113,17 +115,55 @@ enum Grown {
 // === impl Worker: admission ===
 
 impl Worker {
-    /// Gives blocks to waiting sequences, first in line first.
+    /// Gives blocks to waiting sequences and to requests for room, first in line first.
     ///
-    /// Who does not fit holds up all behind it: a stream of small prompts shall not starve a large one.
+    /// The first that does not fit holds up all behind it, so that a stream of small prompts does not starve a large one.
     fn admit(&mut self, now: Instant) {
         let n_placed = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
-        if n_placed == self.sequences.len() {
+        if n_placed == self.sequences.len() && self.waiters.is_empty() {
             return;
         }
-        let seats = self.settings.sequences_max.saturating_sub(n_placed);
-        let line = self.line(now, |sequence| !sequence.is_placed());
-        let _ = line.into_iter().take(seats).all(|(_, id)| self.place(id, now));
+        let mut seats = self.settings.sequences_max.saturating_sub(n_placed);
+        for (_, id) in self.admission_line(now) {
+            let has_room = match (self.waiters.contains_key(&id), seats) {
+                (true, _) => self.grant_room(id, now),
+                (false, 0) => false,
+                (false, _) => self.place(id, now),
+            };
+            if !has_room {
+                return;
+            }
+            seats = seats.saturating_sub(usize::from(self.sequences.contains_key(&id)));
+        }
+    }
+
+    /// Everything that waits for room, first in line first.
+    fn admission_line(&self, now: Instant) -> Vec<(Turn, SequenceId)> {
+        let unplaced = self.sequences.values().filter(|sequence| !sequence.is_placed());
+        let of_sequences = unplaced.map(|sequence| {
+            let turn = Turn::new(sequence.has_run(), self.rank(sequence, now));
+            (turn, sequence.id)
+        });
+        let of_waiters = self
+            .waiters
+            .values()
+            .map(|waiter| (Turn::new(false, waiter.rank(now, &self.settings)), waiter.id));
+        let mut line: Vec<_> = of_sequences.chain(of_waiters).collect();
+        line.sort_unstable();
+        line
+    }
+
+    /// Grants a request its room if all of it is there, besides what running sequences still need.
+    fn grant_room(&mut self, id: SequenceId, now: Instant) -> bool {
+        let n_groups = self.layout().groups.len();
+        let kept = growth::lasting_reserve(&self.growers(now), self.settings.growth_blocks) * n_groups;
+        let Some(waiter) = self.waiters.get(&id) else { return true };
+        let Some(room) = waiter.request.grant(&self.pool, n_groups, kept) else { return false };
+        self.metrics.room_wait_seconds.observe(now.saturating_duration_since(waiter.submitted).as_secs_f64());
+        if let Some(waiter) = self.waiters.remove(&id) {
+            waiter.answer(Ok(room));
+        }
+        true
     }
 
     /// Places a waiting sequence if its blocks and the reserve for growth fit.
@@ -136,7 +176,7 @@ impl Worker {
             // It was preempted, and its last token is still being sampled.
             return false;
         }
-        // Where nobody else runs, what is there must do: waiting for more would be waiting for nobody.
+        // Where no other sequence runs, none will free blocks: the reserve is not kept.
         let reserve = match growers.is_empty() {
             true => 0,
             false => growth::reserve(&growers, each) + sequence.growth_after_placement(layout).min(each),
@@ -149,16 +189,19 @@ impl Worker {
             return false;
         }
         let Ok(fresh) = self.pool.reserve(n_fresh, holder) else { return false };
-        self.note_placed(id, prefix, fresh);
+        self.note_placed(id, prefix, fresh, now);
         true
     }
 
-    fn note_placed(&mut self, id: SequenceId, prefix: BlockLease, fresh: BlockLease) {
+    fn note_placed(&mut self, id: SequenceId, prefix: BlockLease, fresh: BlockLease, now: Instant) {
         let layout = &self.model.layout;
         let n_cached = prefix.n_blocks() * usize::from(layout.block_tokens);
         self.metrics.cached_tokens.inc_by(n_cached as u64);
         if let Some(sequence) = self.sequences.get_mut(&id) {
             debug!(parent: &sequence.span, n_tokens = sequence.n_tokens(), n_cached, "placed");
+            if !sequence.has_run() {
+                self.metrics.room_wait_seconds.observe(sequence.age(now).as_secs_f64());
+            }
             sequence.place(prefix.join(fresh), n_cached, layout);
         }
     }
@@ -184,15 +227,15 @@ impl Worker {
     }
 
     fn start(&mut self, shares: &[Share], now: Instant) {
-        let rows: Vec<FlightRow> =
-            shares.iter().map(|share| FlightRow { id: share.id, n_tokens: share.n_tokens }).collect();
+        let rows: Vec<StepRow> =
+            shares.iter().map(|share| StepRow { id: share.id, n_tokens: share.n_tokens }).collect();
         match self.launch_rows(&rows) {
             Ok(launched) => self.note_launched(launched, rows, now),
             Err(error) => self.fail_step(&rows, &error),
         }
     }
 
-    fn launch_rows(&mut self, rows: &[FlightRow]) -> Result<Launched, engine::BackendError> {
+    fn launch_rows(&mut self, rows: &[StepRow]) -> Result<Launched, engine::BackendError> {
         let sharing: Vec<(&Sequence, usize)> = rows
             .iter()
             .filter_map(|row| self.sequences.get(&row.id).map(|sequence| (sequence, row.n_tokens)))
@@ -209,7 +252,7 @@ impl Worker {
         self.backend.launch(StepBatch { rows: &batch })
     }
 
-    fn note_launched(&mut self, launched: Launched, rows: Vec<FlightRow>, now: Instant) {
+    fn note_launched(&mut self, launched: Launched, rows: Vec<StepRow>, now: Instant) {
         for row in &rows {
             let Some(sequence) = self.sequences.get_mut(&row.id) else { continue };
             if let Some(queued) = sequence.launched(row.n_tokens, launched.fence(), &self.model.layout, now) {
@@ -217,7 +260,7 @@ impl Worker {
             }
         }
         let is_late = self.launch_at().is_some();
-        self.flights.push_back(Flight::new(launched, rows, now, self.flights.back(), is_late));
+        self.flights.push_back(LaunchedStep::new(launched, rows, now, self.flights.back(), is_late));
         self.has_just_launched = true;
     }
 }

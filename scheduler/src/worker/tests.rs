@@ -1,5 +1,6 @@
 //! The worker, turned by hand: no runtime, no thread, no sleep.
 
+mod line;
 mod mixes;
 mod windows;
 
@@ -133,26 +134,6 @@ fn tenants_do_not_share() {
 }
 
 #[test]
-fn room_that_was_reserved_before_is_used() {
-    let mut rig = Rig::new(32, roomy());
-    rig.stream(prompt("a", 9, 1));
-    rig.settle();
-    let prompt = prompt("a", 15, 9);
-    let hashes = types::BlockHasher::hashes(&prompt.tenant, BLOCK_TOKENS, &prompt.tokens[..8]);
-    let held = rig.pool.adopt(&hashes, crate::testing::holder("r"));
-    assert_eq!(held.n_blocks(), 2);
-    let lease = held.join(rig.pool.reserve(2, crate::testing::holder("r")).expect("room"));
-    let (sink, recorded) = Recorder::stream();
-    let source = Source::Fresh { lease: Some(lease), cached_tokens: 8 };
-    rig.submit(NewSequence { prompt: prompt.clone(), source, sink: Box::new(sink), steps_wanted: u32::MAX })
-        .expect("it fits");
-    rig.settle();
-    assert_eq!(recorded.tokens(), alone(&prompt));
-    assert_eq!(recorded.get().timings[0].usage.cached_tokens, 8);
-    rig.assert_at_baseline();
-}
-
-#[test]
 fn an_arrived_sequence_goes_on_where_the_other_node_stopped() {
     for n_tokens in [1, 3, 4, 5, 16] {
         let prompt = endless("a", n_tokens, 20);
@@ -177,7 +158,7 @@ fn wrong_kv_that_arrived_is_never_served() {
     let source = arrived(&rig, &prompt).expect("room");
     let Source::Arrived { lease, .. } = &source else { panic!("it arrived") };
     let block = lease.table(types::GroupIdx(0))[1].0;
-    rig.memory.write(types::GroupIdx(0), 1, block..block + 1).expect("nobody reads")[3] ^= 1;
+    rig.memory.write(types::GroupIdx(0), 1, block..block + 1).expect("no reader")[3] ^= 1;
     let (sink, recorded) = Recorder::stream();
     let (healthy, also) = (crate::testing::prompt("b", 10, 20), &mut rig);
     let (_, bystander) = also.stream(healthy.clone());
@@ -286,7 +267,7 @@ fn the_oldest_is_never_preempted() {
     while !oldest.has_ended() {
         assert!(rig.turn(), "it is not done");
     }
-    assert!(others.iter().all(|other| !other.has_ended()), "nobody overtakes the oldest");
+    assert!(others.iter().all(|other| !other.has_ended()), "none overtakes the oldest");
     rig.settle();
     assert!(others.iter().all(|other| other.is_finished()));
 }

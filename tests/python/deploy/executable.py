@@ -47,11 +47,38 @@ def run(command, env):
 def ports(text):
     """The ports that a process with this configuration listens on, by setting."""
     config = tomllib.loads(text)
-    settings = [("router", "http"), ("router", "grpc"), ("node", "listen"), ("node", "admin"), ("transfer", "listen")]
+    settings = [("router", "http"), ("router", "grpc"), ("router", "admin"), ("node", "listen"), ("node", "admin"), ("transfer", "listen")]
     found = {f"{section}.{key}": config.get(section, {}).get(key) for section, key in settings}
+    found["expert.transfer.rdma_listen"] = config.get("expert", {}).get("transfer", {}).get("rdma_listen")
     return {setting: int(addr.rsplit(":", 1)[1]) for setting, addr in found.items() if addr}
 
 
-def drain_s(text):
-    config = tomllib.loads(text)
-    return (config.get("router") or config.get("node"))["drain_ms"] / 1000
+def environment(objects, container):
+    """A container's variables. What a Secret or a pod's fields hold is made up."""
+    maps = {thing["metadata"]["name"]: thing["data"] for thing in objects if thing["kind"] == "ConfigMap"}
+
+    def value(entry):
+        source = entry.get("valueFrom", {})
+        if "configMapKeyRef" in source:
+            return maps[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]]
+        if "secretKeyRef" in source:
+            return "etcd://user:password@etcd.example.com:2379/cluster"
+        return entry.get("value", "10.0.0.5")
+
+    return {entry["name"]: value(entry) for entry in container.get("env") or []}
+
+
+def fails_to_start(text, role, env):
+    """A process that is started with this configuration ends by itself; what it says."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "process.toml"
+        file.write_text(re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", text))
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        # The Secret's files.
+        for secret in ["cluster", "admin"]:
+            (Path(folder) / secret).write_text("0123456789abcdef0123456789abcdef")
+        env = {name: value.replace("/etc/baton-identity", folder) for name, value in env.items()}
+        command = [path(), role, "--config", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean | env, timeout=20)
+        assert done.returncode != 0, done.stderr
+        return done.stderr

@@ -6,6 +6,7 @@ its library is called here directly, whatever the Python.
 """
 
 import ctypes
+import hashlib
 import http.server
 import json
 import platform
@@ -19,6 +20,7 @@ from pathlib import Path
 import yaml
 
 CACHE = Path(__file__).resolve().parents[3] / ".cache" / "helm"
+RENDERED = CACHE.parent / "rendered"
 RELEASE, NAMESPACE = "baton", "baton"
 
 
@@ -28,9 +30,23 @@ def render(chart, values_files=(), values=None):
     for file in values_files:
         merge(merged, yaml.safe_load(Path(file).read_text()) or {})
     merge(merged, values or {})
-    if shutil.which("helm"):
-        return with_executable(chart, merged)
-    return with_library(chart, merged)
+    kept = RENDERED / f"{key_of(chart, merged)}.json"
+    if not kept.exists():
+        objects = with_executable(chart, merged) if shutil.which("helm") else with_library(chart, merged)
+        RENDERED.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=RENDERED, delete=False) as file:
+            json.dump(objects, file)
+        Path(file.name).rename(kept)
+    return json.loads(kept.read_text())
+
+
+def key_of(chart, values):
+    """Equal for the same chart, the same values and the same way to render: every check is a process, and Helm is slow."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for file in sorted(path for path in Path(chart).rglob("*") if path.is_file()):
+        digest.update(str(file).encode() + file.read_bytes())
+    digest.update(json.dumps(values, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def merge(into, values):
@@ -108,6 +124,9 @@ KINDS = {
     "ResourceClaimTemplate": ("resource.k8s.io/v1", "resourceclaimtemplates"),
     "HTTPRoute": ("gateway.networking.k8s.io/v1", "httproutes"),
     "ServiceMonitor": ("monitoring.coreos.com/v1", "servicemonitors"),
+    "ScaledObject": ("keda.sh/v1alpha1", "scaledobjects"),
+    "InferencePool": ("inference.networking.k8s.io/v1", "inferencepools"),
+    "GRPCRoute": ("gateway.networking.k8s.io/v1", "grpcroutes"),
 }
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 

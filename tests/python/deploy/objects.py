@@ -31,11 +31,6 @@ def selects(selector, pod_labels):
     return True
 
 
-def without_hash(config_map_name):
-    """kustomize ends the names of what it generates with ten letters and digits of its own."""
-    return re.sub(r"-[0-9a-z]{10}$", "", config_map_name)
-
-
 def baton_containers(objects):
     """(workload, container) for every container that runs the executable."""
     return [

@@ -1,4 +1,4 @@
-"""What there is to check: every overlay, every component, every way to install the chart."""
+"""What there is to check: every way to install the chart, and the overlays that are made from it."""
 
 import functools
 import shutil
@@ -14,16 +14,89 @@ DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 K8S = DEPLOY / "k8s"
 CHART = DEPLOY / "helm" / "baton"
 
-OVERLAYS = ["cpu-demo", "gpu", "gpu-rdma", "gpu-box"]
-COMPONENTS = ["gateway", "monitoring", "model-fetch", "pool"]
-# The chart's values files that give an overlay's result.
-CHARTS = {
-    "cpu-demo": ["cpu-demo.yaml"],
-    "gpu": ["gpu.yaml"],
-    "gpu-rdma": ["gpu.yaml", "gpu-rdma.yaml"],
-    "gpu-box": ["gpu-box.yaml"],
+# What operators of a GPU overlay replace: no such model exists, and no such claim until they make it.
+UNNAMED = {"model": {"path": "/models/NAME-THE-MODEL", "claim": "baton-models"}}
+NAMED = {"model": {"path": "/models/qwen3-8b", "claim": "models"}}
+# The chart's values files and further values that an overlay is made from.
+# kustomize makes no random values: operators make this Secret themselves (deploy/k8s/README.md).
+IDENTITY = {"identity": {"existingSecret": "baton-identity"}}
+OVERLAYS = {
+    "cpu-demo": (["cpu-demo.yaml"], IDENTITY),
+    "gpu": (["gpu.yaml"], UNNAMED | IDENTITY),
+    "gpu-rdma": (["gpu.yaml", "gpu-rdma.yaml"], UNNAMED | IDENTITY),
+    "gpu-box": (["gpu-box.yaml"], UNNAMED | IDENTITY),
 }
-EVERYTHING_ON = {"gateway": {"enabled": True}, "monitoring": {"enabled": True}, "pool": {"enabled": True}}
+EVERYTHING_ON = {
+    "gateway": {"enabled": True},
+    "monitoring": {"enabled": True},
+    "pool": {"enabled": True},
+    "pools": {"prefill": {"autoscaling": {"enabled": True}}, "decode": {"autoscaling": {"enabled": True}}},
+    "prometheus": {"url": "http://prometheus.monitoring:9090"},
+}
+EXTERNAL_ETCD = {
+    "enabled": False,
+    "external": {
+        "urlSecret": {"name": "etcd-access"},
+        "certificatesSecret": "etcd-certificates",
+        "port": 2390,
+        "cidrs": ["10.1.0.0/16"],
+    },
+}
+FETCHED = {"model": {"path": "/models/qwen3-8b", "fetch": {"url": "https://models.example.com/model.tar"}}}
+
+
+def chart(files=(), *values):
+    """The chart's objects with these values files and values."""
+    merged = {}
+    for one in values:
+        helm.merge(merged, one)
+    return helm.render(CHART, [DEPLOY / "helm" / file for file in files], merged)
+
+
+@functools.cache
+def overlay_chart(name):
+    files, values = OVERLAYS[name]
+    return chart(files, values)
+
+
+class Dumper(yaml.SafeDumper):
+    """Text of several lines as it is, and nothing by reference."""
+
+    def ignore_aliases(self, _):
+        return True
+
+
+def text_node(dumper, text):
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+Dumper.add_representer(str, text_node)
+
+
+def objects_file(name):
+    """What `objects.yaml` of an overlay must say: a namespace, and the chart's objects without what Helm alone needs.
+
+    The ConfigMap `baton-model` is made by the kustomization, so that its name changes with the model and pods are rolled.
+    """
+    namespace = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": "baton", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+    }
+    objects = [namespace, *(without_helm(thing) for thing in overlay_chart(name) if not is_model(thing))]
+    text = yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=1000)
+    return "# Made from the chart: deploy/k8s/README.md. Do not edit.\n" + text
+
+
+def is_model(thing):
+    return thing["kind"] == "ConfigMap" and thing["metadata"]["name"].startswith("baton-model")
+
+
+def without_helm(thing):
+    labels = thing["metadata"].get("labels", {})
+    kept = {key: value for key, value in labels.items() if key not in ("app.kubernetes.io/managed-by", "helm.sh/chart")}
+    metadata = {key: value for key, value in thing["metadata"].items() if key != "labels"}
+    return thing | {"metadata": metadata | ({"labels": kept} if kept else {})}
 
 
 @functools.cache
@@ -36,50 +109,23 @@ def kustomize(folder):
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-@functools.cache
-def with_component(component):
-    """The demo with one component: as somebody would add it in an overlay of their own."""
+def own_overlay(name, text):
+    """An operator's overlay on top of one of ours."""
     with tempfile.TemporaryDirectory(dir=K8S) as folder:
-        where = {
-            "resources": ["../overlays/cpu-demo"],
-            "components": [f"../components/{component}"],
-            # The overlay has named its own images' tag; a component may bring another workload.
-            "images": [{"name": "baton", "newTag": "0.1.0"}],
-        }
-        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(where))
+        (Path(folder) / "kustomization.yaml").write_text(text.replace("OVERLAY", f"../overlays/{name}"))
         return kustomize(folder)
 
 
 @functools.cache
-def chart(name):
-    return helm.render(CHART, [DEPLOY / "helm" / file for file in CHARTS[name]])
-
-
-@functools.cache
-def pooled_chart():
-    """The demo with a pool."""
-    return helm.render(CHART, [DEPLOY / "helm" / file for file in [*CHARTS["cpu-demo"], "pool.yaml"]])
-
-
-@functools.cache
-def whole_chart():
-    """The defaults, with all that can be switched on."""
-    return helm.render(CHART, [], EVERYTHING_ON)
-
-
-@functools.cache
-def monitored_box():
-    """A box that is scraped."""
-    values = [DEPLOY / "helm" / file for file in CHARTS["gpu-box"]]
-    return helm.render(CHART, values, {"monitoring": {"enabled": True}})
-
-
 def all_of_them():
     """Every result, by name."""
     results = {f"overlay {name}": kustomize(K8S / "overlays" / name) for name in OVERLAYS}
-    results |= {f"component {name}": with_component(name) for name in COMPONENTS}
-    results |= {f"chart {name}": chart(name) for name in CHARTS}
-    results["chart with a pool"] = pooled_chart()
-    results["chart with everything on"] = whole_chart()
-    results["chart with a monitored box"] = monitored_box()
+    results |= {f"chart {name}": overlay_chart(name) for name in OVERLAYS}
+    results["chart with a pool"] = chart(["cpu-demo.yaml", "pool.yaml"])
+    results["chart with everything on"] = chart([], NAMED, EVERYTHING_ON)
+    results["chart with a monitored box"] = chart(["gpu-box.yaml"], NAMED, {"monitoring": {"enabled": True}})
+    results["chart with an external etcd"] = chart([], NAMED, EVERYTHING_ON, {"etcd": EXTERNAL_ETCD})
+    results["chart with a box and an external etcd"] = chart(["gpu-box.yaml"], NAMED, {"etcd": EXTERNAL_ETCD})
+    results["chart with a fetched model"] = chart([], FETCHED)
+    results["chart with a long deadline"] = chart([], NAMED, {"router": {"deadlineSeconds": 3600}, "gateway": {"enabled": True}})
     return results

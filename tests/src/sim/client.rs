@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use chassis::Standstill;
 use futures::StreamExt as _;
 use router::dispatch::Dispatch;
 use router::serve::{Serve as _, ServeError};
 use tokio::time::{Instant, timeout_at};
+use types::prompt::Priority;
 use types::{Deadline, Prompt, RefusalKind, RequestId, Sampling, Step, StopRules, TenantId, TokenId};
 
 use super::log::EventLog;
@@ -13,7 +15,7 @@ use super::plan::{Ask, Patience};
 use super::reference::Reference;
 
 /// How much later than its deadline a request may end.
-const LATE: Duration = Duration::from_secs(1);
+pub const LATE: Duration = Duration::from_secs(1);
 /// What the way of a deadline over two wires may take off it.
 const EARLY: Duration = Duration::from_millis(5);
 
@@ -24,8 +26,16 @@ pub struct Client {
     pub ask: Ask,
     pub reference: Reference,
     pub log: EventLog,
-    /// Nothing is broken, so that only time and room can be short.
+    /// Nothing is broken while it may last, so that only time and room can be short.
     pub is_calm: bool,
+    /// With this much time it must be answered if nothing is broken.
+    pub enough: Duration,
+    /// How long the router lets it wait for room.
+    pub wait_max: Duration,
+    /// The router's process: while it is stopped, its part of the request is too.
+    pub router: Standstill,
+    /// How much later than its deadline a request may end.
+    pub late: Duration,
 }
 
 /// How a request ended.
@@ -43,8 +53,8 @@ pub enum Ended {
 pub fn prompt(name: &str, ask: &Ask) -> Prompt {
     Prompt {
         id: RequestId::new(name),
-        tenant: TenantId::default(),
-        model: types::PromptModel::named("mock"),
+        tenant: TenantId::new(ask.tenant),
+        model: types::PromptModel::named(ask.model),
         tokens: ask.tokens.iter().copied().map(TokenId).collect(),
         n_generated: 0,
         sampling: Sampling {
@@ -53,7 +63,7 @@ pub fn prompt(name: &str, ask: &Ask) -> Prompt {
             ..Sampling::default()
         },
         stop: StopRules { max_tokens: ask.max_tokens, ignore_eos: ask.ignore_eos, ..StopRules::default() },
-        priority: Default::default(),
+        priority: Priority(ask.priority),
         deadline: Deadline::at((Instant::now() + ask.within).into_std()),
     }
 }
@@ -72,13 +82,17 @@ impl Client {
         ));
         let leaves = match self.ask.patience {
             Patience::Until(patience) => Instant::now() + patience,
-            Patience::Endless | Patience::Steps(_) => due + LATE,
+            Patience::Endless | Patience::Steps(_) => due + self.late,
         };
         let mut n_steps = 0;
-        let ended = timeout_at(leaves.min(due + LATE), self.read(&dispatch, prompt, &mut n_steps)).await;
-        let ended = ended.unwrap_or(if leaves < due + LATE { Ended::Left } else { Ended::Hanging });
+        let ended = timeout_at(
+            leaves.min(due + self.late),
+            self.router.clone().run(self.read(&dispatch, prompt, &mut n_steps)),
+        )
+        .await;
+        let ended = ended.unwrap_or(if leaves < due + self.late { Ended::Left } else { Ended::Hanging });
         self.log.say(format_args!("{} ends after {n_steps} steps: {ended:?}", self.name));
-        self.judge(&ended, due);
+        self.judge(&ended, due, n_steps);
         (ended, n_steps)
     }
 
@@ -116,7 +130,7 @@ impl Client {
         }
     }
 
-    fn judge(&self, ended: &Ended, due: Instant) {
+    fn judge(&self, ended: &Ended, due: Instant, n_steps: u32) {
         match ended {
             Ended::Hanging => self.log.accuse(format_args!("{} hangs", self.name)),
             Ended::Refused(error) if self.ask.must_be_answered => {
@@ -125,19 +139,23 @@ impl Client {
             Ended::Refused(ServeError::DeadlinePassed { .. }) if Instant::now() + EARLY < due => {
                 self.log.accuse(format_args!("{}: {:?} too early", self.name, due - Instant::now()));
             }
-            Ended::Refused(error) if !self.may_end_with(error) => {
-                self.log.accuse(format_args!("{} ends with {error:?}", self.name));
+            Ended::Refused(error) if !self.may_end_with(error, due, n_steps) => {
+                self.log.accuse(format_args!("{} ends after {n_steps} steps with {error:?}", self.name));
             }
             _ => {}
         }
     }
 
-    /// Whether the weather explains an error.
-    fn may_end_with(&self, error: &ServeError) -> bool {
+    /// Whether the plan explains an error after `n_steps` steps.
+    fn may_end_with(&self, error: &ServeError, due: Instant, n_steps: u32) -> bool {
         use RefusalKind as Kind;
+        let lasted = self.ask.within.saturating_sub(due - Instant::now());
         match error {
-            ServeError::DeadlinePassed { .. } => true,
-            ServeError::Refused { kind: Kind::Full | Kind::Queue, .. } => true,
+            ServeError::DeadlinePassed { .. } => !self.is_calm || self.ask.within < self.enough,
+            // It has waited for room for as long as it may.
+            ServeError::Refused { kind: Kind::Full | Kind::Queue, .. } => lasted >= self.wait_max,
+            // A stream that has begun waits for longer than any trouble lasts.
+            ServeError::NoNodes { .. } if n_steps > 0 => false,
             ServeError::Refused {
                 kind: Kind::Invalid | Kind::TooLong | Kind::Mismatch | Kind::Protocol,
                 ..
@@ -145,7 +163,7 @@ impl Client {
             ServeError::Refused { .. } | ServeError::NoNodes { .. } | ServeError::Overloaded { .. } => {
                 !self.is_calm
             }
-            ServeError::Failed { .. } => false,
+            ServeError::Draining | ServeError::Failed { .. } => false,
         }
     }
 }

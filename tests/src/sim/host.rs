@@ -4,8 +4,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use chassis::metrics::Metrics;
+use chassis::rpc::Callers;
 use chassis::server::ServerLimits;
-use chassis::{Gate, Jumps, Shutdown, Task, World, spawn_guarded};
+use chassis::{Gate, Jumps, Shutdown, Standstill, Task, World, spawn_guarded};
 use decode_node::DecodeService;
 use engine::backend::flaky::{Failures, Flaky};
 use engine::{Backend, Mock, MockSettings, Pace};
@@ -16,26 +17,26 @@ use registry::embedded::bootstrap_server;
 use registry::memory::TTL;
 use registry::{MemoryRegistry, RegistryParts};
 use router::admission::Admission;
-use router::dispatch::{Budget, Dispatch, Parts};
+use router::dispatch::{Budget, Dispatch, DispatchParts};
 use router::metrics::RouterMetrics;
 use router::text::RouterModels;
 use router::{Cluster, NodeState};
 use scheduler::WorkerHandle;
+use tokio::time::Instant;
 use tonic::service::Routes;
 use types::{Epoch, NodeId, NodeInfo, Role, in_full};
 
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
-use super::plan::{NodeShape, Shape};
+use super::plan::{MODELS, NodeShape, POOL, ROUTERS, Shape};
+use super::pool::PoolHost;
 
-pub const ROUTER: &str = "router";
-const ROUTER_ADDR: &str = "router:50051";
 pub const REGISTRY_URL: &str = "embedded://router:50051";
 /// How long a node that is asked to stop may take.
 const DRAIN_MS: u64 = 3_000;
 
-/// The model of every node, but for what its steps cost.
-pub fn model() -> MockSettings {
+/// A model as its nodes have it, but for what its steps cost. The second model gives other answers.
+pub fn model(name: &str) -> MockSettings {
     let toml = "
         context_tokens = 1024
         eos_one_in = 60
@@ -45,7 +46,8 @@ pub fn model() -> MockSettings {
         n_kv_heads = 2
         head_dim = 4
     ";
-    MockSettings::parse("simulated", toml).expect("right settings")
+    let settings = MockSettings::parse("simulated", toml).expect("right settings");
+    MockSettings { weights: u64::from(name != MODELS[0]), ..settings }
 }
 
 // === a node ===
@@ -55,12 +57,14 @@ pub fn model() -> MockSettings {
 pub struct NodeHost {
     pub shape: NodeShape,
     net: SimNet,
-    seed: u64,
-    /// The calendar of its machine.
+    /// Its calendar goes on from one process to the next.
+    world: World,
     pub jumps: Jumps,
     n_processes: u32,
     running: Option<Process>,
     lives: Lived,
+    /// When it last went on after it had been stopped.
+    went_on: Option<Instant>,
 }
 
 /// Every life that there was, the last one last. Never held across an await.
@@ -82,13 +86,15 @@ struct Process {
     /// Lives before its first one.
     n_lives_before: usize,
     shutdown: Shutdown,
+    standstill: Standstill,
     living: Task<()>,
 }
 
 impl NodeHost {
     pub fn new(shape: NodeShape, net: SimNet, seed: u64) -> Self {
         let (jumps, lives) = (Jumps::default(), Lived::default());
-        Self { shape, net, seed, jumps, n_processes: 0, running: None, lives }
+        let world = World::seeded(seed).with_jumps(&jumps);
+        Self { shape, net, world, jumps, n_processes: 0, running: None, lives, went_on: None }
     }
 
     pub fn is_running(&self) -> bool {
@@ -114,24 +120,25 @@ impl NodeHost {
         self.crash(Crash::Process);
         self.n_processes += 1;
         let name = self.shape.name.clone();
-        let world = World::seeded(self.seed).with_net(self.net.host(&name)).with_jumps(&self.jumps);
+        let world = self.world.clone().with_net(self.net.host(&name));
         let world = world.fork(&format!("{name} {}", self.n_processes));
         let backend = Box::new(Flaky::new(self.mock(), self.failures()));
         let (shutdown, lives) = (Shutdown::new(), Arc::clone(&self.lives));
         let n_lives_before = locked(&lives).len();
         let run =
             run_here(self.shape.clone(), world, backend, lives, shutdown.clone(), self.net.log().clone());
-        let living = spawn_guarded(&Gate::new("simulated node"), "node", run);
-        self.running = Some(Process { n_lives_before, shutdown, living });
+        let standstill = Standstill::default();
+        let living = spawn_guarded(&Gate::new("simulated node"), "node", standstill.clone().run(run));
+        self.running = Some(Process { n_lives_before, shutdown, standstill, living });
     }
 
     fn mock(&self) -> Mock {
-        let mut settings = model();
+        let mut settings = model(self.shape.model);
         settings.cost.step_ms = self.shape.step_ms;
         settings.cost.decode_row_ms = self.shape.step_ms / 20.0;
         settings.cost.prefill_token_ms = self.shape.prefill_token_ms;
-        let NodeShape { ranks, n_blocks, .. } = self.shape;
-        Mock::over_ranks("mock", settings, ranks, n_blocks, Pace::Modelled).expect("memory for a few blocks")
+        let NodeShape { model, ranks, n_blocks, .. } = self.shape;
+        Mock::over_ranks(model, settings, ranks, n_blocks, Pace::Modelled).expect("memory for a few blocks")
     }
 
     fn failures(&self) -> Failures {
@@ -139,11 +146,35 @@ impl NodeHost {
         Failures { launch, collect, ..Failures::default() }
     }
 
-    /// Ends its process without asking. Its tasks may linger, but nobody hears of them any more.
+    /// Ends its process without a drain. Its tasks may linger, but nothing that they send arrives.
     pub fn crash(&mut self, how: Crash) {
-        if self.running.take().is_some() {
+        if let Some(process) = self.running.take() {
             self.net.crash(&self.shape.name, how);
+            // What is left of it must still give back what it holds.
+            process.standstill.go_on();
         }
+    }
+
+    /// Stops its process, timers and all, and what goes to it and comes from it.
+    pub fn stop(&mut self) {
+        if let Some(process) = &self.running {
+            process.standstill.stop();
+            self.net.hold_host(&self.shape.name);
+        }
+    }
+
+    pub fn go_on(&mut self) {
+        if let Some(process) = self.running.as_ref().filter(|process| process.standstill.is_stopped()) {
+            process.standstill.go_on();
+            self.went_on = Some(Instant::now());
+        }
+        self.net.release_host(&self.shape.name);
+    }
+
+    /// Whether its process has been running for `at_least`, so that its timers have fired.
+    pub fn keeps_time(&self, at_least: Duration) -> bool {
+        let is_stopped = self.running.as_ref().is_some_and(|process| process.standstill.is_stopped());
+        !is_stopped && self.went_on.is_none_or(|at| at.elapsed() >= at_least)
     }
 
     /// Asks it to stop.
@@ -230,26 +261,27 @@ fn config(shape: &NodeShape) -> NodeConfig {
     raw.node.drain_ms = DRAIN_MS;
     raw.transfer.listen = format!("{}:7002", shape.name);
     raw.transfer.connectors = vec!["tcp".to_owned()];
-    raw.transfer.streams = shape.streams;
-    raw.transfer.stall_ms = shape.stall_ms;
-    raw.transfer.frame_bytes = shape.frame_bytes;
-    raw.scheduler.step_tokens_max = 64;
-    raw.scheduler.sequences_max = 16;
-    raw.scheduler.growth_blocks = shape.growth_blocks;
-    raw.scheduler.queue_ms_max = shape.queue_ms_max;
-    raw.decode.local_tokens_max = shape.local_tokens_max;
-    raw.decode.landings_max = shape.landings_max;
+    raw.expert.transfer.streams = shape.streams;
+    raw.expert.transfer.stall_ms = shape.stall_ms;
+    raw.expert.transfer.frame_bytes = shape.frame_bytes;
+    raw.expert.scheduler.step_tokens_max = shape.step_tokens_max;
+    raw.expert.scheduler.sequences_max = 16;
+    raw.expert.scheduler.growth_blocks = shape.growth_blocks;
+    raw.expert.scheduler.queue_ms_max = shape.queue_ms_max;
+    raw.expert.decode.local_tokens_max = shape.local_tokens_max;
+    raw.expert.decode.landings_max = shape.landings_max;
     NodeConfig::resolve(raw).expect("right settings")
 }
 
 // === the router ===
 
-/// The router, with the registry in it, in one life after another.
+/// A router in one life after another. The registry is in the first one.
 #[derive(Debug)]
 pub struct RouterHost {
+    pub name: &'static str,
     shape: Shape,
     net: SimNet,
-    seed: u64,
+    world: World,
     n_lives: u32,
     running: Option<RouterLife>,
     /// Routes that were tried in all lives but this one.
@@ -261,19 +293,35 @@ struct RouterLife {
     dispatch: Dispatch,
     cluster: Cluster,
     metrics: RouterMetrics,
-    registry: MemoryRegistry,
+    /// `None`: it asks the first router's.
+    registry: Option<MemoryRegistry>,
+    standstill: Standstill,
     _following: Task<()>,
-    _serving: Task<()>,
+    _serving: Option<Task<()>>,
 }
 
 impl RouterHost {
-    pub fn new(shape: Shape, net: SimNet, seed: u64) -> Self {
-        Self { shape, net, seed, n_lives: 0, running: None, n_failed_before: 0 }
+    pub fn new(name: &'static str, shape: Shape, net: SimNet, seed: u64) -> Self {
+        let world = World::seeded(seed);
+        Self { name, shape, net, world, n_lives: 0, running: None, n_failed_before: 0 }
     }
 
-    /// The way in, while it lives.
-    pub fn dispatch(&self) -> Option<Dispatch> {
-        self.running.as_ref().map(|life| life.dispatch.clone())
+    /// The way in, and the process that serves it, while it lives.
+    pub fn dispatch(&self) -> Option<(Dispatch, Standstill)> {
+        self.running.as_ref().map(|life| (life.dispatch.clone(), life.standstill.clone()))
+    }
+
+    /// Stops its process, timers and all, and what goes to it and comes from it.
+    pub fn stop(&self) {
+        if let Some(life) = &self.running {
+            life.standstill.stop();
+            self.net.hold_host(self.name);
+        }
+    }
+
+    pub fn go_on(&self) {
+        self.running.iter().for_each(|life| life.standstill.go_on());
+        self.net.release_host(self.name);
     }
 
     pub fn cluster(&self) -> Option<&Cluster> {
@@ -285,9 +333,15 @@ impl RouterHost {
         self.n_failed_before + self.running.as_ref().map_or(0, |life| failed_attempts(&life.metrics))
     }
 
-    /// Who is in the cluster, by the one who knows.
+    /// Streams that had to be continued on another node, in this life.
+    pub fn n_continuations(&self) -> u64 {
+        self.running.as_ref().map_or(0, |life| life.metrics.continuations.get())
+    }
+
+    /// The members of the cluster, by its registry.
     pub fn members(&self) -> Vec<NodeInfo> {
-        self.running.as_ref().map(|life| life.registry.members()).unwrap_or_default()
+        let registry = self.running.as_ref().and_then(|life| life.registry.as_ref());
+        registry.map(MemoryRegistry::members).unwrap_or_default()
     }
 
     pub async fn start(&mut self) {
@@ -295,44 +349,69 @@ impl RouterHost {
             return;
         }
         self.n_lives += 1;
-        let world = World::seeded(self.seed).with_net(self.net.host(ROUTER));
-        let world = world.fork(&format!("{ROUTER} {}", self.n_lives));
+        let standstill = Standstill::default();
+        let life = standstill.clone().run(self.life(standstill)).await;
+        self.running = Some(life);
+    }
+
+    async fn life(&self, standstill: Standstill) -> RouterLife {
+        let world = self.world.clone().with_net(self.net.host(self.name));
+        let world = world.fork(&format!("{} {}", self.name, self.n_lives));
         let gate = Gate::new("router");
-        let registry = MemoryRegistry::new(TTL, world.clone(), gate.clone());
+        let registry =
+            (self.name == ROUTERS[0]).then(|| MemoryRegistry::new(TTL, world.clone(), gate.clone()));
         let cluster = Cluster::new(world.clone(), gate.clone(), RouterModels::default(), None);
-        let following = cluster.follow(&registry).await.expect("a table in memory can be watched");
-        let listener = world.net().listen(ROUTER_ADDR).await.expect("the port is free");
-        let routes = Routes::new(bootstrap_server(registry.clone(), Shutdown::new()));
-        let serving = chassis::rpc::serve(listener, routes, Shutdown::new(), ServerLimits::default());
-        let serving = async move { drop(serving.await) };
+        let (following, serving) = match &registry {
+            Some(registry) => {
+                let listener =
+                    world.net().listen(&format!("{}:50051", self.name)).await.expect("a free port");
+                let routes = Routes::new(bootstrap_server(registry.clone(), Shutdown::new()));
+                let (limits, callers) = (ServerLimits::default(), Callers::known_to(&world));
+                let serving = chassis::rpc::serve(listener, routes, Shutdown::new(), limits, callers);
+                let serving = spawn_guarded(&gate, "serve", async move { drop(serving.await) });
+                (cluster.follow(registry, None).await, Some(serving))
+            }
+            None => {
+                let parts = RegistryParts { world: world.clone(), gate: gate.clone() };
+                let remote = registry::open(REGISTRY_URL, parts).expect("a right address");
+                (cluster.follow(&*remote, None).await, None)
+            }
+        };
         let metrics = RouterMetrics::new(&Metrics::new("router"));
-        let dispatch = Dispatch::new(self.parts(world, cluster.clone(), metrics.clone()));
-        self.running = Some(RouterLife {
-            dispatch,
+        RouterLife {
+            dispatch: Dispatch::new(self.parts(world, cluster.clone(), metrics.clone())),
             cluster,
             metrics,
             registry,
-            _following: following,
-            _serving: spawn_guarded(&gate, "serve", serving),
-        });
+            standstill,
+            _following: following.expect("it need not be there yet"),
+            _serving: serving,
+        }
     }
 
-    fn parts(&self, world: World, cluster: Cluster, metrics: RouterMetrics) -> Parts {
-        Parts {
+    fn parts(&self, world: World, cluster: Cluster, metrics: RouterMetrics) -> DispatchParts {
+        DispatchParts {
             world,
             cluster,
             policy: router::policy::by_name(self.shape.policy).expect("a policy by that name"),
             admission: Admission::new(64),
             order: self.shape.order,
-            budget: Budget { attempts_max: self.shape.attempts_max, wait_max: self.shape.wait_max },
+            budget: Budget {
+                attempts_max: self.shape.attempts_max,
+                wait_max: self.shape.wait_max,
+                nodes_wait_new: Duration::from_secs(2),
+                nodes_wait_begun: Duration::from_secs(30),
+            },
             metrics,
+            drain: router::drain::Drain::default(),
         }
     }
 
     pub fn crash(&mut self, how: Crash) {
         self.n_failed_before = self.n_failed_attempts();
         if let Some(life) = self.running.take() {
-            self.net.crash(ROUTER, how);
+            self.net.crash(self.name, how);
+            life.standstill.go_on();
             life.cluster.forget();
         }
     }
@@ -350,45 +429,92 @@ fn failed_attempts(metrics: &RouterMetrics) -> u64 {
 /// The cluster of one run.
 #[derive(Debug)]
 pub struct Hosts {
-    pub router: RouterHost,
+    /// The first has the registry.
+    pub routers: Vec<RouterHost>,
     pub nodes: Vec<NodeHost>,
+    pub pool: Option<PoolHost>,
 }
 
 impl Hosts {
     pub async fn start(shape: &Shape, net: &SimNet, seed: u64) -> Self {
-        let mut router = RouterHost::new(shape.clone(), net.clone(), seed);
-        router.start().await;
-        let mut nodes = Vec::new();
-        for shape in &shape.nodes {
-            let mut node = NodeHost::new(shape.clone(), net.clone(), seed);
-            node.start();
-            nodes.push(node);
-        }
-        Self { router, nodes }
+        let routers = ROUTERS[..shape.n_routers].iter();
+        let routers = routers.map(|name| RouterHost::new(name, shape.clone(), net.clone(), seed)).collect();
+        let nodes = shape.nodes.iter().map(|node| NodeHost::new(node.clone(), net.clone(), seed)).collect();
+        let pool = shape.has_pool.then(|| PoolHost::new(net.clone(), seed));
+        let mut hosts = Self { routers, nodes, pool };
+        hosts.start_all().await;
+        hosts
     }
 
     pub fn node(&mut self, name: &str) -> Option<&mut NodeHost> {
         self.nodes.iter_mut().find(|node| node.shape.name == name)
     }
 
-    /// Whether the router knows every node in the life that it is in.
-    pub fn is_whole(&self) -> bool {
-        let everyone = self.router.cluster().map(Cluster::everyone).unwrap_or_default();
-        let is_known = |node: &NodeHost| {
-            everyone.iter().any(|(info, state)| {
-                let epoch = node.life().map(|life| life.epoch);
-                info.id.as_str() == node.shape.name && Some(info.epoch) == epoch && *state == NodeState::Ready
-            })
-        };
-        self.nodes.iter().all(is_known)
+    pub fn router(&mut self, name: &str) -> Option<&mut RouterHost> {
+        self.routers.iter_mut().find(|router| router.name == name)
     }
 
-    /// Everyone who does not live begins a new life.
+    pub async fn start_one(&mut self, name: &str) {
+        if let Some(node) = self.node(name) {
+            node.start();
+        } else if let Some(router) = self.router(name) {
+            router.start().await;
+        } else if name == POOL {
+            self.pool.iter_mut().for_each(PoolHost::start);
+        }
+    }
+
+    pub fn crash(&mut self, name: &str, how: Crash) {
+        if let Some(node) = self.node(name) {
+            node.crash(how);
+        } else if let Some(router) = self.router(name) {
+            router.crash(how);
+        } else if name == POOL {
+            self.pool.iter_mut().for_each(|pool| pool.crash(how));
+        }
+    }
+
+    pub fn stop(&mut self, name: &str) {
+        self.node(name).into_iter().for_each(NodeHost::stop);
+        self.router(name).into_iter().for_each(|router| router.stop());
+    }
+
+    pub fn go_on(&mut self, name: &str) {
+        self.node(name).into_iter().for_each(NodeHost::go_on);
+        self.router(name).into_iter().for_each(|router| router.go_on());
+    }
+
+    /// Whether every router knows every node in the life that it is in.
+    pub fn is_whole(&self) -> bool {
+        self.routers.iter().all(|router| self.is_known_to(router))
+    }
+
+    fn is_known_to(&self, router: &RouterHost) -> bool {
+        let everyone = router.cluster().map(Cluster::everyone).unwrap_or_default();
+        let is_ready = |name: &str, epoch: Option<Epoch>| {
+            everyone.iter().any(|(info, state)| {
+                let is_it = info.id.as_str() == name && epoch.is_none_or(|epoch| info.epoch == epoch);
+                is_it && *state == NodeState::Ready
+            })
+        };
+        let is_known =
+            |node: &NodeHost| node.life().is_some_and(|life| is_ready(&node.shape.name, Some(life.epoch)));
+        self.nodes.iter().all(is_known) && (self.pool.is_none() || is_ready(POOL, None))
+    }
+
+    /// Every process that has ended begins again, and every one that stands still goes on.
     pub async fn start_all(&mut self) {
-        self.router.start().await;
-        self.nodes.iter_mut().for_each(NodeHost::start);
+        for router in &mut self.routers {
+            router.go_on();
+            router.start().await;
+        }
+        for node in &mut self.nodes {
+            node.go_on();
+            node.start();
+        }
+        self.pool.iter_mut().for_each(PoolHost::start);
     }
 }
 
-/// How long a fresh cluster may need until everybody knows everybody.
+/// How long a fresh cluster may need until every router knows every node.
 pub const WHOLE_WITHIN: Duration = Duration::from_secs(5);

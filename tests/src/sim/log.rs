@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
 
-/// Lines that are kept for whoever reads about a run that failed.
+/// Lines that are kept for the report of a failed run.
 const LINES_MAX: usize = 100_000;
 /// Set, the log has a line for every write.
 const TRACE: &str = "SIM_TRACE";
@@ -14,7 +14,7 @@ const TRACE: &str = "SIM_TRACE";
 #[derive(Clone)]
 pub struct EventLog {
     start: Instant,
-    /// Everything is kept as a line, for whoever looks for what differs between two runs of one seed.
+    /// Keeps every event as a line, to compare two runs of one seed.
     is_loud: bool,
     state: Arc<Mutex<State>>,
 }

@@ -13,6 +13,7 @@ pub mod reference;
 pub mod oracle;
 pub mod witness;
 pub mod host;
+pub mod pool;
 pub mod watcher;
 pub mod operator;
 pub mod rogue;

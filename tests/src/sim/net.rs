@@ -4,6 +4,7 @@
 //! nothing (the kernels send again), a process that dies resets its connections, and a machine that dies says nothing
 //! until it is there again. All chance comes from the seed, and nothing depends on how many bytes a message has, so
 //! that a date in a header changes no run.
+//! See `docs/decisions/0006-simulated-network.md`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,7 +25,7 @@ use super::pipe::{Connection, SimStream, Wires};
 
 /// Where every node's KV travels. Nothing but KV has checksums of its own.
 pub const KV_PORT: &str = ":7002";
-/// What a tap keeps that nobody has read.
+/// Pieces that a tap keeps until they are read.
 const HEARD_MAX: usize = 4096;
 /// Connections that wait to be accepted.
 const BACKLOG: usize = 128;
@@ -50,7 +51,7 @@ struct State {
     chance: Chance,
     hosts: BTreeMap<String, Host>,
     paths: BTreeMap<(String, String), Arc<Path>>,
-    doors: BTreeMap<String, Door>,
+    doors: BTreeMap<String, BoundPort>,
     connections: BTreeMap<u64, Weak<Connection>>,
     n_connections: u64,
     /// Who reads along, and does not hear himself.
@@ -64,12 +65,12 @@ struct Host {
     is_up: bool,
 }
 
-struct Door {
+struct BoundPort {
     life: Arc<Life>,
     visits: mpsc::Sender<(SimStream, SocketAddr)>,
 }
 
-/// One life of a process. Once it is over, nothing that its tasks do reaches anybody.
+/// One life of a process. Once it is over, nothing that its tasks send arrives.
 #[derive(Debug, Default)]
 pub struct Life(AtomicBool);
 
@@ -89,11 +90,11 @@ pub struct Path {
 struct PathState {
     is_held: bool,
     delay: Duration,
-    /// So far apart do writes arrive.
+    /// The least time between the arrivals of two writes.
     gap: Duration,
-    /// One write in so many has a bit turned on its way, where KV travels.
+    /// On the KV port, one write in this number arrives with a flipped bit.
     corrupts_one_in: Option<u64>,
-    /// Every connection made now is reset after so many writes.
+    /// Every connection made from now on is reset after this number of writes.
     cut_after: Option<u32>,
 }
 
@@ -213,7 +214,25 @@ impl SimNet {
         self.wake();
     }
 
-    /// From now on a byte takes so long.
+    /// Nothing gets to `host` and nothing leaves it, until it is released.
+    pub fn hold_host(&self, host: &str) {
+        self.each_path_of(host, |net, from, to| net.path(from, to).state().is_held = true);
+    }
+
+    pub fn release_host(&self, host: &str) {
+        self.each_path_of(host, |net, from, to| net.path(from, to).state().is_held = false);
+        self.wake();
+    }
+
+    fn each_path_of(&self, host: &str, change: impl Fn(&Self, &str, &str)) {
+        let others: Vec<String> = self.state().hosts.keys().filter(|other| *other != host).cloned().collect();
+        for other in others {
+            change(self, host, &other);
+            change(self, &other, host);
+        }
+    }
+
+    /// From now on every write is delayed by `delay`.
     pub fn slow(&self, from: &str, to: &str, delay: Duration) {
         self.path(from, to).state().delay = delay;
     }
@@ -223,12 +242,12 @@ impl SimNet {
         self.path(from, to).state().gap = gap;
     }
 
-    /// Of what is written where KV travels, one write in so many arrives with a bit turned.
+    /// On the KV port, one write in `one_in` arrives with a flipped bit.
     pub fn corrupt(&self, from: &str, to: &str, one_in: u64) {
         self.path(from, to).state().corrupts_one_in = Some(one_in);
     }
 
-    /// Every connection that is made between the two from now on breaks after so many writes in this direction.
+    /// Every connection made between the two from now on breaks after `writes` writes in this direction.
     pub fn cut_after(&self, from: &str, to: &str, writes: u32) {
         self.path(from, to).state().cut_after = Some(writes);
     }
@@ -398,7 +417,7 @@ impl Net for HostNet {
         }
         let local = state.address(&self.host, port);
         let (visits, waiting) = mpsc::channel(BACKLOG);
-        state.doors.insert(addr.to_owned(), Door { life: Arc::clone(&self.life), visits });
+        state.doors.insert(addr.to_owned(), BoundPort { life: Arc::clone(&self.life), visits });
         Ok(Box::new(SimListener { local, waiting }))
     }
 }

@@ -1,4 +1,4 @@
-//! Somebody who has nodes sleep and wake over their admin ports, as `baton sleep` and `baton wake` do.
+//! An operator who makes nodes sleep and wake over their admin ports, like `baton sleep` and `baton wake`.
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::log::EventLog;
 use super::net::{HostNet, SimNet};
 
 const OPERATOR: &str = "operator";
-/// Of an answer.
+/// Most bytes of an answer's head.
 const HEAD_BYTES_MAX: u64 = 4096;
 
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use types::{BlockEvent, NodeId};
 use super::host::{Hosts, LifeSeen, NodeHost, RouterHost};
 use super::log::EventLog;
 use super::plan::Plan;
-use super::run::Tally;
+use super::run::RequestCounts;
 use super::watcher::Watcher;
 
 /// How long after the last request everything may still be on its way back. A life that is over may keep what it has
@@ -32,7 +32,7 @@ pub async fn everything_is_given_back(hosts: &Hosts, log: &EventLog) {
     }
     for LifeSeen { name, pool, .. } in hosts.nodes.iter().flat_map(NodeHost::lives) {
         if let Err(error) = pool.integrity() {
-            log.accuse(format_args!("{name}: the books of its pool are wrong: {error}"));
+            log.accuse(format_args!("{name}: block pool integrity check failed: {error}"));
         }
     }
 }
@@ -60,13 +60,22 @@ fn work_left(life: &LifeSeen) -> Option<String> {
     (!is_idle || !holders.is_empty()).then(left)
 }
 
-/// Nobody tries more often than it may: so many attempts may fail between two steps, for the step itself and for
-/// finding a decode node for KV that is held.
-pub fn attempts(router: &RouterHost, plan: &Plan, tally: Tally, n_probes: u64, log: &EventLog) {
+/// No router exceeds its retry budget. The budget bounds the failed attempts between two steps, for the step itself
+/// and for finding a decode node for held KV.
+pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RequestCounts, n_probes: u64, log: &EventLog) {
     let n_requests = u64::from(tally.n_requests()) + n_probes;
     // A step that came gives its request a new budget; but only failures use it up, and most steps come without any.
     let chances = u64::from(tally.steps).min(n_requests) + n_requests;
-    let (failed, bound) = (router.n_failed_attempts(), 2 * u64::from(plan.cluster.attempts_max) * chances);
+    let (failed, bound) = (
+        routers.iter().map(RouterHost::n_failed_attempts).sum::<u64>(),
+        2 * u64::from(plan.cluster.attempts_max) * chances,
+    );
+    let continued = routers.iter().map(RouterHost::n_continuations).sum::<u64>();
+    if failed + continued > 0 && !plan.attempts_may_fail {
+        log.accuse(format_args!(
+            "{failed} attempts failed and {continued} streams were continued; nothing was broken"
+        ));
+    }
     if failed > bound {
         log.accuse(format_args!("{failed} attempts failed, {bound} may for {n_requests} requests"));
     }
@@ -75,21 +84,58 @@ pub fn attempts(router: &RouterHost, plan: &Plan, tally: Tally, n_probes: u64, l
 /// How much later than a request's deadline its blocks are back, whatever is broken.
 const OUTLIVES_BY: Duration = Duration::from_secs(1);
 
-/// No node keeps blocks for a request that must be over, and none waits for new work to notice it.
-pub fn nothing_outlives_its_request(hosts: &Hosts, deadlines: &BTreeMap<String, Instant>, log: &EventLog) {
-    let over = |name: &str| deadlines.get(name).is_some_and(|due| *due + OUTLIVES_BY < Instant::now());
-    for LifeSeen { name, pool, .. } in hosts.nodes.iter().flat_map(NodeHost::lives) {
-        if pool.counts().leased == 0 {
-            continue;
-        }
-        let holders: BTreeSet<String> = pool.ledger().into_iter().filter_map(|entry| entry.holder).collect();
-        for holder in holders {
-            let request = holder.find("request ").or_else(|| holder.find("probe ")).map(|at| &holder[at..]);
-            if request.is_some_and(over) {
-                log.accuse(format_args!("{name}: blocks outlive their request: {holder}"));
+/// What a client asked of a router.
+#[derive(Debug)]
+pub struct Asked {
+    pub router: &'static str,
+    /// Since the run began.
+    pub at: Duration,
+    pub within: Duration,
+}
+
+/// When requests must be over, and since when nodes hold blocks for them.
+#[derive(Debug, Default)]
+pub struct Lifetimes {
+    pub asked: BTreeMap<String, Asked>,
+    /// By node life and holder: when it was seen first.
+    held_since: BTreeMap<(String, String), Duration>,
+}
+
+impl Lifetimes {
+    /// No node keeps blocks for a request that must be over, and none waits for new work to notice it.
+    pub fn check(&mut self, hosts: &Hosts, plan: &Plan, now: Duration, log: &EventLog) {
+        let mut held_since = BTreeMap::new();
+        for node in &hosts.nodes {
+            for life in node.lives() {
+                for holder in holders(&life) {
+                    let key = (life.name.clone(), holder);
+                    let since = self.held_since.get(&key).copied().unwrap_or(now);
+                    let is_over =
+                        self.must_be_over(plan, &node.shape.name, &key.1, since).is_some_and(|at| at < now);
+                    if is_over && node.keeps_time(OUTLIVES_BY) {
+                        log.accuse(format_args!("{}: blocks outlive their request: {}", key.0, key.1));
+                    }
+                    held_since.insert(key, since);
+                }
             }
         }
+        self.held_since = held_since;
     }
+
+    /// When a node must have given up what it holds since then.
+    fn must_be_over(&self, plan: &Plan, node: &str, holder: &str, since: Duration) -> Option<Duration> {
+        let name = holder.find("request ").or_else(|| holder.find("probe ")).map(|at| &holder[at..])?;
+        let Asked { router, at, within } = self.asked.get(name)?;
+        Some(*at + *within + plan.late_by((router, node), *at, since) + OUTLIVES_BY)
+    }
+}
+
+/// Who holds blocks of a node's life.
+fn holders(life: &LifeSeen) -> BTreeSet<String> {
+    if life.pool.counts().leased == 0 {
+        return BTreeSet::new();
+    }
+    life.pool.ledger().into_iter().filter_map(|entry| entry.holder).collect()
 }
 
 /// How long a watcher may believe what is not so: a lease, for those whom a new registry does not know yet.
@@ -119,7 +165,9 @@ const MIRRORED_WITHIN: Duration = Duration::from_secs(10);
 pub async fn mirrored(hosts: &Hosts, log: &EventLog) {
     let give_up = Instant::now() + MIRRORED_WITHIN;
     loop {
-        let wrong: Vec<String> = hosts.nodes.iter().filter_map(|node| unlike(&hosts.router, node)).collect();
+        let pairs =
+            hosts.routers.iter().flat_map(|router| hosts.nodes.iter().map(move |node| (router, node)));
+        let wrong: Vec<String> = pairs.filter_map(|(router, node)| unlike(router, node)).collect();
         if wrong.is_empty() {
             return;
         }
@@ -143,7 +191,7 @@ fn unlike(router: &RouterHost, node: &NodeHost) -> Option<String> {
     Some(format!("{}: the router knows {known:?} cached blocks of {}", node.shape.name, held.len()))
 }
 
-/// A node that was silent for a whole lease is nobody's member.
+/// A node that was silent for a whole lease is not a member.
 pub fn is_gone(router: &RouterHost, name: &str, log: &EventLog) {
     let is_it = |node: &types::NodeInfo| node.id.as_str() == name;
     let followed = router.cluster().map(router::Cluster::everyone).unwrap_or_default();

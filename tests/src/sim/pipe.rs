@@ -47,9 +47,9 @@ struct PipeState {
     chunks: VecDeque<Chunk>,
     bytes: usize,
     last_due: Option<Instant>,
-    /// The connection is broken, and whoever reads here learns it at this time.
+    /// The connection is broken, and the reader learns it at this time.
     reset: Option<Instant>,
-    /// Nobody reads any more.
+    /// The reader is gone.
     is_abandoned: bool,
     is_finished: bool,
     cut_after: Option<u32>,
@@ -83,7 +83,7 @@ impl Connection {
         Arc::new(Self { id, hosts, pipes, log, wires })
     }
 
-    /// A tap that is full, or that nobody reads any more, hears nothing.
+    /// Copies the bytes to the tap. A tap that is full or has no reader gets nothing.
     fn overhear(&self, end: usize, bytes: &[u8]) {
         if let (0, Some(tap)) = (end, &self.wires.tap) {
             let heard = Heard { connection: self.id, to: self.hosts[1].clone(), bytes: bytes.to_vec() };
@@ -230,7 +230,7 @@ impl SimStream {
 
     fn write_now(&self, cx: &Context<'_>, bufs: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
         self.alive()?;
-        // A reset travels to whoever writes on the path by which answers come.
+        // A reset reaches the writer on the path by which answers come.
         let incoming = self.incoming();
         let knows = |due: Option<Instant>| due.is_some_and(|due| due <= Instant::now());
         if knows(incoming.state().reset) && !incoming.path.is_held() {

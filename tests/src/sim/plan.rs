@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::num::NonZero;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use router::dispatch::Order;
@@ -16,6 +17,13 @@ pub const TROUBLE: Duration = Duration::from_secs(8);
 /// The largest prompt and answer, which fit into the smallest pool.
 pub const PROMPT_TOKENS_MAX: u64 = 200;
 pub const ANSWER_TOKENS_MAX: u64 = 40;
+/// A prompt that does not fit into the queue between a prefill node and its wire.
+pub(super) const LONG_PROMPT_TOKENS: RangeInclusive<u64> = 600..=900;
+/// The two models that a cluster may serve.
+pub const MODELS: [&str; 2] = ["mock", "other"];
+/// The routers of a cluster, the first with the registry in it.
+pub const ROUTERS: [&str; 2] = ["router", "router-1"];
+pub const POOL: &str = "pool-0";
 /// Blocks of the smallest pool: one of the largest sequences, and a little.
 pub(super) const BLOCKS_MIN: u32 = 64;
 
@@ -26,6 +34,8 @@ pub struct Plan {
     pub asks: Vec<Ask>,
     /// In order of time.
     pub faults: Vec<Fault>,
+    /// Whether an attempt to serve a request may fail, so that another one must serve it.
+    pub attempts_may_fail: bool,
 }
 
 /// What the cluster is.
@@ -35,6 +45,10 @@ pub struct Shape {
     pub policy: &'static str,
     pub attempts_max: u32,
     pub wait_max: Duration,
+    /// One, or two that share the registry in the first of them.
+    pub n_routers: usize,
+    /// Whether a pool node keeps KV of the first model.
+    pub has_pool: bool,
     pub nodes: Vec<NodeShape>,
 }
 
@@ -43,10 +57,12 @@ pub struct Shape {
 pub struct NodeShape {
     pub name: String,
     pub role: Role,
+    pub model: &'static str,
     pub n_blocks: u32,
     /// Tensor-parallel ranks.
     pub ranks: NonZero<u16>,
     pub step_ms: f64,
+    pub step_tokens_max: usize,
     pub prefill_token_ms: f64,
     pub growth_blocks: usize,
     pub local_tokens_max: u32,
@@ -64,11 +80,16 @@ pub struct NodeShape {
 #[derive(Clone, Debug)]
 pub struct Ask {
     pub at: Duration,
+    pub model: &'static str,
+    /// Which of the routers is asked. The only one, if there is no other.
+    pub router: usize,
     pub tokens: Vec<u32>,
     pub max_tokens: u32,
     pub ignore_eos: bool,
     /// `None` is greedy.
     pub sampling_seed: Option<u64>,
+    pub priority: i8,
+    pub tenant: &'static str,
     pub within: Duration,
     pub patience: Patience,
     /// Nothing that the plan breaks stands in its way: it must be answered.
@@ -81,7 +102,7 @@ pub enum Patience {
     Endless,
     /// Counted from the request.
     Until(Duration),
-    /// After so many steps.
+    /// After this number of steps.
     Steps(u32),
 }
 
@@ -97,11 +118,11 @@ pub enum Break {
     Hold(String, String),
     Release(String, String),
     Slow(String, String, Duration),
-    /// From now on writes arrive one after the other, so far apart: little bandwidth.
+    /// From now on two writes arrive at least this far apart: low bandwidth.
     Trickle(String, String, Duration),
-    /// Connections made from now on break after so many writes.
+    /// Connections made from now on break after this number of writes.
     Cut(String, String, u32),
-    /// One write in so many arrives with a bit turned, where KV travels.
+    /// On the KV port, one write in this number arrives with a flipped bit.
     Corrupt(String, String, u64),
     /// Connections break now.
     Reset(String, String),
@@ -118,6 +139,10 @@ pub enum Break {
     Wake(String, Option<Role>),
     /// The machine's calendar, in seconds.
     Jump(String, i64),
+    /// The process stands still, with its timers.
+    Stop(String),
+    /// It goes on.
+    GoOn(String),
 }
 
 impl fmt::Display for Break {
@@ -137,6 +162,8 @@ impl fmt::Display for Break {
             Self::Sleep(host) => write!(f, "{host} shall sleep"),
             Self::Wake(host, None) => write!(f, "wake {host}"),
             Self::Wake(host, Some(role)) => write!(f, "wake {host} as {role}"),
+            Self::Stop(host) => write!(f, "{host} stands still"),
+            Self::GoOn(host) => write!(f, "{host} goes on"),
             Self::Jump(host, seconds) => write!(f, "jump {host} by {seconds} s"),
         }
     }
@@ -148,31 +175,84 @@ impl Plan {
     pub fn draw(seed: u64) -> Self {
         let mut cluster = shape(&mut Chance::named(seed, "cluster"));
         spread(&mut Chance::named(seed, "ranks"), &mut cluster.nodes);
-        let asks = asks(&mut Chance::named(seed, "asks"));
+        let mut asks = asks(&mut Chance::named(seed, "asks"));
+        more_hosts(&mut Chance::named(seed, "hosts"), &mut cluster, &mut asks);
+        callers(&mut Chance::named(seed, "callers"), &mut asks);
+        several_answers(&mut Chance::named(seed, "answers"), &mut asks);
         let mut faults = faults(&mut Chance::named(seed, "faults"), &cluster);
         naps(&mut Chance::named(seed, "naps"), &cluster, &mut faults);
-        Self { seed, cluster, asks, faults }.besieged()
+        Self { seed, cluster, asks, faults, attempts_may_fail: true }.besieged().unhurried()
     }
 
-    /// Until when a word of the router that is said at `at` may be held on its way to a node.
+    /// How late a message may have been that the router sent after `asked` and that the node had at `heard`.
     ///
-    /// Deadlines travel as the time that is left, because clocks need not agree: a node that hears of a request so much
-    /// later also lets it live so much longer.
-    pub fn held_until(&self, at: Duration) -> Duration {
-        let released = |to: &String| {
-            let releases = |fault: &&Fault| matches!(&fault.what, Break::Release(from, node) if from == "router" && node == to);
-            self.faults.iter().filter(releases).map(|fault| fault.at).find(|until| *until > at)
+    /// Deadlines travel as the time that is left, because clocks need not agree: a node that hears of a request later,
+    /// because the link was held or the node stood still, also lets it live longer.
+    pub fn late_by(&self, (router, node): (&str, &str), asked: Duration, heard: Duration) -> Duration {
+        let end = |from: Duration, ends: &dyn Fn(&Break) -> bool| {
+            let mut after = self.faults.iter().filter(|fault| fault.at > from && ends(&fault.what));
+            // The end of all trouble releases everything.
+            after.next().map_or(TROUBLE, |fault| fault.at)
         };
-        let held = self.faults.iter().filter(|fault| fault.at <= at).filter_map(|fault| match &fault.what {
-            Break::Hold(from, to) if from == "router" => released(to),
-            _ => None,
-        });
-        held.max().unwrap_or(at)
+        let late = |fault: &Fault| {
+            let ends = match &fault.what {
+                Break::Hold(from, to) if from == router && to == node => end(
+                    fault.at,
+                    &|what| matches!(what, Break::Release(one, other) if one == from && other == to),
+                ),
+                Break::Stop(host) if host == node => {
+                    end(fault.at, &|what| matches!(what, Break::GoOn(other) if other == host))
+                }
+                _ => return Duration::ZERO,
+            };
+            if ends <= heard { ends.saturating_sub(fault.at.max(asked)) } else { Duration::ZERO }
+        };
+        self.faults.iter().map(late).sum()
     }
 
-    /// Nothing breaks: then every request must be answered.
-    pub fn is_calm(&self) -> bool {
-        self.faults.is_empty() && self.cluster.nodes.iter().all(|node| node.failing_steps.is_empty())
+    /// How long a host stands still in all.
+    pub fn stands_still(&self, host: &str) -> Duration {
+        let mut stopped = None;
+        let mut total = Duration::ZERO;
+        for fault in &self.faults {
+            match &fault.what {
+                Break::Stop(one) if one == host => stopped = stopped.or(Some(fault.at)),
+                Break::GoOn(one) if one == host => {
+                    total += stopped.take().map_or(Duration::ZERO, |at| fault.at - at);
+                }
+                _ => {}
+            }
+        }
+        // The end of all trouble lets it go on.
+        total + stopped.map_or(Duration::ZERO, |at| TROUBLE.saturating_sub(at))
+    }
+
+    /// Nothing breaks until `at`.
+    pub fn is_calm_until(&self, at: Duration) -> bool {
+        self.faults.iter().all(|fault| fault.at > at)
+            && self.cluster.nodes.iter().all(|node| node.failing_steps.is_empty())
+    }
+
+    /// Where nothing breaks, every request has the time that all of them take one after the other, and must be answered.
+    fn unhurried(mut self) -> Self {
+        if self.is_calm_until(Duration::MAX) {
+            let enough = self.one_after_the_other();
+            self.cluster.wait_max = enough;
+            self.asks.iter_mut().for_each(|ask| (ask.within, ask.must_be_answered) = (enough, true));
+        }
+        self
+    }
+
+    /// More time than the slowest nodes need for all requests, if they run one at a time.
+    pub fn one_after_the_other(&self) -> Duration {
+        let slowest = |cost: fn(&NodeShape) -> f64| self.cluster.nodes.iter().map(cost).fold(0.0, f64::max);
+        let (step_ms, token_ms) = (slowest(|node| node.step_ms), slowest(|node| node.prefill_token_ms));
+        let ms = |ask: &Ask| {
+            let (prompt, answer) = (ask.tokens.len() as f64, f64::from(ask.max_tokens));
+            // A chunk has at least eight tokens; a sequence that gave way is computed again.
+            2.0 * ((prompt / 8.0 + answer + 10.0) * step_ms + prompt * token_ms)
+        };
+        Duration::from_secs_f64(1.0 + self.asks.iter().map(ms).sum::<f64>() / 1000.0)
     }
 }
 
@@ -194,7 +274,26 @@ fn shape(chance: &mut Chance) -> Shape {
         policy: chance.pick::<&'static str>(&["random", "round-robin", "least-loaded"]),
         attempts_max: chance.within(2..=4) as u32,
         wait_max: chance.millis(2_000..=30_000),
+        n_routers: 1,
+        has_pool: false,
         nodes,
+    }
+}
+
+/// In some clusters there is a second router, a pool node, or a second model with nodes of its own.
+fn more_hosts(chance: &mut Chance, cluster: &mut Shape, asks: &mut [Ask]) {
+    if chance.one_in(4) {
+        cluster.n_routers = ROUTERS.len();
+        asks.iter_mut().for_each(|ask| ask.router = chance.below(2) as usize);
+    }
+    cluster.has_pool = chance.one_in(4);
+    if chance.one_in(4) {
+        for role in [Role::Prefill, Role::Decode] {
+            let mut node = node(chance, format!("other-{}", role.as_str()), role);
+            node.model = MODELS[1];
+            cluster.nodes.push(node);
+        }
+        asks.iter_mut().for_each(|ask| ask.model = chance.pick::<&'static str>(&MODELS));
     }
 }
 
@@ -217,9 +316,11 @@ fn node(chance: &mut Chance, name: String, role: Role) -> NodeShape {
     NodeShape {
         name,
         role,
+        model: MODELS[0],
         n_blocks: *chance.pick(&[BLOCKS_MIN, BLOCKS_MIN + 20, 160, 400]),
         ranks: NonZero::<u16>::MIN,
         step_ms,
+        step_tokens_max: 64,
         prefill_token_ms: *chance.pick(&[0.05, 0.5, 2.0]),
         growth_blocks: chance.below(4) as usize,
         local_tokens_max: *chance.pick(&[0, 16, 40]),
@@ -246,6 +347,31 @@ fn asks(chance: &mut Chance) -> Vec<Ask> {
     asks
 }
 
+/// In half of the runs requests come from several tenants, with priorities.
+fn callers(chance: &mut Chance, asks: &mut [Ask]) {
+    if chance.one_in(2) {
+        for ask in asks {
+            ask.priority = *chance.pick(&[-1, 0, 0, 5]);
+            ask.tenant = chance.pick::<&'static str>(&["default", "acme", "zenith"]);
+        }
+    }
+}
+
+/// In some runs one request wants several answers to its prompt: others begin with the same prompt, drawn with other
+/// seeds.
+fn several_answers(chance: &mut Chance, asks: &mut Vec<Ask>) {
+    if !chance.one_in(4) || asks.is_empty() {
+        return;
+    }
+    let nth = chance.below(asks.len() as u64) as usize;
+    let first = asks[nth].clone();
+    let seed = first.sampling_seed.unwrap_or_else(|| chance.draw());
+    for answer in 1..=chance.within(1..=3) {
+        let ask = Ask { sampling_seed: Some(seed.wrapping_add(answer)), ..first.clone() };
+        asks.insert(nth + answer as usize, ask);
+    }
+}
+
 fn ask(chance: &mut Chance, at: Duration, shared: &[Vec<u32>]) -> Ask {
     let length = match chance.below(4) {
         0 => chance.within(1..=12),
@@ -266,10 +392,14 @@ fn ask(chance: &mut Chance, at: Duration, shared: &[Vec<u32>]) -> Ask {
     };
     Ask {
         at,
+        model: MODELS[0],
+        router: 0,
         tokens,
         max_tokens: if chance.one_in(8) { 1 } else { chance.within(1..=ANSWER_TOKENS_MAX) as u32 },
         ignore_eos: chance.one_in(2),
         sampling_seed: chance.one_in(3).then(|| chance.draw()),
+        priority: 0,
+        tenant: "default",
         within,
         patience,
         must_be_answered: false,
@@ -318,9 +448,10 @@ pub(super) fn nap(chance: &mut Chance, nodes: &[NodeShape], at: Duration, until:
 
 fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration, faults: &mut Vec<Fault>) {
     let node = |chance: &mut Chance| chance.pick(&cluster.nodes).name.clone();
+    let router = |chance: &mut Chance| (*chance.pick(&ROUTERS[..cluster.n_routers])).to_owned();
     let mut push = |at, what| faults.push(Fault { at, what });
     let (one, other) = pair(chance, cluster);
-    match chance.below(13) {
+    match chance.below(15) {
         0 | 1 => {
             push(at, Break::Hold(one.clone(), other.clone()));
             push(at, Break::Hold(other.clone(), one.clone()));
@@ -349,9 +480,19 @@ fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration
         }
         10 => push(at, Break::Corrupt(one, other, chance.within(1..=20))),
         11 => push(at, Break::Jump(node(chance), *chance.pick(&[-3600, 3600, -5, 86_400]))),
+        12 => {
+            let host = if chance.one_in(2) { router(chance) } else { node(chance) };
+            push(at, Break::Stop(host.clone()));
+            push(until, Break::GoOn(host));
+        }
+        13 if cluster.has_pool => {
+            push(at, Break::Crash(POOL.to_owned(), *chance.pick(&[Crash::Process, Crash::Machine])));
+            push(until, Break::Start(POOL.to_owned()));
+        }
         _ => {
-            push(at, Break::Crash("router".to_owned(), *chance.pick(&[Crash::Process, Crash::Machine])));
-            push(until, Break::Start("router".to_owned()));
+            let host = router(chance);
+            push(at, Break::Crash(host.clone(), *chance.pick(&[Crash::Process, Crash::Machine])));
+            push(until, Break::Start(host));
         }
     }
 }
@@ -362,10 +503,13 @@ fn pair(chance: &mut Chance, cluster: &Shape) -> (String, String) {
         return ("router".to_owned(), WATCHER.to_owned());
     }
     let one = chance.pick(&cluster.nodes).name.clone();
-    let others: Vec<&String> =
-        cluster.nodes.iter().map(|node| &node.name).filter(|name| **name != one).collect();
+    let mut others: Vec<&str> =
+        cluster.nodes.iter().map(|node| &*node.name).filter(|name| *name != one).collect();
+    if cluster.has_pool {
+        others.push(POOL);
+    }
     match others.is_empty() || chance.one_in(2) {
-        true => ("router".to_owned(), one),
-        false => (one, (*chance.pick(&others)).clone()),
+        true => ((*chance.pick(&ROUTERS[..cluster.n_routers])).to_owned(), one),
+        false => (one, (*chance.pick(&others)).to_owned()),
     }
 }

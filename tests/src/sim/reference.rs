@@ -10,7 +10,7 @@ pub struct Reference {
     pub finish: FinishReason,
 }
 
-/// A mock that is asked by nobody else.
+/// A mock that serves no other client.
 #[derive(Debug)]
 pub struct Alone {
     mock: Mock,
@@ -20,8 +20,8 @@ pub struct Alone {
 
 impl Alone {
     /// `n_blocks` hold the longest sequence.
-    pub fn new(settings: MockSettings, n_blocks: u32) -> Self {
-        let mock = Mock::new("mock", settings, n_blocks, Pace::Modelled).expect("memory for a few blocks");
+    pub fn new(name: &str, settings: MockSettings, n_blocks: u32) -> Self {
+        let mock = Mock::new(name, settings, n_blocks, Pace::Modelled).expect("memory for a few blocks");
         Self { mock, table: (0..n_blocks).map(BlockIdx).collect(), n_prompts: 0 }
     }
 

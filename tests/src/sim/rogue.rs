@@ -1,4 +1,4 @@
-//! Somebody who is on the network, reads along where KV travels, and wants to write into landings that are not his.
+//! An attacker on the network: it reads KV traffic and tries to write into landings without the right to.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -3,17 +3,17 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use chassis::{Gate, Task, spawn_guarded};
+use chassis::{Gate, Standstill, Task, spawn_guarded};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::chance::Chance;
-use super::client::{Client, Ended, prompt};
+use super::client::{Client, Ended, LATE, prompt};
 use super::host::{Hosts, WHOLE_WITHIN, model};
 use super::log::EventLog;
 use super::net::{Crash, SimNet};
 use super::operator::Operator;
-use super::oracle;
-use super::plan::{ANSWER_TOKENS_MAX, Ask, Break, Fault, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, tokens};
+use super::oracle::{self, Asked, Lifetimes};
+use super::plan::{Ask, Break, Fault, MODELS, Patience, Plan, ROUTERS, TROUBLE, tokens};
 use super::reference::Alone;
 use super::rogue;
 use super::watcher::Watcher;
@@ -23,17 +23,17 @@ use super::witness::Witness;
 #[derive(Clone, Debug)]
 pub struct Report {
     pub seed: u64,
-    /// Of everything that happened and when. The same seed must give the same.
+    /// Hash of all events and their times. The same seed must give the same hash.
     pub hash: u64,
     pub lines: Vec<String>,
     /// What was wrong. None in a good run.
     pub faults: Vec<String>,
-    pub tally: Tally,
+    pub tally: RequestCounts,
 }
 
 /// How a run's requests ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct RequestCounts {
     pub whole: u32,
     pub refused: u32,
     pub left: u32,
@@ -62,19 +62,24 @@ struct Run {
     log: EventLog,
     net: SimNet,
     hosts: Hosts,
-    alone: Alone,
+    /// Each model by itself.
+    alone: BTreeMap<&'static str, Alone>,
     began: Instant,
     clients: Vec<Task<(Ended, u32)>>,
     /// When each request must be over, everywhere.
-    deadlines: BTreeMap<String, Instant>,
+    lifetimes: Lifetimes,
     watcher: Watcher,
     operator: Operator,
     _rogue: Task<()>,
     gate: Gate,
 }
 
+/// Blocks for the longest prompt and its answer.
+const N_BLOCKS: u32 = 256;
 /// How many requests must be answered at once when all is mended, and how long each may take.
 const PROBES: u64 = 3;
+/// How long the operator waits for a node before another word to wake.
+const WAKE_AGAIN_AFTER: Duration = Duration::from_secs(2);
 const PROBE_WITHIN: Duration = Duration::from_secs(30);
 /// Steps that an engine may still be about to fail when all else is mended.
 const ENGINE_FAILURES_MAX: u32 = 3;
@@ -86,18 +91,17 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 const MENDED_WITHIN: Duration = Duration::from_secs(20);
 
 impl Run {
-    /// A cluster of which every member knows every other.
+    /// Starts a cluster and waits until every member knows every other.
     async fn begin(plan: Plan, log: EventLog) -> Self {
         let net = SimNet::new(Chance::named(plan.seed, "net"), log.clone());
         let hosts = Hosts::start(&plan.cluster, &net, plan.seed).await;
-        let n_blocks = (PROMPT_TOKENS_MAX + ANSWER_TOKENS_MAX).div_ceil(4) as u32 + 1;
-        let alone = Alone::new(model(), n_blocks);
+        let alone = MODELS.into_iter().map(|name| (name, Alone::new(name, model(name), N_BLOCKS))).collect();
         let (gate, began) = (Gate::new("clients"), Instant::now());
         let watcher = Watcher::start(&net, plan.seed, &gate).await;
         let operator = Operator::new(&net, &gate);
         let rogue = rogue::intrude(net.clone(), log.clone());
         let rogue = spawn_guarded(&gate, "rogue", rogue);
-        let (clients, deadlines) = (Vec::new(), BTreeMap::new());
+        let (clients, lifetimes) = (Vec::new(), Lifetimes::default());
         let mut run = Self {
             plan,
             log,
@@ -106,7 +110,7 @@ impl Run {
             alone,
             began,
             clients,
-            deadlines,
+            lifetimes,
             watcher,
             operator,
             _rogue: rogue,
@@ -117,13 +121,20 @@ impl Run {
         run
     }
 
+    /// Waits until the router knows every node. An operator's word to sleep that was on its way to a dead machine may arrive
+    /// after the word to wake, so that one is repeated.
     async fn become_whole(&mut self, within: Duration) {
         let give_up = Instant::now() + within;
+        let mut wake_again = Instant::now() + WAKE_AGAIN_AFTER;
         while !self.hosts.is_whole() {
+            if Instant::now() >= wake_again {
+                wake_again += WAKE_AGAIN_AFTER;
+                self.wake_all();
+            }
             if Instant::now() > give_up {
-                let everyone = self.hosts.router.cluster().map(router::Cluster::everyone);
-                let states = everyone.unwrap_or_default();
-                let states: Vec<_> = states.iter().map(|(info, state)| (&info.id, state)).collect();
+                let clusters = self.hosts.routers.iter().filter_map(|router| router.cluster());
+                let nodes = clusters.flat_map(router::Cluster::everyone);
+                let states: Vec<_> = nodes.map(|(info, state)| format!("{} {state:?}", info.id)).collect();
                 return self.log.accuse(format_args!("the cluster is not whole: {states:?}"));
             }
             sleep(Duration::from_millis(50)).await;
@@ -131,13 +142,18 @@ impl Run {
         self.log.say("everybody knows everybody");
     }
 
-    async fn play(mut self) -> Tally {
+    async fn play(mut self) -> RequestCounts {
         self.trouble().await;
         self.net.heal();
         self.hosts.start_all().await;
         self.wake_all();
         self.log.say("mended");
-        let mut tally = Tally::default();
+        if self.plan.faults.iter().any(|fault| matches!(fault.what, Break::Sleep(_))) {
+            // A word to sleep that was held on its way arrives now: only the words after it count.
+            self.look_until(Instant::now() + WAKE_AGAIN_AFTER).await;
+            self.wake_all();
+        }
+        let mut tally = RequestCounts::default();
         for client in std::mem::take(&mut self.clients) {
             while !client.is_finished() {
                 self.look_until(Instant::now() + LOOK_EVERY).await;
@@ -146,10 +162,10 @@ impl Run {
         }
         self.become_whole(MENDED_WITHIN).await;
         self.probe().await;
-        oracle::attempts(&self.hosts.router, &self.plan, tally, PROBES, &self.log);
+        oracle::attempts(&self.hosts.routers, &self.plan, tally, PROBES + 1, &self.log);
         oracle::everything_is_given_back(&self.hosts, &self.log).await;
         oracle::mirrored(&self.hosts, &self.log).await;
-        oracle::watched(&self.hosts.router, &self.watcher, &self.log).await;
+        oracle::watched(&self.hosts.routers[0], &self.watcher, &self.log).await;
         if Chance::named(self.plan.seed, "end").one_in(4) {
             self.one_dies_for_good().await;
         }
@@ -178,10 +194,10 @@ impl Run {
     }
 
     /// Waits, and looks meanwhile whether anything lives longer than it may.
-    async fn look_until(&self, until: Instant) {
+    async fn look_until(&mut self, until: Instant) {
         while Instant::now() < until {
             sleep_until(until.min(Instant::now() + LOOK_EVERY)).await;
-            oracle::nothing_outlives_its_request(&self.hosts, &self.deadlines, &self.log);
+            self.lifetimes.check(&self.hosts, &self.plan, self.began.elapsed(), &self.log);
         }
     }
 
@@ -190,11 +206,11 @@ impl Run {
         let name = self.plan.cluster.nodes[0].name.clone();
         self.break_it(Break::Crash(name.clone(), Crash::Machine)).await;
         sleep(LAPSED_WITHIN).await;
-        oracle::is_gone(&self.hosts.router, &name, &self.log);
-        oracle::watched(&self.hosts.router, &self.watcher, &self.log).await;
+        self.hosts.routers.iter().for_each(|router| oracle::is_gone(router, &name, &self.log));
+        oracle::watched(&self.hosts.routers[0], &self.watcher, &self.log).await;
     }
 
-    /// Whoever was asked to sleep is woken: the word for it may not have come through.
+    /// Wakes every node that was asked to sleep: the planned request to wake may have been lost.
     fn wake_all(&self) {
         let asked = |fault: &Fault| match &fault.what {
             Break::Sleep(node) => Some(node.clone()),
@@ -215,15 +231,11 @@ impl Run {
             Break::Corrupt(from, to, one_in) => net.corrupt(&from, &to, one_in),
             Break::Cut(from, to, writes) => net.cut_after(&from, &to, writes),
             Break::Reset(one, other) => net.reset(&one, &other),
-            Break::Crash(host, how) => match self.hosts.node(&host) {
-                Some(node) => node.crash(how),
-                None => self.hosts.router.crash(how),
-            },
+            Break::Crash(host, how) => self.hosts.crash(&host, how),
+            Break::Stop(host) => self.hosts.stop(&host),
+            Break::GoOn(host) => self.hosts.go_on(&host),
             Break::Drain(host) => self.hosts.node(&host).into_iter().for_each(|node| node.drain()),
-            Break::Start(host) => match self.hosts.node(&host) {
-                Some(node) => node.start(),
-                None => self.hosts.router.start().await,
-            },
+            Break::Start(host) => self.hosts.start_one(&host).await,
             Break::Replace(host) => {
                 if let Some(node) = self.hosts.node(&host) {
                     node.shape.failing_steps.clear();
@@ -238,40 +250,56 @@ impl Run {
     }
 
     fn ask(&mut self, name: String, ask: Ask) {
-        let Some(dispatch) = self.hosts.router.dispatch() else {
+        let router = &self.hosts.routers[ask.router];
+        let Some((dispatch, process)) = router.dispatch() else {
             return self.log.say(format_args!("{name} finds no router"));
         };
         let asked = self.began.elapsed();
-        let on_its_way = self.plan.held_until(asked).saturating_sub(asked);
-        self.deadlines.insert(name.clone(), Instant::now() + ask.within + on_its_way);
-        let client = self.client(name, ask);
+        let lifetime = Asked { router: router.name, at: asked, within: ask.within };
+        self.lifetimes.asked.insert(name.clone(), lifetime);
+        let client = self.client(name, ask, asked, process);
         self.clients.push(spawn_guarded(&self.gate, "client", client.run(dispatch)));
     }
 
-    fn client(&mut self, name: String, ask: Ask) -> Client {
-        let reference = self.alone.answer(&prompt(&name, &ask));
-        Client { name, ask, reference, log: self.log.clone(), is_calm: self.plan.is_calm() }
+    fn client(&mut self, name: String, ask: Ask, asked: Duration, router: Standstill) -> Client {
+        let alone = self.alone.get_mut(ask.model).expect("one of the models");
+        let reference = alone.answer(&prompt(&name, &ask));
+        let late = LATE + self.plan.stands_still(ROUTERS[ask.router]);
+        let is_calm = self.plan.is_calm_until(asked + ask.within);
+        let enough = self.plan.one_after_the_other();
+        let wait_max = self.plan.cluster.wait_max;
+        Client { name, ask, reference, log: self.log.clone(), is_calm, enough, wait_max, router, late }
     }
 
-    /// The cluster serves the next requests.
+    /// The cluster serves the next requests, and one of them again: its prompt fills whole blocks, so it is cached whole.
     async fn probe(&mut self) {
         let mut chance = Chance::named(self.plan.seed, "probes");
-        let mut asks: Vec<(u64, Ask)> = (0..PROBES).map(|nth| (nth, probe(&mut chance, nth))).collect();
+        let asks: Vec<(String, Ask)> =
+            (0..PROBES).map(|nth| (format!("probe {nth}"), probe(&mut chance, nth))).collect();
+        let whole_blocks = asks
+            .iter()
+            .find(|(_, ask)| ask.tokens.len().is_multiple_of(model(MODELS[0]).layout.block_tokens.into()));
+        let (name, ask) = whole_blocks.cloned().expect("one of the probes fills whole blocks");
+        self.served(asks).await;
+        self.served(vec![(format!("{name} cached"), ask)]).await;
+    }
+
+    /// Every one of these requests must be answered.
+    async fn served(&mut self, mut asks: Vec<(String, Ask)>) {
         for round in 0..=ENGINE_FAILURES_MAX {
             let asked = std::mem::take(&mut asks);
-            for (nth, ask) in &asked {
-                let name =
-                    if round == 0 { format!("probe {nth}") } else { format!("probe {nth} again {round}") };
+            for (name, ask) in &asked {
+                let name = if round == 0 { name.clone() } else { format!("{name} again {round}") };
                 self.ask(name, ask.clone());
             }
-            for (probe, ask) in std::mem::take(&mut self.clients).into_iter().zip(asked) {
+            for (probe, (name, ask)) in std::mem::take(&mut self.clients).into_iter().zip(asked) {
                 match probe.await {
                     Ok((Ended::Whole, _)) => {}
                     // An engine is mended when it has failed all the steps that it was told to fail, and no sooner.
                     Ok((Ended::Refused(error), _)) if is_told(&error) && round < ENGINE_FAILURES_MAX => {
-                        asks.push(ask);
+                        asks.push((name, ask));
                     }
-                    other => self.log.accuse(format_args!("a probe ended with {other:?}")),
+                    other => self.log.accuse(format_args!("{name} ended with {other:?}")),
                 }
             }
         }
@@ -281,10 +309,14 @@ impl Run {
 fn probe(chance: &mut Chance, nth: u64) -> Ask {
     Ask {
         at: Duration::ZERO,
+        model: MODELS[0],
+        router: 0,
         tokens: tokens(chance, 30 + 50 * nth),
         max_tokens: 8,
         ignore_eos: true,
         sampling_seed: None,
+        priority: 0,
+        tenant: "default",
         within: PROBE_WITHIN,
         patience: Patience::Endless,
         must_be_answered: false,
@@ -296,7 +328,7 @@ fn is_told(error: &router::serve::ServeError) -> bool {
     error.to_string().contains("told to fail")
 }
 
-impl Tally {
+impl RequestCounts {
     fn add(&mut self, ended: Option<(Ended, u32)>) {
         let Some((ended, steps)) = ended else { return };
         self.steps += steps;

@@ -7,8 +7,8 @@ use types::Role;
 
 use super::chance::Chance;
 use super::plan::{
-    ANSWER_TOKENS_MAX, Ask, BLOCKS_MIN, Break, Fault, NodeShape, PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE,
-    nap, tokens,
+    ANSWER_TOKENS_MAX, Ask, BLOCKS_MIN, Break, Fault, LONG_PROMPT_TOKENS, MODELS, NodeShape,
+    PROMPT_TOKENS_MAX, Patience, Plan, TROUBLE, nap, tokens,
 };
 
 /// More steps than a node runs before it is mended.
@@ -18,13 +18,14 @@ impl Plan {
     /// The plan, or in half of the cases one of the sieges in its place.
     pub(super) fn besieged(self) -> Self {
         let mut chance = Chance::named(self.seed, "siege");
-        match chance.below(12) {
+        match chance.below(14) {
             0 => self.with_wires_that_break(&mut chance),
             1 => self.with_deaf_nodes(&mut chance),
             2 => self.with_engines_that_fail(),
             3 => self.with_a_crowd(&mut chance),
             4 => self.with_kv_that_trickles(&mut chance),
             5 => self.with_naps_by_turns(&mut chance),
+            6 => self.with_long_prompts(&mut chance),
             _ => self,
         }
     }
@@ -54,7 +55,7 @@ impl Plan {
         self
     }
 
-    /// Slow nodes, impatient clients, and a router whose word does not arrive: nobody tells the nodes that it is over.
+    /// Slow nodes, impatient clients, and a router whose messages do not arrive: the nodes do not learn of the cancellations.
     fn with_deaf_nodes(mut self, chance: &mut Chance) -> Self {
         for node in &mut self.cluster.nodes {
             node.step_ms = 150.0;
@@ -77,8 +78,8 @@ impl Plan {
         self
     }
 
-    /// One request decodes, and needs blocks to go on; then so many want to land that nothing is left, and their KV does
-    /// not come. The first must be answered: who waits for KV may not starve who runs.
+    /// One request decodes and needs more blocks. Then the landings of other requests take all blocks, and their KV does
+    /// not come. The first must be answered: a request that waits for KV must not starve one that runs.
     fn with_a_crowd(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         let decode = &mut self.cluster.nodes[1];
@@ -149,12 +150,35 @@ impl Plan {
         self
     }
 
+    /// Prompts are longer than what may wait for the wire, and the wire is slow: the prefill node must stop computing them
+    /// until there is room. Each must be answered at the first attempt: a second one would find its KV cached.
+    fn with_long_prompts(mut self, chance: &mut Chance) -> Self {
+        self.be_one_pair();
+        self.attempts_may_fail = false;
+        self.asks = (0..chance.within(1..=3))
+            .map(|_| {
+                let (at, length) = (chance.millis(0..=3_000), chance.within(LONG_PROMPT_TOKENS));
+                Ask { must_be_answered: true, ..long_ask(chance, at, length, Duration::from_secs(40)) }
+            })
+            .collect();
+        self.asks.sort_by_key(|ask| ask.at);
+        self.cluster.wait_max = Duration::from_secs(40);
+        self.cluster.nodes.iter_mut().for_each(|node| (node.n_blocks, node.step_tokens_max) = (800, 20));
+        self.cluster.nodes.iter_mut().for_each(|node| node.stall_ms = 30_000);
+        self.cluster.nodes.iter_mut().for_each(|node| node.frame_bytes = 1 << 10);
+        let (from, to) = (self.cluster.nodes[0].name.clone(), self.cluster.nodes[1].name.clone());
+        let trickle = Break::Trickle(from, to, chance.millis(20..=80));
+        self.faults = vec![Fault { at: Duration::ZERO, what: trickle }];
+        self
+    }
+
     /// A prefill node and a decode node with nothing wrong with them, that share all work.
     fn be_one_pair(&mut self) {
         self.cluster.order = Order::DecodeFirst;
+        (self.cluster.n_routers, self.cluster.has_pool) = (1, false);
         self.cluster.nodes.truncate(2);
         for (node, role) in self.cluster.nodes.iter_mut().zip([Role::Prefill, Role::Decode]) {
-            (node.name, node.role) = (format!("{}-0", role.as_str()), role);
+            (node.name, node.role, node.model) = (format!("{}-0", role.as_str()), role, MODELS[0]);
             (node.n_blocks, node.step_ms, node.prefill_token_ms) = (400, 2.0, 0.05);
             (node.local_tokens_max, node.queue_ms_max, node.stall_ms) = (0, 2_000.0, 5_000);
             node.frame_bytes = 16 << 10;
@@ -171,10 +195,14 @@ impl Plan {
 fn long_ask(chance: &mut Chance, at: Duration, length: u64, within: Duration) -> Ask {
     Ask {
         at,
+        model: MODELS[0],
+        router: 0,
         tokens: tokens(chance, length),
         max_tokens: ANSWER_TOKENS_MAX as u32,
         ignore_eos: true,
         sampling_seed: None,
+        priority: 0,
+        tenant: "default",
         within,
         patience: Patience::Endless,
         must_be_answered: false,

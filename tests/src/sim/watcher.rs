@@ -1,4 +1,4 @@
-//! Somebody who watches the registry over the network, as a second router would.
+//! A watcher of the registry over the network, like a second router.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,4 @@
-//! Hears what nobody says aloud: panics in tasks, and log lines that say that a human must look.
+//! Records panics in tasks, and log lines at `ERROR`.
 
 use std::cell::RefCell;
 use std::fmt::Write as _;
@@ -17,7 +17,7 @@ thread_local! {
     static LISTENING: RefCell<Option<EventLog>> = const { RefCell::new(None) };
 }
 
-/// For whoever studies one run: everything that is logged goes to stderr.
+/// Set, everything that is logged goes to stderr.
 pub const LOUD: &str = "SIM_LOG";
 
 /// What a worker says when a sequence's KV is not what it wrote or received. Every transfer is verified, so nothing that
@@ -55,7 +55,7 @@ fn install() {
         tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(filter)
     });
     let all = tracing_subscriber::registry().with(errors).with(loud);
-    tracing::subscriber::set_global_default(all).expect("nobody else listens in this process");
+    tracing::subscriber::set_global_default(all).expect("no other subscriber in this process");
 }
 
 fn accuse(what: String) {

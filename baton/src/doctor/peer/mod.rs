@@ -19,11 +19,10 @@ const GROUP: &str = "peer";
 const WIRE_WITHIN: Duration = Duration::from_secs(20);
 
 /// Tries every wire to the decode node at `addr`.
-pub(super) async fn look(addr: &str) -> Vec<Finding> {
-    let world = World::real();
+pub(super) async fn look(addr: &str, world: World) -> Vec<Finding> {
     let peer = Peer::new(channel(&world, addr, RpcLimits::default()), world);
     let mut findings = Vec::new();
-    for scheme in kv_transfer::connectors().iter().map(|(name, _)| *name).filter(|name| *name != "loopback") {
+    for scheme in kv_transfer::connectors().iter().map(|wire| wire.name).filter(|name| *name != "loopback") {
         match tokio::time::timeout(WIRE_WITHIN, trial::run(&peer, scheme)).await {
             Ok(Ok(trial)) => findings.push(moved(addr, scheme, &trial)),
             Ok(Err(error)) if error.concerns_the_peer() => return vec![unreachable(addr, &error)],
@@ -93,7 +92,7 @@ mod tests {
     #[tokio::test]
     async fn a_peer_that_nobody_is_at_is_found_out() {
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
-        let findings = look(&free.to_string()).await;
+        let findings = look(&free.to_string(), World::real()).await;
         assert_eq!(findings.len(), 1, "{findings:?}");
         assert_eq!(findings[0].level, Level::Bad);
         assert!(findings[0].advice.contains("node.listen"), "{findings:?}");

@@ -88,7 +88,7 @@ fn may_be_shorter(refusal: &Refusal) -> bool {
     matches!(refusal.kind, RefusalKind::Full | RefusalKind::TooLong | RefusalKind::Invalid)
 }
 
-/// How many tokens have so many bytes of KV: whole blocks, one at least.
+/// The number of tokens with this many bytes of KV: whole blocks, at least one.
 fn tokens_worth(layout: &KvLayout, bytes: usize) -> u32 {
     let page_bytes = |group: &types::layout::LayerGroup| -> usize {
         group.layers.iter().map(|shape| layout.page_bytes(*shape)).sum()
@@ -120,7 +120,7 @@ impl Peer {
                 let landing: Landing = landing
                     .try_into()
                     .map_err(|error: proto::ConvertError| TrialError::Nonsense(error.to_string()))?;
-                Ok((landing, events))
+                Ok((landing.opened_with(prompt.digest()), events))
             }
             Some(Event::Refused(refusal)) => Err(refused(refusal.into())),
             other => Err(TrialError::Nonsense(format!("{other:?}"))),
@@ -154,10 +154,10 @@ fn refused(refusal: Refusal) -> TrialError {
     }
 }
 
-/// This machine, as a prefill node with one wire would describe itself. Nobody connects to it.
+/// This machine, as a prefill node with one wire would describe itself. No peer connects to it.
 fn this_machine(scheme: &str) -> v1::Peer {
-    let wire = v1::WireAddress { scheme: scheme.to_owned(), endpoint: String::new() };
-    v1::Peer { node: "doctor".to_owned(), host: node::life::host_id(), wires: vec![wire] }
+    let wire = v1::WireAddress { scheme: scheme.to_owned(), endpoint: String::new(), within_host: false };
+    v1::Peer { node: "doctor".to_owned(), host: node::host::host_id(), wires: vec![wire] }
 }
 
 /// KV of the right shape, and the wire that it travels on.

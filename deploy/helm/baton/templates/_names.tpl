@@ -7,13 +7,121 @@
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
-{{- /* Where processes find each other. */ -}}
+{{- /* The registry's URL, for the containers of every process. */ -}}
 {{- define "baton.registry" -}}
-{{- if .Values.etcd.enabled -}}
-etcd://{{ include "baton.name" . }}-etcd:2379/{{ include "baton.name" . }}
-{{- else -}}
-{{ required "etcd.url is needed when etcd.enabled is false" .Values.etcd.url }}
-{{- end -}}
+- name: BATON_REGISTRY__URL
+  {{- if .Values.etcd.enabled }}
+  value: etcd://{{ include "baton.name" . }}-etcd:2379/{{ include "baton.name" . }}
+  {{- else }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ required "etcd.external.urlSecret.name is needed when etcd.enabled is false" .Values.etcd.external.urlSecret.name }}
+      key: {{ .Values.etcd.external.urlSecret.key }}
+  {{- end }}
+{{- end }}
+
+{{- /* The Secret with which the processes of a cluster know each other. */ -}}
+{{- define "baton.identity" -}}
+{{ .Values.identity.existingSecret | default (printf "%s-identity" (include "baton.name" .)) }}
+{{- end }}
+
+{{- define "baton.identityFiles" -}}
+- name: BATON_CLUSTER__SECRET_FILE
+  value: /etc/baton-identity/cluster
+- name: BATON_CLUSTER__ADMIN_KEY_FILE
+  value: /etc/baton-identity/admin
+{{- end }}
+
+{{- define "baton.identityMount" -}}
+- name: identity
+  mountPath: /etc/baton-identity
+  readOnly: true
+{{- end }}
+
+{{- define "baton.identityVolume" -}}
+- name: identity
+  secret:
+    secretName: {{ include "baton.identity" . }}
+{{- end }}
+
+{{- /* Certificates of an external etcd: the mount, and the volume. */ -}}
+{{- define "baton.etcdMount" -}}
+{{- if and (not .Values.etcd.enabled) .Values.etcd.external.certificatesSecret }}
+- name: etcd-certificates
+  mountPath: /etc/baton-etcd
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "baton.etcdVolume" -}}
+{{- if and (not .Values.etcd.enabled) .Values.etcd.external.certificatesSecret }}
+- name: etcd-certificates
+  secret:
+    secretName: {{ .Values.etcd.external.certificatesSecret }}
+{{- end }}
+{{- end }}
+
+{{- /* The model, for the containers of routers and of nodes that compute. */ -}}
+{{- define "baton.model" -}}
+- name: BATON_MODEL__PATH
+  valueFrom:
+    configMapKeyRef:
+      name: {{ include "baton.name" . }}-model
+      key: path
+{{- end }}
+
+{{- /* Where models are: a claim, or a folder of the pod's own, which the init container fills. */ -}}
+{{- define "baton.modelVolume" -}}
+- name: models
+  {{- if .Values.model.claim }}
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.claim }}
+    readOnly: true
+  {{- else }}
+  emptyDir: {}
+  {{- end }}
+{{- end }}
+
+{{- define "baton.modelFetch" -}}
+{{- with .Values.model.fetch }}
+{{- if .url }}
+initContainers:
+  - name: fetch-model
+    image: {{ .image }}
+    command: [sh, -ec]
+    args:
+      - |
+        test ! -e /models/.complete || exit 0
+        curl --fail --location --retry 5 --continue-at - --output /models/.archive "$MODEL_URL"
+        tar -x -f /models/.archive -C /models
+        rm /models/.archive
+        touch /models/.complete
+    env:
+      - name: MODEL_URL
+        value: {{ .url }}
+    resources:
+      requests: { cpu: 100m, memory: 64Mi }
+      limits: { memory: 256Mi }
+    securityContext:
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      capabilities: { drop: [ALL] }
+    volumeMounts:
+      - name: models
+        mountPath: /models
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* Changes when a pod's configuration does: (list . "the TOML text"). */ -}}
+{{- define "baton.checksum" -}}
+{{- $top := index . 0 -}}
+{{ tpl (print (index . 1) $top.Values.model.path) $top | sha256sum }}
+{{- end }}
+
+{{- /* Seconds from SIGTERM to SIGKILL: the drain, and time to withdraw and close. */ -}}
+{{- define "baton.nodeGrace" -}}
+{{ add (int .Values.nodes.drainSeconds) 15 }}
 {{- end }}
 
 {{- /* What selects the pods of one component: (list . "router"). */ -}}
@@ -29,15 +137,22 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end }}
 
-{{- /* Apart, where that is possible: (list . "router"). */ -}}
+{{- /* Pods of one component on different machines: where that is possible, and always for boxes: (list . "router"). */ -}}
 {{- define "baton.apart" -}}
 podAntiAffinity:
+  {{- if eq (index . 1) "box" }}
+  requiredDuringSchedulingIgnoredDuringExecution:
+    - topologyKey: kubernetes.io/hostname
+      labelSelector:
+        matchLabels: {{- include "baton.selector" . | nindent 10 }}
+  {{- else }}
   preferredDuringSchedulingIgnoredDuringExecution:
     - weight: 100
       podAffinityTerm:
         topologyKey: kubernetes.io/hostname
         labelSelector:
           matchLabels: {{- include "baton.selector" . | nindent 12 }}
+  {{- end }}
 {{- end }}
 
 {{- define "baton.spread" -}}
@@ -67,4 +182,35 @@ runAsUser: 65532
 runAsGroup: 65532
 seccompProfile:
   type: RuntimeDefault
+{{- end }}
+
+{{- /* A map that all workloads and this one add to: (list . WORKLOAD "labels"). This one's entries win. */ -}}
+{{- define "baton.map" -}}
+{{- $all := index (index . 0).Values.pods (index . 2) | default dict -}}
+{{- $own := index (index . 1) (index . 2) | default dict -}}
+{{- with merge (deepCopy $own) $all }}{{ toYaml . }}{{ end -}}
+{{- end }}
+
+{{- /* A list that all workloads and this one add to: (list . WORKLOAD "env"). */ -}}
+{{- define "baton.list" -}}
+{{- $all := index (index . 0).Values.pods (index . 2) | default list -}}
+{{- $own := index (index . 1) (index . 2) | default list -}}
+{{- with concat $all $own }}{{ toYaml . }}{{ end -}}
+{{- end }}
+
+{{- /* Where a workload's pods run, and how urgent they are: (list . WORKLOAD "router"). */ -}}
+{{- define "baton.scheduling" -}}
+{{- $top := index . 0 -}}
+{{- $own := index . 1 -}}
+{{- $affinity := include "baton.map" (list $top $own "affinity") -}}
+affinity: {{- $affinity | default (include "baton.apart" (list $top (index . 2))) | nindent 2 }}
+{{- with include "baton.map" (list $top $own "nodeSelector") }}
+nodeSelector: {{- . | nindent 2 }}
+{{- end }}
+{{- with include "baton.list" (list $top $own "tolerations") }}
+tolerations: {{- . | nindent 2 }}
+{{- end }}
+{{- with $own.priorityClassName | default $top.Values.pods.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
 {{- end }}

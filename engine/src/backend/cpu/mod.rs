@@ -1,10 +1,11 @@
-//! The processor as a backend: exact, with no other device, and the truth that others are compared with.
+//! The processor as a backend. It is exact, and the reference for the other backends.
 //!
 //! A step is computed by a thread of its own, so `launch` returns at once. All of a batch goes through each layer
-//! together; what a row gets is the same bits in any company (see `kernels::cpu`). With several ranks, there is such a
-//! thread for each of them, with memory for KV of its own; the bits are still the same (see [`crate::model::ranks`]).
+//! together. A row gets the same bits alone and in any batch (see `kernels::cpu`). With several ranks, each has such a
+//! thread and memory for its KV. The bits stay the same (see [`crate::model::ranks`]).
 
 mod compute;
+mod job;
 mod rank;
 mod settings;
 #[cfg(test)]
@@ -25,15 +26,16 @@ use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
 
 pub use settings::{CpuSettings, LoadFormat};
 
-use super::asleep::{self, Asleep, Closed, Sleepless};
+use super::asleep::{self, Asleep, ClosedBackend, SleepFailed};
 use super::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, LoadError, OpenError};
 use crate::kv_room::{KvRoom, n_blocks, not_taken};
-use crate::load::weights::Seen;
-use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint};
-use crate::model::{self, Architecture, Model, ModelConfig};
+use crate::load::weights::LoadedFormats;
+use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, Weights, fingerprint, tensors};
+use crate::model::{Decoder, ModelConfig};
 use crate::step::{Launched, StepBatch, StepOutput};
-use compute::{Compute, Job, JobRow};
+use compute::Compute;
+use job::{Job, JobRow};
 use rank::Rank;
 
 /// A model in memory, and the thread that computes with it.
@@ -41,9 +43,8 @@ use rank::Rank;
 pub struct CpuBackend {
     model: ModelInfo,
     memory: KvMemory,
-    /// Clones of the memory that are its own.
+    /// Clones of the memory that the backend itself holds.
     n_holders: usize,
-    /// What it was opened with.
     opened: Opened,
     /// `None` once the thread was told to end.
     jobs: Option<SyncSender<Job>>,
@@ -54,7 +55,7 @@ pub struct CpuBackend {
     weight_bytes: usize,
 }
 
-/// Where a model is, and what it was told.
+/// What a backend was opened with.
 #[derive(Clone, Debug)]
 struct Opened {
     folder: PathBuf,
@@ -77,11 +78,12 @@ impl CpuBackend {
         let processors = processors(settings).map_err(LoadError::Threads)?;
         let processor = processors.first().expect("there is a rank");
         let folder = ModelFolder::open(folder)?;
+        folder.config.log_unread_keys();
         let loaded = Loaded::load(&folder, settings, processor)?;
-        let layout = layout(&folder.config, loaded.architecture, settings)?;
+        let layout = layout(&folder.config, settings)?;
         let kv_bytes = kv.on_host(&layout, folder.config.context_tokens);
         let memory = memory(&layout, kv_bytes)?;
-        // As much again when it wakes, whatever is free then.
+        // It takes the same amount when it wakes, whatever is free then.
         let opened = Opened { folder: folder.path().to_owned(), kv_bytes, settings: settings.clone() };
         let model = ModelInfo {
             name: folder.name(),
@@ -167,14 +169,14 @@ impl Backend for CpuBackend {
         self.results.recv().map_err(lost)
     }
 
-    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         if let Err(why) = asleep::check_idle(self.in_flight.len())
             .and_then(|()| asleep::check_not_held(self.memory.n_holders(), self.n_holders))
         {
-            return Err(Sleepless { backend: self, why });
+            return Err(SleepFailed { backend: self, why });
         }
         let Opened { folder, kv_bytes, settings } = self.opened.clone();
-        Ok(Box::new(Closed::close(*self, move || Self::open(&folder, kv_bytes, &settings))))
+        Ok(Box::new(ClosedBackend::close(*self, move || Self::open(&folder, kv_bytes, &settings))))
     }
 
     fn used_bytes(&self) -> Option<u64> {
@@ -186,13 +188,13 @@ impl Drop for CpuBackend {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // If it panicked, its panic was printed, and whoever collected learned that the device is lost.
+            // If it panicked, its panic was printed, and `collect` returned that the device is lost.
             let _ = thread.join();
         }
     }
 }
 
-/// One for each rank, which share the threads.
+/// One processor for each rank. They share the threads.
 fn processors(settings: &CpuSettings) -> io::Result<Vec<Processor>> {
     let n_ranks = usize::from(settings.ranks.get());
     let each = NonZero::new(settings.threads().get() / n_ranks).unwrap_or(NonZero::<usize>::MIN);
@@ -203,8 +205,7 @@ fn processors(settings: &CpuSettings) -> io::Result<Vec<Processor>> {
 
 /// Weights in memory, and what they are.
 struct Loaded {
-    architecture: &'static Architecture,
-    model: Arc<dyn Model>,
+    model: Arc<Decoder>,
     weights: String,
     weight_format: &'static str,
     weight_bytes: usize,
@@ -213,25 +214,21 @@ struct Loaded {
 impl Loaded {
     fn load(folder: &ModelFolder, settings: &CpuSettings, processor: &Processor) -> Result<Self, LoadError> {
         let config = &folder.config;
-        let architecture =
-            model::architecture(&config.architecture).map_err(|known| LoadError::Architecture {
-                path: folder.path().join("config.json"),
-                name: config.architecture.clone(),
-                known,
-            })?;
-        let seen = Seen::default();
+        let seen = LoadedFormats::default();
         let load = |source: &dyn crate::load::TensorSource| {
-            (architecture.load)(config, &Weights::new(source, processor, settings.quantize, &seen))
+            let weights = Weights::new(source, processor, settings.quantize, &seen);
+            Decoder::load(config, &weights).map(Arc::new)
         };
         let (model, weights) = match settings.load_format {
             LoadFormat::Safetensors => {
                 let checkpoint = Checkpoint::open(folder.path())?;
+                tensors::check_all_read(config, &checkpoint)?;
                 (load(&checkpoint)?, fingerprint::of_weights(&checkpoint))
             }
             LoadFormat::Dummy { seed } => (load(&Dummy { seed, processor })?, format!("dummy, seed {seed}")),
         };
         let weight_format = seen.main_format().map_or("none", |format| format.as_str());
-        Ok(Self { architecture, model, weights, weight_format, weight_bytes: seen.bytes() })
+        Ok(Self { model, weights, weight_format, weight_bytes: seen.bytes() })
     }
 
     fn fingerprint(
@@ -253,25 +250,20 @@ impl Loaded {
             ("weights", self.weights.clone()),
             ("dtype", dtype),
             ("arithmetic", arithmetic.to_owned()),
-            ("rope", folder.config.rope.fingerprint()),
             ("tokenizer", fingerprint::of_tokenizer(folder.tokenizer()?.as_deref())),
         ];
-        Ok(fingerprint::fingerprint(layout, parts))
+        Ok(fingerprint::fingerprint(layout, parts.into_iter().chain(folder.config.fingerprint_parts())))
     }
 }
 
-fn layout(
-    config: &ModelConfig,
-    architecture: &Architecture,
-    settings: &CpuSettings,
-) -> Result<KvLayout, LoadError> {
+fn layout(config: &ModelConfig, settings: &CpuSettings) -> Result<KvLayout, LoadError> {
     if settings.kv_dtype == KvDtype::F16 {
         return Err(LoadError::KvDtype(settings.kv_dtype));
     }
     let layout = KvLayout {
         block_tokens: settings.block_tokens,
         dtype: settings.kv_dtype,
-        groups: groups(config.n_kv_heads as u16, config.head_dim as u16, &(architecture.windows)(config)),
+        groups: groups(config.n_kv_heads as u16, config.head_dim as u16, &config.windows),
         shard: Shard::WHOLE,
     };
     let n_ranks = settings.ranks.get();
@@ -279,7 +271,7 @@ fn layout(
     layout.over_ranks(n_ranks).map_err(|uneven| LoadError::Ranks(uneven.to_string()))
 }
 
-/// Ranks have whole heads, and each some of all else.
+/// Refuses ranks that would have parts of heads, or none of a matrix's outputs.
 fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
     let ModelConfig { n_heads, hidden, intermediate, vocab, .. } = *config;
     if !n_heads.is_multiple_of(n_ranks) {
@@ -291,7 +283,7 @@ fn check_shares(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
     }
 }
 
-/// One group for each way of looking back, in the order of their first layers.
+/// One group of layers for each window, in the order of their first layers.
 pub(super) fn groups(n_kv_heads: u16, head_dim: u16, windows: &[Option<u32>]) -> Vec<LayerGroup> {
     let mut groups: Vec<LayerGroup> = Vec::new();
     for (layer, window) in (0..).zip(windows) {

@@ -9,13 +9,13 @@ use std::thread;
 use kernels::cpu::Processor;
 use kv_cache::KvMemory;
 
-use super::compute::JobRow;
+use super::job::JobRow;
 use crate::error::RowError;
 use crate::model::pass::PassParts;
-use crate::model::ranks::{Seat, Written};
-use crate::model::{Model, ModelConfig, Pass, PassRow, Scratch, Tensor};
+use crate::model::ranks::{RankFence, RankHandle};
+use crate::model::{Decoder, ModelConfig, Pass, PassRow, Scratch, Tensor};
 
-/// How each row fared that took part.
+/// The outcome of each row that took part.
 pub(super) type Outcomes = Vec<Result<(), RowError>>;
 
 /// A step that all ranks compute.
@@ -24,21 +24,21 @@ pub(super) struct Step {
     pub(super) rows: Vec<JobRow>,
     /// Which of the rows take part.
     pub(super) resolved: Outcomes,
-    pub(super) written: Written,
+    pub(super) written: RankFence,
 }
 
 /// What a rank's thread owns.
 #[derive(Debug)]
 pub(super) struct Rank {
     processor: Processor,
-    model: Arc<dyn Model>,
+    model: Arc<Decoder>,
     memory: KvMemory,
     frequencies: Arc<[f32]>,
     vocab: usize,
-    seat: Seat,
+    seat: RankHandle,
 }
 
-/// A rank on a thread of its own. Dropped, it waits for the thread, which ends with the step that it is in.
+/// A rank on a thread of its own. Its drop waits for the thread, which finishes its current step.
 #[derive(Debug)]
 pub(super) struct Helper {
     /// `None` once the thread was told to end.
@@ -53,7 +53,7 @@ impl Rank {
     /// All ranks of a model, one for each processor.
     pub(super) fn all(
         processors: Vec<Processor>,
-        model: &Arc<dyn Model>,
+        model: &Arc<Decoder>,
         memory: &KvMemory,
         config: &ModelConfig,
     ) -> Vec<Self> {
@@ -66,7 +66,7 @@ impl Rank {
             vocab: config.vocab,
             seat,
         };
-        let seats = Seat::all(memory.n_ranks());
+        let seats = RankHandle::all(memory.n_ranks());
         processors.into_iter().zip(seats).map(rank).collect()
     }
 
@@ -74,7 +74,7 @@ impl Rank {
         &self.processor
     }
 
-    /// Logits (wanted, vocab), and how the rows fared that took part.
+    /// Logits (wanted, vocab), and the outcomes of the rows that took part.
     pub(super) fn forward(&self, step: &Step, scratch: &Scratch) -> (Tensor, Outcomes) {
         let parts = PassParts {
             processor: &self.processor,
@@ -91,7 +91,7 @@ impl Rank {
         (logits, pass.into_outcomes().collect())
     }
 
-    /// Until no more steps can come.
+    /// Runs until the sender of steps is dropped.
     fn run(self, steps: &Receiver<Arc<Step>>, outcomes: &SyncSender<Outcomes>) {
         let scratch = Scratch::default();
         while let Ok(step) = steps.recv() {
@@ -126,12 +126,12 @@ impl Helper {
         Ok(Self { steps: Some(steps), outcomes, thread: Some(thread) })
     }
 
-    /// Has the rank compute its share. `None`: it is gone.
+    /// Starts the rank on its share. `None`: the rank is gone.
     pub(super) fn begin(&self, step: &Arc<Step>) -> Option<()> {
         self.steps.as_ref()?.send(Arc::clone(step)).ok()
     }
 
-    /// How the rows fared. `None`: the rank is gone.
+    /// The outcomes of the rows. `None`: the rank is gone.
     pub(super) fn finish(&self) -> Option<Outcomes> {
         self.outcomes.recv().ok()
     }
@@ -141,7 +141,7 @@ impl Drop for Helper {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(thread) = self.thread.take() {
-            // If it panicked, its panic was printed, and whoever computed with it knows.
+            // If it panicked, its panic was printed, and the other ranks failed.
             let _ = thread.join();
         }
     }

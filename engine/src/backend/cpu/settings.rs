@@ -1,4 +1,4 @@
-//! What a processor is told beside the model and the memory for KV.
+//! Settings of the processor's backend.
 
 use std::num::NonZero;
 
@@ -10,9 +10,9 @@ use crate::load::Quantize;
 /// How the processor computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CpuSettings {
-    /// Threads that compute, of all ranks together; `None`: as many as there are cores.
+    /// Threads that compute, of all ranks together; `None`: one per core.
     pub threads: Option<NonZero<usize>>,
-    /// Tensor-parallel ranks: so many groups of threads, each with its share of the outputs, and of the KV.
+    /// Tensor-parallel ranks: groups of threads, each with its share of the outputs and of the KV.
     pub ranks: NonZero<u16>,
     /// How bf16 weights are multiplied.
     pub arithmetic: Arithmetic,

@@ -1,5 +1,7 @@
 use std::num::NonZero;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
 
 use super::*;
 use crate::conformance;
@@ -108,6 +110,42 @@ fn what_makes_kv_differ_is_in_the_fingerprint() {
     assert!(error.to_string().contains("bf16 here, fp8_e4m3 there"), "{error}");
     let error = plain.agree(&fingerprint("tests/models/llama", &settings(1))).expect_err("another model");
     assert!(error.to_string().contains("weights: "), "{error}");
+}
+
+/// A copy of the `llama` test model whose configuration has `new` instead of `old`.
+fn changed(old: &str, new: &str) -> TempDir {
+    let copy = TempDir::new().expect("a folder");
+    for entry in std::fs::read_dir(folder("tests/models/llama")).expect("a folder").flatten() {
+        std::fs::copy(entry.path(), copy.path().join(entry.file_name())).expect("a copy");
+    }
+    let file = copy.path().join("config.json");
+    let config = std::fs::read_to_string(&file).expect("a config");
+    assert!(config.contains(old), "{config}");
+    std::fs::write(&file, config.replace(old, new)).expect("a config");
+    copy
+}
+
+/// Rotation, epsilon, tokenizer and block size are no part of the weights' files.
+#[test]
+fn a_folder_that_differs_in_one_thing_is_another_model_and_the_thing_is_named() {
+    let fingerprint = |folder: &Path, settings: &CpuSettings| {
+        CpuBackend::open(folder, 1 << 20, settings).expect("it opens").model().fingerprint.clone()
+    };
+    let (same, base) = (changed("", ""), settings(1));
+    let plain = fingerprint(same.path(), &base);
+    assert_eq!(plain.agree(&fingerprint(&folder("tests/models/llama"), &base)), Ok(()));
+    let differs = |folder: &TempDir, settings: &CpuSettings| {
+        plain.agree(&fingerprint(folder.path(), settings)).expect_err("it is another").to_string()
+    };
+    let rope = differs(&changed("\"rope_theta\": 10000.0", "\"rope_theta\": 500000.0"), &base);
+    assert_eq!(rope, "models differ: rope: theta 10000, None here, theta 500000, None there");
+    let epsilon = differs(&changed("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e-06"), &base);
+    assert_eq!(epsilon, "models differ: norm_epsilon: 0.00001 here, 0.000001 there");
+    let block_size = differs(&same, &CpuSettings { block_tokens: 8, ..base.clone() });
+    assert_eq!(block_size, "models differ: kv.block_tokens: 16 here, 8 there");
+    std::fs::write(same.path().join("tokenizer.json"), "{}").expect("a file");
+    let tokenizer = differs(&same, &base);
+    assert!(tokenizer.starts_with("models differ: tokenizer: none here, blake3:"), "{tokenizer}");
 }
 
 #[test]

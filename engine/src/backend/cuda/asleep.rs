@@ -1,50 +1,49 @@
-//! GPUs that sleep: weights and KV are given back; code, graphs and what a step computes in stay.
+//! GPU backends that sleep: the memory of weights and KV is returned; code, graphs and workspace stay.
 //!
-//! Graphs and TMA descriptors know where weights and KV lie, and both come back to the same addresses. All ranks go and
-//! come together, each on its own thread; where one cannot come back, all go again.
+//! Graphs and TMA descriptors hold the addresses of weights and KV, so both are mapped at the same addresses again. All ranks
+//! sleep and wake together, each on its own thread; if one cannot wake, all sleep again.
 
 use std::sync::Arc;
 
-use kernels::MemoryError;
 use kernels::cuda::DeviceMemory;
 use tokio::time::Instant;
 use tracing::{info, warn};
 use types::in_full;
 
-use super::opening::{Described, LOAD_WITHIN};
-use super::rank::{Order, PREPARE_WITHIN, Rank, kv_of};
+use super::description::LOAD_WITHIN;
+use super::rank::{Order, PREPARE_WITHIN};
 use super::{CudaBackend, Loaded};
 use crate::backend::Backend;
-use crate::backend::asleep::{self, Asleep, Sleepless, Wakeless};
+use crate::backend::asleep::{self, Asleep, SleepFailed, WakeFailed};
 use crate::error::{BackendError, OpenError};
 
-/// A backend whose cards have neither its weights nor its KV.
+/// A GPU backend without weights and KV on its GPUs.
 #[derive(Debug)]
 pub(super) struct CudaAsleep(Box<CudaBackend>);
 
-/// Why a rank's memory did not go or come. It is told to the rank that was asked.
+/// The result of a rank's sleep or wake.
 type RankResult = Result<(), OpenError>;
 
 // === impl CudaAsleep ===
 
 impl CudaAsleep {
-    pub(super) fn from(mut backend: Box<CudaBackend>) -> Result<Box<dyn Asleep>, Sleepless> {
+    pub(super) fn from(mut backend: Box<CudaBackend>) -> Result<Box<dyn Asleep>, SleepFailed> {
         if let Err(why) = backend.check_unused() {
-            return Err(Sleepless { backend, why });
+            return Err(SleepFailed { backend, why });
         }
         match backend.give_back() {
             Ok(()) => Ok(Box::new(Self(backend))),
-            // Nobody knows which of the cards have given back what.
-            Err(error) => Err(Sleepless { why: BackendError::DeviceLost(in_full(&error)), backend }),
+            // It is not known which GPUs have returned their memory.
+            Err(error) => Err(SleepFailed { why: BackendError::DeviceLost(in_full(&error)), backend }),
         }
     }
 }
 
 impl Asleep for CudaAsleep {
-    fn wake(mut self: Box<Self>) -> Result<Box<dyn Backend>, Wakeless> {
+    fn wake(mut self: Box<Self>) -> Result<Box<dyn Backend>, WakeFailed> {
         match self.0.refill() {
             Ok(()) => Ok(self.0),
-            Err(why) => Err(Wakeless { asleep: self, why }),
+            Err(why) => Err(WakeFailed { asleep: self, why }),
         }
     }
 
@@ -71,26 +70,28 @@ impl CudaBackend {
         ranks.flatten().map(|on_card| on_card.memory())
     }
 
-    /// Has all ranks give back weights and KV.
+    /// Returns the memory of weights and KV on all ranks.
     fn give_back(&mut self) -> RankResult {
         self.previous.clear();
         self.helpers.begin(&Order::GiveBack)?;
-        let own = self.rank.give_back();
+        let own = self.rank.tools.give_back();
         let others = self.helpers.finish(PREPARE_WITHIN)?;
         first_refusal(own, others.into_iter().map(|done| done.refused))
     }
 
-    /// Has all ranks take their memory again and load their weights: all of them, or none.
+    /// Allocates memory and loads weights on all ranks: on all of them, or on none.
     fn refill(&mut self) -> RankResult {
         let arithmetic = self.described.settings().arithmetic(self.card().arch());
         asleep::check_same(&self.model, &self.described.again()?.model_info(&arithmetic)?)?;
         let started = Instant::now();
         self.helpers.begin(&Order::Refill(Arc::clone(&self.described)))?;
-        let own = self.rank.refill(&self.described);
+        let own = self.rank.tools.refill(&self.described);
         let others = self.helpers.finish(LOAD_WITHIN)?;
         let refilled = first_refusal(own, others.into_iter().map(|done| done.refused));
         if let Err(refused) = refilled {
-            told(self.give_back());
+            if let Err(error) = self.give_back() {
+                warn!(error = in_full(&error), "memory was not given back after a wake that failed");
+            }
             return Err(refused);
         }
         self.loaded = Loaded { seconds: started.elapsed().as_secs_f64(), ..self.loaded };
@@ -98,71 +99,13 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Of all its cards, by anyone.
+    /// Bytes in use on all its GPUs, by all processes.
     pub(super) fn used_on_cards(&self) -> Option<u64> {
         self.on_cards().map(|memory| memory.used_bytes().ok()).sum()
     }
 }
 
-// === impl Rank ===
-
-impl Rank {
-    /// Waits for what the card still does. What was given back already is left as it is.
-    pub(super) fn give_back(&mut self) -> RankResult {
-        self.tools.card.synchronize()?;
-        self.kv().give_back().map_err(kv_memory)?;
-        Ok(self.tools.decoder.arena.give_back()?)
-    }
-
-    /// Takes the memory again and loads the weights: where one of it fails, nothing was taken.
-    pub(super) fn refill(&mut self, described: &Described) -> RankResult {
-        self.check_room()?;
-        let filled = self.fill(described);
-        if filled.is_err() {
-            told(self.give_back());
-        }
-        filled
-    }
-
-    fn fill(&mut self, described: &Described) -> RankResult {
-        self.tools.decoder.arena.refill()?;
-        self.kv().take_again().map_err(kv_memory)?;
-        let decoder = &mut self.tools.decoder;
-        decoder.weights = described.weights_on(&self.tools.card, decoder.sizes, &mut decoder.arena)?;
-        Ok(())
-    }
-
-    /// Refuses what will not fit, with the sum, before any of it is taken.
-    fn check_room(&self) -> RankResult {
-        let (weights, kv) = (self.tools.decoder.arena.bytes(), self.kv().mapped_bytes());
-        let free = self.tools.card.memory()?.0;
-        if weights + kv <= free {
-            return Ok(());
-        }
-        let [weights, kv, both, free] = [weights, kv, weights + kv, free].map(|bytes| bytes >> 20);
-        Err(OpenError::CudaMemory(format!(
-            "{weights} MiB of weights + {kv} MiB of KV = {both} MiB to wake with, and the GPU has {free} MiB free: \
-             somebody else uses it now"
-        )))
-    }
-
-    fn kv(&self) -> &DeviceMemory {
-        kv_of(&self.tools.memory, &self.tools.decoder).memory()
-    }
-}
-
-/// What follows a failed wake is for the log: the caller is told why it failed.
-fn told(given_back: RankResult) {
-    if let Err(error) = given_back {
-        warn!(error = in_full(&error), "memory was not given back after a wake that failed");
-    }
-}
-
-fn kv_memory(error: MemoryError) -> OpenError {
-    OpenError::KvMemory(in_full(&error))
-}
-
-/// What the first of the ranks says that was refused something.
+/// The error of the first rank that refused.
 fn first_refusal(own: RankResult, others: impl Iterator<Item = Option<OpenError>>) -> RankResult {
     own?;
     match (1..).zip(others).find_map(|(nth, refused)| refused.map(|refused| (nth, refused))) {

@@ -1,4 +1,4 @@
-//! What goes onto a card, counted before any of it is taken.
+//! The memory that a model needs on a GPU, computed before any of it is allocated.
 
 use std::fmt;
 
@@ -6,28 +6,27 @@ use kernels::cuda::Bf16;
 
 use super::fp8::InFp8;
 use super::weights::Sizes;
-use super::workspace::WorkspaceShape;
 use crate::error::OpenError;
 
-/// Left for the driver, for code that is loaded late, and for graphs.
+/// Reserved for the driver, for code that is loaded late, and for graphs.
 const SPARE_BYTES: usize = 1 << 30;
 
-/// Bytes of one rank's card, by what they are for.
+/// Bytes on one rank's GPU, by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Budget {
-    /// Cards that share the model, each with as much.
+    /// GPUs that share the model, each with the same bytes.
     pub(super) n_ranks: usize,
     pub(super) weights: usize,
-    /// What a step computes in.
+    /// The workspace of a step, and the table of rotations.
     pub(super) workspace: usize,
     pub(super) kv: usize,
 }
 
 impl Budget {
     /// `kv` is for all ranks together.
-    pub(super) fn of(sizes: Sizes, in_fp8: &[InFp8], workspace: &WorkspaceShape, kv: usize) -> Self {
+    pub(super) fn of(sizes: Sizes, in_fp8: &[InFp8], workspace: usize, kv: usize) -> Self {
         let n_ranks = sizes.share.n_ranks;
-        let workspace = workspace.bytes() + sizes.widened(in_fp8) * size_of::<Bf16>();
+        let workspace = workspace + sizes.widened(in_fp8) * size_of::<Bf16>();
         Self { n_ranks, weights: sizes.bytes(in_fp8), workspace, kv: kv.div_ceil(n_ranks) }
     }
 
@@ -35,7 +34,7 @@ impl Budget {
         self.weights + self.workspace + SPARE_BYTES
     }
 
-    /// Refuses what will not fit, with the sum.
+    /// Refuses a model that does not fit, with the sum.
     pub(super) fn check(self, free_bytes: usize) -> Result<(), OpenError> {
         if self.without_kv() + self.kv <= free_bytes {
             return Ok(());

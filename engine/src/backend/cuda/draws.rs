@@ -1,4 +1,4 @@
-//! What the card is told of the tokens that it shall draw, where the likeliest will not do; and what it answers.
+//! Sampling on the GPU of tokens other than the likeliest: requests and results.
 
 use kernels::cuda::{DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, TOP_MAX};
 use types::step::Logprobs;
@@ -8,8 +8,8 @@ use crate::error::RowError;
 use crate::sampler::{looks_back, no_token};
 use crate::step::{Row, RowInput, SampleSpec};
 
-/// Edits that the card has room for, of each row. A row that wants more is drawn by the host: who draws a row does not depend
-/// on the others.
+/// The most edits of a row that the GPU has room for. The host samples rows with more, so the choice does not depend on the
+/// other rows.
 pub(super) const EDITS_OF_ROW: usize = 4096;
 
 /// The draws of one step, as words.
@@ -19,61 +19,61 @@ pub(super) struct Draws {
     pub(super) edits: Vec<u32>,
 }
 
-/// Who draws a row's token.
+/// What samples a row's token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Drawer {
-    /// The card, which takes the likeliest in any case.
+pub(super) enum SampledBy {
+    /// The GPU, which always computes the likeliest token.
     Likeliest,
-    /// The card, as this one of its draws; whether log-probabilities are wanted.
+    /// The GPU, as draw number `nth`. `is_told` if log-probabilities are wanted.
     Card { nth: usize, is_told: bool },
-    /// The host: what is wished for is more than the card does.
+    /// The host: the request asks for more than the GPU supports.
     Host,
-    /// Nobody: no token is wanted, or the row cannot be computed.
-    Nobody,
+    /// Nothing: no token is wanted, or the row cannot be computed.
+    None,
 }
 
 impl Draws {
-    /// Shares out the rows of a step. `places` says where each row's token stands among the drawn.
+    /// Decides what samples each row of a step. `places` holds the index of each row's token among the sampled tokens.
     pub(super) fn of(
         rows: &[Row<'_>],
         places: &[Result<Option<u32>, RowError>],
         eos_tokens: &[TokenId],
-    ) -> (Self, Vec<Drawer>) {
+    ) -> (Self, Vec<SampledBy>) {
         let mut draws = Self::default();
         let mut n_decodes = 0;
-        let mut drawers = Vec::with_capacity(rows.len());
+        let mut sampled_by = Vec::with_capacity(rows.len());
         for (row, place) in rows.iter().zip(places) {
-            // Rows of one token stand first among a step's tokens, in their order.
+            // Rows of one token are first among a step's tokens, in order.
             let nth = n_decodes;
             n_decodes += u32::from(place.is_ok() && row.input.n_tokens() == 1);
-            drawers.push(match (&row.sample, place) {
-                (Some(spec), Ok(Some(_))) if is_likeliest(spec) => Drawer::Likeliest,
+            sampled_by.push(match (&row.sample, place) {
+                (Some(spec), Ok(Some(_))) if is_likeliest(spec) => SampledBy::Likeliest,
                 (Some(spec), Ok(Some(place))) => {
                     let edits = edits(spec, eos_tokens);
                     if edits.len() > EDITS_OF_ROW || wants_much_told(spec) {
-                        Drawer::Host
+                        SampledBy::Host
                     } else {
                         draws.add(row, spec, (*place, nth), &edits)
                     }
                 }
-                _ => Drawer::Nobody,
+                _ => SampledBy::None,
             });
         }
-        (draws, drawers)
+        (draws, sampled_by)
     }
 
     pub(super) fn n_rows(&self) -> usize {
         self.rows.len() / DrawRow::WORDS
     }
 
-    /// `place` is where the token stands among the drawn, `nth` which of the rows of one token the row is.
+    /// `place` is the index of the token among the sampled ones, `nth` the index of the row among rows of one token.
     fn add(
         &mut self,
         row: &Row<'_>,
         spec: &SampleSpec<'_>,
         (place, nth): (u32, u32),
         edits: &[Edit],
-    ) -> Drawer {
+    ) -> SampledBy {
         let Sampling { temperature, top_k, top_p, min_p, seed, logprobs, .. } = *spec.sampling;
         let Sampling { repetition_penalty, presence_penalty, frequency_penalty, .. } = *spec.sampling;
         let first_edit = self.edits.len() / EDIT_WORDS;
@@ -96,23 +96,23 @@ impl Draws {
             frequency: frequency_penalty,
         };
         self.rows.extend(draw.to_words());
-        Drawer::Card { nth: self.n_rows() - 1, is_told: logprobs.is_some() }
+        SampledBy::Card { nth: self.n_rows() - 1, is_told: logprobs.is_some() }
     }
 }
 
-/// Whether more log-probabilities are asked for than the card tells.
+/// Whether more log-probabilities are requested than the GPU returns.
 fn wants_much_told(spec: &SampleSpec<'_>) -> bool {
     spec.sampling.logprobs.is_some_and(|n_top| usize::from(n_top) > TOP_MAX)
 }
 
-/// Whether the likeliest token is the one to draw, and nothing else is asked for.
+/// Whether the request wants the likeliest token and nothing else.
 fn is_likeliest(spec: &SampleSpec<'_>) -> bool {
     let Sampling { temperature, logprobs, logit_bias, .. } = spec.sampling;
     let is_plain = *temperature == 0.0 && logprobs.is_none() && logit_bias.is_empty();
     is_plain && !looks_back(spec.sampling) && spec.index >= spec.stop.min_tokens
 }
 
-/// What changes logits before the draw, one edit for each token (as `sampler/rules.rs` does it on the processor).
+/// The changes of logits before the draw, one edit for each token (`sampler/rules.rs` does the same on the processor).
 fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
     let of = |token: &TokenId| Edit { token: token.0, ..Edit::default() };
     let biased = |(token, bias): &(TokenId, f32)| Edit { bias: *bias, ..of(token) };
@@ -126,7 +126,7 @@ fn edits(spec: &SampleSpec<'_>, eos_tokens: &[TokenId]) -> Vec<Edit> {
         let history = spec.history.iter().enumerate();
         edits.extend(history.map(|(nth, token)| Edit { is_seen: true, n_said: said(nth), ..of(token) }));
     }
-    // In the order of their coming, for sums of biases.
+    // In the order of the request, for sums of biases.
     edits.sort_by_key(|edit| edit.token);
     edits.dedup_by(|next, kept| {
         let is_same = next.token == kept.token;
@@ -149,7 +149,7 @@ pub(super) fn token(drawn: u32) -> Result<TokenId, RowError> {
     }
 }
 
-/// What the model thought, best first.
+/// The model's log-probabilities, best first.
 pub(super) fn logprobs(outcome: &Outcome) -> Logprobs {
     let chosen = outcome.logprob(outcome.chosen);
     let top = outcome.top.iter().map(|(token, logit)| (TokenId(*token), outcome.logprob(*logit)));
@@ -183,20 +183,24 @@ mod tests {
         let plain = Sampling::default();
         let at_random = Sampling { temperature: 0.5, ..plain.clone() };
         for (sampling, min_tokens, expected) in [
-            (plain.clone(), 0, Drawer::Likeliest),
-            (Sampling { top_p: 0.5, seed: 7, ..plain.clone() }, 0, Drawer::Likeliest),
-            (plain.clone(), 5, Drawer::Card { nth: 0, is_told: false }),
-            (at_random.clone(), 0, Drawer::Card { nth: 0, is_told: false }),
-            (Sampling { logprobs: Some(0), ..plain.clone() }, 0, Drawer::Card { nth: 0, is_told: true }),
-            (Sampling { logprobs: Some(20), ..at_random.clone() }, 0, Drawer::Card { nth: 0, is_told: true }),
-            (Sampling { logprobs: Some(21), ..at_random }, 0, Drawer::Host),
-            (Sampling { presence_penalty: 0.5, ..plain }, 0, Drawer::Card { nth: 0, is_told: false }),
+            (plain.clone(), 0, SampledBy::Likeliest),
+            (Sampling { top_p: 0.5, seed: 7, ..plain.clone() }, 0, SampledBy::Likeliest),
+            (plain.clone(), 5, SampledBy::Card { nth: 0, is_told: false }),
+            (at_random.clone(), 0, SampledBy::Card { nth: 0, is_told: false }),
+            (Sampling { logprobs: Some(0), ..plain.clone() }, 0, SampledBy::Card { nth: 0, is_told: true }),
+            (
+                Sampling { logprobs: Some(20), ..at_random.clone() },
+                0,
+                SampledBy::Card { nth: 0, is_told: true },
+            ),
+            (Sampling { logprobs: Some(21), ..at_random }, 0, SampledBy::Host),
+            (Sampling { presence_penalty: 0.5, ..plain }, 0, SampledBy::Card { nth: 0, is_told: false }),
         ] {
             let stop = StopRules { min_tokens, ..StopRules::default() };
             let rows = [row(RowInput::Previous, 9, spec(&sampling, &stop, &[], 4))];
-            let (draws, drawers) = Draws::of(&rows, &[Ok(Some(0))], &[]);
-            assert_eq!(drawers, [expected], "{sampling:?}, {min_tokens}");
-            assert_eq!(draws.n_rows(), usize::from(matches!(expected, Drawer::Card { .. })));
+            let (draws, sampled_by) = Draws::of(&rows, &[Ok(Some(0))], &[]);
+            assert_eq!(sampled_by, [expected], "{sampling:?}, {min_tokens}");
+            assert_eq!(draws.n_rows(), usize::from(matches!(expected, SampledBy::Card { .. })));
         }
     }
 
@@ -214,13 +218,13 @@ mod tests {
             row(RowInput::Previous, 8, spec(&sampling, &stop, &history, 0)),
         ];
         let places = [Ok(Some(1)), Err(RowError::NoTokenInFlight), Ok(Some(0))];
-        let (draws, drawers) = Draws::of(&rows, &places, &[]);
+        let (draws, sampled_by) = Draws::of(&rows, &places, &[]);
         assert_eq!(
-            drawers,
+            sampled_by,
             [
-                Drawer::Card { nth: 0, is_told: false },
-                Drawer::Nobody,
-                Drawer::Card { nth: 1, is_told: false }
+                SampledBy::Card { nth: 0, is_told: false },
+                SampledBy::None,
+                SampledBy::Card { nth: 1, is_told: false }
             ]
         );
         let words: Vec<&[u32]> = draws.rows.chunks(DrawRow::WORDS).collect();
@@ -228,7 +232,7 @@ mod tests {
         assert_eq!((words[1][0], words[1][1], words[1][8]), (0, 0, 9));
         assert_eq!((words[1][11], words[1][12]), (3, 3), "three edits after the first row's three");
         let edits: Vec<&[u32]> = draws.edits.chunks(EDIT_WORDS).take(3).collect();
-        // Tokens 1 and 2 stand in the prompt; 2 was said once more, 3 once.
+        // Tokens 1 and 2 are in the prompt; 2 was generated once more, 3 once.
         assert_eq!(
             edits.iter().map(|edit| (edit[0], edit[2], edit[3])).collect::<Vec<_>>(),
             [(1, 0, 2), (2, 1, 2), (3, 1, 2)]
@@ -256,9 +260,9 @@ mod tests {
         let of = |n: usize| row(RowInput::Previous, 9, spec(&sampling, &stop, &long[..n], 0));
         let rows = [4_096, 4_097, 4_096].map(of);
         let places = [Ok(Some(0)), Ok(Some(1)), Ok(Some(2))];
-        let (draws, drawers) = Draws::of(&rows, &places, &[]);
-        let by_card = |nth| Drawer::Card { nth, is_told: false };
-        assert_eq!(drawers, [by_card(0), Drawer::Host, by_card(1)]);
+        let (draws, sampled_by) = Draws::of(&rows, &places, &[]);
+        let by_card = |nth| SampledBy::Card { nth, is_told: false };
+        assert_eq!(sampled_by, [by_card(0), SampledBy::Host, by_card(1)]);
         assert_eq!(draws.edits.len(), 2 * EDITS_OF_ROW * EDIT_WORDS);
     }
 }

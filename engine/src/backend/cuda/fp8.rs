@@ -1,4 +1,4 @@
-//! Weights that lie on a card in FP8: which of them do, and in which order their bytes go there.
+//! Weights that are in FP8 on a GPU: the matrices, and the order of their bytes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -7,7 +7,7 @@ use kernels::cuda::{Bf16, Fp8Rows};
 
 use crate::load::{Quantize, TensorSource};
 
-/// Which matrices of a layer do. What is one matrix on the card is so as a whole.
+/// The matrices of a layer that are in FP8. A matrix on the GPU is in FP8 as a whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct InFp8 {
     pub(super) qkv: bool,
@@ -16,7 +16,7 @@ pub(super) struct InFp8 {
     pub(super) down: bool,
 }
 
-/// What weights are, for a fingerprint: where not all matrices are alike, another choice of them is another model.
+/// The format of the weights, for a fingerprint: another choice of matrices in FP8 is another model.
 pub(super) fn dtype(layers: &[InFp8]) -> String {
     let of_layer = |layer: &InFp8| {
         let InFp8 { qkv, o, gate_up, down } = *layer;
@@ -33,7 +33,7 @@ pub(super) fn dtype(layers: &[InFp8]) -> String {
 impl InFp8 {
     pub(super) const ALL: Self = Self { qkv: true, o: true, gate_up: true, down: true };
 
-    /// Layer by layer: all of them, if they are quantized as they are loaded; else what is in FP8 in every part.
+    /// One entry for each layer: all matrices, if they are quantized while loading; else those whose parts are all in FP8.
     pub(super) fn of_layers(n_layers: usize, quantize: Quantize, source: &dyn TensorSource) -> Vec<Self> {
         let of_layer = |nth: usize| {
             let are = |parts: &[&str]| {
@@ -52,25 +52,25 @@ impl InFp8 {
         }
     }
 
-    /// A matrix of the layer has.
+    /// Whether a matrix of the layer is in FP8.
     pub(super) fn any(self) -> bool {
         self != Self::default()
     }
 }
 
-/// Part of a matrix in FP8, as the card has it.
+/// Part of a matrix in FP8, in the GPU's order.
 #[derive(Debug)]
 pub(super) struct Packed<'a> {
     matrix: &'a Matrix,
-    /// Where each row comes from; zeroes where from nowhere.
+    /// The source of each row; `None` for zeroes.
     rows: Vec<Option<usize>>,
-    /// Where each byte of a row comes from.
+    /// The source of each byte of a row.
     columns: Vec<Option<usize>>,
     has_nan: AtomicBool,
 }
 
 impl<'a> Packed<'a> {
-    /// `columns` are those of a row of the card before they are put into its order.
+    /// `columns` are the columns of a row before they are put into the GPU's order.
     pub(super) fn new(matrix: &'a Matrix, rows: Vec<Option<usize>>, columns: &[Option<usize>]) -> Self {
         let mut places = vec![None; Fp8Rows::width(columns.len())];
         for (nth, column) in columns.iter().enumerate() {
@@ -109,7 +109,7 @@ impl<'a> Packed<'a> {
         }
     }
 
-    /// Whether a byte was met that is no number.
+    /// Whether a byte was NaN.
     pub(super) fn has_nan(&self) -> bool {
         self.has_nan.load(Ordering::Relaxed)
     }
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
     use crate::error::LoadError;
 
-    /// A checkpoint that knows only what is in FP8.
+    /// A checkpoint that only knows which tensors are in FP8.
     #[derive(Debug)]
     struct Named(&'static [&'static str]);
 
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn bytes_go_where_the_card_looks_for_them() {
         let matrix = matrix(3, 90);
-        // The second row, nothing, the first; of each the columns from 5 on, and two of nothing between.
+        // The second row, zeroes, the first row; each with the columns from 5 on and two zero columns in between.
         let columns: Vec<Option<usize>> =
             (5..40).map(Some).chain([None, None]).chain((40..83).map(Some)).collect();
         let packed = Packed::new(&matrix, vec![Some(1), None, Some(0)], &columns);

@@ -1,14 +1,14 @@
-//! Heads as wide as the kernels want them: narrower ones are filled up with zeroes.
+//! Heads with the width of the kernels: narrower ones are padded with zeroes.
 //!
 //! Zeroes add nothing to a product, so scores and outputs are the same numbers. A rotation turns number `i` with number
-//! `i + width / 2`, so each half is filled up by itself. A norm divides by the width, which the weights make up for.
+//! `i + width / 2`, so each half is padded by itself. A norm divides by the padded width, so its weights are scaled.
 
 use crate::error::OpenError;
 
-/// What the attention kernels are compiled for.
+/// The widths of heads that the attention kernels are compiled for.
 const WIDTHS: [usize; 2] = [64, 128];
 
-/// How wide a model's heads are, and how wide they are on the card.
+/// The width of a model's heads, and their padded width on the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Heads {
     pub(super) real: usize,
@@ -29,7 +29,7 @@ impl Heads {
         self.real != self.padded
     }
 
-    /// Where number `nth` of all heads, one after the other, lies on the card.
+    /// The place on the GPU of number `nth` of all heads.
     pub(super) fn place(self, nth: usize) -> usize {
         let (head, dim) = (nth / self.real, nth % self.real);
         let (half, padded_half) = (self.real / 2, self.padded / 2);
@@ -37,14 +37,19 @@ impl Heads {
         head * self.padded + in_head
     }
 
-    /// What a head's norm weights are multiplied with, so that dividing by the wider width comes out even.
+    /// The factor for a head's norm weights that corrects the division by the padded width.
     pub(super) fn norm_factor(self) -> f32 {
         (self.real as f32 / self.padded as f32).sqrt()
     }
 
-    /// The epsilon that goes with it.
+    /// The epsilon that belongs to [`norm_factor`](Self::norm_factor).
     pub(super) fn norm_epsilon(self, epsilon: f32) -> f32 {
         epsilon * self.real as f32 / self.padded as f32
+    }
+
+    /// Bytes of [`turns`](Self::turns).
+    pub(super) fn turns_bytes(self, n_positions: usize) -> usize {
+        n_positions * self.padded / 2 * size_of::<[f32; 2]>()
     }
 
     /// Cosine and sine by position and by the first half of a head, as the processor computes them.
@@ -90,6 +95,7 @@ mod tests {
     fn what_is_filled_up_does_not_turn() {
         let turns = Heads::of(4).expect("narrow enough").turns(&[1.0, 0.5], 3);
         assert_eq!(turns.len(), 3 * 32);
+        assert_eq!(size_of_val(&*turns), Heads::of(4).expect("narrow enough").turns_bytes(3));
         assert_eq!(turns[2 * 32 + 1], [1.0_f32.cos(), 1.0_f32.sin()]);
         assert_eq!(turns[2 * 32 + 2], [1.0, 0.0]);
     }

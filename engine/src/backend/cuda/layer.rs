@@ -1,43 +1,43 @@
 //! Hot path.
-//! The four products of a layer, and what comes after each of them.
+//! The four products of a layer, and the work after each of them.
 //!
-//! Few rows are multiplied by a kernel of our own, which does what comes after too; else that has kernels of its own. A norm
-//! is then begun where rows are added to the residual, and ended where the next product has summed them up.
+//! For few rows, an own kernel multiplies and also does the work after the product; otherwise separate kernels do that work.
+//! With an own kernel, a norm is begun when rows are added to the residual, and ended by the next product.
 
 use kernels::cuda::{
-    AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, Next, NormedRows, OwedNorm, OwnForm,
-    OwnProduct, Peers, ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
+    AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, Next, NormedRows, OwnForm,
+    OwnProduct, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
 use super::weights::{LayerWeights, Linear};
 use super::workspace::Workspace;
 
-/// What lies in the workspace's `normed`.
+/// The state of the workspace's `normed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Normed {
     /// Normed rows.
     Whole,
-    /// Rows times the norm's weights, and for the rest sums of squares, so many for each row.
-    Owed { n_parts: usize },
+    /// Rows times the norm's weights, not yet divided by the norm; with `n_parts` partial sums of squares for each row.
+    Pending { n_parts: usize },
 }
 
-/// What a layer adds to the residual.
+/// The two outputs of a layer that are added to the residual.
 #[derive(Clone, Copy)]
-enum Gift {
+enum LayerOutput {
     Attended,
     Gated,
 }
 
-/// What the residual becomes then.
-struct After<'a> {
+/// The norm that follows an addition to the residual.
+struct NextNorm<'a> {
     norm: &'a Buffer<Bf16>,
     /// Whether the next product can end the norm.
     can_end: bool,
 }
 
 impl Decoder {
-    /// Heads of q, k and v, rotated: q where attention reads it, k and v in their pages.
+    /// Computes the heads of q, k and v and rotates q and k. Writes k and v to their pages.
     pub(super) fn project(
         &self,
         pass: &mut Pass<'_>,
@@ -96,45 +96,44 @@ impl Decoder {
         pass.card.silu_mul(gated, both.view(), width)
     }
 
-    /// What attention has found goes to the residual, whose norm the feed-forward part reads.
-    pub(super) fn give_attended(
+    /// Adds the output of attention to the residual and norms the sum for the feed-forward part.
+    pub(super) fn add_attention(
         &self,
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
     ) -> Result<Normed, CudaError> {
         let can_end = form_unbiased(pass, &layer.gate_up).is_some();
-        self.give(pass, Gift::Attended, &layer.o, After { norm: &layer.mlp_norm, can_end })
+        self.add_output(pass, LayerOutput::Attended, &layer.o, NextNorm { norm: &layer.mlp_norm, can_end })
     }
 
-    /// What the feed-forward part has found goes to the residual. What is normed then is for the next layer, or the last
-    /// norm.
-    pub(super) fn give_gated(
+    /// Adds the output of the feed-forward part to the residual and norms the sum for the next layer, or by the last norm.
+    pub(super) fn add_feed_forward(
         &self,
         pass: &mut Pass<'_>,
         layer: &LayerWeights,
         next: Option<&LayerWeights>,
     ) -> Result<Normed, CudaError> {
         let after = match next {
-            Some(next) => After { norm: &next.attention_norm, can_end: heads_form(pass, next).is_some() },
-            None => After { norm: &self.weights.norm, can_end: false },
+            Some(next) => NextNorm { norm: &next.attention_norm, can_end: heads_form(pass, next).is_some() },
+            None => NextNorm { norm: &self.weights.norm, can_end: false },
         };
-        self.give(pass, Gift::Gated, &layer.down, after)
+        self.add_output(pass, LayerOutput::Gated, &layer.down, after)
     }
 
-    fn give(
+    fn add_output(
         &self,
         pass: &mut Pass<'_>,
-        gift: Gift,
+        output: LayerOutput,
         matrix: &Linear,
-        after: After<'_>,
+        after: NextNorm<'_>,
     ) -> Result<Normed, CudaError> {
         let (n, hidden, k) = (pass.dims.n_tokens, self.sizes.hidden, matrix.columns);
         let are_thrown = pass.peers.as_deref().is_none_or(|peers| self.throws(peers, n));
         let form = form_unbiased(pass, matrix).filter(|_| are_thrown && after.can_end);
         let Workspace { attended, gated, given, residual, normed, squares, .. } = &mut *pass.space;
-        let x = match gift {
-            Gift::Attended => attended.slice(0..n * k),
-            Gift::Gated => gated.slice(0..n * k),
+        let x = match output {
+            LayerOutput::Attended => attended.slice(0..n * k),
+            LayerOutput::Gated => gated.slice(0..n * k),
         };
         if let Some(form) = form {
             let (w, n_parts) = (matrix.weight.view(), form.parts(hidden));
@@ -149,7 +148,7 @@ impl Decoder {
                 Some(peers) => Ending::Joined(added, peers),
             };
             pass.card.multiply_own(form, OwnProduct::plain(w, x, k), ending)?;
-            return Ok(Normed::Owed { n_parts });
+            return Ok(Normed::Pending { n_parts });
         }
         let mut given = given.view_mut().slice(0..n * hidden);
         if pass.peers.is_none() && matrix.bias.is_none() {
@@ -167,7 +166,7 @@ impl Decoder {
         Ok(Normed::Whole)
     }
 
-    /// Adds to the residual what a part of a layer gives, of which each rank has a part, and norms the sum.
+    /// Adds the output of a layer's part to the residual and norms the sum. Each rank has a partial sum of that output.
     fn add_given(&self, pass: &mut Pass<'_>, norm: &Buffer<Bf16>) -> Result<(), CudaError> {
         let numbers = 0..pass.dims.n_tokens * self.sizes.hidden;
         let Workspace { given, normed, residual, .. } = &mut *pass.space;
@@ -186,30 +185,30 @@ impl Decoder {
         }
     }
 
-    /// Whether ranks throw their parts of so many rows to each other, which is one of the two ways of adding them up. The
-    /// two sum a row's squares in orders of their own: where answers are to be the same in any company there is one way.
+    /// Whether ranks write their partial sums into each other's memory, which is one of two ways to add them up. The two
+    /// ways sum a row's squares in different orders, so a deterministic backend always uses the same way.
     fn throws(&self, peers: &Peers, n_rows: usize) -> bool {
         self.chunk_tokens.is_none() && n_rows <= peers.few_rows()
     }
 
-    /// What a product has to make up for.
-    fn owed<'a>(&self, squares: &'a Buffer<f32>, n: usize, normed: Normed) -> Option<OwedNorm<'a>> {
+    /// The pending norm that a product has to apply.
+    fn owed<'a>(&self, squares: &'a Buffer<f32>, n: usize, normed: Normed) -> Option<PendingNorm<'a>> {
         match normed {
             Normed::Whole => None,
-            Normed::Owed { n_parts } => {
-                Some(OwedNorm { squares: squares.slice(0..n * n_parts), epsilon: self.epsilon })
+            Normed::Pending { n_parts } => {
+                Some(PendingNorm { squares: squares.slice(0..n * n_parts), epsilon: self.epsilon })
             }
         }
     }
 }
 
 impl Normed {
-    /// What comes before a product knows how the product is done, so that this holds.
+    /// Refuses rows with a pending norm. The step before a product knows how the product is done, so this does not fail.
     fn ensure_whole(self) -> Result<(), CudaError> {
         match self {
             Self::Whole => Ok(()),
-            Self::Owed { .. } => {
-                Err(CudaError::Argument { kernel: "product", wrong: "rows whose norm was only begun" })
+            Self::Pending { .. } => {
+                Err(CudaError::Argument { kernel: "product", wrong: "rows with a pending norm" })
             }
         }
     }
@@ -228,7 +227,7 @@ fn linear(
     }
 }
 
-/// How one of our own kernels does this product, if it does it in this pass.
+/// The form in which an own kernel does this product, if one does it in this pass.
 pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     let (w, k) = (linear.weight.view(), linear.columns);
     let is_fp8 = matches!(w, Weights::Fp8(_));
@@ -236,18 +235,18 @@ pub(super) fn form(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     pass.products.own_form(pass.card, shape)
 }
 
-/// The same, of a matrix whose bias would be one thing more to do.
+/// The same, but `None` for a matrix with a bias, which own kernels do not add.
 fn form_unbiased(pass: &Pass<'_>, linear: &Linear) -> Option<OwnForm> {
     form(pass, linear).filter(|_| linear.bias.is_none())
 }
 
-/// The same, of a layer's heads, whose norms not all of them can do.
+/// The same for a layer's heads, but `None` if the kernel cannot norm them.
 pub(super) fn heads_form(pass: &Pass<'_>, layer: &LayerWeights) -> Option<OwnForm> {
     form(pass, &layer.qkv).filter(|form| layer.head_norms.is_none() || form.norms_heads())
 }
 
-/// Whether products beside attention read by registers: their loads need the part of a multiprocessor's memory that is cache,
-/// of which kernels that read by the copy engine leave next to nothing.
+/// Whether products beside attention read by registers. Their loads need the L1 cache of a multiprocessor, and kernels that
+/// read by the copy engine leave almost no memory for it.
 pub(super) fn reads_by_registers(pass: &Pass<'_>, layer: &LayerWeights) -> bool {
     [&layer.qkv, &layer.o].iter().all(|linear| matches!(form(pass, linear), Some(OwnForm::Skinny(_))))
 }

@@ -1,7 +1,7 @@
-//! Ranks on threads of their own, which do the same things in the same order as the first one, on its caller's thread.
+//! Ranks on threads of their own. They execute the same orders as the first rank, which runs on its caller's thread.
 //!
-//! Each order is answered before the next one is given, so no rank is ever more than one order ahead. A rank that ends,
-//! fails or does not answer in time is lost, and with it the model: whoever asks hears why, and no order is given any more.
+//! Each order is answered before the next one is given, so no rank is ever more than one order ahead. When a rank ends,
+//! fails or does not answer in time, the model is lost: the caller gets the cause, and no further order is given.
 
 use std::fmt;
 use std::io;
@@ -12,10 +12,10 @@ use std::time::Duration;
 use kernels::cuda::CudaError;
 use tracing::error;
 
-/// How long a rank may take to end. One that takes longer is left behind, with what it has.
+/// How long a rank may take to end. A rank that takes longer is abandoned, and what it owns is leaked.
 const END_WITHIN: Duration = Duration::from_secs(30);
 
-/// What a rank is, as its thread sees it.
+/// A rank, as its thread uses it.
 pub(super) trait Performer: Send + Sized + 'static {
     type Order: Clone + Send + 'static;
     type Answer: Send + 'static;
@@ -26,20 +26,20 @@ pub(super) trait Performer: Send + Sized + 'static {
 /// All ranks but the first.
 pub(super) struct Helpers<P: Performer> {
     helpers: Vec<Helper<P>>,
-    /// One of them was lost.
+    /// A rank was lost.
     is_over: bool,
 }
 
-/// One of them.
+/// The handle of one rank's thread.
 struct Helper<P: Performer> {
     /// `None` once the thread was told to end.
     orders: Option<SyncSender<P::Order>>,
     answers: Receiver<Result<P::Answer, CudaError>>,
-    /// What the thread owned, when it has ended well.
+    /// Receives what the thread owned, when it has ended without failure.
     thread: Option<JoinHandle<P>>,
 }
 
-/// How one of them came to be: answered once.
+/// The result of opening a rank; sent once.
 pub(super) type Opened<E> = Receiver<Result<(), E>>;
 
 impl<P: Performer> Helpers<P> {
@@ -48,7 +48,7 @@ impl<P: Performer> Helpers<P> {
         Self { helpers: Vec::new(), is_over: false }
     }
 
-    /// Starts the next rank's thread, which first makes what it owns.
+    /// Starts the next rank's thread, which first opens the rank.
     pub(super) fn start<E: Send + 'static>(
         &mut self,
         open: impl FnOnce() -> Result<P, E> + Send + 'static,
@@ -62,7 +62,7 @@ impl<P: Performer> Helpers<P> {
                 Ok(performer) => performer,
                 Err(error) => {
                     let _ = opened_out.send(Err(error));
-                    // Nobody gives orders to a rank that is not there.
+                    // No orders are sent to a rank that failed to open.
                     panic!("rank {nth} was not opened");
                 }
             };
@@ -79,7 +79,7 @@ impl<P: Performer> Helpers<P> {
         !self.helpers.is_empty()
     }
 
-    /// Gives all of them an order, and does not wait.
+    /// Sends an order to all ranks and does not wait.
     pub(super) fn begin(&mut self, order: &P::Order) -> Result<(), CudaError> {
         if self.is_over {
             return Err(lost("it was lost before".to_owned()));
@@ -97,7 +97,7 @@ impl<P: Performer> Helpers<P> {
         Ok(())
     }
 
-    /// What all of them answer to the last order, each in its time.
+    /// Waits for the answers of all ranks to the last order.
     pub(super) fn finish(&mut self, within: Duration) -> Result<Vec<P::Answer>, CudaError> {
         let mut answers = Vec::with_capacity(self.helpers.len());
         for (nth, helper) in (1..).zip(&self.helpers) {
@@ -118,7 +118,7 @@ impl<P: Performer> Helpers<P> {
         Ok(answers)
     }
 
-    /// Has all of them end: what they owned, of those that end in time.
+    /// Ends all ranks. Returns what they owned, for those that end in time.
     pub(super) fn end(&mut self) -> Vec<P> {
         self.helpers.iter_mut().for_each(|helper| helper.orders = None);
         self.helpers.drain(..).zip(1..).filter_map(|(helper, nth)| helper.end(nth)).collect()
@@ -128,7 +128,7 @@ impl<P: Performer> Helpers<P> {
 impl<P: Performer> Helper<P> {
     fn end(mut self, nth: usize) -> Option<P> {
         loop {
-            // Answers that nobody waited for come first.
+            // Answers to orders that were not waited for come first.
             match self.answers.recv_timeout(END_WITHIN) {
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -179,9 +179,9 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(20);
 
-    /// Remembers its orders, and does something else at some of them.
+    /// Records its orders, and misbehaves at some of them.
     #[derive(Debug)]
-    struct Puppet {
+    struct FakeRank {
         nth: usize,
         orders: Vec<u32>,
         /// Held shut until a test opens it.
@@ -192,7 +192,7 @@ mod tests {
     const DIE: u32 = 101;
     const STAND_STILL: u32 = 102;
 
-    impl Performer for Puppet {
+    impl Performer for FakeRank {
         type Order = u32;
         type Answer = (usize, u32);
 
@@ -200,7 +200,7 @@ mod tests {
             // The last of them is the one that misbehaves.
             match order {
                 FAIL if self.nth == 2 => return Err(CudaError::NoDevice),
-                DIE if self.nth == 2 => panic!("as the test wants"),
+                DIE if self.nth == 2 => panic!("the test makes this rank panic"),
                 STAND_STILL if self.nth == 2 => {
                     let (is_open, opened) = &*self.door;
                     drop(opened.wait_while(is_open.lock().unwrap(), |is_open| !*is_open).unwrap());
@@ -212,11 +212,11 @@ mod tests {
         }
     }
 
-    fn two() -> (Helpers<Puppet>, Arc<(Mutex<bool>, Condvar)>) {
+    fn two() -> (Helpers<FakeRank>, Arc<(Mutex<bool>, Condvar)>) {
         let (mut helpers, door) = (Helpers::none(), Arc::default());
         for nth in [1, 2] {
             let door = Arc::clone(&door);
-            let open = move || Ok::<_, CudaError>(Puppet { nth, orders: vec![], door });
+            let open = move || Ok::<_, CudaError>(FakeRank { nth, orders: vec![], door });
             let opened = helpers.start(open).expect("a thread");
             opened.recv_timeout(SOON).expect("it answers").expect("it opens");
         }
@@ -224,7 +224,7 @@ mod tests {
     }
 
     fn told(
-        helpers: &mut Helpers<Puppet>,
+        helpers: &mut Helpers<FakeRank>,
         order: u32,
         within: Duration,
     ) -> Result<Vec<(usize, u32)>, String> {
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_rank_that_cannot_be_opened_says_why() {
-        let mut helpers = Helpers::<Puppet>::none();
+        let mut helpers = Helpers::<FakeRank>::none();
         let opened = helpers.start(|| Err(CudaError::NoNccl)).expect("a thread");
         let refused = opened.recv_timeout(SOON).expect("it answers").expect_err("it cannot");
         assert!(matches!(refused, CudaError::NoNccl));

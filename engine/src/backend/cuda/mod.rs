@@ -1,32 +1,40 @@
-//! A GPU as a backend, or several: weights and KV on cards, whole steps launched ahead of the cards' work.
+//! The GPU backend, on one GPU or several: weights and KV are on the GPUs, and whole steps are launched ahead of their work.
 //!
-//! Suggested reading order: what it is told ([`settings`]), what is put onto the card (`heads`, `share`, `weights`,
-//! `fp8`, `upload`, `budget`, `workspace`), how a step is described to it (`plan`), what it then does (`rank`, `decoder`, `layer`),
-//! which steps are recorded (`ladder`, `recorded`), how tokens are drawn (`draws`), how several cards go on together
-//! (`lockstep`), what becomes of a step (`flight`, `watch`), and how all of it sleeps (`asleep`).
+//! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`, `share`,
+//! `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`), its execution (`tools`,
+//! `decoder`, `forward`, `layer`, `attention`), recorded steps (`graph_sizes`, `recorded`), sampling (`draws`), several GPUs
+//! (`rank`, `lockstep`), results of a step (`launched_step`, `watch`), sleep (`asleep`), measurements (`timing`, `tuning`,
+//! `limits`, `profile`).
 //!
 //! Sums in bf16 depend on how many rows are multiplied together, so a row's numbers differ in their last bits from one
-//! batch to another; how far that may go, and what is compared, is in `docs/specification.md`. Where
-//! [`CudaSettings::deterministic`] is set they do not: every matrix is multiplied in one way whatever the number of rows,
-//! and a token's attention is that of a row of one token in chunks that begin where the sequence does.
+//! batch to another. `docs/specification.md` says how far they may differ and what is compared. With
+//! [`CudaSettings::deterministic`] they do not differ: every matrix is multiplied in one way whatever the number of rows,
+//! and each token's attention is computed as a row of one token, in chunks that begin at the start of the sequence.
 
 mod asleep;
+mod attention;
 mod budget;
 mod decoder;
+mod description;
 mod draws;
-mod flight;
+mod launched_step;
+mod forward;
 mod fp8;
 mod heads;
-mod ladder;
+mod graph_sizes;
 mod layer;
 mod limits;
+mod loader;
 mod lockstep;
 mod opening;
 mod plan;
+mod profile;
 mod rank;
 mod recorded;
 pub mod settings;
 mod share;
+mod timing;
+mod tools;
 mod tuning;
 mod upload;
 mod watch;
@@ -43,55 +51,56 @@ use serde::Serialize;
 use tracing::{Level, enabled};
 use types::{ModelInfo, TokenId, in_full};
 
-pub use limits::{CudaLimits, DecodeProfile, ProductRate};
+pub use limits::{CudaLimits, ProductRate};
+pub use profile::DecodeProfile;
 pub use settings::CudaSettings;
 
-use super::{Asleep, Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, Sleepless, StepLimits};
+use super::{Asleep, Backend, EngineSettings, STEPS_IN_FLIGHT_MAX, SleepFailed, StepLimits};
 use crate::error::{BackendError, OpenError, RowError};
 use crate::step::{Launched, Row, SlotId, StepBatch, StepOutput};
 use asleep::CudaAsleep;
-use draws::{Drawer, Draws};
-use flight::{Arrival, Flight, HostSampler, Phase};
+use description::ModelDescription;
+use draws::{Draws, SampledBy};
+use launched_step::{HostSampler, LaunchedStep, Phase, Readback};
 use lockstep::Helpers;
-use opening::Described;
-use plan::{Bounds, Dims, Fed, Plan};
-use rank::{Done, LAUNCH_WITHIN, Order, Rank, Step};
+use plan::{Bounds, Dims, InputToken, Plan};
+use rank::{LAUNCH_WITHIN, Order, OrderResult, Rank, Step};
 use watch::{Watch, WatchedStep};
 
-/// A model on a card, or on several that share it. The first one's work is done on the caller's thread.
-// Fields are dropped in their order: what works on memory goes before the memory.
+/// A model on one GPU, or divided over several. The first rank works on the caller's thread.
+// Fields are dropped in this order: users of the memory before the memory.
 #[derive(Debug)]
 pub struct CudaBackend {
     model: ModelInfo,
     limits: StepLimits,
     watch: Watch,
-    flights: VecDeque<Flight>,
+    flights: VecDeque<LaunchedStep>,
     /// The tokens of the step that was finished last.
     previous: HashMap<SlotId, TokenId>,
     n_launched: u64,
     sampler: HostSampler,
-    arrivals: Arrivals,
+    spare_readbacks: SpareReadbacks,
     helpers: Helpers<Rank>,
     lost: Option<LostFlag>,
     rank: Rank,
     memory: KvMemory,
-    /// Clones of the memory that are its own and its ranks'.
+    /// Clones of the memory that the backend and its ranks hold.
     n_holders: usize,
     loaded: Loaded,
-    /// What it was opened with.
-    described: Arc<Described>,
+    /// The settings and sizes that it was opened with.
+    described: Arc<ModelDescription>,
 }
 
-/// Weights that were put onto a card, and how long that took.
+/// Bytes of the weights on one GPU, and how long loading took.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Loaded {
     pub bytes: usize,
     pub seconds: f64,
 }
 
-/// What steps take turns with on their way back.
+/// Pinned buffers for results, which steps use in turn.
 #[derive(Debug)]
-struct Arrivals {
+struct SpareReadbacks {
     drawn: Vec<Pinned<u32>>,
     outcomes: Vec<Pinned<u32>>,
 }
@@ -103,22 +112,22 @@ pub(super) fn open(engine: &EngineSettings, name: Option<&str>) -> Result<Box<dy
 }
 
 impl CudaBackend {
-    /// Bytes of all weight matrices on one card: what a decode step reads there.
+    /// Bytes of all weight matrices on one GPU: a decode step reads all of them.
     pub fn weight_bytes(&self) -> usize {
         self.loaded.bytes
     }
 
-    /// How long it took to put them onto the card.
+    /// Size and duration of loading the weights.
     pub fn loaded(&self) -> Loaded {
         self.loaded
     }
 
-    /// The first card, to measure what it can do at most.
+    /// The first GPU, for measurements.
     pub fn card(&self) -> &Card {
         &self.rank.tools.card
     }
 
-    /// How many cards share the model.
+    /// The number of GPUs that share the model.
     pub fn n_ranks(&self) -> u16 {
         self.memory.n_ranks()
     }
@@ -128,23 +137,27 @@ impl CudaBackend {
         self.rank.recorded.counts()
     }
 
-    /// What stands for a slot's token in flight.
-    fn previous_of(&self, slot: SlotId) -> Result<Fed, RowError> {
+    /// How the next step gets the last token of a slot.
+    fn previous_of(&self, slot: SlotId) -> Result<InputToken, RowError> {
         match self.flights.back() {
-            Some(flight) if !flight.is_done() => {
-                flight.place_of(slot).map(Fed::Drawn).ok_or(RowError::NoTokenInFlight)
+            Some(launched_step) if !launched_step.is_done() => {
+                launched_step.place_of(slot).map(InputToken::Drawn).ok_or(RowError::NoTokenInFlight)
             }
-            _ => self.previous.get(&slot).map(|token| Fed::Token(token.0)).ok_or(RowError::NoTokenInFlight),
+            _ => self
+                .previous
+                .get(&slot)
+                .map(|token| InputToken::Token(token.0))
+                .ok_or(RowError::NoTokenInFlight),
         }
     }
 
     /// Steps whose tokens the host draws are finished before their logits are written over.
     fn finish_what_needs_the_host(&mut self) {
         let Self { rank, lost, sampler, previous, flights, .. } = self;
-        if flights.iter().any(|flight| !flight.is_done() && flight.needs_host()) {
+        if flights.iter().any(|launched_step| !launched_step.is_done() && launched_step.needs_host()) {
             let source = rank.tools.source(lost.as_ref());
-            for flight in flights.iter_mut() {
-                flight.finish(&source, sampler, previous);
+            for launched_step in flights.iter_mut() {
+                launched_step.finish(&source, sampler, previous);
             }
         }
     }
@@ -155,23 +168,26 @@ impl CudaBackend {
         plan: &mut Plan<'_>,
         rows: &[Row<'_>],
         signal: FenceSignal,
-    ) -> Result<Flight, CudaError> {
+    ) -> Result<LaunchedStep, CudaError> {
         let began = enabled!(target: "walk", Level::TRACE).then(|| self.card().mark()).transpose()?;
-        let rung =
-            if plan.is_decode_only() { self.rank.recorded.rung(rows.len(), plan.length_max()) } else { None };
-        if let Some(rung) = rung {
-            plan.padded(self.rank.recorded.dims(rung), rows);
+        let graph_size = if plan.is_decode_only() {
+            self.rank.recorded.graph_size(rows.len(), plan.length_max())
+        } else {
+            None
+        };
+        if let Some(graph_size) = graph_size {
+            plan.padded(self.rank.recorded.dims(graph_size), rows);
         }
-        let (draws, drawers) = Draws::of(rows, &plan.places, &self.sampler.eos_tokens);
+        let (draws, sampled_by) = Draws::of(rows, &plan.places, &self.sampler.eos_tokens);
         let mut words = Vec::new();
         if self.helpers.are_there() {
             words.resize(plan.dims.n_words(), 0);
             plan.write(&mut words);
         }
-        let step = Arc::new(Step { dims: plan.dims, rung, sequences: plan.sequences(), draws, words });
+        let step = Arc::new(Step { dims: plan.dims, graph_size, sequences: plan.sequences(), draws, words });
         let all = self.launch_on_all(&step, plan)?;
-        let outcomes = self.outcomes(&step.draws, &drawers)?;
-        let mut drawn = match self.arrivals.drawn.pop() {
+        let outcomes = self.outcomes(&step.draws, &sampled_by)?;
+        let mut drawn = match self.spare_readbacks.drawn.pop() {
             Some(drawn) => drawn,
             None => self.card().pinned(self.limits.rows)?,
         };
@@ -191,25 +207,29 @@ impl CudaBackend {
             self.watch.watch(WatchedStep { began, written, lost, signal: Arc::clone(&signal) });
         }
         let places = std::mem::take(&mut plan.places);
-        let arrival = Arrival { drawn, outcomes, end, others };
-        Ok(Flight::new(self.n_launched, rows, places, &drawers, arrival, signal))
+        let readback = Readback { drawn, outcomes, end, others };
+        Ok(LaunchedStep::new(self.n_launched, rows, places, &sampled_by, readback, signal))
     }
 
     /// On this rank's card while the others put it onto theirs: this one's events first.
-    fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<Done>, CudaError> {
+    fn launch_on_all(&mut self, step: &Arc<Step>, plan: &Plan<'_>) -> Result<Vec<OrderResult>, CudaError> {
         self.helpers.begin(&Order::Step(Arc::clone(step)))?;
         let written = self.rank.launch(step, |words| plan.write(words))?;
-        let mut all = vec![Done { written, ..Done::default() }];
+        let mut all = vec![OrderResult { written, ..OrderResult::default() }];
         all.extend(self.helpers.finish(LAUNCH_WITHIN)?);
         Ok(all)
     }
 
     /// What the card tells of its draws, on its way to the host, if anything is wanted of it.
-    fn outcomes(&mut self, draws: &Draws, drawers: &[Drawer]) -> Result<Option<Pinned<u32>>, CudaError> {
-        if !drawers.iter().any(|drawer| matches!(drawer, Drawer::Card { is_told: true, .. })) {
+    fn outcomes(
+        &mut self,
+        draws: &Draws,
+        sampled_by: &[SampledBy],
+    ) -> Result<Option<Pinned<u32>>, CudaError> {
+        if !sampled_by.iter().any(|sampled_by| matches!(sampled_by, SampledBy::Card { is_told: true, .. })) {
             return Ok(None);
         }
-        let mut outcomes = match self.arrivals.outcomes.pop() {
+        let mut outcomes = match self.spare_readbacks.outcomes.pop() {
             Some(outcomes) => outcomes,
             None => self.card().pinned(self.limits.rows * Outcome::WORDS)?,
         };
@@ -240,17 +260,17 @@ impl CudaBackend {
             return Ok(());
         }
         Err(BackendError::Launch(format!(
-            "{} tokens, of which {} are drawn, with tables and the like of {n_words} words, where the GPU was prepared \
-             for {tokens}, {rows} and {words}",
+            "step too large: {} tokens, {} drawn tokens and {n_words} words of tables; the GPU was prepared for at most \
+             {tokens}, {rows} and {words}",
             dims.n_tokens, dims.n_wanted
         )))
     }
 }
 
-impl Arrivals {
-    fn keep(&mut self, arrival: Arrival) {
-        self.drawn.push(arrival.drawn);
-        self.outcomes.extend(arrival.outcomes);
+impl SpareReadbacks {
+    fn keep(&mut self, readback: Readback) {
+        self.drawn.push(readback.drawn);
+        self.outcomes.extend(readback.outcomes);
     }
 }
 
@@ -268,7 +288,7 @@ impl Backend for CudaBackend {
             return Err(BackendError::Order(format!("{STEPS_IN_FLIGHT_MAX} steps are in flight already")));
         }
         if self.lost.as_ref().is_some_and(LostFlag::is_raised) {
-            return Err(BackendError::DeviceLost(in_full(&flight::peer_lost())));
+            return Err(BackendError::DeviceLost(in_full(&launched_step::peer_lost())));
         }
         self.finish_what_needs_the_host();
         let bounds =
@@ -276,32 +296,34 @@ impl Backend for CudaBackend {
         let mut plan = Plan::of(batch.rows, bounds, |slot| self.previous_of(slot));
         self.check_size(plan.dims)?;
         let (signal, fence) = FenceSignal::new();
-        let flight = self.start(&mut plan, batch.rows, signal);
-        let flight = flight.map_err(|error| self.launch_failed(&error))?;
-        let number = flight.number;
-        self.flights.push_back(flight);
+        let launched_step = self.start(&mut plan, batch.rows, signal);
+        let launched_step = launched_step.map_err(|error| self.launch_failed(&error))?;
+        let number = launched_step.number;
+        self.flights.push_back(launched_step);
         self.n_launched += 1;
         Ok(Launched::new(number, fence, None))
     }
 
     fn collect(&mut self, step: Launched) -> Result<StepOutput, BackendError> {
         match self.flights.front() {
-            None => return Err(BackendError::Order(format!("step {} is not in flight", step.step()))),
+            None => {
+                return Err(BackendError::Order(format!("step {} is not in flight", step.step())));
+            }
             Some(oldest) if oldest.number != step.step() => {
                 let order = format!("step {} was collected before step {}", step.step(), oldest.number);
                 return Err(BackendError::Order(order));
             }
             Some(_) => {}
         }
-        let mut flight = self.flights.pop_front().expect("it was just looked at");
+        let mut launched_step = self.flights.pop_front().expect("it was just looked at");
         let source = self.rank.tools.source(self.lost.as_ref());
-        flight.finish(&source, &self.sampler, &mut self.previous);
-        let phase = std::mem::replace(&mut flight.phase, Phase::OnCard);
+        launched_step.finish(&source, &self.sampler, &mut self.previous);
+        let phase = std::mem::replace(&mut launched_step.phase, Phase::OnCard);
         let Phase::Done(outcome) = phase else { unreachable!("a step that was finished is done") };
         if outcome.is_ok() {
-            flight.signal.layers_done(self.rank.tools.decoder.places.len() as u16);
+            launched_step.signal.layers_done(self.rank.tools.decoder.places.len() as u16);
         }
-        self.arrivals.keep(flight.into_arrival());
+        self.spare_readbacks.keep(launched_step.into_readback());
         outcome.map_err(|error| BackendError::DeviceLost(in_full(&error)))
     }
 
@@ -309,7 +331,7 @@ impl Backend for CudaBackend {
         true
     }
 
-    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         CudaAsleep::from(self)
     }
 
@@ -320,8 +342,8 @@ impl Backend for CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // Cards reach each other's memory, so none gives its own back before all have done what they were told. Steps that
-        // nobody collected may still write. Where waiting fails, the card writes nothing any more.
+        // GPUs write into each other's memory, so none returns its memory before all have finished. Steps that were not
+        // collected may still write. If waiting fails, the GPU writes nothing any more.
         let others = self.helpers.end();
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();

@@ -58,7 +58,7 @@ pub(super) struct Sections {
 }
 
 impl Dims {
-    /// A step of rows of one token each, of which every one is drawn in its place.
+    /// A step of rows with one token each; each row samples a token.
     pub(super) fn of_decodes(n_groups: usize, n_rows: usize, length: usize) -> Self {
         Self {
             n_groups,
@@ -136,7 +136,7 @@ fn part(all: &Range<usize>, n_parts: usize, nth: usize) -> Range<usize> {
 
 /// What stands for [`RowInput::Previous`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fed {
+pub(super) enum InputToken {
     /// The host knows it.
     Token(u32),
     /// It stands there among those that the step in flight draws.
@@ -146,7 +146,7 @@ pub(super) enum Fed {
 /// What the rows of a batch become.
 #[derive(Debug)]
 pub(super) struct Plan<'a> {
-    decodes: Vec<(&'a Row<'a>, Fed)>,
+    decodes: Vec<(&'a Row<'a>, InputToken)>,
     chunks: Vec<&'a Row<'a>>,
     /// In the batch's order: where the row's token stands among the drawn, if one is wanted.
     pub(super) places: Vec<Result<Option<u32>, RowError>>,
@@ -165,10 +165,10 @@ impl<'a> Plan<'a> {
     pub(super) fn of(
         rows: &'a [Row<'a>],
         bounds: Bounds,
-        previous: impl Fn(SlotId) -> Result<Fed, RowError>,
+        previous: impl Fn(SlotId) -> Result<InputToken, RowError>,
     ) -> Self {
         let mut plan = Self { decodes: vec![], chunks: vec![], places: vec![], dims: Dims::default() };
-        let fed: Vec<Result<Option<Fed>, RowError>> =
+        let fed: Vec<Result<Option<InputToken>, RowError>> =
             rows.iter().map(|row| fed(row, bounds.vocab, &previous)).collect();
         for (row, fed) in rows.iter().zip(&fed) {
             match fed {
@@ -224,11 +224,11 @@ impl<'a> Plan<'a> {
     fn drawn_places(
         &self,
         rows: &[Row<'_>],
-        fed: Vec<Result<Option<Fed>, RowError>>,
+        fed: Vec<Result<Option<InputToken>, RowError>>,
     ) -> Vec<Result<Option<u32>, RowError>> {
         let mut of_decodes = 0;
         let mut of_chunks = self.decodes.iter().filter(|(row, _)| row.sample.is_some()).count() as u32;
-        let place = |(row, fed): (&Row<'_>, Result<Option<Fed>, RowError>)| {
+        let place = |(row, fed): (&Row<'_>, Result<Option<InputToken>, RowError>)| {
             let next = if fed?.is_some() { &mut of_decodes } else { &mut of_chunks };
             Ok(row.sample.is_some().then(|| {
                 *next += 1;
@@ -257,8 +257,8 @@ impl<'a> Plan<'a> {
         self.write_tokens(&sections, n_padding, words);
         for (nth, (row, fed)) in self.decodes.iter().enumerate() {
             words[sections.from.start + nth] = match fed {
-                Fed::Drawn(place) => *place,
-                Fed::Token(_) => NOWHERE,
+                InputToken::Drawn(place) => *place,
+                InputToken::Token(_) => NOWHERE,
             };
             self.write_table(
                 row,
@@ -302,7 +302,7 @@ impl<'a> Plan<'a> {
             nth += 1;
         };
         for (row, fed) in &self.decodes {
-            let token = if let Fed::Token(token) = fed { *token } else { 0 };
+            let token = if let InputToken::Token(token) = fed { *token } else { 0 };
             put(token, row.start, row.tables);
         }
         (0..n_padding).for_each(|_| put(0, 0, &[]));
@@ -344,8 +344,8 @@ impl<'a> Plan<'a> {
 fn fed(
     row: &Row<'_>,
     vocab: usize,
-    previous: &impl Fn(SlotId) -> Result<Fed, RowError>,
-) -> Result<Option<Fed>, RowError> {
+    previous: &impl Fn(SlotId) -> Result<InputToken, RowError>,
+) -> Result<Option<InputToken>, RowError> {
     match row.input {
         RowInput::Previous => previous(row.slot).map(Some),
         RowInput::Tokens(tokens) => {
@@ -353,7 +353,7 @@ fn fed(
             if let Some(token) = unknown {
                 return Err(RowError::UnknownToken { token: token.0, vocab });
             }
-            Ok(if let [token] = tokens { Some(Fed::Token(token.0)) } else { None })
+            Ok(if let [token] = tokens { Some(InputToken::Token(token.0)) } else { None })
         }
     }
 }

@@ -1,38 +1,33 @@
 //! Hot path.
-//! One GPU of a model: its share of the weights and of the KV, and what it does of each step.
+//! One GPU of a model: its share of the weights and of the KV, and its part of each step.
 //!
-//! All ranks are told the same, and each tells its own card. What a step draws is drawn on every card, from the same
-//! logits by the same rules, so that the next step finds it there.
+//! All ranks get the same orders, and each launches work on its own GPU. Every GPU samples the tokens of a step, from the same
+//! logits by the same rules, so that the next step finds them there.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kernels::cuda::matmul::Choices;
-use kernels::cuda::{
-    Buffer, Card, CudaError, Event, LostFlag, Peers, Pinned, PrefillSequence, Products, SampleTokens,
-};
-use kv_cache::{KvMemory, OnCard};
+use kernels::cuda::{Buffer, Card, CudaError, Event, Pinned, PrefillSequence, SampleTokens};
 
-use super::decoder::{Decoder, Pass};
+use super::description::ModelDescription;
 use super::draws::Draws;
-use super::flight::Source;
-use super::ladder::{Ladder, Rung};
+use super::graph_sizes::{GraphSize, GraphSizes};
 use super::lockstep::Performer;
-use super::opening::Described;
 use super::plan::Dims;
 use super::recorded::Recorded;
-use super::workspace::Workspace;
-use super::{limits, tuning};
+use super::tools::Tools;
+use super::{profile, timing};
 use crate::error::OpenError;
 
 /// How long a rank may take to prepare something: the longest is to record all steps.
 pub(super) const PREPARE_WITHIN: Duration = Duration::from_secs(120);
-/// How long it may take to put a step onto its card, which it does not wait for.
+/// How long a rank may take to launch a step.
 pub(super) const LAUNCH_WITHIN: Duration = Duration::from_secs(30);
 
-/// A card with all that is on it.
-// Fields are dropped in their order: what works on memory goes before the memory.
+/// A GPU with all that is on it.
+// Fields are dropped in this order: users of the memory before the memory.
 #[derive(Debug)]
 pub(super) struct Rank {
     pub(super) recorded: Recorded,
@@ -40,19 +35,7 @@ pub(super) struct Rank {
     pub(super) tools: Tools,
 }
 
-/// What a pass works with.
-#[derive(Debug)]
-pub(super) struct Tools {
-    pub(super) products: Products,
-    /// The other ranks' cards, if there are others.
-    pub(super) peers: Option<Peers>,
-    pub(super) space: Workspace,
-    pub(super) decoder: Decoder,
-    pub(super) memory: KvMemory,
-    pub(super) card: Card,
-}
-
-/// What steps take turns with on their way to the card.
+/// Pinned buffers for uploads, which steps use in turn.
 #[derive(Debug)]
 struct Staging {
     words: VecDeque<Pinned<u32>>,
@@ -60,48 +43,48 @@ struct Staging {
     edits: VecDeque<Pinned<u32>>,
 }
 
-/// A step, as all ranks are told of it.
+/// A step, as it is sent to all ranks.
 #[derive(Debug)]
 pub(super) struct Step {
     pub(super) dims: Dims,
     /// Its size, if it is one that is recorded.
-    pub(super) rung: Option<Rung>,
+    pub(super) graph_size: Option<GraphSize>,
     pub(super) sequences: Vec<PrefillSequence>,
     pub(super) draws: Draws,
-    /// The plan, for ranks that do not have it.
+    /// The plan, for the other ranks.
     pub(super) words: Vec<u32>,
 }
 
-/// What the first rank has the others do.
+/// An order of the first rank to the others.
 #[derive(Clone, Debug)]
 pub(super) enum Order {
     Step(Arc<Step>),
-    /// Products are done in these ways from now on.
-    Choose(Choices),
-    /// A step that is only measured lies ready.
-    Lay(Arc<[u32]>),
+    /// Use these ways of multiplying from now on.
+    SetChoices(Choices),
+    /// Write the words of a step that is only measured.
+    WriteWords(Arc<[u32]>),
     TimeStep(Dims),
-    WarmUp(Ladder),
-    /// Steps of sequences of up to so many tokens are recorded.
+    WarmUp(GraphSizes),
+    /// Record steps with sequences of up to this number of tokens.
     Record(usize),
     Profile {
         rows: usize,
         length: usize,
     },
-    /// The node sleeps.
+    /// Return memory, for sleep.
     GiveBack,
-    /// It wakes, and weights are loaded as they were at first.
-    Refill(Arc<Described>),
+    /// Wake: allocate memory and load the weights again.
+    Refill(Arc<ModelDescription>),
 }
 
-/// What a step has left in a card's stream.
+/// The result of an order: events of a step, or a refusal.
 #[derive(Debug, Default)]
-pub(super) struct Done {
-    /// Reached as each layer's KV is written; none where a step is recorded.
+pub(super) struct OrderResult {
+    /// Reached as each layer's KV is written; none if the step is recorded.
     pub(super) written: Vec<Event>,
     /// Reached when all of it is done.
     pub(super) end: Option<Event>,
-    /// Why memory did not go or come, which is no mistake of the card's.
+    /// Why sleep or wake was refused; the GPU itself is well.
     pub(super) refused: Option<OpenError>,
 }
 
@@ -119,7 +102,7 @@ impl Rank {
         Ok(Self { recorded, staging, tools })
     }
 
-    /// Puts a step onto the card: events for each layer's KV, where they are known. `write` writes the step's words.
+    /// Launches a step. Returns an event for each layer's KV unless the step is recorded. `write` writes the step's words.
     pub(super) fn launch(
         &mut self,
         step: &Step,
@@ -132,10 +115,10 @@ impl Rank {
 
     fn run(&mut self, step: &Step, write: impl FnOnce(&mut [u32])) -> Result<Vec<Event>, CudaError> {
         let Self { recorded, staging, tools } = self;
-        // The step's words, by the buffer that was used longest ago.
+        // The step's words are sent from the buffer that was used longest ago.
         send(&tools.card, &mut staging.words, step.dims.n_words(), write, &mut tools.space.words)?;
-        if let Some(rung) = step.rung {
-            recorded.launch(rung, tools)?;
+        if let Some(graph_size) = step.graph_size {
+            recorded.launch(graph_size, tools)?;
             return Ok(Vec::new());
         }
         let mut events = Vec::with_capacity(tools.decoder.places.len());
@@ -146,7 +129,7 @@ impl Rank {
         Ok(events)
     }
 
-    /// Has tokens drawn where the likeliest will not do: the next step reads them on the card as it reads the others.
+    /// Samples tokens other than the likeliest. The next step reads them on the GPU like the others.
     fn draw(&mut self, draws: &Draws, dims: Dims) -> Result<(), CudaError> {
         if draws.n_rows() == 0 {
             return Ok(());
@@ -170,31 +153,33 @@ impl Rank {
 
 impl Performer for Rank {
     type Order = Order;
-    type Answer = Done;
+    type Answer = OrderResult;
 
-    fn perform(&mut self, order: Order) -> Result<Done, CudaError> {
+    fn perform(&mut self, order: Order) -> Result<OrderResult, CudaError> {
         let Self { recorded, tools, .. } = self;
         match order {
-            Order::GiveBack => return Ok(Done { refused: self.give_back().err(), ..Done::default() }),
+            Order::GiveBack => {
+                return Ok(OrderResult { refused: tools.give_back().err(), ..OrderResult::default() });
+            }
             Order::Refill(described) => {
-                return Ok(Done { refused: self.refill(&described).err(), ..Done::default() });
+                return Ok(OrderResult { refused: tools.refill(&described).err(), ..OrderResult::default() });
             }
             Order::Step(step) => {
                 let written = self.launch(&step, |words| words.copy_from_slice(&step.words))?;
-                return Ok(Done { written, end: Some(self.tools.card.event()?), refused: None });
+                return Ok(OrderResult { written, end: Some(self.tools.card.event()?), refused: None });
             }
-            Order::Choose(choices) => tools.products.adopt(choices),
-            Order::Lay(words) => tools.lay(&words)?,
-            Order::TimeStep(dims) => tuning::time_step(tools, dims).map(drop)?,
-            Order::WarmUp(ladder) => tools.warm_up(&ladder)?,
+            Order::SetChoices(choices) => tools.products.adopt(choices),
+            Order::WriteWords(words) => tools.write_words(&words)?,
+            Order::TimeStep(dims) => timing::time_step(tools, dims).map(drop)?,
+            Order::WarmUp(graph_sizes) => tools.warm_up(&graph_sizes)?,
             Order::Record(length) => recorded.record_up_to(length, tools, |_, _| {})?,
-            Order::Profile { rows, length } => limits::profile_decode(tools, rows, length).map(drop)?,
+            Order::Profile { rows, length } => profile::profile_decode(tools, rows, length).map(drop)?,
         }
-        Ok(Done::default())
+        Ok(OrderResult::default())
     }
 }
 
-/// Writes words and copies them to the card, by the buffer that was used longest ago.
+/// Writes words and copies them to the GPU, from the buffer that was used longest ago.
 fn send(
     card: &Card,
     by: &mut VecDeque<Pinned<u32>>,
@@ -210,70 +195,4 @@ fn send(
     card.send(staged, to.view_mut().slice(0..n_words))?;
     by.rotate_left(1);
     Ok(())
-}
-
-// === impl Tools ===
-
-impl Tools {
-    /// `written` is called as each layer's KV has been asked for.
-    pub(super) fn forward(
-        &mut self,
-        dims: Dims,
-        sequences: &[PrefillSequence],
-        mut written: impl FnMut(&Card, usize) -> Result<(), CudaError>,
-    ) -> Result<(), CudaError> {
-        self.pass(dims, sequences, |decoder, pass| {
-            let card = pass.card;
-            decoder.forward(pass, |nth| written(card, nth))
-        })
-    }
-
-    /// Does something with the decoder, of a step of this size.
-    pub(super) fn pass<T>(
-        &mut self,
-        dims: Dims,
-        sequences: &[PrefillSequence],
-        work: impl FnOnce(&Decoder, &mut Pass<'_>) -> Result<T, CudaError>,
-    ) -> Result<T, CudaError> {
-        let Self { products, peers, space, decoder, memory, card } = self;
-        let (kv, sections, peers) = (kv_of(memory, decoder), dims.sections(), peers.as_mut());
-        work(decoder, &mut Pass { card, products, peers, space, kv, dims, sections, sequences })
-    }
-
-    /// Where the host finds logits.
-    pub(super) fn source<'a>(&'a self, lost: Option<&'a LostFlag>) -> Source<'a> {
-        Source { card: &self.card, logits: self.space.logits.view(), lost }
-    }
-
-    /// A step's words, where it reads them.
-    pub(super) fn lay(&mut self, words: &[u32]) -> Result<(), CudaError> {
-        self.card.write(self.space.words.view_mut().slice(0..words.len()), words)
-    }
-
-    /// Runs each number of rows once: code is loaded when it first runs, which cannot be recorded.
-    pub(super) fn warm_up(&mut self, ladder: &Ladder) -> Result<(), CudaError> {
-        let n_groups = self.memory.layout().groups.len();
-        // All words are nowhere: tokens and slots that do not exist, sequences of no length.
-        self.card.fill(self.space.words.view_mut(), 0xff)?;
-        for rows in ladder.rows() {
-            let dims = Dims::of_decodes(n_groups, *rows, super::plan::BLOCK_TOKENS);
-            let lengths = dims.sections().lengths;
-            self.card.fill(self.space.words.view_mut().slice(lengths), 0)?;
-            self.forward(dims, &[], |_, _| Ok(()))?;
-            self.card.fill(self.space.words.view_mut(), 0xff)?;
-        }
-        self.card.synchronize()
-    }
-}
-
-pub(super) fn kv_of<'a>(memory: &'a KvMemory, decoder: &Decoder) -> OnCard<'a> {
-    let rank = memory.rank(decoder.sizes.share.nth as u16);
-    rank.on_card().expect("the backend's memory was taken on its cards")
-}
-
-impl Drop for Tools {
-    fn drop(&mut self) {
-        // What nobody waited for may still be at work. Where waiting fails, the card writes nothing any more.
-        let _ = self.card.synchronize();
-    }
 }

@@ -1,13 +1,13 @@
-//! Decode steps recorded as graphs, one for each size of the ladder.
+//! Decode steps recorded as graphs, one for each size of the graph_sizes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::cuda::{CudaError, Graph};
 use tracing::warn;
 
-use super::ladder::{Ladder, Rung};
+use super::graph_sizes::{GraphSize, GraphSizes};
 use super::plan::Dims;
-use super::rank::Tools;
+use super::tools::Tools;
 
 /// The most graphs that are kept.
 const GRAPHS_MAX: usize = 2048;
@@ -15,21 +15,21 @@ const GRAPHS_MAX: usize = 2048;
 /// Graphs by size. Sizes up to a length are recorded at the start, longer ones when they are first met.
 #[derive(Debug)]
 pub(super) struct Recorded {
-    ladder: Option<Ladder>,
+    graph_sizes: Option<GraphSizes>,
     n_groups: usize,
-    /// Room for a step's words; what needs more is not recorded.
+    /// Words of a recorded step; a step that needs more is not recorded.
     n_words_max: usize,
-    graphs: BTreeMap<Rung, Graph>,
+    graphs: BTreeMap<GraphSize, Graph>,
     /// For which there was no memory.
-    unrecorded: BTreeSet<Rung>,
+    unrecorded: BTreeSet<GraphSize>,
     n_at_start: usize,
 }
 
 impl Recorded {
-    /// Without a ladder nothing is recorded.
-    pub(super) fn new(ladder: Option<Ladder>, n_groups: usize, n_words_max: usize) -> Self {
+    /// Without a graph_sizes nothing is recorded.
+    pub(super) fn new(graph_sizes: Option<GraphSizes>, n_groups: usize, n_words_max: usize) -> Self {
         let (graphs, unrecorded) = (BTreeMap::new(), BTreeSet::new());
-        Self { ladder, n_groups, n_words_max, graphs, unrecorded, n_at_start: 0 }
+        Self { graph_sizes, n_groups, n_words_max, graphs, unrecorded, n_at_start: 0 }
     }
 
     /// Those recorded at the start, and those after it.
@@ -38,34 +38,34 @@ impl Recorded {
     }
 
     /// The size that a step of rows of one token takes.
-    pub(super) fn rung(&self, rows: usize, length: usize) -> Option<Rung> {
-        self.ladder.as_ref()?.rung(rows, length).filter(|rung| self.has_room(*rung))
+    pub(super) fn graph_size(&self, rows: usize, length: usize) -> Option<GraphSize> {
+        self.graph_sizes.as_ref()?.graph_size(rows, length).filter(|graph_size| self.has_room(*graph_size))
     }
 
-    fn has_room(&self, rung: Rung) -> bool {
-        self.dims(rung).n_words() <= self.n_words_max
+    fn has_room(&self, graph_size: GraphSize) -> bool {
+        self.dims(graph_size).n_words() <= self.n_words_max
     }
 
-    pub(super) fn dims(&self, rung: Rung) -> Dims {
-        Dims::of_decodes(self.n_groups, rung.rows, rung.length)
+    pub(super) fn dims(&self, graph_size: GraphSize) -> Dims {
+        Dims::of_decodes(self.n_groups, graph_size.rows, graph_size.length)
     }
 
     /// Runs the step that lies ready, whose size this is. Where the card has no memory for one more graph, its kernels are
     /// launched one by one, which takes longer.
-    pub(super) fn launch(&mut self, rung: Rung, tools: &mut Tools) -> Result<(), CudaError> {
-        if !self.graphs.contains_key(&rung) && !self.unrecorded.contains(&rung) {
-            match self.record(rung, tools) {
+    pub(super) fn launch(&mut self, graph_size: GraphSize, tools: &mut Tools) -> Result<(), CudaError> {
+        if !self.graphs.contains_key(&graph_size) && !self.unrecorded.contains(&graph_size) {
+            match self.record(graph_size, tools) {
                 Err(error) if error.is_out_of_memory() => {
-                    let (rows, length) = (rung.rows, rung.length);
+                    let (rows, length) = (graph_size.rows, graph_size.length);
                     warn!(rows, length, "no memory for the graph of a decode step: such steps take longer");
-                    self.unrecorded.insert(rung);
+                    self.unrecorded.insert(graph_size);
                 }
                 recorded => recorded?,
             }
         }
-        match self.graphs.get_mut(&rung) {
+        match self.graphs.get_mut(&graph_size) {
             Some(graph) => graph.launch(),
-            None => tools.forward(self.dims(rung), &[], |_, _| Ok(())),
+            None => tools.forward(self.dims(graph_size), &[], |_, _| Ok(())),
         }
     }
 
@@ -76,28 +76,30 @@ impl Recorded {
         tools: &mut Tools,
         mut told: impl FnMut(usize, usize),
     ) -> Result<(), CudaError> {
-        let rungs: Vec<Rung> = self.ladder.iter().flat_map(Ladder::rungs).collect();
-        let rungs: Vec<Rung> =
-            rungs.into_iter().filter(|rung| rung.length <= length && self.has_room(*rung)).collect();
-        for (nth, rung) in rungs.iter().enumerate() {
-            self.record(*rung, tools)?;
-            told(nth + 1, rungs.len());
+        let sizes: Vec<GraphSize> = self.graph_sizes.iter().flat_map(GraphSizes::sizes).collect();
+        let sizes: Vec<GraphSize> = sizes
+            .into_iter()
+            .filter(|graph_size| graph_size.length <= length && self.has_room(*graph_size))
+            .collect();
+        for (nth, graph_size) in sizes.iter().enumerate() {
+            self.record(*graph_size, tools)?;
+            told(nth + 1, sizes.len());
         }
         self.n_at_start = self.graphs.len();
         Ok(())
     }
 
-    fn record(&mut self, rung: Rung, tools: &mut Tools) -> Result<(), CudaError> {
+    fn record(&mut self, graph_size: GraphSize, tools: &mut Tools) -> Result<(), CudaError> {
         if self.graphs.len() >= GRAPHS_MAX {
             // The longest of the fewest rows are met least.
             self.graphs.pop_last();
         }
-        let dims = self.dims(rung);
+        let dims = self.dims(graph_size);
         let graph = tools.pass(dims, &[], |decoder, pass| {
             let card = pass.card;
             card.record(|| decoder.forward(pass, |_| Ok(())))
         })?;
-        self.graphs.insert(rung, graph);
+        self.graphs.insert(graph_size, graph);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! What a GPU is told beside the model and the memory for KV.
+//! Settings of the GPU backend beside the model and the size of KV memory.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -13,25 +13,26 @@ use crate::load::Quantize;
 /// How a GPU computes.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
-    /// Which GPU, as the driver counts; of several, the first one.
+    /// The GPU's number in the driver's order; with several ranks, the first one's.
     pub ordinal: usize,
-    /// Tensor-parallel ranks: so many GPUs, one after the other, each with its share of the model.
+    /// Tensor-parallel ranks: the number of GPUs, in the driver's order, each with its share of the model.
     pub ranks: NonZero<u16>,
     pub limits: StepLimits,
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
     pub quantize: Quantize,
-    /// Where CUDA's libraries lie, if not where the loader looks.
+    /// The folder of CUDA's libraries, if it is not one of the loader's.
     pub libraries: Option<PathBuf>,
-    /// Where compiled kernels and measurements of products are kept; `None`: nowhere.
+    /// The folder for compiled kernels and measurements of products; `None`: they are not kept.
     pub cache: Option<PathBuf>,
-    /// Kernels for this kind of card: `sm_90a` are Hopper's own, `sm_90` what every card has. `None`: the card's own.
+    /// The architecture that kernels are compiled for: `sm_90a` includes Hopper's own kernels, `sm_90` does not. `None`: the
+    /// GPU's own.
     pub arch: Option<String>,
-    /// Whether a row's numbers are the same in any company: alone, in any batch, in any chunks, computed again.
+    /// Whether a row's numbers are the same alone, in any batch, in any chunks, and when computed again.
     pub deterministic: bool,
     /// Whether decode steps are recorded as graphs.
     pub graphs: bool,
-    /// Whether ways of multiplying are measured where nothing is remembered of them.
+    /// Whether ways of multiplying are measured if no earlier measurement is kept.
     pub tunes: bool,
 }
 
@@ -54,17 +55,17 @@ impl Default for CudaSettings {
     }
 }
 
-/// Tokens of a chunk of attention where a row must be the same in any company.
+/// Tokens of a chunk of attention of a deterministic backend.
 const CHUNK_TOKENS: usize = 512;
 
 impl CudaSettings {
-    /// How far each block of threads goes along a sequence; `None`: as suits the batch.
+    /// Tokens of a sequence for each block of threads; `None`: depends on the batch.
     pub(super) fn chunk_tokens(&self) -> Option<usize> {
         self.deterministic.then_some(CHUNK_TOKENS)
     }
 
-    /// What a fingerprint says: rows that are the same in any company are the same on cards that run the same kernels, as
-    /// many of them.
+    /// The fingerprint of the arithmetic. A deterministic backend gives the same results on the same number of GPUs that run
+    /// the same kernels.
     pub(super) fn arithmetic(&self, arch: &str) -> String {
         match (self.deterministic, self.ranks.get()) {
             (true, 1) => format!("bf16 on a GPU, {arch}, the same in any company"),
@@ -77,14 +78,14 @@ impl CudaSettings {
         self.cache.as_ref().map_or_else(Cache::none, |folder| Cache::at(&folder.join("kernels")))
     }
 
-    /// The file that remembers how products are done on such a card.
+    /// The file with the chosen ways of multiplying for such a GPU.
     pub(super) fn choices_file(&self, about: &str) -> Option<PathBuf> {
         let name: String = about.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         self.cache.as_ref().map(|folder| folder.join("products").join(format!("{name}.txt")))
     }
 }
 
-/// Where the XDG convention says: `$XDG_CACHE_HOME`, else `$HOME/.cache`, else nowhere.
+/// The XDG cache folder: `$XDG_CACHE_HOME`, else `$HOME/.cache`, else none.
 fn user_cache(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     let named = |name| variable(name).filter(|path| path.is_absolute());
     let base = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|home| home.join(Path::new(".cache"))));

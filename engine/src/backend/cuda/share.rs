@@ -1,11 +1,11 @@
-//! What one rank has of a model: whole heads, and as many of all else as every other rank.
+//! One rank's share of a model: whole heads, and an equal share of all else.
 
 use std::ops::Range;
 
 use crate::error::LoadError;
 use crate::model::ModelConfig;
 
-/// Kernels move so many numbers at a time.
+/// Numbers that kernels move at a time.
 const NUMBERS_AT_ONCE: usize = 8;
 
 /// One of the ranks that share a model.
@@ -16,7 +16,7 @@ pub(super) struct Share {
 }
 
 impl Share {
-    /// Of a model that nobody else has a part of.
+    /// The share of a single rank: the whole model.
     #[cfg(test)]
     pub(super) const WHOLE: Self = Self { nth: 0, n_ranks: 1 };
 
@@ -24,7 +24,7 @@ impl Share {
         (0..n_ranks).map(move |nth| Self { nth, n_ranks })
     }
 
-    /// Queries' heads are shared out whole, in equal numbers. (What is asked of the heads of KV is the layout's matter.)
+    /// Heads of queries are divided as a whole, in equal numbers. (The layout checks the heads of KV.)
     pub(super) fn check(config: &ModelConfig, n_ranks: usize) -> Result<(), LoadError> {
         if n_ranks > kernels::cuda::PEERS_MAX {
             let most = kernels::cuda::PEERS_MAX;
@@ -40,7 +40,7 @@ impl Share {
         }
     }
 
-    /// The heads that it has. Where there are fewer than ranks, several ranks have the same one.
+    /// The rank's heads. With fewer heads than ranks, several ranks have the same head.
     pub(super) fn heads(self, n_heads: usize) -> Range<usize> {
         match self.n_ranks / n_heads.max(1) {
             0 | 1 => n_heads * self.nth / self.n_ranks..n_heads * (self.nth + 1) / self.n_ranks,
@@ -48,18 +48,18 @@ impl Share {
         }
     }
 
-    /// How many of `n` numbers each rank has room for: the same on all, in whole vectors.
+    /// The room of each rank for its share of `n` numbers: the same on all ranks, in whole vectors.
     pub(super) fn width(self, n: usize) -> usize {
         n.div_ceil(self.n_ranks).next_multiple_of(NUMBERS_AT_ONCE)
     }
 
-    /// Those of `n` numbers that it has. The last ranks may have fewer than they have room for: the rest are zeroes.
+    /// The rank's share of `n` numbers. The last ranks may have less than their room: the rest are zeroes.
     pub(super) fn range(self, n: usize) -> Range<usize> {
         let width = self.width(n);
         (self.nth * width).min(n)..((self.nth + 1) * width).min(n)
     }
 
-    /// Whether it is this rank that adds what is added once.
+    /// Whether this rank adds the terms that only one rank adds.
     pub(super) fn is_first(self) -> bool {
         self.nth == 0
     }
@@ -102,7 +102,7 @@ mod tests {
                 let group = n_heads / n_kv_heads;
                 assert_eq!(q.start / group, kv.start, "{share:?} of {n_heads}/{n_kv_heads}");
                 assert_eq!((q.end - 1) / group, kv.end - 1);
-                assert!(q.len().is_multiple_of(kv.len()), "as many queries for each head of KV");
+                assert!(q.len().is_multiple_of(kv.len()), "each head of KV has the same number of queries");
             }
         }
     }

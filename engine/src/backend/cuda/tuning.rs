@@ -1,11 +1,11 @@
-//! Which way of multiplying is fastest for the shapes of a model, found out once for each kind of card.
+//! Measures which way of multiplying is fastest for the shapes of a model, once for each kind of GPU.
 //!
-//! Each shape is measured by itself first. For few rows the best ways are then tried in whole decode steps: one
-//! kernel begins while the one before it ends, and two that are fast by themselves may stand in each other's way.
+//! Each shape is measured by itself first. For few rows the best ways are then tried in whole decode steps: kernels overlap
+//! there, and two that are fast by themselves may slow each other down.
 
 use std::collections::BTreeMap;
 
-use kernels::cuda::matmul::{Choice, Choices, Measured, RUNGS};
+use kernels::cuda::matmul::{Choice, Choices, Measured, TUNED_ROWS};
 use kernels::cuda::{
     Answer, Bf16, Card, CudaError, Next, NormedRows, OwnForm, ProductShape, Products, View, Weights, source,
 };
@@ -14,38 +14,39 @@ use types::in_full;
 
 use super::CudaSettings;
 use super::decoder::Decoder;
-use super::limits::least;
 use super::lockstep::Helpers;
 use super::plan::{BLOCK_TOKENS, Dims};
-use super::rank::{Order, PREPARE_WITHIN, Rank, Tools};
+use super::rank::{Order, PREPARE_WITHIN, Rank};
+use super::timing::time_step;
+use super::tools::Tools;
 use super::weights::all_of;
 use super::workspace::Workspace;
 use crate::backend::StepLimits;
 
-/// Products of more rows are long, and what comes before and after them counts little.
-const ROWS_IN_COMPANY_MAX: usize = 128;
-/// Tokens of each sequence of the steps that they are tried in.
-const TOKENS_IN_COMPANY: usize = 1024;
-/// What is best beside others may be another once those are done in other ways: all are tried again, so often at most.
+/// Products of more rows take long, so the kernels before and after them matter little.
+const STEP_ROWS_MAX: usize = 128;
+/// Tokens of each sequence in the measured steps.
+const STEP_TOKENS: usize = 1024;
+/// The most rounds of trying all products. The best way of one product may change with the ways of the others.
 const ROUNDS_MAX: usize = 2;
-/// A search begins where steps take no longer than this, of the least.
+/// A search begins at each start whose step takes at most this multiple of the shortest step.
 const START_MAX: f64 = 1.05;
-/// A way that is better by less is as good: times differ by that much from one run to the next.
+/// The least gain that counts: times differ by that much from one run to the next.
 const GAIN_MIN: f64 = 0.002;
 
-/// One of a model's products: its matrices are alike, one in each layer.
+/// One of a model's products, with the same shape in each layer.
 struct Kind<'a> {
     matrices: Vec<Weights<'a>>,
     k: usize,
     rows_max: usize,
     is_wide: bool,
     is_fp8: bool,
-    after: After,
+    after: JoinedWork,
 }
 
-/// What comes after many rows of a product, which a kernel may do together with it.
+/// The work after a product of many rows, which a kernel may do together with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum After {
+enum JoinedWork {
     Other,
     Gate,
     Norm,
@@ -56,11 +57,11 @@ impl Kind<'_> {
         self.matrices.first().map_or(0, |matrix| matrix.n_rows(self.k))
     }
 
-    /// The rungs up to the first that holds every step.
+    /// The tuned numbers of rows, up to the first that is enough for every step.
     fn shapes(&self) -> impl Iterator<Item = ProductShape> + '_ {
-        let n_needed = RUNGS.iter().take_while(|rung| **rung < self.rows_max).count() + 1;
-        let rungs = RUNGS.iter().take(n_needed).filter(|rung| **rung <= self.rows_max);
-        rungs.map(|n_rows| self.shape(*n_rows))
+        let n_needed = TUNED_ROWS.iter().take_while(|n_rows| **n_rows < self.rows_max).count() + 1;
+        let rows = TUNED_ROWS.iter().take(n_needed).filter(|n_rows| **n_rows <= self.rows_max);
+        rows.map(|n_rows| self.shape(*n_rows))
     }
 
     fn shape(&self, n_rows: usize) -> ProductShape {
@@ -68,8 +69,8 @@ impl Kind<'_> {
     }
 }
 
-/// Reads what is remembered, measures what is not, and remembers that. All ranks' products are of the same shapes, and done
-/// in the same ways: the first one's choice.
+/// Reads kept measurements, measures the other products, and keeps the results. All ranks have products of the same shapes
+/// and do them in the ways that the first rank chooses.
 pub(super) fn tune(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -104,26 +105,26 @@ pub(super) fn tune(
         best.insert(shape, measure(card, products, kind, shape, space, decoder.weights.norm.view())?);
     }
     let shapes: Vec<ProductShape> = kinds.iter().map(|kind| kind.shape(1)).collect();
-    in_company(tools, helpers, limits, &shapes, &best)?;
+    tune_in_steps(tools, helpers, limits, &shapes, &best)?;
     if let Some(file) = file
         && let Err(error) = tools.products.choices().write(&file, &about)
     {
-        warn!(%error, "measurements of matrix products are not kept");
+        warn!(%error, "measurements of matrix products cannot be written");
     }
     choose(tools, helpers)
 }
 
-/// The other ranks do as this one.
+/// Sends the choices to the other ranks.
 fn choose(tools: &Tools, helpers: &mut Helpers<Rank>) -> Result<(), CudaError> {
     if helpers.are_there() {
-        helpers.begin(&Order::Choose(tools.products.choices().clone()))?;
+        helpers.begin(&Order::SetChoices(tools.products.choices().clone()))?;
         helpers.finish(PREPARE_WITHIN)?;
     }
     Ok(())
 }
 
-/// Steps of few rows, one number after the other.
-fn in_company(
+/// Tunes products in steps of few rows, one number of rows after the other.
+fn tune_in_steps(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
     limits: StepLimits,
@@ -131,30 +132,30 @@ fn in_company(
     best: &BTreeMap<ProductShape, Vec<Choice>>,
 ) -> Result<(), CudaError> {
     let (n_blocks, n_groups) = (tools.decoder.n_blocks, tools.memory.layout().groups.len());
-    let length = TOKENS_IN_COMPANY.min(n_blocks * BLOCK_TOKENS);
-    for n_rows in RUNGS.iter().copied().filter(|rung| *rung <= ROWS_IN_COMPANY_MAX.min(limits.rows)) {
+    let length = STEP_TOKENS.min(n_blocks * BLOCK_TOKENS);
+    for n_rows in TUNED_ROWS.iter().copied().filter(|n_rows| *n_rows <= STEP_ROWS_MAX.min(limits.rows)) {
         let dims = Dims::of_decodes(n_groups, n_rows, length);
         let shapes: Vec<ProductShape> =
             shapes.iter().map(|shape| ProductShape { n_rows, ..*shape }).collect();
         let words = dims.measured_words(length, n_blocks as u32);
         if words.len() <= tools.space.words.len() {
-            helpers.begin(&Order::Lay(words.as_slice().into()))?;
-            tools.lay(&words)?;
+            helpers.begin(&Order::WriteWords(words.as_slice().into()))?;
+            tools.write_words(&words)?;
             helpers.finish(PREPARE_WITHIN)?;
-            try_in_company(tools, helpers, &shapes, dims, best)?;
+            tune_one_step(tools, helpers, &shapes, dims, best)?;
         }
     }
     Ok(())
 }
 
 fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
-    // Ranks add up what they have before it is normed.
-    let norm = if shares { After::Other } else { After::Norm };
+    // Ranks add up their partial sums before the norm.
+    let norm = if shares { JoinedWork::Other } else { JoinedWork::Norm };
     let (layers, sizes) = (&decoder.weights.layers, decoder.sizes);
     let of_layers = [
-        (all_of(layers, |layer| &layer.qkv), sizes.hidden, After::Other),
+        (all_of(layers, |layer| &layer.qkv), sizes.hidden, JoinedWork::Other),
         (all_of(layers, |layer| &layer.o), sizes.q_width, norm),
-        (all_of(layers, |layer| &layer.gate_up), sizes.hidden, After::Gate),
+        (all_of(layers, |layer| &layer.gate_up), sizes.hidden, JoinedWork::Gate),
         (all_of(layers, |layer| &layer.down), sizes.intermediate, norm),
     ];
     let mut kinds = Vec::new();
@@ -176,12 +177,12 @@ fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
         rows_max: limits.rows,
         is_wide: true,
         is_fp8: false,
-        after: After::Other,
+        after: JoinedWork::Other,
     });
     kinds
 }
 
-/// Numbers that are not all alike: a card computes faster with zeroes than with anything that is served.
+/// Fills the inputs with differing numbers: a GPU computes faster with zeroes than with real data.
 fn fill(card: &Card, space: &mut Workspace) -> Result<(), CudaError> {
     card.dummy_weights(space.gated.view_mut(), 1, 1.0 / 32768.0)?;
     card.dummy_weights(space.attended.view_mut(), 2, 1.0 / 32768.0)?;
@@ -196,28 +197,28 @@ fn measure(
     space: &mut Workspace,
     norm: View<'_, Bf16>,
 ) -> Result<Vec<Choice>, CudaError> {
-    // What comes after few rows is tried in company.
-    let after = if shape.n_rows > ROWS_IN_COMPANY_MAX { kind.after } else { After::Other };
+    // The work after few rows is measured in whole steps.
+    let after = if shape.n_rows > STEP_ROWS_MAX { kind.after } else { JoinedWork::Other };
     let (y, x) = match after {
-        After::Other => rooms(shape, space),
-        After::Gate => gate_rooms(shape, space),
-        After::Norm => norm_rooms(shape, space, norm),
+        JoinedWork::Other => rooms(shape, space),
+        JoinedWork::Gate => gate_rooms(shape, space),
+        JoinedWork::Norm => norm_rooms(shape, space, norm),
     };
     let Measured { best, refused } = products.tune(card, shape, y, &kind.matrices, x)?;
     for (choice, ms) in &best {
-        debug!(?shape, ?choice, ms, "a product by itself");
+        debug!(?shape, ?choice, ms, "time of a product by itself");
     }
     for (choice, error) in &refused {
-        warn!(?shape, ?choice, error = in_full(error), "a way of multiplying does not run on this GPU");
+        warn!(?shape, ?choice, error = in_full(error), "a way of multiplying failed on this GPU");
     }
     Ok(best.into_iter().map(|(choice, _)| choice).collect())
 }
 
-/// Where an answer goes, and what comes after it.
-type Room<'a> = (Answer<'a>, Option<Next<'a>>);
+/// The output of a product, and the work after it.
+type ProductOutput<'a> = (Answer<'a>, Option<Next<'a>>);
 
-/// The same as [`rooms`], with a gate behind it.
-fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (Room<'_>, View<'_, Bf16>) {
+/// The same as [`rooms`], with a gate after it.
+fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, .. } = shape;
     let Workspace { normed, gated, gate_up, .. } = space;
     let gated = Next::Gate(gated.view_mut().slice(0..n_rows * n / 2));
@@ -225,12 +226,12 @@ fn gate_rooms(shape: ProductShape, space: &mut Workspace) -> (Room<'_>, View<'_,
     ((both, Some(gated)), normed.slice(0..n_rows * k))
 }
 
-/// The same, with the residual and its norm behind it.
+/// The same, with the residual and its norm after it.
 fn norm_rooms<'a>(
     shape: ProductShape,
     space: &'a mut Workspace,
     weight: View<'a, Bf16>,
-) -> (Room<'a>, View<'a, Bf16>) {
+) -> (ProductOutput<'a>, View<'a, Bf16>) {
     let ProductShape { n, k, n_rows, .. } = shape;
     let Workspace { attended, gated, given, residual, normed, .. } = space;
     let x = [&*attended, &*gated].into_iter().find(|x| x.len() >= n_rows * k);
@@ -244,8 +245,8 @@ fn norm_rooms<'a>(
     ((Answer::Narrow(given.view_mut().slice(0..n_rows * n)), Some(next)), x)
 }
 
-/// What a product of this shape reads, and where its answer goes.
-fn rooms(shape: ProductShape, space: &mut Workspace) -> (Room<'_>, View<'_, Bf16>) {
+/// The input and the output of a product of this shape.
+fn rooms(shape: ProductShape, space: &mut Workspace) -> (ProductOutput<'_>, View<'_, Bf16>) {
     let ProductShape { n, k, n_rows, is_wide, .. } = shape;
     let Workspace { normed, gated, attended, qkv, gate_up, given, logits, .. } = space;
     // Rows as wide as `k`, from wherever there are enough, and room for the answer elsewhere.
@@ -262,7 +263,7 @@ fn rooms(shape: ProductShape, space: &mut Workspace) -> (Room<'_>, View<'_, Bf16
 }
 
 /// Tries the best ways of each product in whole decode steps, and keeps those with which they take the least time.
-fn try_in_company(
+fn tune_one_step(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
     shapes: &[ProductShape],
@@ -285,10 +286,10 @@ fn try_in_company(
     Ok(())
 }
 
-/// Where to begin, and how long a step takes there. Our own kernels do what comes after a product too, a norm only where
-/// the product behind it is their own as well; and kernels that read by registers stand in the way of those that read by
-/// the copy engine. So no way of one product shows what ways of all of them together are worth: beside what is best by
-/// itself there are our own for all of a layer's products, and of them those that read by registers.
+/// The starts of the search, with their step times. Own kernels also do the work after a product, a norm only if the next
+/// product is done by an own kernel as well; and kernels that read by registers slow down those that read by the copy engine.
+/// So changing one product at a time does not show the value of changing all. Beside the ways that are best by themselves,
+/// the starts are: own kernels for all products of a layer, and those of them that read by registers.
 fn starts(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -309,14 +310,14 @@ fn starts(
         let choices = tools.products.choices().clone();
         if starts.iter().all(|(_, known)| *known != choices) {
             let time = time_together(tools, helpers, dims)?;
-            debug!(rows = dims.n_tokens, ms = time, "a step by our own kernels");
+            debug!(rows = dims.n_tokens, ms = time, "time of a step by own kernels");
             starts.push((time, choices));
         }
     }
     Ok(starts)
 }
 
-/// From where the products are done as they are, with which a step takes so long. Answers how long it takes in the end.
+/// Starts from the present forms of the products and the step's present time. Returns the step's time in the end.
 fn search(
     tools: &mut Tools,
     helpers: &mut Helpers<Rank>,
@@ -333,7 +334,13 @@ fn search(
             for choice in ways.iter().filter(|choice| Some(**choice) != before) {
                 tools.products.prefer(*shape, *choice);
                 let time = time_together(tools, helpers, dims)?;
-                debug!(?shape, ?choice, ms = time, shortest, "a step with another way");
+                debug!(
+                    ?shape,
+                    ?choice,
+                    ms = time,
+                    shortest,
+                    "time of a step with another way of multiplying"
+                );
                 if time < shortest * (1.0 - GAIN_MIN) {
                     (shortest, kept, is_changed) = (time, Some(*choice), true);
                 }
@@ -349,26 +356,11 @@ fn search(
     Ok(shortest)
 }
 
-/// As [`time_step`], on all ranks at once.
+/// Like [`time_step`], on all ranks at once.
 fn time_together(tools: &mut Tools, helpers: &mut Helpers<Rank>, dims: Dims) -> Result<f64, CudaError> {
     choose(tools, helpers)?;
     helpers.begin(&Order::TimeStep(dims))?;
     let time = time_step(tools, dims)?;
     helpers.finish(PREPARE_WITHIN)?;
     Ok(time)
-}
-
-/// Milliseconds of a whole decode step, recorded as those that are served.
-pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError> {
-    tools.pass(dims, &[], |decoder, pass| {
-        // Code is loaded when it first runs, which cannot be recorded.
-        decoder.forward(pass, |_| Ok(()))?;
-        let card = pass.card;
-        let mut graph = card.record(|| decoder.forward(pass, |_| Ok(())))?;
-        least(|| {
-            let start = card.mark()?;
-            graph.launch()?;
-            start.ms_until(&card.mark()?)
-        })
-    })
 }

@@ -1,4 +1,4 @@
-//! Opens the fences of steps as the card reaches each layer: a thread that waits, so that nobody else has to.
+//! A thread that waits for the GPU and opens the fences of steps as the GPU finishes each layer.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -18,7 +18,7 @@ pub(super) struct Watch {
     thread: Option<thread::JoinHandle<()>>,
 }
 
-/// One step: for each rank, an event for each layer, in their order. It began at a mark, where somebody wants to know.
+/// One step: for each rank, an event for each layer, in order; and an event at its beginning if its time is measured.
 #[derive(Debug)]
 pub(super) struct WatchedStep {
     pub(super) began: Option<Marker>,

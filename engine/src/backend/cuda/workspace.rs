@@ -1,4 +1,4 @@
-//! What a step computes in: taken once, as large as the largest step needs it.
+//! The memory that a step computes in: allocated once, for the largest step.
 
 use std::time::Duration;
 
@@ -8,20 +8,20 @@ use kernels::cuda::{
 };
 
 use super::draws::EDITS_OF_ROW;
-use super::ladder::Ladder;
+use super::graph_sizes::GraphSizes;
 use super::weights::Sizes;
 use crate::backend::StepLimits;
 
-/// How long a card waits for the others of its model. They have equal shares of the work, so one that is later than this
-/// will not come: the device counts as lost.
+/// How long a GPU waits for the others of its model. They have equal shares of the work, so a GPU that is later than this has
+/// failed: the device counts as lost.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// Up to so many bytes ranks sum up rows with the shortest wait; beyond it, with the least on the wire. Where the two meet
-/// on two H200s.
+/// Up to this size ranks sum rows by the way with the shortest wait; above it, by the way that sends the fewest bytes. The
+/// two are equally fast at this size on two H200s.
 const FEW_BYTES_MAX: usize = 1 << 20;
-/// Parts of attention of tokens that are alike in any company: a quarter of a GiB, with heads of 128.
+/// The most partial results of attention of a deterministic backend: a quarter of a GiB, with heads of 128.
 const PARTS_ALIKE_MAX: usize = 1 << 19;
 
-/// How large it is.
+/// The sizes of a [`Workspace`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WorkspaceShape {
     sizes: Sizes,
@@ -33,31 +33,31 @@ pub(super) struct WorkspaceShape {
     n_words: usize,
 }
 
-/// What steps may come to.
+/// The largest sizes of steps.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(super) struct StepSizes {
     /// Tokens of the longest sequence.
     pub(super) tokens_max: usize,
     /// Words of the largest plan.
     pub(super) n_words: usize,
-    /// As in [`Decoder`](super::decoder::Decoder).
+    /// See [`Decoder`](super::decoder::Decoder).
     pub(super) chunk_tokens: Option<usize>,
 }
 
-/// Rows of activations, as many as a step has tokens.
+/// Activations of a step, one row for each token.
 #[derive(Debug)]
 pub(super) struct Workspace {
     /// (tokens, hidden): what each layer adds to.
     pub(super) residual: Buffer<Bf16>,
     /// (tokens, hidden)
     pub(super) normed: Buffer<Bf16>,
-    /// (tokens of a product of few rows, parts of hidden): sums of squares, where a norm is only begun.
+    /// (tokens of a product of few rows, parts of hidden): partial sums of squares of pending norms.
     pub(super) squares: Buffer<f32>,
     /// (tokens, heads of q, k and v)
     pub(super) qkv: Buffer<Bf16>,
     /// (tokens, heads of q)
     pub(super) attended: Buffer<Bf16>,
-    /// (tokens, hidden): what a part of a layer gives.
+    /// (tokens, hidden): the output of a layer's part.
     pub(super) given: Buffer<Bf16>,
     /// (tokens, 2 × intermediate)
     pub(super) gate_up: Buffer<Bf16>,
@@ -71,10 +71,10 @@ pub(super) struct Workspace {
     pub(super) own_logits: Buffer<f32>,
     pub(super) keys: Buffer<u64>,
     pub(super) best: Buffer<u32>,
-    /// What this step draws, and the next may read.
+    /// The tokens that this step samples; the next step may read them.
     pub(super) drawn: Buffer<u32>,
     pub(super) tokens: Buffer<u32>,
-    /// How tokens are drawn that are not simply the likeliest: rows and edits, and what becomes of them.
+    /// Sampling of tokens other than the likeliest: rows, edits and outcomes.
     pub(super) draws: Buffer<u32>,
     pub(super) edits: Buffer<u32>,
     pub(super) outcomes: Buffer<u32>,
@@ -85,7 +85,13 @@ pub(super) struct Workspace {
 }
 
 impl WorkspaceShape {
-    pub(super) fn of(card: &Card, sizes: Sizes, limits: StepLimits, head_dim: usize, room: Room) -> Self {
+    pub(super) fn of(
+        card: &Card,
+        sizes: Sizes,
+        limits: StepLimits,
+        head_dim: usize,
+        room: StepSizes,
+    ) -> Self {
         let n_parts = match room.chunk_tokens {
             None => most_parts(card, sizes, limits, head_dim, room.tokens_max),
             Some(chunk_tokens) => {
@@ -125,7 +131,7 @@ impl WorkspaceShape {
             + of_ranks
     }
 
-    /// What ranks agree on, if there are several.
+    /// The sizes that all ranks have in common, if there are several.
     pub(super) fn together(&self) -> Option<Together> {
         let width = self.sizes.hidden;
         let few_rows = (FEW_BYTES_MAX / (width * size_of::<Bf16>())).clamp(1, self.limits.rows);
@@ -167,20 +173,20 @@ impl WorkspaceShape {
 }
 
 impl Workspace {
-    /// What the other ranks' cards reach.
+    /// The memory that the other ranks' GPUs write to.
     pub(super) fn shown(&self) -> Shown<'_> {
         Shown { part: self.given.view(), out: self.normed.view(), whole: self.logits.view() }
     }
 }
 
-/// Sums of squares of the parts of rows: of many rows few parts, or of few rows many.
+/// The number of partial sums of squares: many rows have few parts, few rows have many.
 fn n_squares(hidden: usize) -> usize {
     let few = OwnForm::Few(FewRowsForm::of(hidden, hidden)).parts(hidden) * FEW_ROWS_MAX;
     few.max(OwnForm::Skinny(SKINNY_FORMS[0]).parts(hidden) * SKINNY_ROWS_MAX)
 }
 
-/// Room for the parts of as many tokens as there may be, at the longest of sequences, yet no more than what keeps a card
-/// busy: tokens beyond it take turns. Always enough for one.
+/// The memory for partial results of the most tokens, with the longest sequences, bounded by the number that keeps a GPU
+/// busy: more tokens are computed in turn. Always enough for one token.
 fn parts_alike(n_q_heads: usize, limits: StepLimits, n_chunks: usize) -> usize {
     let of_token = n_q_heads * n_chunks;
     (of_token * limits.tokens).min(PARTS_ALIKE_MAX).max(of_token)
@@ -193,7 +199,7 @@ fn most_parts(card: &Card, sizes: Sizes, limits: StepLimits, head_dim: usize, n_
         let chunk = DecodeAttention::chunk_tokens_for(card, rows, n_kv_heads, length);
         DecodeAttention::n_parts(rows, n_q_heads, length, chunk)
     };
-    let lengths = Ladder::lengths(n_tokens_max);
+    let lengths = GraphSizes::lengths(n_tokens_max);
     let of_rows = |rows: usize| lengths.iter().map(|length| parts(rows, *length)).max().unwrap_or(0);
     (1..=limits.rows).map(of_rows).max().unwrap_or(0)
 }

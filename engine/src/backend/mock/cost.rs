@@ -1,4 +1,4 @@
-//! What a mock is: its shape, what its steps cost, and how strictly it reads.
+//! A mock's settings: its shape, the cost of its steps, and how much KV it verifies.
 //!
 //! Written as TOML, every key optional:
 //!
@@ -6,7 +6,7 @@
 //! context_tokens = 32768     # longest sequence, prompt and output together
 //! name = "mock"              # what requests call the model
 //! weights = 0                # another number is another model of the same name: other tokens, another fingerprint
-//! eos_one_in = 200           # about one drawn token in so many ends the sequence; 0: none does
+//! eos_one_in = 200           # one drawn token in about this number ends the sequence; 0: none does
 //! verify = "all"             # "all": every position's KV at every read; "last_block": its last block only
 //!
 //! [cost]
@@ -58,7 +58,7 @@ pub enum Verify {
     LastBlock,
 }
 
-/// What a step takes on the device that is played.
+/// The time of a step on the simulated device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Costs {
@@ -158,7 +158,7 @@ impl Costs {
         }
     }
 
-    /// What a step with rows of these lengths takes.
+    /// The time of a step with rows of these lengths.
     pub fn of_step(&self, rows: impl Iterator<Item = usize>) -> Duration {
         let of_row = |n_tokens: usize| match n_tokens {
             1 => self.decode_row_ms,
@@ -168,13 +168,13 @@ impl Costs {
         Duration::from_secs_f64(ms / 1e3)
     }
 
-    /// What sending so many bytes takes on the wire that is played.
+    /// The time that the simulated wire takes to send `bytes` bytes.
     pub fn of_sending(&self, bytes: u64) -> Duration {
         Duration::from_secs_f64(self.sent_byte_ns * bytes as f64 / 1e9)
     }
 }
 
-/// What sending costs on the wire that the model called `model` plays: `None` for a wire that takes its own time.
+/// The cost of sending on the wire that the model called `model` simulates. `None`: the wire is not simulated.
 pub fn wire_costs(model: &str) -> Result<Option<Costs>, OpenError> {
     let name = match model.split_once(':') {
         None if model == "mock" => None,

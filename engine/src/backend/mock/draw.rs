@@ -1,7 +1,7 @@
 //! The mock's sampler: the next token is a hash of all tokens so far.
 //!
-//! There are no logits. Of the sampling settings it minds whether the temperature is zero, the seed, and logprobs
-//! (which it makes up, always the same ones); penalties, bias and the truncations change nothing.
+//! There are no logits. Three sampling settings have an effect: whether the temperature is zero, the seed, and logprobs
+//! (which are made up, always the same ones). Penalties, bias and the truncations change nothing.
 
 use types::step::Logprobs;
 use types::{Sampling, StopRules, TokenId};
@@ -15,21 +15,21 @@ use crate::step::{SampleSpec, Sampled};
 pub(super) const END: TokenId = TokenId(256);
 /// Bytes, the end, and room for a router's special tokens.
 pub(super) const VOCAB: u32 = 320;
-/// After so many forbidden draws the first allowed token is taken.
+/// After this number of forbidden draws the first allowed token is taken.
 const DRAWS_MAX: u64 = 64;
 /// The printable part of ASCII.
 const PRINTABLE: std::ops::Range<u64> = 32..127;
 const GREEDY: u64 = 0x6772_6565_6479;
 
-/// What a [`SampleSpec`] says, kept until the step runs.
+/// A [`SampleSpec`] without a lifetime, kept until the step runs.
 #[derive(Debug)]
-pub(super) struct Drawing {
+pub(super) struct MockSampleSpec {
     sampling: Sampling,
     stop: StopRules,
     index: u32,
 }
 
-impl Drawing {
+impl MockSampleSpec {
     pub(super) fn of(spec: &SampleSpec<'_>) -> Self {
         Self { sampling: spec.sampling.clone(), stop: spec.stop.clone(), index: spec.index }
     }
@@ -84,14 +84,14 @@ fn logprobs(token: TokenId, base: u64, n_top: u8) -> Logprobs {
 mod tests {
     use super::*;
 
-    fn drawing(sampling: Sampling, stop: StopRules, index: u32) -> Drawing {
-        Drawing { sampling, stop, index }
+    fn spec(sampling: Sampling, stop: StopRules, index: u32) -> MockSampleSpec {
+        MockSampleSpec { sampling, stop, index }
     }
 
     fn draw(sampling: Sampling, position: usize) -> TokenId {
         let settings = MockSettings { eos_one_in: 0, ..MockSettings::default() };
-        let drawing = drawing(sampling, StopRules::default(), 0);
-        drawing.draw(Chain(5), position, &settings).expect("a token").token
+        let spec = spec(sampling, StopRules::default(), 0);
+        spec.draw(Chain(5), position, &settings).expect("a token").token
     }
 
     #[test]
@@ -113,8 +113,8 @@ mod tests {
     fn other_weights_draw_other_tokens() {
         let tokens = |weights| {
             let settings = MockSettings { eos_one_in: 0, weights, ..MockSettings::default() };
-            let drawing = drawing(Sampling::default(), StopRules::default(), 0);
-            let draw = |nth| drawing.draw(Chain(nth), 0, &settings).expect("a token").token;
+            let spec = spec(Sampling::default(), StopRules::default(), 0);
+            let draw = |nth| spec.draw(Chain(nth), 0, &settings).expect("a token").token;
             (0..20).map(draw).collect::<Vec<_>>()
         };
         assert_eq!(tokens(1), tokens(1));
@@ -125,7 +125,7 @@ mod tests {
     fn the_end_comes_when_it_may() {
         let ends = |stop: StopRules, index| {
             let settings = MockSettings { eos_one_in: 1, ..MockSettings::default() };
-            let drawn = drawing(Sampling::default(), stop, index).draw(Chain(1), 0, &settings);
+            let drawn = spec(Sampling::default(), stop, index).draw(Chain(1), 0, &settings);
             drawn.expect("a token").token == END
         };
         assert!(ends(StopRules::default(), 0), "one in one");

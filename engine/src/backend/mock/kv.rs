@@ -1,4 +1,4 @@
-//! KV as a checksum: what the mock writes into memory, and how it knows it again.
+//! KV as a checksum: what the mock writes into memory, and how it verifies what it reads.
 //!
 //! The KV of position `p` stands for the [`Chain`] of all tokens up to `p`. A *cell* is one token in one head's K or V
 //! of one layer, and its bytes say which cell it is:
@@ -33,7 +33,7 @@ impl Chain {
     }
 }
 
-/// Which cell of a position is meant.
+/// Names one cell of a position.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct CellKey(u64);
 
@@ -52,7 +52,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// The link that `cell` claims to be. Only [`is_in`](Self::is_in) says whether the claim is true.
+    /// The link that the bytes of `cell` name, not verified: [`is_in`](Self::is_in) verifies it.
     pub(super) fn claimed_by(cell: &[u8], key: CellKey) -> Self {
         let chain = Chain(word64(cell) ^ key.0);
         Self { token: TokenId(word32(&cell[8..]) ^ seal(chain, key)), chain }
@@ -83,7 +83,7 @@ impl Link {
     }
 }
 
-/// What a cell's filling is counted up from.
+/// The first word of a cell's filling.
 fn seal(chain: Chain, key: CellKey) -> u32 {
     mix(chain.0.rotate_left(17) ^ key.0) as u32
 }

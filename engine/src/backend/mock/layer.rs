@@ -75,7 +75,7 @@ mod tests {
     use super::*;
     use types::KvDtype;
 
-    /// What ranks write is what one rank would: the same heads, elsewhere.
+    /// Several ranks write what one rank writes, at other places.
     #[test]
     fn ranks_have_their_heads_and_no_others() {
         let whole = KvLayout::uniform(4, KvDtype::F32, 1, 2, 4);

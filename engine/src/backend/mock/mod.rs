@@ -21,7 +21,7 @@ use types::{Fingerprint, KvLayout, ModelInfo, TokenId};
 
 pub use cost::{Costs, DtypeName, LayoutSettings, MockSettings, Verify, wire_costs};
 
-use crate::backend::asleep::{self, Asleep, Closed, Sleepless};
+use crate::backend::asleep::{self, Asleep, ClosedBackend, SleepFailed};
 use crate::backend::{Backend, EngineSettings, STEPS_IN_FLIGHT_MAX};
 use crate::error::{BackendError, OpenError};
 use crate::kv_room::{n_blocks, not_taken};
@@ -48,7 +48,7 @@ pub struct Mock {
     pace: Pace,
     queue: VecDeque<QueuedStep>,
     n_launched: u64,
-    /// What the step collected last sampled: what [`RowInput::Previous`](crate::RowInput::Previous) means.
+    /// The tokens of the step that was collected last, for [`RowInput::Previous`](crate::RowInput::Previous).
     previous: HashMap<SlotId, TokenId>,
 }
 
@@ -81,7 +81,7 @@ impl Mock {
         Self::over_ranks(name, settings, NonZero::<u16>::MIN, n_blocks, pace)
     }
 
-    /// One whose KV lies as that of so many ranks, which it computes one after the other.
+    /// A mock whose KV is divided over `n_ranks` ranks, which it computes one after the other.
     pub fn over_ranks(
         name: &str,
         settings: MockSettings,
@@ -104,7 +104,7 @@ impl Mock {
         })
     }
 
-    /// What its steps, and the bytes it sends, cost.
+    /// The costs of its steps and of the bytes that it sends.
     pub fn costs(&self) -> &Costs {
         &self.settings.cost
     }
@@ -135,7 +135,7 @@ impl Mock {
         StepOutput { rows: outcomes }
     }
 
-    /// Sleeps until so many layers' share of the step's cost has passed.
+    /// Sleeps until the cost of the step's first `n_layers` layers has passed.
     fn wait_until(&self, started: Instant, cost: Duration, n_layers: usize) {
         if self.pace == Pace::Modelled || cost.is_zero() {
             return;
@@ -186,17 +186,17 @@ impl Backend for Mock {
         self.pace == Pace::Modelled
     }
 
-    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, Sleepless> {
+    fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
         if let Err(why) = asleep::check_idle(self.queue.len())
             .and_then(|()| asleep::check_not_held(self.memory.n_holders(), 1))
         {
-            return Err(Sleepless { backend: self, why });
+            return Err(SleepFailed { backend: self, why });
         }
         let (name, settings, pace) = (self.model.name.clone(), self.settings.clone(), self.pace);
         let (ranks, n_blocks) = (NonZero::new(self.memory.n_ranks()), self.memory.n_blocks());
         let ranks = ranks.unwrap_or(NonZero::<u16>::MIN);
         let open = move || Self::over_ranks(&name, settings.clone(), ranks, n_blocks, pace);
-        Ok(Box::new(Closed::close(*self, open)))
+        Ok(Box::new(ClosedBackend::close(*self, open)))
     }
 
     fn used_bytes(&self) -> Option<u64> {
@@ -204,7 +204,7 @@ impl Backend for Mock {
     }
 }
 
-/// What a mock says of itself. Mocks of one layout understand each other's KV, whatever their costs.
+/// A mock's description. Mocks with the same layout read each other's KV, whatever their costs.
 fn model(name: &str, settings: &MockSettings, memory: &KvMemory) -> ModelInfo {
     let layout = memory.layout().clone();
     let mut parts = layout.fingerprint_parts();

@@ -7,7 +7,7 @@ use kv_cache::KvMemory;
 use types::{BlockIdx, TokenId};
 
 use super::cost::{MockSettings, Verify};
-use super::draw::Drawing;
+use super::draw::MockSampleSpec;
 use super::kv::{Chain, Link};
 use super::layer::Layer;
 use crate::error::RowError;
@@ -22,9 +22,9 @@ pub(super) struct QueuedRow {
     tables: Vec<Vec<BlockIdx>>,
     /// The first position whose KV is verified.
     verify_from: usize,
-    /// What the caller says that the verified positions hold, as far as it says so.
+    /// The tokens of the verified positions, if the caller names them.
     history: Vec<TokenId>,
-    drawing: Option<Drawing>,
+    spec: Option<MockSampleSpec>,
 }
 
 #[derive(Debug)]
@@ -59,7 +59,7 @@ impl QueuedRow {
             tables: row.tables.iter().map(|table| table.to_vec()).collect(),
             verify_from,
             history: history.get(verify_from..).unwrap_or_default().to_vec(),
-            drawing: row.sample.as_ref().map(Drawing::of),
+            spec: row.sample.as_ref().map(MockSampleSpec::of),
         }
     }
 
@@ -93,7 +93,7 @@ impl Input {
 // === impl RunningRow ===
 
 impl RunningRow {
-    /// Finds out what the row's input is, and what the KV before it claims to be.
+    /// Reads the row's input, and the tokens that the KV before it is of.
     pub(super) fn begin(
         row: QueuedRow,
         previous: &HashMap<SlotId, TokenId>,
@@ -121,13 +121,13 @@ impl RunningRow {
         self.compare_with_history()
     }
 
-    /// The chain up to the first verified position: known if that is the very first, and else taken on trust.
+    /// The chain up to the first verified position. At position 0 it is known; elsewhere it is read and not verified.
     fn chain_before(&self, memory: &KvMemory, layer: &Layer) -> Result<Chain, RowError> {
         let Some(before) = self.row.verify_from.checked_sub(1) else { return Ok(Chain::START) };
         Ok(self.claims(memory, layer, before..before + 1)?[0].chain)
     }
 
-    /// The tokens that the KV to be verified claims to be of.
+    /// The tokens that the KV to be verified names.
     fn tokens_held(&self, memory: &KvMemory, layer: &Layer) -> Result<Vec<TokenId>, RowError> {
         let claims = self.claims(memory, layer, self.row.verify_from..self.row.start)?;
         Ok(claims.into_iter().map(|link| link.token).collect())
@@ -154,7 +154,7 @@ impl RunningRow {
         Ok(links)
     }
 
-    /// KV may be whole and right, and another sequence's.
+    /// Refuses KV that is intact but of another sequence.
     fn compare_with_history(&self) -> Result<(), RowError> {
         let wrong = self.links.iter().zip(&self.row.history).position(|(link, token)| link.token != *token);
         match wrong {
@@ -213,11 +213,11 @@ impl RunningRow {
 
     /// The row's place in the output.
     pub(super) fn finish(self, settings: &MockSettings) -> (SlotId, Result<Option<Sampled>, RowError>) {
-        let sampled = self.outcome.clone().and_then(|()| match &self.row.drawing {
+        let sampled = self.outcome.clone().and_then(|()| match &self.row.spec {
             None => Ok(None),
-            Some(drawing) => {
+            Some(spec) => {
                 let last = self.link(self.end() - 1);
-                drawing.draw(last.chain, self.end(), settings).map(Some)
+                spec.draw(last.chain, self.end(), settings).map(Some)
             }
         });
         (self.row.slot, sampled)

@@ -109,7 +109,7 @@ fn a_flipped_bit_is_noticed_in_every_layer_and_cell() {
 }
 
 fn flip(mock: &Mock, layer: u16, block: u32, byte: usize) {
-    mock.memory.write(GroupIdx(0), layer, block..block + 1).expect("nobody reads")[byte] ^= 4;
+    mock.memory.write(GroupIdx(0), layer, block..block + 1).expect("the page has no reader")[byte] ^= 4;
 }
 
 #[test]
@@ -178,11 +178,11 @@ fn one_rows_failure_is_its_own() {
 fn a_page_that_someone_reads_is_not_written() {
     let mut mock = strict();
     let memory = mock.memory.clone();
-    let reading = memory.read(GroupIdx(0), 2, 2..3).expect("nobody writes");
+    let reading = memory.read(GroupIdx(0), 2, 2..3).expect("the page has no writer");
     let error = step(&mut mock, &prompt(), 0).expect_err("block 2 is read");
     assert!(matches!(error, RowError::Page { layer: 2, position: 16, .. }), "{error}");
     drop(reading);
-    step(&mut mock, &prompt(), 0).expect("nobody reads any more");
+    step(&mut mock, &prompt(), 0).expect("the reader has gone");
 }
 
 #[test]

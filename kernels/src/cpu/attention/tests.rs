@@ -38,7 +38,7 @@ impl Sequence {
         let kv = attention.kv;
         let (q_width, kv_width) = (attention.n_heads * kv.head_dim, kv.n_kv_heads * kv.head_dim);
         let (k, v) = (numbers(n * kv_width, seed + 1), numbers(n * kv_width, seed + 2));
-        // What is not written is NaN: whoever looks at it is found out.
+        // Unwritten memory is NaN, so that a read of it shows in the result.
         let mut pages = vec![vec![u32::MAX; kv.page_bytes() / 4]; n.div_ceil(kv.block_tokens)];
         for position in 0..n {
             let (row, page) = (position * kv_width, bytes_mut(&mut pages[position / kv.block_tokens]));

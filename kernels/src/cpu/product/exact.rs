@@ -8,7 +8,7 @@ use crate::cpu::simd::{Isa, Kernel, LANES, Simd};
 use crate::cpu::strips::Strips;
 use crate::cpu::tile::{Bf16Rows, F8Rows, F16Rows, F32Rows, Q8Rows, Row, Rows};
 
-/// From so many rows on, copying weights in f32 costs less than widening them for every few rows.
+/// From this number of rows on, copying weights in f32 costs less than widening them for every few rows.
 const PANEL_FROM_ROWS: usize = 17;
 
 pub(super) fn multiply(isa: Isa, part: Part<'_>) {

@@ -11,9 +11,9 @@ use crate::cpu::tile::{Bf16PairRows, Q8PairRows, Row, Rows};
 /// Numbers in one vector of pairs.
 const PAIRED: usize = 2 * LANES;
 
-/// From so many rows on, weights are copied to where a vector is never in two cache lines.
+/// From this number of rows on, weights are copied so that no vector crosses a cache line.
 const PANEL_FROM_ROWS: usize = 17;
-/// From so many rows on, 8-bit weights are brought into bf16 once for all of them.
+/// From this number of rows on, 8-bit weights are converted to bf16 once for all of them.
 const Q8_PANEL_FROM_ROWS: usize = 5;
 
 /// How far weights that are copied are asked for ahead: a few rows lie one after the other.
@@ -35,7 +35,7 @@ pub(super) fn multiply(bf16: Avx512Bf16, part: Part<'_>, x: &[u16]) {
     }
 }
 
-/// Through copies of the weights that start on cache lines, from so many rows on.
+/// From `PANEL_FROM_ROWS` rows on, multiplies by copies of the weights that start on cache lines.
 fn multiply_by(
     bf16: Avx512Bf16,
     part: Part<'_>,

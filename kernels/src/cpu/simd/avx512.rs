@@ -249,7 +249,7 @@ impl Avx512Bf16 {
         self.0
     }
 
-    /// As [`Avx512::run`], with the bf16 instructions too.
+    /// Like [`Avx512::run`], with the bf16 instructions too.
     #[inline]
     pub(in crate::cpu) fn run<K: Bf16Kernel>(self, kernel: K) -> K::Out {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]

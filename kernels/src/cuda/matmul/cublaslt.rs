@@ -1,6 +1,6 @@
 //! cuBLASLt: NVIDIA's matrix products, loaded at run time.
 //!
-//! It counts in columns where we count in rows: our `y[row][n] = x[row][k] * transpose(w[n][k])` is, column by column,
+//! The library is column-major and this code is row-major: `y[row][n] = x[row][k] * transpose(w[n][k])` is, column by column,
 //! `y = transpose(w) * x` of matrices that lie in the same memory.
 
 use std::ffi::c_void;
@@ -14,14 +14,14 @@ use super::{Answer, ProductShape};
 
 /// Memory that an algorithm may work in: what NVIDIA advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Algorithms that are asked for, best guess first.
+/// The number of algorithms that are requested, best guess first.
 const ALGORITHMS_MAX: usize = 12;
 /// `CUBLAS_OP_T` of the library's headers.
 const TRANSPOSED: i32 = 1;
 const DTYPE: sys::cudaDataType = sys::cudaDataType_t::CUDA_R_16BF;
 const WIDE: sys::cudaDataType = sys::cudaDataType_t::CUDA_R_32F;
 
-/// One of the library's ways to do a product. What the words mean is known to the library's version alone.
+/// One of the library's algorithms. Its words have a meaning for the same version of the library only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Algorithm(sys::cublasLtMatmulAlgo_t);
 
@@ -43,7 +43,7 @@ pub(super) struct Plan {
     algorithm: Algorithm,
 }
 
-// === what the library hands out, given back when dropped ===
+// === the library's objects, destroyed when dropped ===
 
 macro_rules! handed_out {
     ($name:ident, $pointer:ty, $destroy:path) => {
@@ -144,13 +144,13 @@ impl Lt {
         Ok(Plan { algorithm, ..described })
     }
 
-    /// With this algorithm, which was found good for a shape nearby; or the best guess, where it does not do this one.
+    /// With this algorithm, which was good for a similar shape; or the best guess, if it does not support this shape.
     pub(super) fn plan_with(&self, shape: ProductShape, algorithm: Algorithm) -> Result<Plan, CudaError> {
         let plan = Plan::described(shape, algorithm)?;
         if self.can(&plan) { Ok(plan) } else { self.plan(shape) }
     }
 
-    /// What is worth measuring for a shape.
+    /// The algorithms to measure for a shape.
     pub(super) fn algorithms(&self, shape: ProductShape) -> Result<Vec<Algorithm>, CudaError> {
         self.guesses(&Plan::described(shape, Algorithm::of([0; 8]))?)
     }

@@ -1,14 +1,15 @@
-//! Products of rows with large matrices, each done in the way that was fastest for its shape on this card.
+//! Products of rows with large matrices, each done in the way that was fastest for its shape on this GPU.
 //!
-//! Few rows take the time to read the matrix, and our own kernels read faster; many take arithmetic, which cuBLASLt does
-//! by one of its many algorithms, and on Hopper a kernel of ours together with what comes after. Which one is measured once
-//! for each shape ([`tuning`]).
+//! Products of few rows are bound by reading the matrix, and own kernels read faster. Products of many rows are bound by
+//! arithmetic: cuBLASLt does them by one of its many algorithms, or on Hopper an own kernel does them together with the work
+//! after the product. The ways are measured once for each shape ([`tuning`]).
 //!
-//! What is fastest for some rows adds up in another order than what is fastest for more of them. Where a row's answer must
-//! be the same in any company, every product of a matrix is done in one way, so many rows at a time ([`Products::open_alike`]).
+//! The fastest way for few rows adds up in another order than the fastest way for many. Where a row's answer must not
+//! depend on the other rows, every product of a matrix is done in one way, a fixed number of rows at a time
+//! ([`Products::open_deterministic`]).
 //!
-//! A matrix in FP8 is read by a kernel of its own for few rows, and widened to bf16 first for many: which is which is
-//! measured too.
+//! For few rows a kernel reads a matrix in FP8 directly; for many rows the matrix is widened to bf16 first. The limit between
+//! them is measured too.
 
 pub mod cublaslt;
 pub mod tuning;
@@ -23,7 +24,7 @@ use super::ops::{
 };
 use super::{Bf16, Buffer, Card, CudaError, View, ViewMut};
 use cublaslt::{Algorithm, Lt, Plan};
-pub use tuning::{Choices, RUNGS, rung};
+pub use tuning::{Choices, TUNED_ROWS, tuned_rows};
 
 /// One product: rows of `k` numbers with a matrix of `n` rows of `k`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -40,33 +41,33 @@ pub struct ProductShape {
 /// How a product is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// By [`Card::multiply_own`]: up to 8 rows, or, on Hopper, up to 128; with a matrix in FP8, so many rows at a time.
+    /// By [`Card::multiply_own`]: up to 8 rows, or, on Hopper, up to 128; with a matrix in FP8, that number at a time.
     Own(OwnForm),
     /// By [`Card::multiply_many`]: on Hopper, more rows. In FP8 the matrix is widened first, here and below.
     Many,
     Lt(Algorithm),
 }
 
-/// What [`Products::tune`] found.
+/// The result of [`Products::tune`].
 #[derive(Debug)]
 pub struct Measured {
-    /// The few best ways and how long they took, the best one first.
+    /// The best ways and their times, the best one first.
     pub best: Vec<(Choice, f32)>,
-    /// What should run on this card and did not.
+    /// The ways that failed on this GPU.
     pub refused: Vec<(Choice, CudaError)>,
 }
 
-/// Where the answer goes.
+/// The output of a product.
 #[derive(Debug)]
 pub enum Answer<'a> {
     Narrow(ViewMut<'a, Bf16>),
     Wide(ViewMut<'a, f32>),
 }
 
-/// What comes after a product, where a kernel of many rows may do it too.
+/// The work after a product that a kernel of many rows may do too.
 #[derive(Debug)]
 pub enum Next<'a> {
-    /// The product is a gate and then as much that it lets through: `silu(gate) * up`.
+    /// The product has the columns of a gate and then of up: `silu(gate) * up`.
     Gate(ViewMut<'a, Bf16>),
     Norm(NormedRows<'a>),
 }
@@ -80,20 +81,20 @@ pub struct NormedRows<'a> {
     pub epsilon: f32,
 }
 
-/// Everything that products need, and what was found out about them.
+/// The libraries, memory and measurements that products need.
 #[derive(Debug)]
 pub struct Products {
     lt: Lt,
     choices: Choices,
-    /// Whether a row's answer is the same in any company.
+    /// Whether a row's result must not depend on the other rows.
     are_alike: bool,
-    /// How each exact shape is done; made when a shape is first met.
+    /// The way of each exact shape; made when a shape is first used.
     ways: HashMap<ProductShape, Way>,
-    /// Where a matrix in FP8 is widened.
+    /// Memory for a matrix in FP8 that is widened to bf16.
     widened: Option<Buffer<Bf16>>,
 }
 
-/// A choice, made ready for one exact shape.
+/// A choice, prepared for one exact shape.
 #[derive(Debug)]
 enum Way {
     Own(OwnForm),
@@ -101,13 +102,13 @@ enum Way {
     Lt(Plan),
 }
 
-/// Ways of each kind that [`Products::tune`] answers.
+/// The number of ways of each kind that [`Products::tune`] returns.
 const BEST_OF_KIND: usize = 2;
 
-/// Shapes that a model never tires of asking for would fill memory; beyond this many, all are made again.
+/// Bounds the memory for shapes: beyond this number all are dropped and made again.
 const WAYS_MAX: usize = 4096;
 
-/// Up to so many rows it may be faster to read a matrix in FP8 again for each 128 of them than to widen it.
+/// Up to this number of rows it may be faster to read a matrix in FP8 again for each 128 of them than to widen it.
 const PASSES_ROWS_MAX: usize = 512;
 
 impl Answer<'_> {
@@ -178,30 +179,30 @@ impl Next<'_> {
 }
 
 impl Products {
-    /// Loads cuBLASLt, from `folder` if one is named. Nothing is known of any shape yet.
+    /// Loads cuBLASLt, from `folder` if one is named. There are no measurements yet.
     pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         let lt = Lt::open(card, folder)?;
         Ok(Self { lt, choices: Choices::default(), are_alike: false, ways: HashMap::new(), widened: None })
     }
 
-    /// Takes memory for widening matrices in FP8 of up to so many numbers.
+    /// Allocates memory for widening matrices in FP8 of up to `n_numbers` numbers.
     pub fn make_room(&mut self, card: &Card, n_numbers: usize) -> Result<(), CudaError> {
         self.widened = Some(card.buffer(n_numbers)?);
         Ok(())
     }
 
-    /// The same, for products whose rows are the same in any company: nothing is measured, and cuBLASLt computes none of
-    /// them. More rows than a kernel of ours takes read the matrix again for each so many.
-    pub fn open_alike(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
+    /// The same, for products whose rows do not depend on the other rows: nothing is measured, and cuBLASLt computes none
+    /// of them. If there are more rows than an own kernel takes, it runs several times and reads the matrix each time.
+    pub fn open_deterministic(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         Ok(Self { are_alike: true, ..Self::open(card, folder)? })
     }
 
-    /// The library's version, as it counts.
+    /// The library's version number.
     pub fn library_version(&self) -> usize {
         self.lt.version()
     }
 
-    /// Uses what was measured before.
+    /// Uses earlier measurements.
     pub fn adopt(&mut self, choices: Choices) {
         self.choices = choices;
         self.ways.clear();
@@ -233,7 +234,7 @@ impl Products {
         lt.run_way(card, way, y, readied(card, way, w, widened.as_mut(), k)?, x, k)
     }
 
-    /// A product and what comes after it. Where a kernel does both, nothing is written to `room`, which else takes the product.
+    /// A product and the work after it. `room` takes the product, unless one kernel does both.
     pub fn multiply_then(
         &mut self,
         card: &Card,
@@ -253,7 +254,7 @@ impl Products {
         lt.run_then(card, way, next, room, (readied(card, way, w, widened.as_mut(), k)?, x), k)
     }
 
-    /// Afterwards there is a way for this shape.
+    /// Ensures that there is a way for this shape.
     fn find_way(&mut self, card: &Card, shape: ProductShape) -> Result<(), CudaError> {
         if !self.ways.contains_key(&shape) {
             let way = self.way(card, shape)?;
@@ -265,7 +266,7 @@ impl Products {
         Ok(())
     }
 
-    /// In the matrix's own way, as many rows at a time as it takes.
+    /// Multiplies in the matrix's own way, with the most rows at a time that it takes.
     fn multiply_alike(
         &mut self,
         card: &Card,
@@ -291,10 +292,10 @@ impl Products {
         Ok(())
     }
 
-    /// How our own kernels do products of this shape, if they do them: they can do what comes after them too. Never where
-    /// a row's answer is to be the same in any company: more rows than they take have other kernels there.
+    /// The form of the own kernel that does products of this shape, if one does; it can do the work after the product too.
+    /// `None` if results must not depend on other rows, because larger numbers of rows use other kernels for that work.
     pub fn own_form(&self, card: &Card, shape: ProductShape) -> Option<OwnForm> {
-        // Most steps with prompts end here, and look nothing up.
+        // Most steps with prompts return here without a lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
             return None;
         }
@@ -305,7 +306,7 @@ impl Products {
         }
     }
 
-    /// What was measured for shapes like this one; else a guess.
+    /// The measured choice for shapes like this one; else a guess.
     fn way(&self, card: &Card, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
@@ -320,8 +321,8 @@ impl Products {
         }
     }
 
-    /// Measures every way that there is for this shape, over matrices that no cache holds together, and keeps the best.
-    /// Answers the few best: which is best in company is for [`Self::prefer`] to find out. Where something comes after it, that is measured as well.
+    /// Measures every way for this shape, over matrices that together exceed the caches, and keeps the best. Returns the best
+    /// few: the caller measures them in whole steps and calls [`Self::prefer`]. Work after the product is measured with it.
     pub fn tune(
         &mut self,
         card: &Card,
@@ -363,7 +364,7 @@ impl Products {
             return Err(error);
         }
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // In company our own kernels do what comes after the product too: some of each are for trying.
+        // In whole steps own kernels do the work after the product too, so some of each kind are returned.
         let mut kept = [0; 4];
         timed.retain(|(_, choice)| {
             let kept = match choice {
@@ -381,7 +382,7 @@ impl Products {
         Ok(Measured { best: timed.into_iter().map(|(time, choice)| (choice, time)).collect(), refused })
     }
 
-    /// Does products of this shape in this way from now on.
+    /// Uses this way for products of this shape from now on.
     pub fn prefer(&mut self, shape: ProductShape, choice: Choice) {
         self.choices.keep(shape, choice);
         self.ways.clear();
@@ -451,7 +452,7 @@ impl Lt {
     }
 }
 
-/// What does well for most matrices, where nothing was measured.
+/// The choice without measurements; it is fast for most matrices.
 fn guess(card: &Card, shape: ProductShape) -> Option<OwnForm> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
@@ -460,7 +461,7 @@ fn guess(card: &Card, shape: ProductShape) -> Option<OwnForm> {
     (n_rows <= SKINNY_ROWS_MAX && !is_fp8).then_some(OwnForm::Skinny(SKINNY_FORMS[0]))
 }
 
-/// The kernel does the product in one go and alone: a matrix in FP8 is not widened before it.
+/// Whether one kernel does the product in one pass, without widening a matrix in FP8 before it.
 fn is_by_itself(form: OwnForm, shape: ProductShape) -> bool {
     let takes_fp8 = matches!(form, OwnForm::Few(_));
     shape.n_rows <= own_rows_max(form) && (takes_fp8 || !shape.is_fp8)
@@ -473,7 +474,7 @@ fn own_rows_max(form: OwnForm) -> usize {
     }
 }
 
-/// As many rows at a time as the kernel takes.
+/// Multiplies in several passes, each with the most rows that the kernel takes.
 fn in_passes(
     card: &Card,
     form: OwnForm,
@@ -494,7 +495,7 @@ fn in_passes(
     Ok(())
 }
 
-/// The matrix as this way takes it.
+/// The matrix in the format that this way takes.
 fn readied<'a>(
     card: &Card,
     way: &Way,

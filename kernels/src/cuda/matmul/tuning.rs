@@ -1,4 +1,4 @@
-//! What was measured about products, and the file that remembers it.
+//! Measurements of products, and the file that keeps them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,12 +10,12 @@ use super::super::{Card, CudaError};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
 
-/// Numbers of rows that are measured. Others take what was best for the next one above.
-pub const RUNGS: &[usize] = &[
+/// Numbers of rows that are measured. Other numbers use the best way of the next one above.
+pub const TUNED_ROWS: &[usize] = &[
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
     6144, 8192,
 ];
-/// Timed runs over the matrices, of which the fastest counts: whatever else the card does can only slow one down.
+/// Timed runs over the matrices. The fastest counts, because other work on the GPU can only slow a run down.
 const N_TIMES: usize = 3;
 /// Products in one timed run, and in one that is recorded.
 const N_LAUNCHES: usize = 4;
@@ -23,9 +23,9 @@ const N_LAUNCHES_RECORDED: usize = 32;
 /// Decode steps have no more rows than this.
 const ROWS_RECORDED_MAX: usize = 256;
 
-/// The rung that stands for so many rows.
-pub fn rung(n_rows: usize) -> usize {
-    RUNGS.iter().copied().find(|rung| *rung >= n_rows).unwrap_or(RUNGS[RUNGS.len() - 1])
+/// The entry of [`TUNED_ROWS`] that is used for `n_rows` rows.
+pub fn tuned_rows(n_rows: usize) -> usize {
+    TUNED_ROWS.iter().copied().find(|rows| *rows >= n_rows).unwrap_or(TUNED_ROWS[TUNED_ROWS.len() - 1])
 }
 
 /// The best way for each shape that was measured.
@@ -34,7 +34,7 @@ pub struct Choices(BTreeMap<ProductShape, Choice>);
 
 impl Choices {
     pub fn get(&self, shape: ProductShape) -> Option<Choice> {
-        self.0.get(&ProductShape { n_rows: rung(shape.n_rows), ..shape }).copied()
+        self.0.get(&ProductShape { n_rows: tuned_rows(shape.n_rows), ..shape }).copied()
     }
 
     pub fn keep(&mut self, shape: ProductShape, choice: Choice) {
@@ -49,8 +49,7 @@ impl Choices {
         self.0.is_empty()
     }
 
-    /// What a file says, if there is one and it is about this card and these libraries. Lines that make no sense are
-    /// measured again.
+    /// Reads a file, if it exists and is about this GPU and these libraries. Lines that cannot be read are measured again.
     pub fn read(file: &Path, about: &str) -> Self {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         let mut lines = text.lines();
@@ -75,8 +74,8 @@ impl Choices {
     }
 }
 
-/// The fastest of some runs, in milliseconds of the card. Products of few rows are recorded, as they are in decode steps:
-/// launched one by one, they would take the host's time.
+/// The fastest of some runs, in milliseconds on the GPU. Products of few rows are recorded, like decode steps: launched one by
+/// one, they would measure the host.
 pub(super) fn time(
     card: &Card,
     n_matrices: usize,
@@ -175,9 +174,9 @@ mod tests {
     }
 
     #[test]
-    fn rows_between_rungs_go_up() {
+    fn rows_between_tuned_numbers_use_the_next_one() {
         for (n_rows, expected) in [(1, 1), (3, 4), (9, 16), (257, 384), (8192, 8192), (20_000, 8192)] {
-            assert_eq!(rung(n_rows), expected, "{n_rows}");
+            assert_eq!(tuned_rows(n_rows), expected, "{n_rows}");
         }
     }
 
@@ -200,7 +199,7 @@ mod tests {
         choices.write(&file, "a card, 13.1").unwrap();
         let read = Choices::read(&file, "a card, 13.1");
         assert_eq!(read, choices);
-        assert_eq!(read.get(shape(50)), Some(lt), "rows below the rung");
+        assert_eq!(read.get(shape(50)), Some(lt), "rows below the tuned number");
         assert_eq!(read.get(shape(5)), Some(Choice::Own(OwnForm::Skinny(SKINNY_FORMS[1]))));
         assert_eq!(read.get(shape(400)), Some(Choice::Many));
         assert_eq!(read.get(shape(65)), None);

@@ -32,7 +32,7 @@ pub struct Communicator {
     rank: Rank,
     slots: Arc<Slots>,
     stream: Arc<CudaStream>,
-    /// Of the messages so far.
+    /// Counts the messages so far.
     tally: Arc<Tally>,
     n_messages: u32,
 }
@@ -83,7 +83,7 @@ impl Communicator {
         self.stream.wait(&errand.0).map_err(CudaError::during("wait for pages on their way"))
     }
 
-    /// Queues the sending of a slot's first bytes. Whoever calls has filled it, or has it [wait](Self::wait_for) for that, and leaves it alone until the message is
+    /// Queues the sending of a slot's first bytes. The caller has filled it, or has it [wait](Self::wait_for) for that, and leaves it alone until the message is
     /// [done](Message::is_done).
     pub fn send(&mut self, slot: usize, bytes: usize) -> Result<(), CudaError> {
         let from = self.slots.address(slot, 0, bytes)?;
@@ -107,7 +107,7 @@ impl Communicator {
         self.nccl.checked("ncclRecv", status).map(|_| ())
     }
 
-    /// Of the last call, once it has settled.
+    /// The message of the last call, once it has settled.
     pub fn message(&mut self) -> Result<Message, CudaError> {
         self.n_messages = self.n_messages.wrapping_add(1);
         self.tally.count_behind(&self.stream, self.n_messages)?;
@@ -128,7 +128,7 @@ impl Communicator {
     pub fn destroy(mut self) -> Result<(), CudaError> {
         let Some(handle) = self.handle.take() else { return Ok(()) };
         // JUSTIFICATION: as above.
-        // SAFETY: the handle is alive, and nobody has it any more.
+        // SAFETY: the handle is alive, and has no other owner.
         let status = unsafe { (self.nccl.destroy)(handle) };
         self.nccl.checked("ncclCommDestroy", status).map(|_| ())
     }
@@ -147,7 +147,7 @@ impl Drop for Communicator {
         let _ = self.stream.context().bind_to_thread();
         if let Some(handle) = self.handle.take() {
             // JUSTIFICATION: as above. Where it was destroyed there is no handle.
-            // SAFETY: the handle is alive, and nobody has it any more.
+            // SAFETY: the handle is alive, and has no other owner.
             let _ = unsafe { (self.nccl.abort)(handle) };
         }
         // What was aborted leaves the card in its own time.

@@ -115,7 +115,7 @@ impl Nccl {
         }
     }
 
-    /// As in its header: 22803 is 2.28.3.
+    /// The number in its header: 22803 is 2.28.3.
     pub fn version(&self) -> i32 {
         self.version
     }

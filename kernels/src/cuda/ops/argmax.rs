@@ -3,7 +3,7 @@
 use super::{Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::card::grid;
 
-/// Threads of both kernels, as in `argmax.cu`; so many parts can be put together at the end.
+/// Threads of both kernels, the same as in `argmax.cu`; also the most parts that can be merged at the end.
 const THREADS: usize = 256;
 
 impl Card {

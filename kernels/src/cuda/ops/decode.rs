@@ -27,7 +27,7 @@ const BLOCKS_AT_ONCE: usize = 3;
 const BLOCKS_AT_ONCE_ON_HOPPER: usize = 2;
 /// The most chunks of a sequence: more take longer to merge than they save.
 const CHUNKS_MAX: usize = 64;
-/// What starting a chunk, and what merging one, costs: in the time that a block of threads takes for so many tokens.
+/// The costs of starting and of merging a chunk, as the number of tokens that a block of threads does in the same time.
 const START_TOKENS: usize = 128;
 const MERGE_TOKENS: usize = 4;
 
@@ -47,10 +47,10 @@ pub struct DecodeAttention<'a> {
     pub kv: KvPages,
     /// A row of blocks for each sequence, all of one length.
     pub tables: View<'a, u32>,
-    /// Rows that follow one another and are queries of one sequence, by whose table they go; 1, where each is of its own.
+    /// The number of consecutive rows that are queries of one sequence and use its table; 1 where each row is a sequence.
     pub rows_of_table: usize,
-    /// Of all pages that are seen, only the last of each sequence may have been written since what the card had to do was last
-    /// waited for as a whole: the others may be read while the kernel before still runs.
+    /// Since all work of the GPU was last waited for, only the last page of each sequence may have been written. The other
+    /// pages may be read while the kernel before still runs.
     pub last_is_new: bool,
     /// Tokens of each sequence, the new one included. Longer than its table is a bug that reads other rows.
     pub lengths: View<'a, u32>,

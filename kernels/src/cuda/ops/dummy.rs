@@ -7,8 +7,8 @@ const THREADS: u32 = 256;
 /// Blocks of threads for each multiprocessor: enough to fill it.
 const BLOCKS_AT_ONCE: usize = 8;
 
-/// Which numbers of a larger matrix: rows of `width`, of which the first `n_real` are those from `first` on, in each row a
-/// `stride` further; the others are zero.
+/// A part of a larger matrix, in rows of `width` numbers. The first `n_real` of a row are those from `first` on, `stride`
+/// further in each row; the others are zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DummyPart {
     pub first: usize,

@@ -1,5 +1,5 @@
-//! Products of few rows by kernels of our own, and what becomes of the sums there: what would be a kernel of its own
-//! otherwise, and a microsecond or two in which nothing is read.
+//! Products of few rows by own kernels, which also do the work after the product. A separate kernel for that work would leave
+//! the memory idle for a microsecond or two.
 
 use super::few_rows::FewRowsForm;
 use super::fp8::check_rows;
@@ -10,19 +10,19 @@ use super::{
 };
 use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
-/// How a product is done by one of our own kernels.
+/// The form of an own kernel that does a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnForm {
     Skinny(SkinnyForm),
     Few(FewRowsForm),
 }
 
-/// A matrix whose rows others are multiplied with.
+/// A weight matrix.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
     Bf16(View<'a, Bf16>),
     Fp8(Fp8Rows<'a>),
-    /// The same as bf16, written by the kernel before: nobody may read it while that ends.
+    /// The same as bf16, written by the kernel before: it must not be read before that kernel has ended.
     Widened(View<'a, Bf16>),
 }
 
@@ -32,18 +32,18 @@ pub struct OwnProduct<'a> {
     pub w: Weights<'a>,
     pub x: View<'a, Bf16>,
     pub k: usize,
-    /// The norm that the rows have not had, if they have not.
-    pub owed: Option<OwedNorm<'a>>,
+    /// The pending norm of the rows, if any.
+    pub owed: Option<PendingNorm<'a>>,
 }
 
-/// What comes after it.
+/// The work after a product.
 #[derive(Debug)]
 pub enum Ending<'a> {
     /// Nothing: a number for each pair of rows.
     Sums(ViewMut<'a, Bf16>),
     /// The same in f32: for logits, which are compared with one another.
     Wide(ViewMut<'a, f32>),
-    /// The matrix is rows of a gate and then as many of what it lets through: `silu(gate) * up`.
+    /// The matrix has the rows of a gate and then of up: `silu(gate) * up`.
     Gated(ViewMut<'a, Bf16>),
     Added(AddedRows<'a>),
     /// The same where each rank has a part of every sum: all ranks do this product, of the same sizes and in the same form.
@@ -51,7 +51,7 @@ pub enum Ending<'a> {
     Heads(HeadsRows<'a>),
 }
 
-/// The sums are added to the residual, whose norm is begun: what is missing then is [`OwedNorm`].
+/// Adds the sums to the residual and begins its norm: the rest of the norm is a [`PendingNorm`].
 #[derive(Debug)]
 pub struct AddedRows<'a> {
     pub residual: ViewMut<'a, Bf16>,
@@ -70,16 +70,16 @@ pub struct HeadsRows<'a> {
     pub bias: Option<View<'a, Bf16>>,
 }
 
-/// The norm that rows have not had which [`AddedRows`] gave: all numbers of a row are to be multiplied with one, which the
-/// sums of a product can be as well.
+/// The part of a norm that [`AddedRows`] leaves to the next product: one factor for each row, by which the sums of that
+/// product are multiplied.
 #[derive(Clone, Copy, Debug)]
-pub struct OwedNorm<'a> {
-    /// As many for each row.
+pub struct PendingNorm<'a> {
+    /// The same number of partial sums for each row.
     pub squares: View<'a, f32>,
     pub epsilon: f32,
 }
 
-/// A product whose arguments fit, as kernels are told of it.
+/// A product with checked arguments, in the form that kernels take.
 pub(super) struct Checked {
     pub(super) sizes: Sizes,
     pub(super) owed: Owed,
@@ -141,7 +141,7 @@ macro_rules! kernel_names {
 pub(super) use kernel_names;
 
 impl OwnForm {
-    /// Parts of a row of so many numbers that are summed up together.
+    /// The number of parts of a row of `n` numbers; each part is summed up by itself.
     pub fn parts(self, n: usize) -> usize {
         n.div_ceil(2 * self.unit())
     }
@@ -187,12 +187,12 @@ impl<'a> Weights<'a> {
 }
 
 impl<'a> OwnProduct<'a> {
-    /// Of rows that are as they should be.
+    /// A product of rows without a pending norm.
     pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
         Self { w, x, k, owed: None }
     }
 
-    /// Its weights are on their way before the kernel before has ended, unless that one writes them.
+    /// Loads of weights begin before the kernel before has ended, unless that kernel writes them.
     pub(super) fn is_widened(&self) -> bool {
         matches!(self.w, Weights::Widened(_))
     }
@@ -233,7 +233,7 @@ impl<'a> OwnProduct<'a> {
     }
 }
 
-impl OwedNorm<'_> {
+impl PendingNorm<'_> {
     fn check(
         &self,
         card: &Card,
@@ -250,7 +250,7 @@ impl OwedNorm<'_> {
 }
 
 impl Ending<'_> {
-    /// Whether it fits a product of so many rows with a matrix of `n` rows.
+    /// Checks that it fits a product of `n_rows` rows with a matrix of `n` rows.
     fn check(
         &self,
         card: &Card,
@@ -344,7 +344,7 @@ impl HeadsRows<'_> {
         ensure(
             kernel,
             self.rope.norms.is_none() || form.norms_heads(),
-            "norms of heads of which no warp has all",
+            "norms of heads that are divided over several warps",
         )?;
         let Some(bias) = &self.bias else { return Ok(()) };
         card.check_places(kernel, &[bias], &[])?;
@@ -392,7 +392,7 @@ impl KernelNames {
 }
 
 impl Card {
-    /// `x * transpose(w)`, a number for each pair of rows, and what comes after it.
+    /// `x * transpose(w)`, a number for each pair of rows, and the work after it.
     pub fn multiply_own(
         &self,
         form: OwnForm,

@@ -1,9 +1,9 @@
-//! Tokens on their way from one step to the next, without the host.
+//! Passing tokens from one step to the next on the GPU.
 
 use super::{Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::card::grid;
 
-/// In place of a token, or of a place among tokens: there is none.
+/// Marks a missing token or a missing index.
 pub const NOWHERE: u32 = u32::MAX;
 
 /// Threads of both kernels, as in `feed.cu`.
@@ -17,12 +17,12 @@ pub struct FeedTokens<'a> {
     pub known: View<'a, u32>,
     /// For the first of `tokens`: where each stands in `drawn`, or [`NOWHERE`].
     pub from: View<'a, u32>,
-    /// What the step before drew.
+    /// The tokens that the step before sampled.
     pub drawn: View<'a, u32>,
 }
 
 impl Card {
-    /// Puts each token where it is read: from the host's hand, or from the step before.
+    /// Writes the step's input tokens: from the host, or from the tokens of the step before.
     pub fn feed_tokens(&self, feed: FeedTokens<'_>) -> Result<(), CudaError> {
         let kernel = "feed_tokens";
         let FeedTokens { tokens, known, from, drawn } = &feed;

@@ -53,7 +53,7 @@ impl FewRowsForm {
         }
     }
 
-    /// Whether it does so many rows with such a matrix.
+    /// Whether it multiplies `n_rows` rows by such a matrix.
     pub fn serves(self, n_rows: usize, is_fp8: bool) -> bool {
         match self {
             Self::Clusters { .. } => n_rows <= FEW_ROWS_MAX,
@@ -73,7 +73,7 @@ const THREADS: u32 = 288;
 const TILE_COLUMNS: usize = 64;
 const STEP_COLUMNS: usize = 2 * TILE_COLUMNS;
 
-/// A kernel for so many rows at most.
+/// A kernel for at most `rows_max` rows.
 struct Size {
     rows_max: usize,
     stages: usize,
@@ -86,7 +86,7 @@ macro_rules! size {
     };
 }
 
-/// As in `few_rows.cu`.
+/// The kernels of `few_rows.cu`.
 const SIZES: &[Size] = &[
     size!("few_rows", 8, 6),
     size!("few_rows", 16, 6),
@@ -94,7 +94,7 @@ const SIZES: &[Size] = &[
     size!("few_rows", 64, 4),
     size!("few_rows", 128, 3),
 ];
-/// As in `few_rows_fp8.cu`, of which none answers in f32.
+/// The kernels of `few_rows_fp8.cu`. None answers in f32.
 const SIZES_FP8: &[Size] = &[
     size!("few_rows_fp8", 8, 6),
     size!("few_rows_fp8", 16, 5),
@@ -103,7 +103,7 @@ const SIZES_FP8: &[Size] = &[
     size!("few_rows_fp8", 128, 4),
 ];
 
-/// As in `few_rows_even.cu`, of which none is joined.
+/// The kernels of `few_rows_even.cu`. None is joined.
 const SIZES_EVEN: &[Size] = &[
     size!("few_rows_even", 8, 6),
     size!("few_rows_even", 16, 6),

@@ -1,9 +1,9 @@
-//! A matrix in FP8 on the card, and how it is widened for products of many rows.
+//! A matrix in FP8 on the GPU, and its conversion to bf16 for products of many rows.
 
 use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::card::grid;
 
-/// Numbers of a row that lie in an order of their own.
+/// Numbers in a group of a row; they are reordered within a group.
 const GROUP: usize = 64;
 /// Blocks of threads for each multiprocessor, and their threads, of what widens.
 const BLOCKS_AT_ONCE: usize = 8;
@@ -11,8 +11,8 @@ const WIDEN_THREADS: u32 = 256;
 
 /// Rows of weights in FP8 (e4m3) on the card, each with a scale.
 ///
-/// A row is filled up with zeroes to whole groups of 64 numbers, and within a group the numbers lie as the lanes of a
-/// tensor core's product hold them: [`Self::place`] says where.
+/// A row is padded with zeroes to whole groups of 64 numbers. Within a group the numbers have the order in which the lanes of
+/// a tensor core's product hold them: see [`Self::place`].
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Rows<'a> {
     pub numbers: View<'a, u8>,
@@ -25,7 +25,7 @@ impl Fp8Rows<'_> {
         k.next_multiple_of(GROUP)
     }
 
-    /// Where number `nth` of a row lies in it.
+    /// The place of number `nth` within a row.
     ///
     /// Four lanes have 16 bytes of a group each, and 4 bytes of each 16 numbers: pair `lane` of the first eight in bytes 0
     /// and 2, pair `lane` of the second eight in bytes 1 and 3.
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn every_number_has_a_place_and_lanes_hold_pairs_of_both_halves() {
         let mut places: Vec<usize> = (0..192).map(Fp8Rows::place).collect();
-        // Of numbers 16 to 31, lane 1 has 18, 19, 26 and 27.
+        // Lane 1 has numbers 18, 19, 26 and 27 of 16 to 31.
         let of_lane: Vec<usize> =
             (20..24).map(|place| places.iter().position(|one| *one == place).unwrap()).collect();
         assert_eq!(of_lane, [18, 26, 19, 27]);

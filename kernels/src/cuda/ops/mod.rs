@@ -1,7 +1,7 @@
-//! What a card computes: one method for each kernel, which checks that its arguments fit before anything is launched.
+//! Computation on a GPU: one method for each kernel, which checks its arguments before the launch.
 //!
-//! Numbers that lie on the card (tokens, positions, lengths, tables of blocks) cannot be looked at here; the kernels
-//! check them, and answer what is out of bounds with NaN, or by not writing.
+//! Numbers on the GPU (tokens, positions, lengths, tables of blocks) cannot be checked here. The kernels check them; for an
+//! index out of bounds they write NaN, or nothing.
 
 mod rows;
 mod rope;
@@ -22,7 +22,7 @@ mod ranks;
 
 pub use decode::DecodeAttention;
 pub use dummy::DummyPart;
-pub use endings::{AddedRows, Ending, HeadsRows, OwedNorm, OwnForm, OwnProduct, Weights};
+pub use endings::{AddedRows, Ending, HeadsRows, OwnForm, OwnProduct, PendingNorm, Weights};
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
 pub use few_rows::{FEW_ROWS_FORMS, FEW_ROWS_MAX, FEW_ROWS_SHARES, FewRowsForm};
@@ -41,7 +41,7 @@ use super::{Card, CudaError};
 
 /// Tokens of a page of KV, here and in `kernels/cu/pages.cuh`.
 pub const BLOCK_TOKENS: usize = 16;
-/// The most rows that a grid's second and third side can count.
+/// The largest second and third dimension of a grid.
 const GRID_SIDE_MAX: usize = 65_535;
 
 /// One layer's KV: pages of `[K|V][kv_head][token][dim]`, as many as there are blocks.
@@ -53,7 +53,7 @@ pub struct KvPages {
     pub number: KvNumber,
 }
 
-/// What KV's numbers are. Those of 8 bits (e4m3) have no scale; they are seen as halves of numbers of 16 bits.
+/// The format of KV. Numbers of 8 bits (e4m3) have no scale; views hold them as halves of numbers of 16 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvNumber {
     Bf16,
@@ -82,7 +82,7 @@ impl KvPages {
     }
 }
 
-/// What of a view is checked, whatever it holds.
+/// The properties of a view that are checked, for any element type.
 trait Placed {
     fn lies_on(&self, card: &Card) -> bool;
     fn is_vector(&self) -> bool;
@@ -130,7 +130,7 @@ pub(super) fn two_in_one(first: u32, second: u32) -> u64 {
     u64::from(first) | u64::from(second) << 32
 }
 
-/// Rows of so many numbers, without a rest.
+/// The number of rows of `width` numbers; a remainder is an error.
 fn rows_of(kernel: &'static str, len: usize, width: usize) -> Result<usize, CudaError> {
     let fits = width > 0 && len.is_multiple_of(width);
     ensure(kernel, fits, "numbers that do not make whole rows")?;

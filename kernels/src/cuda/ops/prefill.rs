@@ -113,7 +113,7 @@ impl Card {
         self.upload(&on_card.collect::<Result<Vec<_>, CudaError>>()?)
     }
 
-    /// `out = softmax(q * K * scale) * V` for the last queries of each sequence, each of which sees up to itself.
+    /// `out = softmax(q * K * scale) * V` for the last queries of each sequence; each query sees the tokens up to itself.
     pub fn prefill_attention(&self, attention: PrefillAttention<'_>) -> Result<(), CudaError> {
         let kernel = match (attention.kv.number, attention.kv.head_dim) {
             (KvNumber::Bf16, 64) => "prefill_attention_64",

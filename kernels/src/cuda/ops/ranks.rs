@@ -1,5 +1,5 @@
-//! What the cards of one model do together: sums of parts, and rows of columns. All of them launch the same, in the same
-//! order; what each is given here is its own part of it.
+//! Collective operations of the GPUs of one model: sums of partial results, and gathering of columns. All GPUs launch the same
+//! operations in the same order, each with its own arguments.
 
 use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::card::grid;
@@ -40,7 +40,8 @@ impl SumRows<'_> {
 }
 
 impl Card {
-    /// Sums as many rows as fit into the ranks' inboxes, with the shortest wait. Every rank has all of the residual.
+    /// Sums rows by the way with the shortest wait, up to the number that fits into the inboxes. Every rank has the whole
+    /// residual.
     pub fn sum_few_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
         let kernel = "sum_few_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
@@ -64,8 +65,8 @@ impl Card {
         )
     }
 
-    /// Sums any number of rows, with the least on the wire. Each rank has the residual of every n-th row only, and so must
-    /// all sums over these rows be done this way.
+    /// Sums any number of rows by the way that sends the fewest bytes. Each rank has the residual of every n-th row only, so
+    /// all sums over these rows must be done this way.
     ///
     /// `out` and `part` are the beginnings of what was shown.
     pub fn sum_many_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
@@ -99,8 +100,8 @@ impl Card {
         )
     }
 
-    /// Gives every rank all columns of the rows of which each has `part`, as many columns as the others. `whole` is the
-    /// beginning of what was shown; columns beyond its rows' width are left out.
+    /// Gives every rank all columns of some rows. Each rank has the same number of columns in `part`. `whole` is the
+    /// beginning of the shown memory; columns beyond its rows' width are left out.
     pub fn gather_columns(
         &self,
         peers: &mut Peers,

@@ -1,4 +1,4 @@
-//! Rotation of q and k by their positions, the norms of their heads, and K and V into pages.
+//! Rotates q and k by their positions, norms their heads, and writes K and V to pages.
 
 use super::{
     BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
@@ -6,7 +6,7 @@ use super::{
 };
 use crate::cuda::card::grid;
 
-/// Threads of a row, as in `rope.cu`: at most so many, and as many for each head as it has sixteens.
+/// The most threads of a row, the same as in `rope.cu`; each head has one thread for 16 of its numbers.
 const THREADS_MAX: usize = 256;
 const DIMS_OF_THREAD: usize = 16;
 
@@ -19,7 +19,7 @@ pub struct RopeWriteKv<'a> {
     pub pages: ViewMut<'a, Bf16>,
     pub kv: KvPages,
     pub positions: View<'a, u32>,
-    /// Where each row's K and V go: block * 16 + token. A slot beyond the pages is written nowhere.
+    /// The place of each row's K and V: block * 16 + token. A slot beyond the pages is not written.
     pub slots: View<'a, u32>,
     /// Cosine and sine by position and by the first half of the dims.
     pub turns: View<'a, [f32; 2]>,
@@ -54,7 +54,7 @@ impl Card {
         let n_rows = rows_of(kernel, qkv.len(), n_heads * head_dim)?;
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
         rope.check(self, kernel, n_rows)?;
-        // No address where there is no norm, which the kernel knows.
+        // The kernel takes a null address as no norm.
         let norms = rope.norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
         if n_rows == 0 {
             return Ok(());
@@ -91,7 +91,7 @@ impl RopeWriteKv<'_> {
         self.n_q_heads + 2 * self.kv.n_kv_heads
     }
 
-    /// Whether all of it is of so many rows. Answers how wide all heads of a row are.
+    /// Checks that all arguments have `n_rows` rows. Returns the width of all heads of a row.
     pub(super) fn check(&self, card: &Card, kernel: &'static str, n_rows: usize) -> Result<usize, CudaError> {
         let Self { qkv, pages, kv, positions, slots, turns, norms, .. } = self;
         let head_dim = kv.head_dim;

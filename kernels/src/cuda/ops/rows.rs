@@ -1,4 +1,4 @@
-//! What is done to rows one by one: embedding, norms, the gate.
+//! Operations on single rows: embedding, norms, the gate.
 
 use super::{Bf16, Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::card::grid;
@@ -9,7 +9,7 @@ const NORM_THREADS: u32 = 256;
 const NORM_WIDTH_MAX: usize = 16_384;
 
 impl Card {
-    /// `out[row] = table[tokens[row]]`. A token that the table does not have makes a row of NaN.
+    /// `out[row] = table[tokens[row]]`. A token beyond the table gives a row of NaN.
     pub fn embedding(
         &self,
         out: ViewMut<'_, Bf16>,

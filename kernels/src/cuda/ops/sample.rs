@@ -15,7 +15,7 @@ pub const EDIT_WORDS: usize = 4;
 pub struct DrawRow {
     /// Which row of the logits, and where its token goes.
     pub row: u32,
-    /// Where among the step's tokens one stands that belongs to the history, and that the host does not know.
+    /// The index of the token of the step before, which belongs to the history but is not known to the host.
     pub in_flight: Option<u32>,
     /// 0 takes the likeliest.
     pub temperature: f32,
@@ -25,7 +25,7 @@ pub struct DrawRow {
     pub min_p: f32,
     pub seed: u64,
     pub position: u64,
-    /// How many of the likeliest tokens are told, with log-probabilities; `None`: nothing is.
+    /// The number of likeliest tokens to return with log-probabilities; `None`: no log-probabilities.
     pub n_top: Option<u32>,
     /// Which of the edits are this row's.
     pub first_edit: u32,
@@ -35,20 +35,20 @@ pub struct DrawRow {
     pub frequency: f32,
 }
 
-/// What is done to one token's logit before a draw. A row edits each token once.
+/// The change of one token's logit before a draw. A row edits each token once.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Edit {
     pub token: u32,
     pub bias: f32,
-    /// How often the model has said it.
+    /// How often the model has generated it.
     pub n_said: u32,
-    /// It may not be said yet.
+    /// It must not be sampled yet.
     pub is_forbidden: bool,
-    /// It was said, or stands in the prompt.
+    /// It was generated, or is in the prompt.
     pub is_seen: bool,
 }
 
-/// What became of a row whose log-probabilities were wanted.
+/// The result of a row with log-probabilities.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     /// [`NOWHERE`] where the best logit is not a finite number.
@@ -69,7 +69,7 @@ pub struct SampleTokens<'a> {
     pub drawn: ViewMut<'a, u32>,
     /// [`Outcome::WORDS`] for each draw. Whole only where log-probabilities are wanted.
     pub outcomes: ViewMut<'a, u32>,
-    /// Used up where a row has edits.
+    /// Overwritten if a row has edits.
     pub logits: ViewMut<'a, f32>,
     /// The likeliest token of each row.
     pub best: View<'a, u32>,
@@ -121,7 +121,7 @@ impl Card {
 }
 
 impl DrawRow {
-    /// As many as `DrawRow` in `sample.cu` has.
+    /// Words of `DrawRow` in `sample.cu`.
     pub const WORDS: usize = 16;
 
     pub fn to_words(self) -> [u32; Self::WORDS] {
@@ -155,7 +155,7 @@ impl Edit {
 }
 
 impl Outcome {
-    /// As many as `Outcome` in `sample.cu` has.
+    /// Words of `Outcome` in `sample.cu`.
     pub const WORDS: usize = 6 + 2 * TOP_MAX;
     /// What a weight of one is counted as there.
     const WEIGHT_OF_BEST: f64 = (1_u64 << 40) as f64;

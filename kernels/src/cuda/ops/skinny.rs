@@ -1,10 +1,10 @@
-//! Products of up to 8 rows with a large matrix, which take the time to read the matrix: on every card.
+//! Products of up to 8 rows with a large matrix, bound by reading the matrix; for every GPU.
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, kernel_names};
 use super::{Card, CudaError, ensure, launch};
 use crate::cuda::card::{Grid, grid};
 
-/// The most rows that one pass over the matrix serves.
+/// The most rows of one pass over the matrix.
 pub const SKINNY_ROWS_MAX: usize = 8;
 /// Half of the rows of the matrix that a block of threads takes, as in `skinny.cu`.
 pub(super) const UNIT: usize = 8;
@@ -12,12 +12,12 @@ pub(super) const UNIT: usize = 8;
 /// One way of dividing the work; which is fastest depends on the matrix and the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SkinnyForm {
-    /// As in the kernel's name: warps that multiply, loads in flight.
+    /// The kernel's name, which contains the number of warps that multiply and of loads in flight.
     pub name: &'static str,
     warps: u32,
 }
 
-/// Every form that there is; the first does well for most matrices (`docs/measurements`).
+/// All forms; the first is fast for most matrices (`docs/measurements`).
 pub const SKINNY_FORMS: &[SkinnyForm] = &[
     SkinnyForm { name: "16x2", warps: 16 },
     SkinnyForm { name: "8x4", warps: 8 },
@@ -51,7 +51,7 @@ impl Card {
         if sizes.n == 0 || sizes.n_rows == 0 {
             return Ok(());
         }
-        // One warp more does what comes after.
+        // One more warp does the work after the product.
         let config = Grid { waits: product.is_widened(), ..grid(n_parts, 1, (form.warps + 1) * 32) };
         launch!(self, kernel, config, &ending, &owed, &w.address, &product.x.address, &sizes)
     }

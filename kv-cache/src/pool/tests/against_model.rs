@@ -193,7 +193,7 @@ impl Pair {
         assert!(self.eager.1.hashes.iter().eq(self.model.index.keys()), "the index, by its events");
     }
 
-    /// Everything comes back, and whoever lagged catches up.
+    /// Every block comes back, and a reader that lagged catches up.
     fn end(mut self) {
         while !self.held.is_empty() {
             self.end_one(0, self.model.holds[0].quarantined);

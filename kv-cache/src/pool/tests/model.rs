@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use types::{BlockCounts, BlockHash};
 
-use crate::ledger::BlockState;
+use crate::record::BlockState;
 
 /// One lease or quarantine: block numbers of all groups, place by place, and the hashes published so far.
 #[derive(Clone, Debug, Default)]
@@ -60,7 +60,7 @@ impl Model {
         }
     }
 
-    /// The cached prefix, as a hold that is not in the books yet.
+    /// The cached prefix, as a hold that is not in the state yet.
     pub(super) fn cached_prefix(&self, hashes: &[BlockHash]) -> ModelHold {
         let found = hashes.iter().map_while(|hash| Some((*hash, self.index.get(hash)?.blocks.clone())));
         let (hashes, blocks) = found.unzip();
@@ -74,7 +74,7 @@ impl Model {
             return false;
         }
         while self.counts().free < wanted {
-            let leaf = self.leaves_that_nobody_holds().min_by_key(|hash| self.index[hash].last_used);
+            let leaf = self.leaves_without_holders().min_by_key(|hash| self.index[hash].last_used);
             self.index.remove(&leaf.expect("every cached block can be evicted"));
         }
         true
@@ -131,7 +131,7 @@ impl Model {
         self.holds.iter().any(|hold| hold.has(entry.blocks[0]))
     }
 
-    fn leaves_that_nobody_holds(&self) -> impl Iterator<Item = BlockHash> {
+    fn leaves_without_holders(&self) -> impl Iterator<Item = BlockHash> {
         let parents: BTreeSet<BlockHash> = self.index.values().filter_map(|entry| entry.parent).collect();
         let leaves = self.index.iter().filter(move |(hash, _)| !parents.contains(hash));
         leaves.filter(|(_, entry)| !self.is_held(entry)).map(|(hash, _)| *hash)

@@ -5,9 +5,12 @@ use types::prompt::TokenId;
 use types::step::{FinishReason, Logprobs, Step};
 use types::{GroupIdx, KvSpan, NodeId};
 
-use super::frame::{FrameError, PIECES_MAX, Piece};
 use crate::digest::Digest;
+use crate::error::FrameError;
+use crate::runs::Piece;
 
+/// Pieces that one span can lie in.
+pub(super) const PIECES_MAX: usize = 1024;
 /// The longest text in a frame; longer ones are cut.
 const TEXT_BYTES_MAX: usize = 1024;
 /// The longest node id.
@@ -24,10 +27,6 @@ pub(super) struct Reader<'a> {
 impl<'a> Reader<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes }
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.rest.is_empty()
     }
 
     /// Nothing may be left over.
@@ -107,11 +106,6 @@ impl<'a> Reader<'a> {
         (0..n_spans).map(|_| self.span()).collect()
     }
 
-    /// A slot's number plus one; zero is none.
-    pub(super) fn slot(&mut self) -> Result<Option<u16>, FrameError> {
-        Ok(self.u16()?.checked_sub(1))
-    }
-
     pub(super) fn pieces(&mut self) -> Result<Vec<Piece>, FrameError> {
         let n_pieces = usize::from(self.u16()?);
         if n_pieces > PIECES_MAX {
@@ -120,7 +114,7 @@ impl<'a> Reader<'a> {
         (0..n_pieces).map(|_| self.piece()).collect()
     }
 
-    fn piece(&mut self) -> Result<Piece, FrameError> {
+    pub(super) fn piece(&mut self) -> Result<Piece, FrameError> {
         let piece = Piece { offset: self.u64()?, bytes: self.u32()? };
         match piece.bytes == 0 || piece.offset.checked_add(piece.bytes.into()).is_none() {
             true => Err(FrameError::Body("a piece is nowhere")),
@@ -251,16 +245,16 @@ impl<'a> Writer<'a> {
         self.u32(step.token.0).u32(step.index).u8(finish).logprobs(step.logprobs.as_ref())
     }
 
-    pub(super) fn slot(&mut self, slot: Option<u16>) -> &mut Self {
-        self.u16(slot.map_or(0, |slot| slot + 1))
-    }
-
     pub(super) fn pieces(&mut self, pieces: &[Piece]) -> &mut Self {
         self.u16(pieces.len() as u16);
         for piece in pieces {
-            self.u64(piece.offset).u32(piece.bytes);
+            self.piece(piece);
         }
         self
+    }
+
+    pub(super) fn piece(&mut self, piece: &Piece) -> &mut Self {
+        self.u64(piece.offset).u32(piece.bytes)
     }
 
     fn logprobs(&mut self, logprobs: Option<&Logprobs>) -> &mut Self {

@@ -1,4 +1,4 @@
-//! What travels on a stream: a fixed header, a small body, and for a [`Body::Span`] the KV itself.
+//! What travels on a stream: a fixed header, a small body, and behind a [`Body::Kv`] perhaps the KV itself.
 //!
 //! This file knows bytes and nothing else: no I/O, no landings, no versions but one. Every length is checked
 //! against its bound before anything is allocated, and a checksum covers header and body; the KV behind them has
@@ -8,11 +8,11 @@
 //! |---|---|---|
 //! | 0 | 4 | magic, `BTKV` |
 //! | 4 | 1 | kind |
-//! | 5 | 1 | the sender's rank whose KV this is about; in spans and refetches, zero elsewhere |
+//! | 5 | 1 | the sender's rank whose KV this is about; in KV, digests and refetches, zero elsewhere |
 //! | 6 | 1 | the receiver's rank that it is for, likewise |
 //! | 7 | 1 | zero |
 //! | 8 | 4 | length of the body |
-//! | 12 | 4 | length of the payload: KV, in a span only |
+//! | 12 | 4 | length of the payload: KV that is inline |
 //! | 16 | 16 | transfer, zero where there is none |
 //! | 32 | 8 | XXH3-64 of the 32 bytes before and of the body |
 //!
@@ -24,20 +24,18 @@ use types::{Epoch, Grant, Handoff, KvSpan, NodeId, TransferId};
 
 use super::fields::{Reader, Writer};
 use crate::digest::Digest;
+pub use crate::error::FrameError;
 use crate::landing::Credentials;
 use crate::reshard::Lane;
+pub use crate::runs::Piece;
 
 pub const HEADER_BYTES: usize = 40;
 /// Bytes of a header that its checksum covers.
 const CHECKED_BYTES: usize = 32;
 const MAGIC: [u8; 4] = *b"BTKV";
 
-/// The longest body of a span: its coordinates and 8 bytes per digest.
-pub const SPAN_BODY_BYTES_MAX: usize = (64 << 10) + 64;
-/// The longest body of a span that lies elsewhere: the pieces that it lies in come on top.
-pub const SPAN_AT_BODY_BYTES_MAX: usize = SPAN_BODY_BYTES_MAX + (16 << 10);
-/// Pieces that one span can lie in.
-pub const PIECES_MAX: usize = 1024;
+/// The longest body of KV: its span, where it lies, and 8 bytes per digest. The digests alone may be as long.
+pub const KV_BODY_BYTES_MAX: usize = (64 << 10) + (16 << 10) + 64;
 /// The longest body of any other frame.
 pub const SMALL_BODY_BYTES_MAX: usize = 16 << 10;
 /// The longest payload. A page must fit.
@@ -49,10 +47,10 @@ pub const REFETCH_SPANS_MAX: usize = 512;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Frame {
     pub transfer: TransferId,
-    /// Between which ranks a span goes. The only lane, between nodes of one rank, is what version 1 of the protocol knows.
+    /// Between which ranks KV goes.
     pub lane: Lane,
     pub body: Body,
-    /// Bytes of KV that follow. Zero except in a span.
+    /// Bytes of KV that follow: zero unless KV is inline.
     pub payload_bytes: usize,
 }
 
@@ -69,8 +67,9 @@ pub enum Body {
     Open(Credentials),
     /// receiver → sender: the landing is yours.
     Accepted,
-    /// sender → receiver: some pages, or a lane's heads of them. Their KV follows, layer by layer and block by block.
-    Span { span: KvSpan, digests: Vec<Digest> },
+    /// sender → receiver: some pages, or a lane's heads of them, and where their KV lies, layer by layer and block by block.
+    /// Without digests, they follow on the same stream as [`Body::Digests`].
+    Kv { span: KvSpan, digests: Option<Vec<Digest>>, place: KvPlace },
     /// sender → receiver: nothing is missing that was not sent.
     Handoff(Handoff),
     /// receiver → sender: these pages arrived wrong on this lane; once more.
@@ -79,39 +78,33 @@ pub enum Body {
     Done,
     /// both ways: the transfer has ended without success.
     Failed { code: u8, detail: String },
-    /// sender → receiver: some pages, where a mapping of each rank is shared: their KV lies in these pieces of it, layer by
-    /// layer and block by block. `slot`: they lie in the sender's stage, and it waits for a `Taken`.
-    SpanAt { span: KvSpan, slot: Option<u16>, pieces: Vec<Piece>, digests: Vec<Digest> },
-    /// sender → receiver: some pages whose KV a card may begin to copy, from these pieces of the sender's memory. Their
-    /// digests are still being made: the next [`Body::Digests`] of the same stream.
-    Shown { span: KvSpan, pieces: Vec<Piece> },
-    /// sender → receiver: what the first pages must be of which this stream has not said it yet.
+    /// sender → receiver: the digests of the oldest frame of this stream whose digests are outstanding.
     Digests { span: KvSpan, digests: Vec<Digest> },
-    /// sender → receiver: some pages, as the next message of the queue that the two ranks have beside this link, layer by
-    /// layer and block by block. Messages of a queue are numbered from 0 on, without a gap.
-    Queued { number: u64, bytes: u32, span: KvSpan, digests: Vec<Digest> },
-    /// As [`Body::Queued`], where the digests are still being made: they follow on the same stream, in the order of what
-    /// they are owed for, as [`Body::Digests`].
-    Coming { number: u64, bytes: u32, span: KvSpan },
     /// receiver → sender: what lay in this slot of the stage is not needed any more.
     Taken { slot: u16 },
-    /// sender → receiver: some pages, which the sender's device has written where they belong. They are in place once the
-    /// receiver's device has had this number.
-    SpanWritten { span: KvSpan, number: u32, digests: Vec<Digest> },
     /// sender → receiver: of a transfer that has ended without success, its device writes nothing any more.
     Quiet,
     /// both ways, unasked: this side lives. Neither waits for the other's, which may be stuck behind much KV.
     Alive,
 }
 
-/// Bytes of a mapping that both sides see.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
-    pub offset: u64,
-    pub bytes: u32,
+/// Where the KV of a frame lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KvPlace {
+    /// On the stream, behind the frame.
+    Inline,
+    /// In pieces of the memory that the sender's rank shares with the receiver.
+    Pieces(Vec<Piece>),
+    /// In a slot of the sender's stage. The sender reuses it after a [`Body::Taken`].
+    Slot { slot: u16, piece: Piece },
+    /// In a message of the queue between the two ranks. Messages of a queue are numbered from 0 on, without a gap.
+    Message { number: u64, bytes: u32 },
+    /// In the receiver's pages: the sender's device writes it there. It is in place once the receiver's device has this
+    /// number.
+    Written { number: u32 },
 }
 
-/// Who speaks, and which stream of which link this is.
+/// The sender's node, and the stream and link that this connection is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub protocol: ProtocolRange,
@@ -122,50 +115,22 @@ pub struct Hello {
     pub stream: u16,
 }
 
-/// Why bytes are not a frame.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum FrameError {
-    #[error("{needed} bytes are needed, {given} are there")]
-    Incomplete { needed: usize, given: usize },
-    #[error("not a frame of this protocol")]
-    Magic,
-    #[error("unknown kind {0}")]
-    Kind(u8),
-    #[error("reserved bytes are set")]
-    Reserved,
-    #[error("a body of {len} bytes, {max} are allowed")]
-    BodyTooLong { len: usize, max: usize },
-    #[error("a payload of {len} bytes, {max} are allowed")]
-    PayloadTooLong { len: usize, max: usize },
-    #[error("the checksum does not fit")]
-    Checksum,
-    #[error("the body is malformed: {0}")]
-    Body(&'static str),
-    #[error("{0} is not expected here")]
-    Unexpected(&'static str),
-}
-
-/// The kinds on the wire. A number, once given, keeps its meaning.
+/// The kinds on the wire. A number, once given, keeps its meaning: 6, 12, 14, 16, 18 and 19 were KV before version 3.
 mod kind {
     pub(super) const HELLO: u8 = 1;
     pub(super) const WELCOME: u8 = 2;
     pub(super) const INCOMPATIBLE: u8 = 3;
     pub(super) const OPEN: u8 = 4;
     pub(super) const ACCEPTED: u8 = 5;
-    pub(super) const SPAN: u8 = 6;
     pub(super) const HANDOFF: u8 = 7;
     pub(super) const REFETCH: u8 = 8;
     pub(super) const DONE: u8 = 9;
     pub(super) const FAILED: u8 = 10;
     pub(super) const ALIVE: u8 = 11;
-    pub(super) const SPAN_AT: u8 = 12;
     pub(super) const TAKEN: u8 = 13;
-    pub(super) const SPAN_WRITTEN: u8 = 14;
     pub(super) const QUIET: u8 = 15;
-    pub(super) const SHOWN: u8 = 16;
     pub(super) const DIGESTS: u8 = 17;
-    pub(super) const QUEUED: u8 = 18;
-    pub(super) const COMING: u8 = 19;
+    pub(super) const KV: u8 = 20;
 }
 
 /// Parses one whole frame, header and body, from the front of `bytes`. What follows it is not looked at.
@@ -220,37 +185,28 @@ impl Header {
         let mut fields = Reader::new(body);
         let body = parse_body(self.kind, self.transfer, &mut fields)?;
         fields.end()?;
+        if self.payload_bytes > 0 && !matches!(body, Body::Kv { place: KvPlace::Inline, .. }) {
+            return Err(FrameError::Body("a payload behind KV that is not inline"));
+        }
         Ok(Frame { transfer: self.transfer, lane: self.lane, body, payload_bytes: self.payload_bytes })
     }
 }
 
 fn goes_on_lanes(kind: u8) -> bool {
-    matches!(
-        kind,
-        kind::SPAN
-            | kind::SPAN_AT
-            | kind::SPAN_WRITTEN
-            | kind::SHOWN
-            | kind::DIGESTS
-            | kind::QUEUED
-            | kind::COMING
-            | kind::REFETCH
-    )
+    matches!(kind, kind::KV | kind::DIGESTS | kind::REFETCH)
 }
 
 fn bounded_body(kind: u8, len: usize) -> Result<usize, FrameError> {
     let max = match kind {
-        kind::SPAN | kind::DIGESTS | kind::QUEUED => SPAN_BODY_BYTES_MAX,
-        kind::SPAN_AT => SPAN_AT_BODY_BYTES_MAX,
-        kind::SPAN_WRITTEN => SPAN_AT_BODY_BYTES_MAX,
-        kind::HELLO..=kind::SHOWN | kind::COMING => SMALL_BODY_BYTES_MAX,
+        kind::KV | kind::DIGESTS => KV_BODY_BYTES_MAX,
+        kind::HELLO..=kind::KV => SMALL_BODY_BYTES_MAX,
         unknown => return Err(FrameError::Kind(unknown)),
     };
     if len > max { Err(FrameError::BodyTooLong { len, max }) } else { Ok(len) }
 }
 
 fn bounded_payload(kind: u8, len: usize) -> Result<usize, FrameError> {
-    let max = if kind == kind::SPAN { PAYLOAD_BYTES_MAX } else { 0 };
+    let max = if kind == kind::KV { PAYLOAD_BYTES_MAX } else { 0 };
     if len > max { Err(FrameError::PayloadTooLong { len, max }) } else { Ok(len) }
 }
 
@@ -267,33 +223,46 @@ fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result
         kind::INCOMPATIBLE => Body::Incompatible { protocol: fields.protocol()? },
         kind::OPEN => Body::Open(parse_open(fields)?),
         kind::ACCEPTED => Body::Accepted,
-        kind::SPAN => Body::Span { span: fields.span()?, digests: fields.digests()? },
         kind::HANDOFF => Body::Handoff(Handoff { transfer, n_tokens: fields.u32()?, first: fields.step()? }),
         kind::REFETCH => Body::Refetch { spans: fields.spans(REFETCH_SPANS_MAX)? },
         kind::DONE => Body::Done,
         kind::FAILED => Body::Failed { code: fields.u8()?, detail: fields.text()? },
         kind::ALIVE => Body::Alive,
-        kind::SPAN_AT => Body::SpanAt {
-            span: fields.span()?,
-            slot: fields.slot()?,
-            pieces: fields.pieces()?,
-            digests: fields.digests()?,
-        },
         kind::TAKEN => Body::Taken { slot: fields.u16()? },
-        kind::SPAN_WRITTEN => {
-            Body::SpanWritten { span: fields.span()?, number: fields.u32()?, digests: fields.digests()? }
-        }
         kind::QUIET => Body::Quiet,
-        kind::QUEUED => Body::Queued {
-            number: fields.u64()?,
-            bytes: fields.u32()?,
-            span: fields.span()?,
-            digests: fields.digests()?,
-        },
-        kind::COMING => Body::Coming { number: fields.u64()?, bytes: fields.u32()?, span: fields.span()? },
-        kind::SHOWN => Body::Shown { span: fields.span()?, pieces: fields.pieces()? },
         kind::DIGESTS => Body::Digests { span: fields.span()?, digests: fields.digests()? },
+        kind::KV => parse_kv(fields)?,
         unknown => return Err(FrameError::Kind(unknown)),
+    })
+}
+
+fn parse_kv(fields: &mut Reader<'_>) -> Result<Body, FrameError> {
+    let (span, place) = (fields.span()?, parse_place(fields)?);
+    let digests = match fields.u8()? {
+        0 => None,
+        1 => Some(fields.digests()?),
+        _ => return Err(FrameError::Body("digests are neither here nor later")),
+    };
+    Ok(Body::Kv { span, digests, place })
+}
+
+/// The places on the wire. A number, once given, keeps its meaning.
+mod place {
+    pub(super) const INLINE: u8 = 0;
+    pub(super) const PIECES: u8 = 1;
+    pub(super) const SLOT: u8 = 2;
+    pub(super) const MESSAGE: u8 = 3;
+    pub(super) const WRITTEN: u8 = 4;
+}
+
+fn parse_place(fields: &mut Reader<'_>) -> Result<KvPlace, FrameError> {
+    Ok(match fields.u8()? {
+        place::INLINE => KvPlace::Inline,
+        place::PIECES => KvPlace::Pieces(fields.pieces()?),
+        place::SLOT => KvPlace::Slot { slot: fields.u16()?, piece: fields.piece()? },
+        place::MESSAGE => KvPlace::Message { number: fields.u64()?, bytes: fields.u32()? },
+        place::WRITTEN => KvPlace::Written { number: fields.u32()? },
+        _ => return Err(FrameError::Body("KV in an unknown place")),
     })
 }
 
@@ -315,8 +284,7 @@ fn parse_open(fields: &mut Reader<'_>) -> Result<Credentials, FrameError> {
         held_tokens: fields.u32()?,
         layout: fields.u64()?,
         fingerprint: fields.u64()?,
-        // Not said by who has one rank, as it was in version 1.
-        tp_size: if fields.is_empty() { 1 } else { fields.u16()? },
+        tp_size: fields.u16()?,
     })
 }
 
@@ -370,9 +338,14 @@ fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
         }
         Body::Open(open) => encode_open(open, fields),
         Body::Accepted => kind::ACCEPTED,
-        Body::Span { span, digests } => {
-            fields.span(span).digests(digests);
-            kind::SPAN
+        Body::Kv { span, digests, place } => {
+            fields.span(span);
+            encode_place(place, fields);
+            match digests {
+                None => fields.u8(0),
+                Some(digests) => fields.u8(1).digests(digests),
+            };
+            kind::KV
         }
         Body::Handoff(handoff) => {
             fields.u32(handoff.n_tokens).step(&handoff.first);
@@ -388,36 +361,26 @@ fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
             kind::FAILED
         }
         Body::Alive => kind::ALIVE,
-        Body::SpanAt { span, slot, pieces, digests } => {
-            fields.span(span).slot(*slot).pieces(pieces).digests(digests);
-            kind::SPAN_AT
-        }
         Body::Taken { slot } => {
             fields.u16(*slot);
             kind::TAKEN
         }
-        Body::SpanWritten { span, number, digests } => {
-            fields.span(span).u32(*number).digests(digests);
-            kind::SPAN_WRITTEN
-        }
         Body::Quiet => kind::QUIET,
-        Body::Queued { number, bytes, span, digests } => {
-            fields.u64(*number).u32(*bytes).span(span).digests(digests);
-            kind::QUEUED
-        }
-        Body::Coming { number, bytes, span } => {
-            fields.u64(*number).u32(*bytes).span(span);
-            kind::COMING
-        }
-        Body::Shown { span, pieces } => {
-            fields.span(span).pieces(pieces);
-            kind::SHOWN
-        }
         Body::Digests { span, digests } => {
             fields.span(span).digests(digests);
             kind::DIGESTS
         }
     }
+}
+
+fn encode_place(place: &KvPlace, fields: &mut Writer<'_>) {
+    match place {
+        KvPlace::Inline => fields.u8(place::INLINE),
+        KvPlace::Pieces(pieces) => fields.u8(place::PIECES).pieces(pieces),
+        KvPlace::Slot { slot, piece } => fields.u8(place::SLOT).u16(*slot).piece(piece),
+        KvPlace::Message { number, bytes } => fields.u8(place::MESSAGE).u64(*number).u32(*bytes),
+        KvPlace::Written { number } => fields.u8(place::WRITTEN).u32(*number),
+    };
 }
 
 fn encode_hello(hello: &Hello, fields: &mut Writer<'_>) -> u8 {
@@ -432,10 +395,8 @@ fn encode_open(open: &Credentials, fields: &mut Writer<'_>) -> u8 {
         .u32(open.n_tokens)
         .u32(open.held_tokens)
         .u64(open.layout)
-        .u64(open.fingerprint);
-    if open.tp_size != 1 {
-        fields.u16(open.tp_size);
-    }
+        .u64(open.fingerprint)
+        .u16(open.tp_size);
     kind::OPEN
 }
 

@@ -3,6 +3,7 @@ use types::prompt::TokenId;
 use types::step::{FinishReason, Logprobs, Step};
 use types::{GroupIdx, KvSpan};
 
+use super::super::fields::PIECES_MAX;
 use super::*;
 
 fn hello() -> Hello {
@@ -12,6 +13,14 @@ fn hello() -> Hello {
 
 fn span() -> KvSpan {
     KvSpan { group: GroupIdx(1), blocks: 3..7, layers: 0..2 }
+}
+
+fn kv(digests: impl Into<Option<Vec<Digest>>>, place: KvPlace) -> Body {
+    Body::Kv { span: span(), digests: digests.into(), place }
+}
+
+fn pieces() -> KvPlace {
+    KvPlace::Pieces(vec![Piece { offset: 64, bytes: 32 }, Piece { offset: 8, bytes: 9 }])
 }
 
 fn handoff() -> Handoff {
@@ -34,29 +43,26 @@ fn every_body() -> Vec<Body> {
     vec![
         Body::Open(Credentials { tp_size: 4, ..open }),
         Body::Hello(hello()),
-        Body::Welcome { version: 1, node: NodeId::new("d"), epoch: Epoch(3) },
+        Body::Welcome { version: 3, node: NodeId::new("d"), epoch: Epoch(3) },
         Body::Incompatible { protocol: ProtocolRange { min: 2, max: 3 } },
         Body::Open(open),
         Body::Accepted,
-        Body::Span { span: span(), digests: vec![Digest(1), Digest(2)] },
+        kv(vec![Digest(1), Digest(2)], KvPlace::Inline),
         Body::Handoff(handoff()),
         Body::Refetch { spans: vec![span(), span()] },
         Body::Done,
         Body::Failed { code: 4, detail: "why".to_owned() },
         Body::Alive,
-        Body::SpanAt {
-            span: span(),
-            slot: Some(3),
-            pieces: vec![Piece { offset: 1 << 40, bytes: 9 }],
-            digests: vec![Digest(1)],
-        },
+        kv(vec![Digest(1)], KvPlace::Slot { slot: 3, piece: Piece { offset: 1 << 40, bytes: 9 } }),
+        kv(vec![Digest(4)], pieces()),
+        kv(vec![], pieces()),
         Body::Taken { slot: 3 },
-        Body::SpanWritten { span: span(), number: 0xffff_0001, digests: vec![Digest(7)] },
+        kv(vec![Digest(7)], KvPlace::Written { number: 0xffff_0001 }),
         Body::Quiet,
-        Body::Shown { span: span(), pieces: vec![Piece { offset: 64, bytes: 32 }] },
+        kv(None, pieces()),
         Body::Digests { span: span(), digests: vec![Digest(3)] },
-        Body::Queued { number: 4, bytes: 640, span: span(), digests: vec![Digest(3)] },
-        Body::Coming { number: 5, bytes: 640, span: span() },
+        kv(vec![Digest(3)], KvPlace::Message { number: 4, bytes: 640 }),
+        kv(None, KvPlace::Message { number: 5, bytes: 640 }),
     ]
 }
 
@@ -83,14 +89,7 @@ fn spans_say_between_which_ranks_they_go_and_nothing_else_does() {
         let mut bytes = Vec::new();
         frame.encode(&mut bytes);
         match frame.body {
-            Body::Span { .. }
-            | Body::SpanAt { .. }
-            | Body::SpanWritten { .. }
-            | Body::Shown { .. }
-            | Body::Digests { .. }
-            | Body::Queued { .. }
-            | Body::Coming { .. }
-            | Body::Refetch { .. } => {
+            Body::Kv { .. } | Body::Digests { .. } | Body::Refetch { .. } => {
                 assert_eq!(parse(&bytes), Ok(frame));
             }
             _ => assert_eq!(parse(&bytes), Err(FrameError::Reserved), "{frame:?}"),
@@ -98,21 +97,28 @@ fn spans_say_between_which_ranks_they_go_and_nothing_else_does() {
     }
 }
 
-/// Between nodes of one rank, version 2 is version 1.
 #[test]
-fn one_rank_is_not_spoken_of() {
-    let open = Credentials {
-        grant: Grant::from_bytes([3; 16]),
-        epoch: Epoch(1),
-        n_tokens: 40,
-        held_tokens: 16,
-        tp_size: 1,
-        layout: 11,
-        fingerprint: 12,
-    };
-    assert_eq!(encoded(Body::Open(open)).len(), HEADER_BYTES + 16 + 8 + 4 + 4 + 8 + 8);
-    let span = encoded(Body::Span { span: span(), digests: vec![] });
-    assert_eq!(span[5..8], [0; 3]);
+fn only_inline_kv_has_a_payload() {
+    for place in [KvPlace::Inline, pieces(), KvPlace::Written { number: 3 }] {
+        let frame = Frame { payload_bytes: 64, ..Frame::new(TransferId(5), kv(None, place.clone())) };
+        let mut bytes = Vec::new();
+        frame.encode(&mut bytes);
+        match place {
+            KvPlace::Inline => assert_eq!(parse(&bytes), Ok(frame)),
+            _ => {
+                let refusal = FrameError::Body("a payload behind KV that is not inline");
+                assert_eq!(parse(&bytes), Err(refusal));
+            }
+        }
+    }
+}
+
+/// Digests of 8192 heads and 1024 pieces, which is the most that a sender puts into one frame.
+#[test]
+fn the_largest_kv_frame_fits() {
+    let pieces = KvPlace::Pieces(vec![Piece { offset: 64, bytes: 32 }; PIECES_MAX]);
+    let body = kv(vec![Digest(1); crate::outgoing::FRAME_DIGESTS_MAX], pieces);
+    assert_eq!(parse(&encoded(body.clone())).map(|frame| frame.body), Ok(body));
 }
 
 #[test]
@@ -145,14 +151,14 @@ fn lengths_are_refused_before_anything_is_read() {
         bytes[offset..offset + 4].copy_from_slice(&value.to_le_bytes());
         Header::parse(&bytes).map(|_| ()).unwrap_err()
     };
-    let span = Body::Span { span: span(), digests: vec![] };
+    let span = kv(vec![], KvPlace::Inline);
     assert_eq!(
         with(8, u32::MAX, Body::Alive),
         FrameError::BodyTooLong { len: u32::MAX as usize, max: SMALL_BODY_BYTES_MAX }
     );
     assert_eq!(
-        with(8, SPAN_BODY_BYTES_MAX as u32 + 1, span.clone()),
-        FrameError::BodyTooLong { len: SPAN_BODY_BYTES_MAX + 1, max: SPAN_BODY_BYTES_MAX }
+        with(8, KV_BODY_BYTES_MAX as u32 + 1, span.clone()),
+        FrameError::BodyTooLong { len: KV_BODY_BYTES_MAX + 1, max: KV_BODY_BYTES_MAX }
     );
     assert_eq!(
         with(12, u32::MAX, span),
@@ -174,7 +180,7 @@ fn long_texts_are_cut_and_stay_text() {
 #[test]
 fn an_empty_span_is_malformed() {
     let empty = KvSpan { group: GroupIdx(0), blocks: 3..3, layers: 0..1 };
-    let error = parse(&encoded(Body::Span { span: empty, digests: vec![] })).unwrap_err();
+    let error = parse(&encoded(Body::Kv { span: empty, digests: None, place: pieces() })).unwrap_err();
     assert_eq!(error, FrameError::Body("a span is empty"));
 }
 
@@ -186,7 +192,7 @@ proptest! {
 
     /// Past the checksum, which random bytes do not get through, a body must still never panic.
     #[test]
-    fn no_body_panics(kind in 0u8..16, body in proptest::collection::vec(any::<u8>(), 0..256)) {
+    fn no_body_panics(kind in 0u8..32, body in proptest::collection::vec(any::<u8>(), 0..256)) {
         let _ = parse_body(kind, TransferId(0), &mut Reader::new(&body));
     }
 }

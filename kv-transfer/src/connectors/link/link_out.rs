@@ -18,20 +18,20 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 use types::node::{PROTOCOL, ProtocolMismatch};
-use types::{Epoch, Handoff, Landing, NodeId, TransferId, in_full};
+use types::{Epoch, Handoff, NodeId, TransferId, in_full};
 
 use super::code;
 use super::frame::{Body, Frame, FrameError, Hello};
-use super::medium::Medium;
+use super::send_path::KvSendPath;
 use super::span_out::SpanOut;
 use super::stream::{FrameReader, FrameWriter, within};
 use crate::connector::ConnectorParts;
 use crate::error::TransferError;
-use crate::home::Home;
 use crate::landing::Credentials;
 use crate::lanes::LaneSpan;
 use crate::outgoing::{Outgoing, Wire};
 use crate::quiet::Quiet as _;
+use crate::wire_threads::WireThreads;
 
 /// KV frames that wait for a stream, per stream: enough that none runs dry while a pump wakes up.
 const FRAMES_QUEUED_PER_STREAM: usize = 2;
@@ -44,9 +44,6 @@ const ALIVE_PER_STALL: u32 = 4;
 /// The longest silence of this side, however patient it is: its peer may be set to be less so.
 const SILENT_MAX: Duration = Duration::from_millis(200);
 
-/// From which version of the protocol on frames say between which ranks their KV goes.
-const RANKS_SINCE: u16 = 2;
-
 /// Who is at the other end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Peer {
@@ -58,8 +55,6 @@ pub(super) struct Peer {
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) peer: Peer,
-    /// Of the protocol.
-    version: u16,
     shared: Arc<Shared>,
     kv: async_channel::Sender<SpanOut>,
     control: mpsc::Sender<Frame>,
@@ -73,8 +68,8 @@ type Halves = (FrameReader, FrameWriter);
 #[derive(Debug)]
 struct Shared {
     parts: ConnectorParts,
-    home: Home,
-    medium: Arc<dyn Medium>,
+    wire_threads: WireThreads,
+    send_path: Arc<dyn KvSendPath>,
     endpoint: String,
     /// The end of the queue from which the streams take their frames.
     spans: async_channel::Receiver<SpanOut>,
@@ -100,10 +95,10 @@ impl Link {
     pub(super) async fn connect(
         endpoint: &str,
         parts: &ConnectorParts,
-        home: Home,
-        medium: Arc<dyn Medium>,
+        wire_threads: WireThreads,
+        send_path: Arc<dyn KvSendPath>,
     ) -> Result<Self, TransferError> {
-        let maker = Maker { endpoint, parts, medium: &*medium, link: parts.world.draw() };
+        let maker = Maker { endpoint, parts, send_path: &*send_path, link: parts.world.draw() };
         let n_streams = parts.settings.streams.clamp(1, STREAMS_MAX);
         let (met, first) = maker.stream(0).await?;
         let mut made = vec![first];
@@ -114,35 +109,23 @@ impl Link {
             }
             made.push(next);
         }
-        info!(peer = %met.0.node, endpoint, streams = n_streams, "linked");
-        Ok(Self::over(made, met, endpoint, (parts, home), medium))
-    }
-
-    /// Refuses a landing that the peer's version of the protocol has no words for.
-    pub(super) fn check_ranks(&self, landing: &Landing) -> Result<(), TransferError> {
-        let n_ranks = self.shared.parts.memory.n_ranks().max(landing.layout.shard.tp_size);
-        match n_ranks > 1 && self.version < RANKS_SINCE {
-            true => Err(TransferError::Mismatch(format!(
-                "{n_ranks} ranks need version {RANKS_SINCE} of the protocol, the peer speaks {}",
-                self.version
-            ))),
-            false => Ok(()),
-        }
+        info!(peer = %met.node, endpoint, streams = n_streams, "linked");
+        Ok(Self::over(made, met, endpoint, (parts, wire_threads), send_path))
     }
 
     fn over(
         made: Vec<Halves>,
-        (peer, version): (Peer, u16),
+        peer: Peer,
         endpoint: &str,
-        (parts, home): (&ConnectorParts, Home),
-        medium: Arc<dyn Medium>,
+        (parts, wire_threads): (&ConnectorParts, WireThreads),
+        send_path: Arc<dyn KvSendPath>,
     ) -> Self {
         let (kv, spans) = async_channel::bounded(FRAMES_QUEUED_PER_STREAM * made.len());
         let (control, frames) = mpsc::channel(CONTROL_QUEUED_MAX);
         let shared = Arc::new(Shared {
             parts: parts.clone(),
-            home,
-            medium,
+            wire_threads,
+            send_path,
             endpoint: endpoint.to_owned(),
             spans,
             transfers: Mutex::default(),
@@ -151,9 +134,10 @@ impl Link {
             closed: CancellationToken::new(),
         });
         let mut frames = Some(frames);
-        let start = |(nth, halves)| shared.home.nth(nth).at(|| shared.start_stream(halves, frames.take()));
+        let start =
+            |(nth, halves)| shared.wire_threads.nth(nth).at(|| shared.start_stream(halves, frames.take()));
         let streams = made.into_iter().enumerate().map(start).collect();
-        Self { peer, version, shared, kv, control, streams }
+        Self { peer, shared, kv, control, streams }
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -186,14 +170,14 @@ impl Wire for Link {
         piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError> {
-        let span = SpanOut { out: Arc::clone(out), piece, from, flight: out.flights.begin() };
+        let span = SpanOut { out: Arc::clone(out), piece, from, pending_copy: out.pending_copies.begin() };
         self.kv.send(span).await.map_err(|_| self.shared.why_lost())
     }
 
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {
-        if self.shared.medium.writes() {
+        if self.shared.send_path.writes() {
             // The handoff is also this side's word that its device is done with the receiver's pages.
-            out.flights.proven().await;
+            out.pending_copies.proven().await;
         }
         self.say(Frame::new(out.transfer(), Body::Handoff(handoff))).await
     }
@@ -242,7 +226,7 @@ impl Shared {
         // A closed queue keeps what is in it. The leases in these frames must not wait for the next link to this peer.
         self.spans.close();
         while self.spans.try_recv().is_ok() {}
-        self.medium.close();
+        self.send_path.close();
         let transfers: Vec<_> =
             std::mem::take(&mut *self.transfers()).into_values().map(|transfer| transfer.out).collect();
         if !transfers.is_empty() {
@@ -260,18 +244,19 @@ impl Shared {
 
     /// Tells the receiver once nothing of a failed transfer is under way any more: it keeps the pages back until then.
     fn say_when_quiet(&self, out: &Outgoing) {
-        if !self.medium.writes() {
+        if !self.send_path.writes() {
             return;
         }
-        let (flights, control, transfer) = (Arc::clone(&out.flights), self.control.clone(), out.transfer());
+        let (pending_copies, control, transfer) =
+            (Arc::clone(&out.pending_copies), self.control.clone(), out.transfer());
         let say = async move {
-            flights.proven().await;
+            pending_copies.proven().await;
             if let Some(control) = control.upgrade() {
                 // A link that is lost by now says it by its end.
                 let _ = control.send(Frame::new(transfer, Body::Quiet)).await;
             }
         };
-        self.home.at(|| spawn_guarded(&self.parts.gate, "quiet word", say)).detach();
+        self.wire_threads.at(|| spawn_guarded(&self.parts.gate, "quiet word", say)).detach();
     }
 
     fn why_lost(&self) -> TransferError {
@@ -290,13 +275,13 @@ impl Shared {
         let shared = Arc::clone(self);
         spawn_guarded(&self.parts.gate, "kv stream out", async move {
             let is_first = control.is_some();
-            // They live until the loss is known: whoever finds a queue without its end asks for the reason.
+            // Both live until the reason of the loss is set: a task that finds its queue closed asks for it.
             let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, is_first));
             tokio::pin!(writing, reading);
             let ended = tokio::select! {
                 biased;
                 () = shared.closed.cancelled() => return,
-                error = shared.medium.broken() => Err(error),
+                error = shared.send_path.broken() => Err(error),
                 ended = &mut writing => ended,
                 ended = &mut reading => ended,
             };
@@ -337,9 +322,9 @@ impl Shared {
     }
 
     async fn write_span(&self, writer: &mut FrameWriter, span: SpanOut) -> Result<(), TransferError> {
-        self.medium.write_span(writer, &self.parts, span).await?;
-        self.home.stir();
-        if self.spans.is_empty() { self.medium.write_rest(writer).await } else { Ok(()) }
+        self.send_path.write_span(writer, &self.parts, span).await?;
+        self.wire_threads.keep_awake();
+        if self.spans.is_empty() { self.send_path.write_rest(writer).await } else { Ok(()) }
     }
 
     /// Answers come on stream 0. On the others only the end of the stream can come.
@@ -360,10 +345,10 @@ impl Shared {
             Body::Refetch { spans } => {
                 self.with(frame.transfer, |transfer| transfer.out.refetch(frame.lane, spans));
             }
-            Body::Taken { slot } => self.medium.taken(slot)?,
+            Body::Taken { slot } => self.send_path.taken(slot)?,
             _ => return Err(FrameError::Unexpected("a frame that only senders send").into()),
         }
-        self.home.stir();
+        self.wire_threads.keep_awake();
         Ok(())
     }
 
@@ -371,7 +356,7 @@ impl Shared {
     fn answer(&self, id: TransferId, answer: Result<(), TransferError>) {
         self.with(id, |transfer| match (transfer.answer.take(), answer) {
             (Some(waiting), answer) => {
-                // Whoever asked may have gone away; then nobody needs the answer.
+                // The caller of `open` may have been cancelled.
                 let _ = waiting.send(answer);
             }
             (None, Err(error)) => {
@@ -404,35 +389,32 @@ pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
 struct Maker<'a> {
     endpoint: &'a str,
     parts: &'a ConnectorParts,
-    medium: &'a dyn Medium,
+    send_path: &'a dyn KvSendPath,
     link: u64,
 }
 
 impl Maker<'_> {
-    /// With whom it leads to, and the version that is spoken.
-    async fn stream(&self, stream: u16) -> Result<((Peer, u16), Halves), TransferError> {
+    /// Makes one stream. Answers the peer.
+    async fn stream(&self, stream: u16) -> Result<(Peer, Halves), TransferError> {
         let (parts, stall) = (self.parts, self.parts.settings.stall());
         let refused =
             |source| TransferError::Connect { addr: self.endpoint.to_owned(), source: Arc::new(source) };
-        let connect = async { self.medium.connect(self.endpoint, stream).await.map_err(refused) };
+        let connect = async { self.send_path.connect(self.endpoint, stream).await.map_err(refused) };
         let (reader, writer) = within(stall, "connecting", connect).await?.into_split();
         let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
         let (node, epoch, link) = (parts.node.clone(), parts.epoch, self.link);
         let hello = Hello { protocol: PROTOCOL, node, epoch, link, stream };
         writer.write(&Frame::of_link(Body::Hello(hello))).await?;
-        let peer = welcomed(reader.next_in_time().await?, self.medium.since())?;
+        let peer = welcomed(reader.next_in_time().await?)?;
         Ok((peer, (reader, writer)))
     }
 }
 
-/// Who has answered, and the version that is spoken, which must have words for KV on this wire.
-fn welcomed(answer: Option<Frame>, since: u16) -> Result<(Peer, u16), TransferError> {
+/// The peer that has answered, in a version that this side speaks.
+fn welcomed(answer: Option<Frame>) -> Result<Peer, TransferError> {
     match answer.map(|frame| frame.body) {
-        Some(Body::Welcome { version, .. }) if version < since => Err(TransferError::Mismatch(format!(
-            "KV on this connector needs version {since} of the protocol, the peer speaks {version}"
-        ))),
         Some(Body::Welcome { version, node, epoch }) if (PROTOCOL.min..=PROTOCOL.max).contains(&version) => {
-            Ok((Peer { node, epoch }, version))
+            Ok(Peer { node, epoch })
         }
         Some(Body::Incompatible { protocol }) => {
             Err(ProtocolMismatch { ours: PROTOCOL, theirs: protocol }.into())
@@ -447,24 +429,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_that_has_no_words_for_a_wire_is_refused_with_a_sentence() {
+    fn a_welcome_in_an_unknown_version_is_refused() {
         let answer = |version: u16| {
             let (node, epoch) = (NodeId::new("d"), Epoch(7));
             Some(Frame::of_link(Body::Welcome { version, node, epoch }))
         };
-        for (version, since, expected) in [
-            (1, 1, Ok(1)),
-            (2, 1, Ok(2)),
-            (2, 2, Ok(2)),
-            (1, 2, Err("KV on this connector needs version 2 of the protocol, the peer speaks 1")),
-        ] {
-            let spoken = welcomed(answer(version), since).map(|(_, spoken)| spoken);
-            match (spoken, expected) {
-                (Ok(spoken), Ok(expected)) => assert_eq!(spoken, expected),
-                (Err(error), Err(expected)) => assert!(error.to_string().contains(expected), "{error}"),
-                (spoken, expected) => panic!("{spoken:?}, and not {expected:?}"),
-            }
+        let peer = welcomed(answer(PROTOCOL.max)).expect("this side speaks it");
+        assert_eq!(peer, Peer { node: NodeId::new("d"), epoch: Epoch(7) });
+        for version in [PROTOCOL.min - 1, PROTOCOL.max + 1] {
+            welcomed(answer(version)).expect_err("this side does not speak it");
         }
-        assert!(welcomed(answer(PROTOCOL.max + 1), 1).is_err(), "a version that this side does not know");
     }
 }

@@ -7,35 +7,39 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use types::{Destination, Landing, Scheme};
 
 use super::link_out::{Link, Peer};
-use super::medium::Medium;
+use super::send_path::KvSendPath;
 use crate::connector::{ConnectorParts, KvSender};
 use crate::error::TransferError;
-use crate::home::Home;
 use crate::outgoing::{Outgoing, Sender, landing_of};
+use crate::wire_threads::WireThreads;
 
 /// Peers that this side sends to.
 const PEERS_MAX: usize = 4096;
 
 /// Makes what a new link goes over.
-pub(in crate::connectors) type Makes =
-    dyn Fn(&ConnectorParts) -> Result<Arc<dyn Medium>, TransferError> + Send + Sync;
+pub(in crate::connectors) type MakeSendPath =
+    dyn Fn(&ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> + Send + Sync;
 
-/// A peer's link, if there is one. The lock is async: whoever makes the link holds it, and the others wait for it
+/// A peer's link, if there is one. The lock is async: the task that makes the link holds it, and the others wait for it
 /// instead of making their own.
 type LinkSlot = Arc<tokio::sync::Mutex<Option<Arc<Link>>>>;
 
 /// See the module.
 pub(in crate::connectors) struct Links {
     parts: ConnectorParts,
-    home: Home,
-    medium: Box<Makes>,
+    wire_threads: WireThreads,
+    send_path: Box<MakeSendPath>,
     /// By endpoint. Held for a look-up, never across an await; what is in an entry is.
     links: Mutex<HashMap<String, LinkSlot>>,
 }
 
 impl Links {
-    pub(in crate::connectors) fn new(parts: ConnectorParts, home: Home, medium: Box<Makes>) -> Self {
-        Self { parts, home, medium, links: Mutex::default() }
+    pub(in crate::connectors) fn new(
+        parts: ConnectorParts,
+        wire_threads: WireThreads,
+        send_path: Box<MakeSendPath>,
+    ) -> Self {
+        Self { parts, wire_threads, send_path, links: Mutex::default() }
     }
 
     /// Asks for a landing to be filled over a link to its node.
@@ -46,11 +50,10 @@ impl Links {
     ) -> Result<Box<dyn KvSender>, TransferError> {
         let (landing, lanes) = landing_of(to, scheme, &self.parts)?;
         let link = self.link_to(&landing).await?;
-        link.check_ranks(&landing)?;
         let (out, refetches) = Outgoing::new(landing, lanes);
         // Made before the answer is there: if this future is dropped, the sender's drop tells the receiver.
         let start = || Sender::start(Arc::clone(&out), refetches, Arc::clone(&link) as _, &self.parts);
-        let sender = self.home.at(start);
+        let sender = self.wire_threads.at(start);
         match link.open(&out).await {
             Ok(()) => Ok(sender),
             Err(error) => {
@@ -60,7 +63,7 @@ impl Links {
         }
     }
 
-    /// A living link to whoever listens at `endpoint` now.
+    /// A living link to the node that listens at `endpoint` now.
     async fn link(&self, endpoint: &str) -> Result<Arc<Link>, TransferError> {
         let slot = self.slot(endpoint)?;
         let mut slot = slot.lock().await;
@@ -68,10 +71,11 @@ impl Links {
             return Ok(Arc::clone(link));
         }
         *slot = None;
-        let medium = (self.medium)(&self.parts)?;
-        let (endpoint, parts, home) = (endpoint.to_owned(), self.parts.clone(), self.home.clone());
-        let connect = async move { Link::connect(&endpoint, &parts, home, medium).await };
-        let link = self.home.run(&self.parts.gate, "kv connect", connect).await?;
+        let send_path = (self.send_path)(&self.parts)?;
+        let (endpoint, parts, wire_threads) =
+            (endpoint.to_owned(), self.parts.clone(), self.wire_threads.clone());
+        let connect = async move { Link::connect(&endpoint, &parts, wire_threads, send_path).await };
+        let link = self.wire_threads.run(&self.parts.gate, "kv connect", connect).await?;
         Ok(Arc::clone(slot.insert(Arc::new(link))))
     }
 

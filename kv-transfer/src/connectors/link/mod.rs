@@ -1,28 +1,29 @@
 //! Links of frames between two nodes: what the wires have in common that speak over streams.
 //!
-//! Suggested reading order: what travels ([`frame`]), how it is read and written (`stream`), what such wires differ in
-//! (`medium`, `said`), what a connector makes of it ([`wire`]), the sender's end (`links`, `link_out`, `span_out`) and the receiver's (`receiver`, `span_in`, `span_at`,
-//! `span_written`).
+//! Suggested reading order: what travels ([`frame`]), how it is read and written (`stream`), what each wire brings
+//! (`send_path` for the sender's end, `kv_path` for the receiver's), what a connector makes of it ([`connector`]), the
+//! sender's end (`links`, `link_out`, `span_out`) and the receiver's (`accept`, `receiver`, `span_in`). Neither end knows
+//! which wire it is.
 //!
 //! Where the receiver does the writing, proof of quiet is in its own hands: see
-//! [`OpenLanding::while_open`](crate::landing::OpenLanding). Where the sender's device does, it is the sender's word
-//! (`words`), or its right taken away.
+//! [`OpenLanding::while_open`](crate::landing::OpenLanding). Where the sender's device does, it is the sender's report, or
+//! the end of its right to write.
 
 pub mod frame;
 mod fields;
 mod code;
 pub(super) mod stream;
-pub(super) mod medium;
-pub(super) mod said;
+pub(super) mod send_path;
+pub(super) mod kv_path;
+pub(super) mod pieces;
+pub(super) mod frame_digests;
 pub(super) mod links;
 mod link_out;
 pub(super) mod span_out;
+pub(super) mod accept;
 pub(super) mod receiver;
-mod span_in;
-mod span_at;
-mod span_written;
-mod words;
-pub mod wire;
+pub(super) mod span_in;
+pub mod connector;
 
 use self::frame::PAYLOAD_BYTES_MAX;
 use crate::connector::ConnectorParts;

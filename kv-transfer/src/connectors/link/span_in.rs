@@ -21,7 +21,7 @@ use crate::runs::Runs;
 /// Each attempt to read takes its pages, reads what is there, verifies the pages that are full now, and gives all of
 /// them back before it waits for more; and it does so under the landing's lock. So when the landing ends, in the
 /// middle of a frame or not, no page is in use; what is left of the frame goes to scratch.
-pub(super) async fn read_span(
+pub(in crate::connectors) async fn read_span(
     reader: &mut FrameReader,
     landing: &OpenLanding,
     span: &LaneSpan,
@@ -90,12 +90,12 @@ impl SpanIn<'_> {
     }
 }
 
-pub(super) fn busy(busy: kv_cache::PageBusy) -> TransferError {
+pub(in crate::connectors) fn busy(busy: kv_cache::PageBusy) -> TransferError {
     TransferError::Memory(busy.to_string())
 }
 
 /// Verifies a span's pages, in order, as they become full.
-pub(super) struct Checker<'a> {
+pub(in crate::connectors) struct Checker<'a> {
     span: &'a LaneSpan,
     digests: &'a [Digest],
     /// Pages that were looked at, and where the last of them ends.
@@ -105,22 +105,22 @@ pub(super) struct Checker<'a> {
     hashed: VecDeque<Option<u64>>,
     /// Those of one page.
     of_page: Vec<u64>,
-    pub(super) wrong: Vec<KvSpan>,
+    pub(in crate::connectors) wrong: Vec<KvSpan>,
 }
 
 impl<'a> Checker<'a> {
-    pub(super) fn new(span: &'a LaneSpan, digests: &'a [Digest]) -> Self {
+    pub(in crate::connectors) fn new(span: &'a LaneSpan, digests: &'a [Digest]) -> Self {
         let (hashed, of_page, wrong) = (VecDeque::new(), Vec::new(), Vec::new());
         Self { span, digests, n_checked: 0, bytes_checked: 0, hashed, of_page, wrong }
     }
 
     /// Whether there is anything to compare with.
-    pub(super) fn verifies(&self) -> bool {
+    pub(in crate::connectors) fn verifies(&self) -> bool {
         !self.digests.is_empty()
     }
 
     /// The next part of a head was hashed while it came, or was not. For all parts of a span, or for none.
-    pub(super) fn hashed(&mut self, hash: Option<u64>) {
+    pub(in crate::connectors) fn hashed(&mut self, hash: Option<u64>) {
         if self.hashed.is_empty() {
             // K and V of every head, at most: it grows once.
             self.hashed.reserve(2 * self.digests.len());
@@ -129,7 +129,7 @@ impl<'a> Checker<'a> {
     }
 
     /// Looks at the pages that end before `offset`. Without digests there is nothing to compare with.
-    pub(super) fn check_until(
+    pub(in crate::connectors) fn check_until(
         &mut self,
         offset: usize,
         landing: &OpenLanding,

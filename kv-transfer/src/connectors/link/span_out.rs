@@ -5,16 +5,16 @@ use std::sync::Arc;
 use kv_cache::{BlockLease, KvMemory};
 use types::KvSpan;
 
-use super::frame::{Body, Frame};
+use super::frame::{Body, Frame, KvPlace};
 use super::stream::FrameWriter;
 use crate::connector::ConnectorParts;
 use crate::digest::{Digest, PageShape};
 use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
-use crate::flights::Flight;
 use crate::landing::PageAt;
 use crate::lanes::LaneSpan;
 use crate::outgoing::Outgoing;
+use crate::pending_copies::PendingCopy;
 use crate::runs::Runs;
 
 /// Pages that wait for a stream. Holds their lease until they have left.
@@ -25,7 +25,7 @@ pub(in crate::connectors) struct SpanOut {
     pub(in crate::connectors) from: Arc<BlockLease>,
     /// Until this has landed, the transfer may still be written to.
     #[expect(dead_code, reason = "held for its Drop")]
-    pub(in crate::connectors) flight: Flight,
+    pub(in crate::connectors) pending_copy: PendingCopy,
 }
 
 /// Writes one frame of KV on the stream itself, unless its transfer is over by now.
@@ -38,7 +38,7 @@ pub(in crate::connectors) async fn write_span(
         return Ok(());
     }
     let (runs, digests) = (span.runs(parts), span.digests(parts)?);
-    let body = Body::Span { span: span.piece.span.clone(), digests };
+    let body = Body::Kv { span: span.piece.span.clone(), digests: Some(digests), place: KvPlace::Inline };
     let frame = Frame::new(span.out.transfer(), body).on(span.piece.lane);
     let frame = Frame { payload_bytes: runs.bytes(), ..frame };
     match parts.faults.next(runs.bytes()) {
@@ -58,7 +58,7 @@ impl SpanOut {
     pub(in crate::connectors) fn page(&self, span: KvSpan) -> Self {
         let piece = LaneSpan { lane: self.piece.lane, span };
         let (out, from) = (Arc::clone(&self.out), Arc::clone(&self.from));
-        Self { flight: out.flights.begin(), out, piece, from }
+        Self { pending_copy: out.pending_copies.begin(), out, piece, from }
     }
 
     /// What goes on the span's lane.
@@ -123,8 +123,8 @@ async fn write_with(
             return writer.write_copy(&frame, &payload).await;
         }
         FaultKind::WrongDigest => {
-            if let Body::Span { digests, .. } = &mut frame.body {
-                spoil(digests);
+            if let Body::Kv { digests: Some(digests), .. } = &mut frame.body {
+                corrupt_first(digests);
             }
         }
     }
@@ -132,7 +132,7 @@ async fn write_with(
 }
 
 /// Makes the first digest wrong, if there is one.
-pub(in crate::connectors) fn spoil(digests: &mut [Digest]) {
+pub(in crate::connectors) fn corrupt_first(digests: &mut [Digest]) {
     if let Some(first) = digests.first_mut() {
         first.0 ^= 1;
     }

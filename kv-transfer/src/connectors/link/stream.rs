@@ -14,7 +14,7 @@ use super::frame::{Frame, HEADER_BYTES, Header};
 use crate::error::TransferError;
 use crate::runs::Runs;
 
-/// Where KV goes that nobody wants any more.
+/// The buffer for KV that is read and dropped.
 const SCRATCH_BYTES: usize = 64 << 10;
 
 /// Bounds one step of I/O: `stall` without progress, and the wire is dead.
@@ -31,7 +31,7 @@ pub(in crate::connectors) async fn within<T>(
 
 /// The reading half of a stream.
 #[derive(Debug)]
-pub(super) struct FrameReader {
+pub(in crate::connectors) struct FrameReader {
     half: StreamReader,
     stall: Duration,
     body: Vec<u8>,
@@ -68,13 +68,13 @@ impl FrameReader {
         .await
     }
 
-    /// As [`next`](Self::next), for a peer that speaks at least every `stall`, be it only to say that it lives.
+    /// Like [`next`](Self::next), for a peer that speaks at least every `stall`, be it only to say that it lives.
     pub(super) async fn next_in_time(&mut self) -> Result<Option<Frame>, TransferError> {
         within(self.stall, "the peer", self.next()).await
     }
 
     /// Reads KV off the wire and forgets it.
-    pub(super) async fn skip(&mut self, mut bytes: usize) -> Result<(), TransferError> {
+    pub(in crate::connectors) async fn skip(&mut self, mut bytes: usize) -> Result<(), TransferError> {
         self.scratch.resize(SCRATCH_BYTES, 0);
         while bytes > 0 {
             let some = &mut self.scratch[..bytes.min(SCRATCH_BYTES)];

@@ -9,11 +9,11 @@ use kernels::cuda::{CourierSize, ErrandDone, SlotAt, Slots};
 use kv_cache::KvMemory;
 use tracing::trace;
 
-use super::fabric::{Communicator, End, Fabric, Gathering, QueueId, Stage};
+use super::backend::{Communicator, End, Gathering, NcclBackend, QueueId, Stage};
 use super::n_queues;
 use crate::connector::ConnectorParts;
-use crate::connectors::cuda_ipc::carrier::Carriers;
-use crate::connectors::cuda_ipc::pages::{card_of, sent, wanted};
+use crate::connectors::gpu::copy_thread::CopyThreads;
+use crate::connectors::gpu::pages::{card_of, sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -23,37 +23,37 @@ use crate::lanes::LaneSpan;
 /// One message is on its way while the next two are gathered, one more is ready to go, and the last is scattered.
 const N_SLOTS: usize = 5;
 
-/// A message is gathered and scattered by so many: with 16 that takes longer than to send it.
+/// A message is gathered and scattered by this number of multiprocessors: with 16 that takes longer than to send it.
 const MULTIPROCESSORS: u32 = 32;
 
-/// So many pairs of each card have more than one queue. NCCL has a message wait for its peer on some 16 multiprocessors: if
+/// The pairs of each card that have more than one queue. NCCL has a message wait for its peer on some 16 multiprocessors: if
 /// those of all pairs did not fit on a card any more, cards could wait for each other in a circle, until a pair is given up.
 const PAIRS_OF_SEVERAL: usize = 4;
 
 /// One node's cards.
 #[derive(Debug)]
-pub(super) struct CardFabric {
+pub(super) struct GpuBackend {
     memory: KvMemory,
-    carriers: Carriers,
+    copy_threads: CopyThreads,
     slot_bytes: usize,
-    /// Of a pair, while there are few.
+    /// Queues of a pair while there are few pairs.
     n_queues: usize,
     /// Held by each pair.
     pairs: Arc<()>,
 }
 
-impl CardFabric {
+impl GpuBackend {
     pub(super) fn new(parts: &ConnectorParts, slot_bytes: usize) -> Result<Self, TransferError> {
         let nccl = Nccl::load().map_err(TransferError::device)?;
         let n_queues = if nccl.takes_several() { n_queues(parts) } else { 1 };
         let lane_multiprocessors = parts.settings.multiprocessors(MULTIPROCESSORS);
         let size = CourierSize { n_lanes: 2, lane_multiprocessors, ..CourierSize::default() };
-        let carriers = Carriers::start(&parts.memory, size, &parts.gate)?;
-        Ok(Self { memory: parts.memory.clone(), carriers, slot_bytes, n_queues, pairs: Arc::default() })
+        let copy_threads = CopyThreads::start(&parts.memory, size, &parts.gate)?;
+        Ok(Self { memory: parts.memory.clone(), copy_threads, slot_bytes, n_queues, pairs: Arc::default() })
     }
 }
 
-impl Fabric for CardFabric {
+impl NcclBackend for GpuBackend {
     fn n_queues(&self) -> usize {
         let n_pairs = Arc::strong_count(&self.pairs) - 1;
         if n_pairs < PAIRS_OF_SEVERAL * usize::from(self.memory.n_ranks()) { self.n_queues } else { 1 }
@@ -67,8 +67,9 @@ impl Fabric for CardFabric {
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError> {
         let slots = Slots::new(card_of(&self.memory, rank)?.memory(), N_SLOTS, self.slot_bytes);
         let slots = Arc::new(slots.map_err(TransferError::device)?);
-        let (memory, carriers, pair) = (self.memory.clone(), self.carriers.clone(), Arc::clone(&self.pairs));
-        Ok(Arc::new(CardStage { memory, carriers, rank, slots, pair }))
+        let (memory, copy_threads, pair) =
+            (self.memory.clone(), self.copy_threads.clone(), Arc::clone(&self.pairs));
+        Ok(Arc::new(CardStage { memory, copy_threads, rank, slots, pair }))
     }
 }
 
@@ -76,7 +77,7 @@ impl Fabric for CardFabric {
 #[derive(Debug)]
 struct CardStage {
     memory: KvMemory,
-    carriers: Carriers,
+    copy_threads: CopyThreads,
     /// Whose card it is.
     rank: u16,
     slots: Arc<Slots>,
@@ -96,12 +97,12 @@ impl Stage for CardStage {
     }
 
     async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError> {
-        let (card, carrier) = (card_of(&self.memory, self.rank)?, self.carriers.of(self.rank));
+        let (card, copy_thread) = (card_of(&self.memory, self.rank)?, self.copy_threads.of(self.rank));
         let (mut offset, mut parts) = (0, Vec::new());
         for pages in sent(&self.memory, span)? {
-            let room = carrier.room().await?;
+            let room = copy_thread.room().await?;
             let to = SlotAt { slots: &self.slots, slot, offset };
-            let errand = carrier.courier().gather(card.memory(), pages.some(), to, digests);
+            let errand = copy_thread.courier().gather(card.memory(), pages.some(), to, digests);
             let errand = errand.map_err(TransferError::device)?;
             let done = errand.done();
             parts.push((room.fill(errand, None), done));
@@ -117,16 +118,19 @@ impl Stage for CardStage {
         span: &LaneSpan,
         digests: bool,
     ) -> Result<Option<Vec<Digest>>, TransferError> {
-        let (carrier, mut offset, mut here) = (self.carriers.of(self.rank), 0, Vec::new());
+        let (copy_thread, mut offset, mut here) = (self.copy_threads.of(self.rank), 0, Vec::new());
         for pages in wanted(landing, span)? {
-            let room = carrier.room().await?;
+            let room = copy_thread.room().await?;
             let from = SlotAt { slots: &self.slots, slot, offset };
             let start = |memory: &KvMemory| {
                 let card = card_of(memory, self.rank)?.memory();
-                carrier.courier().scatter(from, card, pages.some(), digests).map_err(TransferError::device)
+                copy_thread
+                    .courier()
+                    .scatter(from, card, pages.some(), digests)
+                    .map_err(TransferError::device)
             };
-            let Some((errand, flight)) = landing.take_off(start) else { return Ok(None) };
-            here.extend(room.take(errand?, Some(flight)).await?);
+            let Some((errand, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
+            here.extend(room.take(errand?, Some(pending_copy)).await?);
             offset += pages.bytes();
         }
         Ok(Some(here.into_iter().map(Digest).collect()))

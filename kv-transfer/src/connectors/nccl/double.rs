@@ -1,6 +1,6 @@
 //! The double of NCCL and of a card: slots and messages are host memory of this process. For tests, and nothing else.
 //!
-//! It keeps what the connector builds on: messages come in the order in which both ends ask for them, one that nobody asks
+//! It keeps what the connector builds on: messages come in the order in which both ends ask for them, one that is not asked
 //! for waits, and one whose other end is gone never comes. It can be made to stand still.
 
 use std::collections::{HashMap, VecDeque};
@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use kernels::cuda::ErrandDone;
 use kv_cache::KvMemory;
 
-use super::fabric::{Communicator, End, Fabric, Gathering, ID_BYTES, QueueId, Stage};
+use super::backend::{Communicator, End, Gathering, ID_BYTES, NcclBackend, QueueId, Stage};
 use crate::connectors::link::span_out::{SpanOut, copy_out};
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -49,8 +49,8 @@ struct Queue {
 }
 
 impl Double {
-    pub(super) fn fabric(&self, memory: &KvMemory, slot_bytes: usize, n_queues: usize) -> HostFabric {
-        HostFabric { double: self.clone(), memory: memory.clone(), slot_bytes, n_queues }
+    pub(super) fn backend(&self, memory: &KvMemory, slot_bytes: usize, n_queues: usize) -> HostBackend {
+        HostBackend { double: self.clone(), memory: memory.clone(), slot_bytes, n_queues }
     }
 
     /// From here on, no message is done, or all that wait are.
@@ -80,14 +80,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// One node's way to the others.
 #[derive(Debug)]
-pub(super) struct HostFabric {
+pub(super) struct HostBackend {
     double: Double,
     memory: KvMemory,
     slot_bytes: usize,
     n_queues: usize,
 }
 
-impl Fabric for HostFabric {
+impl NcclBackend for HostBackend {
     fn n_queues(&self) -> usize {
         self.n_queues
     }

@@ -12,18 +12,18 @@ use tokio::time::Instant;
 use tracing::{debug, info, trace};
 use types::in_full;
 
-use super::cable::{Slot, Standing};
-use super::fabric::{End, PairId, Stage};
-use super::turns::Turns;
+use super::backend::{End, PairId, Stage};
+use super::pair_queue::{PairState, Slot};
+use super::round_robin::RoundRobin;
 use crate::error::TransferError;
 
-/// Joining takes the library some seconds the first time. Whoever waits has a deadline of his own, and may wait again.
+/// Joining takes the library some seconds the first time. Callers have deadlines of their own and may wait again.
 const JOIN_WITHIN: Duration = Duration::from_secs(60);
 /// A peer that has gone away takes no part in a good end.
 const END_WITHIN: Duration = Duration::from_millis(500);
 /// The first message of every queue: the way between the two is made when it is first needed.
 const GREETING_BYTES: usize = 16;
-/// So long the thread looks at messages under way without a pause: longer than it takes one to follow another.
+/// How long the thread looks at messages under way without a pause: longer than it takes one to follow another.
 const LOOKS_FOR: Duration = Duration::from_micros(500);
 const PAUSE: Duration = Duration::from_micros(50);
 
@@ -58,7 +58,7 @@ pub(super) struct PairThread {
 
 /// The queues of a pair, and what they have under way.
 struct Pair {
-    turns: Turns,
+    round_robin: RoundRobin,
     end: End,
     stall: Duration,
     awake: Duration,
@@ -68,25 +68,25 @@ struct Pair {
     moved: Instant,
     /// When a message was last promised.
     roused: Instant,
-    /// Nobody puts messages here any more.
+    /// Since when the queue of messages is closed.
     closed_since: Option<Instant>,
 }
 
 impl PairThread {
-    /// Until the cable is dropped or the pair is lost. Whoever waits for a message then hears so.
-    pub(super) fn run(self, tell: &watch::Sender<Standing>) {
+    /// Runs until the pair queue is dropped or the pair is lost. Tasks that wait for a message then get the error.
+    pub(super) fn run(self, tell: &watch::Sender<PairState>) {
         let end = self.end;
         let ended = self.joined().and_then(|mut pair| {
-            tell.send_replace(Standing::Ready);
+            tell.send_replace(PairState::Ready);
             pair.serve().map(|()| pair.end_well())
         });
         match &ended {
             Ok(()) => debug!(?end, "pair ended"),
-            // Nobody is left who would be told.
+            // The pair queue is dropped: its users do not need the reason.
             Err(error) if tell.is_closed() => debug!(?end, error = in_full(error), "pair given up"),
             Err(error) => info!(?end, error = in_full(error), "pair lost"),
         }
-        tell.send_replace(Standing::Lost(ended.err().unwrap_or(TransferError::Closed)));
+        tell.send_replace(PairState::Lost(ended.err().unwrap_or(TransferError::Closed)));
     }
 
     fn joined(self) -> Result<Pair, TransferError> {
@@ -94,7 +94,7 @@ impl PairThread {
         let queues = id.into_iter().map(|id| Arc::clone(&stage).join(id, end)).collect::<Result<_, _>>()?;
         let moved = Instant::now();
         let mut pair = Pair {
-            turns: Turns::new(queues),
+            round_robin: RoundRobin::new(queues),
             end,
             stall: JOIN_WITHIN,
             awake,
@@ -112,11 +112,11 @@ impl PairThread {
 }
 
 impl Pair {
-    /// The first slot is nobody's before the pair is ready.
+    /// No message uses the first slot before the pair is ready.
     fn greet(&mut self) -> Result<(), TransferError> {
-        for _ in 0..self.turns.n_queues() {
+        for _ in 0..self.round_robin.n_queues() {
             self.begin(0, GREETING_BYTES, &[])?;
-            while self.turns.n_done()? == 0 {
+            while self.round_robin.n_done()? == 0 {
                 self.look_again()?;
             }
         }
@@ -160,26 +160,26 @@ impl Pair {
 
     fn begin(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError> {
         match self.end {
-            End::Sender => self.turns.send(slot, bytes, before)?,
-            End::Receiver => self.turns.receive(slot, bytes)?,
+            End::Sender => self.round_robin.send(slot, bytes, before)?,
+            End::Receiver => self.round_robin.receive(slot, bytes)?,
         }
         self.settle()
     }
 
     fn settle(&mut self) -> Result<(), TransferError> {
-        while !self.turns.is_settled()? {
+        while !self.round_robin.is_settled()? {
             self.look_again()?;
         }
         Ok(())
     }
 
-    /// Passes on what is done. Fails where nothing has been for too long, or nobody wants it any more.
+    /// Answers messages that are done. Fails if none was done for the stall time, or the pair queue is dropped.
     fn look_again(&mut self) -> Result<(), TransferError> {
         if !self.under_way.is_empty() {
-            let n_done = self.turns.n_done()?;
+            let n_done = self.round_robin.n_done()?;
             for job in self.under_way.drain(..n_done) {
                 trace!(target: "walk", end = ?self.end, "message done");
-                // Whoever waited may have gone away with the landing.
+                // The fetch may have ended with the landing.
                 let _ = job.done.send(Ok(()));
             }
             if n_done > 0 {
@@ -188,7 +188,7 @@ impl Pair {
             }
         }
         if self.queue.is_closed() && self.queue.is_empty() {
-            // The peer may have heard of the last message's end a moment before.
+            // The peer may have wait of the last message's end a moment before.
             let since = *self.closed_since.get_or_insert_with(Instant::now);
             if since.elapsed() > END_WITHIN {
                 return Err(TransferError::Closed);
@@ -211,13 +211,13 @@ impl Pair {
     /// A peer that does not come along is not waited for: then the communicators are given up.
     fn end_well(mut self) {
         let began = Instant::now();
-        let mut finalized = self.turns.finalize().is_ok();
-        while finalized && !self.turns.is_settled().unwrap_or(true) {
+        let mut finalized = self.round_robin.finalize().is_ok();
+        while finalized && !self.round_robin.is_settled().unwrap_or(true) {
             finalized = began.elapsed() < END_WITHIN;
             std::thread::sleep(PAUSE);
         }
         if finalized {
-            self.turns.destroy();
+            self.round_robin.destroy();
         }
     }
 }

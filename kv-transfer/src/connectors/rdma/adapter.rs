@@ -15,7 +15,7 @@ use crate::landing::bad_request;
 
 /// A packet that is lost costs 134 ms at most, unless later ones show sooner that it is.
 const TIMEOUT_MAX: u8 = 15;
-/// As often as a device can, a packet is sent again.
+/// A packet is sent again as often as a device can.
 pub(super) const RETRIES: u8 = 7;
 
 #[derive(Debug)]

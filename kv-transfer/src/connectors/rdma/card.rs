@@ -4,8 +4,8 @@ use chassis::Gate;
 use kernels::cuda::CourierSize;
 use kv_cache::{KvMemory, OnCard};
 
-use crate::connectors::cuda_ipc::carrier::Carrier;
-use crate::connectors::cuda_ipc::pages::{self, sent, wanted};
+use crate::connectors::gpu::copy_thread::CopyThread;
+use crate::connectors::gpu::pages::{self, sent, wanted};
 use crate::connectors::link::span_out::SpanOut;
 use crate::digest::Digest;
 use crate::error::TransferError;
@@ -16,15 +16,15 @@ use crate::lanes::LaneSpan;
 #[derive(Debug)]
 pub(super) struct CardLook {
     memory: KvMemory,
-    carrier: Carrier,
+    copy_thread: CopyThread,
 }
 
 impl CardLook {
     /// Refused where pages are not such as a card can digest.
     pub(super) fn at(memory: &KvMemory, gate: &Gate) -> Result<Self, TransferError> {
         pages::check(memory)?;
-        let carrier = Carrier::start(memory, 0, CourierSize::default(), gate)?;
-        Ok(Self { memory: memory.clone(), carrier })
+        let copy_thread = CopyThread::start(memory, 0, CourierSize::default(), gate)?;
+        Ok(Self { memory: memory.clone(), copy_thread })
     }
 
     /// What the pages of a span are that is about to be written; `None` where only some heads of each page are meant,
@@ -35,8 +35,8 @@ impl CardLook {
         }
         let mut digests = Vec::new();
         for pages in sent(&self.memory, span)? {
-            let room = self.carrier.room().await?;
-            let errand = self.carrier.courier().digest(on_card(&self.memory)?.memory(), pages.some());
+            let room = self.copy_thread.room().await?;
+            let errand = self.copy_thread.courier().digest(on_card(&self.memory)?.memory(), pages.some());
             digests.extend(room.take(errand.map_err(TransferError::device)?, None).await?);
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
@@ -57,10 +57,10 @@ impl CardLook {
         }
         let mut digests = Vec::new();
         for pages in wanted(landing, span)? {
-            let room = self.carrier.room().await?;
-            let look = |_: &KvMemory| self.carrier.courier().digest(card, pages.some());
-            let Some((errand, flight)) = landing.take_off(look) else { return Ok(Some(Vec::new())) };
-            digests.extend(room.take(errand.map_err(TransferError::device)?, Some(flight)).await?);
+            let room = self.copy_thread.room().await?;
+            let look = |_: &KvMemory| self.copy_thread.courier().digest(card, pages.some());
+            let Some((errand, pending_copy)) = landing.begin_copy(look) else { return Ok(Some(Vec::new())) };
+            digests.extend(room.take(errand.map_err(TransferError::device)?, Some(pending_copy)).await?);
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
     }

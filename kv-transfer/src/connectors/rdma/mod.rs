@@ -5,41 +5,49 @@
 //! registered once, for the pool: a card's by dmabuf, so that the device reaches it without a copy. A landing that fails keeps its blocks back until the sender's word that its device is
 //! done with them, or until this side's queue pairs are destroyed: see `docs/decisions/0011-rdma-by-hand.md`.
 //!
-//! Suggested reading order: which port of which device (`port`), what a connector has of it (`adapter`), how two ends
-//! find each other (`greeting`), queue pairs (`pairs`) and what they have done (`watch`), the sender (`writing`,
-//! `under_way`) and the receiver (`written`), and who looks at pages that are not the processor's (`card`).
+//! Suggested reading order: the port of a device (`port`), what a connector has of it (`adapter`), how two ends
+//! find each other (`greeting`), queue pairs (`pairs`) and what they have done (`watch`), the sender (`send`,
+//! `under_way`) and the receiver (`receive`, `verify`, `quiet_reports`), and digests of pages on a GPU (`card`).
 
 mod adapter;
 mod card;
-mod door;
+mod accept;
 mod greeting;
 mod pairs;
 pub mod port;
 mod under_way;
 mod watch;
-mod writing;
-mod written;
+mod send;
+mod receive;
+mod verify;
+mod quiet_reports;
 
 use std::sync::Arc;
 
 use tracing::info;
 use types::{Scheme, WireAddress};
 
+use self::accept::Port;
 use self::adapter::Adapter;
-use self::door::Port;
-use self::writing::Writing;
+use self::send::RdmaSendPath;
 use super::link::check_pages;
-use super::link::wire::Wire;
+use super::link::connector::LinkConnector;
 use super::tcp::advertised_host;
-use crate::connector::ConnectorParts;
+use crate::connector::{Auto, ConnectorParts, KvConnector, WireKind};
 use crate::error::TransferError;
-use crate::home::Home;
 use crate::settings::TransferSettings;
+use crate::wire_threads::WireThreads;
 
 pub const SCHEME: &str = "rdma";
 
+pub(super) const WIRE: WireKind = WireKind {
+    name: SCHEME,
+    build: |parts| Box::pin(async { Ok(listen(parts).await? as Arc<dyn KvConnector>) }),
+    auto: Auto::IfItWorks,
+};
+
 /// Opens a device and listens as the settings say. Refused, with the reason, where there is no device or no library.
-pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferError> {
+pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     check_pages(&parts)?;
     let adapter = Arc::new(Adapter::open(&parts)?);
     parts.settings.listen = listen_on(&parts.settings);
@@ -47,12 +55,21 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<Wire>, TransferErro
     let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
     let listener = parts.world.net().listen(&addr).await.map_err(refused)?;
     let port = listener.local_addr().map_err(refused)?.port();
-    let address =
-        WireAddress { scheme: Scheme::new(SCHEME), endpoint: format!("{}:{port}", advertised_host(&parts)) };
+    let address = WireAddress {
+        scheme: Scheme::new(SCHEME),
+        endpoint: format!("{}:{port}", advertised_host(&parts)),
+        within_host: false,
+    };
     info!(endpoint = address.endpoint, device = %adapter.port, "kv transfer by rdma");
     let door = Port::new(listener, Arc::clone(&adapter), &parts);
-    let medium = move |parts: &ConnectorParts| Ok(Writing::over(parts, Arc::clone(&adapter)) as _);
-    Ok(Wire::start(parts, Home::shared(), (address, None), Box::new(door), Box::new(medium)))
+    let send_path = move |parts: &ConnectorParts| Ok(RdmaSendPath::over(parts, Arc::clone(&adapter)) as _);
+    Ok(LinkConnector::start(
+        parts,
+        WireThreads::shared(),
+        (address, None),
+        Box::new(door),
+        Box::new(send_path),
+    ))
 }
 
 /// Where peers are met: as said, or where the node listens for the others, at any port.

@@ -1,4 +1,4 @@
-//! Which port of which device KV goes over, and by which of its addresses.
+//! Selects the RDMA port, and its address, over which KV goes.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -28,14 +28,14 @@ pub(super) struct UnderWay {
     broken: CancellationToken,
 }
 
-/// One of them. Until the device is done with it, it holds the lease of its pages, its flight, and room in the queue.
+/// One of them. Until the device is done with it, it holds the lease of its pages, its pending copy, and room in the queue.
 #[derive(Debug)]
 pub(super) struct FrameOut {
     #[expect(dead_code, reason = "held for its Drop")]
     pub(super) span: SpanOut,
     #[expect(dead_code, reason = "held for its Drop")]
     pub(super) room: OwnedSemaphorePermit,
-    /// For whoever waits for it.
+    /// Told when the write is done.
     pub(super) done: Option<oneshot::Sender<()>>,
 }
 
@@ -47,7 +47,7 @@ impl Pair {
         Self { pair: Mutex::new(Some(pair)), room }
     }
 
-    /// Waits for room for so many requests.
+    /// Waits for room for `n` requests.
     pub(super) async fn room(&self, n: u32) -> Result<OwnedSemaphorePermit, TransferError> {
         Arc::clone(&self.room).acquire_many_owned(n).await.map_err(|_| destroyed())
     }
@@ -80,7 +80,7 @@ impl UnderWay {
     /// Before the device is told.
     pub(super) fn enter(&self, number: u32, frame: FrameOut) -> Result<(), TransferError> {
         let mut frames = self.frames();
-        // Looked at under the lock: either this sees the loss, or whoever gives up sees the frame.
+        // Checked under the lock: either this call sees the loss, or `give_up` sees the frame.
         match self.lost.get() {
             Some(error) => Err(error.clone()),
             None => {
@@ -103,7 +103,7 @@ impl UnderWay {
         }
         let frame = self.frames().remove(&completion.id);
         if let Some(done) = frame.and_then(|frame| frame.done) {
-            // Whoever waited may have gone away.
+            // The waiting task may be gone.
             let _ = done.send(());
         }
         Ok(())

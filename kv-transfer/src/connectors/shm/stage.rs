@@ -36,7 +36,7 @@ impl Stage {
         self.memory.file().expect("the stage is shared memory")
     }
 
-    /// A slot that nobody needs, once there is one.
+    /// Waits for a free slot.
     pub(super) async fn slot(&self) -> u16 {
         let slot = self.free.recv().await.expect("the queue lives as long as the stage");
         self.lent[usize::from(slot)].store(true, Ordering::Relaxed);

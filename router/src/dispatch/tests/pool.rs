@@ -1,26 +1,34 @@
 //! The pool takes part, or does not: what a router makes of that.
 
 use super::*;
-use crate::puppet::next_token;
+use crate::fake_node::next_token;
 
-fn pool(id: &str, script: &[Act]) -> Puppet {
-    Puppet::new(id, Role::Pool, script)
+fn pool(id: &str, script: &[FakeResponse]) -> FakeNode {
+    FakeNode::new(id, Role::Pool, script)
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_pool_keeps_kv_until_a_decode_node_is_chosen() {
-    let (p, d, k) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), pool("k", &[Act::Serve]));
-    let stage = stage(Order::PrefillFirst, &[&p, &d, &k]).await;
-    stage.serves(6).await;
+    let (p, d, k) = (
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d", &[FakeResponse::Serve]),
+        pool("k", &[FakeResponse::Serve]),
+    );
+    let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+    test_cluster.serves(6).await;
     assert_eq!(k.heard(), ["put 20 tokens, 1 hashes, Serve", "fetch, Serve"]);
     assert_eq!((p.heard(), d.heard().len()), (vec!["prefill 20 tokens, Serve".to_owned()], 1));
-    assert_eq!(stage.dispatch.parts().metrics.continuations.get(), 0);
+    assert_eq!(test_cluster.dispatch.parts().metrics.continuations.get(), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_pool_has_no_part_in_the_other_order() {
-    let (p, d, k) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), pool("k", &[Act::Serve]));
-    stage(Order::DecodeFirst, &[&p, &d, &k]).await.serves(6).await;
+    let (p, d, k) = (
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d", &[FakeResponse::Serve]),
+        pool("k", &[FakeResponse::Serve]),
+    );
+    test_cluster(Order::DecodeFirst, &[&p, &d, &k]).await.serves(6).await;
     assert_eq!(k.heard(), Vec::<String>::new());
 }
 
@@ -28,15 +36,16 @@ async fn the_pool_has_no_part_in_the_other_order() {
 #[tokio::test(start_paused = true)]
 async fn what_the_pool_does_not_take_its_prefill_node_holds() {
     for (act, reason) in [
-        (Act::Refuse(RefusalKind::Full), "full"),
-        (Act::Break, "failed"),
-        (Act::BreakAfter(0), "failed"),
-        (Act::Hang, "failed"),
+        (FakeResponse::Refuse(RefusalKind::Full), "full"),
+        (FakeResponse::Break, "failed"),
+        (FakeResponse::BreakAfter(0), "failed"),
+        (FakeResponse::Hang, "failed"),
     ] {
-        let (p, d, k) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), pool("k", &[act]));
-        let stage = stage(Order::PrefillFirst, &[&p, &d, &k]).await;
-        stage.serves(6).await;
-        let metrics = &stage.dispatch.parts().metrics;
+        let (p, d, k) =
+            (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]), pool("k", &[act]));
+        let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+        test_cluster.serves(6).await;
+        let metrics = &test_cluster.dispatch.parts().metrics;
         assert_eq!(metrics.pool_fallbacks.with_label_values(&[reason]).get(), 1, "{act:?}");
         assert_eq!(p.heard().last().map(String::as_str), Some("deliver"), "{act:?}");
     }
@@ -45,11 +54,15 @@ async fn what_the_pool_does_not_take_its_prefill_node_holds() {
 /// A pool node that failed is left alone until it has spoken again: the next prompt does not wait for it.
 #[tokio::test(start_paused = true)]
 async fn a_pool_node_that_failed_is_not_asked_at_once() {
-    let (p, d, k) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), pool("k", &[Act::Hang]));
-    let stage = stage(Order::PrefillFirst, &[&p, &d, &k]).await;
-    stage.serves(6).await;
-    let began = stage.world.now();
-    stage.serves(6).await;
+    let (p, d, k) = (
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d", &[FakeResponse::Serve]),
+        pool("k", &[FakeResponse::Hang]),
+    );
+    let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+    test_cluster.serves(6).await;
+    let began = test_cluster.world.now();
+    test_cluster.serves(6).await;
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     assert_eq!(k.heard().len(), 1);
 }
@@ -57,13 +70,15 @@ async fn a_pool_node_that_failed_is_not_asked_at_once() {
 /// What was stored and is lost, or was found to be spoilt, is computed again; the client has its first token by then.
 #[tokio::test(start_paused = true)]
 async fn kv_that_the_pool_lost_is_computed_again() {
-    for script in
-        [[Act::Serve, Act::Refuse(RefusalKind::Failed), Act::Serve], [Act::Serve, Act::Break, Act::Serve]]
-    {
-        let (p, d, k) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), pool("k", &script));
-        let stage = stage(Order::PrefillFirst, &[&p, &d, &k]).await;
-        stage.serves(6).await;
-        assert_eq!(stage.dispatch.parts().metrics.continuations.get(), 1, "{script:?}");
+    for script in [
+        [FakeResponse::Serve, FakeResponse::Refuse(RefusalKind::Failed), FakeResponse::Serve],
+        [FakeResponse::Serve, FakeResponse::Break, FakeResponse::Serve],
+    ] {
+        let (p, d, k) =
+            (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]), pool("k", &script));
+        let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+        test_cluster.serves(6).await;
+        assert_eq!(test_cluster.dispatch.parts().metrics.continuations.get(), 1, "{script:?}");
         assert!(p.heard().contains(&"prefill 21 tokens, Serve".to_owned()), "{:?}", p.heard());
     }
 }
@@ -71,40 +86,49 @@ async fn kv_that_the_pool_lost_is_computed_again() {
 /// The KV never comes, and the sender says why.
 #[tokio::test(start_paused = true)]
 async fn kv_that_was_lost_on_the_way_to_the_pool_is_computed_again() {
-    let (p, d) = (prefill("p", &[Act::Lose, Act::Serve]), decode("d", &[Act::Serve]));
-    let k = pool("k", &[Act::Starve, Act::Serve]);
-    let stage = stage(Order::PrefillFirst, &[&p, &d, &k]).await;
-    let began = stage.world.now();
-    stage.serves(6).await;
+    let (p, d) =
+        (prefill("p", &[FakeResponse::Lose, FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
+    let k = pool("k", &[FakeResponse::Starve, FakeResponse::Serve]);
+    let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+    let began = test_cluster.world.now();
+    test_cluster.serves(6).await;
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
 }
 
 /// It was the decode node's landing that was lost: the pool has the KV still, and gives it to another.
 #[tokio::test(start_paused = true)]
 async fn what_is_stored_is_delivered_to_another_decode_node() {
-    let (p, d) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]));
-    let k = pool("k", &[Act::Serve, Act::Refuse(RefusalKind::Wire), Act::Serve]);
-    let stage = stage(Order::PrefillFirst, &[&p, &d, &k]).await;
-    stage.serves(6).await;
-    assert_eq!(stage.dispatch.parts().metrics.continuations.get(), 0);
+    let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
+    let k = pool("k", &[FakeResponse::Serve, FakeResponse::Refuse(RefusalKind::Wire), FakeResponse::Serve]);
+    let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+    test_cluster.serves(6).await;
+    assert_eq!(test_cluster.dispatch.parts().metrics.continuations.get(), 0);
     assert_eq!((p.heard().len(), d.heard().len()), (1, 2));
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_pool_node_keeps_its_own_models_kv_only() {
-    let (p, d, mut k) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), pool("k", &[Act::Serve]));
+    let (p, d, mut k) = (
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d", &[FakeResponse::Serve]),
+        pool("k", &[FakeResponse::Serve]),
+    );
     k.info.model.name = "another".to_owned();
-    stage(Order::PrefillFirst, &[&p, &d, &k]).await.serves(6).await;
+    test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await.serves(6).await;
     assert_eq!(k.heard(), Vec::<String>::new());
     assert_eq!(p.heard().last().map(String::as_str), Some("deliver"));
 }
 
-/// The next token is what it would be after all that came before, whoever computed that.
+/// The next token is what it would be after all that came before, whichever node computed that.
 #[tokio::test(start_paused = true)]
 async fn one_token_needs_no_decode_node() {
-    let (p, d, k) = (prefill("p", &[Act::Serve]), decode("d", &[Act::Serve]), pool("k", &[Act::Serve]));
-    let stage = stage(Order::PrefillFirst, &[&p, &d, &k]).await;
-    let tokens = stage.ask(1).await.expect("an answer");
-    assert_eq!(tokens, [next_token(&stage.prompt(1).tokens)]);
+    let (p, d, k) = (
+        prefill("p", &[FakeResponse::Serve]),
+        decode("d", &[FakeResponse::Serve]),
+        pool("k", &[FakeResponse::Serve]),
+    );
+    let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+    let tokens = test_cluster.ask(1).await.expect("an answer");
+    assert_eq!(tokens, [next_token(&test_cluster.prompt(1).tokens)]);
     assert_eq!(d.heard(), Vec::<String>::new());
 }

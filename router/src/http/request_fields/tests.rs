@@ -84,7 +84,8 @@ fn every_field_of_the_official_client_is_known() {
 fn a_field_is_in_the_table_once() {
     for (nth, field) in FIELDS.iter().enumerate() {
         for other in &FIELDS[..nth] {
-            let overlap = field.on == other.on || field.on == On::Both || other.on == On::Both;
+            let overlap =
+                field.on == other.on || field.on == FieldEndpoints::Both || other.on == FieldEndpoints::Both;
             assert!(field.name != other.name || !overlap, "{}", field.name);
         }
     }
@@ -99,7 +100,7 @@ fn every_field_has_the_fate_that_the_table_says() {
                 continue;
             }
             assert_eq!(refusal(endpoint, &json!({field.name: null})), None, "{}", field.name);
-            let Fate::Refused { reason, neutral } = field.fate else {
+            let FieldSupport::Refused { reason, neutral } = field.fate else {
                 for value in &something {
                     assert_eq!(refusal(endpoint, &json!({field.name: value})), None, "{}", field.name);
                 }
@@ -153,30 +154,42 @@ Errors are in [errors.md](errors.md).
 
 ## Request fields
 
-A request with a field that would change the answer and is not supported is refused with a 400 that names the field, and so is a request with an unknown field. `null` always means that the field is absent.
+A request with a field that would change the answer and is not supported is refused with a 400 that names the field, and so is a request with an unknown field. An ignored field changes nothing in the answer. `null` always means that the field is absent.
 
-| field | endpoint | what happens |
+| fields | endpoint | what happens |
 |---|---|---|
 ";
 
+fn fate(field: &RequestField) -> String {
+    match field.fate {
+        FieldSupport::Honoured("") => "honoured".to_owned(),
+        FieldSupport::Honoured(note) => format!("honoured: {note}"),
+        FieldSupport::Harmless(note) => format!("ignored: {note}"),
+        FieldSupport::Refused { reason, neutral: [] } => format!("refused: {reason}"),
+        FieldSupport::Refused { reason, neutral } => {
+            format!("refused, except as `{}`: {reason}", neutral.join("` or `"))
+        }
+    }
+}
+
+/// Fields with the same fate are one row.
 fn page() -> String {
-    let mut page = HEAD.to_owned();
+    let mut rows: Vec<(&str, String, Vec<String>)> = Vec::new();
     for field in FIELDS {
         let on = match field.on {
-            On::Chat => "chat",
-            On::Completions => "completions",
-            On::Both => "both",
+            FieldEndpoints::Chat => "chat",
+            FieldEndpoints::Completions => "completions",
+            FieldEndpoints::Both => "both",
         };
-        let fate = match field.fate {
-            Fate::Honoured("") => "honoured".to_owned(),
-            Fate::Honoured(note) => format!("honoured: {note}"),
-            Fate::Harmless(note) => format!("ignored, it changes nothing in the answer: {note}"),
-            Fate::Refused { reason, neutral: [] } => format!("refused: {reason}"),
-            Fate::Refused { reason, neutral } => {
-                format!("refused, except as `{}`: {reason}", neutral.join("` or `"))
-            }
-        };
-        writeln!(page, "| `{}` | {on} | {fate} |", field.name).expect("a string takes all");
+        let (fate, name) = (fate(field), format!("`{}`", field.name));
+        match rows.iter_mut().find(|row| row.0 == on && row.1 == fate) {
+            Some(row) => row.2.push(name),
+            None => rows.push((on, fate, vec![name])),
+        }
+    }
+    let mut page = HEAD.to_owned();
+    for (on, fate, names) in rows {
+        writeln!(page, "| {} | {on} | {fate} |", names.join(", ")).expect("a string takes all");
     }
     page
 }

@@ -4,12 +4,12 @@ use serde_json::json;
 use types::step::Logprobs;
 use types::{FinishReason, TokenId};
 
-use super::puppet::*;
+use super::fake_serve::*;
 
 #[tokio::test(start_paused = true)]
 async fn a_chat() {
-    let puppet = Puppet::saying("Hello");
-    let answer = chat(&puppet, json!({})).await;
+    let fake_serve = FakeServe::saying("Hello");
+    let answer = chat(&fake_serve, json!({})).await;
     assert_eq!(answer.status, 200);
     assert_eq!(answer.header("x-request-id"), "r1");
     assert_eq!(
@@ -26,19 +26,19 @@ async fn a_chat() {
             },
         })
     );
-    let prompt = &puppet.seen()[0];
+    let prompt = &fake_serve.seen()[0];
     let text = [258, 72, 105, 256, 259].map(TokenId);
     assert_eq!(prompt.tokens.as_ref(), text, "<|user|>Hi<|end|><|assistant|>");
     assert_eq!(prompt.stop.max_tokens, 507);
-    puppet.holds(0).await;
+    fake_serve.holds(0).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_completion() {
-    let puppet = Puppet::new(|_| {
+    let fake_serve = FakeServe::new(|_| {
         plays(vec![step(0, TokenId(65), None), step(1, TokenId(66), Some(FinishReason::Length))])
     });
-    let answer = complete(&puppet, json!({"echo": true, "return_token_ids": true})).await;
+    let answer = complete(&fake_serve, json!({"echo": true, "return_token_ids": true})).await;
     assert_eq!(
         answer.json(),
         json!({
@@ -53,7 +53,7 @@ async fn a_completion() {
             },
         })
     );
-    assert_eq!(puppet.seen()[0].stop.max_tokens, 16);
+    assert_eq!(fake_serve.seen()[0].stop.max_tokens, 16);
 }
 
 #[tokio::test(start_paused = true)]
@@ -64,11 +64,11 @@ async fn prompts_of_all_forms() {
         (json!(["a", "b"]), vec![vec![97], vec![98]]),
         (json!([[97], [98, 99]]), vec![vec![97], vec![98, 99]]),
     ] {
-        let puppet = Puppet::saying("x");
-        let answer = complete(&puppet, json!({"prompt": prompt})).await;
+        let fake_serve = FakeServe::saying("x");
+        let answer = complete(&fake_serve, json!({"prompt": prompt})).await;
         assert_eq!(answer.status, 200, "{}", answer.body);
         let ids = |prompt: types::Prompt| prompt.tokens.iter().map(|token| token.0).collect::<Vec<u32>>();
-        let seen: Vec<Vec<u32>> = puppet.seen().into_iter().map(ids).collect();
+        let seen: Vec<Vec<u32>> = fake_serve.seen().into_iter().map(ids).collect();
         assert_eq!(seen, expected);
         let n_tokens: usize = expected.iter().map(Vec::len).sum();
         assert_eq!(answer.json()["usage"]["prompt_tokens"], n_tokens);
@@ -77,8 +77,8 @@ async fn prompts_of_all_forms() {
 
 #[tokio::test(start_paused = true)]
 async fn several_answers_are_drawn_apart() {
-    let puppet = Puppet::new(|prompt| says(&format!("seed {}", prompt.sampling.seed)));
-    let answer = chat(&puppet, json!({"n": 3, "seed": 40})).await.json();
+    let fake_serve = FakeServe::new(|prompt| says(&format!("seed {}", prompt.sampling.seed)));
+    let answer = chat(&fake_serve, json!({"n": 3, "seed": 40})).await.json();
     let texts: Vec<&str> = answer["choices"]
         .as_array()
         .unwrap()
@@ -91,17 +91,17 @@ async fn several_answers_are_drawn_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_wish_reaches_the_house() {
-    let puppet = Puppet::saying("x");
-    let wishes = json!({
+async fn every_sampling_field_reaches_the_backend() {
+    let fake_serve = FakeServe::saying("x");
+    let params = json!({
         "max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 7,
         "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 2,
         "logit_bias": {"65": -100, "66": 1.5}, "seed": -1, "stop_token_ids": [10], "ignore_eos": true,
         "logprobs": true, "top_logprobs": 2, "user": "u", "metadata": {"a": [1]}, "guided_json": null, "stop": null, "stream_options": null,
     });
-    let answer = chat(&puppet, wishes).await;
+    let answer = chat(&fake_serve, params).await;
     assert_eq!(answer.status, 200, "{}", answer.body);
-    let types::Prompt { sampling, stop, .. } = puppet.seen().remove(0);
+    let types::Prompt { sampling, stop, .. } = fake_serve.seen().remove(0);
     let expected = types::Sampling {
         temperature: 0.5,
         top_p: 0.25,
@@ -122,20 +122,20 @@ async fn every_wish_reaches_the_house() {
 
 #[tokio::test(start_paused = true)]
 async fn the_answer_ends_before_a_stop_string() {
-    let puppet = Puppet::new(|_| babbles_then_stops());
+    let fake_serve = FakeServe::new(|_| babbles_then_stops());
     for (stop, min_tokens, expected, n_tokens) in
         [(json!("cd"), 0, "ab", 4), (json!(["zz", "b"]), 0, "a", 2), (json!("b"), 2, "abcda", 6)]
     {
-        let answer = complete(&puppet, json!({"stop": stop, "min_tokens": min_tokens})).await.json();
+        let answer = complete(&fake_serve, json!({"stop": stop, "min_tokens": min_tokens})).await.json();
         assert_eq!(answer["choices"][0]["text"], expected);
         assert_eq!(answer["choices"][0]["finish_reason"], "stop");
         assert_eq!(answer["usage"]["completion_tokens"], n_tokens);
-        puppet.holds(0).await;
+        fake_serve.holds(0).await;
     }
 }
 
 /// "abcdabcd", and then silence: only a stop string can end it.
-fn babbles_then_stops() -> Play {
+fn babbles_then_stops() -> ScriptedEvent {
     begins("abcdabcd")
 }
 
@@ -149,8 +149,8 @@ async fn logprobs_in_both_shapes() {
         steps[2].logprobs = logprobs(f32::NEG_INFINITY, vec![]);
         plays(steps)
     };
-    let puppet = Puppet::new(with_logprobs);
-    let answer = chat(&puppet, json!({"logprobs": true, "top_logprobs": 2})).await.json();
+    let fake_serve = FakeServe::new(with_logprobs);
+    let answer = chat(&fake_serve, json!({"logprobs": true, "top_logprobs": 2})).await.json();
     assert_eq!(
         answer["choices"][0]["logprobs"],
         json!({"refusal": null, "content": [
@@ -163,7 +163,7 @@ async fn logprobs_in_both_shapes() {
             {"token": "<|end|>", "logprob": -9999.0, "bytes": b"<|end|>", "top_logprobs": []},
         ]})
     );
-    let answer = complete(&puppet, json!({"logprobs": 2})).await.json();
+    let answer = complete(&fake_serve, json!({"logprobs": 2})).await.json();
     assert_eq!(
         answer["choices"][0]["logprobs"],
         json!({
@@ -179,7 +179,7 @@ async fn logprobs_in_both_shapes() {
 
 #[tokio::test(start_paused = true)]
 async fn chats_return_token_ids() {
-    let answer = chat(&Puppet::saying("A"), json!({"return_token_ids": true})).await.json();
+    let answer = chat(&FakeServe::saying("A"), json!({"return_token_ids": true})).await.json();
     assert_eq!(answer["prompt_token_ids"], json!([258, 72, 105, 256, 259]));
     assert_eq!(answer["choices"][0]["token_ids"], json!([65, 256]));
 }
@@ -188,7 +188,7 @@ async fn chats_return_token_ids() {
 async fn models() {
     let get = async |path: &str| {
         let request = http::Request::get(path).body(axum::body::Body::empty()).unwrap();
-        send(app(&Puppet::saying("x")), request).await
+        send(app(&FakeServe::saying("x")), request).await
     };
     let model =
         json!({"id": "org/mock", "object": "model", "created": 0, "owned_by": "baton", "max_model_len": 512});

@@ -1,5 +1,5 @@
 mod answers;
-mod puppet;
+mod fake_serve;
 mod refusals;
 mod sockets;
 mod streams;

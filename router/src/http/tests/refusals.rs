@@ -7,7 +7,7 @@ use http::Request;
 use serde_json::{Value, json};
 use types::RefusalKind;
 
-use super::puppet::*;
+use super::fake_serve::*;
 use crate::http::BodyLimits;
 use crate::serve::ServeError;
 use crate::text::{ChatTemplate, RouterModel};
@@ -22,7 +22,7 @@ fn check(answer: &Answer, status: u16, code: &str, param: impl Into<Value>) {
 
 #[tokio::test(start_paused = true)]
 async fn bad_chats_name_the_field() {
-    let puppet = Puppet::saying("x");
+    let fake_serve = FakeServe::saying("x");
     let message = |message: Value| json!({"messages": [message]});
     for (fields, code, param) in [
         (json!({"temperature": 3}), "invalid_value", "temperature"),
@@ -76,15 +76,15 @@ async fn bad_chats_name_the_field() {
         (json!({"use_beam_search": true}), "unsupported_parameter", "use_beam_search"),
     ] {
         let status = if code == "model_not_found" { 404 } else { 400 };
-        check(&chat(&puppet, fields).await, status, code, param);
+        check(&chat(&fake_serve, fields).await, status, code, param);
     }
-    assert!(puppet.seen().is_empty(), "the house never heard of them");
-    assert_eq!(chat(&puppet, json!({})).await.status, 200, "and the next request works");
+    assert!(fake_serve.seen().is_empty(), "the house never heard of them");
+    assert_eq!(chat(&fake_serve, json!({})).await.status, 200, "and the next request works");
 }
 
 #[tokio::test(start_paused = true)]
 async fn bad_completions_name_the_field() {
-    let puppet = Puppet::saying("x");
+    let fake_serve = FakeServe::saying("x");
     for (fields, code, param) in [
         (json!({"prompt": null}), "missing_required_parameter", "prompt"),
         (json!({"prompt": ""}), "invalid_value", "prompt"),
@@ -102,22 +102,22 @@ async fn bad_completions_name_the_field() {
         (json!({"echo": true, "logprobs": 1}), "unsupported_parameter", "echo"),
         (json!({"logprobs": 300}), "invalid_value", "top_logprobs"),
     ] {
-        check(&complete(&puppet, fields).await, 400, code, param);
+        check(&complete(&fake_serve, fields).await, 400, code, param);
     }
-    assert!(puppet.seen().is_empty());
+    assert!(fake_serve.seen().is_empty());
 }
 
 #[tokio::test(start_paused = true)]
 async fn bad_bodies() {
-    let puppet = Puppet::saying("x");
+    let fake_serve = FakeServe::saying("x");
     for body in [&b"{"[..], b"", b"no json", b"{\"messages\": \"\xff\xfe\"}", b"{} x"] {
-        check(&post(&puppet, "/v1/chat/completions", body).await, 400, "invalid_json", "body");
+        check(&post(&fake_serve, "/v1/chat/completions", body).await, 400, "invalid_json", "body");
     }
-    check(&post(&puppet, "/v1/chat/completions", "[1]").await, 400, "invalid_value", "body");
+    check(&post(&fake_serve, "/v1/chat/completions", "[1]").await, 400, "invalid_value", "body");
     let large = format!("{{\"prompt\": \"{}\"}}", "a".repeat(10_000_000));
-    check(&post(&puppet, "/v1/completions", large).await, 400, "body_too_large", "body");
+    check(&post(&fake_serve, "/v1/completions", large).await, 400, "body_too_large", "body");
     let slow = Body::from_stream(futures::stream::pending::<Result<bytes::Bytes, std::io::Error>>());
-    check(&post(&puppet, "/v1/completions", slow).await, 408, "body_timeout", "body");
+    check(&post(&fake_serve, "/v1/completions", slow).await, 408, "body_timeout", "body");
 }
 
 #[tokio::test(start_paused = true)]
@@ -125,7 +125,7 @@ async fn a_template_may_refuse_and_a_model_may_have_none() {
     let raising = ChatTemplate::new("{{ raise_exception('roles must alternate') }}", vec![]).unwrap();
     for (template, code) in [(Some(raising), "template_refused"), (None, "unsupported_parameter")] {
         let model = RouterModel { template, ..RouterModel::mock("org/mock", 512) };
-        let app = app_of(&Puppet::saying("x"), BodyLimits::default(), model);
+        let app = app_of(&FakeServe::saying("x"), BodyLimits::default(), model);
         let body = json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string();
         let answer = send(app, Request::post("/v1/chat/completions").body(body.into()).unwrap()).await;
         check(&answer, 400, code, "messages");
@@ -138,7 +138,7 @@ async fn content_types_do_not_matter() {
     {
         let request = Request::post("/v1/completions").header("content-type", content_type);
         let request = request.body(Body::from(r#"{"prompt": "a"}"#)).unwrap();
-        assert_eq!(send(app(&Puppet::saying("x")), request).await.status, 200);
+        assert_eq!(send(app(&FakeServe::saying("x")), request).await.status, 200);
     }
 }
 
@@ -149,16 +149,16 @@ async fn bad_headers_name_themselves() {
     {
         let request = Request::post("/v1/completions").header(name, value);
         let answer =
-            send(app(&Puppet::saying("x")), request.body(Body::from(r#"{"prompt": "a"}"#)).unwrap()).await;
+            send(app(&FakeServe::saying("x")), request.body(Body::from(r#"{"prompt": "a"}"#)).unwrap()).await;
         check(&answer, 400, "invalid_value", name);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn unknown_paths_and_methods() {
-    let puppet = Puppet::saying("x");
+    let fake_serve = FakeServe::saying("x");
     let ask = async |request: http::request::Builder| {
-        send(app(&puppet), request.body(Body::empty()).unwrap()).await
+        send(app(&fake_serve), request.body(Body::empty()).unwrap()).await
     };
     check(&ask(Request::get("/v2/nothing")).await, 404, "not_found", Value::Null);
     check(&ask(Request::get("/v1/chat/completions")).await, 405, "method_not_allowed", Value::Null);
@@ -181,8 +181,8 @@ async fn what_the_house_says_is_a_status() {
     ] {
         for stream in [false, true] {
             let error = error.clone();
-            let puppet = Puppet::new(move |_| Play::Refuse(error.clone()));
-            let answer = chat(&puppet, json!({"stream": stream})).await;
+            let fake_serve = FakeServe::new(move |_| ScriptedEvent::Refuse(error.clone()));
+            let answer = chat(&fake_serve, json!({"stream": stream})).await;
             check(&answer, status, code, Value::Null);
             assert_eq!(answer.header("retry-after"), retry_after, "{code}");
         }
@@ -191,25 +191,25 @@ async fn what_the_house_says_is_a_status() {
 
 #[tokio::test(start_paused = true)]
 async fn one_refused_answer_of_several_refuses_all() {
-    let puppet = Puppet::new(|prompt| match prompt.id.as_str() {
-        "r1-2" => Play::Refuse(ServeError::NoNodes { reason: String::new() }),
+    let fake_serve = FakeServe::new(|prompt| match prompt.id.as_str() {
+        "r1-2" => ScriptedEvent::Refuse(ServeError::NoNodes { reason: String::new() }),
         _ => begins("ab"),
     });
-    check(&chat(&puppet, json!({"n": 3, "stream": true})).await, 503, "no_nodes", Value::Null);
-    puppet.holds(0).await;
+    check(&chat(&fake_serve, json!({"n": 3, "stream": true})).await, 503, "no_nodes", Value::Null);
+    fake_serve.holds(0).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn readiness_gives_its_reason() {
     let request = Request::get("/ready").body(Body::empty()).unwrap();
-    let answer = send(app(&Puppet::unready("no decode node")), request).await;
+    let answer = send(app(&FakeServe::unready("no decode node")), request).await;
     check(&answer, 503, "no_nodes", Value::Null);
     assert_eq!(answer.json()["error"]["message"], "no decode node");
 }
 
 #[tokio::test(start_paused = true)]
 async fn body_limits_are_settings() {
-    let app = app_with(&Puppet::saying("x"), BodyLimits { bytes_max: 10, ..BodyLimits::default() });
+    let app = app_with(&FakeServe::saying("x"), BodyLimits { bytes_max: 10, ..BodyLimits::default() });
     let request = Request::post("/v1/completions").body(Body::from(r#"{"prompt": "a"}"#)).unwrap();
     check(&send(app, request).await, 400, "body_too_large", "body");
 }
@@ -218,7 +218,7 @@ async fn body_limits_are_settings() {
 async fn insane_ids_are_replaced() {
     for (id, kept) in [("abc-1", true), ("a b", false)] {
         let request = Request::get("/v1/models").header("x-request-id", id).body(Body::empty()).unwrap();
-        let answer = send(app(&Puppet::saying("x")), request).await;
+        let answer = send(app(&FakeServe::saying("x")), request).await;
         assert_eq!(answer.header("x-request-id") == id, kept);
         assert!(kept || answer.header("x-request-id").starts_with("req-"));
     }

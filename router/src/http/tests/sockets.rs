@@ -10,12 +10,12 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
-use super::puppet::*;
-use crate::http::ImpatientListener;
+use super::fake_serve::*;
+use crate::http::WriteTimeoutListener;
 
 const WITHIN: Duration = Duration::from_secs(20);
 
-/// The door on a free port.
+/// The HTTP API on a free port.
 struct Served {
     address: String,
     shutdown: Shutdown,
@@ -23,11 +23,11 @@ struct Served {
 }
 
 impl Served {
-    async fn new(puppet: &Arc<Puppet>, patience: Duration) -> Self {
+    async fn new(fake_serve: &Arc<FakeServe>, patience: Duration) -> Self {
         let listener = TcpNet.listen("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
-        let (listener, shutdown) = (Box::new(ImpatientListener::new(listener, patience)), Shutdown::new());
-        let serve = server::serve(listener, app(puppet), shutdown.clone(), ServerLimits::default());
+        let (listener, shutdown) = (Box::new(WriteTimeoutListener::new(listener, patience)), Shutdown::new());
+        let serve = server::serve(listener, app(fake_serve), shutdown.clone(), ServerLimits::default());
         Self { address, shutdown, server: spawn_guarded(&Gate::new("test"), "http", serve) }
     }
 
@@ -73,50 +73,52 @@ fn streamed() -> String {
 
 #[tokio::test]
 async fn the_first_event_is_not_held_back() {
-    let puppet = Puppet::new(|_| begins("x"));
-    let served = Served::new(&puppet, WITHIN).await;
+    let fake_serve = FakeServe::new(|_| begins("x"));
+    let served = Served::new(&fake_serve, WITHIN).await;
     let mut client = served.client().await;
     client.send("/v1/completions", &streamed()).await;
     client.reads(r#""text":"x""#).await;
     assert!(client.read.starts_with("HTTP/1.1 200 OK\r\n"));
-    puppet.holds(1).await;
+    fake_serve.holds(1).await;
     drop(client);
-    puppet.holds(0).await;
+    fake_serve.holds(0).await;
     served.stop().await;
 }
 
 #[tokio::test]
 async fn a_client_that_leaves_cancels_its_request() {
     // The second answer waits for the first one's prefill.
-    for (play, stream, n_held) in
-        [(Play::silence as fn() -> Play, true, 1), (Play::silence, false, 1), (|| begins("x"), false, 2)]
-    {
-        let puppet = Puppet::new(move |_| play());
-        let served = Served::new(&puppet, WITHIN).await;
+    for (play, stream, n_held) in [
+        (ScriptedEvent::silence as fn() -> ScriptedEvent, true, 1),
+        (ScriptedEvent::silence, false, 1),
+        (|| begins("x"), false, 2),
+    ] {
+        let fake_serve = FakeServe::new(move |_| play());
+        let served = Served::new(&fake_serve, WITHIN).await;
         let mut client = served.client().await;
         client.send("/v1/completions", &json!({"prompt": "a", "stream": stream, "n": 2}).to_string()).await;
-        puppet.holds(n_held).await;
+        fake_serve.holds(n_held).await;
         drop(client);
-        puppet.holds(0).await;
+        fake_serve.holds(0).await;
         served.stop().await;
     }
 }
 
 #[tokio::test]
 async fn a_client_that_stops_reading_is_given_up() {
-    let puppet = Puppet::new(|_| babbles());
-    let served = Served::new(&puppet, Duration::from_millis(200)).await;
+    let fake_serve = FakeServe::new(|_| babbles());
+    let served = Served::new(&fake_serve, Duration::from_millis(200)).await;
     let mut client = served.client().await;
     client.send("/v1/completions", &streamed()).await;
     client.reads("data: ").await;
-    puppet.holds(0).await;
+    fake_serve.holds(0).await;
     served.stop().await;
 }
 
 #[tokio::test]
 async fn a_body_that_is_too_large_is_answered_and_the_next_request_works() {
-    let puppet = Puppet::saying("fine");
-    let served = Served::new(&puppet, WITHIN).await;
+    let fake_serve = FakeServe::saying("fine");
+    let served = Served::new(&fake_serve, WITHIN).await;
     let mut client = served.client().await;
     client.send("/v1/completions", &json!({"prompt": "a".repeat(10_000_000)}).to_string()).await;
     client.reads("body_too_large").await;
@@ -129,8 +131,8 @@ async fn a_body_that_is_too_large_is_answered_and_the_next_request_works() {
 
 #[tokio::test]
 async fn streams_end_before_the_server_does() {
-    let puppet = Puppet::saying("to the end");
-    let served = Served::new(&puppet, WITHIN).await;
+    let fake_serve = FakeServe::saying("to the end");
+    let served = Served::new(&fake_serve, WITHIN).await;
     let mut client = served.client().await;
     client.send("/v1/completions", &streamed()).await;
     client.reads("data: ").await;

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use types::{RefusalKind, TokenId};
 
-use super::puppet::*;
+use super::fake_serve::*;
 use crate::serve::ServeError;
 
 fn chunk(choices: Value) -> Value {
@@ -24,7 +24,7 @@ fn delta(delta: Value, finish: Value) -> Value {
 
 #[tokio::test(start_paused = true)]
 async fn a_chat() {
-    let answer = chat(&Puppet::saying("Hé"), json!({"stream": true})).await;
+    let answer = chat(&FakeServe::saying("Hé"), json!({"stream": true})).await;
     assert_eq!(answer.status, 200);
     assert_eq!(answer.header("content-type"), "text/event-stream");
     assert_eq!(answer.header("x-request-id"), "r1");
@@ -43,7 +43,7 @@ async fn a_chat() {
 #[tokio::test(start_paused = true)]
 async fn the_last_chunk_has_the_usage() {
     let options = json!({"stream": true, "stream_options": {"include_usage": true}});
-    let events = chat(&Puppet::saying("H"), options).await.events();
+    let events = chat(&FakeServe::saying("H"), options).await.events();
     let usage = json!({
         "prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1},
     });
@@ -56,11 +56,11 @@ async fn the_last_chunk_has_the_usage() {
 #[tokio::test(start_paused = true)]
 async fn token_ids_come_with_every_step() {
     let fields = json!({"stream": true, "return_token_ids": true});
-    let events = chat(&Puppet::saying("é"), fields.clone()).await.events();
+    let events = chat(&FakeServe::saying("é"), fields.clone()).await.events();
     assert_eq!(events[0]["prompt_token_ids"], json!([258, 72, 105, 256, 259]));
     let ids: Vec<&Value> = events[1..4].iter().map(|event| &event["choices"][0]["token_ids"]).collect();
     assert_eq!(ids, [&json!([195]), &json!([169]), &json!([256])]);
-    let events = complete(&Puppet::saying("A"), fields).await.events();
+    let events = complete(&FakeServe::saying("A"), fields).await.events();
     let choice = |event: usize| events[event]["choices"][0].clone();
     assert_eq!(choice(0)["prompt_token_ids"], json!([72, 105]));
     assert_eq!((&choice(0)["token_ids"], &choice(1)["token_ids"]), (&json!([65]), &json!([256])));
@@ -69,7 +69,7 @@ async fn token_ids_come_with_every_step() {
 
 #[tokio::test(start_paused = true)]
 async fn a_completion() {
-    let answer = complete(&Puppet::saying("A"), json!({"stream": true, "echo": true})).await;
+    let answer = complete(&FakeServe::saying("A"), json!({"stream": true, "echo": true})).await;
     let choice = |text: &str, finish: Value| {
         json!({
             "id": "cmpl-r1", "object": "text_completion", "created": 1_700_000_000, "model": "org/mock",
@@ -84,8 +84,8 @@ async fn a_completion() {
 
 #[tokio::test(start_paused = true)]
 async fn several_answers_are_told_apart_by_their_index() {
-    let puppet = Puppet::new(|prompt| says(&format!("seed {}", prompt.sampling.seed)));
-    let events = chat(&puppet, json!({"stream": true, "n": 3, "seed": 7})).await.events();
+    let fake_serve = FakeServe::new(|prompt| says(&format!("seed {}", prompt.sampling.seed)));
+    let events = chat(&fake_serve, json!({"stream": true, "n": 3, "seed": 7})).await.events();
     let (done, events) = events.split_last().unwrap();
     assert_eq!(done, "[DONE]");
     let mut texts = vec![String::new(); 3];
@@ -103,19 +103,19 @@ async fn several_answers_are_told_apart_by_their_index() {
 
 #[tokio::test(start_paused = true)]
 async fn a_stop_string_ends_the_stream_and_the_generation() {
-    let puppet = Puppet::new(|_| begins("one two three"));
-    let events = chat(&puppet, json!({"stream": true, "stop": ["two"]})).await.events();
+    let fake_serve = FakeServe::new(|_| begins("one two three"));
+    let events = chat(&fake_serve, json!({"stream": true, "stop": ["two"]})).await.events();
     let text: String =
         events.iter().filter_map(|event| event["choices"][0]["delta"]["content"].as_str()).collect();
     assert_eq!(text, "one ");
     assert_eq!(events[events.len() - 1], "[DONE]");
-    puppet.holds(0).await;
+    fake_serve.holds(0).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_failure_in_mid_stream_is_the_last_event() {
     let lost = || ServeError::Refused { kind: RefusalKind::Failed, reason: "all nodes died".to_owned() };
-    let events = chat(&Puppet::new(move |_| breaks("ab", lost())), json!({"stream": true})).await.events();
+    let events = chat(&FakeServe::new(move |_| breaks("ab", lost())), json!({"stream": true})).await.events();
     let error = json!({"error": {"error": {
         "message": "failed: all nodes died", "type": "server_error", "param": null, "code": "failed",
     }}});
@@ -127,10 +127,10 @@ async fn a_failure_in_mid_stream_is_the_last_event() {
 #[tokio::test(start_paused = true)]
 async fn steps_that_are_lost_or_doubled_never_reach_a_client() {
     for (indices, n_told) in [(vec![0, 2], 1), (vec![0, 0], 1), (vec![1], 0), (vec![0, 1], 2)] {
-        let puppet = Puppet::new(move |_| {
+        let fake_serve = FakeServe::new(move |_| {
             plays(indices.iter().map(|index| step(*index, TokenId(97), None)).collect())
         });
-        let events = chat(&puppet, json!({"stream": true})).await.events();
+        let events = chat(&fake_serve, json!({"stream": true})).await.events();
         let n_roles = usize::from(n_told > 0);
         assert_eq!(events.len(), n_roles + n_told + 1);
         assert_eq!(events.last().unwrap()["error"]["error"]["code"], "internal");
@@ -139,23 +139,25 @@ async fn steps_that_are_lost_or_doubled_never_reach_a_client() {
 
 #[tokio::test(start_paused = true)]
 async fn the_door_keeps_the_deadline_by_itself() {
-    for (play, stream) in [(begins as fn(&str) -> Play, true), (begins, false), (|_| Play::Silence, true)] {
-        let puppet = Puppet::new(move |_| play("ab"));
+    for (play, stream) in
+        [(begins as fn(&str) -> ScriptedEvent, true), (begins, false), (|_| ScriptedEvent::Silence, true)]
+    {
+        let fake_serve = FakeServe::new(move |_| play("ab"));
         let body = json!({"messages": [{"role": "user", "content": "Hi"}], "stream": stream}).to_string();
         let request = http::Request::post("/v1/chat/completions").header("x-baton-timeout-ms", "2000");
         let began = tokio::time::Instant::now();
-        let answer = send(app(&puppet), request.body(body.into()).unwrap()).await;
+        let answer = send(app(&fake_serve), request.body(body.into()).unwrap()).await;
         assert_eq!(began.elapsed().as_millis(), 2000);
         assert!(answer.body.contains(r#""code":"deadline""#), "{}", answer.body);
-        puppet.holds(0).await;
+        fake_serve.holds(0).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn silence_is_filled_with_comments() {
-    let puppet = Puppet::new(|_| begins("a"));
+    let fake_serve = FakeServe::new(|_| begins("a"));
     let body = json!({"messages": [{"role": "user", "content": "Hi"}], "stream": true}).to_string();
     let request = http::Request::post("/v1/chat/completions").header("x-baton-timeout-ms", "40000");
-    let answer = send(app(&puppet), request.body(body.into()).unwrap()).await;
+    let answer = send(app(&fake_serve), request.body(body.into()).unwrap()).await;
     assert_eq!(answer.body.matches(": keep-alive\n\n").count(), 2);
 }

@@ -99,7 +99,7 @@ fn templates_stand_in_any_of_three_places() {
 }
 
 #[test]
-fn the_authors_wishes_are_the_defaults() {
+fn the_authors_sampling_settings_are_the_defaults() {
     let sampling = |generation| opened(&[(GENERATION_CONFIG, generation)]).defaults;
     let all = json!({"do_sample": true, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1});
     let expected = Sampling {

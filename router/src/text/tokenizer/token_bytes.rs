@@ -34,7 +34,7 @@ struct Prefix {
 pub struct UnknownDecoder(pub String);
 
 impl TokenBytes {
-    /// Of the tokens 0, 1, 2, …: their texts in the vocabulary, `None` for those that add nothing to a text.
+    /// The texts of the tokens 0, 1, 2, … in the vocabulary, `None` for those that add nothing to a text.
     pub fn new(
         tokens: impl ExactSizeIterator<Item = Option<String>>,
         decoder: Option<&Decoder>,

@@ -5,13 +5,13 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use proptest::prelude::*;
 use types::prompt::Priority;
-use types::{BlockHasher, Prompt, Sampling, TokenId};
+use types::{Prompt, Sampling, TokenId};
 
 use crate::rank::SequenceId;
 use crate::settings::SchedulerSettings;
 use crate::sink::SINK_SLACK;
 use crate::submission::{NewSequence, Source};
-use crate::testing::{BLOCK_TOKENS, Recorded, Recorder, Rig, alone, arrived, holder, prompt};
+use crate::testing::{BLOCK_TOKENS, Recorded, Recorder, Rig, alone, arrived, prompt};
 
 /// The pool and the scheduler of one case.
 #[derive(Clone, Debug)]
@@ -35,7 +35,7 @@ struct One {
     origin: Origin,
     /// The turn before which it is submitted.
     at: usize,
-    /// So many turns later it is cancelled.
+    /// The number of turns after which it is cancelled.
     cancelled_after: Option<usize>,
     /// From when to when, in turns after its submission, its sink is full.
     full: Option<(usize, usize)>,
@@ -44,10 +44,8 @@ struct One {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Origin {
     Fresh,
-    /// With room that was reserved before, and the prefix that was cached then.
-    Reserved,
     Arrived,
-    /// One step wanted; the sink keeps the KV for so many turns.
+    /// One step wanted; the sink keeps the KV for `keeps` turns.
     Outbox {
         keeps: usize,
     },
@@ -67,8 +65,7 @@ fn node() -> impl Strategy<Value = Node> {
 
 fn one() -> impl Strategy<Value = One> {
     let origin = prop_oneof![
-        3 => Just(Origin::Fresh),
-        1 => Just(Origin::Reserved),
+        4 => Just(Origin::Fresh),
         2 => Just(Origin::Arrived),
         2 => (0usize..40).prop_map(|keeps| Origin::Outbox { keeps }),
     ];
@@ -185,8 +182,7 @@ fn prompt_of(one: &One) -> Prompt {
 fn submit(rig: &mut Rig, one: &One) -> Option<Running> {
     let prompt = prompt_of(one);
     let source = match one.origin {
-        Origin::Fresh | Origin::Outbox { .. } => Source::Fresh { lease: None, cached_tokens: 0 },
-        Origin::Reserved => reserved(rig, &prompt)?,
+        Origin::Fresh | Origin::Outbox { .. } => Source::Fresh,
         Origin::Arrived => arrived(rig, &prompt)?,
     };
     let is_outbox = matches!(one.origin, Origin::Outbox { .. });
@@ -196,16 +192,6 @@ fn submit(rig: &mut Rig, one: &One) -> Option<Running> {
     let new = NewSequence { prompt, source, sink: Box::new(sink), steps_wanted };
     let id = rig.submit(new).ok()?;
     Some(Running { id, recorded, is_cancelled: false })
-}
-
-fn reserved(rig: &Rig, prompt: &Prompt) -> Option<Source> {
-    let usable = &prompt.tokens[..prompt.tokens.len() - 1];
-    let hashes = BlockHasher::hashes(&prompt.tenant, BLOCK_TOKENS, usable);
-    let prefix = rig.pool.adopt(&hashes, holder("reserved"));
-    let cached_tokens = (prefix.n_blocks() * BLOCK_TOKENS) as u32;
-    let n_fresh = prompt.tokens.len().div_ceil(BLOCK_TOKENS) - prefix.n_blocks();
-    let fresh = rig.pool.reserve(n_fresh, holder("reserved")).ok()?;
-    Some(Source::Fresh { lease: Some(prefix.join(fresh)), cached_tokens })
 }
 
 fn check(one: &One, running: &Running) {
@@ -242,7 +228,7 @@ fn check_spans(one: &One, recorded: &Recorded, is_cancelled: bool) {
 fn expected_of(one: &One) -> Vec<TokenId> {
     let all = alone_once(one);
     match one.origin {
-        Origin::Fresh | Origin::Reserved => all.to_vec(),
+        Origin::Fresh => all.to_vec(),
         Origin::Arrived => all[1..].to_vec(),
         Origin::Outbox { .. } => all[..1].to_vec(),
     }

@@ -62,7 +62,7 @@ fn layout(model: &str) -> KvLayout {
     opened(model, 1 << 20).memory().layout().clone()
 }
 
-/// Runs the golden prompt while somebody else writes into every free block, and returns the most blocks that it held.
+/// Runs the golden prompt while another holder writes into every free block. Returns the most blocks that it held.
 fn most_held(model: &str, golden: &Golden, settings: SchedulerSettings) -> usize {
     let mut rig = rig(model, PLENTY, settings);
     let (_, recorded) = rig.stream(golden.prompt());

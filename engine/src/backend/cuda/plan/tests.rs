@@ -48,8 +48,8 @@ fn with_rows<T>(made: &[Made], look: impl FnOnce(&[Row<'_>]) -> T) -> T {
     look(&rows)
 }
 
-fn previous(slot: SlotId) -> Result<Fed, RowError> {
-    if slot.0 == 9 { Err(RowError::NoTokenInFlight) } else { Ok(Fed::Drawn(slot.0 as u32 + 50)) }
+fn previous(slot: SlotId) -> Result<InputToken, RowError> {
+    if slot.0 == 9 { Err(RowError::NoTokenInFlight) } else { Ok(InputToken::Drawn(slot.0 as u32 + 50)) }
 }
 
 #[test]

@@ -1,0 +1,53 @@
+//! The arguments of `baton bench transfer`.
+
+use std::path::PathBuf;
+
+use chassis::byte_size::ByteSize;
+use clap::Args;
+
+use crate::bench_transfer::case::{Blocks, Digests, Layers, Memory};
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct TransferArgs {
+    /// Connectors that work within one machine: tcp, shm, loopback, cuda-ipc, nccl
+    #[arg(long, value_delimiter = ',', default_value = "tcp,shm", value_name = "NAMES")]
+    pub(crate) connectors: Vec<String>,
+    /// Bytes of KV of one transfer
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "SIZES",
+        default_value = "16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB,1GiB,4GiB"
+    )]
+    pub(crate) sizes: Vec<ByteSize>,
+    /// How the blocks lie, on both sides
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "contiguous,scattered")]
+    pub(crate) blocks: Vec<Blocks>,
+    /// How layers are handed in
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "at-once,streamed")]
+    pub(crate) layers: Vec<Layers>,
+    /// Whether pages are verified. Off is for measuring only: nodes have no such setting
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "on,off")]
+    pub(crate) digests: Vec<Digests>,
+    /// Where KV lies. Connectors between GPUs have it there in any case, on the first and the second GPU
+    #[arg(long, value_enum, default_value = "host")]
+    pub(crate) memory: Memory,
+    /// Streams of the connector, and of the plain copy
+    #[arg(long, default_value_t = 2)]
+    pub(crate) streams: u16,
+    /// About how long each combination is measured
+    #[arg(long, default_value_t = 2.0, value_name = "SECONDS")]
+    pub(crate) seconds: f64,
+    /// Where the numbers go, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+    /// Where the page with the plots goes
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+    /// Where the plots alone go
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Measure nothing: put together what earlier runs on one machine have written with --out
+    #[arg(long, value_delimiter = ',', value_name = "FILES")]
+    pub(crate) from: Vec<PathBuf>,
+}

@@ -1,0 +1,118 @@
+//! What is varied: how many bytes, where they lie, how they are handed in, and whether they are verified.
+
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
+use types::{KvDtype, KvLayout};
+
+/// Bytes of one layer's share of a block, where the message is large enough: Llama 3.1 8B has 64 KiB.
+const PAGE_BYTES_MAX: u64 = 64 << 10;
+const N_LAYERS_MAX: u64 = 32;
+const BLOCK_TOKENS: u16 = 16;
+/// Bytes of one head of 128 numbers of two bytes, K and V, in one block.
+const HEAD_BYTES: u64 = 2 * 128 * 2 * BLOCK_TOKENS as u64;
+
+/// Where a sequence's blocks lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Blocks {
+    /// All of them neighbours, on both sides.
+    Contiguous,
+    /// None of them, on either side.
+    Scattered,
+}
+
+/// How KV is handed to the connector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Layers {
+    /// Layer by layer, as a model computes it.
+    Streamed,
+    /// All layers in one call.
+    AtOnce,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Digests {
+    On,
+    Off,
+}
+
+/// Where KV lies, on both sides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Memory {
+    #[default]
+    Host,
+    /// On the first GPU of this machine, and on the second.
+    Gpus,
+}
+
+/// One thing to measure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Case {
+    pub connector: String,
+    pub bytes: u64,
+    pub blocks: Blocks,
+    pub layers: Layers,
+    pub digests: Digests,
+    pub streams: u16,
+    #[serde(default)]
+    pub memory: Memory,
+}
+
+/// A message as layers of blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    pub layout: KvLayout,
+    pub n_blocks: u32,
+}
+
+impl Shape {
+    /// `None` if `bytes` is no whole number of pages of at least one head.
+    pub fn of(bytes: u64) -> Option<Self> {
+        let page_bytes = bytes.min(PAGE_BYTES_MAX);
+        if bytes == 0 || !page_bytes.is_multiple_of(HEAD_BYTES) || !bytes.is_multiple_of(page_bytes) {
+            return None;
+        }
+        let n_pages = bytes / page_bytes;
+        let n_layers = n_pages.min(N_LAYERS_MAX);
+        if !n_pages.is_multiple_of(n_layers) {
+            return None;
+        }
+        let n_heads = u16::try_from(page_bytes / HEAD_BYTES).ok()?;
+        let layout = KvLayout::uniform(BLOCK_TOKENS, KvDtype::Bf16, n_layers as u16, n_heads, 128);
+        Some(Self { layout, n_blocks: u32::try_from(n_pages / n_layers).ok()? })
+    }
+
+    pub fn n_tokens(&self) -> u32 {
+        self.n_blocks * u32::from(BLOCK_TOKENS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use types::GroupIdx;
+
+    use super::*;
+
+    #[test]
+    fn a_message_is_so_many_layers_and_blocks() {
+        for (bytes, n_layers, n_blocks) in [
+            (16 << 10, 1, 1),
+            (64 << 10, 1, 1),
+            (1 << 20, 16, 1),
+            (2 << 20, 32, 1),
+            (64 << 20, 32, 32),
+            (1 << 30, 32, 512),
+            (4 << 30, 32, 2048),
+        ] {
+            let shape = Shape::of(bytes).expect("a whole number of pages");
+            assert_eq!((shape.layout.groups[0].layers.len(), shape.n_blocks), (n_layers, n_blocks));
+            assert_eq!(shape.layout.block_bytes(GroupIdx(0)) as u64 * u64::from(shape.n_blocks), bytes);
+        }
+        for bytes in [0, 1, 100 << 10, (2 << 20) + (64 << 10)] {
+            assert_eq!(Shape::of(bytes), None, "{bytes}");
+        }
+    }
+}

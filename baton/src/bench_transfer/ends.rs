@@ -1,0 +1,207 @@
+//! Two nodes with memory of their own, and the blocks between which KV goes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::{Gate, World};
+use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
+use kv_transfer::{ConnectorParts, Faults, KvConnector, LandRequest, TransferMetrics, TransferSettings};
+use types::prompt::TokenId;
+use types::step::Step;
+use types::{Destination, Fingerprint, GroupIdx, Handoff, KvSpan, NodeId, RequestId};
+
+use crate::bench_transfer::cards::{self, Side};
+use crate::bench_transfer::case::{Blocks, Case, Digests, Layers, Memory, Shape};
+use crate::bench_transfer::contents;
+use crate::exit::Failed;
+
+/// All layers are alike.
+pub(super) const GROUP: GroupIdx = GroupIdx(0);
+const LANDING_FOR: Duration = Duration::from_secs(120);
+/// What the connectors have under way is done by then.
+const CLOSES_WITHIN: Duration = Duration::from_secs(20);
+
+#[derive(Debug)]
+struct End {
+    memory: KvMemory,
+    pool: BlockPool,
+    connector: Arc<dyn KvConnector>,
+    /// Blocks that stand between the others.
+    #[expect(dead_code, reason = "held for its Drop")]
+    between: Vec<BlockLease>,
+}
+
+/// Two nodes, and one sequence on the near one.
+#[derive(Debug)]
+pub struct Ends {
+    shape: Shape,
+    layers: Layers,
+    world: World,
+    gate: Gate,
+    near: End,
+    far: End,
+    from: Arc<BlockLease>,
+}
+
+/// Neighbouring blocks of one layer, on both sides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    pub layer: u16,
+    pub near: Range<u32>,
+    pub far: Range<u32>,
+}
+
+impl Ends {
+    pub async fn new(case: &Case) -> Result<Self, Failed> {
+        let shape = Shape::of(case.bytes)
+            .ok_or_else(|| Failed::usage(format!("{} bytes are no whole number of pages", case.bytes)))?;
+        let world = World::real();
+        let gate = Gate::new("bench");
+        let near = End::new(Side::Near, case, &shape, &world, &gate).await?;
+        let far = End::new(Side::Far, case, &shape, &world, &gate).await?;
+        let from = Arc::new(near.room(shape.n_blocks)?);
+        Ok(Self { shape, layers: case.layers, world, gate, near, far, from })
+    }
+
+    /// One transfer, from the question for a landing to the word that all of it is there.
+    ///
+    /// Answers the far blocks that it lies in.
+    pub async fn transfer(&self) -> Result<BlockLease, Failed> {
+        let request = LandRequest {
+            transfer: self.world.transfer_id(),
+            lease: self.far.room(self.shape.n_blocks)?,
+            n_tokens: self.shape.n_tokens(),
+            held_tokens: 0,
+            deadline: self.world.deadline_in(LANDING_FOR),
+        };
+        let (landing, arrival) = self.far.connector.land(request).map_err(failed)?;
+        let transfer = landing.transfer;
+        let mut sender = self.near.connector.open(&Destination::Landing(landing)).await.map_err(failed)?;
+        for layers in self.sends() {
+            let span = KvSpan { group: GROUP, blocks: 0..self.shape.n_blocks, layers };
+            sender.send(span, Arc::clone(&self.from), LayerFence::open()).await.map_err(failed)?;
+        }
+        let first = Step { token: TokenId(0), index: 0, logprobs: None, finish: None };
+        sender.finish(Handoff { transfer, n_tokens: self.shape.n_tokens(), first }).await.map_err(failed)?;
+        arrival.settle().await.map(|arrived| arrived.lease).map_err(failed)
+    }
+
+    /// Waits until the connectors' tasks and threads have ended: one that a process leaves behind when it exits still uses
+    /// a GPU whose driver is gone.
+    pub async fn close(self) -> Result<(), Failed> {
+        let gate = self.gate.clone();
+        drop(self);
+        gate.close(CLOSES_WITHIN).await.map_err(failed)
+    }
+
+    fn sends(&self) -> Vec<Range<u16>> {
+        let n_layers = self.shape.layout.group(GROUP).layers.len() as u16;
+        match self.layers {
+            Layers::AtOnce => std::iter::once(0..n_layers).collect(),
+            Layers::Streamed => (0..n_layers).map(|layer| layer..layer + 1).collect(),
+        }
+    }
+
+    /// The same bytes, for a plain copy: with the far blocks that a transfer would get.
+    pub fn runs(&self) -> Result<(Vec<Run>, BlockLease), Failed> {
+        let room = self.far.room(self.shape.n_blocks)?;
+        Ok((self.runs_to(&room), room))
+    }
+
+    fn runs_to(&self, room: &BlockLease) -> Vec<Run> {
+        let pairs: Vec<(u32, u32)> =
+            self.from.table(GROUP).iter().zip(room.table(GROUP)).map(|(near, far)| (near.0, far.0)).collect();
+        let mut runs = Vec::new();
+        for layer in 0..self.shape.layout.group(GROUP).layers.len() as u16 {
+            for run in pairs.chunk_by(|a, b| (a.0 + 1, a.1 + 1) == *b) {
+                let (first, last) = (run[0], run[run.len() - 1]);
+                runs.push(Run { layer, near: first.0..last.0 + 1, far: first.1..last.1 + 1 });
+            }
+        }
+        runs
+    }
+
+    /// The bytes of one transfer.
+    pub fn bytes(&self) -> usize {
+        self.shape.layout.block_bytes(GROUP) * self.shape.n_blocks as usize
+    }
+
+    pub fn memories(&self) -> (&KvMemory, &KvMemory) {
+        (&self.near.memory, &self.far.memory)
+    }
+
+    /// Whether these far blocks hold what the near ones hold.
+    pub fn are_equal(&self, room: &BlockLease) -> Result<bool, Failed> {
+        contents::are_equal(&self.near.memory, &self.far.memory, &self.runs_to(room))
+    }
+}
+
+impl End {
+    async fn new(side: Side, case: &Case, shape: &Shape, world: &World, gate: &Gate) -> Result<Self, Failed> {
+        let name = match side {
+            Side::Near => "near",
+            Side::Far => "far",
+        };
+        let n_blocks = match case.blocks {
+            Blocks::Contiguous => shape.n_blocks,
+            Blocks::Scattered => 2 * shape.n_blocks,
+        };
+        let memory = match case.memory {
+            Memory::Host => KvMemory::host(shape.layout.clone(), n_blocks).map_err(failed)?,
+            Memory::Gpus => cards::memory(side, shape.layout.clone(), n_blocks)?,
+        };
+        let pool = BlockPool::new(&shape.layout, n_blocks);
+        let between = match case.blocks {
+            Blocks::Contiguous => Vec::new(),
+            Blocks::Scattered => every_second(&pool, n_blocks)?,
+        };
+        let settings = TransferSettings {
+            streams: case.streams,
+            digests: case.digests == Digests::On,
+            ..TransferSettings::default()
+        };
+        let parts = ConnectorParts {
+            node: NodeId::new(name),
+            epoch: world.epoch(),
+            memory: memory.clone(),
+            fingerprint: Fingerprint::default(),
+            world: world.clone(),
+            gate: gate.clone(),
+            settings,
+            metrics: TransferMetrics::default(),
+            faults: Faults::none(),
+        };
+        let connector = kv_transfer::build(&case.connector, parts).await.map_err(failed)?;
+        match side {
+            Side::Near => contents::fill(&memory)?,
+            Side::Far => contents::touch(&memory)?,
+        }
+        Ok(Self { memory, pool, connector, between })
+    }
+
+    fn room(&self, n_blocks: u32) -> Result<BlockLease, Failed> {
+        room(&self.pool, n_blocks)
+    }
+}
+
+/// Leases every second block, so that no two of the others are neighbours.
+fn every_second(pool: &BlockPool, n_blocks: u32) -> Result<Vec<BlockLease>, Failed> {
+    let all: Vec<BlockLease> = (0..n_blocks).map(|_| room(pool, 1)).collect::<Result<_, Failed>>()?;
+    Ok(all.into_iter().filter(|lease| lease.table(GROUP)[0].0.is_multiple_of(2)).collect())
+}
+
+fn room(pool: &BlockPool, n_blocks: u32) -> Result<BlockLease, Failed> {
+    let holder = Holder { what: Holding::Landing, request: RequestId::new("bench") };
+    pool.reserve(n_blocks as usize, holder).map_err(failed)
+}
+
+/// The error of a node or a connector.
+pub(super) fn failed(error: impl std::error::Error) -> Failed {
+    not_moved(types::in_full(&error))
+}
+
+/// Why KV did not move.
+pub(super) fn not_moved(reason: impl std::fmt::Display) -> Failed {
+    Failed::work(format!("move KV: {reason}"))
+}

@@ -1,0 +1,191 @@
+//! One case measured: plain copy and connector in turns, so that a machine that is busy is busy for both.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use crate::bench_transfer::case::Case;
+use crate::bench_transfer::ends::{Ends, not_moved};
+use crate::bench_transfer::plain::Plain;
+use crate::exit::Failed;
+
+/// Fewer pairs have no median to speak of.
+pub const N_PAIRS_MIN: usize = 5;
+/// A small message is over before the clock has moved much; more than this many teach nothing new.
+const N_PAIRS_MAX: usize = 400;
+/// Pairs that are not counted: connections are made, and mappings touched for the first time.
+const N_WARM: usize = 2;
+
+/// What came out of one case.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Measured {
+    #[serde(flatten)]
+    pub case: Case,
+    pub n_pairs: usize,
+    /// Bytes per second of the median transfer.
+    pub rate: f64,
+    /// The rate of the median plain copy.
+    pub plain_rate: f64,
+    /// Median over the pairs of plain time by connector time, and the quartiles.
+    pub ratio: f64,
+    pub ratio_low: f64,
+    pub ratio_high: f64,
+    /// The latency of one transfer, from the request for a landing to the notice that all is there.
+    pub latency_us_p50: f64,
+    pub latency_us_p90: f64,
+    pub plain_us_p50: f64,
+    /// Processor time of the median transfer, all threads together.
+    #[serde(default)]
+    pub processor_us_p50: f64,
+    #[serde(default)]
+    pub plain_processor_us_p50: f64,
+}
+
+/// Measures for about `within`, and at least [`N_PAIRS_MIN`] pairs.
+pub async fn measure(case: &Case, within: Duration) -> Result<Measured, Failed> {
+    let ends = Ends::new(case).await?;
+    check(&ends).await?;
+    let mut plain = Plain::of(case, &ends).await?;
+    let mut pairs = Vec::new();
+    let mut began = Instant::now();
+    for nth in 0..N_WARM + N_PAIRS_MAX {
+        if nth == N_WARM {
+            pairs.clear();
+            began = Instant::now();
+        }
+        if pairs.len() >= N_PAIRS_MIN && nth > N_WARM && began.elapsed() > within {
+            break;
+        }
+        pairs.push(pair(&ends, &mut plain).await?);
+    }
+    drop(plain);
+    ends.close().await?;
+    Ok(summary(case, &pairs))
+}
+
+/// One transfer is looked at byte by byte, before anything else has copied to the far side.
+async fn check(ends: &Ends) -> Result<(), Failed> {
+    let room = ends.transfer().await?;
+    if ends.are_equal(&room)? { Ok(()) } else { Err(not_moved("KV arrived wrong")) }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Pair {
+    plain: Took,
+    connector: Took,
+}
+
+/// Seconds that something took.
+#[derive(Clone, Copy, Debug)]
+struct Took {
+    wall: f64,
+    /// The time of all of the process's threads.
+    processor: f64,
+}
+
+struct Stopwatch {
+    start: Instant,
+    processor: f64,
+}
+
+impl Stopwatch {
+    fn start() -> Self {
+        Self { start: Instant::now(), processor: processor_seconds() }
+    }
+
+    fn stop(self) -> Took {
+        let wall = self.start.elapsed().as_secs_f64();
+        Took { wall, processor: processor_seconds() - self.processor }
+    }
+}
+
+fn processor_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
+}
+
+async fn pair(ends: &Ends, plain: &mut Plain) -> Result<Pair, Failed> {
+    let (runs, room) = ends.runs()?;
+    let runs: Arc<[_]> = runs.into();
+    let watch = Stopwatch::start();
+    plain.copy(ends, &runs, &room).await?;
+    let plain = watch.stop();
+    drop(room);
+    let watch = Stopwatch::start();
+    drop(ends.transfer().await?);
+    Ok(Pair { plain, connector: watch.stop() })
+}
+
+fn summary(case: &Case, pairs: &[Pair]) -> Measured {
+    let sorted = |of: fn(&Pair) -> f64| {
+        let mut values: Vec<f64> = pairs.iter().map(of).collect();
+        values.sort_by(f64::total_cmp);
+        values
+    };
+    let (plain, connector) = (sorted(|pair| pair.plain.wall), sorted(|pair| pair.connector.wall));
+    let ratio = sorted(|pair| pair.plain.wall / pair.connector.wall);
+    Measured {
+        case: case.clone(),
+        n_pairs: pairs.len(),
+        rate: case.bytes as f64 / at(&connector, 0.5),
+        plain_rate: case.bytes as f64 / at(&plain, 0.5),
+        ratio: at(&ratio, 0.5),
+        ratio_low: at(&ratio, 0.25),
+        ratio_high: at(&ratio, 0.75),
+        latency_us_p50: at(&connector, 0.5) * 1e6,
+        latency_us_p90: at(&connector, 0.9) * 1e6,
+        plain_us_p50: at(&plain, 0.5) * 1e6,
+        processor_us_p50: at(&sorted(|pair| pair.connector.processor), 0.5) * 1e6,
+        plain_processor_us_p50: at(&sorted(|pair| pair.plain.processor), 0.5) * 1e6,
+    }
+}
+
+/// The value below which this share of sorted values lies: the nearest one.
+fn at(sorted: &[f64], share: f64) -> f64 {
+    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench_transfer::case::{Blocks, Digests, Layers, Memory};
+
+    fn case(connector: &str, blocks: Blocks, layers: Layers, digests: Digests) -> Case {
+        let (connector, memory) = (connector.to_owned(), Memory::Host);
+        Case { connector, bytes: 4 << 20, blocks, layers, digests, streams: 2, memory }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn every_connector_of_one_machine_is_measured() {
+        for connector in ["loopback", "shm", "tcp"] {
+            for (blocks, layers, digests) in [
+                (Blocks::Contiguous, Layers::AtOnce, Digests::On),
+                (Blocks::Scattered, Layers::Streamed, Digests::On),
+                (Blocks::Scattered, Layers::AtOnce, Digests::Off),
+            ] {
+                if connector == "loopback" && digests == Digests::Off {
+                    continue;
+                }
+                let case = case(connector, blocks, layers, digests);
+                let measured = measure(&case, Duration::ZERO).await.expect("it arrives");
+                assert_eq!(measured.n_pairs, N_PAIRS_MIN);
+                assert!(measured.rate > 0.0 && measured.ratio > 0.0, "{measured:?}");
+                let (ours, plain) = (measured.processor_us_p50, measured.plain_processor_us_p50);
+                assert!(ours > 0.0 && plain > 0.0, "{measured:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn medians_are_of_pairs() {
+        let took = |wall| Took { wall, processor: 2.0 * wall };
+        let pair = |plain, connector| Pair { plain: took(plain), connector: took(connector) };
+        let case = case("shm", Blocks::Contiguous, Layers::AtOnce, Digests::On);
+        let measured = summary(&case, &[pair(1.0, 2.0), pair(3.0, 4.0), pair(9.0, 10.0)]);
+        assert_eq!((measured.ratio, measured.ratio_low, measured.ratio_high), (0.75, 0.75, 0.9));
+        assert_eq!(measured.rate, case.bytes as f64 / 4.0);
+        assert_eq!((measured.processor_us_p50, measured.plain_processor_us_p50), (8e6, 6e6));
+    }
+}

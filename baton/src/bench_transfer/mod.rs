@@ -1,0 +1,103 @@
+//! `baton bench transfer`: how fast connectors move KV, against plain copies of the same bytes on the same path.
+//!
+//! Suggested reading order: what is varied ([`case`]), KV in GPU memory ([`cards`]), the two nodes between which KV moves
+//! ([`ends`]), the contents of their blocks before and after ([`contents`]), the plain copy ([`plain`]), the measurement of
+//! both in turns ([`mod@measure`]) and the report ([`report`]).
+
+mod args;
+mod cards;
+mod case;
+mod contents;
+mod ends;
+mod measure;
+mod plain;
+mod report;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use bench::error::write_text;
+
+pub(crate) use args::TransferArgs;
+use case::{Case, Memory};
+use measure::{Measured, measure};
+use report::{TransferReport, TransferReports};
+
+use crate::exit::Failed;
+use crate::output::{print, tell};
+
+pub(crate) fn run(args: &TransferArgs) -> Result<ExitCode, Failed> {
+    let report =
+        if args.from.is_empty() { measured(args)?.into() } else { TransferReports::read(&args.from)? };
+    print(&format!("{}\n", report.table().to_markdown()))?;
+    for run in report.provenance() {
+        print(&format!("{run}\n"))?;
+    }
+    if let Some(path) = &args.out {
+        report.write(path)?;
+    }
+    if let Some(path) = &args.html {
+        write_text(path, &report.page()).map_err(Failed::work)?;
+    }
+    if let Some(path) = &args.svg {
+        write_text(path, &report.picture()).map_err(Failed::work)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn measured(args: &TransferArgs) -> Result<TransferReport, Failed> {
+    let within =
+        Duration::try_from_secs_f64(args.seconds).map_err(|_| Failed::usage("--seconds is not a time"))?;
+    let mut measured = Vec::new();
+    for case in cases(args) {
+        let one = on_threads(case, within)?;
+        tell(&format!(
+            "{} {} bytes: {:.2} GB/s, {:.2} of plain",
+            one.case.connector,
+            one.case.bytes,
+            one.rate / 1e9,
+            one.ratio
+        ));
+        measured.push(one);
+    }
+    let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
+    Ok(TransferReport::new(format!("baton {command}"), measured))
+}
+
+fn cases(args: &TransferArgs) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for connector in &args.connectors {
+        for blocks in &args.blocks {
+            for layers in &args.layers {
+                for digests in &args.digests {
+                    cases.extend(args.sizes.iter().map(|size| Case {
+                        connector: connector.clone(),
+                        bytes: size.0,
+                        blocks: *blocks,
+                        layers: *layers,
+                        digests: *digests,
+                        streams: args.streams,
+                        memory: memory_of(connector, args.memory),
+                    }));
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// Connectors that no host memory will do for.
+const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
+
+fn memory_of(connector: &str, wanted: Memory) -> Memory {
+    if BETWEEN_GPUS.contains(&connector) { Memory::Gpus } else { wanted }
+}
+
+/// A node's connectors run on as many threads as there are cores; the harness around them has one.
+fn on_threads(case: Case, within: Duration) -> Result<Measured, Failed> {
+    let measured = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Runtime::new().map_err(Failed::work)?;
+        runtime.block_on(measure(&case, within))
+    });
+    measured.join().expect("a measurement does not panic")
+}

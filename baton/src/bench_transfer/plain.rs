@@ -1,0 +1,209 @@
+//! The same bytes without a connector: what the path itself can do with as many streams.
+//!
+//! For tcp, a vectored send and receive over as many sockets; for everything within one host, as many threads that
+//! copy from page to page; between GPUs, one copy of all bytes in one piece, wherever the blocks lie.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::sync::Arc;
+
+use kv_cache::{BlockLease, KvMemory, PageMut, PageRef};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+
+use crate::bench_transfer::cards::PlainCopy;
+use crate::bench_transfer::case::{Case, Memory};
+use crate::bench_transfer::ends::{Ends, GROUP, Run, failed, not_moved};
+use crate::exit::Failed;
+
+/// Slices in one call to the kernel.
+const SLICES: usize = 64;
+/// A contiguous run is cut for the socket, as one would who wants both ends to be busy.
+const SLICE_BYTES: usize = 64 << 10;
+
+/// Which plain copy a connector is held against.
+#[derive(Debug)]
+pub enum Plain {
+    Sockets(Sockets),
+    Threads { streams: u16 },
+    Cards(Box<PlainCopy>),
+}
+
+/// Connected once: making connections is not what is measured.
+#[derive(Debug)]
+pub struct Sockets {
+    pairs: Vec<(TcpStream, TcpStream)>,
+}
+
+impl Plain {
+    pub async fn of(case: &Case, ends: &Ends) -> Result<Self, Failed> {
+        let (near, far) = ends.memories();
+        match (case.memory, case.connector.as_str()) {
+            (Memory::Gpus, _) => Ok(Self::Cards(Box::new(PlainCopy::between(near, far)?))),
+            (Memory::Host, "tcp") => Self::sockets(case.streams).await,
+            (Memory::Host, _) => Ok(Self::Threads { streams: case.streams }),
+        }
+    }
+
+    async fn sockets(streams: u16) -> Result<Self, Failed> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.map_err(Failed::work)?;
+        let addr = listener.local_addr().map_err(Failed::work)?;
+        let mut pairs = Vec::new();
+        for _ in 0..streams {
+            let (near, far) = tokio::join!(TcpStream::connect(addr), listener.accept());
+            let (near, (far, _)) = (near.map_err(Failed::work)?, far.map_err(Failed::work)?);
+            near.set_nodelay(true).map_err(Failed::work)?;
+            pairs.push((near, far));
+        }
+        Ok(Self::Sockets(Sockets { pairs }))
+    }
+
+    /// Copies everything once.
+    pub async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>, _room: &BlockLease) -> Result<(), Failed> {
+        match self {
+            Self::Threads { streams } => copy_by_threads(ends, runs, usize::from(*streams)),
+            Self::Sockets(sockets) => sockets.copy(ends, runs).await,
+            Self::Cards(plain) => plain.copy(ends.memories().1, ends.bytes()),
+        }
+    }
+}
+
+/// The n-th of `n_streams` streams' share of the runs.
+fn share(runs: &[Run], nth: usize, n_streams: usize) -> impl Iterator<Item = &Run> {
+    runs.iter().skip(nth).step_by(n_streams)
+}
+
+fn copy_by_threads(ends: &Ends, runs: &[Run], n_streams: usize) -> Result<(), Failed> {
+    let (near, far) = ends.memories();
+    let copy = |nth: usize| -> Result<(), Failed> {
+        for run in share(runs, nth, n_streams) {
+            let source = near.read(GROUP, run.layer, run.near.clone()).map_err(failed)?;
+            let mut target = far.write(GROUP, run.layer, run.far.clone()).map_err(failed)?;
+            target.copy_from_slice(&source);
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (1..n_streams).map(|nth| scope.spawn(move || copy(nth))).collect();
+        let own = copy(0);
+        others.into_iter().map(|thread| thread.join().expect("a copy does not panic")).fold(own, Result::and)
+    })
+}
+
+impl Sockets {
+    async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>) -> Result<(), Failed> {
+        let n_streams = self.pairs.len();
+        let (near, far) = ends.memories();
+        let mut tasks = JoinSet::new();
+        for (nth, (out, into)) in self.pairs.drain(..).enumerate() {
+            let (memory, share_of) = (near.clone(), Arc::clone(runs));
+            tasks.spawn(async move { send(out, &memory, &share_of, nth, n_streams).await.map(Half::Out) });
+            let (memory, share_of) = (far.clone(), Arc::clone(runs));
+            tasks.spawn(async move { receive(into, &memory, &share_of, nth, n_streams).await.map(Half::In) });
+        }
+        let (mut outs, mut ins) = (Vec::new(), Vec::new());
+        while let Some(half) = tasks.join_next().await {
+            match half.expect("a copy does not panic")? {
+                Half::Out(half) => outs.push(half),
+                Half::In(half) => ins.push(half),
+            }
+        }
+        self.pair_up(outs, ins)
+    }
+
+    /// The halves come back in any order; who belongs to whom is in their addresses.
+    fn pair_up(&mut self, outs: Vec<TcpStream>, mut ins: Vec<TcpStream>) -> Result<(), Failed> {
+        for out in outs {
+            let addr = out.local_addr().map_err(Failed::work)?;
+            let at = ins.iter().position(|half| half.peer_addr().is_ok_and(|peer| peer == addr));
+            self.pairs.push((out, ins.swap_remove(at.expect("each half has its other"))));
+        }
+        Ok(())
+    }
+}
+
+enum Half {
+    Out(TcpStream),
+    In(TcpStream),
+}
+
+async fn send(
+    mut socket: TcpStream,
+    memory: &KvMemory,
+    runs: &[Run],
+    nth: usize,
+    n: usize,
+) -> Result<TcpStream, Failed> {
+    let mut rest: VecDeque<PageRef<'_>> = VecDeque::new();
+    let mut runs = share(runs, nth, n);
+    let mut done = 0;
+    loop {
+        while rest.len() < SLICES {
+            let Some(run) = runs.next() else { break };
+            rest.push_back(memory.read(GROUP, run.layer, run.near.clone()).map_err(failed)?);
+        }
+        if rest.is_empty() {
+            return Ok(socket);
+        }
+        let slices: Vec<_> = sliced(rest.iter().map(|page| &page[..]), done).map(IoSlice::new).collect();
+        let written = socket.write_vectored(&slices).await.map_err(lost)?;
+        drop(slices);
+        done = advance(&mut rest, done + written, |page| page.len());
+    }
+}
+
+async fn receive(
+    socket: TcpStream,
+    memory: &KvMemory,
+    runs: &[Run],
+    nth: usize,
+    n: usize,
+) -> Result<TcpStream, Failed> {
+    let mut rest: VecDeque<PageMut<'_>> = VecDeque::new();
+    let mut runs = share(runs, nth, n);
+    let mut done = 0;
+    loop {
+        while rest.len() < SLICES {
+            let Some(run) = runs.next() else { break };
+            rest.push_back(memory.write(GROUP, run.layer, run.far.clone()).map_err(failed)?);
+        }
+        if rest.is_empty() {
+            return Ok(socket);
+        }
+        socket.readable().await.map_err(lost)?;
+        let mut slices = sliced_mut(&mut rest, done);
+        let read = match socket.try_read_vectored(&mut slices) {
+            Ok(0) => return Err(lost(io::ErrorKind::UnexpectedEof.into())),
+            Ok(read) => read,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+            Err(error) => return Err(lost(error)),
+        };
+        drop(slices);
+        done = advance(&mut rest, done + read, |page| page.len());
+    }
+}
+
+/// At most [`SLICES`] slices, without the `done` bytes at the front.
+fn sliced<'a>(pages: impl Iterator<Item = &'a [u8]>, done: usize) -> impl Iterator<Item = &'a [u8]> {
+    let rest = pages.enumerate().map(move |(nth, page)| &page[if nth == 0 { done } else { 0 }..]);
+    rest.flat_map(|page| page.chunks(SLICE_BYTES)).take(SLICES)
+}
+
+fn sliced_mut<'a>(pages: &'a mut VecDeque<PageMut<'_>>, done: usize) -> Vec<IoSliceMut<'a>> {
+    let rest = pages.iter_mut().enumerate().map(|(nth, page)| &mut page[if nth == 0 { done } else { 0 }..]);
+    rest.flat_map(|page| page.chunks_mut(SLICE_BYTES)).take(SLICES).map(IoSliceMut::new).collect()
+}
+
+/// Takes away the pages that are done; how many bytes are done of the first that stays.
+fn advance<P>(pages: &mut VecDeque<P>, mut done: usize, len: impl Fn(&P) -> usize) -> usize {
+    while let Some(first) = pages.front().map(&len).filter(|len| *len <= done) {
+        done -= first;
+        pages.pop_front();
+    }
+    done
+}
+
+fn lost(error: io::Error) -> Failed {
+    not_moved(format!("a plain socket: {error}"))
+}

@@ -1,0 +1,39 @@
+//! Whether the process has what it proves its identity with.
+
+use chassis::World;
+use types::in_full;
+
+use crate::identity;
+use crate::process_file::ProcessFile;
+
+use super::finding::Finding;
+
+const GROUP: &str = "identity";
+
+/// The world that the other groups look around in, with the cluster's secret if it can be read.
+pub(super) fn look(process: &ProcessFile) -> (World, Vec<Finding>) {
+    let cluster = process.cluster();
+    let identity = match cluster.identity() {
+        Ok(identity) => identity,
+        Err(error) => {
+            let advice = "put the file there that `cluster.secret_file` names, the same on all machines of the cluster";
+            return (World::real(), vec![Finding::bad(GROUP, in_full(&error), advice)]);
+        }
+    };
+    let world = World::real().with_identity(identity);
+    let finding = match identity::check(process) {
+        Err(error) => Finding::bad(GROUP, in_full(&error), "set one of the two"),
+        Ok(()) if cluster.insecure => Finding::warn(
+            GROUP,
+            "cluster.insecure = true: every machine that reaches the ports can read and change prompts",
+            "set cluster.secret_file, and cluster.insecure = false",
+        ),
+        Ok(()) if world.identity().secret().is_some() => {
+            Finding::ok(GROUP, "callers are authenticated with the cluster's secret")
+        }
+        Ok(()) => {
+            Finding::ok(GROUP, "only this machine reaches the ports, and callers are not authenticated")
+        }
+    };
+    (world, vec![finding])
+}

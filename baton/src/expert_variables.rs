@@ -1,0 +1,56 @@
+//! `BATON_EXPERT__…` in the environment of `baton up`: each of its processes takes the settings that it has.
+
+use node::RawNodeConfig;
+use pool_node::RawPoolConfig;
+use router::RawRouterConfig;
+use types::Role;
+
+const PREFIX: &str = "BATON_EXPERT__";
+
+/// Whether the router takes the variable. It takes what no process knows, too, and refuses it.
+pub(crate) fn is_for_router(variable: &str) -> bool {
+    variable.starts_with(PREFIX) && (of_router(variable) || !(of_node(variable) || of_pool(variable)))
+}
+
+/// Whether the variable is a setting of other processes only.
+pub(crate) fn is_for_others(role: Role, variable: &str) -> bool {
+    let is_own = match role {
+        Role::Pool => of_pool(variable),
+        Role::Prefill | Role::Decode | Role::Both => of_node(variable),
+    };
+    variable.starts_with(PREFIX) && !is_own && (of_router(variable) || of_node(variable) || of_pool(variable))
+}
+
+fn of_router(variable: &str) -> bool {
+    chassis::config::has_setting::<RawRouterConfig>(variable)
+}
+
+fn of_node(variable: &str) -> bool {
+    chassis::config::has_setting::<RawNodeConfig>(variable)
+}
+
+fn of_pool(variable: &str) -> bool {
+    chassis::config::has_setting::<RawPoolConfig>(variable)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_process_takes_the_expert_settings_that_it_has() {
+        // The variable, and whether router, prefill node and pool node take it.
+        for (variable, router, node, pool) in [
+            ("BATON_EXPERT__LOG__SPANS", true, true, true),
+            ("BATON_EXPERT__ROUTER__STUCK_MS", true, false, false),
+            ("BATON_EXPERT__SCHEDULER__SEQUENCES_MAX", false, true, false),
+            ("BATON_EXPERT__TRANSFER__STREAMS", false, true, true),
+            ("BATON_EXPERT__TRANSFER__STREAM", true, true, true),
+        ] {
+            assert_eq!(is_for_router(variable), router, "{variable}");
+            assert_eq!(!is_for_others(Role::Prefill, variable), node, "{variable}");
+            assert_eq!(!is_for_others(Role::Pool, variable), pool, "{variable}");
+        }
+        assert!(!is_for_router("BATON_NODE__ID") && !is_for_others(Role::Decode, "BATON_ROUTER__HTTP"));
+    }
+}

@@ -1,0 +1,49 @@
+//! What a process shows to the others of its cluster, and whether it may listen where it is told to.
+
+use chassis::World;
+use chassis::identity::settings::{ClusterSection, IdentityError};
+use node::NodeConfig;
+use pool_node::PoolConfig;
+use router::RouterConfig;
+
+use crate::exit::Failed;
+use crate::process_file::ProcessFile;
+
+/// The world of a process of this cluster: with the cluster's secret, if one is set.
+pub(crate) fn world(cluster: &ClusterSection) -> Result<World, Failed> {
+    Ok(World::real().with_identity(cluster.identity().map_err(Failed::start)?))
+}
+
+/// Refuses a process that other machines reach and that authenticates no caller.
+pub(crate) fn check(process: &ProcessFile) -> Result<(), IdentityError> {
+    match process {
+        ProcessFile::Router(config) => check_router(config),
+        ProcessFile::Node(config) => check_node(config),
+        ProcessFile::Pool(config) => check_pool(config),
+    }
+}
+
+/// Refuses a node that other machines reach and that authenticates no caller.
+pub(crate) fn check_node(config: &NodeConfig) -> Result<(), IdentityError> {
+    let transfer = &config.transfer;
+    config.cluster.check(&[
+        ("node.listen", &config.listen),
+        ("transfer.listen", &transfer.listen),
+        ("transfer.rdma_listen", &transfer.rdma_listen),
+    ])
+}
+
+/// The same for a pool node.
+pub(crate) fn check_pool(config: &PoolConfig) -> Result<(), IdentityError> {
+    let transfer = &config.transfer;
+    config.cluster.check(&[
+        ("node.listen", &config.listen),
+        ("transfer.listen", &transfer.listen),
+        ("transfer.rdma_listen", &transfer.rdma_listen),
+    ])
+}
+
+/// The same for a router. Its HTTP port is for clients.
+pub(crate) fn check_router(config: &RouterConfig) -> Result<(), IdentityError> {
+    config.cluster.check(&[("router.grpc", &config.grpc)])
+}

@@ -1,0 +1,27 @@
+//! `baton keys new`: an API key, and its line for the router's tenants file.
+
+use std::process::ExitCode;
+
+use chassis::World;
+use router::tenants::{ApiKey, is_tenant_name};
+
+use crate::cli::{KeysArgs, KeysCommand};
+use crate::exit::Failed;
+use crate::output;
+
+/// Prints the key once. It is stored nowhere.
+pub(crate) fn run(args: &KeysArgs) -> Result<ExitCode, Failed> {
+    let KeysCommand::New { tenant } = &args.command;
+    if !is_tenant_name(tenant) {
+        return Err(Failed::usage(format!(
+            "{tenant:?} is no name of a tenant: use letters, digits, '-', '_', '.' or ':'"
+        )));
+    }
+    let world = World::real();
+    let key = ApiKey::random([world.grant(), world.grant()]);
+    let (text, hash) = (key.as_str(), key.hash());
+    output::print(&format!(
+        "key (for the client): {text}\nline (under [keys]):  \"{hash}\" = \"{tenant}\"\n"
+    ))?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,156 @@
+//! What `--model` and `model.path` may name: a mock, the bundled demonstration model, a folder, or a model on a hub.
+
+use std::path::{Path, PathBuf};
+
+use chassis::Shutdown;
+use models::{Hub, HubError, HubSettings, ModelId, bundled};
+
+use crate::exit::Failed;
+
+const DEMO: &str = "demo";
+
+/// A model as a router and a node are told of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Located {
+    /// A folder, or a mock.
+    pub(crate) path: String,
+    /// What requests call it. Empty: its own name.
+    pub(crate) name: String,
+}
+
+/// Finds what `path` names, and fetches it if it lies on a hub. A name that was chosen is kept.
+///
+/// A process that is asked to stop meanwhile says so; what was fetched until then is kept.
+pub(crate) async fn locate(path: &str, name: &str, shutdown: &Shutdown) -> Result<Located, Failed> {
+    tokio::select! {
+        located = found(path, name) => located,
+        () = shutdown.wait() => Err(Failed::drain(
+            "stopped before the model was here: what was fetched is kept, and the next start goes on from there",
+        )),
+    }
+}
+
+async fn found(path: &str, name: &str) -> Result<Located, Failed> {
+    let (path, own_name) = match Place::of(path)? {
+        Place::Here => {
+            check_folder(Path::new(path))?;
+            (path.to_owned(), String::new())
+        }
+        Place::Bundled => {
+            let folder = bundled::unpacked(&bundled::cache_folders()).map_err(Failed::start)?;
+            (text(&folder)?, DEMO.to_owned())
+        }
+        Place::Hub(id) => {
+            let refused = |source| NotFetched { path: path.to_owned(), source: Box::new(source) };
+            let folder = fetch(&id).await.map_err(|source| Failed::start(refused(source)))?;
+            (text(&folder)?, id.repository())
+        }
+    };
+    Ok(Located { path, name: if name.is_empty() { own_name } else { name.to_owned() } })
+}
+
+fn check_folder(path: &Path) -> Result<(), Failed> {
+    not_a_model(path).map_or(Ok(()), |why| Err(Failed::start(why)))
+}
+
+/// Why the path cannot be a model's folder, if something else lies there.
+pub fn not_a_model(path: &Path) -> Option<String> {
+    let shown = path.display();
+    let gguf = "GGUF is not read: take the model's safetensors";
+    let is_gguf = path.extension().is_some_and(|ending| ending == "gguf");
+    if path.is_file() {
+        let why = if is_gguf { gguf } else { "a model is a folder with config.json and safetensors" };
+        return Some(format!("{shown} is a file: {why}"));
+    }
+    if !path.is_dir() || path.join("config.json").is_file() {
+        return None;
+    }
+    let why = if engine::load::has_gguf(path) { gguf } else { "it is not a model's folder" };
+    Some(format!("{shown} has no config.json: {why}"))
+}
+
+/// A user who meant a folder must see that it was not found.
+#[derive(Debug, thiserror::Error)]
+#[error("{path:?} is no folder here, and was not fetched from the hub")]
+struct NotFetched {
+    path: String,
+    source: Box<HubError>,
+}
+
+async fn fetch(id: &ModelId) -> Result<PathBuf, HubError> {
+    Hub::new(HubSettings::from_env(|name| std::env::var_os(name)))?.judged_by(judge).fetch(id).await
+}
+
+/// Whether a node can compute the model of this `config.json`.
+fn judge(path: &Path, config: &[u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    engine::load::check_config(path, config).map_err(Into::into)
+}
+
+/// Where a model lies.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A folder, a mock, or nothing at all: for the router and the node to make sense of.
+    Here,
+    Bundled,
+    Hub(ModelId),
+}
+
+impl Place {
+    /// A folder comes before a hub, and `demo` before a folder: a folder of this name is `./demo`.
+    pub(crate) fn of(path: &str) -> Result<Self, Failed> {
+        let is_mock = path == "mock" || path.starts_with("mock:");
+        if path.is_empty() || is_mock || looks_like_a_path(path) || Path::new(path).is_dir() && path != DEMO {
+            return Ok(Self::Here);
+        }
+        if path == DEMO {
+            return Ok(Self::Bundled);
+        }
+        if Path::new(path).is_file() {
+            return Ok(Self::Here);
+        }
+        ModelId::parse(path).map(Self::Hub).ok_or_else(|| {
+            Failed::usage(format!(
+                "no model {path:?}: a model is `demo`, `mock`, a folder, or one on a hub, `org/name` or `org/name@revision`"
+            ))
+        })
+    }
+}
+
+/// `cpu:FOLDER` is one too.
+fn looks_like_a_path(path: &str) -> bool {
+    ["/", "./", "../", "~"].iter().any(|start| path.starts_with(start))
+        || path.contains(':')
+        || [".", ".."].contains(&path)
+}
+
+fn text(folder: &Path) -> Result<String, Failed> {
+    let text = folder.to_str().map(str::to_owned);
+    text.ok_or_else(|| Failed::start(format!("{}: a folder's name must be UTF-8", folder.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_where_its_name_says() {
+        let hub = |text: &str| Place::Hub(ModelId::parse(text).expect("an id"));
+        for (path, expected) in [
+            ("", Place::Here),
+            ("mock", Place::Here),
+            ("mock:paced", Place::Here),
+            ("demo", Place::Bundled),
+            ("./demo", Place::Here),
+            ("/models/x", Place::Here),
+            ("../x", Place::Here),
+            ("cpu:x/y", Place::Here),
+            ("src", Place::Here),
+            ("src/doctor", Place::Here),
+            ("org/name", hub("org/name")),
+            ("org/name@v1", hub("org/name@v1")),
+        ] {
+            assert_eq!(Place::of(path).expect("a place"), expected, "{path}");
+        }
+        Place::of("no-such-model").expect_err("neither");
+    }
+}

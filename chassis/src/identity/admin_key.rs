@@ -1,0 +1,90 @@
+//! The key of operators: pages that change a process or show its insides want it.
+
+use std::fmt;
+use std::path::Path;
+
+use axum::Json;
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use serde_json::json;
+
+use super::refusals::{Reason, Refusals, Refused};
+use super::secret::SecretError;
+
+/// What a request to an operators' page must show.
+#[derive(Clone)]
+pub enum AdminKey {
+    /// The port is only reached from this machine, or the operator wants it open.
+    NotNeeded,
+    /// The port is reached from elsewhere and no key is set: the pages are refused.
+    Missing,
+    /// The hash of the key.
+    Set(blake3::Hash),
+}
+
+const KEY_BYTES_MIN: usize = 16;
+
+impl AdminKey {
+    pub fn read(file: &Path) -> Result<Self, SecretError> {
+        let text =
+            std::fs::read(file).map_err(|source| SecretError::Read { file: file.to_owned(), source })?;
+        let key = text.trim_ascii();
+        match key.len() {
+            bytes if bytes < KEY_BYTES_MIN => Err(SecretError::TooShort { file: file.to_owned(), bytes }),
+            _ => Ok(Self::Set(blake3::hash(key))),
+        }
+    }
+
+    /// Puts the pages behind the key.
+    pub fn guard(self, pages: Router, refusals: Refusals) -> Router {
+        pages.layer(middleware::from_fn_with_state((self, refusals), check))
+    }
+
+    fn refuse(&self, request: &Request) -> Option<(StatusCode, Reason, &'static str)> {
+        let shown = request.headers().get(header::AUTHORIZATION).map(|value| value.as_bytes());
+        let shown = shown.and_then(|value| value.strip_prefix(b"Bearer "));
+        match (self, shown) {
+            (Self::NotNeeded, _) => None,
+            (Self::Missing, _) => Some((
+                StatusCode::FORBIDDEN,
+                Reason::Unsigned,
+                "this page needs an admin key and none is set: set `cluster.admin_key_file`",
+            )),
+            (Self::Set(_), None) => Some((
+                StatusCode::UNAUTHORIZED,
+                Reason::Unsigned,
+                "this page needs the admin key: send `Authorization: Bearer KEY`",
+            )),
+            // Hashes are compared in constant time.
+            (Self::Set(key), Some(shown)) if blake3::hash(shown) == *key => None,
+            (Self::Set(_), Some(_)) => {
+                Some((StatusCode::UNAUTHORIZED, Reason::Signature, "this is not the admin key"))
+            }
+        }
+    }
+}
+
+async fn check(
+    State((key, refusals)): State<(AdminKey, Refusals)>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let Some((status, reason, message)) = key.refuse(&request) else { return next.run(request).await };
+    refusals.count(Refused::Page, reason);
+    let error = json!({ "error": { "code": "admin_key", "message": message } });
+    let challenge = [(header::WWW_AUTHENTICATE, "Bearer")];
+    (status, challenge, Json(error)).into_response()
+}
+
+impl fmt::Debug for AdminKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotNeeded => "NotNeeded",
+            Self::Missing => "Missing",
+            Self::Set(_) => "Set",
+        })
+    }
+}

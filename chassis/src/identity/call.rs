@@ -1,0 +1,141 @@
+//! A gRPC call's signature: one header over the method, our headers, the message, the time and a nonce.
+//!
+//! The header is `baton-signature: TIME-NONCE-MAC` in hexadecimal digits, the time in milliseconds since 1970.
+
+use std::time::Duration;
+
+use http::{HeaderMap, HeaderValue};
+
+use super::refusals::{Reason, Refused};
+use super::replay::Nonce;
+use super::secret::{ClusterSecret, Mac, Use};
+use super::{CLOCK_SKEW_MAX, Identity};
+use crate::rpc::{PROTOCOL_HEADER, REQUEST_ID_HEADER};
+use crate::world::World;
+
+/// The signature.
+pub const SIGNATURE_HEADER: &str = "baton-signature";
+/// The address that the caller has dialled. A node accepts calls to its own address only.
+pub const TARGET_HEADER: &str = "baton-target";
+
+/// Why a call is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CallRefused {
+    #[error(
+        "the call is not signed with the cluster's secret: set `cluster.secret_file` in the caller's configuration"
+    )]
+    Unsigned,
+    #[error("the call's signature is not readable")]
+    Malformed,
+    #[error(
+        "the call's signature does not match: the caller has another cluster secret, or the call was changed on its way"
+    )]
+    Signature,
+    #[error(
+        "the caller's clock and this process's differ by {} s, at most {} s are allowed: synchronize the clocks",
+        skew.as_secs(), CLOCK_SKEW_MAX.as_secs()
+    )]
+    Clock { skew: Duration },
+    #[error("the call was made before: a signature holds once")]
+    Replayed,
+    #[error("the call was signed for {signed}, this process is {own}")]
+    Target { signed: String, own: String },
+}
+
+impl CallRefused {
+    fn reason(&self) -> Reason {
+        match self {
+            Self::Unsigned => Reason::Unsigned,
+            Self::Malformed | Self::Signature => Reason::Signature,
+            Self::Clock { .. } => Reason::Clock,
+            Self::Replayed => Reason::Replayed,
+            Self::Target { .. } => Reason::Target,
+        }
+    }
+}
+
+/// What the header says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shown {
+    sent_ms: u64,
+    nonce: Nonce,
+    mac: Mac,
+}
+
+/// Signs an outgoing call. `headers` have all of ours already.
+pub(crate) fn sign(world: &World, secret: &ClusterSecret, path: &str, headers: &mut HeaderMap, body: &[u8]) {
+    let sent_ms = world.unix_time().as_millis() as u64;
+    let nonce = world.nonce();
+    let mac = mac(secret, path, headers, body, (sent_ms, &nonce));
+    let signature = format!("{sent_ms:x}-{:032x}-{}", u128::from_be_bytes(nonce), mac.to_hex());
+    headers.insert(SIGNATURE_HEADER, HeaderValue::try_from(signature).expect("digits are a header"));
+}
+
+fn mac(
+    secret: &ClusterSecret,
+    path: &str,
+    headers: &HeaderMap,
+    body: &[u8],
+    (sent_ms, nonce): (u64, &Nonce),
+) -> Mac {
+    let header = |name| headers.get(name).map_or(&b""[..], HeaderValue::as_bytes);
+    let (protocol, id) = (header(PROTOCOL_HEADER), header(REQUEST_ID_HEADER));
+    let fields = [path.as_bytes(), header(TARGET_HEADER), protocol, id, &sent_ms.to_le_bytes(), nonce, body];
+    secret.mac(Use::Call, &fields)
+}
+
+fn parse(header: &HeaderValue) -> Option<Shown> {
+    let mut parts = header.to_str().ok()?.split('-');
+    let (sent, nonce, mac) = (parts.next()?, parts.next()?, parts.next()?);
+    Some(Shown {
+        sent_ms: u64::from_str_radix(sent, 16).ok()?,
+        nonce: u128::from_str_radix(nonce, 16).ok()?.to_be_bytes(),
+        mac: Mac::from_hex(mac).ok()?,
+    })
+}
+
+impl Identity {
+    /// What can be refused before the message is read: a call without a signature, or from another time.
+    pub(crate) fn check_head(&self, world: &World, headers: &HeaderMap) -> Result<Shown, CallRefused> {
+        let shown = match headers.get(SIGNATURE_HEADER) {
+            None => Err(CallRefused::Unsigned),
+            Some(header) => parse(header).ok_or(CallRefused::Malformed),
+        };
+        let shown = shown.and_then(|shown| {
+            let skew = Duration::from_millis((world.unix_time().as_millis() as u64).abs_diff(shown.sent_ms));
+            if skew > CLOCK_SKEW_MAX { Err(CallRefused::Clock { skew }) } else { Ok(shown) }
+        });
+        shown.map_err(|refused| self.counted(refused))
+    }
+
+    /// Checks the whole call. `address` is where this process is reached, where it knows that.
+    pub(crate) fn check_call(
+        &self,
+        world: &World,
+        shown: Shown,
+        (path, headers): (&str, &HeaderMap),
+        body: &[u8],
+        address: Option<&str>,
+    ) -> Result<(), CallRefused> {
+        let Some(secret) = self.secret() else { return Ok(()) };
+        let signed = mac(secret, path, headers, body, (shown.sent_ms, &shown.nonce));
+        let target = headers.get(TARGET_HEADER).map(|target| String::from_utf8_lossy(target.as_bytes()));
+        let target = target.unwrap_or_default();
+        let now_ms = world.unix_time().as_millis() as u64;
+        let refused = match address {
+            // blake3 compares hashes in constant time.
+            _ if signed != shown.mac => CallRefused::Signature,
+            Some(own) if own != target => {
+                CallRefused::Target { signed: target.into_owned(), own: own.to_owned() }
+            }
+            _ if !self.seen.is_new(shown.sent_ms, shown.nonce, now_ms) => CallRefused::Replayed,
+            _ => return Ok(()),
+        };
+        Err(self.counted(refused))
+    }
+
+    fn counted(&self, refused: CallRefused) -> CallRefused {
+        self.refusals().count(Refused::Call, refused.reason());
+        refused
+    }
+}

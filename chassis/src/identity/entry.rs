@@ -1,0 +1,54 @@
+//! A registry entry's signature: a MAC over its key and its bytes, behind them.
+//!
+//! The MAC is written as a protobuf field that no message has, so a reader that does not know it reads the entry all the
+//! same.
+
+use super::Identity;
+use super::refusals::{Reason, Refused};
+use super::secret::Use;
+
+/// Field 1000, length-delimited, 32 bytes.
+const FIELD: [u8; 3] = [0xc2, 0x3e, 32];
+const SIGNATURE_BYTES: usize = FIELD.len() + blake3::OUT_LEN;
+
+/// Why an entry does not count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EntryRefused {
+    #[error("it is not signed with the cluster's secret")]
+    Unsigned,
+    #[error("its signature does not match: it was changed, or is of another cluster")]
+    Signature,
+}
+
+impl Identity {
+    /// The value to be written at `key`.
+    pub fn sign_entry(&self, key: &[u8], mut value: Vec<u8>) -> Vec<u8> {
+        if let Some(secret) = self.secret() {
+            let mac = secret.mac(Use::Entry, &[key, &value]);
+            value.extend(FIELD);
+            value.extend(mac.as_bytes());
+        }
+        value
+    }
+
+    /// Whether a process with the secret wrote this value at `key`. Without a secret every value counts.
+    pub fn check_entry(&self, key: &[u8], value: &[u8]) -> Result<(), EntryRefused> {
+        let Some(secret) = self.secret() else { return Ok(()) };
+        let refused = match value.split_last_chunk::<SIGNATURE_BYTES>() {
+            Some((signed, signature)) if signature.starts_with(&FIELD) => {
+                let shown = signature.last_chunk::<{ blake3::OUT_LEN }>().expect("a signature is longer");
+                if secret.mac(Use::Entry, &[key, signed]) == *shown {
+                    return Ok(());
+                }
+                EntryRefused::Signature
+            }
+            Some(_) | None => EntryRefused::Unsigned,
+        };
+        let reason = match refused {
+            EntryRefused::Unsigned => Reason::Unsigned,
+            EntryRefused::Signature => Reason::Signature,
+        };
+        self.refusals().count(Refused::Entry, reason);
+        Err(refused)
+    }
+}

@@ -1,0 +1,89 @@
+//! The first bytes of a KV link: each end proves to the other that it has the cluster's secret.
+//!
+//! | from | bytes |
+//! |---|---|
+//! | receiver | magic `BTID`, its challenge (32) |
+//! | dialer | its challenge (32), MAC over both challenges (32) |
+//! | receiver | MAC over both challenges, of another kind (32) |
+//!
+//! A recorded exchange is refused, because the receiver draws a new challenge for each link. Without a secret none of
+//! these bytes is sent. The caller sets the deadline.
+
+use std::io;
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use super::refusals::{Reason, Refused};
+use super::secret::{ClusterSecret, Mac, Use};
+use crate::net::Stream;
+use crate::world::World;
+
+const MAGIC: [u8; 4] = *b"BTID";
+const CHALLENGE_BYTES: usize = 32;
+
+type Challenge = [u8; CHALLENGE_BYTES];
+
+/// Connects to `addr` and proves this side's identity. Fails if the peer cannot prove its own.
+pub async fn dial(world: &World, addr: &str) -> io::Result<Stream> {
+    let mut stream = world.net().connect(addr).await?;
+    prove(world, &mut stream).await?;
+    Ok(stream)
+}
+
+/// The dialer's side of a stream that is connected.
+pub async fn prove(world: &World, stream: &mut Stream) -> io::Result<()> {
+    let identity = world.identity();
+    let Some(secret) = identity.secret() else { return Ok(()) };
+    let mut magic = [0; MAGIC.len()];
+    stream.read_exact(&mut magic).await.map_err(unproven)?;
+    if magic != MAGIC {
+        identity.refusals().count(Refused::Link, Reason::Unsigned);
+        return Err(refused("the peer has no cluster secret: set `cluster.secret_file` there too"));
+    }
+    let (mut theirs, ours) = ([0; CHALLENGE_BYTES], world.challenge());
+    stream.read_exact(&mut theirs).await?;
+    let mut answer = ours.to_vec();
+    answer.extend(mac(secret, b"dialer", &theirs, &ours).as_bytes());
+    stream.write_all(&answer).await?;
+    let mut shown = [0; blake3::OUT_LEN];
+    stream.read_exact(&mut shown).await.map_err(unproven)?;
+    if mac(secret, b"receiver", &theirs, &ours) != shown {
+        identity.refusals().count(Refused::Link, Reason::Signature);
+        return Err(refused("the peer has another cluster secret"));
+    }
+    Ok(())
+}
+
+/// The receiver's side of an accepted stream. Nothing of the peer's is looked at before it has proven its identity.
+pub async fn admit(world: &World, stream: &mut Stream) -> io::Result<()> {
+    let identity = world.identity();
+    let Some(secret) = identity.secret() else { return Ok(()) };
+    let ours = world.challenge();
+    stream.write_all(&[&MAGIC[..], &ours].concat()).await?;
+    let (mut theirs, mut shown) = ([0; CHALLENGE_BYTES], [0; blake3::OUT_LEN]);
+    let read = async {
+        stream.read_exact(&mut theirs).await?;
+        stream.read_exact(&mut shown).await
+    };
+    if read.await.is_err() {
+        identity.refusals().count(Refused::Link, Reason::Unsigned);
+        return Err(refused("the peer closed the link before it proved that it has the cluster's secret"));
+    }
+    if mac(secret, b"dialer", &ours, &theirs) != shown {
+        identity.refusals().count(Refused::Link, Reason::Signature);
+        return Err(refused("the peer did not prove that it has the cluster's secret"));
+    }
+    stream.write_all(mac(secret, b"receiver", &ours, &theirs).as_bytes()).await
+}
+
+fn mac(secret: &ClusterSecret, side: &[u8], of_receiver: &Challenge, of_dialer: &Challenge) -> Mac {
+    secret.mac(Use::Link, &[side, of_receiver, of_dialer])
+}
+
+fn refused(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, why)
+}
+
+fn unproven(error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), "the peer refused this process's cluster secret, or has none")
+}

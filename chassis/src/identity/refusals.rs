@@ -1,0 +1,107 @@
+//! How many callers were refused, and why.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
+use prometheus::{IntCounterVec, Opts};
+
+/// What was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Refused {
+    Call,
+    Link,
+    Entry,
+    Page,
+}
+
+/// Why it was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reason {
+    /// It shows nothing.
+    Unsigned,
+    /// What it shows was not made with the cluster's secret, or for something else.
+    Signature,
+    /// It was shown before.
+    Replayed,
+    /// The clocks differ too much.
+    Clock,
+    /// It was made for another process.
+    Target,
+}
+
+impl Refused {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Call => "call",
+            Self::Link => "link",
+            Self::Entry => "entry",
+            Self::Page => "page",
+        }
+    }
+}
+
+impl Reason {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Unsigned => "unsigned",
+            Self::Signature => "signature",
+            Self::Replayed => "replayed",
+            Self::Clock => "clock",
+            Self::Target => "target",
+        }
+    }
+}
+
+/// Clones share the counts.
+#[derive(Clone, Debug, Default)]
+pub struct Refusals(Arc<Mutex<BTreeMap<(Refused, Reason), u64>>>);
+
+impl Refusals {
+    pub fn count(&self, refused: Refused, reason: Reason) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry((refused, reason)).or_default() += 1;
+    }
+
+    pub fn get(&self, refused: Refused, reason: Reason) -> u64 {
+        let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        counts.get(&(refused, reason)).copied().unwrap_or(0)
+    }
+
+    fn all(&self) -> BTreeMap<(Refused, Reason), u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Writes the counts on a process's metrics page.
+pub(crate) struct RefusalsOnPage {
+    refusals: Refusals,
+    opts: Opts,
+    /// Describes the metric. Each page gets a vector of its own.
+    empty: IntCounterVec,
+}
+
+impl RefusalsOnPage {
+    pub(crate) fn new(refusals: Refusals, opts: Opts) -> Self {
+        let empty = Self::vector(&opts);
+        Self { refusals, opts, empty }
+    }
+
+    fn vector(opts: &Opts) -> IntCounterVec {
+        IntCounterVec::new(opts.clone(), &["what", "reason"]).expect("the name is well-formed")
+    }
+}
+
+impl Collector for RefusalsOnPage {
+    fn desc(&self) -> Vec<&Desc> {
+        self.empty.desc()
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        let counters = Self::vector(&self.opts);
+        for ((refused, reason), count) in self.refusals.all() {
+            counters.with_label_values(&[refused.as_str(), reason.as_str()]).inc_by(count);
+        }
+        counters.collect()
+    }
+}

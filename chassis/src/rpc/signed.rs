@@ -1,0 +1,62 @@
+//! The client's side of a signature: the call's message is complete before it is sent.
+
+use std::task::{Context, Poll};
+
+use futures::future::BoxFuture;
+use http::{HeaderValue, Request, Response};
+use http_body_util::{BodyExt as _, Full};
+use tonic::body::Body;
+use tonic::transport::Channel;
+use tower::{BoxError, Service};
+
+use crate::identity::call::{TARGET_HEADER, sign};
+use crate::world::World;
+
+/// A channel that signs each call, if the process has the cluster's secret.
+///
+/// All our calls have one message, so its bytes are collected first. A stream of messages would wait for its end here.
+#[derive(Clone, Debug)]
+pub struct SignedChannel {
+    channel: Channel,
+    world: World,
+    /// The address that is dialled.
+    target: HeaderValue,
+}
+
+impl SignedChannel {
+    pub(super) fn new(channel: Channel, world: World, addr: &str) -> Self {
+        let target = HeaderValue::from_str(addr).unwrap_or(HeaderValue::from_static(""));
+        Self { channel, world, target }
+    }
+}
+
+impl Service<Request<Body>> for SignedChannel {
+    type Response = Response<Body>;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<Response<Body>, BoxError>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.channel.poll_ready(cx).map_err(Into::into)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let next = self.channel.clone();
+        // The one that is ready makes the call.
+        let mut channel = std::mem::replace(&mut self.channel, next);
+        if self.world.identity().secret().is_none() {
+            let answer = channel.call(request);
+            return Box::pin(async move { answer.await.map_err(Into::into) });
+        }
+        let (world, target) = (self.world.clone(), self.target.clone());
+        Box::pin(async move {
+            let (mut head, body) = request.into_parts();
+            let message = body.collect().await?.to_bytes();
+            head.headers.insert(TARGET_HEADER, target);
+            if let Some(secret) = world.identity().secret() {
+                sign(&world, secret, head.uri.path(), &mut head.headers, &message);
+            }
+            let request = Request::from_parts(head, Body::new(Full::new(message)));
+            Ok(channel.call(request).await?)
+        })
+    }
+}

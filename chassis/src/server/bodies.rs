@@ -1,0 +1,212 @@
+//! One budget of bytes for the request bodies of a port that are being read.
+//!
+//! A body counts from its first byte until it is read whole or dropped. When all of them together grow over the budget,
+//! the one that has been read for the longest ends with [`BodyBudgetSpent`]: bodies that never end give way to new ones.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker, ready};
+
+use axum::body::{Body, Bytes, HttpBody};
+use hyper::body::{Frame, Incoming, SizeHint};
+use tracing::debug;
+
+/// Why a body was not read to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("request bodies that are being read hold all {bytes_max} bytes that there are for them")]
+pub struct BodyBudgetSpent {
+    pub bytes_max: usize,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Bodies {
+    bytes_max: usize,
+    open: Arc<Mutex<Open>>,
+}
+
+/// The bodies that are being read, by number: the oldest is first.
+#[derive(Debug, Default)]
+struct Open {
+    bytes: usize,
+    by_number: BTreeMap<u64, Reading>,
+    next: u64,
+}
+
+#[derive(Debug, Default)]
+struct Reading {
+    bytes: usize,
+    /// The task that waits for more of the body.
+    waiting: Option<Waker>,
+}
+
+/// One body's part of the budget. Dropping it gives the part back.
+#[derive(Debug)]
+struct Share {
+    bodies: Bodies,
+    number: u64,
+}
+
+impl Bodies {
+    pub(super) fn new(bytes_max: usize) -> Self {
+        Self { bytes_max, open: Arc::default() }
+    }
+
+    /// The body of a request, within this budget.
+    pub(super) fn body(&self, body: Incoming) -> Body {
+        if body.is_end_stream() { Body::empty() } else { Body::new(self.bounded(body)) }
+    }
+
+    fn bounded<B>(&self, body: B) -> Bounded<B> {
+        let mut open = self.open();
+        let number = open.next;
+        open.next += 1;
+        open.by_number.insert(number, Reading::default());
+        Bounded { body, share: Share { bodies: self.clone(), number } }
+    }
+
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Open {
+    fn remove(&mut self, number: u64) {
+        let Some(reading) = self.by_number.remove(&number) else { return };
+        self.bytes -= reading.bytes;
+        if let Some(waker) = reading.waiting {
+            waker.wake();
+        }
+    }
+}
+
+impl Share {
+    /// Counts bytes that were read. Ends older bodies while there are more than the budget has, and then this one.
+    fn add(&self, bytes: usize) -> Result<(), BodyBudgetSpent> {
+        let mut open = self.bodies.open();
+        let Some(reading) = open.by_number.get_mut(&self.number) else { return Err(self.spent()) };
+        reading.bytes += bytes;
+        open.bytes += bytes;
+        while open.bytes > self.bodies.bytes_max {
+            let holds = |(number, reading): (&u64, &Reading)| (reading.bytes > 0).then_some(*number);
+            let Some(oldest) = open.by_number.iter().find_map(holds) else { break };
+            debug!(body = oldest, bytes = open.bytes, "request body given up: the budget is spent");
+            open.remove(oldest);
+        }
+        if open.by_number.contains_key(&self.number) { Ok(()) } else { Err(self.spent()) }
+    }
+
+    /// Whether the body may be read on; if so, `waker` is told when that changes.
+    fn wait(&self, waker: &Waker) -> Result<(), BodyBudgetSpent> {
+        let mut open = self.bodies.open();
+        let reading = open.by_number.get_mut(&self.number).ok_or_else(|| self.spent())?;
+        reading.waiting.get_or_insert_with(|| waker.clone()).clone_from(waker);
+        Ok(())
+    }
+
+    fn spent(&self) -> BodyBudgetSpent {
+        BodyBudgetSpent { bytes_max: self.bodies.bytes_max }
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.bodies.open().remove(self.number);
+    }
+}
+
+/// A request's body that counts what was read of it.
+#[derive(Debug)]
+struct Bounded<B> {
+    body: B,
+    share: Share,
+}
+
+impl<B> HttpBody for Bounded<B>
+where
+    B: HttpBody<Data = Bytes> + Unpin,
+    B::Error: Into<axum::BoxError>,
+{
+    type Data = Bytes;
+    type Error = axum::BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+        self.share.wait(cx.waker())?;
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        let Some(frame) = frame.transpose().map_err(Into::into)? else { return Poll::Ready(None) };
+        self.share.add(frame.data_ref().map_or(0, Bytes::len))?;
+        Poll::Ready(Some(Ok(frame)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::StreamExt as _;
+    use http_body_util::BodyExt as _;
+
+    use super::*;
+
+    /// A body of pieces of this size, which does not end.
+    fn endless(n: usize, size: usize) -> Body {
+        let pieces = (0..n).map(move |_| Ok::<_, std::convert::Infallible>(Bytes::from(vec![b'x'; size])));
+        Body::from_stream(futures::stream::iter(pieces).chain(futures::stream::pending()))
+    }
+
+    async fn read(body: &mut Bounded<Body>) -> Option<usize> {
+        let frame = body.frame().await.expect("it does not end");
+        match frame {
+            Ok(frame) => Some(frame.into_data().expect("data").len()),
+            Err(error) => {
+                assert!(error.is::<BodyBudgetSpent>(), "{error}");
+                None
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_body_that_is_read_for_the_longest_gives_way() {
+        let bodies = Bodies::new(100);
+        let [mut first, mut second, mut third] = [40, 40, 60].map(|size| bodies.bounded(endless(2, size)));
+        assert_eq!((read(&mut first).await, read(&mut second).await), (Some(40), Some(40)));
+        assert_eq!(read(&mut third).await, Some(60), "the first gave way");
+        assert_eq!(read(&mut first).await, None);
+        assert_eq!(read(&mut second).await, None, "it is the oldest now, and asks for more");
+        drop((first, second));
+        assert_eq!(bodies.open().bytes, 60);
+        assert_eq!(read(&mut third).await, None, "it alone is more than the budget");
+        assert_eq!(bodies.open().bytes, 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_waits_for_more_is_woken() {
+        let bodies = Bodies::new(100);
+        let (mut waits, mut other) = (bodies.bounded(endless(1, 40)), bodies.bounded(endless(1, 70)));
+        let both = async { (read(&mut waits).await, read(&mut waits).await) };
+        let after = async {
+            tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+            read(&mut other).await
+        };
+        assert_eq!(tokio::join!(both, after), ((Some(40), None), Some(70)));
+    }
+
+    #[tokio::test]
+    async fn a_body_that_ends_gives_its_bytes_back() {
+        let bodies = Bodies::new(100);
+        for _ in 0..3 {
+            let body = bodies.bounded(Body::from(vec![b'x'; 90]));
+            assert_eq!(body.collect().await.expect("within the budget").to_bytes().len(), 90);
+            assert_eq!(bodies.open().bytes, 0);
+        }
+    }
+}

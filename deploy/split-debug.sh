@@ -1,0 +1,7 @@
+#!/bin/sh
+# split-debug.sh EXECUTABLE OUT: OUT is the executable without symbols and line tables, OUT.debug has them.
+# A backtrace has functions and lines where OUT.debug lies beside OUT; debuggers find it there too.
+set -eu
+objcopy --only-keep-debug "$1" "$2.debug"
+chmod 644 "$2.debug"
+objcopy --strip-all --add-gnu-debuglink="$2.debug" "$1" "$2"

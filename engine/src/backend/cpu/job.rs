@@ -1,0 +1,88 @@
+//! A step on its way to the thread that computes.
+
+use std::collections::HashMap;
+
+use kv_cache::FenceSignal;
+use types::{BlockIdx, TokenId};
+
+use crate::error::RowError;
+use crate::sampler::OwnedSampleSpec;
+use crate::step::{Row, RowInput, SlotId};
+
+/// A step.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) rows: Vec<JobRow>,
+    pub(super) signal: FenceSignal,
+}
+
+/// A [`Row`] without a lifetime.
+#[derive(Debug)]
+pub(super) struct JobRow {
+    pub(super) slot: SlotId,
+    input: Input,
+    start: usize,
+    tables: Vec<Vec<BlockIdx>>,
+    pub(super) spec: Option<OwnedSampleSpec>,
+}
+
+#[derive(Debug)]
+enum Input {
+    Tokens(Vec<TokenId>),
+    Previous,
+}
+
+impl JobRow {
+    pub(super) fn of(row: &Row<'_>) -> Self {
+        Self {
+            slot: row.slot,
+            input: match row.input {
+                RowInput::Tokens(tokens) => Input::Tokens(tokens.to_vec()),
+                RowInput::Previous => Input::Previous,
+            },
+            start: row.start,
+            tables: row.tables.iter().map(|table| table.to_vec()).collect(),
+            spec: row.sample.as_ref().map(OwnedSampleSpec::of),
+        }
+    }
+
+    /// Replaces [`RowInput::Previous`] by the token that the step before sampled.
+    pub(super) fn resolve(
+        &mut self,
+        previous: &HashMap<SlotId, TokenId>,
+        vocab: usize,
+    ) -> Result<(), RowError> {
+        if let Input::Previous = self.input {
+            let token = *previous.get(&self.slot).ok_or(RowError::NoTokenInFlight)?;
+            self.input = Input::Tokens(vec![token]);
+            self.spec.iter_mut().for_each(|spec| spec.remember(token));
+        }
+        let unknown = self.tokens().iter().find(|token| token.0 as usize >= vocab);
+        unknown.map_or(Ok(()), |token| Err(RowError::UnknownToken { token: token.0, vocab }))
+    }
+
+    pub(super) fn start(&self) -> usize {
+        self.start
+    }
+
+    pub(super) fn tables(&self) -> &[Vec<BlockIdx>] {
+        &self.tables
+    }
+
+    /// Whether a token is sampled after it.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.spec.is_some()
+    }
+
+    pub(super) fn tokens(&self) -> &[TokenId] {
+        match &self.input {
+            Input::Tokens(tokens) => tokens,
+            Input::Previous => &[],
+        }
+    }
+
+    /// The position of the token that this row samples.
+    pub(super) fn next_position(&self) -> usize {
+        self.start + self.tokens().len()
+    }
+}

@@ -1,0 +1,271 @@
+//! A model's description, computed before a GPU is used: its folder, the sizes that follow from it, and its weights' origin.
+
+use std::num::NonZero;
+use std::path::Path;
+use std::time::Duration;
+
+use kernels::cpu::{Arithmetic, Processor};
+use kernels::cuda::{Arena, Card, KvNumber};
+use kv_cache::KvMemory;
+use types::layout::{Attention, Shard};
+use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
+
+use super::CudaSettings;
+use super::budget::Budget;
+use super::decoder::{Decoder, LayerPlace};
+use super::fp8::{self, InFp8};
+use super::graph_sizes::GraphSizes;
+use super::heads::Heads;
+use super::loader::{Loader, Origin};
+use super::plan::BLOCK_TOKENS;
+use super::share::Share;
+use super::upload::Upload;
+use super::weights::{CudaWeights, Sizes};
+use super::workspace::{StepSizes, WorkspaceShape};
+use crate::backend::{StepLimits, cpu};
+use crate::cpu::LoadFormat;
+use crate::error::{LoadError, OpenError};
+use crate::kv_room::n_blocks;
+use crate::load::meter::Meter;
+use crate::load::{Checkpoint, Dummy, ModelFolder, Quantize, fingerprint, tensors};
+
+/// Threads that read weights. A few threads read a file faster than one; more do not help.
+const LOADER_THREADS: usize = 8;
+
+/// How long the other ranks may still load their weights after this one has finished.
+pub(super) const LOAD_WITHIN: Duration = Duration::from_secs(1800);
+
+/// A model's description and the sizes that follow from it, computed before a GPU is used.
+#[derive(Debug)]
+pub(super) struct ModelDescription {
+    pub(super) folder: ModelFolder,
+    /// KV bytes of all ranks together.
+    pub(super) kv_bytes: usize,
+    pub(super) heads: Heads,
+    pub(super) layout: KvLayout,
+    /// One entry for each layer.
+    pub(super) in_fp8: Vec<InFp8>,
+    pub(super) n_blocks: u32,
+    /// Tokens of the longest sequence.
+    pub(super) tokens_max: usize,
+    pub(super) settings: CudaSettings,
+}
+
+impl ModelDescription {
+    /// `kv_bytes` are for all ranks together.
+    pub(super) fn of(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<Self, OpenError> {
+        let folder = ModelFolder::open(folder)?;
+        let config = &folder.config;
+        if !matches!(settings.kv_dtype, KvDtype::Bf16 | KvDtype::Fp8E4m3) {
+            let wrong =
+                format!("KV in {} is not implemented on a GPU: bf16 and fp8_e4m3 are", settings.kv_dtype);
+            return Err(OpenError::CudaModel(wrong));
+        }
+        if settings.quantize == Quantize::Q8 {
+            let wrong = "weights in q8 are not implemented on a GPU: fp8 is";
+            return Err(OpenError::CudaModel(wrong.to_owned()));
+        }
+        Share::check(config, usize::from(settings.ranks.get()))?;
+        let heads = Heads::of(config.head_dim)?;
+        let layout = KvLayout {
+            block_tokens: BLOCK_TOKENS as u16,
+            dtype: settings.kv_dtype,
+            groups: cpu::groups(config.n_kv_heads as u16, heads.padded as u16, &config.windows),
+            shard: Shard::WHOLE,
+        };
+        let layout = layout.over_ranks(settings.ranks.get());
+        let layout = layout.map_err(|uneven| LoadError::Ranks(uneven.to_string()))?;
+        let n_blocks = n_blocks(&layout, kv_bytes)?;
+        let tokens_max = KvMemory::longest(&layout, n_blocks, config.context_tokens);
+        let in_fp8 = match settings.load_format {
+            LoadFormat::Safetensors => {
+                let checkpoint = Checkpoint::open(folder.path())?;
+                tensors::check_all_read(config, &checkpoint)?;
+                InFp8::of_layers(config.n_layers, settings.quantize, &checkpoint)
+            }
+            LoadFormat::Dummy { .. } if settings.quantize == Quantize::Fp8 => {
+                vec![InFp8::ALL; config.n_layers]
+            }
+            LoadFormat::Dummy { .. } => vec![InFp8::default(); config.n_layers],
+        };
+        let settings = settings.clone();
+        Ok(Self { heads, layout, in_fp8, n_blocks, tokens_max, settings, folder, kv_bytes })
+    }
+
+    /// The present description of the folder.
+    pub(super) fn again(&self) -> Result<Self, OpenError> {
+        Self::of(self.folder.path(), self.kv_bytes, &self.settings)
+    }
+
+    pub(super) fn settings(&self) -> &CudaSettings {
+        &self.settings
+    }
+
+    pub(super) fn workspace(&self, card: &Card, sizes: Sizes) -> WorkspaceShape {
+        let limits = self.settings.limits;
+        let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max);
+        let (tokens_max, chunk_tokens) = (self.tokens_max, self.settings.chunk_tokens());
+        let room = StepSizes { tokens_max, n_words, chunk_tokens };
+        WorkspaceShape::of(card, sizes, limits, self.heads.padded, room)
+    }
+
+    /// What the model takes of a GPU's memory. `kv` is for all ranks together.
+    pub(super) fn budget(&self, sizes: Sizes, shape: &WorkspaceShape, kv: usize) -> Budget {
+        let turns = self.heads.turns_bytes(self.tokens_max);
+        Budget::of(sizes, &self.in_fp8, shape.bytes() + turns, kv)
+    }
+
+    pub(super) fn graph_sizes(&self) -> Option<GraphSizes> {
+        let CudaSettings { graphs, limits, .. } = self.settings;
+        graphs.then(|| GraphSizes::new(limits.rows, self.tokens_max))
+    }
+
+    pub(super) fn decoder(&self, card: &Card, sizes: Sizes) -> Result<Decoder, OpenError> {
+        let (config, heads) = (&self.folder.config, self.heads);
+        let turns = heads.turns(&config.rope.frequencies(config.head_dim), self.tokens_max);
+        let mut arena = card.arena();
+        Ok(Decoder {
+            weights: self.weights_on(card, sizes, &mut arena)?,
+            arena,
+            sizes,
+            heads,
+            epsilon: config.norm_epsilon,
+            turns: card.upload(&turns)?,
+            places: places(&self.layout),
+            n_blocks: self.n_blocks as usize,
+            kv_number: match self.layout.dtype {
+                KvDtype::Fp8E4m3 => KvNumber::Fp8,
+                _ => KvNumber::Bf16,
+            },
+            chunk_tokens: self.settings.chunk_tokens(),
+        })
+    }
+
+    /// Loads a rank's weights into the arena, at the same addresses each time.
+    pub(super) fn weights_on(
+        &self,
+        card: &Card,
+        sizes: Sizes,
+        arena: &mut Arena,
+    ) -> Result<CudaWeights, OpenError> {
+        let config = &self.folder.config;
+        let host = host(LOADER_THREADS)?;
+        let (checkpoint, dummy);
+        let origin = match self.settings.load_format {
+            LoadFormat::Safetensors => {
+                checkpoint = Checkpoint::open(self.folder.path())?;
+                Origin::Host(&checkpoint as &dyn crate::load::TensorSource)
+            }
+            // The host pads narrow heads and quantizes weights.
+            LoadFormat::Dummy { seed } if self.heads.are_padded() || self.is_in_fp8() => {
+                dummy = Dummy { seed, processor: &host };
+                Origin::Host(&dummy)
+            }
+            LoadFormat::Dummy { seed } => Origin::Card { seed },
+        };
+        let heads = self.heads;
+        let bytes = sizes.bytes(&self.in_fp8);
+        // Ranks load at the same time, and the first one reports progress.
+        let meter = if sizes.share.is_first() { Meter::new(bytes) } else { Meter::silent(bytes) };
+        let upload = Upload::new(card, &host, meter)?;
+        Loader { origin, config, heads, sizes, in_fp8: &self.in_fp8, arena, upload }.load()
+    }
+
+    /// Whether some of its weights are in FP8.
+    fn is_in_fp8(&self) -> bool {
+        self.in_fp8.iter().any(|layer| layer.any())
+    }
+
+    /// The fingerprint of the weights.
+    fn weights(&self) -> Result<String, LoadError> {
+        match self.settings.load_format {
+            LoadFormat::Safetensors => Ok(fingerprint::of_weights(&Checkpoint::open(self.folder.path())?)),
+            LoadFormat::Dummy { seed } => Ok(format!("dummy, seed {seed}")),
+        }
+    }
+
+    pub(super) fn model_info(&self, arithmetic: &str) -> Result<ModelInfo, OpenError> {
+        let config = &self.folder.config;
+        Ok(ModelInfo {
+            name: self.folder.name(),
+            context_tokens: self.tokens_max as u32,
+            vocab: config.vocab as u32,
+            eos_tokens: config.eos_tokens.clone(),
+            fingerprint: self.fingerprint(arithmetic)?,
+            layout: self.layout.clone(),
+        })
+    }
+
+    fn fingerprint(&self, arithmetic: &str) -> Result<Fingerprint, LoadError> {
+        let tokenizer = self.folder.tokenizer()?;
+        let parts = [
+            ("weights", self.weights()?),
+            ("dtype", fp8::dtype(&self.in_fp8)),
+            ("arithmetic", arithmetic.to_owned()),
+            ("tokenizer", fingerprint::of_tokenizer(tokenizer.as_deref())),
+        ];
+        let of_config = self.folder.config.fingerprint_parts();
+        Ok(fingerprint::fingerprint(&self.layout, parts.into_iter().chain(of_config)))
+    }
+}
+
+/// A processor with at most `threads` threads, and at most one per core.
+pub(super) fn host(threads: usize) -> Result<Processor, LoadError> {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let threads = NonZero::new(cores.min(threads)).unwrap_or(NonZero::<usize>::MIN);
+    Processor::new(Arithmetic::F32, threads).map_err(LoadError::Threads)
+}
+
+/// The place of each layer's KV, by the layer's number.
+fn places(layout: &KvLayout) -> Vec<LayerPlace> {
+    let mut places: Vec<(u16, LayerPlace)> = Vec::new();
+    for group in layout.group_indices() {
+        let window = match layout.group(group).attention {
+            Attention::SlidingWindow { tokens } => tokens as usize,
+            Attention::Full | Attention::Latent => usize::MAX,
+        };
+        let layers = layout.group(group).layers.iter().zip(0..);
+        places
+            .extend(layers.map(|(shape, layer_pos)| (shape.layer, LayerPlace { group, layer_pos, window })));
+    }
+    places.sort_unstable_by_key(|(layer, _)| *layer);
+    places.into_iter().map(|(_, place)| place).collect()
+}
+
+/// Words of the largest plan: tables for the longest sequence, for the most rows. All tables of a step have the length of its
+/// longest row's table, so the number of blocks does not bound them: one row may be long and the others short.
+fn words_max(limits: StepLimits, n_groups: usize, tokens_max: usize) -> usize {
+    let of_tables = limits.rows * tokens_max.div_ceil(BLOCK_TOKENS);
+    let of_tokens = (3 + n_groups) * limits.tokens;
+    of_tokens + 6 * limits.rows + 2 * n_groups * of_tables
+}
+
+#[cfg(test)]
+mod tests {
+    use types::GroupIdx;
+
+    use super::super::plan::Dims;
+    use super::*;
+
+    #[test]
+    fn layers_know_their_group_and_window() {
+        let groups = cpu::groups(2, 64, &[None, Some(8), None]);
+        let layout = KvLayout { block_tokens: 16, dtype: KvDtype::Bf16, groups, shard: Shard::WHOLE };
+        let place = |group, layer_pos, window| LayerPlace { group: GroupIdx(group), layer_pos, window };
+        assert_eq!(places(&layout), [place(0, 0, usize::MAX), place(1, 0, 8), place(0, 1, usize::MAX)]);
+    }
+
+    #[test]
+    fn there_are_words_for_one_long_row_among_short_ones() {
+        let limits = StepLimits { tokens: 2048, rows: 256 };
+        let room = words_max(limits, 2, 131_072);
+        let decodes = Dims::of_decodes(2, limits.rows, 131_072);
+        assert!(decodes.n_words() <= room, "{} of {room}", decodes.n_words());
+        let (n_decodes, n_chunks) = (limits.rows - 100, 100);
+        let chunks =
+            Dims { n_chunks, n_tokens: limits.tokens, chunk_blocks: decodes.decode_blocks, ..decodes };
+        let mixed = Dims { n_decodes, ..chunks };
+        assert!(mixed.n_words() <= room, "{} of {room}", mixed.n_words());
+        assert!(room < 1 << 24, "{room}: 64 MiB on the card");
+    }
+}

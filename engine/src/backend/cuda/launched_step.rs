@@ -1,0 +1,218 @@
+//! A launched step and its results: a token or an error for each row.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kernels::cpu::Processor;
+use kernels::cuda::{Card, CudaError, Event, LostFlag, Outcome, Pinned, View};
+use kv_cache::FenceSignal;
+use types::TokenId;
+
+use super::draws::{self, SampledBy};
+use super::workspace::PATIENCE;
+use crate::error::RowError;
+use crate::sampler::OwnedSampleSpec;
+use crate::step::{Row, RowInput, Sampled, SlotId, StepOutput};
+
+/// A step that was launched.
+#[derive(Debug)]
+pub(super) struct LaunchedStep {
+    pub(super) number: u64,
+    rows: Vec<LaunchedRow>,
+    readback: Readback,
+    pub(super) signal: Arc<FenceSignal>,
+    pub(super) phase: Phase,
+}
+
+/// Pinned buffers for the results of a step, and the events of their copies.
+#[derive(Debug)]
+pub(super) struct Readback {
+    pub(super) drawn: Pinned<u32>,
+    /// Set if log-probabilities are wanted.
+    pub(super) outcomes: Option<Pinned<u32>>,
+    /// Reached when both are copied.
+    pub(super) end: Event,
+    /// Reached when the other ranks have finished.
+    pub(super) others: Vec<Event>,
+}
+
+/// Logits on the GPU, for sampling by the host, and the flag that makes them invalid.
+#[derive(Debug)]
+pub(super) struct Source<'a> {
+    pub(super) card: &'a Card,
+    pub(super) logits: View<'a, f32>,
+    pub(super) lost: Option<&'a LostFlag>,
+}
+
+#[derive(Debug)]
+pub(super) enum Phase {
+    OnCard,
+    Done(Result<StepOutput, CudaError>),
+}
+
+/// A row of a launched step.
+#[derive(Debug)]
+struct LaunchedRow {
+    slot: SlotId,
+    /// The index of its token among the sampled ones.
+    place: Result<Option<u32>, RowError>,
+    /// The index of the row's outcome, if log-probabilities are wanted.
+    outcome: Option<usize>,
+    /// Sampling by the host, if the GPU does not support it.
+    by_host: Option<HostDraw>,
+}
+
+#[derive(Debug)]
+struct HostDraw {
+    spec: OwnedSampleSpec,
+    follows_previous: bool,
+    /// The position of the token.
+    position: usize,
+}
+
+/// What the host needs for sampling.
+#[derive(Debug)]
+pub(super) struct HostSampler {
+    pub(super) processor: Processor,
+    pub(super) eos_tokens: Vec<TokenId>,
+    pub(super) vocab: usize,
+}
+
+impl LaunchedStep {
+    pub(super) fn new(
+        number: u64,
+        rows: &[Row<'_>],
+        places: Vec<Result<Option<u32>, RowError>>,
+        sampled_by: &[SampledBy],
+        readback: Readback,
+        signal: Arc<FenceSignal>,
+    ) -> Self {
+        let rows = rows.iter().zip(places).zip(sampled_by);
+        let rows = rows.map(|((row, place), sampled_by)| LaunchedRow::of(row, place, *sampled_by)).collect();
+        Self { number, rows, readback, signal, phase: Phase::OnCard }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        matches!(self.phase, Phase::Done(_))
+    }
+
+    /// Whether the host samples a row. Then the step is finished before the next one overwrites its logits.
+    pub(super) fn needs_host(&self) -> bool {
+        self.rows.iter().any(|row| row.by_host.is_some())
+    }
+
+    /// The index of a slot's token among those that the GPU samples.
+    pub(super) fn place_of(&self, slot: SlotId) -> Option<u32> {
+        let row = self.rows.iter().find(|row| row.slot == slot)?;
+        row.place.clone().ok().flatten()
+    }
+
+    /// Waits for the GPU and samples the host's rows. Replaces the tokens of the step before in `previous` by this step's.
+    pub(super) fn finish(
+        &mut self,
+        source: &Source<'_>,
+        sampler: &HostSampler,
+        previous: &mut HashMap<SlotId, TokenId>,
+    ) {
+        if self.is_done() {
+            return;
+        }
+        let rows = self.outcomes(source, sampler, previous);
+        previous.clear();
+        if let Ok(output) = &rows {
+            for (row, outcome) in self.rows.iter().zip(&output.rows) {
+                if let Ok(Some(sampled)) = outcome {
+                    previous.insert(row.slot, sampled.token);
+                }
+            }
+        }
+        self.phase = Phase::Done(rows);
+    }
+
+    fn outcomes(
+        &mut self,
+        source: &Source<'_>,
+        sampler: &HostSampler,
+        previous: &HashMap<SlotId, TokenId>,
+    ) -> Result<StepOutput, CudaError> {
+        let Readback { drawn, outcomes, end, others } = &mut self.readback;
+        end.wait()?;
+        source.check()?;
+        others.iter().try_for_each(Event::wait)?;
+        source.check()?;
+        let drawn = drawn.numbers()?;
+        let outcomes = outcomes.as_mut().map(Pinned::numbers).transpose()?;
+        let mut rows = Vec::with_capacity(self.rows.len());
+        for row in &mut self.rows {
+            let outcome = match (&row.place, &mut row.by_host) {
+                (Err(error), _) => Err(error.clone()),
+                (Ok(None), _) => Ok(None),
+                (Ok(Some(place)), None) => draws::token(drawn[*place as usize]).map(|token| {
+                    let words = row.outcome.zip(outcomes.as_deref());
+                    let logprobs = words.map(|(nth, words)| {
+                        draws::logprobs(&Outcome::of_words(&words[nth * Outcome::WORDS..]))
+                    });
+                    Some(Sampled { token, logprobs })
+                }),
+                (Ok(Some(place)), Some(draw)) => {
+                    let first = *place as usize * sampler.vocab;
+                    let mut logits =
+                        source.card.download(source.logits.slice(first..first + sampler.vocab))?;
+                    draw.draw(row.slot, sampler, &mut logits, previous).map(Some)
+                }
+            };
+            rows.push(outcome);
+        }
+        Ok(StepOutput { rows })
+    }
+
+    /// Returns its buffers, to be used again.
+    pub(super) fn into_readback(self) -> Readback {
+        self.readback
+    }
+}
+
+impl Source<'_> {
+    /// Refuses results that were computed after a rank was lost.
+    fn check(&self) -> Result<(), CudaError> {
+        match self.lost {
+            Some(lost) if lost.is_raised() => Err(peer_lost()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The error for a raised [`LostFlag`].
+pub(super) fn peer_lost() -> CudaError {
+    let why = format!("a GPU waited for another for {} s in vain", PATIENCE.as_secs());
+    CudaError::PeerLost { why }
+}
+
+impl LaunchedRow {
+    fn of(row: &Row<'_>, place: Result<Option<u32>, RowError>, sampled_by: SampledBy) -> Self {
+        let host_draws = row.sample.as_ref().filter(|_| sampled_by == SampledBy::Host);
+        let by_host = host_draws.map(|spec| HostDraw {
+            spec: OwnedSampleSpec::of(spec),
+            follows_previous: row.input == RowInput::Previous,
+            position: row.start + row.input.n_tokens(),
+        });
+        let outcome = if let SampledBy::Card { nth, is_told: true } = sampled_by { Some(nth) } else { None };
+        Self { slot: row.slot, place, outcome, by_host }
+    }
+}
+
+impl HostDraw {
+    fn draw(
+        &mut self,
+        slot: SlotId,
+        sampler: &HostSampler,
+        logits: &mut [f32],
+        previous: &HashMap<SlotId, TokenId>,
+    ) -> Result<Sampled, RowError> {
+        if self.follows_previous {
+            let token = previous.get(&slot).ok_or(RowError::NoTokenInFlight)?;
+            self.spec.remember(*token);
+        }
+        self.spec.draw(&sampler.processor, logits, self.position, &sampler.eos_tokens)
+    }
+}

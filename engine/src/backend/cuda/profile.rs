@@ -1,0 +1,87 @@
+//! Measures each kind of work of a decode step by itself. Never used while serving.
+
+use kernels::cuda::{CudaError, OwnForm};
+use serde::Serialize;
+
+use super::decoder::{Decoder, Pass};
+use super::layer::{Normed, form, heads_form};
+use super::plan::Dims;
+use super::timing::time_recorded;
+use super::tools::Tools;
+use super::weights::Linear;
+
+/// Where a decode step's time goes: each kind of work of all layers by itself, recorded and run as steps are.
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeProfile {
+    pub rows: usize,
+    pub length: usize,
+    /// What was run, and its milliseconds.
+    pub parts: Vec<(&'static str, f64)>,
+    pub step_ms: f64,
+}
+
+type ProfiledPart = (&'static str, fn(&Decoder, &mut Pass<'_>) -> Result<(), CudaError>);
+
+pub(super) fn profile_decode(
+    tools: &mut Tools,
+    rows: usize,
+    length: usize,
+) -> Result<DecodeProfile, CudaError> {
+    let dims = Dims::of_decodes(tools.memory.layout().groups.len(), rows, length);
+    tools.write_words(&dims.measured_words(length, tools.memory.n_blocks()))?;
+    let parts: [ProfiledPart; 6] = [
+        ("products of q, k and v, rope, KV written", Decoder::all_projected),
+        ("attention", Decoder::all_attention),
+        ("product of o, residual, norm", Decoder::all_attended_given),
+        ("products of gate and up, gate", Decoder::all_gated),
+        ("product of down, residual, norm", Decoder::all_gated_given),
+        ("output layer and argmax", |decoder, pass| decoder.draw(pass)),
+    ];
+    let mut times = Vec::with_capacity(parts.len());
+    for (name, work) in parts {
+        times.push((name, time_recorded(tools, dims, work)?));
+    }
+    let step_ms = time_recorded(tools, dims, |decoder, pass| decoder.forward(pass, |_| Ok(())))?;
+    Ok(DecodeProfile { rows, length, parts: times, step_ms })
+}
+
+impl Decoder {
+    fn all_attention(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        self.places.iter().try_for_each(|place| self.attend_decodes(pass, *place))
+    }
+
+    fn all_projected(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let mut layers = self.weights.layers.iter().zip(&self.places);
+        layers.try_for_each(|(layer, place)| {
+            let normed = self.normed_for(pass, &layer.down, heads_form(pass, layer));
+            self.project(pass, layer, *place, normed)
+        })
+    }
+
+    fn all_attended_given(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        self.weights.layers.iter().try_for_each(|layer| self.add_attention(pass, layer).map(drop))
+    }
+
+    fn all_gated(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        self.weights.layers.iter().try_for_each(|layer| {
+            let normed = self.normed_for(pass, &layer.o, form(pass, &layer.gate_up));
+            self.gate(pass, layer, normed)
+        })
+    }
+
+    fn all_gated_given(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
+        let layers = &self.weights.layers;
+        let mut nth = 0..layers.len();
+        nth.try_for_each(|nth| self.add_feed_forward(pass, &layers[nth], layers.get(nth + 1)).map(drop))
+    }
+
+    /// What a product that is done so finds when it comes after another.
+    fn normed_for(&self, pass: &Pass<'_>, before: &Linear, product: Option<OwnForm>) -> Normed {
+        match (form(pass, before), product) {
+            (Some(form), Some(_)) if pass.peers.is_none() => {
+                Normed::Pending { n_parts: form.parts(self.sizes.hidden) }
+            }
+            _ => Normed::Whole,
+        }
+    }
+}

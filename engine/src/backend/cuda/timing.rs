@@ -1,0 +1,54 @@
+//! Times work on the GPU, recorded as steps are.
+
+use kernels::cuda::CudaError;
+
+use super::decoder::{Decoder, Pass};
+use super::plan::Dims;
+use super::tools::Tools;
+
+/// Runs; the fastest one counts.
+const N_TIMES: usize = 5;
+
+/// Milliseconds of a whole decode step, recorded like served ones.
+pub(super) fn time_step(tools: &mut Tools, dims: Dims) -> Result<f64, CudaError> {
+    tools.pass(dims, &[], |decoder, pass| {
+        // Code is loaded when it first runs, which cannot be recorded.
+        decoder.forward(pass, |_| Ok(()))?;
+        let card = pass.card;
+        let mut graph = card.record(|| decoder.forward(pass, |_| Ok(())))?;
+        fastest(|| {
+            let start = card.mark()?;
+            graph.launch()?;
+            start.ms_until(&card.mark()?)
+        })
+    })
+}
+
+/// Milliseconds of `work` in a pass of this size, recorded like a step.
+pub(super) fn time_recorded(
+    tools: &mut Tools,
+    dims: Dims,
+    work: impl Fn(&Decoder, &mut Pass<'_>) -> Result<(), CudaError>,
+) -> Result<f64, CudaError> {
+    tools.pass(dims, &[], |decoder, pass| {
+        work(decoder, pass)?;
+        let card = pass.card;
+        let mut graph = card.record(|| work(decoder, pass))?;
+        fastest(|| {
+            let start = card.mark()?;
+            graph.launch()?;
+            let end = card.mark()?;
+            start.ms_until(&end)
+        })
+    })
+}
+
+/// The shortest time of some runs. The first run is left out: it may load something.
+pub(super) fn fastest(mut time: impl FnMut() -> Result<f32, CudaError>) -> Result<f64, CudaError> {
+    time()?;
+    let mut least = f32::INFINITY;
+    for _ in 0..N_TIMES {
+        least = least.min(time()?);
+    }
+    Ok(f64::from(least))
+}

@@ -1,0 +1,145 @@
+//! Hot path.
+//! What a rank has on its GPU, and forward passes over it.
+
+use kernels::MemoryError;
+use kernels::cuda::{Card, CudaError, DeviceMemory, LostFlag, Peers, PrefillSequence, Products};
+use kv_cache::{KvMemory, OnCard};
+use tracing::warn;
+use types::in_full;
+
+use super::decoder::{Decoder, Pass};
+use super::description::ModelDescription;
+use super::graph_sizes::GraphSizes;
+use super::launched_step::Source;
+use super::plan::{BLOCK_TOKENS, Dims};
+use super::workspace::Workspace;
+use crate::error::OpenError;
+
+/// The parts that a forward pass works with.
+#[derive(Debug)]
+pub(super) struct Tools {
+    pub(super) products: Products,
+    /// The GPUs of the other ranks, if there are any.
+    pub(super) peers: Option<Peers>,
+    pub(super) space: Workspace,
+    pub(super) decoder: Decoder,
+    pub(super) memory: KvMemory,
+    pub(super) card: Card,
+}
+
+// === impl Tools ===
+
+impl Tools {
+    /// Calls `written` when each layer's writing of KV is launched.
+    pub(super) fn forward(
+        &mut self,
+        dims: Dims,
+        sequences: &[PrefillSequence],
+        mut written: impl FnMut(&Card, usize) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        self.pass(dims, sequences, |decoder, pass| {
+            let card = pass.card;
+            decoder.forward(pass, |nth| written(card, nth))
+        })
+    }
+
+    /// Runs `work` with the decoder and a pass of this size.
+    pub(super) fn pass<T>(
+        &mut self,
+        dims: Dims,
+        sequences: &[PrefillSequence],
+        work: impl FnOnce(&Decoder, &mut Pass<'_>) -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
+        let Self { products, peers, space, decoder, memory, card } = self;
+        let (kv, sections, peers) = (kv_of(memory, decoder), dims.sections(), peers.as_mut());
+        work(decoder, &mut Pass { card, products, peers, space, kv, dims, sections, sequences })
+    }
+
+    /// The logits, for sampling by the host.
+    pub(super) fn source<'a>(&'a self, lost: Option<&'a LostFlag>) -> Source<'a> {
+        Source { card: &self.card, logits: self.space.logits.view(), lost }
+    }
+
+    /// Writes a step's words to the GPU.
+    pub(super) fn write_words(&mut self, words: &[u32]) -> Result<(), CudaError> {
+        self.card.write(self.space.words.view_mut().slice(0..words.len()), words)
+    }
+
+    /// Runs each number of rows once: code is loaded when it first runs, which cannot be recorded.
+    pub(super) fn warm_up(&mut self, graph_sizes: &GraphSizes) -> Result<(), CudaError> {
+        let n_groups = self.memory.layout().groups.len();
+        // All words are invalid: tokens and slots that do not exist, sequences without tokens.
+        self.card.fill(self.space.words.view_mut(), 0xff)?;
+        for rows in graph_sizes.rows() {
+            let dims = Dims::of_decodes(n_groups, *rows, BLOCK_TOKENS);
+            let lengths = dims.sections().lengths;
+            self.card.fill(self.space.words.view_mut().slice(lengths), 0)?;
+            self.forward(dims, &[], |_, _| Ok(()))?;
+            self.card.fill(self.space.words.view_mut(), 0xff)?;
+        }
+        self.card.synchronize()
+    }
+
+    // === sleep ===
+
+    /// Waits for the GPU, then returns memory. Memory that was returned before is left as it is.
+    pub(super) fn give_back(&mut self) -> Result<(), OpenError> {
+        self.card.synchronize()?;
+        self.kv().give_back().map_err(kv_memory)?;
+        Ok(self.decoder.arena.give_back()?)
+    }
+
+    /// Allocates the memory again and loads the weights. If one fails, nothing stays allocated.
+    pub(super) fn refill(&mut self, described: &ModelDescription) -> Result<(), OpenError> {
+        self.check_room()?;
+        let filled = self.fill(described);
+        if filled.is_err()
+            && let Err(error) = self.give_back()
+        {
+            warn!(error = in_full(&error), "memory was not given back after a wake that failed");
+        }
+        filled
+    }
+
+    fn fill(&mut self, described: &ModelDescription) -> Result<(), OpenError> {
+        self.decoder.arena.refill()?;
+        self.kv().take_again().map_err(kv_memory)?;
+        let decoder = &mut self.decoder;
+        decoder.weights = described.weights_on(&self.card, decoder.sizes, &mut decoder.arena)?;
+        Ok(())
+    }
+
+    /// Refuses to wake if memory is too small, with the sum, before any of it is allocated.
+    fn check_room(&self) -> Result<(), OpenError> {
+        let (weights, kv) = (self.decoder.arena.bytes(), self.kv().mapped_bytes());
+        let free = self.card.memory()?.0;
+        if weights + kv <= free {
+            return Ok(());
+        }
+        let [weights, kv, both, free] = [weights, kv, weights + kv, free].map(|bytes| bytes >> 20);
+        Err(OpenError::CudaMemory(format!(
+            "{weights} MiB of weights + {kv} MiB of KV = {both} MiB to wake with, and the GPU has {free} MiB free: \
+             another process uses it now"
+        )))
+    }
+
+    fn kv(&self) -> &DeviceMemory {
+        kv_of(&self.memory, &self.decoder).memory()
+    }
+}
+
+fn kv_of<'a>(memory: &'a KvMemory, decoder: &Decoder) -> OnCard<'a> {
+    let rank = memory.rank(decoder.sizes.share.nth as u16);
+    rank.on_card().expect("the backend's memory was taken on its cards")
+}
+
+fn kv_memory(error: MemoryError) -> OpenError {
+    OpenError::KvMemory(in_full(&error))
+}
+
+impl Drop for Tools {
+    fn drop(&mut self) {
+        // Steps that were not waited for may still run. If waiting fails, the GPU writes nothing any more.
+        let _ = self.card.synchronize();
+    }
+}

@@ -1,0 +1,132 @@
+//! The tensors that a model reads, and the refusal of a checkpoint that has others.
+
+use std::collections::HashMap;
+
+use super::checkpoint::Checkpoint;
+use super::weights::TensorSource as _;
+use crate::error::LoadError;
+use crate::model::{ModelConfig, OptionalTensors};
+
+/// A tensor that a model has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    pub name: String,
+    /// `None` for a vector.
+    pub rows: Option<usize>,
+    pub cols: usize,
+}
+
+impl TensorSpec {
+    pub(super) fn shape(&self) -> Vec<usize> {
+        self.rows.into_iter().chain([self.cols]).collect()
+    }
+
+    /// A layer's matrix: what is quantized.
+    pub(super) fn is_linear(&self) -> bool {
+        self.rows.is_some() && self.name.starts_with("model.layers.")
+    }
+}
+
+/// Every tensor that a decoder of this config reads, by the names that all architectures use.
+pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
+    let matrix = |name: String, rows, cols| TensorSpec { name, rows: Some(rows), cols };
+    let vector = |name: String, cols| TensorSpec { name, rows: None, cols };
+    let ModelConfig { hidden, intermediate, vocab, head_dim, .. } = *config;
+    let OptionalTensors { qkv_bias, o_bias, mlp_bias, head_norms } = config.optional;
+    let (q, kv) = (config.n_heads * head_dim, config.n_kv_heads * head_dim);
+    let mut all = vec![matrix("model.embed_tokens.weight".to_owned(), vocab, hidden)];
+    for nth in 0..config.n_layers {
+        let of = |part: &str| format!("model.layers.{nth}.{part}");
+        for norm in ["input_layernorm", "post_attention_layernorm"] {
+            all.push(vector(of(&format!("{norm}.weight")), hidden));
+        }
+        for (name, rows, cols, has_bias) in [
+            ("self_attn.q_proj", q, hidden, qkv_bias),
+            ("self_attn.k_proj", kv, hidden, qkv_bias),
+            ("self_attn.v_proj", kv, hidden, qkv_bias),
+            ("self_attn.o_proj", hidden, q, o_bias),
+            ("mlp.gate_proj", intermediate, hidden, mlp_bias),
+            ("mlp.up_proj", intermediate, hidden, mlp_bias),
+            ("mlp.down_proj", hidden, intermediate, mlp_bias),
+        ] {
+            all.push(matrix(of(&format!("{name}.weight")), rows, cols));
+            if has_bias {
+                all.push(vector(of(&format!("{name}.bias")), rows));
+            }
+        }
+        if head_norms {
+            all.push(vector(of("self_attn.q_norm.weight"), head_dim));
+            all.push(vector(of("self_attn.k_norm.weight"), head_dim));
+        }
+    }
+    all.push(vector("model.norm.weight".to_owned(), hidden));
+    if !config.tied {
+        all.push(matrix("lm_head.weight".to_owned(), vocab, hidden));
+    }
+    all
+}
+
+/// Refuses a checkpoint with a tensor that is not read: the model would be computed without it.
+pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(), LoadError> {
+    let read: HashMap<String, TensorSpec> =
+        tensors(config).into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
+    let is_scale = |name: &str| {
+        let matrix = name.strip_suffix("_scale").filter(|matrix| checkpoint.is_fp8(matrix));
+        matrix.and_then(|matrix| read.get(matrix)).is_some_and(|tensor| tensor.rows.is_some())
+    };
+    let is_unread = |name: &str| !read.contains_key(name) && !is_scale(name) && !may_be_unread(config, name);
+    let mut unread: Vec<(&str, &std::path::Path)> = Vec::new();
+    for file in checkpoint.files() {
+        unread.extend(file.names().filter(|name| is_unread(name)).map(|name| (name, file.path())));
+    }
+    unread.sort_unstable();
+    match unread.as_slice() {
+        [] => Ok(()),
+        [(tensor, path), others @ ..] => Err(LoadError::UnreadTensor {
+            tensor: (*tensor).to_owned(),
+            path: path.to_path_buf(),
+            architecture: config.architecture,
+            n_others: others.len(),
+        }),
+    }
+}
+
+/// Tensors that some checkpoints have and no model needs.
+fn may_be_unread(config: &ModelConfig, name: &str) -> bool {
+    // Older tools wrote the frequencies of rotation down, which follow from the config.
+    let is_frequencies = name.ends_with(".rotary_emb.inv_freq");
+    is_frequencies || (config.tied && name == "lm_head.weight")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+    use crate::load::ModelFolder;
+
+    fn models() -> impl Iterator<Item = std::path::PathBuf> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models");
+        ["llama", "llama3", "mistral", "qwen2", "qwen2-window", "qwen3"]
+            .into_iter()
+            .map(move |name| folder.join(name))
+    }
+
+    #[test]
+    fn a_model_has_the_tensors_that_its_checkpoint_has() {
+        for path in models() {
+            let config = ModelFolder::open(&path).expect("it opens").config;
+            let checkpoint = Checkpoint::open(&path).expect("it opens");
+            let names: BTreeSet<&str> = checkpoint.files().iter().flat_map(|file| file.names()).collect();
+            let tensors = tensors(&config);
+            assert_eq!(tensors.iter().map(|one| one.name.as_str()).collect::<BTreeSet<_>>(), names);
+            for one in &tensors {
+                let file = checkpoint.files().iter().find(|file| file.tensor(&one.name).is_some());
+                let found =
+                    file.and_then(|file| file.tensor(&one.name)).expect("it is there").expect("whole");
+                assert_eq!(found.shape, one.shape(), "{}", one.name);
+            }
+        }
+    }
+}

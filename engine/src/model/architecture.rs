@@ -1,0 +1,134 @@
+//! The architectures that can be computed: what each has beside the matrices that all of them share.
+
+/// A line of the table below. All architectures are computed by one [`Decoder`](super::decoder::Decoder) on a processor,
+/// and by one plan on GPUs.
+#[derive(Debug)]
+pub struct Architecture {
+    /// The name in `architectures` of a `config.json`.
+    pub name: &'static str,
+    /// The projections to q, k and v.
+    pub qkv_bias: Bias,
+    /// The projection out of attention.
+    pub o_bias: Bias,
+    /// The three matrices of a feed-forward layer.
+    pub mlp_bias: Bias,
+    /// Each head of q and k is normed by itself.
+    pub head_norms: bool,
+    pub windows: Windows,
+    /// Keys of a `config.json` that only some architectures read.
+    pub keys: &'static [&'static str],
+    /// What the class of `transformers` takes for keys that a `config.json` lacks, as JSON.
+    pub defaults: &'static str,
+}
+
+/// Whether matrices have biases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bias {
+    Never,
+    Always,
+    /// If `attention_bias` or, for a feed-forward layer, `mlp_bias` is set.
+    AsConfigured,
+}
+
+/// Which layers see only the last `sliding_window` tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Windows {
+    Never,
+    AllLayers,
+    /// If `use_sliding_window` is set: those that `layer_types` lists or, without it, those from `max_window_layers` on.
+    UpperLayers,
+}
+
+/// Which of the tensors that only some models have a model has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OptionalTensors {
+    pub qkv_bias: bool,
+    pub o_bias: bool,
+    pub mlp_bias: bool,
+    /// `q_norm` and `k_norm` of each layer.
+    pub head_norms: bool,
+}
+
+/// A new architecture is one line here, if the decoders can compute it.
+pub const ARCHITECTURES: &[Architecture] = &[LLAMA, MISTRAL, QWEN2, QWEN3];
+
+/// Llama 2, 3, 3.1 and 3.2.
+const LLAMA: Architecture = Architecture {
+    name: "LlamaForCausalLM",
+    qkv_bias: Bias::AsConfigured,
+    o_bias: Bias::AsConfigured,
+    mlp_bias: Bias::AsConfigured,
+    head_norms: false,
+    windows: Windows::Never,
+    keys: &["attention_bias", "mlp_bias"],
+    defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048, "eos_token_id": 2}"#,
+};
+
+const MISTRAL: Architecture = Architecture {
+    name: "MistralForCausalLM",
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    head_norms: false,
+    windows: Windows::AllLayers,
+    keys: &["sliding_window"],
+    defaults: r#"{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+        "eos_token_id": 2}"#,
+};
+
+/// Qwen2 and Qwen2.5.
+const QWEN2: Architecture = Architecture {
+    name: "Qwen2ForCausalLM",
+    qkv_bias: Bias::Always,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    head_norms: false,
+    windows: Windows::UpperLayers,
+    keys: &["max_window_layers", "sliding_window", "use_sliding_window"],
+    defaults: r#"{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
+        "max_window_layers": 28}"#,
+};
+
+const QWEN3: Architecture = Architecture {
+    name: "Qwen3ForCausalLM",
+    qkv_bias: Bias::AsConfigured,
+    o_bias: Bias::AsConfigured,
+    mlp_bias: Bias::Never,
+    head_norms: true,
+    windows: Windows::UpperLayers,
+    keys: &["attention_bias", "max_window_layers", "sliding_window", "use_sliding_window"],
+    defaults: r#"{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
+        "sliding_window": 4096, "max_window_layers": 28}"#,
+};
+
+impl Architecture {
+    /// The architecture of that name, or the names of those that are implemented.
+    pub fn named(name: &str) -> Result<&'static Self, String> {
+        let found = ARCHITECTURES.iter().find(|architecture| architecture.name == name);
+        found.ok_or_else(|| ARCHITECTURES.iter().map(|known| known.name).collect::<Vec<_>>().join(", "))
+    }
+
+    /// `attention_bias` and `mlp_bias` are the config's settings.
+    pub(super) fn optional_tensors(&self, attention_bias: bool, mlp_bias: bool) -> OptionalTensors {
+        OptionalTensors {
+            qkv_bias: self.qkv_bias.is_there(attention_bias),
+            o_bias: self.o_bias.is_there(attention_bias),
+            mlp_bias: self.mlp_bias.is_there(mlp_bias),
+            head_norms: self.head_norms,
+        }
+    }
+}
+
+impl Bias {
+    fn is_there(self, configured: bool) -> bool {
+        match self {
+            Self::Never => false,
+            Self::Always => true,
+            Self::AsConfigured => configured,
+        }
+    }
+}

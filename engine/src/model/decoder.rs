@@ -1,0 +1,69 @@
+//! The decoder that all architectures are computed by on a processor. Which optional tensors it has is data, read once from
+//! the config; the names of its fields are those of the checkpoint.
+
+use super::attention::Attention;
+use super::config::ModelConfig;
+use super::mlp::Mlp;
+use super::nn::{RmsNorm, Vocabulary};
+use super::pass::Pass;
+use super::tensor::Tensor;
+use crate::error::LoadError;
+use crate::load::Weights;
+
+/// It reads and writes the KV of each layer in a pass, and holds nothing else of a sequence.
+#[derive(Debug)]
+pub struct Decoder {
+    vocabulary: Vocabulary,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+}
+
+#[derive(Debug)]
+struct Layer {
+    attention_norm: RmsNorm,
+    attention: Attention,
+    mlp_norm: RmsNorm,
+    mlp: Mlp,
+}
+
+impl Decoder {
+    /// Loads a model's weights by their names.
+    pub fn load(config: &ModelConfig, weights: &Weights<'_>) -> Result<Self, LoadError> {
+        let layer = |nth: usize| Layer::load(config, &weights.under(&format!("model.layers.{nth}")), nth);
+        Ok(Self {
+            vocabulary: Vocabulary::load(weights, config)?,
+            layers: (0..config.n_layers).map(layer).collect::<Result<_, _>>()?,
+            norm: RmsNorm::load(&weights.under("model.norm"), config.hidden, config.norm_epsilon)?,
+        })
+    }
+
+    /// From the pass's tokens to the logits of the rows that are wanted: (wanted, vocab), or the pass's rank's share of
+    /// their columns.
+    pub fn forward(&self, pass: &mut Pass<'_>) -> Tensor {
+        let mut x = pass.embed(&self.vocabulary.embed); // (tokens, hidden)
+        for layer in &self.layers {
+            layer.forward(&mut x, pass);
+        }
+        let x = pass.norm(&pass.wanted(&x), &self.norm); // (wanted, hidden)
+        pass.linear(&x, &self.vocabulary.head) // (wanted, vocab)
+    }
+}
+
+impl Layer {
+    fn load(config: &ModelConfig, weights: &Weights<'_>, nth: usize) -> Result<Self, LoadError> {
+        let norm = |name: &str| RmsNorm::load(&weights.under(name), config.hidden, config.norm_epsilon);
+        Ok(Self {
+            attention_norm: norm("input_layernorm")?,
+            attention: Attention::load(config, &weights.under("self_attn"), nth)?,
+            mlp_norm: norm("post_attention_layernorm")?,
+            mlp: Mlp::load(&weights.under("mlp"), config)?,
+        })
+    }
+
+    fn forward(&self, x: &mut Tensor, pass: &mut Pass<'_>) {
+        let attended = self.attention.forward(&pass.norm(x, &self.attention_norm), pass);
+        pass.add(x, &attended);
+        let fed = self.mlp.forward(&pass.norm(x, &self.mlp_norm), pass);
+        pass.add(x, &fed);
+    }
+}

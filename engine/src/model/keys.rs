@@ -1,0 +1,170 @@
+//! The keys of a `config.json`: a key that changes numbers and is not known to the architecture is refused.
+
+use serde_json::{Map, Value};
+
+/// Read for every architecture.
+const READ: &[&str] = &[
+    "architectures",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "quantization_config",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+    "vocab_size",
+];
+
+/// Without effect on computed numbers, and common: they are not worth a log line.
+const WITHOUT_EFFECT: &[&str] = &[
+    "_name_or_path",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "initializer_factor",
+    "initializer_range",
+    "model_type",
+    "pad_token_id",
+    "pretraining_tp",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+];
+
+/// Parts of the names of keys that change numbers in some architecture.
+const CHANGES_NUMBERS: &[&str] = &[
+    "activation",
+    "alibi",
+    "attention_chunk",
+    "attn_temperature",
+    "bias",
+    "clip",
+    "expert",
+    "factor",
+    "head_dim",
+    "hidden_act",
+    "interleave",
+    "layer_types",
+    "lora_rank",
+    "multiplier",
+    "norm",
+    "residual",
+    "rope",
+    "rotary",
+    "scal",
+    "sink",
+    "softcap",
+    "soft_cap",
+    "window",
+];
+
+/// Parts of the names of keys whose value 1 changes nothing. For all other keys that value is 0.
+const MULTIPLIES: &[&str] = &["factor", "multiplier", "scal"];
+
+/// Returns the keys that are not read, for the log. Refuses a key that changes numbers. `known` are the keys that only
+/// some architectures read.
+pub(super) fn check(
+    config: &Map<String, Value>,
+    architecture: &str,
+    known: &[&str],
+) -> Result<Vec<String>, String> {
+    let is_read = |key: &str| READ.contains(&key) || known.contains(&key) || WITHOUT_EFFECT.contains(&key);
+    let windows_are_off = config.get("use_sliding_window") == Some(&Value::Bool(false));
+    let mut unread = Vec::new();
+    for (key, value) in config.iter().filter(|(key, _)| !is_read(key)) {
+        let is_unused = windows_are_off && ["sliding_window", "max_window_layers"].contains(&key.as_str());
+        if contains(key, CHANGES_NUMBERS) && !is_neutral(key, value) && !is_unused {
+            return Err(format!("{key} is {value}, which is not implemented for {architecture}"));
+        }
+        unread.push(key.clone());
+    }
+    Ok(unread)
+}
+
+fn contains(key: &str, parts: &[&str]) -> bool {
+    parts.iter().any(|part| key.contains(part))
+}
+
+/// Whether the value says that the feature is not used.
+fn is_neutral(key: &str, value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Bool(true) => false,
+        Value::Number(number) => {
+            let neutral = if contains(key, MULTIPLIES) { 1.0 } else { 0.0 };
+            number.as_f64() == Some(neutral)
+        }
+        Value::String(text) => text.is_empty() || text == "silu",
+        Value::Array(items) => items.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn checked(config: &Value, known: &[&str]) -> Result<Vec<String>, String> {
+        check(config.as_object().expect("an object"), "A", known)
+    }
+
+    #[test]
+    fn a_key_that_changes_numbers_is_refused_by_name() {
+        for config in [
+            json!({"attn_logit_softcapping": 50.0}),
+            json!({"final_logit_softcapping": 30.0}),
+            json!({"embedding_multiplier": 12.0}),
+            json!({"residual_multiplier": 0.22}),
+            json!({"logits_scaling": 8.0}),
+            json!({"query_pre_attn_scalar": 256}),
+            json!({"logit_scale": 0.0625}),
+            json!({"partial_rotary_factor": 0.5}),
+            json!({"rotary_pct": 0.25}),
+            json!({"clip_qkv": 8.0}),
+            json!({"attention_bias": true}),
+            json!({"use_qkv_bias": true}),
+            json!({"lm_head_bias": true}),
+            json!({"use_qk_norm": true}),
+            json!({"sliding_window": 4096}),
+            json!({"sliding_window": 4096, "use_sliding_window": true}),
+            json!({"num_local_experts": 8}),
+            json!({"kv_lora_rank": 512}),
+            json!({"no_rope_layers": [1, 1, 0]}),
+            json!({"rope_local_base_freq": 10000.0}),
+            json!({"hidden_activation": "gelu_pytorch_tanh"}),
+        ] {
+            let (key, value) = config.as_object().and_then(|keys| keys.iter().next()).expect("a key");
+            let error = checked(&config, &[]).expect_err(key);
+            assert_eq!(error, format!("{key} is {value}, which is not implemented for A"));
+        }
+    }
+
+    #[test]
+    fn keys_that_say_that_a_feature_is_not_used_are_taken() {
+        let config = json!({
+            "attn_logit_softcapping": null, "embedding_multiplier": 1.0, "partial_rotary_factor": 1,
+            "attention_bias": false, "no_rope_layers": [], "num_experts": 0, "use_mrope": false,
+            "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28,
+        });
+        checked(&config, &[]).expect("none of them changes a number");
+    }
+
+    #[test]
+    fn keys_that_are_not_read_are_returned_and_common_ones_are_not() {
+        let config = json!({
+            "hidden_size": 8, "torch_dtype": "bfloat16", "attention_bias": true, "some_new_key": 5, "bos_token_id": 1,
+        });
+        assert_eq!(checked(&config, &["attention_bias"]), Ok(vec!["some_new_key".to_owned()]));
+    }
+}

@@ -1,0 +1,39 @@
+//! What a lease is held for, for humans. The pool decides nothing by it.
+
+use std::fmt;
+
+use types::RequestId;
+
+/// What a lease is held for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Holding {
+    /// A sequence that runs, or waits to.
+    Sequence,
+    /// KV on its way to this node.
+    Landing,
+    /// KV on its way from this node, or waiting to be fetched.
+    Outbox,
+}
+
+impl fmt::Display for Holding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sequence => "sequence",
+            Self::Landing => "landing",
+            Self::Outbox => "outbox",
+        })
+    }
+}
+
+/// What a lease is held for, and by which request. The ledger shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    pub what: Holding,
+    pub request: RequestId,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.what, self.request)
+    }
+}

@@ -1,0 +1,104 @@
+//! How a receiver comes by the memory of a sender's cards: with the first bytes of a link's first stream.
+
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use chassis::identity::link;
+use chassis::{Stream, World};
+use kv_cache::KvMemory;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::task::spawn_blocking;
+
+use super::receive::CudaIpcPath;
+use crate::connectors::gpu::copy_thread::CopyThreads;
+use crate::connectors::gpu::pages::card_of;
+use crate::connectors::link::accept::{Handshake, Incoming, StreamAcceptor};
+use crate::connectors::link::frame::FrameError;
+use crate::connectors::link::kv_path::KvPath;
+use crate::connectors::unix;
+use crate::error::TransferError;
+use crate::lanes::Lanes;
+use crate::reshard::Lane;
+
+/// What a stream begins with. How large the memory is whose descriptor comes with it follows: of each of the cards, whose
+/// shares are equal, in the order of their ranks. No descriptors come with any stream but the first.
+const GREETING: u8 = b'C';
+const GREETING_BYTES: usize = 9;
+
+/// Connects, and shows the memory of some cards, or none.
+pub(super) async fn connect(path: &str, memory: &[(OwnedFd, usize)]) -> io::Result<Stream> {
+    let mut greeting = [GREETING; GREETING_BYTES];
+    let bytes = memory.first().map_or(0, |(_, bytes)| *bytes);
+    if memory.iter().any(|card| card.1 != bytes) {
+        return Err(io::Error::other("the ranks' shares of the KV are not equal"));
+    }
+    greeting[1..].copy_from_slice(&(bytes as u64).to_le_bytes());
+    let files: Vec<_> = memory.iter().map(|(fd, _)| fd.as_fd()).collect();
+    unix::greeting(path, &greeting, &files).await
+}
+
+/// Where streams come in.
+#[derive(Debug)]
+pub(super) struct GpuAcceptor {
+    pub(super) listener: UnixListener,
+    pub(super) world: World,
+    pub(super) memory: KvMemory,
+    pub(super) copy_threads: CopyThreads,
+}
+
+#[async_trait]
+impl StreamAcceptor for GpuAcceptor {
+    async fn accept(&mut self) -> io::Result<(String, Handshake)> {
+        let (from, stream) = unix::accepted(&self.listener).await?;
+        let (world, memory, threads) = (self.world.clone(), self.memory.clone(), self.copy_threads.clone());
+        Ok((from, Box::pin(greeted(stream, world, memory, threads))))
+    }
+}
+
+async fn greeted(
+    stream: UnixStream,
+    world: World,
+    memory: KvMemory,
+    copy_threads: CopyThreads,
+) -> Result<Incoming, TransferError> {
+    let (greeting, files) = unix::received::<GREETING_BYTES>(&stream).await.map_err(TransferError::lost)?;
+    let (first, bytes) = greeting.split_first_chunk::<1>().expect("a greeting is longer");
+    if *first != [GREETING] {
+        return Err(FrameError::Unexpected("another greeting").into());
+    }
+    let mut stream = Stream::other(stream);
+    link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;
+    let bytes = u64::from_le_bytes(bytes.try_into().expect("eight bytes follow"));
+    let kv_path: Option<Arc<dyn KvPath>> = match files.is_empty() {
+        true => None,
+        false => Some(Arc::new(mapped(files, bytes, memory, copy_threads).await?)),
+    };
+    Ok(Incoming { stream, kv_path, handshake_permit: None })
+}
+
+/// Maps each of the sender's cards for those of this side that want something of it. It takes the driver its time: on a
+/// thread that may wait.
+async fn mapped(
+    files: Vec<OwnedFd>,
+    bytes: u64,
+    memory: KvMemory,
+    copy_threads: CopyThreads,
+) -> Result<CudaIpcPath, TransferError> {
+    let import = move || {
+        let bytes = usize::try_from(bytes).map_err(|_| FrameError::Body("more memory than there can be"))?;
+        let lanes = Lanes::between(files.len() as u16, memory.layout());
+        let lanes = lanes.map_err(|error| TransferError::Layout(error.to_string()))?;
+        let import = |lane: &Lane| {
+            let card = card_of(&memory, lane.to)?.memory();
+            let remote = card.import(&files[usize::from(lane.from)], bytes).map_err(TransferError::device)?;
+            Ok((*lane, Arc::new(remote)))
+        };
+        Ok(CudaIpcPath::new(
+            lanes.all().iter().map(import).collect::<Result<_, TransferError>>()?,
+            copy_threads,
+        ))
+    };
+    spawn_blocking(import).await.map_err(|_| TransferError::Closed)?
+}

@@ -1,0 +1,139 @@
+//! Hot path. What a receiver sees of a sender's cards, and how it pulls KV from there.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use kernels::cuda::{RemoteMemory, RemotePages};
+use kv_cache::KvMemory;
+use tracing::trace;
+use types::KvSpan;
+
+use crate::connectors::gpu::copy_thread::CopyThreads;
+use crate::connectors::gpu::pages::{Offsets, UniformPages, card_of, wanted};
+use crate::connectors::link::frame::{FrameError, KvPlace, Piece};
+use crate::connectors::link::frame_digests::{FrameDigests, check_count, differing};
+use crate::connectors::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
+use crate::connectors::link::stream::FrameReader;
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::landing::{Claim, OpenLanding};
+use crate::lanes::LaneSpan;
+use crate::reshard::Lane;
+
+/// A sender's memory, mapped for as long as its link lives.
+#[derive(Debug)]
+pub(super) struct CudaIpcPath {
+    /// For each lane the card that sends on it, as the card sees it that receives.
+    remotes: Vec<(Lane, Arc<RemoteMemory>)>,
+    copy_threads: CopyThreads,
+}
+
+impl CudaIpcPath {
+    pub(super) fn new(remotes: Vec<(Lane, Arc<RemoteMemory>)>, copy_threads: CopyThreads) -> Self {
+        Self { remotes, copy_threads }
+    }
+
+    fn remote(&self, lane: Lane) -> Result<&RemoteMemory, FrameError> {
+        let found = self.remotes.iter().find(|(of, _)| *of == lane);
+        found.map(|(_, remote)| &**remote).ok_or(FrameError::Unexpected("KV of a card that was not shown"))
+    }
+
+    /// Copies pages of one shape from the sender's GPU and returns the digests of the copies; `None` once the landing is closed.
+    async fn pull(
+        &self,
+        landing: &OpenLanding,
+        lane: Lane,
+        (pages, offsets): (&UniformPages, &[u64]),
+        verifies: bool,
+    ) -> Result<Option<Vec<u64>>, TransferError> {
+        let (remote, copy_thread) = (self.remote(lane)?, self.copy_threads.of(lane.to));
+        let room = copy_thread.room().await?;
+        let from = RemotePages { memory: remote, offsets, runs: pages.there() };
+        let start = |memory: &KvMemory| {
+            let memory = card_of(memory, lane.to)?.memory();
+            copy_thread.courier().fetch(from, memory, pages.some(), verifies).map_err(TransferError::device)
+        };
+        let Some((errand, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
+        trace!(target: "walk", transfer = %landing.landing().transfer, "copy launched");
+        room.take(errand?, Some(pending_copy)).await.map(Some)
+    }
+}
+
+impl Drop for CudaIpcPath {
+    fn drop(&mut self) {
+        for (lane, remote) in self.remotes.drain(..) {
+            self.copy_threads.of(lane.to).unmap(remote);
+        }
+    }
+}
+
+impl CudaIpcPath {
+    /// Copies a span into the landing's pages and verifies it. Does not wait for its digests before it copies.
+    ///
+    /// Dropped in the middle, it leaves the card to its copies, which the landing waits for.
+    async fn fetch(
+        &self,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+        digests: FrameDigests,
+        pieces: &[Piece],
+    ) -> Result<Vec<KvSpan>, TransferError> {
+        let claim = landing.claim_frame(span, &digests)?;
+        let errands = errands(landing, span, pieces)?;
+        if claim == Claim::Skip {
+            return Ok(Vec::new());
+        }
+        let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
+        trace!(target: "walk", %transfer, ?blocks, "copy begins");
+        let (mut bytes, mut here) = (0, Vec::new());
+        for (pages, offsets) in &errands {
+            match self.pull(landing, span.lane, (pages, offsets), digests.are_expected()).await? {
+                Some(copied) => here.extend(copied.into_iter().map(Digest)),
+                None => return Ok(Vec::new()),
+            }
+            bytes += pages.bytes();
+        }
+        trace!(target: "walk", %transfer, ?blocks, "copy done");
+        let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
+        check_count(&said, &here)?;
+        let wrong = differing(landing, span, &said, &here);
+        // A landing that has just failed has nothing to ask for.
+        Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
+    }
+}
+
+#[async_trait]
+impl KvPath for CudaIpcPath {
+    async fn receive(
+        self: Arc<Self>,
+        frame: KvFrame,
+        landing: Option<Arc<OpenLanding>>,
+        _reader: &mut FrameReader,
+    ) -> Result<Receipt, TransferError> {
+        let KvFrame { span, digests, place: KvPlace::Pieces(pieces), .. } = frame else {
+            return Err(wrong_place());
+        };
+        let Some(landing) = landing else { return Ok(Receipt::dropped()) };
+        let fetch = async move { self.fetch(&landing, &span, digests, &pieces).await };
+        Ok(Receipt::Pending(Box::pin(fetch)))
+    }
+}
+
+/// The pages here, and where each of them lies at the sender.
+fn errands(
+    landing: &OpenLanding,
+    span: &LaneSpan,
+    pieces: &[Piece],
+) -> Result<Vec<(UniformPages, Vec<u64>)>, TransferError> {
+    let mut offsets = Offsets::new(pieces);
+    let mut errands = Vec::new();
+    for pages in wanted(landing, span)? {
+        let page_bytes = pages.there().page_bytes();
+        let there: Option<Vec<u64>> = pages.places.iter().map(|_| offsets.next(page_bytes)).collect();
+        errands.push((pages, there.ok_or(FrameError::Body("a page is not whole in one piece"))?));
+    }
+    if !offsets.is_empty() {
+        return Err(FrameError::Body("the pieces are longer than their span").into());
+    }
+    Ok(errands)
+}

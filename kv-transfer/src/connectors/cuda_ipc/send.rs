@@ -1,0 +1,185 @@
+//! Hot path. What a sender shows: its cards' memory, and where in it the KV of each frame lies.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use chassis::identity::link;
+use chassis::{Stream, World};
+use kv_cache::KvMemory;
+use tracing::trace;
+use types::GroupIdx;
+
+use super::accept;
+use crate::connector::ConnectorParts;
+use crate::connectors::gpu::copy_thread::CopyThreads;
+use crate::connectors::gpu::pages::{UniformPages, card_of, page_of_bit, sent};
+use crate::connectors::link::frame::{Body, Frame, KvPlace, Piece};
+use crate::connectors::link::send_path::KvSendPath;
+use crate::connectors::link::span_out::{SpanOut, corrupt_first};
+use crate::connectors::link::stream::FrameWriter;
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::faults::{FaultKind, flip};
+
+/// The sender's side of one link.
+#[derive(Debug)]
+pub(super) struct CudaIpcSendPath {
+    world: World,
+    memory: KvMemory,
+    copy_threads: CopyThreads,
+    /// Bits of this node's own pages that faults have flipped: KV cannot be spoilt on its way, because it is not sent. They
+    /// are put right before the next frame leaves. Held while pages are spoilt or put right, never across an await.
+    flipped: Mutex<Vec<Flipped>>,
+}
+
+#[derive(Debug)]
+struct Flipped {
+    rank: u16,
+    page: (GroupIdx, u16, u32),
+    bit: usize,
+}
+
+impl CudaIpcSendPath {
+    pub(super) fn over(
+        parts: &ConnectorParts,
+        copy_threads: CopyThreads,
+    ) -> Result<Arc<dyn KvSendPath>, TransferError> {
+        let (world, memory) = (parts.world.clone(), parts.memory.clone());
+        Ok(Arc::new(Self { world, memory, copy_threads, flipped: Mutex::default() }))
+    }
+
+    /// Some pages of a rank's, and where they lie.
+    fn pages(&self, span: &SpanOut) -> Result<(Vec<UniformPages>, Vec<Piece>), TransferError> {
+        let card = card_of(&self.memory, span.piece.lane.from)?;
+        let (all, mut pieces) = (sent(&self.memory, span)?, Vec::new());
+        all.iter().for_each(|pages| pages.pieces(card, &mut pieces));
+        Ok((all, pieces))
+    }
+
+    /// Digests are made by the card, where the pages are.
+    async fn digests(&self, span: &SpanOut, all: &[UniformPages]) -> Result<Vec<Digest>, TransferError> {
+        let rank = span.piece.lane.from;
+        let (card, copy_thread) = (card_of(&self.memory, rank)?, self.copy_threads.of(rank));
+        let mut digests = Vec::new();
+        for pages in all {
+            let room = copy_thread.room().await?;
+            let errand = copy_thread.courier().digest(card.memory(), pages.some());
+            let made = room.take(errand.map_err(TransferError::device)?, None).await?;
+            digests.extend(made.into_iter().map(Digest));
+        }
+        Ok(digests)
+    }
+
+    /// Shows the pages, and says what they are once that is known: the receiver copies meanwhile.
+    async fn show(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
+        let (all, pieces) = self.pages(span)?;
+        writer.write(&shown(span, pieces, None)).await?;
+        let (transfer, blocks) = (span.out.transfer(), &span.piece.blocks);
+        trace!(target: "walk", %transfer, ?blocks, "frame written");
+        let digests = self.digests(span, &all).await?;
+        trace!(target: "walk", %transfer, ?blocks, "digests made");
+        writer.write(&said(span, digests)).await
+    }
+
+    /// The same as one frame, where nothing is said of the pages.
+    async fn show_bare(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
+        let (_, pieces) = self.pages(span)?;
+        writer.write(&shown(span, pieces, Some(Vec::new()))).await
+    }
+
+    fn flip(&self, span: &SpanOut, bit: u64) -> Result<(), TransferError> {
+        let (piece, table) = (&span.piece, span.from.table(span.piece.group));
+        let (page, bit) = page_of_bit(self.memory.layout(), &span.out.lanes, table, piece, bit);
+        let one = Flipped { rank: piece.lane.from, page, bit };
+        let mut flipped = self.flipped();
+        self.flip_in(&one)?;
+        flipped.push(one);
+        Ok(())
+    }
+
+    fn put_right(&self) -> Result<(), TransferError> {
+        let mut flipped = self.flipped();
+        flipped.drain(..).try_for_each(|one| self.flip_in(&one))
+    }
+
+    fn flipped(&self) -> MutexGuard<'_, Vec<Flipped>> {
+        self.flipped.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn flip_in(
+        &self,
+        Flipped { rank, page: (group, layer_pos, page), bit }: &Flipped,
+    ) -> Result<(), TransferError> {
+        let bytes = self.memory.rank(*rank).write(*group, *layer_pos, *page..page + 1);
+        flip(&mut bytes.map_err(|busy| TransferError::Memory(busy.to_string()))?, *bit as u64);
+        Ok(())
+    }
+
+    async fn write_with(
+        &self,
+        fault: FaultKind,
+        writer: &mut FrameWriter,
+        span: &SpanOut,
+    ) -> Result<(), TransferError> {
+        let (all, pieces) = self.pages(span)?;
+        // Made before anything is spoilt.
+        let mut digests = self.digests(span, &all).await?;
+        match fault {
+            FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
+            FaultKind::Stall => return std::future::pending().await,
+            FaultKind::Delay(by) => tokio::time::sleep(by).await,
+            FaultKind::Duplicate => {
+                writer.write(&shown(span, pieces.clone(), None)).await?;
+                writer.write(&said(span, digests.clone())).await?;
+            }
+            FaultKind::FlipBit(bit) => self.flip(span, bit)?,
+            FaultKind::WrongDigest => corrupt_first(&mut digests),
+        }
+        writer.write(&shown(span, pieces, None)).await?;
+        writer.write(&said(span, digests)).await
+    }
+}
+
+#[async_trait]
+impl KvSendPath for CudaIpcSendPath {
+    /// The first stream brings the memory.
+    async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
+        let show = |rank| {
+            let card = card_of(&self.memory, rank).map_err(io::Error::other)?;
+            card.memory().export().map_err(io::Error::other)
+        };
+        let n_shown = if stream == 0 { self.memory.n_ranks() } else { 0 };
+        let shown: Vec<_> = (0..n_shown).map(show).collect::<io::Result<_>>()?;
+        let mut stream = accept::connect(endpoint, &shown).await?;
+        link::prove(&self.world, &mut stream).await?;
+        Ok(stream)
+    }
+
+    async fn write_span(
+        &self,
+        writer: &mut FrameWriter,
+        parts: &ConnectorParts,
+        span: SpanOut,
+    ) -> Result<(), TransferError> {
+        if span.out.is_over() {
+            return Ok(());
+        }
+        self.put_right()?;
+        match parts.faults.next(span.bytes(parts)) {
+            Some(fault) => self.write_with(fault, writer, &span).await,
+            None if parts.settings.digests => self.show(writer, &span).await,
+            None => self.show_bare(writer, &span).await,
+        }
+    }
+}
+
+fn shown(span: &SpanOut, pieces: Vec<Piece>, digests: Option<Vec<Digest>>) -> Frame {
+    let body = Body::Kv { span: span.piece.span.clone(), digests, place: KvPlace::Pieces(pieces) };
+    Frame::new(span.out.transfer(), body).on(span.piece.lane)
+}
+
+fn said(span: &SpanOut, digests: Vec<Digest>) -> Frame {
+    Frame::new(span.out.transfer(), Body::Digests { span: span.piece.span.clone(), digests })
+        .on(span.piece.lane)
+}

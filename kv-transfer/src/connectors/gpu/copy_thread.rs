@@ -1,0 +1,142 @@
+//! Who waits for a card, so that no task has to: a thread behind a courier.
+
+use std::sync::Arc;
+
+use chassis::Gate;
+use kernels::cuda::{Courier, CourierSize, CudaError, Errand, RemoteMemory};
+use kv_cache::KvMemory;
+use tokio::sync::{mpsc, oneshot};
+use tracing::trace;
+
+use super::pages::card_of;
+use crate::error::TransferError;
+use crate::pending_copies::PendingCopy;
+
+/// Errands that one connector has under way.
+const ERRANDS_MAX: usize = 64;
+
+/// A courier, and the thread that waits for its errands. The thread ends when this is dropped and all are done.
+#[derive(Debug)]
+pub(in crate::connectors) struct CopyThread {
+    courier: Arc<Courier>,
+    waiting: mpsc::Sender<Job>,
+}
+
+/// One for each of a node's cards. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(in crate::connectors) struct CopyThreads(Arc<[CopyThread]>);
+
+impl CopyThreads {
+    pub(in crate::connectors) fn start(
+        memory: &KvMemory,
+        size: CourierSize,
+        gate: &Gate,
+    ) -> Result<Self, TransferError> {
+        let all = (0..memory.n_ranks()).map(|rank| CopyThread::start(memory, rank, size, gate));
+        Ok(Self(all.collect::<Result<_, _>>()?))
+    }
+
+    /// # Panics
+    /// If there is no such rank.
+    pub(in crate::connectors) fn of(&self, rank: u16) -> &CopyThread {
+        &self.0[usize::from(rank)]
+    }
+}
+
+/// What is done on the thread, because it waits for the card.
+#[derive(Debug)]
+enum Job {
+    Take {
+        errand: Errand,
+        answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
+        /// Dropped when the copy job is done, also if the answer is not awaited any more.
+        pending_copy: Option<PendingCopy>,
+    },
+    Unmap(Arc<RemoteMemory>),
+}
+
+/// A copy job that the GPU is doing.
+#[derive(Debug)]
+pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, CudaError>>);
+
+/// Room for one errand.
+#[derive(Debug)]
+pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
+
+impl CopyThread {
+    /// For the card of one rank. Its thread is in the gate.
+    pub(in crate::connectors) fn start(
+        memory: &KvMemory,
+        rank: u16,
+        size: CourierSize,
+        gate: &Gate,
+    ) -> Result<Self, TransferError> {
+        let inside = gate.enter("gpu wire thread").map_err(|_| TransferError::Closed)?;
+        let courier = Courier::new(card_of(memory, rank)?.memory(), size);
+        let courier = Arc::new(courier.map_err(TransferError::device)?);
+        let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
+        let waits = Arc::clone(&courier);
+        std::thread::Builder::new()
+            .name("gpu-wire".to_owned())
+            .spawn(move || {
+                wait_for_all(&waits, jobs);
+                drop((waits, inside));
+            })
+            .map_err(TransferError::lost)?;
+        Ok(Self { courier, waiting })
+    }
+
+    pub(in crate::connectors) fn courier(&self) -> &Courier {
+        &self.courier
+    }
+
+    /// Waits until an errand more may be under way.
+    pub(in crate::connectors) async fn room(&self) -> Result<Room<'_>, TransferError> {
+        self.waiting.reserve().await.map(Room).map_err(|_| TransferError::Closed)
+    }
+
+    /// Gives a peer's memory back, which waits until the card does not use it.
+    pub(in crate::connectors) fn unmap(&self, remote: Arc<RemoteMemory>) {
+        // Where there is no room it happens when this drops it, here and now.
+        let _ = self.waiting.try_send(Job::Unmap(remote));
+    }
+}
+
+impl Room<'_> {
+    /// Waits for an errand: its digests. The errand and its pending copy go on if this future is dropped.
+    pub(in crate::connectors) async fn take(
+        self,
+        errand: Errand,
+        pending_copy: Option<PendingCopy>,
+    ) -> Result<Vec<u64>, TransferError> {
+        self.fill(errand, pending_copy).digests().await
+    }
+
+    /// The same, to be waited for later.
+    pub(in crate::connectors) fn fill(self, errand: Errand, pending_copy: Option<PendingCopy>) -> UnderWay {
+        let (answer, answered) = oneshot::channel();
+        self.0.send(Job::Take { errand, answer, pending_copy });
+        UnderWay(answered)
+    }
+}
+
+impl UnderWay {
+    pub(in crate::connectors) async fn digests(self) -> Result<Vec<u64>, TransferError> {
+        self.0.await.map_err(|_| TransferError::Closed)?.map_err(TransferError::device)
+    }
+}
+
+fn wait_for_all(courier: &Courier, mut jobs: mpsc::Receiver<Job>) {
+    while let Some(job) = jobs.blocking_recv() {
+        match job {
+            Job::Unmap(remote) => drop(remote),
+            Job::Take { errand, answer, pending_copy } => {
+                let digests = courier.take(errand);
+                trace!(target: "walk", writes = pending_copy.is_some(), "errand done");
+                drop(pending_copy);
+                // The receiver of the answer may be gone.
+                let _ = answer.send(digests);
+            }
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! Hot path. A span's pages as a card is told of them.
+
+use kernels::cuda::{PageRuns, SomePages};
+use kv_cache::{KvMemory, OnCard};
+use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
+
+use crate::connectors::link::frame::Piece;
+use crate::connectors::link::span_out::SpanOut;
+use crate::digest::PageShape;
+use crate::error::TransferError;
+use crate::landing::{OpenLanding, bad_request};
+use crate::lanes::{LaneSpan, Lanes};
+use crate::reshard::{Heads, LaneHeads};
+
+/// Bytes that a GPU moves at once.
+const VECTOR_BYTES: usize = 16;
+
+/// Neighbouring layers of a span whose pages have the same shape: one copy job takes them.
+#[derive(Debug)]
+pub(in crate::connectors) struct UniformPages {
+    /// What of each page here goes on the span's lane.
+    here: PageRuns,
+    /// The same of the pages at the other side.
+    there: PageRuns,
+    /// Region and page, layer by layer.
+    pub(in crate::connectors) places: Vec<(u32, u32)>,
+    n_blocks: usize,
+    /// The block of the span that is filled in part, and how many bytes of each of its runs are valid.
+    partial: Option<(usize, usize)>,
+}
+
+/// Refuses memory whose pages no card can move. Where a token is not a multiple of 16 bytes either, which no real model's
+/// is, a sequence whose last block is filled in part is refused by the courier.
+pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferError> {
+    let layout = memory.layout();
+    for group in layout.group_indices() {
+        for layer_pos in 0..layout.group(group).layers.len() as u16 {
+            let head_bytes = PageShape::new(layout, group, layer_pos).head_bytes;
+            if !head_bytes.is_multiple_of(VECTOR_BYTES) {
+                return Err(bad_request("a head's part of a block is not a multiple of 16 bytes"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The card that one rank's KV lies on.
+pub(in crate::connectors) fn card_of(memory: &KvMemory, rank: u16) -> Result<OnCard<'_>, TransferError> {
+    memory.rank(rank).on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
+}
+
+/// One side of a lane: the pages here are those of one of its ranks.
+#[derive(Clone, Copy)]
+struct Side<'a> {
+    card: OnCard<'a>,
+    table: &'a [BlockIdx],
+    /// The heads of the lane, on this side and on the other side.
+    heads: fn(LaneHeads) -> (Heads, Heads),
+}
+
+/// What a span's lane takes of this node's pages, in runs of layers whose pages have the same shape.
+pub(in crate::connectors) fn sent(
+    memory: &KvMemory,
+    span: &SpanOut,
+) -> Result<Vec<UniformPages>, TransferError> {
+    let (card, table) = (card_of(memory, span.piece.lane.from)?, span.from.table(span.piece.group));
+    let side = Side { card, table, heads: |heads| (heads.from, heads.to) };
+    Ok(uniform_pages(side, &span.out.lanes, &span.out.landing, &span.piece))
+}
+
+/// What a span's lane brings of this node's pages.
+pub(in crate::connectors) fn wanted(
+    landing: &OpenLanding,
+    span: &LaneSpan,
+) -> Result<Vec<UniformPages>, TransferError> {
+    let table = &landing.landing().tables[usize::from(span.group.0)];
+    let card = card_of(landing.memory(), span.lane.to)?;
+    let side = Side { card, table, heads: |heads| (heads.to, heads.from) };
+    Ok(uniform_pages(side, landing.lanes(), landing.landing(), span))
+}
+
+/// Both sides' layouts are one but for the ranks: what of a head lies in a block is the same here and there.
+fn uniform_pages(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> Vec<UniformPages> {
+    let mut all: Vec<UniformPages> = Vec::new();
+    for layer_pos in span.layers.clone() {
+        let shape = PageShape::new(&landing.layout, span.group, layer_pos);
+        let layer = landing.layout.group(span.group).layers[usize::from(layer_pos)];
+        let (here, there) = (side.heads)(lanes.heads(layer.n_kv_heads, span.lane));
+        let (here, there) = (runs(shape, here), runs(shape, there));
+        if all.last().is_none_or(|last| (last.here, last.there) != (here, there)) {
+            all.push(UniformPages::new((here, there), shape, landing, span));
+        }
+        let blocks = &side.table[span.blocks.start as usize..span.blocks.end as usize];
+        let region = side.card.region(span.group, layer_pos);
+        all.last_mut()
+            .expect("one was just pushed")
+            .places
+            .extend(blocks.iter().map(|block| (region, block.0)));
+    }
+    all
+}
+
+fn runs(shape: PageShape, heads: Heads) -> PageRuns {
+    PageRuns {
+        n_parts: shape.n_parts,
+        n_heads: heads.range().len(),
+        run_bytes: shape.head_bytes,
+        first_head: heads.range().start,
+        page_heads: usize::from(heads.of),
+    }
+}
+
+impl UniformPages {
+    fn new((here, there): (PageRuns, PageRuns), shape: PageShape, landing: &Landing, span: &KvSpan) -> Self {
+        let last = span.blocks.end - 1;
+        let valid = landing.valid_tokens(last);
+        let is_partial = valid < landing.layout.block_tokens;
+        let partial = (span.blocks.len() - 1, usize::from(valid) * shape.token_bytes);
+        let partial = is_partial.then_some(partial);
+        Self { here, there, places: Vec::new(), n_blocks: span.blocks.len(), partial }
+    }
+
+    pub(in crate::connectors) fn some(&self) -> SomePages<'_> {
+        let Self { here, places, n_blocks, partial, .. } = self;
+        SomePages { places, n_of_layer: *n_blocks, runs: *here, partial: *partial }
+    }
+
+    /// What is meant of each page at the other side.
+    pub(in crate::connectors) fn there(&self) -> PageRuns {
+        self.there
+    }
+
+    /// Bytes that go on the lane.
+    pub(in crate::connectors) fn bytes(&self) -> usize {
+        self.places.len() * self.here.moved_bytes()
+    }
+
+    /// Where the pages lie in what this node shows of its card, neighbours together. They are whole, whatever of them goes
+    /// on the lane.
+    pub(in crate::connectors) fn pieces(&self, card: OnCard<'_>, pieces: &mut Vec<Piece>) {
+        let bytes = self.here.page_bytes() as u32;
+        for (region, page) in &self.places {
+            let offset = card.memory().offset(*region, *page);
+            match pieces.last_mut() {
+                Some(last) if follows(last, offset) && last.bytes.checked_add(bytes).is_some() => {
+                    last.bytes += bytes;
+                }
+                _ => pieces.push(Piece { offset, bytes }),
+            }
+        }
+    }
+}
+
+fn follows(last: &Piece, offset: u64) -> bool {
+    last.offset + u64::from(last.bytes) == offset
+}
+
+/// Where each page lies in what a peer shows, from the pieces of a frame: the inverse of [`UniformPages::pieces`].
+pub(in crate::connectors) struct Offsets<'a> {
+    pieces: std::slice::Iter<'a, Piece>,
+    rest: Piece,
+}
+
+impl<'a> Offsets<'a> {
+    pub(in crate::connectors) fn new(pieces: &'a [Piece]) -> Self {
+        Self { pieces: pieces.iter(), rest: Piece { offset: 0, bytes: 0 } }
+    }
+
+    /// The offset of the next page of `page_bytes`; `None` if no piece holds it whole.
+    pub(in crate::connectors) fn next(&mut self, page_bytes: usize) -> Option<u64> {
+        let bytes = u32::try_from(page_bytes).ok()?;
+        if self.rest.bytes == 0 {
+            self.rest = *self.pieces.next()?;
+        }
+        let offset = self.rest.offset;
+        self.rest.bytes = self.rest.bytes.checked_sub(bytes)?;
+        self.rest.offset += u64::from(bytes);
+        Some(offset)
+    }
+
+    pub(in crate::connectors) fn is_empty(&self) -> bool {
+        self.rest.bytes == 0 && self.pieces.as_slice().is_empty()
+    }
+}
+
+/// The page that holds one bit of what a span's lane takes, counted in the wire's order, and the bit's place there.
+pub(in crate::connectors) fn page_of_bit(
+    layout: &KvLayout,
+    lanes: &Lanes,
+    table: &[BlockIdx],
+    span: &LaneSpan,
+    bit: u64,
+) -> ((GroupIdx, u16, u32), usize) {
+    let of_layer = |layer_pos: u16| {
+        let layer = layout.group(span.group).layers[usize::from(layer_pos)];
+        let heads = lanes.heads(layer.n_kv_heads, span.lane).from;
+        runs(PageShape::new(layout, span.group, layer_pos), heads)
+    };
+    let whole: usize =
+        span.layers.clone().map(|layer| of_layer(layer).moved_bytes() * span.blocks.len()).sum();
+    let mut byte = (bit / 8 % whole as u64) as usize;
+    for layer_pos in span.layers.clone() {
+        let runs = of_layer(layer_pos);
+        if byte < runs.moved_bytes() * span.blocks.len() {
+            let block = span.blocks.start as usize + byte / runs.moved_bytes();
+            let (in_page, part_bytes) = (byte % runs.moved_bytes(), runs.n_heads * runs.run_bytes);
+            let (part, in_part) = (in_page / part_bytes, in_page % part_bytes);
+            let at = (part * runs.page_heads + runs.first_head) * runs.run_bytes + in_part;
+            return ((span.group, layer_pos, table[block].0), at * 8 + (bit % 8) as usize);
+        }
+        byte -= runs.moved_bytes() * span.blocks.len();
+    }
+    unreachable!("the bit is one of the span's")
+}
+
+#[cfg(test)]
+mod tests {
+    use types::KvDtype;
+
+    use super::*;
+    use crate::runs::Runs;
+
+    /// The same place as the wire's other runs have it, for every byte of what each lane takes.
+    #[test]
+    fn a_bit_of_a_lane_is_in_one_of_its_heads() {
+        for (from_tp, to_tp) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)] {
+            let layout =
+                |tp| KvLayout::uniform(16, KvDtype::Bf16, 3, 4, 8).over_ranks(tp).expect("it divides");
+            let (ours, theirs) = (layout(from_tp), layout(to_tp));
+            let lanes = Lanes::between(from_tp, &theirs).expect("they can");
+            let page_bytes = PageShape::new(&ours, GroupIdx(0), 0).page_bytes() as u64;
+            let table = [5, 6, 2].map(BlockIdx);
+            let start_of = |layer: u16, page: u32| (u64::from(layer) * 10 + u64::from(page)) * page_bytes;
+            for lane in lanes.all() {
+                let span = KvSpan { group: GroupIdx(0), blocks: 0..3, layers: 1..3 };
+                let span = LaneSpan { lane: *lane, span };
+                let places = Runs::sent(&ours, &lanes, &table, &span).places(start_of);
+                let bytes =
+                    places.iter().flat_map(|piece| piece.offset..piece.offset + u64::from(piece.bytes));
+                for (nth, byte) in bytes.enumerate() {
+                    let bit = nth as u64 * 8 + 3;
+                    let ((_, layer, page), at) = page_of_bit(&ours, &lanes, &table, &span, bit);
+                    assert_eq!(start_of(layer, page) * 8 + at as u64, byte * 8 + 3, "{lane:?}, byte {nth}");
+                }
+            }
+        }
+    }
+
+    fn piece(offset: u64, bytes: u32) -> Piece {
+        Piece { offset, bytes }
+    }
+
+    #[test]
+    fn pieces_are_cut_into_pages() {
+        let pieces = [piece(100, 64), piece(500, 192), piece(900, 32)];
+        let mut offsets = Offsets::new(&pieces);
+        let seen: Vec<_> = [64, 64, 64, 64, 32].map(|bytes| offsets.next(bytes)).to_vec();
+        assert_eq!(seen, [100, 500, 564, 628, 900].map(Some));
+        assert!(offsets.is_empty());
+    }
+
+    #[test]
+    fn a_page_that_lies_in_two_pieces_is_none() {
+        let pieces = [piece(100, 96), piece(196, 32)];
+        let mut offsets = Offsets::new(&pieces);
+        assert_eq!(offsets.next(64), Some(100));
+        assert_eq!(offsets.next(64), None);
+        assert!(!Offsets::new(&pieces).is_empty());
+    }
+}

@@ -1,0 +1,84 @@
+//! A connector made of links: it accepts links from peers and makes links to peers.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use chassis::{Task, spawn_guarded};
+use rustix::fs::Access;
+use types::{Destination, Landing, Scheme, WireAddress};
+
+use super::accept::StreamAcceptor;
+use super::links::{Links, MakeSendPath};
+use super::receiver::Receiver;
+use crate::arrival::Arrival;
+use crate::connector::{ConnectorParts, KvConnector, KvSender, LandRequest};
+use crate::connectors::unix::Socket;
+use crate::error::TransferError;
+use crate::landings::Landings;
+use crate::wire_threads::WireThreads;
+
+/// What `tcp`, `shm` and `cuda-ipc` are once they listen: they differ in their doors and in what their links go over.
+#[derive(Debug)]
+pub struct LinkConnector {
+    address: WireAddress,
+    receiver: Arc<Receiver>,
+    links: Links,
+    #[expect(dead_code, reason = "held for its Drop")]
+    accepting: Task<()>,
+    /// The Unix socket of a wire within one machine; `None` for other wires.
+    socket: Option<Socket>,
+}
+
+impl LinkConnector {
+    /// Accepts streams from `acceptor`; `send_path` makes the sender's side of each new link.
+    pub(in crate::connectors) fn start(
+        parts: ConnectorParts,
+        wire_threads: WireThreads,
+        (address, socket): (WireAddress, Option<Socket>),
+        door: Box<dyn StreamAcceptor>,
+        send_path: Box<MakeSendPath>,
+    ) -> Arc<Self> {
+        let landings = Landings::new(parts.clone(), address.clone());
+        let receiver = Receiver::new(parts.clone(), wire_threads.clone(), landings);
+        let accepting = Arc::clone(&receiver).accept_all(door);
+        let accepting = wire_threads.at(|| spawn_guarded(&parts.gate, "kv listener", accepting));
+        Arc::new(Self {
+            address,
+            receiver,
+            links: Links::new(parts, wire_threads, send_path),
+            accepting,
+            socket,
+        })
+    }
+}
+
+#[async_trait]
+impl KvConnector for LinkConnector {
+    fn scheme(&self) -> Scheme {
+        self.address.scheme.clone()
+    }
+
+    fn address(&self) -> WireAddress {
+        self.address.clone()
+    }
+
+    /// Within one machine: whether the peer's socket is in the folder that this side sees, and may be connected to.
+    fn reaches(&self, wire: &WireAddress) -> bool {
+        let is_seen = || rustix::fs::access(&wire.endpoint, Access::WRITE_OK).is_ok();
+        wire.scheme == self.address.scheme && (self.socket.is_none() || is_seen())
+    }
+
+    fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError> {
+        self.receiver.landings().land(request)
+    }
+
+    async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError> {
+        self.links.open(to, &self.address.scheme).await
+    }
+}
+
+impl Drop for LinkConnector {
+    fn drop(&mut self) {
+        self.receiver.close();
+    }
+}

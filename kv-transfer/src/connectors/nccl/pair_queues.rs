@@ -1,0 +1,98 @@
+//! All queues of one link: one for each lane.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use futures::future::{select_all, try_join_all};
+
+use super::backend::{End, NcclBackend, PairId, Stage};
+use super::pair_queue::{PairQueue, PairSettings};
+use crate::connectors::link::frame::FrameError;
+use crate::error::TransferError;
+use crate::lanes::Lanes;
+use crate::reshard::Lane;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct PairQueues(Vec<LaneQueue>);
+
+/// One of them, and the messages that have been numbered.
+#[derive(Debug)]
+pub(super) struct LaneQueue {
+    lane: Lane,
+    pub(super) pair_queue: Arc<PairQueue>,
+    n_messages: AtomicU64,
+}
+
+/// The slots of one end, for each lane. Both ends have theirs before there are ids: an id waits for both to join, and one
+/// that is not joined costs NCCL a thread and a port for good.
+#[derive(Debug)]
+pub(super) struct Stages {
+    end: End,
+    of_lanes: Vec<(Lane, Arc<dyn Stage>)>,
+}
+
+impl Stages {
+    pub(super) fn take(backend: &dyn NcclBackend, lanes: &Lanes, end: End) -> Result<Self, TransferError> {
+        let stage = |lane: &Lane| {
+            let rank = match end {
+                End::Sender => lane.from,
+                End::Receiver => lane.to,
+            };
+            Ok((*lane, backend.stage(rank)?))
+        };
+        Ok(Self { end, of_lanes: lanes.all().iter().map(stage).collect::<Result<_, TransferError>>()? })
+    }
+
+    /// How many lanes there are.
+    pub(super) fn len(&self) -> usize {
+        self.of_lanes.len()
+    }
+}
+
+impl PairQueues {
+    /// Joins the pairs of these ids, one for each lane in their order.
+    pub(super) fn start(
+        stages: Stages,
+        ids: &[PairId],
+        pair_settings: &PairSettings,
+    ) -> Result<Self, TransferError> {
+        let Stages { end, of_lanes } = stages;
+        let start = |((lane, stage), id): ((Lane, Arc<dyn Stage>), &PairId)| {
+            let pair_queue = Arc::new(PairQueue::start(stage, id.clone(), end, pair_settings)?);
+            Ok(LaneQueue { lane, pair_queue, n_messages: AtomicU64::new(0) })
+        };
+        Ok(Self(of_lanes.into_iter().zip(ids).map(start).collect::<Result<_, TransferError>>()?))
+    }
+
+    pub(super) fn of(&self, lane: Lane) -> Result<&LaneQueue, FrameError> {
+        let found = self.0.iter().find(|line| line.lane == lane);
+        found.ok_or(FrameError::Unexpected("a message between ranks that have none for each other"))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Waits until both ends of all have joined.
+    pub(super) async fn ready(&self) -> Result<(), TransferError> {
+        try_join_all(self.0.iter().map(|line| line.pair_queue.ready())).await.map(|_| ())
+    }
+
+    /// Ends when one of them is lost: why.
+    pub(super) async fn lost(&self) -> TransferError {
+        select_all(self.0.iter().map(|line| Box::pin(line.pair_queue.lost()))).await.0
+    }
+
+    /// Messages will be put soon.
+    pub(super) fn expect(&self) {
+        self.0.iter().for_each(|line| line.pair_queue.expect());
+    }
+}
+
+impl LaneQueue {
+    /// The next one's.
+    pub(super) fn number(&self) -> u64 {
+        self.n_messages.fetch_add(1, Ordering::Relaxed)
+    }
+}

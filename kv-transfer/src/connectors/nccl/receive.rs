@@ -1,0 +1,106 @@
+//! Hot path. The receiver's end of a pair: asks for messages in the order of the sender's frames, and lays them into pages.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use tokio::sync::oneshot;
+use tracing::trace;
+use types::KvSpan;
+
+use super::pair_queue::{PairQueue, Slot};
+use super::pair_queues::PairQueues;
+use crate::connectors::link::frame::{FrameError, KvPlace};
+use crate::connectors::link::frame_digests::{FrameDigests, check_count, differing};
+use crate::connectors::link::kv_path::{KvFrame, KvPath, Receipt, wrong_place};
+use crate::connectors::link::stream::FrameReader;
+use crate::error::TransferError;
+use crate::landing::{Claim, OpenLanding};
+use crate::lanes::LaneSpan;
+use crate::reshard::Lane;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct NcclPath(pub(super) PairQueues);
+
+/// A message that was asked for. Dropped, it is received all the same, and forgotten.
+#[derive(Debug)]
+struct Posted {
+    pair_queue: Arc<PairQueue>,
+    slot: Arc<Slot>,
+    bytes: usize,
+    received: oneshot::Receiver<Result<(), TransferError>>,
+}
+
+impl NcclPath {
+    /// Asks for the message of this number, which must be the next one of its lane, of `bytes`. Waits for room, not for the
+    /// message.
+    async fn post(&self, lane: Lane, number: u64, bytes: u32) -> Result<Posted, TransferError> {
+        let (line, bytes) = (self.0.of(lane)?, bytes as usize);
+        if line.number() != number {
+            return Err(FrameError::Unexpected("a message out of its turn").into());
+        }
+        let pair_queue = Arc::clone(&line.pair_queue);
+        if bytes == 0 || bytes > pair_queue.stage().slot_bytes() {
+            return Err(FrameError::Body("a message of a length that no slot has").into());
+        }
+        let slot = Arc::new(pair_queue.slot().await?);
+        let received = pair_queue.put(Arc::clone(&slot), bytes, Vec::new()).await?;
+        Ok(Posted { pair_queue, slot, bytes, received })
+    }
+}
+
+#[async_trait]
+impl KvPath for NcclPath {
+    async fn receive(
+        self: Arc<Self>,
+        frame: KvFrame,
+        landing: Option<Arc<OpenLanding>>,
+        _reader: &mut FrameReader,
+    ) -> Result<Receipt, TransferError> {
+        let KvFrame { span, digests, place: KvPlace::Message { number, bytes }, .. } = frame else {
+            return Err(wrong_place());
+        };
+        let posted = self.post(span.lane, number, bytes).await?;
+        let Some(landing) = landing else { return Ok(Receipt::dropped()) };
+        let fetch = async move { posted.fetch(&landing, &span, digests).await };
+        Ok(Receipt::Pending(Box::pin(fetch)))
+    }
+
+    fn n_lanes(&self) -> usize {
+        self.0.len()
+    }
+
+    fn opened(&self, _landing: &OpenLanding) {
+        self.0.expect();
+    }
+}
+
+impl Posted {
+    /// Waits for the message, lays it into the landing's pages and verifies them. Does not wait for the digests before that.
+    async fn fetch(
+        self,
+        landing: &OpenLanding,
+        span: &LaneSpan,
+        digests: FrameDigests,
+    ) -> Result<Vec<KvSpan>, TransferError> {
+        let claim = landing.claim_frame(span, &digests)?;
+        if landing.runs(span).bytes() != self.bytes {
+            return Err(FrameError::Body("the message is not as long as its span").into());
+        }
+        self.received.await.map_err(|_| TransferError::Closed)??;
+        if claim == Claim::Skip {
+            return Ok(Vec::new());
+        }
+        let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
+        trace!(target: "walk", %transfer, ?blocks, "message taken");
+        let stage = self.pair_queue.stage();
+        let here = stage.scatter(self.slot.nth, landing, span, digests.are_expected()).await?;
+        let Some(here) = here else { return Ok(Vec::new()) };
+        trace!(target: "walk", %transfer, ?blocks, "scattered");
+        let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
+        check_count(&said, &here)?;
+        let wrong = differing(landing, span, &said, &here);
+        // A landing that has just failed has nothing to ask for.
+        Ok(landing.arrived(span, self.bytes, &wrong).map(|()| wrong).unwrap_or_default())
+    }
+}

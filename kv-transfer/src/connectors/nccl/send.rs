@@ -1,0 +1,221 @@
+//! Hot path. The sender's end of a pair: frames that name their KV by its number in the queue.
+//!
+//! A frame and its message leave as soon as a slot is being filled: the card sends when that is done. What the pages must
+//! be follows.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use async_trait::async_trait;
+use chassis::identity::link;
+use chassis::{Stream, World};
+use tracing::trace;
+use types::KvLayout;
+
+use super::accept;
+use super::backend::{Gathering, NcclBackend};
+use super::pair_queue::{PairSettings, Slot};
+use super::pair_queues::{LaneQueue, PairQueues};
+use crate::connector::ConnectorParts;
+use crate::connectors::link::frame::{Body, Frame, KvPlace};
+use crate::connectors::link::send_path::KvSendPath;
+use crate::connectors::link::span_out::{SpanOut, corrupt_first};
+use crate::connectors::link::stream::FrameWriter;
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::faults::FaultKind;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct NcclSendPath {
+    world: World,
+    layout: KvLayout,
+    backend: Arc<dyn NcclBackend>,
+    pair_settings: PairSettings,
+    /// From the first stream on.
+    pair_queues: OnceLock<PairQueues>,
+    /// Frames that are gathered, in their order, until it is said what they must be; none once the link is closed. Held for a look,
+    /// never across an await.
+    gathering: Mutex<Option<VecDeque<Gathered>>>,
+}
+
+/// A frame whose KV is on its way into a slot, or there.
+#[derive(Debug)]
+struct Gathered {
+    span: SpanOut,
+    bytes: usize,
+    gathering: Gathering,
+}
+
+impl Gathered {
+    /// Waits until it is there: what it is.
+    async fn done(self) -> Result<(Self, Vec<Digest>), TransferError> {
+        let digests = self.gathering.digests().await?;
+        Ok((Self { gathering: Gathering::Done(Vec::new()), ..self }, digests))
+    }
+}
+
+/// Messages of a lane that are under way before what they must be is known.
+const GATHERING_MAX: usize = 2;
+
+impl NcclSendPath {
+    pub(super) fn new(parts: &ConnectorParts, backend: Arc<dyn NcclBackend>) -> Self {
+        Self {
+            world: parts.world.clone(),
+            layout: parts.memory.layout().clone(),
+            backend,
+            pair_settings: PairSettings::of(parts),
+            pair_queues: OnceLock::new(),
+            gathering: Mutex::new(Some(VecDeque::new())),
+        }
+    }
+
+    fn pair_queues(&self) -> Result<&PairQueues, TransferError> {
+        self.pair_queues.get().ok_or(TransferError::Closed)
+    }
+
+    fn line(&self, span: &SpanOut) -> Result<&LaneQueue, TransferError> {
+        Ok(self.pair_queues()?.of(span.piece.lane)?)
+    }
+
+    /// Begins to gather a span into a slot.
+    async fn gather(&self, parts: &ConnectorParts, span: SpanOut) -> Result<(Gathered, Slot), TransferError> {
+        let (pair_queue, bytes) = (&self.line(&span)?.pair_queue, span.bytes(parts));
+        pair_queue.expect();
+        let slot = pair_queue.slot().await?;
+        let gathering = pair_queue.stage().gather(slot.nth, &span, parts.settings.digests).await?;
+        trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathering");
+        Ok((Gathered { span, bytes, gathering }, slot))
+    }
+
+    /// Sends digests of gathered pages until at most `n_left` per lane are unsent.
+    async fn send_digests_but(&self, n_left: usize, writer: &mut FrameWriter) -> Result<(), TransferError> {
+        while let Some(Gathered { span, gathering, .. }) = self.pop_gathered_but(n_left) {
+            let digests = gathering.digests().await?;
+            trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "gathered");
+            if !digests.is_empty() {
+                let body = Body::Digests { span: span.piece.span.clone(), digests };
+                writer.write(&Frame::new(span.out.transfer(), body).on(span.piece.lane)).await?;
+            }
+        }
+        Ok(())
+    }
+
+    fn pop_gathered_but(&self, n_left: usize) -> Option<Gathered> {
+        let mut gathering = self.gathering();
+        let all = gathering.as_mut()?;
+        let n_of = |lane| all.iter().filter(|one| one.span.piece.lane == lane).count();
+        let too_many = all.iter().any(|one| n_of(one.span.piece.lane) > n_left);
+        if too_many { all.pop_front() } else { None }
+    }
+
+    fn gathering(&self) -> MutexGuard<'_, Option<VecDeque<Gathered>>> {
+        self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The frame, and then the message that it names. One stream writes, so their orders are the same.
+    ///
+    /// `None`: what the pages must be is said later.
+    async fn put(
+        &self,
+        writer: &mut FrameWriter,
+        gathered: &Gathered,
+        slot: Slot,
+        digests: Option<Vec<Digest>>,
+    ) -> Result<(), TransferError> {
+        let Gathered { span, bytes, gathering } = gathered;
+        let line = self.line(span)?;
+        let (number, bytes) = (line.number(), *bytes as u32);
+        let place = KvPlace::Message { number, bytes };
+        let body = Body::Kv { span: span.piece.span.clone(), digests, place };
+        writer.write(&Frame::new(span.out.transfer(), body).on(span.piece.lane)).await?;
+        trace!(target: "walk", transfer = %span.out.transfer(), blocks = ?span.piece.blocks, "frame written");
+        // The answer is not awaited: the receiver reports the outcome of the transfer.
+        let put = line.pair_queue.put(Arc::new(slot), bytes as usize, gathering.before()).await;
+        put.map(|_| ())
+    }
+
+    async fn write_with(
+        &self,
+        fault: FaultKind,
+        writer: &mut FrameWriter,
+        (parts, span): (&ConnectorParts, SpanOut),
+    ) -> Result<(), TransferError> {
+        let again = span.page(span.piece.span.clone());
+        let (gathered, slot) = self.gather(parts, span).await?;
+        let (gathered, mut digests) = gathered.done().await?;
+        match fault {
+            FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
+            FaultKind::Stall => return std::future::pending().await,
+            FaultKind::Delay(by) => tokio::time::sleep(by).await,
+            FaultKind::WrongDigest => corrupt_first(&mut digests),
+            FaultKind::FlipBit(bit) => {
+                let bit = (bit % (gathered.bytes as u64 * 8)) as usize;
+                self.line(&gathered.span)?.pair_queue.stage().flip(slot.nth, bit)?;
+            }
+            FaultKind::Duplicate => {
+                let (again, slot) = self.gather(parts, again).await?;
+                let (again, digests) = again.done().await?;
+                self.put(writer, &again, slot, Some(digests)).await?;
+            }
+        }
+        self.put(writer, &gathered, slot, Some(digests)).await
+    }
+}
+
+#[async_trait]
+impl KvSendPath for NcclSendPath {
+    /// The pairs are joined before the link is there, so that the first transfer does not wait for it.
+    async fn connect(&self, endpoint: &str, _stream: u16) -> io::Result<Stream> {
+        let mut stream = link::dial(&self.world, endpoint).await?;
+        let (stages, ids) = accept::greet(&mut stream, &self.layout, &*self.backend).await?;
+        let pair_queues = PairQueues::start(stages, &ids, &self.pair_settings);
+        let pair_queues = pair_queues.map_err(io::Error::other)?;
+        pair_queues.ready().await.map_err(io::Error::other)?;
+        self.pair_queues.set(pair_queues).map_err(|_| io::Error::other("a link has one stream"))?;
+        Ok(stream)
+    }
+
+    async fn write_span(
+        &self,
+        writer: &mut FrameWriter,
+        parts: &ConnectorParts,
+        span: SpanOut,
+    ) -> Result<(), TransferError> {
+        if span.out.is_over() {
+            return Ok(());
+        }
+        if let Some(fault) = parts.faults.next(span.bytes(parts)) {
+            self.send_digests_but(0, writer).await?;
+            return self.write_with(fault, writer, (parts, span)).await;
+        }
+        let (gathered, slot) = self.gather(parts, span).await?;
+        if gathered.span.out.is_over() {
+            // The slot is not reused before the gathering is done.
+            return gathered.done().await.map(|_| drop(slot));
+        }
+        let bare = (!parts.settings.digests).then(Vec::new);
+        self.put(writer, &gathered, slot, bare).await?;
+        self.gathering().as_mut().ok_or(TransferError::Closed)?.push_back(gathered);
+        self.send_digests_but(GATHERING_MAX, writer).await
+    }
+
+    async fn write_rest(&self, writer: &mut FrameWriter) -> Result<(), TransferError> {
+        self.send_digests_but(0, writer).await
+    }
+
+    /// What is received is scattered by the receiver.
+    async fn broken(&self) -> TransferError {
+        match self.pair_queues() {
+            Ok(pair_queues) => pair_queues.lost().await,
+            Err(error) => error,
+        }
+    }
+
+    /// The pair queues are dropped with this; their threads end the communicators.
+    fn close(&self) {
+        let left = self.gathering().take();
+        drop(left);
+    }
+}

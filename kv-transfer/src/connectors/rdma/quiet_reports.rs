@@ -1,0 +1,124 @@
+//! Reports that a sender's device no longer writes into a landing.
+//!
+//! A failed landing keeps its blocks in quarantine until its sender reports that its device is done, or until the link's
+//! end has taken the sender's right to write away.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use tokio::sync::Notify;
+use types::TransferId;
+
+use crate::quiet::Quiet;
+
+/// The reports that one link's sender has still to send: one for each landing that it opened.
+#[derive(Debug, Default)]
+pub(super) struct QuietReports {
+    state: Mutex<State>,
+}
+
+/// Held for a look-up, never across an await.
+#[derive(Debug, Default)]
+struct State {
+    owed: BTreeMap<TransferId, Arc<QuietReport>>,
+    /// The right to write is gone: no report is needed.
+    close: bool,
+}
+
+/// The report of one landing.
+#[derive(Debug, Default)]
+struct QuietReport {
+    said: AtomicBool,
+    changed: Notify,
+}
+
+impl QuietReports {
+    /// The proof of quiet for a landing that this sender opened.
+    pub(super) fn expect(&self, transfer: TransferId) -> Arc<dyn Quiet> {
+        let mut state = self.state();
+        let word = Arc::<QuietReport>::default();
+        if state.close {
+            word.mark();
+        } else {
+            state.owed.insert(transfer, Arc::clone(&word));
+        }
+        word
+    }
+
+    /// The sender has sent its report. A report for an unknown transfer is late, and ignored.
+    pub(super) fn received(&self, transfer: TransferId) {
+        if let Some(word) = self.state().owed.remove(&transfer) {
+            word.mark();
+        }
+    }
+
+    /// The sender cannot write any more: all reports count as received.
+    pub(super) fn close(&self) {
+        let owed = {
+            let mut state = self.state();
+            state.close = true;
+            std::mem::take(&mut state.owed)
+        };
+        owed.into_values().for_each(|word| word.mark());
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl QuietReport {
+    fn mark(&self) {
+        self.said.store(true, Ordering::Release);
+        self.changed.notify_waiters();
+    }
+}
+
+#[async_trait]
+impl Quiet for QuietReport {
+    fn awaited(&self) -> &'static str {
+        "the sender's word that its device is done"
+    }
+
+    /// One transfer's right cannot be taken away without that of all others of its link; so it waits.
+    fn revoke(&self) -> bool {
+        self.said.load(Ordering::Acquire)
+    }
+
+    async fn proven(&self) {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if self.revoke() {
+                return;
+            }
+            changed.await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn blocks_wait_for_their_senders_word_and_for_no_timer() {
+        let words = QuietReports::default();
+        let (first, second) = (words.expect(TransferId(1)), words.expect(TransferId(2)));
+        assert!(!first.revoke());
+        timeout(Duration::from_secs(3600), first.proven()).await.expect_err("nothing was said");
+        words.received(TransferId(1));
+        words.received(TransferId(7));
+        first.proven().await;
+        assert!(!second.revoke(), "it is another one's");
+        tokio::join!(second.proven(), async { words.close() });
+        assert!(words.expect(TransferId(3)).revoke(), "no right is left");
+    }
+}

@@ -1,0 +1,64 @@
+//! Hot path. One frame whose KV the sender's device has written where it belongs: verified there.
+
+use types::KvSpan;
+
+use super::card::CardLook;
+use crate::connectors::link::frame_digests::differing;
+use crate::connectors::link::span_in::{Checker, busy};
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::landing::{Claim, OpenLanding};
+use crate::lanes::LaneSpan;
+
+/// Bytes that are verified before other tasks have their turn.
+const BYTES_AT_ONCE: usize = 1 << 20;
+
+/// Verifies a span whose KV is in place. Answers the pages that did not pass, and are to be written again.
+///
+/// A span is claimed once it is in place, so a page whose second copy is being written while its first is verified
+/// fails, and is written again. `card` makes the digests of pages on a GPU.
+pub(super) async fn take_written(
+    landing: &OpenLanding,
+    span: &LaneSpan,
+    digests: &[Digest],
+    card: Option<&CardLook>,
+) -> Result<Vec<KvSpan>, TransferError> {
+    if landing.claim(span, digests.len())? == Claim::Skip {
+        return Ok(Vec::new());
+    }
+    let bytes = landing.runs(span).bytes();
+    if let Some(card) = card.filter(|_| !digests.is_empty())
+        && let Some(seen) = card.written(landing, span).await?
+    {
+        return Ok(compared(landing, span, digests, &seen, bytes));
+    }
+    let mut checker = Checker::new(span, digests);
+    let mut checked = 0;
+    while checked < bytes {
+        checked = bytes.min(checked + BYTES_AT_ONCE);
+        match landing.while_open(|memory| checker.check_until(checked, landing, memory)) {
+            None => return Ok(Vec::new()),
+            Some(looked) => looked.map_err(busy)?,
+        }
+        tokio::task::yield_now().await;
+    }
+    // A landing that has just failed has nothing to ask for.
+    let wrong = checker.wrong;
+    Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
+}
+
+/// Compares the sender's digests with those that the GPU made here.
+fn compared(
+    landing: &OpenLanding,
+    span: &LaneSpan,
+    said: &[Digest],
+    seen: &[Digest],
+    bytes: usize,
+) -> Vec<KvSpan> {
+    if seen.is_empty() {
+        return Vec::new();
+    }
+    let wrong = differing(landing, span, said, seen);
+    // A landing that has just failed has nothing to ask for.
+    landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default()
+}

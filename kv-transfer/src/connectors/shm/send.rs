@@ -1,0 +1,138 @@
+//! Hot path. What a sender shows a receiver: where its KV lies.
+
+use std::io;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use chassis::identity::link;
+use chassis::{Stream, World};
+use kv_cache::KvMemory;
+
+use super::accept;
+use super::stage::Stage;
+use crate::connector::ConnectorParts;
+use crate::connectors::link::check_pages;
+use crate::connectors::link::frame::{Body, Frame, FrameError, KvPlace, Piece};
+use crate::connectors::link::send_path::KvSendPath;
+use crate::connectors::link::span_out::{SpanOut, copy_out, corrupt_first};
+use crate::connectors::link::stream::{FrameWriter, within};
+use crate::digest::Digest;
+use crate::error::TransferError;
+use crate::faults::{FaultKind, flip};
+use crate::lanes::LaneSpan;
+use crate::runs::Runs;
+
+/// The sender's side of one link.
+#[derive(Debug)]
+pub(super) struct ShmSendPath {
+    world: World,
+    memory: KvMemory,
+    /// Whether the receiver sees the pages themselves.
+    in_place: bool,
+    stage: Stage,
+}
+
+impl ShmSendPath {
+    /// Shows the pages, where the system lets others see them.
+    pub(super) fn in_place(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
+        Self::showing(parts, parts.memory.has_files())
+    }
+
+    /// Shows nothing but copies, as a node on a GPU must.
+    pub(super) fn staged(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
+        Self::showing(parts, false)
+    }
+
+    fn showing(parts: &ConnectorParts, in_place: bool) -> Result<Arc<dyn KvSendPath>, TransferError> {
+        let slot_bytes = parts.settings.frame_bytes.max(check_pages(parts)?);
+        let stage =
+            Stage::new(slot_bytes).map_err(|source| TransferError::Share { source: Arc::new(source) })?;
+        Ok(Arc::new(Self { world: parts.world.clone(), memory: parts.memory.clone(), in_place, stage }))
+    }
+}
+
+#[async_trait]
+impl KvSendPath for ShmSendPath {
+    /// The first stream brings the files.
+    async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
+        let n_shown = if self.in_place { self.memory.n_ranks() } else { 0 };
+        let pages = (0..n_shown).filter_map(|tp_rank| self.memory.rank(tp_rank).file());
+        let files: Vec<_> = std::iter::once(self.stage.file()).chain(pages).collect();
+        let shown = if stream == 0 { &files[..] } else { &[] };
+        let mut stream = accept::connect(endpoint, shown).await?;
+        link::prove(&self.world, &mut stream).await?;
+        Ok(stream)
+    }
+
+    async fn write_span(
+        &self,
+        writer: &mut FrameWriter,
+        parts: &ConnectorParts,
+        span: SpanOut,
+    ) -> Result<(), TransferError> {
+        if span.out.is_over() {
+            return Ok(());
+        }
+        let (runs, digests) = (span.runs(parts), span.digests(parts)?);
+        let pointing = Pointing { shown: self, parts, span: &span, runs, digests };
+        match parts.faults.next(pointing.runs.bytes()) {
+            None => writer.write(&pointing.frame().await?).await,
+            Some(fault) => pointing.write_with(fault, writer).await,
+        }
+    }
+
+    fn taken(&self, slot: u16) -> Result<(), FrameError> {
+        self.stage.taken(slot)
+    }
+}
+
+/// One frame that is about to point at its KV.
+struct Pointing<'a> {
+    shown: &'a ShmSendPath,
+    parts: &'a ConnectorParts,
+    span: &'a SpanOut,
+    runs: Runs,
+    digests: Vec<Digest>,
+}
+
+impl Pointing<'_> {
+    async fn frame(&self) -> Result<Frame, TransferError> {
+        match self.shown.in_place {
+            true => Ok(self.frame_of(KvPlace::Pieces(self.runs.pieces(&self.shown.memory)))),
+            false => self.staged(|_| {}).await,
+        }
+    }
+
+    /// The frame for a copy of its KV, after `change`.
+    async fn staged(&self, change: impl FnOnce(&mut [u8])) -> Result<Frame, TransferError> {
+        let wait = async { Ok(self.shown.stage.slot().await) };
+        let slot = within(self.parts.settings.stall(), "waiting for a slot of the stage", wait).await?;
+        let bytes = self.runs.bytes();
+        let mut copy = self.shown.stage.write(slot);
+        copy_out(&self.shown.memory, &self.runs, &mut copy)?;
+        change(&mut copy[..bytes]);
+        drop(copy);
+        let piece = Piece { offset: self.shown.stage.offset(slot), bytes: bytes as u32 };
+        Ok(self.frame_of(KvPlace::Slot { slot, piece }))
+    }
+
+    fn frame_of(&self, place: KvPlace) -> Frame {
+        let (LaneSpan { lane, span }, digests) = (self.span.piece.clone(), Some(self.digests.clone()));
+        Frame::new(self.span.out.transfer(), Body::Kv { span, digests, place }).on(lane)
+    }
+
+    async fn write_with(mut self, fault: FaultKind, writer: &mut FrameWriter) -> Result<(), TransferError> {
+        match fault {
+            FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
+            FaultKind::Stall => return std::future::pending().await,
+            FaultKind::Delay(by) => tokio::time::sleep(by).await,
+            FaultKind::Duplicate => writer.write(&self.frame().await?).await?,
+            FaultKind::WrongDigest => corrupt_first(&mut self.digests),
+            // The sender's own pages stay whole: what is spoilt is a copy.
+            FaultKind::FlipBit(bit) => {
+                return writer.write(&self.staged(|copy| flip(copy, bit)).await?).await;
+            }
+        }
+        writer.write(&self.frame().await?).await
+    }
+}

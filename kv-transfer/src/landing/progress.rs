@@ -1,0 +1,91 @@
+//! How far a landing is: its pages, its handoff, its sender, and how it ended.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use tokio::time::Instant;
+use types::{Handoff, TransferId};
+
+use crate::arrived::ArrivedKv;
+use crate::error::TransferError;
+use crate::lanes::LaneSpan;
+use crate::pages::Pages;
+
+/// The sender's side of a landing: told once how it ended.
+pub trait Opener: Debug + Send + Sync {
+    /// Called from wherever the landing ended, also from a drop: must not wait.
+    fn ended(&self, transfer: TransferId, outcome: Result<(), &TransferError>);
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Progress {
+    pub(super) pages: Pages,
+    pub(super) first_byte: Option<Instant>,
+    pub(super) bytes: u64,
+    pub(super) handoff: Option<Handoff>,
+    pub(super) opener: Option<Arc<dyn Opener>>,
+    pub(super) outcome: Option<Outcome>,
+}
+
+/// How a landing ended.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    Arrived(ArrivedKv),
+    /// The arrival has been handed out.
+    Taken,
+    Failed(TransferError),
+}
+
+/// What to do with a span that comes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// The pages are claimed for this frame: write them.
+    Write,
+    /// It is a repetition, or the landing has ended: read it off the wire and forget it.
+    Skip,
+}
+
+// === impl Progress ===
+
+impl Progress {
+    pub(super) fn new(pages: Pages) -> Self {
+        Self { pages, first_byte: None, bytes: 0, handoff: None, opener: None, outcome: None }
+    }
+
+    /// Enters the sender, once.
+    pub(super) fn let_in(&mut self, opener: Arc<dyn Opener>) -> Result<(), TransferError> {
+        match &self.outcome {
+            Some(Outcome::Failed(error)) => Err(error.clone()),
+            Some(Outcome::Arrived(_) | Outcome::Taken) => Err(TransferError::AlreadyOpened),
+            None if self.opener.is_some() => Err(TransferError::AlreadyOpened),
+            None => {
+                self.opener = Some(opener);
+                Ok(())
+            }
+        }
+    }
+
+    /// Claims a span's pages, if they are wanted still.
+    pub(super) fn claim(&mut self, span: &LaneSpan) -> Claim {
+        if self.outcome.is_some() || !self.pages.claim(span) {
+            return Claim::Skip;
+        }
+        self.first_byte.get_or_insert_with(Instant::now);
+        Claim::Write
+    }
+
+    /// Whether nothing is missing.
+    pub(super) fn is_whole(&self) -> bool {
+        self.pages.all_verified() && self.handoff.is_some()
+    }
+
+    /// How the landing ended, if it has. An arrival is handed out once.
+    pub(super) fn take_outcome(&mut self) -> Option<Outcome> {
+        match &self.outcome {
+            None => None,
+            Some(Outcome::Failed(error)) => Some(Outcome::Failed(error.clone())),
+            Some(_) => self.outcome.replace(Outcome::Taken),
+        }
+    }
+}

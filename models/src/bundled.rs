@@ -1,0 +1,145 @@
+//! The demonstration model: a part of the executable, so that the first command needs neither a download nor a checkout.
+//!
+//! Nodes map weights from files, so it is unpacked once into the user's cache. What is found there is compared, byte for
+//! byte, before it is used: a cleaner may have been at it, and a shared folder is not to be trusted.
+
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+/// A file of the model: its name, and what is in it.
+type Bundled = (&'static str, &'static [u8]);
+
+macro_rules! bundled {
+    ($($name:literal),* $(,)?) => {
+        &[$(($name, include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/", $name)))),*]
+    };
+}
+
+const FILES: &[Bundled] = bundled![
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+];
+
+/// Nowhere could it be unpacked.
+#[derive(Debug, thiserror::Error)]
+#[error("unpack the demo model to {}", folder.display())]
+pub struct UnpackError {
+    folder: PathBuf,
+    source: io::Error,
+}
+
+/// Where caches are kept, best first. Containers may have no home, or one that is read-only.
+pub fn cache_folders() -> Vec<PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let caches = [
+        folder("XDG_CACHE_HOME"),
+        folder("HOME").map(|home| home.join(".cache")),
+        Some(std::env::temp_dir()),
+    ];
+    caches.into_iter().flatten().map(|cache| cache.join("baton")).collect()
+}
+
+/// The model's folder, in the first of `caches` that takes it.
+pub fn unpacked(caches: &[PathBuf]) -> Result<PathBuf, UnpackError> {
+    let mut first_failure = None;
+    for cache in caches {
+        let folder = cache.join(format!("demo-{}", digest()));
+        match unpack(&folder) {
+            Ok(()) => return Ok(folder),
+            Err(source) => first_failure = first_failure.or(Some(UnpackError { folder, source })),
+        }
+    }
+    Err(first_failure.expect("there is always a folder for temporary files"))
+}
+
+/// Another version's model lies in another folder.
+fn digest() -> String {
+    let mut hasher = blake3::Hasher::new();
+    for (name, bytes) in FILES {
+        hasher.update(name.as_bytes()).update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
+    }
+    hasher.finalize().to_hex()[..16].to_owned()
+}
+
+fn unpack(folder: &Path) -> io::Result<()> {
+    if is_whole(folder) {
+        return Ok(());
+    }
+    let parent = folder.parent().expect("it lies in a cache");
+    fs::create_dir_all(parent)?;
+    // Dropped, it is removed, unless it has taken its place by then.
+    let temporary = tempfile::Builder::new().prefix("demo-").tempdir_in(parent)?;
+    write(temporary.path())?;
+    take_place(temporary.path(), folder)
+}
+
+fn is_whole(folder: &Path) -> bool {
+    FILES.iter().all(|(name, bytes)| fs::read(folder.join(name)).is_ok_and(|found| found == *bytes))
+}
+
+fn write(folder: &Path) -> io::Result<()> {
+    for (name, bytes) in FILES {
+        let mut file = File::create(folder.join(name))?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+    }
+    Ok(())
+}
+
+/// No reader ever sees half a folder. Another process may have been quicker: then its folder is used.
+fn take_place(temporary: &Path, folder: &Path) -> io::Result<()> {
+    if fs::rename(temporary, folder).is_ok() || is_whole(folder) {
+        return Ok(());
+    }
+    fs::remove_dir_all(folder)?;
+    fs::rename(temporary, folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_unpacked_once_and_mended_when_damaged() {
+        let cache = tempfile::tempdir().expect("a folder");
+        let folder = unpacked(&[cache.path().to_owned()]).expect("unpacked");
+        assert!(is_whole(&folder));
+        let config = folder.join("config.json");
+        let written = |file: &Path| fs::metadata(file).and_then(|data| data.modified()).expect("it is there");
+        let before = written(&config);
+        assert_eq!(unpacked(&[cache.path().to_owned()]).expect("it is there"), folder);
+        assert_eq!(written(&config), before, "it was left alone");
+        fs::write(&config, "{}").expect("written");
+        unpacked(&[cache.path().to_owned()]).expect("mended");
+        assert!(is_whole(&folder));
+        let left: Vec<_> = fs::read_dir(cache.path()).expect("a folder").flatten().collect();
+        assert_eq!(left.len(), 1, "nothing temporary is left");
+    }
+
+    #[test]
+    fn a_cache_that_cannot_be_written_is_passed_over() {
+        let cache = tempfile::tempdir().expect("a folder");
+        let file = cache.path().join("file");
+        fs::write(&file, "no folder").expect("written");
+        let folder = unpacked(&[file.join("baton"), cache.path().to_owned()]).expect("unpacked");
+        assert!(folder.starts_with(cache.path()) && is_whole(&folder));
+        let error = unpacked(&[file.join("baton")]).expect_err("nowhere");
+        assert!(error.to_string().starts_with("unpack the demo model to "), "{error}");
+    }
+
+    #[test]
+    fn several_processes_may_unpack_at_one_time() {
+        let cache = tempfile::tempdir().expect("a folder");
+        let folders: Vec<PathBuf> = std::thread::scope(|scope| {
+            let unpack = || scope.spawn(|| unpacked(&[cache.path().to_owned()]).expect("unpacked"));
+            let threads = [unpack(), unpack(), unpack()];
+            threads.into_iter().map(|thread| thread.join().expect("it ran")).collect()
+        });
+        assert!(folders.iter().all(|folder| *folder == folders[0] && is_whole(folder)));
+    }
+}

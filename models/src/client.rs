@@ -1,0 +1,186 @@
+//! The wire to a hub: HTTP with redirects, and a token that only the hub itself gets to see.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ACCEPT_ENCODING, AUTHORIZATION, LOCATION, RANGE, USER_AGENT};
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
+use http_body_util::{BodyExt as _, Empty, Limited};
+use hyper::Response;
+use hyper::body::Incoming;
+use hyper_rustls::builderstates::WantsSchemes;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client as HyperClient;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+
+use crate::error::HubError;
+use crate::settings::HubSettings;
+use crate::trust;
+
+/// How long a hub, or the store it sends us to, may say nothing.
+pub(crate) const SILENT_MAX: Duration = Duration::from_secs(30);
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+const REDIRECTS_MAX: usize = 5;
+/// The longest answer that is read as a whole: a list of files.
+const ANSWER_BYTES_MAX: usize = 16 << 20;
+const AGENT: &str = concat!("baton/", env!("CARGO_PKG_VERSION"));
+
+type Http = HyperClient<HttpsConnector<HttpConnector>, Empty<Bytes>>;
+
+/// Speaks to one hub.
+#[derive(Clone, Debug)]
+pub(crate) struct Client {
+    http: Http,
+    endpoint: Uri,
+    authorization: Option<HeaderValue>,
+}
+
+/// Which answers that point elsewhere are followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Follow {
+    /// Those to another path of the hub, as after a model was renamed. One that leads away is the answer itself.
+    OnHub,
+    Anywhere,
+}
+
+impl Client {
+    pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
+        let endpoint = settings.endpoint.parse::<Uri>().ok().filter(is_http);
+        let authorization = settings.token.as_ref().and_then(|token| {
+            let mut value = HeaderValue::from_str(&format!("Bearer {token}")).ok()?;
+            value.set_sensitive(true);
+            Some(value)
+        });
+        Ok(Self {
+            http: http(trust::tls(&settings.authorities)?),
+            endpoint: endpoint.ok_or_else(|| HubError::Endpoint { endpoint: settings.endpoint.clone() })?,
+            authorization,
+        })
+    }
+
+    /// An address on the hub. `path` begins with a slash and is encoded already.
+    pub(crate) fn url(&self, path: &str) -> Result<Uri, HubError> {
+        let base = self.endpoint.to_string();
+        let url = format!("{}{path}", base.trim_end_matches('/'));
+        url.parse()
+            .map_err(|error: http::uri::InvalidUri| HubError::Answer { url, reason: error.to_string() })
+    }
+
+    /// The headers of the answer, whatever its status.
+    pub(crate) async fn head(&self, url: &Uri) -> Result<(StatusCode, HeaderMap), HubError> {
+        let (_, response) = self.send(&Method::HEAD, url, None, Follow::OnHub).await?;
+        let (parts, _) = response.into_parts();
+        Ok((parts.status, parts.headers))
+    }
+
+    /// A short answer as a whole.
+    pub(crate) async fn text(&self, url: &Uri) -> Result<(StatusCode, HeaderMap, Bytes), HubError> {
+        let (url, response) = self.send(&Method::GET, url, None, Follow::Anywhere).await?;
+        let (parts, body) = response.into_parts();
+        let collected =
+            tokio::time::timeout(SILENT_MAX, Limited::new(body, ANSWER_BYTES_MAX).collect()).await;
+        let collected = collected.map_err(|_| silent(&url))?;
+        let body = collected.map_err(|source| HubError::Unreachable { url: shown(&url), source })?;
+        Ok((parts.status, parts.headers, body.to_bytes()))
+    }
+
+    /// A content from byte `first` on, and the address that it comes from.
+    pub(crate) async fn content(&self, url: &Uri, first: u64) -> Result<(Uri, Response<Incoming>), HubError> {
+        let range =
+            (first > 0).then(|| HeaderValue::from_str(&format!("bytes={first}-")).expect("it is ASCII"));
+        self.send(&Method::GET, url, range.as_ref(), Follow::Anywhere).await
+    }
+
+    async fn send(
+        &self,
+        method: &Method,
+        url: &Uri,
+        range: Option<&HeaderValue>,
+        follow: Follow,
+    ) -> Result<(Uri, Response<Incoming>), HubError> {
+        let mut url = url.clone();
+        for _ in 0..=REDIRECTS_MAX {
+            let response = self.once(method, &url, range).await?;
+            match elsewhere(&url, &response) {
+                Some(next) if follow == Follow::Anywhere || next.authority() == url.authority() => url = next,
+                _ => return Ok((url, response)),
+            }
+        }
+        Err(HubError::Answer {
+            url: url.to_string(),
+            reason: "it sends from one place to another".to_owned(),
+        })
+    }
+
+    async fn once(
+        &self,
+        method: &Method,
+        url: &Uri,
+        range: Option<&HeaderValue>,
+    ) -> Result<Response<Incoming>, HubError> {
+        // Lengths and ranges are those of the content itself only if no server compresses it.
+        let mut request = Request::builder()
+            .method(method)
+            .uri(url)
+            .header(USER_AGENT, AGENT)
+            .header(ACCEPT_ENCODING, "identity");
+        if let Some(range) = range {
+            request = request.header(RANGE, range);
+        }
+        if let Some(authorization) = self.authorization.as_ref().filter(|_| self.is_hub(url)) {
+            request = request.header(AUTHORIZATION, authorization);
+        }
+        let request = request.body(Empty::new()).expect("its parts are valid already");
+        let response = tokio::time::timeout(SILENT_MAX, self.http.request(request)).await;
+        response.map_err(|_| silent(url))?.map_err(|error| unreachable(url, error))
+    }
+
+    fn is_hub(&self, url: &Uri) -> bool {
+        (url.scheme(), url.authority()) == (self.endpoint.scheme(), self.endpoint.authority())
+    }
+}
+
+fn http(tls: HttpsConnectorBuilder<WantsSchemes>) -> Http {
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_connect_timeout(Some(CONNECT_WITHIN));
+    tcp.set_nodelay(true);
+    HyperClient::builder(TokioExecutor::new()).build(tls.https_or_http().enable_http1().wrap_connector(tcp))
+}
+
+fn is_http(uri: &Uri) -> bool {
+    matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()
+}
+
+/// Where an answer points to, if it does.
+fn elsewhere(url: &Uri, response: &Response<Incoming>) -> Option<Uri> {
+    if !response.status().is_redirection() {
+        return None;
+    }
+    let location = response.headers().get(LOCATION)?.to_str().ok()?;
+    let next: Uri = location.parse().ok()?;
+    if is_http(&next) {
+        return Some(next);
+    }
+    let mut parts = url.clone().into_parts();
+    parts.path_and_query = Some(next.path_and_query()?.clone());
+    Uri::from_parts(parts).ok()
+}
+
+pub(crate) fn silent(url: &Uri) -> HubError {
+    HubError::Silent { url: shown(url), waited: SILENT_MAX }
+}
+
+pub(crate) fn unreachable(url: &Uri, error: impl std::error::Error + Send + Sync + 'static) -> HubError {
+    match trust::refusal(&error) {
+        Some(why) => HubError::Untrusted { url: shown(url), why },
+        None => HubError::Unreachable { url: shown(url), source: Box::new(error) },
+    }
+}
+
+/// Without the query: stores put signatures into it.
+pub(crate) fn shown(url: &Uri) -> String {
+    let url = url.to_string();
+    url.split('?').next().unwrap_or_default().to_owned()
+}

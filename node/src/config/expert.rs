@@ -1,0 +1,150 @@
+//! A node's settings that are rarely changed: `[expert.node]`, `[expert.transfer]` and so on.
+
+use chassis::connections::ConnectionLimits;
+use chassis::telemetry::LogExpert;
+use kv_transfer::TransferSettings;
+use scheduler::SchedulerSettings;
+use serde::{Deserialize, Serialize};
+
+/// A node's `[expert]` tables.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct NodeExpert {
+    pub node: WatchdogExpert,
+    pub model: ModelExpert,
+    pub scheduler: SchedulerExpert,
+    pub transfer: TransferExpert,
+    pub decode: DecodeExpert,
+    pub connections: ConnectionLimits,
+    pub log: LogExpert,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct WatchdogExpert {
+    /// If there is work and nothing moves for this long, the node is not ready. Longer than the longest step of
+    /// the engine.
+    pub stuck_ms: u64,
+}
+
+impl Default for WatchdogExpert {
+    fn default() -> Self {
+        Self { stuck_ms: 4_000 }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ModelExpert {
+    /// Which GPU kernels are used. Empty: the GPU's own. `sm_90`: those for every GPU, for comparison.
+    pub gpu_arch: String,
+    /// Threads that compute; 0: one per core.
+    pub threads: usize,
+    /// `safetensors`, or `dummy`: random weights, to measure speed.
+    pub load_format: String,
+}
+
+impl Default for ModelExpert {
+    fn default() -> Self {
+        Self { gpu_arch: String::new(), threads: 0, load_format: "safetensors".to_owned() }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SchedulerExpert {
+    /// Tokens of one step. Larger: prompts finish sooner; smaller: running sequences are disturbed less.
+    pub step_tokens_max: usize,
+    /// Sequences that run at one time.
+    pub sequences_max: usize,
+    /// Prompts in line for KV room; more are refused.
+    pub waiting_max: usize,
+    /// Predicted work queued before a prompt; beyond it the prompt waits in the router.
+    pub queue_ms_max: f64,
+    /// Blocks left free for each running sequence to grow into.
+    pub growth_blocks: usize,
+    /// A GPU step is launched shortly before the one before it ends, so that KV which arrives meanwhile joins
+    /// it. `false`: a step always waits behind the running one.
+    pub launch_late: bool,
+}
+
+impl Default for SchedulerExpert {
+    fn default() -> Self {
+        let settings = SchedulerSettings::default();
+        Self {
+            step_tokens_max: settings.step_tokens_max,
+            sequences_max: settings.sequences_max,
+            waiting_max: settings.waiting_max,
+            queue_ms_max: settings.queue_ms_max,
+            growth_blocks: settings.growth_blocks,
+            launch_late: settings.launch_late,
+        }
+    }
+}
+
+impl SchedulerExpert {
+    pub(super) fn settings(&self) -> SchedulerSettings {
+        SchedulerSettings {
+            step_tokens_max: self.step_tokens_max,
+            sequences_max: self.sequences_max,
+            waiting_max: self.waiting_max,
+            queue_ms_max: self.queue_ms_max,
+            growth_blocks: self.growth_blocks,
+            launch_late: self.launch_late,
+            ..SchedulerSettings::default()
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TransferExpert {
+    /// TCP streams per peer, and queue pairs with rdma. More help where one flow is shaped.
+    pub streams: u16,
+    /// How long a peer may be silent before the link is closed.
+    pub stall_ms: u64,
+    /// KV in one frame at most: small enough to stay in a core's cache.
+    pub frame_bytes: usize,
+    /// Multiprocessors that move and digest KV. 0: 16 for cuda-ipc, 32 for nccl.
+    pub gpu_multiprocessors: u32,
+    /// Microseconds for which the threads of cuda-ipc and nccl poll after each event, using one core each. 0:
+    /// no threads of their own.
+    pub spin_us: u64,
+    /// `host:port` of the rdma control channel. Empty: the host of `transfer.listen`, and a free port.
+    pub rdma_listen: String,
+    /// The RDMA port: `device`, `device:port` or `device:port:gid`, as in `mlx5_0:1:3`. Empty: the first active
+    /// port with a routable address.
+    pub rdma_device: String,
+}
+
+impl Default for TransferExpert {
+    fn default() -> Self {
+        let settings = TransferSettings::default();
+        Self {
+            streams: settings.streams,
+            stall_ms: settings.stall_ms,
+            frame_bytes: settings.frame_bytes,
+            gpu_multiprocessors: settings.gpu_multiprocessors,
+            spin_us: settings.spin_us,
+            rdma_listen: settings.rdma_listen,
+            rdma_device: settings.rdma_device,
+        }
+    }
+}
+
+/// What only decode nodes read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DecodeExpert {
+    /// A prompt with at most this many tokens to compute is computed by the decode node, in chunks between
+    /// decode steps, because a transfer would cost more.
+    pub local_tokens_max: u32,
+    /// Open landings at one time. Beyond it prompts wait in the node's line.
+    pub landings_max: u32,
+}
+
+impl Default for DecodeExpert {
+    fn default() -> Self {
+        Self { local_tokens_max: 16, landings_max: 256 }
+    }
+}

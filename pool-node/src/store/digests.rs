@@ -1,0 +1,82 @@
+//! The digests of stored blocks, by which each block is verified before it is delivered.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kv_cache::{BlockLease, KvMemory};
+use kv_transfer::digest::{Digest, PageShape};
+use types::GroupIdx;
+
+/// One entry for each block of the pool.
+///
+/// An entry is written when new KV has arrived in its block, before the KV is published. So an entry that is read
+/// describes the block's present contents.
+#[derive(Debug)]
+pub struct BlockDigests {
+    memory: KvMemory,
+    /// By the block's index in the first group. Held for a look-up, never across an await.
+    by_index: Mutex<Vec<Option<Entry>>>,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    /// The tokens of the block that hold KV. Only the last block of a sequence may have fewer than all.
+    n_tokens: u16,
+    digests: Vec<Digest>,
+    /// The block was found to differ from what was stored.
+    is_spoilt: bool,
+}
+
+impl BlockDigests {
+    pub fn new(memory: KvMemory) -> Self {
+        let by_index = Mutex::new(vec![None; memory.n_blocks() as usize]);
+        Self { memory, by_index }
+    }
+
+    /// Records the digests of the first tokens of a block of `lease`. The connector has just verified the block.
+    pub fn note(&self, lease: &BlockLease, ordinal: usize, n_tokens: u16) {
+        let Some(digests) = self.digests(lease, ordinal, n_tokens) else { return };
+        self.by_index()[index(lease, ordinal)] = Some(Entry { n_tokens, digests, is_spoilt: false });
+    }
+
+    /// Whether a block of `lease` still has its recorded digests. A block that has not is recorded as spoilt.
+    pub fn is_whole(&self, lease: &BlockLease, ordinal: usize) -> bool {
+        let index = index(lease, ordinal);
+        let Some(noted) = self.by_index()[index].clone() else { return false };
+        let is_whole =
+            !noted.is_spoilt && self.digests(lease, ordinal, noted.n_tokens) == Some(noted.digests);
+        if !is_whole && let Some(entry) = &mut self.by_index()[index] {
+            entry.is_spoilt = true;
+        }
+        is_whole
+    }
+
+    /// The number of leading blocks of `lease` that are not known to be spoilt. No KV is read.
+    pub fn n_sound(&self, lease: &BlockLease) -> usize {
+        let by_index = self.by_index();
+        let is_sound =
+            |ordinal: &usize| by_index[index(lease, *ordinal)].as_ref().is_some_and(|entry| !entry.is_spoilt);
+        (0..lease.n_blocks()).take_while(is_sound).count()
+    }
+
+    /// `None` if the block is being written, which is not allowed here.
+    fn digests(&self, lease: &BlockLease, ordinal: usize, n_tokens: u16) -> Option<Vec<Digest>> {
+        let layout = self.memory.layout();
+        let mut digests = Vec::new();
+        for group in layout.group_indices() {
+            let block = lease.table(group)[ordinal].0;
+            for layer_pos in 0..layout.group(group).layers.len() as u16 {
+                let page = self.memory.read(group, layer_pos, block..block + 1).ok()?;
+                PageShape::new(layout, group, layer_pos).digest_page(&page, n_tokens, &mut digests);
+            }
+        }
+        Some(digests)
+    }
+
+    fn by_index(&self) -> MutexGuard<'_, Vec<Option<Entry>>> {
+        self.by_index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn index(lease: &BlockLease, ordinal: usize) -> usize {
+    lease.table(GroupIdx(0))[ordinal].0 as usize
+}

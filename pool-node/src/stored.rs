@@ -1,0 +1,53 @@
+//! Complete sequences that wait to be delivered, by the transfer that brought them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use types::{PromptDigest, TransferId};
+
+use crate::store::StoredSequence;
+
+/// The table of complete sequences. Clones share it. The node's limit of sequences bounds it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StoredSequences {
+    /// Held for one look or change, never across an await.
+    by_transfer: Arc<Mutex<HashMap<TransferId, Stored>>>,
+}
+
+/// A sequence, and the digest that opens its prompt's landings.
+type Stored = (Arc<StoredSequence>, PromptDigest);
+
+/// One sequence's entry in the table. Its drop removes the sequence; deliveries that have begun continue.
+#[derive(Debug)]
+pub(crate) struct StoredEntry {
+    table: StoredSequences,
+    transfer: TransferId,
+}
+
+impl StoredSequences {
+    pub(crate) fn put(
+        &self,
+        transfer: TransferId,
+        sequence: StoredSequence,
+        prompt: PromptDigest,
+    ) -> StoredEntry {
+        self.by_transfer().insert(transfer, (Arc::new(sequence), prompt));
+        StoredEntry { table: self.clone(), transfer }
+    }
+
+    pub(crate) fn get(&self, transfer: TransferId) -> Option<Stored> {
+        self.by_transfer().get(&transfer).cloned()
+    }
+
+    fn by_transfer(&self) -> MutexGuard<'_, HashMap<TransferId, Stored>> {
+        self.by_transfer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for StoredEntry {
+    fn drop(&mut self) {
+        let sequence = self.table.by_transfer().remove(&self.transfer);
+        // The blocks are returned outside of the lock.
+        drop(sequence);
+    }
+}

@@ -1,0 +1,273 @@
+//! A router's life: bind, watch the cluster, serve, wait, drain.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use chassis::identity::admin_key::AdminKey;
+use chassis::identity::settings::IdentityError;
+use chassis::metrics::Metrics;
+use chassis::rpc::Callers;
+use chassis::server::ServerLimits;
+use chassis::{Gate, Listener, Shutdown, StillHeld, Task, World, spawn_guarded};
+use registry::embedded::bootstrap_server;
+use registry::memory::TTL;
+use registry::{MembersFile, MemoryRegistry, Registry, RegistryError, RegistryParts};
+use tokio::task::{JoinError, spawn_blocking};
+use tonic::service::Routes;
+use tracing::{info, warn};
+
+use crate::accept::Acceptor;
+use crate::admission::Admission;
+use crate::cluster::Cluster;
+use crate::config::{ModelFolder, RouterConfig};
+use crate::dispatch::{Dispatch, DispatchParts};
+use crate::drain::Drain;
+use crate::error::TextError;
+use crate::grpc::GrpcApi;
+use crate::http::{BodyLimits, HttpApi, WriteTimeoutListener};
+use crate::metrics::RouterMetrics;
+use crate::serve::Serve;
+use crate::tenants::{TableError, TenantTable, Tenants};
+use crate::text::{RouterModel, RouterModels, Tokenizer};
+use crate::{debug, http, policy};
+
+/// How long the router's own tasks may take to end once it serves no more.
+const TASKS_CLOSE_WITHIN: Duration = Duration::from_secs(2);
+
+/// How long after the end of the drain a request's last bytes may take.
+const END_GRACE: Duration = Duration::from_secs(1);
+
+/// How long a client may leave its answer unread before its connection is closed, and its request with it.
+const CLIENT_WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A router that has bound its ports and watches the cluster, but does not serve yet.
+#[derive(Debug)]
+pub struct Router {
+    config: RouterConfig,
+    world: World,
+    http: (Box<dyn Listener>, SocketAddr),
+    grpc: (Box<dyn Listener>, SocketAddr),
+    admin: (Box<dyn Listener>, SocketAddr),
+    cluster: Cluster,
+    models: RouterModels,
+    /// The tenants file and what it says, if there is one.
+    tenants: Option<(PathBuf, TenantTable)>,
+    /// What operators must show on the HTTP port and on the admin port.
+    keys: (AdminKey, AdminKey),
+    /// The registry that this router is, if it is one.
+    embedded: Option<MemoryRegistry>,
+    following: Task<()>,
+    gate: Gate,
+}
+
+/// Why a router did not come up.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    #[error("listen on {addr}")]
+    Listen { addr: String, source: io::Error },
+    #[error("the operators' key")]
+    AdminKey(#[source] IdentityError),
+    #[error("watch the registry")]
+    Registry(#[source] RegistryError),
+    #[error("read the tenants file")]
+    Tenants(#[source] TableError),
+    #[error("open the model in {}", folder.display())]
+    Model { folder: PathBuf, source: TextError },
+    #[error("open the model in {}", folder.display())]
+    OpenModel { folder: PathBuf, source: JoinError },
+}
+
+impl Router {
+    pub async fn bind(world: World, config: RouterConfig) -> Result<Self, BindError> {
+        let gate = Gate::new("router");
+        let key = |address| config.cluster.admin_key(address).map_err(BindError::AdminKey);
+        let keys = (key(&config.http)?, key(&config.admin)?);
+        let http = bind(&world, &config.http).await?;
+        let grpc = bind(&world, &config.grpc).await?;
+        let admin = bind(&world, &config.admin).await?;
+        let tenants = open_tenants(config.tenants_file.clone()).await?;
+        let models = RouterModels::new(open_model(config.model.clone()).await?);
+        let cluster = Cluster::new(world.clone(), gate.clone(), models.clone(), config.wanted.clone());
+        let embedded =
+            config.registry_url.is_none().then(|| MemoryRegistry::new(TTL, world.clone(), gate.clone()));
+        let registry: Arc<dyn Registry> = match (&embedded, &config.registry_url) {
+            (Some(embedded), _) => Arc::new(embedded.clone()),
+            (None, Some(url)) => {
+                registry::open(url, RegistryParts { world: world.clone(), gate: gate.clone() })
+                    .map_err(BindError::Registry)?
+            }
+            (None, None) => unreachable!("one of the two is always there"),
+        };
+        let file = config.members_file.clone().map(MembersFile::new);
+        let following = cluster.follow(&*registry, file).await.map_err(BindError::Registry)?;
+        Ok(Self {
+            config,
+            world,
+            http,
+            grpc,
+            admin,
+            cluster,
+            models,
+            tenants,
+            keys,
+            embedded,
+            following,
+            gate,
+        })
+    }
+
+    pub fn http_addr(&self) -> SocketAddr {
+        self.http.1
+    }
+
+    pub fn grpc_addr(&self) -> SocketAddr {
+        self.grpc.1
+    }
+
+    pub fn cluster(&self) -> Cluster {
+        self.cluster.clone()
+    }
+
+    /// Serves until `shutdown`, then lets requests under way end within the configured drain.
+    ///
+    /// The registry is served on until `nodes_stopped` has ended too, so that nodes can withdraw.
+    pub async fn serve(
+        mut self,
+        shutdown: Shutdown,
+        nodes_stopped: impl Future<Output = ()>,
+    ) -> Result<(), StillHeld> {
+        let metrics = Metrics::of_process("router");
+        metrics.show_refusals(self.world.identity().refusals());
+        let drain = Drain { requested: shutdown.clone(), ..Drain::default() };
+        let router_metrics = RouterMetrics::new(&metrics);
+        let tenants = self.tenants(router_metrics.clone());
+        let serve = Arc::new(self.dispatch(router_metrics, drain.clone()));
+        let watchdog = spawn_guarded(&self.gate, "watchdog", serve.watchdog(self.config.stuck_after));
+        let draining = spawn_guarded(&self.gate, "drain", drain.clone().run(self.config.drain));
+        let following_tenants = spawn_guarded(&self.gate, "tenants file", tenants.clone().follow_file());
+        let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines).with_tenants(tenants);
+        let (connections, whole) = (self.config.connections, self.config.drain.whole + END_GRACE);
+        let limits = ServerLimits { connections, drain: whole, ..ServerLimits::default() };
+        let api = self.api(serve.clone(), acceptor.clone());
+        let operators = |key: &AdminKey| {
+            let refusals = self.world.identity().refusals().clone();
+            let debug = debug::router(self.cluster.clone(), metrics.clone(), key.clone(), refusals);
+            http::health(api.clone()).merge(debug)
+        };
+        let (on_http, on_admin) = (operators(&self.keys.0), operators(&self.keys.1));
+        let pages = http::stack(http::api(api).merge(on_http), acceptor.clone());
+        let operators = http::stack(on_admin, acceptor.clone());
+        let closing = drain.closing.clone();
+        let api = GrpcApi { serve, models: self.models.clone(), acceptor, shutdown: closing.clone() };
+        let grpc_close = Shutdown::new();
+        let routes = routes(self.embedded.as_ref(), api, &grpc_close);
+        let http = chassis::server::serve(self.http.0, pages, closing, limits);
+        let grpc = chassis::rpc::serve(
+            self.grpc.0,
+            routes,
+            grpc_close.clone(),
+            limits,
+            Callers::known_to(&self.world),
+        );
+        let admin = chassis::admin::serve(self.admin.0, operators, grpc_close.clone(), connections);
+        info!(http = %self.http.1, grpc = %self.grpc.1, admin = %self.admin.1, "router is up");
+        let ports = Gate::new("router ports");
+        let http = spawn_guarded(&ports, "http", http);
+        let grpc = spawn_guarded(&ports, "grpc", grpc);
+        let admin = spawn_guarded(&ports, "admin", admin);
+        shutdown.wait().await;
+        let http = http.await;
+        nodes_stopped.await;
+        grpc_close.trigger();
+        let (grpc, admin) = tokio::join!(grpc, admin);
+        drop((self.following, self.embedded, watchdog, draining, following_tenants));
+        self.cluster.forget();
+        if let Err(late) = self.gate.close(TASKS_CLOSE_WITHIN).await {
+            warn!(%late, "router tasks still run");
+        }
+        [http, grpc, admin].into_iter().filter_map(Result::ok).collect()
+    }
+
+    fn tenants(&mut self, metrics: RouterMetrics) -> Tenants {
+        match self.tenants.take() {
+            None => Tenants::without_keys(self.config.trusted_proxies.clone()),
+            Some((file, table)) => Tenants::with_keys(file, table, self.world.clone(), metrics),
+        }
+    }
+
+    fn api(&self, serve: Arc<dyn Serve>, acceptor: Acceptor) -> HttpApi {
+        let (models, world) = (self.models.clone(), self.world.clone());
+        HttpApi { serve, models, acceptor, world, body: BodyLimits::default() }
+    }
+
+    fn dispatch(&self, metrics: RouterMetrics, drain: Drain) -> Dispatch {
+        Dispatch::new(DispatchParts {
+            world: self.world.clone(),
+            cluster: self.cluster.clone(),
+            policy: policy::by_name(&self.config.policy).expect("RouterConfig::resolve has looked it up"),
+            admission: Admission::new(self.config.requests_max),
+            order: self.config.order,
+            budget: self.config.budget,
+            metrics,
+            drain,
+        })
+    }
+}
+
+async fn open_tenants(file: Option<PathBuf>) -> Result<Option<(PathBuf, TenantTable)>, BindError> {
+    let Some(file) = file else { return Ok(None) };
+    let table = {
+        let file = file.clone();
+        spawn_blocking(move || TenantTable::load(&file, None)).await
+    };
+    let table = table.unwrap_or_else(|failed| Err(TableError::new(&file, failed.to_string())));
+    Ok(Some((file, table.map_err(BindError::Tenants)?)))
+}
+
+/// Reads the model's text half on a thread of its own: a large vocabulary takes a second.
+async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, BindError> {
+    let Some(ModelFolder { path, name }) = folder else { return Ok(None) };
+    let opened = {
+        let path = path.clone();
+        spawn_blocking(move || RouterModel::open(&path, &name)).await
+    };
+    match opened {
+        Ok(Ok(model)) => {
+            warn_of_missing_text(&model, &path);
+            Ok(Some(model))
+        }
+        Ok(Err(source)) => Err(BindError::Model { folder: path, source }),
+        Err(source) => Err(BindError::OpenModel { folder: path, source }),
+    }
+}
+
+/// A model without a tokenizer or a chat template is served, but not to every client.
+fn warn_of_missing_text(model: &RouterModel, folder: &Path) {
+    let (name, folder) = (&model.name, folder.display());
+    if matches!(*model.tokenizer, Tokenizer::Absent) {
+        warn!(model = name, %folder, "no tokenizer.json: requests must bring token ids, text is refused");
+    } else if model.template.is_none() {
+        warn!(model = name, %folder, "no chat template: /v1/chat/completions is refused, /v1/completions is served");
+    }
+}
+
+async fn bind(world: &World, addr: &str) -> Result<(Box<dyn Listener>, SocketAddr), BindError> {
+    let failed = |source| BindError::Listen { addr: addr.to_owned(), source };
+    let listener = world.net().listen(addr).await.map_err(failed)?;
+    let bound = listener.local_addr().map_err(failed)?;
+    Ok((Box::new(WriteTimeoutListener::new(listener, CLIENT_WRITE_TIMEOUT)), bound))
+}
+
+/// The gRPC services: generation for clients, the registry for nodes, health and reflection for everybody.
+fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown) -> Routes {
+    let (routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])
+        .expect("our own descriptors are well-formed");
+    let routes = routes.add_service(api.server());
+    match embedded {
+        Some(registry) => routes.add_service(bootstrap_server(registry.clone(), shutdown.clone())),
+        None => routes,
+    }
+}

@@ -1,0 +1,236 @@
+//! Tenants: who a request belongs to, and how much its tenant may use.
+//!
+//! Suggested reading order: the keys of clients ([`key`]), the file that lists them with the tenants' limits ([`table`]),
+//! the limits and what is used of them ([`limits`]), who is believed without keys ([`proxies`]).
+//!
+//! Without a tenants file a request has no key, and its tenant is what a trusted proxy says. With one, the key alone
+//! says the tenant: one hash and one look into a map.
+
+pub mod key;
+pub mod limits;
+pub mod proxies;
+pub mod table;
+
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use chassis::World;
+use tracing::{error, info};
+use types::TenantId;
+use types::prompt::Priority;
+
+pub use self::key::ApiKey;
+pub use self::limits::{Account, Limit, LimitReached, TenantLimits, TenantPermit};
+pub use self::proxies::TrustedProxies;
+pub use self::table::{TableError, TenantTable};
+use crate::accept::checked_tenant;
+pub use crate::accept::is_name as is_tenant_name;
+use crate::error::AcceptError;
+use crate::metrics::RouterMetrics;
+
+/// How often the tenants file is read again. A change is in force within twice this time.
+const READ_EVERY: Duration = Duration::from_secs(2);
+
+/// Who may ask. Cheap to clone. By default no keys are asked for, and no proxy is trusted.
+#[derive(Clone, Debug, Default)]
+pub struct Tenants(Arc<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    proxies: TrustedProxies,
+    /// `None`: no keys are asked for.
+    keys: Option<Keys>,
+}
+
+/// The tenants file, and what it says now.
+#[derive(Debug)]
+struct Keys {
+    file: PathBuf,
+    /// The lock is held for a clone, and never across an await.
+    table: RwLock<Arc<TenantTable>>,
+    world: World,
+    metrics: RouterMetrics,
+}
+
+/// What a request says of itself. Nothing of it is believed yet.
+#[derive(Clone, Copy, Default)]
+pub struct Claims<'a> {
+    pub peer: Option<IpAddr>,
+    /// The `authorization` header or metadata, as it came.
+    pub authorization: Option<&'a str>,
+    pub tenant: Option<&'a str>,
+    pub priority: Option<i8>,
+}
+
+/// The key is not printed.
+impl fmt::Debug for Claims<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { peer, tenant, priority, .. } = self;
+        f.debug_struct("Claims")
+            .field("peer", peer)
+            .field("tenant", tenant)
+            .field("priority", priority)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The client of one request: what is believed of its claims.
+#[derive(Clone, Debug)]
+pub struct Client {
+    pub tenant: TenantId,
+    pub priority: Priority,
+    /// `None`: its tenant has no limits.
+    pub account: Option<Arc<Account>>,
+}
+
+impl Tenants {
+    /// Requests without keys. `proxies` may name their tenants.
+    pub fn without_keys(proxies: TrustedProxies) -> Self {
+        Self(Arc::new(Inner { proxies, keys: None }))
+    }
+
+    /// Requests with keys. `table` is what `file` says.
+    pub fn with_keys(file: PathBuf, table: TenantTable, world: World, metrics: RouterMetrics) -> Self {
+        let keys = Keys { file, table: RwLock::new(Arc::new(table)), world, metrics };
+        Self(Arc::new(Inner { proxies: TrustedProxies::default(), keys: Some(keys) }))
+    }
+
+    /// The client that makes these claims, or why there is none.
+    pub fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
+        match &self.0.keys {
+            None => self.0.proxies.client(claims),
+            Some(keys) => keys.client(claims),
+        }
+    }
+
+    /// The place of one request within its tenant's limits. `None`: it has none.
+    pub(crate) fn admit(
+        &self,
+        client: &Client,
+        n_answers: usize,
+        prompt_tokens: usize,
+    ) -> Result<Option<Arc<TenantPermit>>, AcceptError> {
+        let (Some(account), Some(keys)) = (&client.account, &self.0.keys) else { return Ok(None) };
+        let permit = TenantPermit::take(account, keys.world.now(), n_answers, prompt_tokens);
+        permit.map(Arc::new).map(Some).map_err(AcceptError::TenantLimit)
+    }
+
+    /// Counts a refusal that a limit of the client's tenant made.
+    pub(crate) fn refused(&self, client: &Client, error: &AcceptError) {
+        let limit = match error {
+            AcceptError::TenantLimit(reached) => reached.limit,
+            AcceptError::TenantContext { .. } => Limit::Context,
+            _ => return,
+        };
+        if let Some(keys) = &self.0.keys {
+            let labels = [client.tenant.as_str(), limit.as_str()];
+            keys.metrics.tenant_refusals.with_label_values(&labels).inc();
+        }
+    }
+
+    /// Puts changes of the tenants file in force, until it is dropped. A file with an error changes nothing: the error
+    /// is logged once and counted.
+    pub async fn follow_file(self) {
+        let Some(keys) = &self.0.keys else { return };
+        let mut last = Seen::Table(keys.table().text_hash());
+        loop {
+            tokio::time::sleep(READ_EVERY).await;
+            let (file, previous) = (keys.file.clone(), keys.table());
+            let read = tokio::task::spawn_blocking(move || TenantTable::load(&file, Some(&previous))).await;
+            let loaded = read.unwrap_or_else(|failed| Err(TableError::new(&keys.file, failed.to_string())));
+            let seen = Seen::of(&loaded);
+            if seen != last {
+                last = seen;
+                keys.take_over(loaded);
+            }
+        }
+    }
+}
+
+/// What the last look into the file found, to tell a change.
+#[derive(PartialEq)]
+enum Seen {
+    Table(blake3::Hash),
+    Error(String),
+}
+
+impl Seen {
+    fn of(loaded: &Result<TenantTable, TableError>) -> Self {
+        match loaded {
+            Ok(table) => Self::Table(table.text_hash()),
+            Err(error) => Self::Error(error.to_string()),
+        }
+    }
+}
+
+impl Keys {
+    fn table(&self) -> Arc<TenantTable> {
+        self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn take_over(&self, loaded: Result<TenantTable, TableError>) {
+        match loaded {
+            Ok(new) => {
+                info!(n_keys = new.n_keys(), n_tenants = new.n_tenants(), "tenants file reloaded");
+                *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
+                self.metrics.tenants_reloads.with_label_values(&["loaded"]).inc();
+            }
+            Err(error) => {
+                error!(%error, "tenants file not reloaded: the keys and limits before the change hold");
+                self.metrics.tenants_reloads.with_label_values(&["refused"]).inc();
+            }
+        }
+    }
+
+    /// The client whose key it is. Its tenant claim is ignored; its priority is at most the tenant's highest.
+    fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
+        let Some(bearer) = claims.authorization.and_then(bearer) else {
+            return Err(self.unauthorized("missing", "give the API key as `authorization: Bearer KEY`"));
+        };
+        let Some(account) = self.table().find(bearer) else {
+            return Err(self.unauthorized("unknown", "this API key is not known here"));
+        };
+        let asked = claims.priority.unwrap_or_default();
+        Ok(Client {
+            tenant: account.tenant().clone(),
+            priority: Priority(asked.min(account.limits().priority_max)),
+            account: Some(account),
+        })
+    }
+
+    fn unauthorized(&self, word: &'static str, reason: &'static str) -> AcceptError {
+        self.metrics.unauthorized.with_label_values(&[word]).inc();
+        AcceptError::Unauthorized { reason }
+    }
+}
+
+/// What stands behind `Bearer`.
+fn bearer(authorization: &str) -> Option<&str> {
+    let (scheme, token) = authorization.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| token.trim()).filter(|token| !token.is_empty())
+}
+
+impl TrustedProxies {
+    /// The client without keys: a trusted proxy names its tenant and priority, others may not.
+    fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
+        let believed = || claims.peer.is_some_and(|peer| self.include(peer));
+        let refused = |header| AcceptError::invalid(header, "the peer is not in router.trusted_proxies");
+        if claims.tenant.is_some() && !believed() {
+            return Err(refused("x-baton-tenant"));
+        }
+        if claims.priority.is_some_and(|priority| priority != 0) && !believed() {
+            return Err(refused("x-baton-priority"));
+        }
+        Ok(Client {
+            tenant: checked_tenant(claims.tenant)?,
+            priority: Priority(claims.priority.unwrap_or_default()),
+            account: None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,83 @@
+//! KV room for a prompt whose KV another node sends. It waits in the worker's line, as fresh prompts do.
+
+use chassis::counted::{Counted, Counter};
+use kv_cache::{BlockLease, BlockPool, Holder};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use types::prompt::Priority;
+use types::{BlockHash, Deadline, Refusal, RefusalKind};
+
+use crate::rank::{Rank, SequenceId};
+use crate::settings::SchedulerSettings;
+
+/// What a prompt needs before its KV can be sent here.
+#[derive(Clone, Debug)]
+pub struct RoomRequest {
+    pub holder: Holder,
+    pub priority: Priority,
+    pub deadline: Deadline,
+    /// Hashes of the prompt's full blocks that may come from the prefix cache, in order.
+    pub hashes: Vec<BlockHash>,
+    /// Blocks per layer group that the whole prompt needs.
+    pub n_blocks: usize,
+    /// Counts the landings that are open.
+    pub landings: Counter,
+    /// Landings that may be open at one time.
+    pub landings_max: u32,
+}
+
+/// Room for a prompt's KV. Dropping it gives the blocks and the landing back.
+#[derive(Debug)]
+pub struct GrantedRoom {
+    /// Blocks for the whole prompt, the cached ones first.
+    pub lease: BlockLease,
+    /// Blocks per layer group, from the front, whose KV is cached.
+    pub cached_blocks: usize,
+    /// One of the open landings.
+    pub landing: Counted,
+}
+
+/// A request that waits in the line.
+#[derive(Debug)]
+pub(crate) struct RoomWaiter {
+    pub(crate) id: SequenceId,
+    pub(crate) request: RoomRequest,
+    pub(crate) submitted: Instant,
+    pub(crate) answer: oneshot::Sender<Result<GrantedRoom, Refusal>>,
+}
+
+impl RoomRequest {
+    /// Takes the room if all of it is there and `kept` blocks, over all `n_groups` layer groups, are left free.
+    pub(crate) fn grant(&self, pool: &BlockPool, n_groups: usize, kept: usize) -> Option<GrantedRoom> {
+        let landing = self.landings.enter(self.landings_max)?;
+        let cached = pool.adopt(&self.hashes, self.holder.clone());
+        let cached_blocks = cached.n_blocks();
+        let n_fresh = self.n_blocks - cached_blocks;
+        if n_fresh * n_groups + kept > pool.counts().available() as usize {
+            return None;
+        }
+        let fresh = pool.reserve(n_fresh, self.holder.clone()).ok()?;
+        Some(GrantedRoom { lease: cached.join(fresh), cached_blocks, landing })
+    }
+}
+
+impl RoomWaiter {
+    pub(crate) fn rank(&self, now: Instant, settings: &SchedulerSettings) -> Rank {
+        let age = now.saturating_duration_since(self.submitted);
+        Rank::new(self.request.priority, self.id, age, settings.age_bound)
+    }
+
+    pub(crate) fn deadline(&self) -> Instant {
+        self.request.deadline.instant().into()
+    }
+
+    /// The requester may have left: then what it was given comes back at once.
+    pub(crate) fn answer(self, answer: Result<GrantedRoom, Refusal>) {
+        let _ = self.answer.send(answer);
+    }
+}
+
+/// Every place in the line is taken.
+pub(crate) fn line_is_full(n_waiting: usize) -> Refusal {
+    Refusal::new(RefusalKind::Full, format!("{n_waiting} prompts wait for KV room already"))
+}

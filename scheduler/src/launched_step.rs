@@ -1,0 +1,43 @@
+//! A step that was launched and is not collected.
+
+use engine::Launched;
+use tokio::time::Instant;
+
+use crate::rank::SequenceId;
+use crate::room::Room;
+
+#[derive(Debug)]
+pub(crate) struct LaunchedStep {
+    pub(crate) launched: Launched,
+    /// In the batch's order.
+    pub(crate) rows: Vec<StepRow>,
+    pub(crate) launched_at: Instant,
+    /// When a step that is only modelled ends.
+    pub(crate) due: Option<Instant>,
+    /// It was launched late on purpose; the end of the step before shows how late.
+    pub(crate) is_late: bool,
+    /// Blocks of sequences that ended or were preempted while this step was under way. It may still write into them,
+    /// so they go back when it is collected and no sooner.
+    pub(crate) held: Vec<Room>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepRow {
+    pub(crate) id: SequenceId,
+    pub(crate) n_tokens: usize,
+}
+
+impl LaunchedStep {
+    /// `before`: the step that runs on the device ahead of this one.
+    pub(crate) fn new(
+        launched: Launched,
+        rows: Vec<StepRow>,
+        now: Instant,
+        before: Option<&Self>,
+        is_late: bool,
+    ) -> Self {
+        let starts_at = before.and_then(|before| before.due).map_or(now, |free| free.max(now));
+        let due = launched.modelled_cost().map(|cost| starts_at + cost);
+        Self { launched, rows, launched_at: now, due, is_late, held: Vec::new() }
+    }
+}

@@ -1,0 +1,207 @@
+//! Prefill and decode nodes come and go with the load, by the rules of the chart's autoscaling and by nothing but what the
+//! nodes' metrics say: no request is lost, and a constant load changes nothing.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use baton_tests::fleet::{Fleet, FleetNode, Settings};
+use baton_tests::logs::A_NODE_DIES;
+use baton_tests::{Answer, Ask, Client, eventually, in_time};
+use futures::future::join_all;
+use rustix::process::Signal;
+use tokio::time::{Instant, sleep};
+
+const MODEL: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/slow-prefill.toml");
+
+/// Between two looks at the metrics.
+const PERIOD: Duration = Duration::from_millis(500);
+/// `busy` is measured over so many looks, and a pool shrinks after so many that all say so.
+const RATE_OVER: usize = 4;
+const SHRINK_AFTER: usize = 8;
+const NODES_MAX: usize = 2;
+/// The chart's defaults: deploy/helm/baton/values.yaml.
+const QUEUED_TOKENS: f64 = 16_384.0;
+const BUSY: f64 = 0.7;
+const KV_IN_USE: f64 = 0.7;
+/// As the autoscaler of Kubernetes has it: less than this from the target changes nothing.
+const TOLERANCE: f64 = 0.1;
+
+/// One pool of nodes, and what its autoscaler remembers.
+struct Pool {
+    role: &'static str,
+    next: usize,
+    /// Seconds of computing by all nodes, at each look.
+    computed: VecDeque<(Instant, f64)>,
+    /// What the last looks wanted.
+    wanted: VecDeque<usize>,
+    /// How many nodes there were, at each change.
+    changes: Vec<usize>,
+}
+
+/// Numbers of one node's page.
+struct Page(String);
+
+impl Page {
+    async fn of(node: &FleetNode) -> Self {
+        Self(in_time("the metrics", Client::new(node.admin).get("/metrics")).await.1)
+    }
+
+    /// The sum of all series with this name that have this label.
+    fn sum(&self, name: &str, label: &str) -> f64 {
+        let of = |line: &str| {
+            let (series, value) = line.rsplit_once(' ')?;
+            let labels = series.strip_prefix(name)?;
+            (labels.is_empty() || labels.starts_with('{')).then_some(())?;
+            if labels.contains(label) { value.parse::<f64>().ok() } else { None }
+        };
+        self.0.lines().filter_map(of).sum()
+    }
+}
+
+impl Pool {
+    fn new(role: &'static str) -> Self {
+        let (computed, wanted) = (VecDeque::new(), VecDeque::new());
+        Self { role, next: 1, computed, wanted, changes: vec![1] }
+    }
+
+    /// How many nodes this look wants: the largest of what the triggers want.
+    fn wants(&mut self, n_nodes: usize, pages: &[Page]) -> usize {
+        let name = |what: &str| format!("baton_{}_{what}", self.role);
+        let sum =
+            |what: &str, label: &str| pages.iter().map(|page| page.sum(&name(what), label)).sum::<f64>();
+        let totals = if self.role == "prefill" {
+            let now = (Instant::now(), sum("step_seconds_sum", ""));
+            self.computed.push_back(now);
+            if self.computed.len() > RATE_OVER {
+                self.computed.pop_front();
+            }
+            let before = self.computed[0];
+            // A node that is gone takes its seconds with it: as PromQL's rate, less is not counted.
+            let computed = (now.1 - before.1).max(0.0);
+            let took = (now.0 - before.0).as_secs_f64().max(PERIOD.as_secs_f64());
+            [sum("queued_tokens", "") / QUEUED_TOKENS, computed / took / BUSY]
+        } else {
+            let in_use = |page: &Page| {
+                page.sum(&name("kv_blocks"), "state=\"leased\"") / page.sum(&name("kv_blocks"), "").max(1.0)
+            };
+            [pages.iter().map(in_use).sum::<f64>() / KV_IN_USE, 0.0]
+        };
+        let wanted = totals.map(|total| {
+            let ratio = total / n_nodes as f64;
+            if (ratio - 1.0).abs() <= TOLERANCE { n_nodes } else { total.ceil() as usize }
+        });
+        wanted.into_iter().max().expect("two triggers").clamp(1, NODES_MAX)
+    }
+
+    /// Grows at once, and shrinks when all of the last looks want fewer nodes.
+    fn decides(&mut self, n_nodes: usize, wants: usize) -> usize {
+        self.wanted.push_back(wants);
+        if self.wanted.len() > SHRINK_AFTER {
+            self.wanted.pop_front();
+        }
+        if self.wanted.len() < SHRINK_AFTER {
+            return n_nodes.max(wants);
+        }
+        let most = self.wanted.iter().copied().max().unwrap_or(wants);
+        if wants > n_nodes { wants } else { most.min(n_nodes) }
+    }
+
+    /// One look, and what follows from it.
+    async fn look(&mut self, fleet: &mut Fleet, leaving: &mut Vec<FleetNode>) {
+        let ours: Vec<&FleetNode> = fleet.nodes.iter().filter(|node| node.role == self.role).collect();
+        let pages = join_all(ours.iter().map(|node| Page::of(node))).await;
+        let n_nodes = ours.len();
+        let wants = self.wants(n_nodes, &pages);
+        let decided = self.decides(n_nodes, wants);
+        if decided > n_nodes {
+            fleet.add_with(self.role, self.next, MODEL, narrow());
+            self.next += 1;
+            let added = fleet.nodes.last().expect("it was added");
+            added.process.expect_log(A_NODE_DIES);
+            eventually("its admin port", async || tokio::net::TcpStream::connect(added.admin).await.ok())
+                .await;
+        } else if decided < n_nodes {
+            // The one with the least to lose.
+            let running = |page: &Page| page.sum(&format!("baton_{}_running", self.role), "");
+            let least = (0..n_nodes).min_by(|a, b| running(&pages[*a]).total_cmp(&running(&pages[*b])));
+            let name = ours[least.expect("a node")].name.clone();
+            let at = fleet.nodes.iter().position(|node| node.name == name).expect("it is there");
+            let node = fleet.nodes.remove(at);
+            node.process.signal(Signal::TERM);
+            leaving.push(node);
+        } else {
+            return;
+        }
+        self.changes.push(decided);
+        self.wanted.clear();
+        self.computed.clear();
+    }
+}
+
+/// Looks for a while. Returns once it is over.
+async fn scale_for(time: Duration, fleet: &mut Fleet, pools: &mut [Pool], leaving: &mut Vec<FleetNode>) {
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        for pool in &mut *pools {
+            pool.look(fleet, leaving).await;
+        }
+        sleep(PERIOD).await;
+    }
+}
+
+/// Room for 13 of the prompts: fewer than there are, so that no prompt is found in a cache.
+fn narrow() -> Settings {
+    vec![("BATON_MODEL__KV_MEMORY", "2MiB".to_owned())]
+}
+
+fn asks() -> Vec<Ask> {
+    let prompt = |nth: u32| (0..300).map(|at| (nth * 31 + at) % 256).collect();
+    (0..40).map(|nth| Ask::new(prompt(nth), 60).with("ignore_eos", true.into())).collect()
+}
+
+/// Load that comes and goes: the pools follow it, and every request is answered as without it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_follow_a_square_wave_of_load_and_no_request_is_lost() {
+    let mut fleet = Fleet::start_narrow(MODEL, 1, 1, narrow()).await;
+    fleet.expect_log(A_NODE_DIES);
+    let client = fleet.client();
+    let asks = asks();
+    let expected: Vec<Answer> =
+        join_all(asks.iter().map(async |ask| client.ask(ask).await.expect("alone"))).await;
+    let (mut pools, mut leaving) = ([Pool::new("prefill"), Pool::new("decode")], Vec::new());
+    for _wave in 0..2 {
+        let high = client.ask_while(24, (&asks, &expected), async |_| {
+            scale_for(Duration::from_secs(8), &mut fleet, &mut pools, &mut leaving).await;
+        });
+        high.await;
+        for pool in &pools {
+            assert_eq!(pool.changes.last(), Some(&2), "{} nodes under load: {:?}", pool.role, pool.changes);
+        }
+        let low = client.ask_while(1, (&asks, &expected), async |_| {
+            scale_for(Duration::from_secs(9), &mut fleet, &mut pools, &mut leaving).await;
+        });
+        low.await;
+        for pool in &pools {
+            assert_eq!(
+                pool.changes.last(),
+                Some(&1),
+                "{} nodes when it is over: {:?}",
+                pool.role,
+                pool.changes
+            );
+        }
+    }
+    let changes = pools.each_ref().map(|pool| pool.changes.len());
+    assert_eq!(changes, [5, 5], "one change up and one down for each wave");
+    let constant = client.ask_while(6, (&asks, &expected), async |_| {
+        scale_for(Duration::from_secs(4), &mut fleet, &mut pools, &mut leaving).await;
+        let settled = pools.each_ref().map(|pool| pool.changes.len());
+        scale_for(Duration::from_secs(8), &mut fleet, &mut pools, &mut leaving).await;
+        settled
+    });
+    let settled = constant.await;
+    assert_eq!(pools.each_ref().map(|pool| pool.changes.len()), settled, "a constant load changes nothing");
+    for node in &mut leaving {
+        eventually("the node to drain and end", async || (!node.process.is_alive()).then_some(())).await;
+    }
+}

@@ -1,0 +1,45 @@
+//! What is checked of whole pages: the drawings, the references to decisions, and the length of all pages together.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use super::{files, read, root};
+
+/// Half of what the pages had before they became pages instead of a diary. The list of changes does not count.
+const WORDS_MAX: usize = 29_200;
+
+#[test]
+fn the_drawings_are_what_the_script_makes() {
+    let script = root().join("tests/python/house.py");
+    let output = Command::new("python3").arg(script).arg("--check").output().expect("python3 runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Numbers of decisions that a text names: `docs/decisions/0007`.
+fn decisions_in(text: &str) -> impl Iterator<Item = &str> {
+    text.split("docs/decisions/").skip(1).filter_map(|rest| rest.get(..4))
+}
+
+#[test]
+fn the_code_names_every_decision() {
+    let sources = files(&[".rs", ".toml", ".cu", ".cuh", ".sh"]);
+    let ours = sources.iter().filter(|file| !file.starts_with(root().join("tests/tests/tidy")));
+    let texts: Vec<String> = ours.map(read).collect();
+    let named: Vec<&str> = texts.iter().flat_map(|text| decisions_in(text)).collect();
+    for page in std::fs::read_dir(root().join("docs/decisions")).expect("decisions").flatten() {
+        let name = page.file_name().into_string().expect("UTF-8");
+        let number = &name[..4];
+        assert!(named.contains(&number), "no code names docs/decisions/{name}, which governs it");
+    }
+}
+
+#[test]
+fn the_pages_are_short() {
+    let docs = root().join("docs");
+    let readme = root().join("README.md");
+    let counts =
+        |page: &PathBuf| (page.starts_with(&docs) || *page == readme) && !page.ends_with("changes.md");
+    let words: usize =
+        files(&[".md"]).into_iter().filter(counts).map(|page| read(page).split_whitespace().count()).sum();
+    assert!(words <= WORDS_MAX, "README.md and docs have {words} words, {WORDS_MAX} allowed");
+}
