@@ -14,6 +14,7 @@ use types::{
 };
 
 use crate::arrival::Arrival;
+use crate::chunk_queue::{Chunk, ChunkQueue};
 use crate::error::TransferError;
 use crate::faults::Faults;
 use crate::metrics::TransferMetrics;
@@ -57,6 +58,7 @@ pub trait KvConnector: Debug + Send + Sync + 'static {
 ///
 /// ```text
 /// right:  send, send, …, finish             every wanted page once, then the handoff
+/// right:  feed                              the same, out of the caller's queue
 /// right:  send, …, drop                     the peer's arrival fails at once
 /// wrong:  send, …, finish                   with pages missing: `Incomplete`, and the peer's arrival fails
 /// ```
@@ -83,6 +85,20 @@ pub trait KvSender: Debug + Send {
     /// It ends when the receiver says so, when the landing's deadline passes there, or when the wire is found dead.
     /// Dropping the future aborts.
     async fn finish(self: Box<Self>, handoff: Handoff) -> Result<(), TransferError>;
+
+    /// Sends every chunk of the queue, then finishes with its handoff.
+    ///
+    /// A wire takes chunks from the queue itself, so that no task stands between the producer and the wire. A queue
+    /// that ends without a handoff is [`TransferError::Unfinished`] and aborts. Dropping the future aborts.
+    async fn feed(mut self: Box<Self>, mut queue: ChunkQueue) -> Result<(), TransferError> {
+        while let Some(chunk) = queue.next().await {
+            match chunk {
+                Chunk::Kv { span, from, ready } => self.send(span, from, ready).await?,
+                Chunk::Handoff(handoff) => return self.finish(handoff).await,
+            }
+        }
+        Err(TransferError::Unfinished)
+    }
 }
 
 /// Room for one sequence's KV, and what is known about it.

@@ -67,6 +67,9 @@ pub enum TransferError {
     /// The layers were never computed.
     #[error("the step that computes this KV failed")]
     FenceBroken,
+    /// The producer of the KV ended without a handoff.
+    #[error("the sequence ended before its first token")]
+    Unfinished,
     /// Bytes arrived wrong, and wrong again when they were fetched once more.
     #[error("{pages} pages arrived corrupted twice")]
     Corrupted { pages: usize },
@@ -136,7 +139,7 @@ impl TransferError {
             }
             E::Expired => Some(RefusalKind::Landing),
             E::TooMany => Some(RefusalKind::Full),
-            E::FenceBroken | E::Peer(_) | E::Device { .. } => Some(RefusalKind::Failed),
+            E::FenceBroken | E::Unfinished | E::Peer(_) | E::Device { .. } => Some(RefusalKind::Failed),
             E::BadRequest(_) | E::Incomplete { .. } | E::Memory(_) => None,
         }
     }

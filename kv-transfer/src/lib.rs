@@ -20,6 +20,7 @@ pub mod quiet;
 mod pending_copies;
 mod wire_threads;
 mod pages;
+mod chunk_queue;
 pub mod digest;
 mod outgoing;
 pub mod reshard;
@@ -34,6 +35,7 @@ pub mod error;
 
 pub use arrival::{Arrival, ArrivalStatus};
 pub use arrived::ArrivedKv;
+pub use chunk_queue::{Chunk, ChunkQueue};
 pub use connector::{Auto, ConnectorParts, KvConnector, KvSender, LandRequest, WireKind};
 pub use connectors::{build, connectors};
 pub use error::TransferError;

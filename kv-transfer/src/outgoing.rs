@@ -14,6 +14,7 @@ use tokio::sync::{Notify, mpsc};
 use tracing::trace;
 use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, TransferId};
 
+use crate::chunk_queue::{Chunk, ChunkQueue};
 use crate::connector::{ConnectorParts, KvSender};
 use crate::digest::PageShape;
 use crate::error::TransferError;
@@ -169,6 +170,15 @@ fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<Lanes, TransferError> {
 enum Job {
     Span(SpanJob),
     Handoff(Handoff),
+    /// All further jobs come from this queue.
+    Feed(Feed),
+}
+
+/// A caller's queue, and the check of its chunks.
+#[derive(Debug)]
+struct Feed {
+    queue: ChunkQueue,
+    check: SpanCheck,
 }
 
 #[derive(Clone, Debug)]
@@ -178,13 +188,56 @@ struct SpanJob {
     ready: LayerFence,
 }
 
+/// Checks that each page of a transfer is sent once, and no other page.
+#[derive(Clone, Debug)]
+struct SpanCheck {
+    landing: Landing,
+    pages: Pages,
+}
+
+impl SpanCheck {
+    fn of(landing: &Landing) -> Self {
+        Self { landing: landing.clone(), pages: Pages::of(landing, Lanes::only()) }
+    }
+
+    /// The part of a span that the receiver wants; `None` if it holds all of it.
+    fn wanted(&self, span: KvSpan, from: &BlockLease) -> Result<Option<LaneSpan>, TransferError> {
+        let Some(span) = wanted_part(span, &self.landing) else { return Ok(None) };
+        // The caller does not know of ranks: it sends whole pages.
+        let span = LaneSpan { lane: Lane::ONLY, span };
+        if !self.pages.contains(&span) {
+            return Err(bad_request(&format!("{:?}", span.span)));
+        }
+        if from.table(span.group).len() < span.blocks.end as usize {
+            return Err(bad_request("the lease is shorter than the span"));
+        }
+        Ok(Some(span))
+    }
+
+    fn claim(&mut self, span: &LaneSpan) -> Result<(), TransferError> {
+        if self.pages.claim(span) { Ok(()) } else { Err(bad_request("a page is sent for the second time")) }
+    }
+
+    /// Refuses a handoff before all pages are sent, and a handoff of another sequence.
+    fn complete(&self, handoff: &Handoff) -> Result<(), TransferError> {
+        let (sent, wanted) = (self.pages.n_claimed(), self.pages.total());
+        if sent < wanted {
+            return Err(TransferError::Incomplete { sent, wanted });
+        }
+        if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
+            return Err(bad_request("a handoff of another sequence"));
+        }
+        Ok(())
+    }
+}
+
 /// The [`KvSender`] of every wire.
 #[derive(Debug)]
 pub(crate) struct Sender {
     out: Arc<Outgoing>,
     wire: Arc<dyn Wire>,
     jobs: mpsc::Sender<Job>,
-    pages: Pages,
+    check: SpanCheck,
     metrics: TransferMetrics,
     /// Ends with the sender, and with it every lease that waits in the queue.
     #[expect(dead_code, reason = "held for its Drop")]
@@ -199,22 +252,12 @@ impl Sender {
         parts: &ConnectorParts,
     ) -> Box<dyn KvSender> {
         let (jobs, queue) = mpsc::channel(SPANS_QUEUED_MAX);
-        let pages = Pages::of(&out.landing, Lanes::only());
+        let check = SpanCheck::of(&out.landing);
         let TransferSettings { frame_bytes, tall_frames, taper, .. } = parts.settings;
         let (of_pump, sent) = (Arc::clone(&out), Vec::new());
         let pump = Pump { out: of_pump, wire: Arc::clone(&wire), frame_bytes, tall_frames, taper, sent };
         let pump = pump.start(&parts.gate, queue, refetches);
-        Box::new(Self { out, wire, jobs, pages, metrics: parts.metrics.clone(), pump })
-    }
-
-    fn check(&self, span: &LaneSpan, from: &BlockLease) -> Result<(), TransferError> {
-        if !self.pages.contains(span) {
-            return Err(bad_request(&format!("{:?}", span.span)));
-        }
-        if from.table(span.group).len() < span.blocks.end as usize {
-            return Err(bad_request("the lease is shorter than the span"));
-        }
-        Ok(())
+        Box::new(Self { out, wire, jobs, check, metrics: parts.metrics.clone(), pump })
     }
 
     /// Waits for room in the queue, or for the transfer's end.
@@ -240,28 +283,22 @@ impl KvSender for Sender {
         from: Arc<BlockLease>,
         ready: LayerFence,
     ) -> Result<(), TransferError> {
-        let Some(span) = wanted_part(span, &self.out.landing) else { return Ok(()) };
-        // The caller does not know of ranks: it sends whole pages.
-        let span = LaneSpan { lane: Lane::ONLY, span };
-        self.check(&span, &from)?;
+        let Some(span) = self.check.wanted(span, &from)? else { return Ok(()) };
         let room = self.room().await?;
-        if !self.pages.claim(&span) {
-            return Err(bad_request("a page is sent for the second time"));
-        }
+        self.check.claim(&span)?;
         room.send(Job::Span(SpanJob { span: span.span, from, ready }));
         Ok(())
     }
 
     async fn finish(self: Box<Self>, handoff: Handoff) -> Result<(), TransferError> {
-        let (sent, wanted) = (self.pages.n_claimed(), self.pages.total());
-        if sent < wanted {
-            return Err(TransferError::Incomplete { sent, wanted });
-        }
-        let landing = &self.out.landing;
-        if (handoff.transfer, handoff.n_tokens) != (landing.transfer, landing.n_tokens) {
-            return Err(bad_request("a handoff of another sequence"));
-        }
+        self.check.complete(&handoff)?;
         self.room().await?.send(Job::Handoff(handoff));
+        self.out.settled().await
+    }
+
+    async fn feed(self: Box<Self>, queue: ChunkQueue) -> Result<(), TransferError> {
+        let feed = Feed { queue, check: self.check.clone() };
+        self.room().await?.send(Job::Feed(feed));
         self.out.settled().await
     }
 }
@@ -304,20 +341,33 @@ impl Pump {
         refetches: &mut Refetches,
     ) -> Result<(), TransferError> {
         let out = Arc::clone(&self.out);
+        let mut feed = None;
         loop {
             tokio::select! {
                 biased;
                 _ = out.settled() => return Ok(()),
                 Some(spans) = refetches.0.recv() => self.put_again(spans).await?,
-                Some(job) = queue.recv() => self.take(job).await?,
+                Some(job) = queue.recv() => match job {
+                    Job::Span(job) => self.put_when_ready(job).await?,
+                    Job::Handoff(handoff) => self.wire.hand_off(&self.out, handoff).await?,
+                    Job::Feed(of_caller) => feed = Some(of_caller),
+                },
+                chunk = next_chunk(&mut feed) => {
+                    let Some(Feed { check, .. }) = &mut feed else { continue };
+                    match chunk.ok_or(TransferError::Unfinished)? {
+                        Chunk::Kv { span, from, ready } => {
+                            let Some(span) = check.wanted(span, &from)? else { continue };
+                            check.claim(&span)?;
+                            self.put_when_ready(SpanJob { span: span.span, from, ready }).await?;
+                        }
+                        Chunk::Handoff(handoff) => {
+                            check.complete(&handoff)?;
+                            feed = None;
+                            self.wire.hand_off(&self.out, handoff).await?;
+                        }
+                    }
+                }
             }
-        }
-    }
-
-    async fn take(&mut self, job: Job) -> Result<(), TransferError> {
-        match job {
-            Job::Span(job) => self.put_when_ready(job).await,
-            Job::Handoff(handoff) => self.wire.hand_off(&self.out, handoff).await,
         }
     }
 
@@ -402,6 +452,14 @@ impl Pump {
             self.put_on(&[lane], span, &Arc::clone(&job.from)).await?;
         }
         Ok(())
+    }
+}
+
+/// Waits for ever without a feed.
+async fn next_chunk(feed: &mut Option<Feed>) -> Option<Chunk> {
+    match feed {
+        Some(feed) => feed.queue.next().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -63,7 +63,7 @@ enum PageState {
 }
 
 /// The state of every wanted page of one transfer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Pages {
     index: PageIndex,
     states: Vec<PageState>,

@@ -1,33 +1,21 @@
 //! Where a prefill sequence's results go: its KV onto a wire, its first token to the router.
 //!
-//! The [`Outbox`] is the scheduler's end and never blocks. A bounded queue takes its items to a task that sends
-//! them; when the queue is full the scheduler computes no further chunk of this sequence.
+//! The [`Outbox`] is the scheduler's end and never blocks. It fills a bounded queue that the transfer's sender
+//! empties. When the queue is full, the scheduler computes no further chunk of this sequence.
 
 use std::sync::Arc;
 
 use kv_cache::{BlockLease, LayerFence};
-use kv_transfer::{KvConnector, KvSender, TransferError};
-use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming, WorkerHandle};
+use kv_transfer::{Chunk, ChunkQueue, KvConnector, TransferError};
+use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming};
 use tokio::sync::{mpsc, oneshot};
 use types::{Destination, Handoff, KvSpan, Landing, PromptDigest, Refusal, RefusalKind, Step, TransferId};
 
-/// Items that may wait for the wire.
-const ITEMS_MAX: usize = 24;
-/// Items that may still come once there is no room: for each step in flight a chunk of every layer group, a cached
-/// prefix, and the first token.
-const ITEMS_IN_FLIGHT: usize = 4 * SINK_SLACK;
-
-/// What travels from the worker to the delivery.
-#[derive(Debug)]
-pub(crate) enum OutboxItem {
-    Kv {
-        span: KvSpan,
-        lease: Arc<BlockLease>,
-        ready: LayerFence,
-    },
-    /// The sequence is computed, and this is its first token.
-    First(Step),
-}
+/// Chunks that may wait for the wire.
+const CHUNKS_MAX: usize = 40;
+/// Chunks that may still come once there is no room: for each step in flight a chunk of every layer group, a cached
+/// prefix, and the handoff.
+const CHUNKS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
 /// The first token, with how long it took, or why there is none.
 pub(crate) type First = Result<(Step, StepTiming), Refusal>;
@@ -35,21 +23,29 @@ pub(crate) type First = Result<(Step, StepTiming), Refusal>;
 /// The scheduler's end of a delivery.
 #[derive(Debug)]
 pub(crate) struct Outbox {
-    items: mpsc::Sender<OutboxItem>,
+    transfer: TransferId,
+    n_tokens: u32,
+    chunks: mpsc::Sender<Chunk>,
     first: Option<oneshot::Sender<First>>,
 }
 
-/// Makes an outbox, the answer that it will give, and the items that it will send.
-pub(crate) fn outbox() -> (Outbox, oneshot::Receiver<First>, mpsc::Receiver<OutboxItem>) {
-    let (items, received) = mpsc::channel(ITEMS_MAX);
+/// Makes the outbox of a prompt of `n_tokens`, the answer that it will give, and the queue that it fills. `on_taken` is
+/// called when the queue has more room.
+pub(crate) fn outbox(
+    transfer: TransferId,
+    n_tokens: u32,
+    on_taken: impl Fn() + Send + 'static,
+) -> (Outbox, oneshot::Receiver<First>, ChunkQueue) {
+    let (chunks, received) = mpsc::channel(CHUNKS_MAX);
     let (first, answer) = oneshot::channel();
-    (Outbox { items, first: Some(first) }, answer, received)
+    let queue = ChunkQueue::new(received, on_taken);
+    (Outbox { transfer, n_tokens, chunks, first: Some(first) }, answer, queue)
 }
 
 impl Outbox {
-    /// Without a receiver the item is dropped: the transfer has failed, and its owner cancels the sequence.
-    fn send(&self, item: OutboxItem) {
-        let _ = self.items.try_send(item);
+    /// Without a receiver the chunk is dropped: the transfer has failed, and its owner cancels the sequence.
+    fn send(&self, chunk: Chunk) {
+        let _ = self.chunks.try_send(chunk);
     }
 
     fn answer(&mut self, first: First) {
@@ -61,17 +57,17 @@ impl Outbox {
 
 impl Sink for Outbox {
     fn has_room(&self) -> bool {
-        self.items.capacity() >= ITEMS_IN_FLIGHT
+        self.chunks.capacity() >= CHUNKS_IN_FLIGHT
     }
 
     fn kv(&mut self, span: KvSpan, lease: Arc<BlockLease>, ready: LayerFence) {
-        self.send(OutboxItem::Kv { span, lease, ready });
+        self.send(Chunk::Kv { span, from: lease, ready });
     }
 
     fn step(&mut self, step: Step, timing: StepTiming) {
         // The answer goes first: the delivery may be complete as soon as it has the token.
         self.answer(Ok((step.clone(), timing)));
-        self.send(OutboxItem::First(step));
+        self.send(Chunk::Handoff(Handoff { transfer: self.transfer, n_tokens: self.n_tokens, first: step }));
     }
 
     fn end(mut self: Box<Self>, end: SequenceEnd) {
@@ -83,63 +79,37 @@ impl Sink for Outbox {
 
 // === delivery ===
 
-/// Sends items to `to` as they come. Dropped early, it aborts the transfer.
+/// Sends the queue's chunks to `to` as they come. Dropped early, it aborts the transfer.
 pub(crate) async fn deliver(
     connector: Arc<dyn KvConnector>,
     to: Landing,
-    mut items: mpsc::Receiver<OutboxItem>,
-    worker: WorkerHandle,
+    queue: ChunkQueue,
 ) -> Result<(), DeliveryError> {
-    let (transfer, n_tokens) = (to.transfer, to.n_tokens);
-    let mut sender = connector.open(&Destination::Landing(to)).await?;
-    while let Some(item) = items.recv().await {
-        match item {
-            OutboxItem::Kv { span, lease, ready } => {
-                sender.send(span, lease, ready).await?;
-                worker.nudge();
-            }
-            OutboxItem::First(first) => return finish(sender, transfer, first, n_tokens).await,
-        }
-    }
-    Err(DeliveryError::Unfinished)
+    Ok(connector.open(&Destination::Landing(to)).await?.feed(queue).await?)
 }
 
-/// Keeps items until the sequence is computed, then until a landing is named.
+/// Keeps chunks until the sequence is computed, then until a landing is named.
 pub(crate) async fn hold(
-    mut items: mpsc::Receiver<OutboxItem>,
+    queue: ChunkQueue,
     landing: oneshot::Receiver<(Arc<dyn KvConnector>, Landing)>,
     prompt: PromptDigest,
 ) -> Result<(), DeliveryError> {
-    let (kept, first) = keep(&mut items).await?;
+    let (mut chunks, handoff) = keep(queue).await?;
     let (connector, to) = landing.await.map_err(|_| DeliveryError::Released)?;
-    let (transfer, n_tokens) = (to.transfer, to.n_tokens);
-    let mut sender = connector.open(&Destination::Landing(to.opened_with(prompt))).await?;
-    for (span, lease, ready) in kept {
-        sender.send(span, lease, ready).await?;
-    }
-    finish(sender, transfer, first, n_tokens).await
+    chunks.push(Chunk::Handoff(Handoff { transfer: to.transfer, n_tokens: to.n_tokens, ..handoff }));
+    deliver(connector, to.opened_with(prompt), ChunkQueue::of(chunks)).await
 }
 
-type KeptKv = (KvSpan, Arc<BlockLease>, LayerFence);
-
-async fn keep(items: &mut mpsc::Receiver<OutboxItem>) -> Result<(Vec<KeptKv>, Step), DeliveryError> {
+/// All KV of a sequence, and its handoff. The sequence's blocks bound the number of chunks.
+async fn keep(mut queue: ChunkQueue) -> Result<(Vec<Chunk>, Handoff), TransferError> {
     let mut kept = Vec::new();
-    while let Some(item) = items.recv().await {
-        match item {
-            OutboxItem::Kv { span, lease, ready } => kept.push((span, lease, ready)),
-            OutboxItem::First(first) => return Ok((kept, first)),
+    while let Some(chunk) = queue.next().await {
+        match chunk {
+            Chunk::Kv { .. } => kept.push(chunk),
+            Chunk::Handoff(handoff) => return Ok((kept, handoff)),
         }
     }
-    Err(DeliveryError::Unfinished)
-}
-
-async fn finish(
-    sender: Box<dyn KvSender>,
-    transfer: TransferId,
-    first: Step,
-    n_tokens: u32,
-) -> Result<(), DeliveryError> {
-    Ok(sender.finish(Handoff { transfer, n_tokens, first }).await?)
+    Err(TransferError::Unfinished)
 }
 
 /// Why KV was not delivered.
@@ -147,8 +117,6 @@ async fn finish(
 pub(crate) enum DeliveryError {
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    #[error("the sequence ended before its first token")]
-    Unfinished,
     #[error("the held kv was released")]
     Released,
     #[error("the deadline passed")]
@@ -159,9 +127,7 @@ impl From<&DeliveryError> for Refusal {
     fn from(error: &DeliveryError) -> Self {
         match error {
             DeliveryError::Transfer(error) => error.into(),
-            DeliveryError::Unfinished | DeliveryError::Released => {
-                Self::new(RefusalKind::Failed, error.to_string())
-            }
+            DeliveryError::Released => Self::new(RefusalKind::Failed, error.to_string()),
             DeliveryError::Late => Self::new(RefusalKind::Deadline, error.to_string()),
         }
     }
@@ -169,23 +135,36 @@ impl From<&DeliveryError> for Refusal {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use futures::FutureExt as _;
     use types::TokenId;
 
     use super::*;
 
     #[test]
     fn an_outbox_says_that_it_is_full_while_what_is_in_flight_still_fits() {
-        let (outbox, _answer, mut items) = outbox();
-        let item = || OutboxItem::First(Step { token: TokenId(0), index: 0, logprobs: None, finish: None });
+        let n_taken = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&n_taken);
+        let taken = move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        };
+        let (outbox, _answer, mut queue) = outbox(TransferId(1), 1, taken);
+        let first = Step { token: TokenId(0), index: 0, logprobs: None, finish: None };
         let mut n_sent = 0;
         while outbox.has_room() {
-            assert!(n_sent < ITEMS_MAX, "it has room for more than its queue takes");
-            outbox.send(item());
+            assert!(n_sent < CHUNKS_MAX, "it has room for more than its queue takes");
+            outbox.send(Chunk::Handoff(Handoff {
+                transfer: TransferId(1),
+                n_tokens: 1,
+                first: first.clone(),
+            }));
             n_sent += 1;
         }
         // The last chunk that was let in is one of those in flight.
-        assert_eq!(outbox.items.capacity() + 1, ITEMS_IN_FLIGHT);
-        items.try_recv().expect("the wire takes one");
+        assert_eq!(outbox.chunks.capacity() + 1, CHUNKS_IN_FLIGHT);
+        queue.next().now_or_never().flatten().expect("the wire takes one");
+        assert_eq!(n_taken.load(Ordering::Relaxed), 1, "the worker learns of the room");
         assert!(outbox.has_room(), "there is room again");
     }
 }

@@ -42,26 +42,20 @@ impl PrefillService {
     /// Computes a prompt. Dropping the future before it is ready cancels the sequence and its delivery.
     async fn run_prompt(&self, prompt: Prompt, to: Destination) -> Result<Answered, Refusal> {
         prompt.model.check(&self.node.model)?;
-        let (outbox, answer, items) = outbox();
+        let worker = self.node.worker.clone();
+        let on_taken = move || worker.nudge();
+        let (outbox, answer, queue) = outbox(to.transfer(), prompt.tokens.len() as u32, on_taken);
         let deadline = prompt.deadline;
         let (work, place) = match to {
             Destination::Landing(landing) => {
                 check_length(&prompt, &landing)?;
                 let landing = landing.opened_with(prompt.digest());
                 let connector = self.connector(&landing)?;
-                (
-                    futures::future::Either::Left(deliver(
-                        connector,
-                        landing,
-                        items,
-                        self.node.worker.clone(),
-                    )),
-                    None,
-                )
+                (futures::future::Either::Left(deliver(connector, landing, queue)), None)
             }
             Destination::Held(transfer) => {
                 let (place, named) = self.held.put(transfer)?;
-                (futures::future::Either::Right(hold(items, named, prompt.digest())), Some(place))
+                (futures::future::Either::Right(hold(queue, named, prompt.digest())), Some(place))
             }
         };
         let in_time = tokio::time::timeout_at(deadline.instant().into(), work);

@@ -56,6 +56,15 @@ pub enum Destination {
     Held(TransferId),
 }
 
+impl Destination {
+    pub fn transfer(&self) -> TransferId {
+        match self {
+            Self::Landing(landing) => landing.transfer,
+            Self::Held(transfer) => *transfer,
+        }
+    }
+}
+
 /// The address of reserved blocks on one node, and the right to fill them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Landing {

@@ -6,6 +6,7 @@
 pub mod abort;
 pub mod delivery;
 pub mod fault;
+pub mod feed;
 pub mod node;
 pub mod ranks;
 pub mod refusal;
@@ -72,6 +73,10 @@ pub async fn conformance_without<F>(
         delivery::lease_is_shared_until_the_wire_is_quiet,
         delivery::handoff_arrives_last_and_whole,
         delivery::interleaved_transfers_do_not_mix,
+        feed::a_queue_arrives_equal,
+        feed::a_queue_is_emptied_as_fences_open,
+        feed::a_queue_with_a_wrong_chunk_fails,
+        feed::a_queue_that_ends_early_fails_both_sides,
         refusal::unknown_landing,
         refusal::wrong_grant,
         refusal::wrong_epoch,

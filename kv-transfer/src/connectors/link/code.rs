@@ -25,7 +25,7 @@ pub(super) fn encode(error: &TransferError) -> (u8, String) {
         E::AlreadyOpened => ALREADY_OPENED,
         E::Expired => EXPIRED,
         E::Mismatch(_) | E::Layout(_) | E::Fingerprint(_) => MISMATCH,
-        E::Cancelled => CANCELLED,
+        E::Cancelled | E::Unfinished => CANCELLED,
         E::Corrupted { .. } => CORRUPTED,
         E::FenceBroken => FENCE_BROKEN,
         E::Closed => CLOSED,
