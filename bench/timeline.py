@@ -73,10 +73,10 @@ def bars(request, all_marks):
     zero = request.at("router", "accepted")
     at = lambda *what: request.at(*what) - zero
     first, second = at("router", "step given out", 0), at("router", "step given out", 1)
-    came, granted, whole = at("decode", "prompt came"), at("decode", "room granted"), at("decode", "kv complete")
+    came, granted, whole = at("decode", "prompt received"), at("decode", "room granted"), at("decode", "kv complete")
     joined, stepped = at("decode", "first launch"), at("decode", "step", 1)
     begun, sampled = at("prefill", "first launch"), at("prefill", "step", 0)
-    arrived = at("prefill", "prompt came")
+    arrived = at("prefill", "prompt received")
     room = 0
     # With `prefill-first`, a decode node is asked for room when the KV is there.
     if request.at("router", "answered with room") is not None:

@@ -1,7 +1,7 @@
-//! Where a prefill sequence's results go: its KV onto a wire, its first token to the router.
+//! The output of a prefill sequence: KV to a connector, the first token to the router.
 //!
-//! The [`Outbox`] is the scheduler's end and never blocks. A bounded queue takes its items to a task that sends
-//! them; when the queue is full the scheduler computes no further chunk of this sequence.
+//! The [`Outbox`] is the scheduler's end and never blocks. A bounded queue passes its items to a delivery task. When
+//! the queue is full, the scheduler computes no further chunk of this sequence.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming, WorkerHandle};
 use tokio::sync::{mpsc, oneshot};
 use types::{Destination, Handoff, KvSpan, Landing, PromptDigest, Refusal, RefusalKind, Step, TransferId};
 
-/// Items that may wait for the wire.
+/// The length of the queue to the delivery task.
 const ITEMS_MAX: usize = 24;
-/// Items that may still come once there is no room: for each step in flight a chunk of every layer group, a cached
-/// prefix, and the first token.
+/// Queue slots that stay free for steps in flight. Each of them may add a chunk per layer group, a cached prefix, and
+/// the first token.
 const ITEMS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
-/// What travels from the worker to the delivery.
+/// One item on its way from the worker to the delivery task.
 #[derive(Debug)]
 pub(crate) enum OutboxItem {
     Kv {
@@ -25,11 +25,11 @@ pub(crate) enum OutboxItem {
         lease: Arc<BlockLease>,
         ready: LayerFence,
     },
-    /// The sequence is computed, and this is its first token.
+    /// The first token; the sequence is fully computed.
     First(Step),
 }
 
-/// The first token, with how long it took, or why there is none.
+/// The first token with its timing, or the reason why there is none.
 pub(crate) type First = Result<(Step, StepTiming), Refusal>;
 
 /// The scheduler's end of a delivery.
@@ -39,7 +39,7 @@ pub(crate) struct Outbox {
     first: Option<oneshot::Sender<First>>,
 }
 
-/// Makes an outbox, the answer that it will give, and the items that it will send.
+/// Makes an outbox, the receiver of its first token, and the receiver of its items.
 pub(crate) fn outbox() -> (Outbox, oneshot::Receiver<First>, mpsc::Receiver<OutboxItem>) {
     let (items, received) = mpsc::channel(ITEMS_MAX);
     let (first, answer) = oneshot::channel();
@@ -47,7 +47,7 @@ pub(crate) fn outbox() -> (Outbox, oneshot::Receiver<First>, mpsc::Receiver<Outb
 }
 
 impl Outbox {
-    /// Without a receiver the item is dropped: the transfer has failed, and its owner cancels the sequence.
+    /// Queues an item. Without a receiver it is dropped: the transfer has failed, and its owner cancels the sequence.
     fn send(&self, item: OutboxItem) {
         let _ = self.items.try_send(item);
     }
@@ -83,7 +83,7 @@ impl Sink for Outbox {
 
 // === delivery ===
 
-/// Sends items to `to` as they come. Dropped early, it aborts the transfer.
+/// Sends items to `to` as they come. Dropping the future aborts the transfer.
 pub(crate) async fn deliver(
     connector: Arc<dyn KvConnector>,
     to: Landing,
@@ -104,7 +104,7 @@ pub(crate) async fn deliver(
     Err(DeliveryError::Unfinished)
 }
 
-/// Keeps items until the sequence is computed, then until a landing is named.
+/// Keeps items until the sequence is computed and a landing is named, then sends them.
 pub(crate) async fn hold(
     mut items: mpsc::Receiver<OutboxItem>,
     landing: oneshot::Receiver<(Arc<dyn KvConnector>, Landing)>,
@@ -142,16 +142,16 @@ async fn finish(
     Ok(sender.finish(Handoff { transfer, n_tokens, first }).await?)
 }
 
-/// Why KV was not delivered.
+/// The reason why KV was not delivered.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeliveryError {
     #[error(transparent)]
     Transfer(#[from] TransferError),
     #[error("the sequence ended before its first token")]
     Unfinished,
-    #[error("the held kv was released")]
+    #[error("the held KV was released")]
     Released,
-    #[error("the deadline passed")]
+    #[error("the request's deadline passed")]
     Late,
 }
 
@@ -183,7 +183,7 @@ mod tests {
             outbox.send(item());
             n_sent += 1;
         }
-        // The last chunk that was let in is one of those in flight.
+        // The last accepted chunk counts as one of those in flight.
         assert_eq!(outbox.items.capacity() + 1, ITEMS_IN_FLIGHT);
         items.try_recv().expect("the wire takes one");
         assert!(outbox.has_room(), "there is room again");

@@ -132,7 +132,7 @@ impl Default for TransferExpert {
     }
 }
 
-/// What only decode nodes read.
+/// Settings that only decode nodes read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DecodeExpert {
