@@ -35,7 +35,10 @@ impl fmt::Display for Stuck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Step { running, waiting } => {
-                write!(f, "step: the engine step has not returned, {running} sequences run and {waiting} wait")
+                write!(
+                    f,
+                    "step: the engine step has not returned, {running} sequences run and {waiting} wait"
+                )
             }
             Self::Room { waiting, blocks } => {
                 let BlockCounts { free, leased, cached, quarantined, .. } = blocks;

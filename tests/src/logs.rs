@@ -19,7 +19,7 @@ const WHEN_STOPPED: &[&str] = &[
 pub const A_NODE_DIES: &[&str] = &[
     "node ended",
     "status stream broke",
-    "members were silent for a whole lease",
+    "leases expired: members sent no keep-alive",
     "connector cannot be used, falling back",
 ];
 /// What a router says of a pool node that does not do its part, and that node of a link that was being made just then.
@@ -27,10 +27,10 @@ pub const THE_POOL_FAILS: &[&str] = &["the pool failed", "refused kv stream"];
 /// What is said where a process is stopped with its connections open, by it and of it.
 pub const A_NODE_STANDS_STILL: &[&str] = &[
     "status stream broke",
-    "members were silent for a whole lease",
-    "the registry is away",
-    "the registry cannot be watched",
-    "members are missed",
+    "leases expired: members sent no keep-alive",
+    "registry unreachable",
+    "registry watch failed",
+    "members missing in the registry",
     "announcement failed, trying again",
     "stream failed",
     "the node makes no progress",
@@ -38,11 +38,11 @@ pub const A_NODE_STANDS_STILL: &[&str] = &[
 ];
 /// What everybody says while there is no registry.
 pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
-    "the registry is away",
-    "the registry cannot be watched",
-    "members are missed",
+    "registry unreachable",
+    "registry watch failed",
+    "members missing in the registry",
     "announcement failed, trying again",
-    "not withdrawn, the lease will lapse",
+    "withdrawal failed, the member stays",
 ];
 
 /// What a router says of a model folder without a tokenizer.
