@@ -81,7 +81,7 @@ pub struct ModelSection {
     /// The model: a Hugging Face folder, `demo` (bundled), `org/name[@revision]` on a hub, `mock`, or
     /// `mock:NAME` with step costs.
     pub path: String,
-    /// What requests call the model; the same on all its nodes and the router. Empty: the folder's name.
+    /// The model's name in requests; the same on all its nodes and the router. Empty: the folder's name.
     pub name: String,
     /// `auto` (the first GPU, else the CPU), `cpu`, `cuda`, or `cuda:1`. With `tp`, that GPU and those after
     /// it.

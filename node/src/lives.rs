@@ -117,7 +117,7 @@ struct Waiting {
     used_bytes: Option<u64>,
 }
 
-/// How a life ended.
+/// The end of a life, by its cause.
 enum End {
     /// The process was asked to stop, and has drained.
     Stopped,

@@ -44,7 +44,7 @@ pub struct NodeParts {
 pub enum Drive {
     /// On its own thread, because the backend's steps block.
     Thread,
-    /// As a task in virtual time, for a backend that only models the duration of its steps.
+    /// On a task in virtual time, for a backend that only models the duration of its steps.
     Task,
 }
 

@@ -22,7 +22,7 @@ pub(crate) struct Known {
     doubts_end: Option<Instant>,
 }
 
-/// How to treat members that are not in the registry's snapshot.
+/// The treatment of members that are not in the registry's snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AbsentMembers {
     HaveLeft,

@@ -1,4 +1,4 @@
-//! What a router is told: [`RawRouterConfig`] as written, [`RouterConfig`] as meant.
+//! A router's configuration: [`RawRouterConfig`] is the file, [`RouterConfig`] the checked form.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -141,7 +141,7 @@ pub struct ModelSection {
     /// The model whose tokenizer and chat template are read: a folder, `demo`, or `org/name[@revision]` on a
     /// hub. Empty, or `mock`: none.
     pub path: String,
-    /// What requests call the model. Empty: the folder's name.
+    /// The model's name in requests. Empty: the folder's name.
     pub name: String,
     /// The weights that may serve: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits; other nodes are
     /// refused. Empty: the larger group of agreeing nodes. Without `name` and `path` it holds for every model.
@@ -155,13 +155,13 @@ pub struct ModelFolder {
     pub name: String,
 }
 
-/// A router's configuration, checked.
+/// A router's checked configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RouterConfig {
     pub http: String,
     pub admin: String,
     pub grpc: String,
-    /// A name that the table of policies has.
+    /// A name in the table of policies.
     pub policy: String,
     pub order: Order,
     pub deadlines: Deadlines,
@@ -169,22 +169,22 @@ pub struct RouterConfig {
     pub budget: Budget,
     pub drain: DrainTimes,
     pub stuck_after: Duration,
-    /// `None`: no keys are asked for.
+    /// `None`: no API keys are required.
     pub tenants_file: Option<PathBuf>,
     pub trusted_proxies: TrustedProxies,
-    /// `None`: this router is the registry.
+    /// `None`: this router serves the registry.
     pub registry_url: Option<String>,
     pub members_file: Option<PathBuf>,
-    /// `None`: only models that need no text half.
+    /// `None`: only models that need neither tokenizer nor chat template.
     pub model: Option<ModelFolder>,
-    /// `None`: the nodes decide by their number.
+    /// `None`: the largest group of nodes is used.
     pub wanted: Option<WantedFingerprint>,
     pub cluster: ClusterSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
-/// A setting whose value means nothing.
+/// A setting with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{key}`: {value:?} is not one of {known}")]
 pub struct UnknownChoice {
@@ -259,7 +259,7 @@ fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownCh
     Ok(Some(WantedFingerprint { model, fingerprint: digest }))
 }
 
-/// A node's `mock` and `mock:NAME` are no folders.
+/// Returns the model's folder. A node's `mock` and `mock:NAME` are no folders.
 fn model_folder(section: ModelSection) -> Option<ModelFolder> {
     let ModelSection { path, name, .. } = section;
     if path.is_empty() || path == "mock" || path.starts_with("mock:") {
@@ -270,7 +270,7 @@ fn model_folder(section: ModelSection) -> Option<ModelFolder> {
     Some(ModelFolder { path, name })
 }
 
-/// A folder's own name, wherever a link or a relative path leads. Nodes take the same for their model's name.
+/// The name of a folder after links and relative paths are resolved. Nodes use the same name for their model.
 fn folder_name(path: &Path) -> String {
     let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()

@@ -11,7 +11,7 @@ const OF_THIS_MACHINE: &[&str] = &["no GPU is used: the CPU computes"];
 const WHEN_STOPPED: &[&str] = &[
     "a port was closed with connections open",
     "connection closed with requests under way",
-    "router tasks still run",
+    "router tasks are still running",
 ];
 /// What others say of a node that is killed, and `baton up` of its child.
 ///
@@ -23,7 +23,7 @@ pub const A_NODE_DIES: &[&str] = &[
     "connector cannot be used, falling back",
 ];
 /// What a router says of a pool node that does not do its part, and that node of a link that was being made just then.
-pub const THE_POOL_FAILS: &[&str] = &["the pool failed", "refused kv stream"];
+pub const THE_POOL_FAILS: &[&str] = &["pool node failed", "refused kv stream"];
 /// What is said where a process is stopped with its connections open, by it and of it.
 pub const A_NODE_STANDS_STILL: &[&str] = &[
     "status stream broke",

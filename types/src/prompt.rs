@@ -132,7 +132,7 @@ impl Prompt {
     }
 }
 
-/// How the next token is drawn from the model's logits.
+/// The parameters of sampling the next token from the model's logits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// Zero selects the most likely token (greedy).
