@@ -1,4 +1,4 @@
-//! The embedded registry over real sockets.
+//! Tests of the embedded registry over real sockets.
 
 use std::sync::Arc;
 use std::time::Duration;

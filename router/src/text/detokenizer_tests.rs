@@ -95,7 +95,7 @@ fn model(whole: &str, stop: &[String]) -> String {
     ends.min().map_or(whole, |(_, at)| &whole[..at]).to_owned()
 }
 
-/// Cuts `bytes` at the given places, modulo their number.
+/// Splits `bytes` at the given places, modulo their number.
 fn cut<'a>(bytes: &'a [u8], places: &[usize]) -> Vec<&'a [u8]> {
     let mut places: Vec<usize> = places.iter().map(|place| place % (bytes.len() + 1)).collect();
     places.extend([0, bytes.len()]);

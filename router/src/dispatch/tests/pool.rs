@@ -1,4 +1,4 @@
-//! The pool takes part, or does not: what a router makes of that.
+//! Tests of prefill first with a pool node that works, fails or is absent.
 
 use super::*;
 use crate::fake_node::next_token;

@@ -1,4 +1,4 @@
-//! Whole answers, as golden JSON.
+//! Tests of complete answers, compared with golden JSON.
 
 use serde_json::json;
 use types::step::Logprobs;

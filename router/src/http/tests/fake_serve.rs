@@ -1,4 +1,4 @@
-//! A house that does as it is told, and a client for it.
+//! A scripted [`Serve`] and a client for it.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
