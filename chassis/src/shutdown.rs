@@ -39,8 +39,8 @@ impl Shutdown {
 
     /// Triggers the shutdown when `reader` ends, from a thread.
     ///
-    /// A parent keeps the other end of its child's stdin open. The kernel closes it when the parent dies, even by SIGKILL, so
-    /// no child outlives its parent. The thread is never joined, so it does not delay the process's end.
+    /// A parent keeps the other end of its child's stdin open. The kernel closes it when the parent dies, even by
+    /// SIGKILL, so no child outlives its parent. The thread is never joined, so it does not delay the process's end.
     pub fn request_at_end_of(&self, mut reader: impl Read + Send + 'static) -> io::Result<()> {
         let shutdown = self.clone();
         std::thread::Builder::new().name("parent-watch".to_owned()).spawn(move || {

@@ -86,7 +86,7 @@ impl Announcement {
         let _ = self.standing.wait_for(|standing| *standing == Standing::Member).await;
     }
 
-    /// Withdraws the node. Returns when the registry has confirmed it, or after [`CALL_WITHIN`]; the lease then expires by
+    /// Withdraws the node. Returns when the registry has confirmed it, or after three seconds; the lease then expires by
     /// itself. If the future is dropped, the withdrawal continues in the background.
     pub async fn withdraw(mut self) {
         self.stop.cancel();

@@ -203,7 +203,7 @@ pub async fn announced(registry: &dyn Registry, node: NodeInfo) -> Announcement 
     announcement
 }
 
-/// Fails the test if `wait` takes longer than [`WITHIN`].
+/// Fails the test if `wait` takes longer than a minute.
 pub async fn in_time<T>(wait: impl Future<Output = T>) -> T {
     timeout(WITHIN, wait).await.expect("it takes too long")
 }

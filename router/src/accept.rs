@@ -152,7 +152,8 @@ impl Acceptor {
         self.tenants.client(claims)
     }
 
-    /// Returns the client's own id if it is valid, so that the client's log and the router's can be compared. Otherwise a new id.
+    /// Returns the client's own id if it is valid, so that the client's log and the router's can be compared.
+    /// Otherwise a new id.
     pub fn request_id(&self, asked: Option<&str>) -> RequestId {
         match asked.filter(|id| is_name(id)) {
             Some(id) => RequestId::new(id),

@@ -248,7 +248,7 @@ impl PrefillCall {
     /// Returns only if the KV will not arrive. Cancel-safe.
     ///
     /// The decode node may not know: the connection may break before it learns of the transfer. The sender knows and
-    /// reports it. If the sender is unreachable, the decode node gets [`ARRIVAL_GRACE`] to report that the KV has arrived.
+    /// reports it. If the sender is unreachable, the decode node has one second to report that the KV has arrived.
     pub async fn loss(&mut self) -> Failure {
         let (failure, since) = match &self.unheard {
             Some(unheard) => unheard.clone(),

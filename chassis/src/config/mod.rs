@@ -9,7 +9,8 @@
 //!
 //! An unknown setting, in the file or in the environment, is an error that suggests the nearest name.
 //! Variables that kubelet sets for a Service whose name begins with `baton` are recognised and ignored.
-//! Durations are integers whose unit is in the key (`drain_ms`), amounts of memory are [`ByteSize`](crate::byte_size::ByteSize).
+//! Durations are integers with the unit in the key (`drain_ms`). Amounts of memory are
+//! [`ByteSize`](crate::byte_size::ByteSize)s.
 
 mod overrides;
 mod service_links;

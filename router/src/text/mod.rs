@@ -148,8 +148,8 @@ impl RouterModels {
         table
     }
 
-    /// Adds a node's model, unless there is one of this name. Refuses it if the tokenizers differ, because token ids must mean
-    /// the same on both sides.
+    /// Adds a node's model, unless there is one of this name. Refuses it if the tokenizers differ, because token ids
+    /// must mean the same on both sides.
     pub fn learn(&self, info: &ModelInfo) -> Result<(), LearnError> {
         let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
         if let Some(own) = known.as_ref().filter(|known| known.source == ModelSource::Router) {
