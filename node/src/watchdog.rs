@@ -164,7 +164,7 @@ mod tests {
 
     const BOUND: Duration = Duration::from_secs(4);
 
-    /// The finding for a worker with these counts whose last turn and last progress were so many seconds ago.
+    /// The finding for a worker with these counts whose last turn and last progress were this many seconds ago.
     fn found(running: u32, waiting: u32, turned: u64, progressed: u64) -> Option<&'static str> {
         found_beside(0, running, waiting, turned, progressed)
     }
