@@ -62,7 +62,7 @@ impl Standings {
     pub fn rollout_waits_for(&self, now: Instant) -> Option<String> {
         let words = self.fresh(now);
         if words.is_empty() {
-            return Some("no recent report of a router says that this node serves".to_owned());
+            return Some("no router has reported lately that this node serves".to_owned());
         }
         words.values().find_map(|word| word.rollout_waits_for.clone())
     }
