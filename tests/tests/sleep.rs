@@ -87,7 +87,10 @@ async fn nodes_nap_over(connectors: &[&str]) {
     let client = fleet.client();
     client.ask_while(CLIENTS, (&asks, &expected), async |next| nap(&fleet, next).await).await;
     fleet.baseline().await;
-    assert!(fleet.nodes.iter().any(|node| node.process.log().contains("drain before sleep timed out")), "and one was late");
+    assert!(
+        fleet.nodes.iter().any(|node| node.process.log().contains("drain before sleep timed out")),
+        "and one was late"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
