@@ -56,7 +56,7 @@ class Request:
         return None
 
     def gap(self):
-        first, second = (self.at("router", "step given out", index) for index in (0, 1))
+        first, second = (self.at("router", "step returned", index) for index in (0, 1))
         return None if first is None or second is None else second - first
 
     def is_whole(self):
@@ -72,15 +72,15 @@ def bars(request, all_marks):
     """(row, from, to, kind, what): milliseconds since the request was accepted."""
     zero = request.at("router", "accepted")
     at = lambda *what: request.at(*what) - zero
-    first, second = at("router", "step given out", 0), at("router", "step given out", 1)
-    came, granted, whole = at("decode", "prompt came"), at("decode", "room granted"), at("decode", "kv complete")
+    first, second = at("router", "step returned", 0), at("router", "step returned", 1)
+    came, granted, whole = at("decode", "prompt received"), at("decode", "room granted"), at("decode", "kv complete")
     joined, stepped = at("decode", "first launch"), at("decode", "step", 1)
     begun, sampled = at("prefill", "first launch"), at("prefill", "step", 0)
-    arrived = at("prefill", "prompt came")
+    arrived = at("prefill", "prompt received")
     room = 0
     # With `prefill-first`, a decode node is asked for room when the KV is there.
-    if request.at("router", "answered with room") is not None:
-        room = at("router", "answered with room")
+    if request.at("router", "room reserved") is not None:
+        room = at("router", "room reserved")
         yield 0, 0, room, "work", "asks for room"
     yield 0, room, first, "wait", "waits for prefill"
     yield 0, first, second, "own", "hand-over gap"
@@ -154,7 +154,7 @@ def panel(out, title, begin, end, top, drawn):
 def draw(request, all_marks):
     drawn = list(bars(request, all_marks))
     zero = request.at("router", "accepted")
-    first, second = (request.at("router", "step given out", index) - zero for index in (0, 1))
+    first, second = (request.at("router", "step returned", index) - zero for index in (0, 1))
     height = 2 * (TOP + ROW * len(ROWS)) + 30
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
            f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>']

@@ -1,4 +1,4 @@
-//! Compiles the .proto files with protox, so that no protoc is needed on the machine.
+//! Compiles the .proto files with protox, so that the build needs no `protoc`.
 
 use prost::Message as _;
 

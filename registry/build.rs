@@ -1,4 +1,4 @@
-//! Compiles our subset of etcd's API with protox, so that no protoc is needed on the machine.
+//! Compiles our subset of etcd's API with protox, so that the build needs no `protoc`.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=src/etcd/rpc.proto");

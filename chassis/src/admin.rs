@@ -1,4 +1,4 @@
-//! The port for operators: is it alive, is it ready, what are its numbers.
+//! The admin port for operators: liveness, readiness and metrics.
 
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -15,13 +15,13 @@ use crate::net::Listener;
 use crate::server::{self, ServerLimits};
 use crate::shutdown::Shutdown;
 
-/// Whether the process takes work, and whether a rollout may go on beyond it. Clones share one answer.
+/// Whether the process accepts work, and whether a rollout may replace other processes. Clones share one state.
 #[derive(Clone, Debug)]
 pub struct Readiness {
     reasons: watch::Sender<Reasons>,
 }
 
-/// The reasons against it; `None` is ready.
+/// The reasons against work and against a rollout; `None` means ready.
 #[derive(Debug)]
 struct Reasons {
     ready: Option<String>,
@@ -29,7 +29,7 @@ struct Reasons {
 }
 
 impl Readiness {
-    /// A process begins unready, with what it still waits for as the reason.
+    /// A process starts unready; `reason` says what it waits for.
     pub fn unready(reason: impl Into<String>) -> Self {
         let reason = Some(reason.into());
         Self { reasons: watch::Sender::new(Reasons { ready: reason.clone(), rollout: reason }) }
@@ -44,12 +44,12 @@ impl Readiness {
         self.set(reason.clone(), reason);
     }
 
-    /// The reasons against taking work, and against a rollout that replaces other processes.
+    /// Sets the reasons against accepting work, and against a rollout that replaces other processes.
     pub fn set(&self, ready: Option<String>, rollout: Option<String>) {
         self.reasons.send_replace(Reasons { ready, rollout });
     }
 
-    /// `Err` carries the reason.
+    /// Whether the process is ready. `Err` carries the reason.
     pub fn check(&self) -> Result<(), String> {
         self.reasons.borrow().ready.clone().map_or(Ok(()), Err)
     }
@@ -59,14 +59,14 @@ impl Readiness {
         self.reasons.borrow().rollout.clone().map_or(Ok(()), Err)
     }
 
-    /// Ends once the process is ready. Cancel-safe.
+    /// Returns once the process is ready. Cancel-safe.
     pub async fn wait(&self) {
         let mut reasons = self.reasons.subscribe();
         reasons.wait_for(|reasons| reasons.ready.is_none()).await.expect("this value holds the sender");
     }
 }
 
-/// `/live`, `/ready`, `/rollout` and `/metrics`; a process merges its own pages (`/debug/…`) into it.
+/// Serves `/live`, `/ready`, `/rollout` and `/metrics`. A process merges its own pages (`/debug/…`) into the router.
 pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
     Router::new()
         .route("/live", get(|| async { "live\n" }))
@@ -77,7 +77,7 @@ pub fn router(readiness: Readiness, metrics: Metrics) -> Router {
 
 /// Serves the admin pages until shutdown is requested.
 ///
-/// Give it the shutdown that is said last: an operator wants to see a process drain.
+/// Pass the shutdown that is triggered last, so that operators can observe a drain.
 pub async fn serve(
     listener: Box<dyn Listener>,
     router: Router,
@@ -126,7 +126,7 @@ mod tests {
     use crate::net::{Net, TcpNet};
     use crate::task::spawn_guarded;
 
-    /// A plain HTTP/1 request; the answer's status line and body.
+    /// Sends a plain HTTP/1 request. Returns the status line and the body of the answer.
     async fn fetch(addr: &str, path: &str) -> (String, String) {
         let mut stream = TcpNet.connect(addr).await.expect("the server listens");
         let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");

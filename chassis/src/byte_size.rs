@@ -1,4 +1,4 @@
-//! Amounts of memory as people write them: `4GiB`, `512MiB`, `65536`.
+//! Amounts of memory with binary units: `4GiB`, `512MiB`, `65536`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,8 +7,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// A number of bytes in a configuration file: an integer, or a string with a binary unit.
 ///
-/// Decimal units are refused: memory is handed out in powers of two, and a `4GB` that means 4 GiB to one reader
-/// and 4·10⁹ to another is a mistake that shows late.
+/// Decimal units are refused. Memory comes in powers of two, and a `4GB` that one reader takes for 4 GiB and another for
+/// 4·10⁹ bytes is a mistake that shows late.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 

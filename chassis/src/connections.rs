@@ -1,7 +1,7 @@
-//! The connections of one port: how many there are, what each is doing, and which one goes when there are too many.
+//! The connections of one port: their number, their phases, and the choice of the one to close when there are too many.
 //!
-//! A connection that has said nothing, has sent half a head, or is idle between requests can be closed without loss.
-//! Such connections give way to new ones, the oldest first. A connection with a request under way never does.
+//! A connection that has sent nothing, has sent part of a request's head, or is idle can be closed without loss. Such
+//! connections are closed for new ones, the oldest first. A connection with a running request never is.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::byte_size::ByteSize;
 
-/// A process's `[expert.connections]` section: the bounds of each of its ports.
+/// A process's `[expert.connections]` section: the limits of each of its ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ConnectionLimits {
@@ -34,8 +34,8 @@ pub struct ConnectionLimits {
     /// An HTTP/1 connection without a request for this time is closed. Longer than clients keep idle
     /// connections.
     pub idle_ms: u64,
-    /// Bytes of all request bodies being read on one port. Beyond it the body that is read the longest is given
-    /// up.
+    /// Bytes of all request bodies being read on one port. Above it the body that has been read for the longest
+    /// time is aborted.
     pub bodies_max: ByteSize,
 }
 
@@ -53,7 +53,7 @@ impl Default for ConnectionLimits {
 }
 
 impl ConnectionLimits {
-    /// The time that a connection may stay in `phase`; `None`: its own protocol ends it.
+    /// The time at which a connection in `phase` is closed; `None` if the protocol itself ends it.
     fn bound(&self, phase: Phase) -> Option<Instant> {
         let (since, ms) = match phase {
             Phase::Silent(since) => (since, self.first_byte_ms),
@@ -65,7 +65,7 @@ impl ConnectionLimits {
     }
 }
 
-/// What a connection is doing, and since when.
+/// The state of a connection, with the time since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Silent(Instant),
@@ -79,13 +79,13 @@ enum Phase {
 pub(crate) struct Connections {
     limits: ConnectionLimits,
     open: Mutex<BTreeMap<u64, Arc<Activity>>>,
-    /// The number of the next connection. A number is never given twice.
+    /// The number of the next connection. A number is never reused.
     next: AtomicU64,
     /// Wakes the accept loop when a connection ends or can be closed.
     changed: Arc<Notify>,
 }
 
-/// One connection's place. Dropping it gives the place back.
+/// One connection's slot among the connections of the port. Dropping it frees the slot.
 #[derive(Debug)]
 pub(crate) struct ConnectionPermit {
     number: u64,
@@ -93,14 +93,14 @@ pub(crate) struct ConnectionPermit {
     pub(crate) activity: Arc<Activity>,
 }
 
-/// What is known of one connection.
+/// The state of one connection.
 #[derive(Debug)]
 pub(crate) struct Activity {
     address: IpAddr,
     state: Mutex<State>,
-    /// Wakes who watches this connection's bounds.
+    /// Wakes the task that watches this connection's time limits.
     changed: Notify,
-    /// Wakes the accept loop: this connection can be closed now.
+    /// Wakes the accept loop: this connection can now be closed.
     can_close: Arc<Notify>,
     closed: CancellationToken,
 }
@@ -109,11 +109,11 @@ pub(crate) struct Activity {
 struct State {
     phase: Phase,
     requests: usize,
-    /// HTTP/2: bytes between requests are frames of the connection, and pings find a dead peer.
+    /// True for HTTP/2. There, bytes between requests are frames of the connection, and pings detect a dead peer.
     is_multiplexed: bool,
 }
 
-/// Why a connection gets no place.
+/// The refusal of a connection: its address has too many.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct TooManyFromAddress;
 
@@ -122,8 +122,8 @@ impl Connections {
         Arc::new(Self { limits, open: Mutex::default(), next: AtomicU64::new(0), changed: Arc::default() })
     }
 
-    /// A place for a new connection. Closes the oldest connection without a request if there is no other room, and
-    /// waits if there is none. Cancel-safe.
+    /// Returns a slot for a new connection. If there is none, closes the oldest connection without a request; if all have
+    /// requests, waits. Cancel-safe.
     pub(crate) async fn place(
         self: &Arc<Self>,
         address: IpAddr,
@@ -153,7 +153,7 @@ impl Connections {
         Ok(Some(ConnectionPermit { number, connections: self.clone(), activity }))
     }
 
-    /// Closes the oldest connection without a request: descriptors have run out.
+    /// Closes the oldest connection without a request, because the process has no file descriptor left.
     pub(crate) fn close_one(&self) -> bool {
         close_oldest(&mut self.open(), None).is_some()
     }
@@ -163,7 +163,7 @@ impl Connections {
     }
 }
 
-/// Numbers grow, so the first that can be closed is the oldest.
+/// Numbers grow, so the first connection that can be closed is the oldest one.
 fn close_oldest(open: &mut BTreeMap<u64, Arc<Activity>>, of: Option<IpAddr>) -> Option<()> {
     let can_close =
         |(_, one): &(&u64, &Arc<Activity>)| of.is_none_or(|of| one.address == of) && !one.is_serving();
@@ -172,7 +172,7 @@ fn close_oldest(open: &mut BTreeMap<u64, Arc<Activity>>, of: Option<IpAddr>) -> 
     Some(())
 }
 
-/// One subscriber has one IPv4 address, or one /64 network.
+/// Returns the part of an address that identifies one subscriber: an IPv4 address or an IPv6 /64 network.
 fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
@@ -181,10 +181,10 @@ fn network(address: IpAddr) -> IpAddr {
 }
 
 impl ConnectionPermit {
-    /// Ends when the connection must be closed: a bound has passed, or its place is needed.
+    /// Returns the reason when the connection must be closed: a time limit has passed, or its slot is needed.
     pub(crate) async fn must_close(&self) -> &'static str {
         tokio::select! {
-            () = self.activity.closed.cancelled() => "its place is needed",
+            () = self.activity.closed.cancelled() => "its slot is needed for a new connection",
             why = self.activity.overdue(self.connections.limits) => why,
         }
     }
@@ -209,7 +209,7 @@ impl Activity {
         }
     }
 
-    /// Bytes have come from the peer.
+    /// Notes that bytes have arrived from the peer.
     pub(crate) fn read(&self) {
         let mut state = self.state();
         let begins_head = match state.phase {
@@ -223,7 +223,7 @@ impl Activity {
         }
     }
 
-    /// A head is complete. The request lasts until the answer is dropped.
+    /// Notes that a request's head is complete. The request lasts until the returned value is dropped.
     pub(crate) fn request(self: &Arc<Self>, version: Version) -> RequestUnderWay {
         let mut state = self.state();
         state.requests += 1;
@@ -263,13 +263,13 @@ impl Phase {
         match self {
             Self::Silent(_) => "it sent no byte in time",
             Self::Head(_) => "it did not finish a request's head in time",
-            Self::Idle(_) => "it was idle",
+            Self::Idle(_) => "it was idle for too long",
             Self::Serving => "",
         }
     }
 }
 
-/// Counts a request until it is dropped, which is when its answer has been written or given up.
+/// Counts a request until it is dropped, when its answer is written or aborted.
 #[derive(Debug)]
 pub(crate) struct RequestUnderWay(Arc<Activity>);
 
@@ -319,7 +319,7 @@ mod tests {
         let request = place.activity.request(Version::HTTP_11);
         tokio::time::timeout(Duration::from_secs(60), place.must_close()).await.expect_err("it is served");
         drop(request);
-        assert_eq!(place.must_close().await, "it was idle");
+        assert_eq!(place.must_close().await, "it was idle for too long");
     }
 
     #[tokio::test(start_paused = true)]
@@ -341,7 +341,7 @@ mod tests {
         let silent = connections.place(address(1)).await.expect("room");
         let young = connections.place(address(1)).await.expect("room");
         let new = connections.place(address(1)).await.expect("the silent one gives way");
-        assert_eq!(silent.must_close().await, "its place is needed");
+        assert_eq!(silent.must_close().await, "its slot is needed for a new connection");
         let _requests = [&young, &new].map(|place| place.activity.request(Version::HTTP_11));
         let waits = tokio::time::timeout(Duration::from_secs(60), connections.place(address(2))).await;
         waits.expect_err("all are served");
@@ -357,7 +357,7 @@ mod tests {
         let places = [connections.place(address(1)).await, connections.place(address(1)).await];
         let places = places.map(|place| place.expect("room"));
         let third = connections.place(address(1)).await.expect("its own oldest gives way");
-        assert_eq!(places[0].must_close().await, "its place is needed");
+        assert_eq!(places[0].must_close().await, "its slot is needed for a new connection");
         let _requests = [&places[1], &third].map(|place| place.activity.request(Version::HTTP_11));
         assert_eq!(connections.place(address(1)).await.err(), Some(TooManyFromAddress));
         connections.place(address(2)).await.expect("another address has room");

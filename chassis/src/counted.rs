@@ -1,18 +1,18 @@
-//! A bounded count of things that are under way, held by values.
+//! A bounded counter whose counts are held by values.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Counts. Clones share one count.
+/// A counter. Clones share one count.
 #[derive(Clone, Debug, Default)]
 pub struct Counter(Arc<AtomicU32>);
 
-/// One of the counted. Not `Clone`; dropping it counts down.
+/// One count. Not `Clone`; dropping it decrements the counter.
 #[derive(Debug)]
 pub struct Counted(Counter);
 
 impl Counter {
-    /// Counts one more, unless `max` are counted already.
+    /// Increments the counter, unless it is at `max`.
     pub fn enter(&self, max: u32) -> Option<Counted> {
         let below = |count: u32| (count < max).then_some(count + 1);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, below).ok()?;

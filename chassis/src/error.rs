@@ -1,4 +1,4 @@
-//! Why a process did not come up: its configuration was not accepted, or a part of it could not be started.
+//! The errors of starting a process: in its configuration, or in starting a part of it.
 
 use std::fmt;
 use std::io;
@@ -12,12 +12,12 @@ pub enum ConfigError {
     Syntax { origin: Origin, source: Box<toml::de::Error> },
     #[error("{origin}: `{key}`: {problem}")]
     Setting { origin: Origin, key: String, problem: ConfigProblem },
-    /// A raw configuration whose defaults cannot be written down; a mistake of ours.
+    /// The defaults of a raw configuration cannot be serialised; this is a bug.
     #[error("list the known settings")]
     Defaults(#[source] serde_json::Error),
 }
 
-/// Where a setting was written.
+/// The source of a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     Defaults,
@@ -37,11 +37,11 @@ impl fmt::Display for Origin {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConfigProblem {
-    /// No setting has this name.
+    /// There is no setting with this name.
     Unknown { nearest: Option<String> },
-    /// The setting has another name now.
+    /// The setting was renamed.
     Moved { to: String },
-    /// The setting exists, its value is not one.
+    /// The value is not valid for the setting.
     Value(String),
 }
 
@@ -56,12 +56,12 @@ impl fmt::Display for ConfigProblem {
     }
 }
 
-/// Why a process did not come up.
+/// The error of starting a part of the process.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error("`{filter}` is not a log level")]
     LogLevel { filter: String, source: tracing_subscriber::filter::ParseError },
-    /// Telemetry is set up once in a process.
+    /// Telemetry is already installed; this is possible once per process.
     #[error("install telemetry")]
     Telemetry(#[source] tracing_subscriber::util::TryInitError),
     #[error("send spans to {endpoint}: {reason}")]

@@ -1,4 +1,4 @@
-//! A gate counts who is inside, by name, and can be closed behind them.
+//! A gate counts running work by name. It can be closed, and then waits for the work to end.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -9,10 +9,10 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Every unit of work enters a gate and holds its guard until it has ended.
+/// Every unit of work enters a gate and holds a guard until it ends.
 ///
-/// [`Gate::close`] is therefore the end of a drain: nothing new comes in, and what is inside is waited for. Unlike a
-/// task tracker's, a gate's lateness has names. Clones are handles to the same gate.
+/// [`Gate::close`] is the end of a drain: the gate refuses new work and waits for running work. Unlike a task tracker, a
+/// gate names the work that is late. Clones are handles to the same gate.
 #[derive(Clone)]
 pub struct Gate {
     shared: Arc<Shared>,
@@ -20,9 +20,9 @@ pub struct Gate {
 
 struct Shared {
     name: &'static str,
-    /// Held for a few instructions, never across an await.
+    /// Locked for a few instructions, never across an await.
     inside: Mutex<Inside>,
-    /// Woken when the last holder has left a closed gate.
+    /// Notified when the last holder leaves a closed gate.
     emptied: Notify,
 }
 
@@ -33,7 +33,7 @@ struct Inside {
     holders: BTreeMap<u64, Holder>,
 }
 
-/// One guard's entry: what it is for, and since when it is held.
+/// The entry of one guard: the name of the work and its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     pub what: Cow<'static, str>,
@@ -45,7 +45,7 @@ impl Gate {
         Self { shared: Arc::new(Shared { name, inside: Mutex::default(), emptied: Notify::new() }) }
     }
 
-    /// `what` is the name under which a late holder is reported.
+    /// Enters the gate. `what` is the name that a late holder is reported under.
     pub fn enter(&self, what: impl Into<Cow<'static, str>>) -> Result<GateGuard, GateClosed> {
         let mut inside = self.shared.inside();
         if inside.closed {
@@ -57,9 +57,9 @@ impl Gate {
         Ok(GateGuard { shared: Arc::clone(&self.shared), key })
     }
 
-    /// Refuses new work from now on, and waits until all guards are dropped.
+    /// Refuses new work and waits until all guards are dropped.
     ///
-    /// Cancel-safe: the gate stays closed, and closing it again goes on waiting.
+    /// Cancel-safe: the gate stays closed, and another call continues to wait.
     pub async fn close(&self, within: Duration) -> Result<(), StillHeld> {
         self.shared.inside().closed = true;
         match tokio::time::timeout(within, self.shared.wait_until_empty()).await {
@@ -68,7 +68,7 @@ impl Gate {
         }
     }
 
-    /// Who is inside, the oldest first.
+    /// The current holders, the oldest first.
     pub fn holders(&self) -> Vec<Holder> {
         self.shared.inside().holders.values().cloned().collect()
     }
@@ -97,7 +97,7 @@ impl Shared {
 
     async fn wait_until_empty(&self) {
         loop {
-            // Made before the check, so that a holder who leaves between check and wait is not missed.
+            // Created before the check, so that a holder who leaves between check and wait is not missed.
             let emptied = self.emptied.notified();
             if self.inside().holders.is_empty() {
                 return;
@@ -115,7 +115,7 @@ impl Shared {
     }
 }
 
-/// The proof of being inside. Dropping it is leaving.
+/// Keeps the gate from being empty. Dropping it leaves the gate.
 #[must_use = "a guard that is dropped at once guards nothing"]
 pub struct GateGuard {
     shared: Arc<Shared>,
@@ -141,7 +141,7 @@ pub struct GateClosed {
     pub gate: &'static str,
 }
 
-/// A drain that came to its deadline, and those it waited for.
+/// A drain has timed out; this names the holders that it waited for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StillHeld {
     pub gate: &'static str,
@@ -149,7 +149,7 @@ pub struct StillHeld {
 }
 
 impl StillHeld {
-    /// At most this many holders are named; the others are counted.
+    /// The number of holders that are named; the others are counted.
     const NAMED_MAX: usize = 8;
 }
 

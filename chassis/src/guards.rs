@@ -1,28 +1,28 @@
-//! Guards that a test takes away, to see that the simulation notices what they guard against.
+//! Checks that a test can disable, to prove that the simulation detects what they protect against.
 //!
-//! Only with the cargo feature `mutations`, which only the test crate can enable; without it every guard stands,
-//! and asking costs nothing. A guard is taken away for one thread, so that other tests beside it keep theirs.
+//! Disabling needs the cargo feature `mutations`, which only the test crate enables. Without it every check is active
+//! and costs nothing. A check is disabled for one thread, so that parallel tests keep theirs.
 
-/// What can be taken away.
+/// A check that can be disabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guard {
-    /// A landing is opened only with its grant.
+    /// A landing opens only with its grant.
     Grant,
-    /// A landing is opened only for the life of the node that granted it.
+    /// A landing opens only for the epoch of the node that granted it.
     Epoch,
     /// No bytes are written into a landing that has ended.
     Quiet,
-    /// Blocks are left for running sequences to grow into.
+    /// Some blocks stay free for running sequences to grow into.
     GrowthReserve,
-    /// The number of failed attempts per request is bounded.
+    /// The number of failed attempts per request is limited.
     AttemptBudget,
-    /// Sequences end with their deadline.
+    /// A sequence ends at its deadline.
     DeadlineReaper,
-    /// Members who are silent for a whole lease are no members.
+    /// A member whose lease has expired is removed.
     LeaseExpiry,
-    /// The last token of a prompt that is cached whole is computed.
+    /// The last token of a fully cached prompt is computed.
     LastToken,
-    /// After a gap, what a watcher knew is replaced by what is.
+    /// After a gap, a watcher replaces its state by the registry's.
     Resync,
 }
 
@@ -40,7 +40,7 @@ impl Guard {
     ];
 }
 
-/// Whether `guard` does its work.
+/// Whether `guard` is active.
 #[cfg(not(feature = "mutations"))]
 #[inline(always)]
 pub const fn stands(_guard: Guard) -> bool {
@@ -64,7 +64,7 @@ mod removal {
         REMOVED.get() != Some(guard)
     }
 
-    /// Takes `guard` away on this thread, until the answer is dropped.
+    /// Disables `guard` on this thread until the returned value is dropped.
     pub fn remove(guard: Guard) -> Removed {
         REMOVED.set(Some(guard));
         Removed(())

@@ -1,9 +1,9 @@
-//! What every process has: a world, tasks that end, configuration, telemetry, an admin port and limits on its rpcs.
+//! The base of every process: its world, tasks that end, configuration, telemetry, admin port, and limits on its ports.
 //!
-//! Suggested reading order: what is not a function of its input ([`world`], [`net`]), who callers are ([`identity`]), how work ends ([`gate`],
-//! [`task`], [`shutdown`]), how a simulation stops a process ([`standstill`]), what is counted up to a bound ([`counted`]), what a process is told ([`config`], [`byte_size`]), what it tells ([`telemetry`],
-//! [`metrics`], [`admin`]), and how processes talk ([`server`] with its
-//! [`connections`], [`rpc`]).
+//! Suggested reading order: time, randomness and network ([`world`], [`net`]); the authentication of callers
+//! ([`identity`]); the end of work ([`gate`], [`task`], [`shutdown`]); suspension in simulations ([`standstill`]);
+//! bounded counters ([`counted`]); configuration ([`config`], [`byte_size`]); telemetry ([`telemetry`], [`metrics`],
+//! [`admin`]); and servers ([`server`] with its [`connections`], [`rpc`]).
 #![forbid(unsafe_code)]
 
 pub mod world;

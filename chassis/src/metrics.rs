@@ -1,4 +1,4 @@
-//! The numbers of one process: a registry that is passed in, never a global one.
+//! The metrics of one process, in a registry that is passed as a value; there is no global one.
 
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -11,11 +11,11 @@ use crate::identity::refusals::{Refusals, RefusalsOnPage};
 
 pub use prometheus;
 
-/// Buckets, in seconds, for everything that a request waits for: 0.5 ms to 60 s, three to a decade.
+/// Buckets in seconds for all latencies of a request: 0.5 ms to 60 s, three per decade.
 pub const LATENCY_BUCKETS: &[f64] =
     &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
 
-/// Buckets for amounts of memory and messages: 1 KiB to 4 GiB, by factors of four.
+/// Buckets for sizes in bytes: 1 KiB to 4 GiB, by factors of four.
 pub const BYTES_BUCKETS: &[f64] = &[
     1024.0,
     4096.0,
@@ -33,14 +33,13 @@ pub const BYTES_BUCKETS: &[f64] = &[
 
 /// A process's metrics. Clones share one registry.
 ///
-/// Each crate has one struct of them, made from this value at start. A name is given without its prefix:
+/// Each crate has one struct of metrics, made from this value at start. Names are given without prefix:
 /// `counter("requests_total", …)` in the router is `baton_router_requests_total`. Names follow
-/// `<thing>_<unit>[_total]`, and counters, and only they, end in `_total`.
+/// `<thing>_<unit>[_total]`. Counters, and only they, end in `_total`.
 ///
 /// # Panics
 ///
-/// Every maker panics on a name that is already taken or not well-formed: both are our mistakes, and both show at
-/// start.
+/// Every constructor of a metric panics if the name is taken or malformed. Both are bugs that show at start.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     process: &'static str,
@@ -48,12 +47,12 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// `process` is `router`, `prefill`, `decode`, …
+    /// `process` is the role: `router`, `prefill`, `decode`, …
     pub fn new(process: &'static str) -> Self {
         Self { process, registry: Registry::new() }
     }
 
-    /// The metrics of a whole process, those of its log among them.
+    /// The metrics of a whole process, including those of its log.
     pub fn of_process(process: &'static str) -> Self {
         let metrics = Self::new(process);
         let opts = metrics.total("log_lines_lost_total", "Log lines lost because the log was not read.");
@@ -62,7 +61,7 @@ impl Metrics {
         metrics
     }
 
-    /// Shows how many callers the process has refused.
+    /// Adds the counts of refused callers to the page.
     pub fn show_refusals(&self, refusals: &Refusals) {
         let opts = self.total("callers_refused_total", "Calls, KV links, registry entries and admin pages refused because the caller did not prove its identity, by reason.");
         let on_page = RefusalsOnPage::new(refusals.clone(), opts);
@@ -85,7 +84,7 @@ impl Metrics {
         self.register(IntGaugeVec::new(self.opts(name, help), labels))
     }
 
-    /// For ratios and seconds.
+    /// A gauge for ratios and seconds.
     pub fn float_gauge(&self, name: &str, help: &str) -> Gauge {
         self.register(Gauge::with_opts(self.opts(name, help)))
     }
@@ -98,17 +97,17 @@ impl Metrics {
         self.register(HistogramVec::new(self.histogram_opts(name, help, buckets), labels))
     }
 
-    /// Seconds, in [`LATENCY_BUCKETS`].
+    /// A histogram in seconds, with [`LATENCY_BUCKETS`].
     pub fn latency(&self, name: &str, help: &str) -> Histogram {
         self.histogram(name, help, LATENCY_BUCKETS)
     }
 
-    /// Seconds, in [`LATENCY_BUCKETS`], by label.
+    /// A histogram in seconds by label, with [`LATENCY_BUCKETS`].
     pub fn latency_vec(&self, name: &str, help: &str, labels: &[&str]) -> HistogramVec {
         self.histogram_vec(name, help, LATENCY_BUCKETS, labels)
     }
 
-    /// The whole page, in Prometheus's text format.
+    /// The metrics page in Prometheus's text format.
     pub fn page(&self) -> String {
         let mut page = Vec::new();
         TextEncoder::new()
@@ -117,7 +116,7 @@ impl Metrics {
         String::from_utf8_lossy(&page).into_owned()
     }
 
-    /// The name of every metric that has a value, with its prefix. A vector has none before its first label is used.
+    /// The full names of all metrics that have a value. A vector has one after its first label is used.
     pub fn names(&self) -> Vec<String> {
         self.registry.gather().iter().map(|family| family.name().to_owned()).collect()
     }
@@ -147,10 +146,10 @@ impl Metrics {
     }
 }
 
-/// Reads the number of lost log lines when a page is made.
+/// The collector of the number of lost log lines.
 struct LostLines {
     opts: Opts,
-    /// Describes the metric. It stays at zero: each page gets a counter of its own.
+    /// Describes the metric and stays at zero: each page gets its own counter.
     counter: IntCounter,
 }
 

@@ -1,4 +1,4 @@
-//! The accept loop that every port of a process runs: HTTP/1 and HTTP/2, with bounds, ended by a shutdown.
+//! The accept loop of every port of a process: HTTP/1 and HTTP/2, with limits, until a shutdown.
 
 mod bodies;
 mod observed;
@@ -29,17 +29,17 @@ use crate::net::{Listener, Stream};
 use crate::shutdown::Shutdown;
 use crate::task::spawn_guarded;
 
-/// What one port may hold, and how long it may take to let go.
+/// The limits of one port, and the time that it may take to stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
     pub connections: ConnectionLimits,
-    /// Requests at once on one HTTP/2 connection.
+    /// The number of concurrent requests on one HTTP/2 connection.
     pub streams_max: u32,
-    /// A peer that answers no ping sent this often ...
+    /// The interval of pings.
     pub keepalive_interval: Duration,
-    /// ... within this time is gone, even if its kernel still acknowledges bytes (a stopped process).
+    /// A peer that does not answer a ping in this time is gone, even if its kernel still acknowledges bytes.
     pub keepalive_timeout: Duration,
-    /// How long requests under way may go on after shutdown is requested; then their connections are closed.
+    /// The time for running requests after a shutdown request. Then their connections are closed.
     pub drain: Duration,
 }
 
@@ -55,11 +55,11 @@ impl Default for ServerLimits {
     }
 }
 
-/// Serves `router` until shutdown is requested, then lets requests under way end within [`ServerLimits::drain`].
+/// Serves `router` until shutdown is requested, then lets running requests end within [`ServerLimits::drain`].
 ///
-/// Handlers find the peer's address as [`ConnectInfo<SocketAddr>`] in the request's extensions.
-/// The error names what still ran a second after its connection was closed. Dropping the future stops accepting and
-/// leaves open connections to the shutdown.
+/// The request's extensions contain the peer's address as [`ConnectInfo<SocketAddr>`].
+/// The error names work that still runs a second after its connection was closed. Dropping the future stops accepting;
+/// open connections then end with the shutdown.
 pub async fn serve(
     mut listener: Box<dyn Listener>,
     router: Router,
@@ -84,8 +84,8 @@ pub async fn serve(
 
 struct Server {
     connections: Gate,
-    /// The tasks that HTTP/2 makes, one per request. A gate of their own, because a connection that drains may still
-    /// open one.
+    /// The tasks of HTTP/2, one per request. They have their own gate, because a draining connection may still start
+    /// one.
     streams: Gate,
     router: Router,
     shutdown: Shutdown,
@@ -93,9 +93,9 @@ struct Server {
 }
 
 impl Server {
-    /// Time after a failed accept until the next attempt.
+    /// The pause after a failed accept.
     const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-    /// How long after its connection's end a task may need to notice.
+    /// The time that a task may take to end after its connection is closed.
     const AFTERMATH: Duration = Duration::from_secs(1);
 
     async fn accept(&self, listener: &mut dyn Listener) {
@@ -109,7 +109,7 @@ impl Server {
                 },
                 Err(error) => {
                     let closed = connections.close_one();
-                    warn!(%error, idle_connection_closed = closed, "connection was not accepted");
+                    warn!(%error, idle_connection_closed = closed, "accepting a connection failed");
                     tokio::time::sleep(Self::ACCEPT_PAUSE).await;
                 }
             }
@@ -131,14 +131,14 @@ impl Server {
 
     fn protocol(&self) -> Builder<GuardedExecutor> {
         let mut builder = Builder::new(GuardedExecutor(self.streams.clone()));
-        // The head's time limit is in `connections`: this one would end idle connections too.
+        // The time limit of a head is enforced in `connections`; this one would close idle connections too.
         builder.http1().timer(TokioTimer::new()).header_read_timeout(None);
         builder
             .http2()
             .timer(TokioTimer::new())
             .max_concurrent_streams(self.limits.streams_max)
-            // All requests of a router come over one connection. By default 20 that are cancelled before they are looked
-            // at end it, and every other request with them: a storm of cancels is no attack on a peer of ours.
+            // All requests of a router share one connection. By default hyper closes a connection after 20 requests that
+            // are cancelled before they are handled, and all others with them. Many cancels are no attack here.
             .max_pending_accept_reset_streams(self.limits.streams_max as usize)
             .keep_alive_interval(self.limits.keepalive_interval)
             .keep_alive_timeout(self.limits.keepalive_timeout);
@@ -199,7 +199,7 @@ impl Connection {
     }
 }
 
-/// Gives the tasks that hyper makes a gate.
+/// Runs the tasks that hyper spawns inside a gate.
 #[derive(Clone)]
 struct GuardedExecutor(Gate);
 

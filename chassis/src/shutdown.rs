@@ -1,4 +1,4 @@
-//! The request that the process should end, as a value that is passed to every task that must obey it.
+//! The request that a process stops, as a value for every task that obeys it.
 
 use std::io::{self, Read};
 use std::time::Duration;
@@ -10,10 +10,10 @@ use tracing::{info, warn};
 use crate::gate::Gate;
 use crate::task::spawn_guarded;
 
-/// A process that is asked twice to stop stops at once, with this code.
+/// The exit code of a process that is asked twice to stop.
 pub const EXIT_FORCED: i32 = 130;
 
-/// Clones share one request to stop. It is made once and never withdrawn.
+/// A request to stop, shared by clones. It is made once and never withdrawn.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     token: CancellationToken,
@@ -24,7 +24,7 @@ impl Shutdown {
         Self::default()
     }
 
-    /// Requested by SIGTERM or SIGINT. A second signal ends the process at once, for the operator in a hurry.
+    /// Triggered by SIGTERM or SIGINT. A second signal ends the process at once.
     ///
     /// The handlers are in place when this returns.
     pub fn from_signals() -> io::Result<Self> {
@@ -37,21 +37,21 @@ impl Shutdown {
         Ok(shutdown)
     }
 
-    /// Requests shutdown when `reader` ends, on a thread of its own.
+    /// Triggers the shutdown when `reader` ends, from a thread.
     ///
-    /// A parent keeps the other end of its child's stdin open. The kernel closes it however the parent dies, SIGKILL
-    /// included, so no child outlives its parent. The thread is never joined: it does not hold the process up.
+    /// A parent keeps the other end of its child's stdin open. The kernel closes it when the parent dies, even by
+    /// SIGKILL, so no child outlives its parent. The thread is never joined, so it does not delay the process's end.
     pub fn request_at_end_of(&self, mut reader: impl Read + Send + 'static) -> io::Result<()> {
         let shutdown = self.clone();
         std::thread::Builder::new().name("parent-watch".to_owned()).spawn(move || {
             let end = io::copy(&mut reader, &mut io::sink());
-            info!(error = end.err().map(tracing::field::display), "parent is gone");
+            info!(error = end.err().map(tracing::field::display), "parent process has ended");
             shutdown.trigger();
         })?;
         Ok(())
     }
 
-    /// Like [`Shutdown::from_signals`], and also requested when this process's stdin is closed.
+    /// Like [`Shutdown::from_signals`], and also triggered when this process's stdin is closed.
     pub fn from_signals_and_stdin() -> io::Result<Self> {
         let shutdown = Self::from_signals()?;
         shutdown.request_at_end_of(io::stdin())?;
@@ -66,18 +66,18 @@ impl Shutdown {
         self.token.is_cancelled()
     }
 
-    /// Ends once shutdown is requested. Cancel-safe.
+    /// Returns once shutdown is requested. Cancel-safe.
     pub async fn wait(&self) {
         self.token.cancelled().await;
     }
 
-    /// A request that follows this one but can be made earlier, for a part that stops before the whole.
+    /// A shutdown that is triggered with this one but can be triggered earlier, for a part that stops before the whole.
     pub fn child(&self) -> Self {
         Self { token: self.token.child_token() }
     }
 
-    /// Runs `future` until it ends, or until `grace` after shutdown is requested: then it is dropped, and the
-    /// answer is `None`.
+    /// Runs `future` until it ends, or until `grace` after shutdown is requested. Then it is dropped, and the result is
+    /// `None`.
     pub async fn bound<F: Future>(&self, grace: Duration, future: F) -> Option<F::Output> {
         tokio::select! {
             biased;
@@ -91,7 +91,7 @@ impl Shutdown {
         info!(signal, "shutdown requested");
         self.trigger();
         let signal = signals.next().await;
-        warn!(signal, "second signal, leaving at once");
+        warn!(signal, "second signal, exiting at once");
         std::process::exit(EXIT_FORCED);
     }
 }

@@ -1,8 +1,8 @@
-//! Stops a process of a simulation, as SIGSTOP stops a real one.
+//! Suspends a process in a simulation, as SIGSTOP suspends a real one.
 //!
-//! A [`Standstill`] stands for one simulated process. While it is stopped, none of the tasks that the process spawned
-//! through [`spawn_guarded`](crate::spawn_guarded) is polled; timers that fire meanwhile are seen when it goes on, all at
-//! once. Outside of a simulation there is no such process, and tasks run as they are.
+//! A [`Standstill`] represents one simulated process. While it is stopped, no task that it spawned through
+//! [`spawn_guarded`](crate::spawn_guarded) is polled. Timers that fire meanwhile are all seen when it continues. Outside
+//! of a simulation there is no such process, and tasks run normally.
 
 use std::future::Future;
 use std::mem;
@@ -14,7 +14,7 @@ tokio::task_local! {
     static PROCESS: Standstill;
 }
 
-/// One simulated process, which can be stopped. Clones are handles to the same one.
+/// One simulated process, which can be suspended. Clones are handles to the same process.
 #[derive(Clone, Debug, Default)]
 pub struct Standstill {
     /// Never held across an await.
@@ -29,7 +29,7 @@ struct State {
 }
 
 impl Standstill {
-    /// The process that the calling task is a part of. None outside of a simulation.
+    /// The process that the calling task belongs to; `None` outside of a simulation.
     pub(crate) fn current() -> Option<Self> {
         PROCESS.try_with(Clone::clone).ok()
     }
@@ -42,7 +42,7 @@ impl Standstill {
         self.state().is_stopped = true;
     }
 
-    /// Wakes the tasks that wanted to run meanwhile.
+    /// Continues the process and wakes the tasks that were woken meanwhile.
     pub fn go_on(&self) {
         let mut state = self.state();
         state.is_stopped = false;
@@ -51,7 +51,7 @@ impl Standstill {
         woken.into_iter().for_each(Waker::wake);
     }
 
-    /// Runs `future` as a part of the process. So does every task that it spawns.
+    /// Runs `future` and all tasks that it spawns as part of the process.
     pub fn run<F: Future>(self, future: F) -> impl Future<Output = F::Output> + use<F> {
         let stoppable = Stoppable { process: self.clone(), future: Box::pin(future) };
         PROCESS.scope(self, stoppable)

@@ -1,4 +1,4 @@
-//! The only place that spawns: every task has a name, a span and a gate.
+//! The only place that spawns tasks. Every task has a name, a span and a gate.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -10,10 +10,10 @@ use tracing::Instrument;
 use crate::gate::{Gate, GateClosed};
 use crate::standstill::Standstill;
 
-/// Runs `future` on the runtime, in the caller's span, inside `gate` under `name`.
+/// Runs `future` as a task in the caller's span, inside `gate` under `name`.
 ///
-/// The task holds its guard until it has ended, so a drain waits for it and names it when it is late.
-/// A closed gate starts nothing: the future is dropped, and the task ends with [`TaskError::Refused`].
+/// The task holds its guard until it ends, so a drain waits for it and names it if it is late.
+/// If the gate is closed, the future is dropped, and the task ends with [`TaskError::Refused`].
 pub fn spawn_guarded<F>(gate: &Gate, name: &'static str, future: F) -> Task<F::Output>
 where
     F: Future<Output: Send> + Send + 'static,
@@ -42,7 +42,7 @@ where
     tokio::spawn(future)
 }
 
-/// A running task. Dropping it aborts the task, at the task's next await; [`Task::detach`] lets it go its way.
+/// A running task. Dropping it aborts the task at its next await; [`Task::detach`] lets it continue.
 #[derive(Debug)]
 #[must_use = "a task that is dropped is aborted"]
 pub struct Task<T> {
@@ -69,12 +69,12 @@ impl<T> Task<T> {
         }
     }
 
-    /// Lets the task run on without an owner. Its gate still waits for it.
+    /// Lets the task continue without an owner. Its gate still waits for it.
     pub fn detach(mut self) {
         self.run = Run::Detached;
     }
 
-    /// Aborts the task at its next await. Awaiting the task afterwards says when it is gone.
+    /// Aborts the task at its next await. Await the task afterwards to wait for its end.
     pub fn abort(&self) {
         if let Run::Started(handle) = &self.run {
             handle.abort();
@@ -101,7 +101,7 @@ impl<T> Drop for Task<T> {
     }
 }
 
-/// Why a task has no result.
+/// The reason why a task has no result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TaskError {
     #[error("task `{name}` was not started")]

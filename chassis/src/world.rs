@@ -1,4 +1,4 @@
-//! Everything that is not a function of its input: network, clock, randomness, ids.
+//! The inputs from outside the program: network, clock, randomness, ids.
 
 use std::fmt;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -14,10 +14,10 @@ use types::{Deadline, Epoch, Grant, RequestId, TransferId};
 use crate::identity::Identity;
 use crate::net::{Net, TcpNet};
 
-/// One value, passed down to all code that needs randomness, time or sockets; cheap to clone.
+/// A value for all code that needs randomness, time or sockets; cheap to clone.
 ///
-/// With [`World::seeded`], and a runtime whose clock is paused, the same seed repeats a run: nothing else in Baton
-/// may ask the operating system for randomness or the time.
+/// With [`World::seeded`] and a paused runtime clock, the same seed repeats a run. So no other code in Baton may ask the
+/// operating system for randomness or the time.
 #[derive(Clone, Debug)]
 pub struct World {
     draws: Draws,
@@ -27,7 +27,7 @@ pub struct World {
 }
 
 impl World {
-    /// The world of production: the system's randomness, TCP, the wall clock.
+    /// The world of production: the system's randomness, TCP, the system's calendar.
     pub fn real() -> Self {
         Self {
             draws: Draws::System,
@@ -37,13 +37,13 @@ impl World {
         }
     }
 
-    /// A world that repeats itself. Its network is still TCP; see [`World::with_net`].
+    /// A deterministic world. Its network is still TCP; see [`World::with_net`].
     pub fn seeded(seed: u64) -> Self {
         let calendar = Calendar::Counted { start: Instant::now(), jumps: Jumps::default() };
         Self { draws: Draws::seeded(seed), calendar, net: Arc::new(TcpNet), identity: Identity::default() }
     }
 
-    /// The same world with a calendar that a test can move. The system's calendar cannot be moved.
+    /// The same world with a calendar that a test can move. It does not affect the system's calendar.
     #[must_use]
     pub fn with_jumps(mut self, by: &Jumps) -> Self {
         if let Calendar::Counted { jumps, .. } = &mut self.calendar {
@@ -57,25 +57,25 @@ impl World {
         Self { net, ..self }
     }
 
-    /// The same world for a process with this identity.
+    /// The same world with this identity.
     #[must_use]
     pub fn with_identity(self, identity: Identity) -> Self {
         Self { identity, ..self }
     }
 
-    /// The world of one part (a node of a cluster in one process). In a seeded world its draws depend on the seed and
-    /// on `name` only, so that one part's extra draw does not change what another part sees.
+    /// The world of one part, such as a node of a cluster in one process. In a seeded world its draws depend on the seed
+    /// and `name` only, so that an additional draw in one part does not change another part.
     #[must_use]
     pub fn fork(&self, name: &str) -> Self {
         Self { draws: self.draws.fork(name), ..self.clone() }
     }
 
-    /// The clock that tests can pause.
+    /// The current moment on the clock that tests can pause.
     pub fn now(&self) -> Instant {
         Instant::now()
     }
 
-    /// Seconds since 1970, for what humans read. Never used to measure.
+    /// The time since 1970, for display. It is never used to measure durations.
     pub fn unix_time(&self) -> Duration {
         self.calendar.unix_time()
     }
@@ -84,22 +84,22 @@ impl World {
         Deadline::at((self.now() + within).into_std())
     }
 
-    /// What is left until `deadline`; zero once it has passed.
+    /// The time left until `deadline`; zero after it.
     pub fn left(&self, deadline: Deadline) -> Duration {
         deadline.left(self.now().into_std())
     }
 
-    /// Ends when `deadline` passes.
+    /// Returns when `deadline` passes.
     pub async fn sleep_until(&self, deadline: Deadline) {
         tokio::time::sleep_until(deadline.instant().into()).await;
     }
 
-    /// Runs `future` until it ends, or until `deadline` passes: then it is dropped.
+    /// Runs `future` until it ends, or until `deadline` passes and the future is dropped.
     pub async fn before<F: Future>(&self, deadline: Deadline, future: F) -> Result<F::Output, Elapsed> {
         tokio::time::timeout_at(deadline.instant().into(), future).await
     }
 
-    /// A random number, to choose between equals.
+    /// Returns a random number.
     pub fn draw(&self) -> u64 {
         u64::from_le_bytes(self.bytes())
     }
@@ -112,8 +112,8 @@ impl World {
         TransferId(u128::from_le_bytes(self.bytes()))
     }
 
-    /// Later lives of a node have greater epochs, so that the registry knows which of two is the newer one.
-    /// Microseconds since 1970, and twelve random bits against two starts in the same one.
+    /// Makes an epoch. Later lives of a node get greater epochs, so that the registry knows which life is newer.
+    /// It consists of the microseconds since 1970 and twelve random bits, for two starts in the same microsecond.
     pub fn epoch(&self) -> Epoch {
         let micros = self.unix_time().as_micros() as u64;
         Epoch(micros << 12 | self.draw() & 0xfff)
@@ -127,7 +127,7 @@ impl World {
         &self.net
     }
 
-    /// What this process shows to others and asks of them.
+    /// The identity of this process: its secret, and its memory of callers.
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
@@ -147,7 +147,7 @@ impl World {
     }
 }
 
-/// Where random bytes come from.
+/// The source of random bytes.
 #[derive(Clone)]
 enum Draws {
     System,
@@ -182,7 +182,7 @@ impl Draws {
 
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// FNV-1a: unlike the standard library's hasher it is the same in every build, and a seed must repeat a run.
+/// One step of FNV-1a. Unlike the standard library's hasher it is the same in every build, so that seeds repeat a run.
 fn fnv_step(hash: u64, byte: u8) -> u64 {
     (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
 }
@@ -196,8 +196,8 @@ impl fmt::Debug for Draws {
     }
 }
 
-/// How far a calendar was put forward or back, in seconds: what an operator or a time server does to a machine.
-/// Clones are the same calendar's.
+/// The offset that a test adds to a calendar, in seconds, as an operator or a time server may change a clock. Clones
+/// share one offset.
 #[derive(Clone, Debug, Default)]
 pub struct Jumps(Arc<AtomicI64>);
 
@@ -213,7 +213,7 @@ impl Jumps {
     }
 }
 
-/// Which day it is.
+/// The source of calendar time.
 #[derive(Clone, Debug)]
 enum Calendar {
     System,

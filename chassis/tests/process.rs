@@ -1,6 +1,6 @@
-//! What only a whole process can show: its signals, its exit code, its stderr.
+//! Tests that need a whole process: signals, exit codes, stderr.
 //!
-//! Each test starts this same executable again, as a child that runs [`child`] only.
+//! Each test starts this executable again as a child that runs only [`child`].
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child as Process, ChildStderr, Command, Stdio};
@@ -15,7 +15,7 @@ use baton_chassis::telemetry::{self, LogFormat, LogSettings};
 const CHILD: &str = "CHASSIS_TEST_CHILD";
 const WITHIN: Duration = Duration::from_secs(20);
 
-/// Nothing in the parent; in a child, a process that waits for its end.
+/// Does nothing in the parent. In a child it runs a process that waits for its shutdown.
 #[test]
 fn child() {
     let Ok(task) = std::env::var(CHILD) else { return };
@@ -34,7 +34,7 @@ fn child() {
     });
 }
 
-/// A running child. One that has not ended in time is killed, and then its exit code is none.
+/// A running child. If it does not end in time, it is killed and has no exit code.
 struct Running {
     process: Process,
     stderr: BufReader<ChildStderr>,
@@ -44,7 +44,7 @@ struct Running {
 }
 
 impl Running {
-    /// Returns once the child has said that it is up: its handlers are in place.
+    /// Starts a child and waits until its signal handlers are installed.
     fn start(task: &str) -> Self {
         let mut process = Command::new(std::env::current_exe().expect("this executable"))
             .args(["child", "--exact", "--nocapture"])
@@ -68,7 +68,7 @@ impl Running {
         running
     }
 
-    /// Reads until a line has `text` in it; the child's end makes it fail.
+    /// Reads until a line contains `text`. Fails if the child ends first.
     fn wait_for(&mut self, text: &str) {
         let found = (&mut self.stderr).lines().map_while(Result::ok).any(|line| line.contains(text));
         assert!(found, "the child never said {text}");
@@ -78,7 +78,7 @@ impl Running {
         kill(self.process.id(), name);
     }
 
-    /// The exit code and the rest of stderr.
+    /// Waits for the end. Returns the exit code and the rest of stderr.
     fn end(mut self) -> (Option<i32>, String) {
         let mut rest = String::new();
         self.stderr.read_to_string(&mut rest).expect("text");
@@ -121,7 +121,7 @@ fn it_ends_with_its_parent() {
     drop(running.process.stdin.take());
     let (code, rest) = running.end();
     assert_eq!(code, Some(0), "{rest}");
-    assert!(rest.contains("parent is gone"), "{rest}");
+    assert!(rest.contains("parent process has ended"), "{rest}");
 }
 
 #[test]
@@ -130,6 +130,6 @@ fn a_panic_is_a_log_line() {
     running.signal("-TERM");
     let (code, rest) = running.end();
     assert_ne!(code, Some(0));
-    let line = rest.lines().find(|line| line.contains(r#""message":"panicked""#)).expect(&rest);
+    let line = rest.lines().find(|line| line.contains(r#""message":"thread panicked""#)).expect(&rest);
     assert!(line.contains(r#""level":"ERROR""#) && line.contains("on purpose"), "{line}");
 }

@@ -1,6 +1,6 @@
-//! Holds room for KV on its way, and decodes what has arrived.
+//! Reserves room for incoming KV and decodes the sequences.
 //!
-//! A prompt comes in through [`service`], gets room in [`reservations`], and its steps leave through a `steps` sink.
+//! A prompt comes in through [`service`] and gets room in [`reservations`]. Its steps leave through a `steps` sink.
 #![forbid(unsafe_code)]
 
 pub mod service;

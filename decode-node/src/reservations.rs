@@ -1,4 +1,4 @@
-//! Room for a prompt's KV on this node. A prompt without room waits in the worker's line until its turn comes.
+//! Reservation of KV room for prompts. A prompt without room waits in the worker's line.
 
 use std::sync::Arc;
 
@@ -9,27 +9,27 @@ use scheduler::{GrantedRoom, RoomRequest};
 use tracing::warn;
 use types::{BlockHasher, Landing, Prompt, Refusal, RefusalKind};
 
-/// Where a prompt's KV may come from.
+/// The prefill node that a prompt's KV may come from.
 #[derive(Clone, Debug)]
 pub enum PrefillOffer {
-    /// This prefill node would compute it.
+    /// This prefill node can compute the KV.
     Offered(PeerWires),
-    /// This prefill node has computed it.
+    /// This node has computed the KV and holds it.
     HeldBy(PeerWires),
-    /// There is none.
+    /// There is no prefill node.
     None,
 }
 
-/// What a prompt got.
+/// The result of a reservation.
 #[derive(Debug)]
 pub enum Reservation {
-    /// It is computed here.
+    /// The decode node computes the prompt itself.
     Local { held_tokens: u32 },
-    /// Its KV comes over a wire into leased blocks.
+    /// The KV comes over a connector into leased blocks.
     Landing { landing: Box<Landing>, arrival: Arrival, arriving: Counted },
 }
 
-/// Gives room to prompts.
+/// Reserves KV room for prompts.
 #[derive(Clone, Debug)]
 pub struct Reservations {
     node: NodeParts,
@@ -41,7 +41,7 @@ impl Reservations {
         Self { node, settings }
     }
 
-    /// Reserves room for `prompt`, which may have to wait for it until its deadline. Dropping the future ends the wait.
+    /// Reserves room for `prompt`, waiting for it until its deadline. Dropping the future ends the wait.
     pub async fn reserve(&self, prompt: &Prompt, offer: &PrefillOffer) -> Result<Reservation, Refusal> {
         self.refuse_what_never_fits(prompt)?;
         let (peer, must_land) = match offer {
@@ -56,10 +56,10 @@ impl Reservations {
         match self.node.connectors.shared_with(peer) {
             Some(connector) => self.land(prompt, &connector).await,
             None if must_land => {
-                Err(Refusal::new(RefusalKind::Mismatch, format!("no wire in common with {}", peer.node)))
+                Err(Refusal::new(RefusalKind::Mismatch, format!("no connector in common with {}", peer.node)))
             }
             None => {
-                warn!(peer = %peer.node, "no wire in common, computing locally");
+                warn!(peer = %peer.node, "no connector in common with the prefill node, the prompt is computed here");
                 Ok(Reservation::Local { held_tokens })
             }
         }
@@ -76,13 +76,13 @@ impl Reservations {
         Ok(())
     }
 
-    /// Prompt tokens, from the front, whose KV is cached here.
+    /// The number of leading prompt tokens whose KV is cached here.
     fn held_tokens(&self, prompt: &Prompt) -> u32 {
         let lease = self.node.pool.adopt(&self.hashes(prompt), self.holder(prompt));
         (lease.n_blocks() * usize::from(self.node.model.layout.block_tokens)) as u32
     }
 
-    /// Waits for the prompt's blocks, what is cached first, and grants the right to fill the rest.
+    /// Waits for the prompt's blocks, cached ones first, and grants a landing for the rest.
     async fn land(&self, prompt: &Prompt, connector: &Arc<dyn KvConnector>) -> Result<Reservation, Refusal> {
         let n_tokens = prompt.tokens.len();
         let layout = &self.node.model.layout;
@@ -107,8 +107,8 @@ impl Reservations {
         Ok(Reservation::Landing { landing: Box::new(landing), arrival, arriving })
     }
 
-    /// The hashes of the blocks that may be taken from the cache: all full ones but the last token's, because the
-    /// last token must be computed for the first one to be sampled.
+    /// The hashes of the blocks that may come from the cache: the full blocks before the last token. The last token must
+    /// be computed, because sampling the first output token needs its logits.
     fn hashes(&self, prompt: &Prompt) -> Vec<types::BlockHash> {
         let reusable = &prompt.tokens[..prompt.tokens.len() - 1];
         BlockHasher::hashes(&prompt.tenant, usize::from(self.node.model.layout.block_tokens), reusable)

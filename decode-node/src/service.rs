@@ -1,4 +1,4 @@
-//! `baton.v1.Decode`: one stream is a prompt's whole life here, and its end, however it comes, releases everything.
+//! `baton.v1.Decode`: one stream lasts as long as one prompt on this node, and its end releases everything.
 //! The only file of this crate that knows gRPC.
 
 use std::pin::Pin;
@@ -48,7 +48,7 @@ impl DecodeService {
     }
 }
 
-/// One prompt's life on this node. Dropped at any point, it gives everything back.
+/// One prompt on this node. Dropping it releases everything that the prompt has here.
 #[derive(Debug)]
 struct Life {
     service: DecodeService,
@@ -57,7 +57,7 @@ struct Life {
 }
 
 impl Life {
-    /// Lives until the last step, and says as the last event why there is none.
+    /// Runs the prompt to its last step. If it fails, the last event is a refusal.
     async fn live(self, offer: PrefillOffer) {
         if let Err(refusal) = self.run(&offer).await {
             info!(refusal = %refusal, "prompt refused");
@@ -81,7 +81,7 @@ impl Life {
         }
     }
 
-    /// Waits for the KV and goes on where prefill has stopped.
+    /// Waits for the KV and continues where prefill has stopped.
     async fn receive(&self, arrival: Arrival, arriving: Counted) -> Result<(), Refusal> {
         let arrived = arrival.settle().instrument(info_span!("arrive")).await;
         let arrived = arrived.map_err(|error| Refusal::from(&error))?;
@@ -97,7 +97,7 @@ impl Life {
         }
     }
 
-    /// A first token for another place is one of another sequence: what follows it would be wrong, and look right.
+    /// Refuses a first token with a wrong index: it belongs to another sequence, and the output would be wrong unnoticed.
     fn check_place(&self, index: u32) -> Result<(), Refusal> {
         if index as usize == self.prompt.n_generated {
             return Ok(());
@@ -106,7 +106,7 @@ impl Life {
         Err(Refusal::new(RefusalKind::Failed, reason))
     }
 
-    /// Runs the sequence to its end, passing its steps on.
+    /// Runs the sequence to its end and forwards its steps.
     async fn decode(&self, source: Source) -> Result<(), Refusal> {
         let (sink, mut steps, ended) = steps();
         let sequence =
@@ -121,7 +121,7 @@ impl Life {
         ended.await.unwrap_or_else(|_| Err(Refusal::new(RefusalKind::Failed, "the worker is gone")))
     }
 
-    /// Sends an event. If the router has dropped the stream, the event is lost: this call is being dropped too.
+    /// Sends an event. If the router has dropped the stream, the event is lost, and this call is being dropped too.
     async fn say(&self, event: Event) {
         let _ = self.events.send(event).await;
     }
@@ -135,7 +135,7 @@ fn arrived_event(arrived: &ArrivedKv) -> Event {
     })
 }
 
-/// The events of a life, and the task that lives it: they end together.
+/// The event stream of a prompt and the task that feeds it. They end together.
 #[derive(Debug)]
 struct Events {
     events: ReceiverStream<Event>,
@@ -161,7 +161,7 @@ impl Decode for DecodeService {
     async fn run(&self, request: Request<v1::DecodeRequest>) -> Result<Response<Self::RunStream>, Status> {
         let (prompt, offer) = self.parse(request.into_inner())?;
         let span = info_span!("decode", request_id = %prompt.id, n_tokens = prompt.tokens.len());
-        trace!(target: "walk", request = %prompt.id, "prompt came");
+        trace!(target: "walk", request = %prompt.id, "prompt received");
         let (events, received) = mpsc::channel(STEPS_MAX);
         let life = Life { service: self.clone(), prompt, events };
         let life = spawn_guarded(&self.node.gate, "decode", life.live(offer).instrument(span));

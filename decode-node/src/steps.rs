@@ -1,4 +1,4 @@
-//! Where a decoding sequence's steps go: onto the stream to the router.
+//! The output of a decoding sequence: its steps, on the stream to the router.
 
 use std::sync::Arc;
 
@@ -7,17 +7,17 @@ use scheduler::{SINK_SLACK, SequenceEnd, Sink, StepTiming};
 use tokio::sync::{mpsc, oneshot};
 use types::{KvSpan, Refusal, Step};
 
-/// Steps that may wait for the router. A stream that is not read makes its own sequence wait, and no other.
+/// Steps that may wait for the router. A slow reader stops its own sequence and no other.
 pub(crate) const STEPS_MAX: usize = 128;
 
-/// The scheduler's end of a stream.
+/// The scheduler's end of the stream.
 #[derive(Debug)]
 pub(crate) struct Steps {
     steps: mpsc::Sender<Step>,
     end: oneshot::Sender<Result<(), Refusal>>,
 }
 
-/// Makes a sink, its steps, and the word on how the sequence ended.
+/// Makes a sink, the receiver of its steps, and the receiver of the sequence's end.
 pub(crate) fn steps() -> (Steps, mpsc::Receiver<Step>, oneshot::Receiver<Result<(), Refusal>>) {
     let (steps, received) = mpsc::channel(STEPS_MAX);
     let (end, ended) = oneshot::channel();
@@ -29,11 +29,11 @@ impl Sink for Steps {
         self.steps.capacity() > SINK_SLACK
     }
 
-    /// The KV is where it will be used: it goes nowhere.
+    /// Does nothing: the KV is already on the node that uses it.
     fn kv(&mut self, _span: KvSpan, _lease: Arc<BlockLease>, _ready: LayerFence) {}
 
     fn step(&mut self, step: Step, _timing: StepTiming) {
-        // Without a reader the ticket is being dropped, and the sequence cancelled.
+        // Without a reader the step is dropped: the ticket is being dropped too, which cancels the sequence.
         let _ = self.steps.try_send(step);
     }
 

@@ -1,4 +1,4 @@
-//! What a node is told: [`RawNodeConfig`] as written, [`NodeConfig`] as meant.
+//! A node's configuration: [`RawNodeConfig`] is the file, [`NodeConfig`] the checked form.
 
 mod expert;
 
@@ -45,8 +45,8 @@ pub struct NodeSection {
     pub admin: String,
     /// The host that routers and peers connect to. Empty: the one in `listen`.
     pub advertise: String,
-    /// How long requests may run, and sequences of a pool node may wait to be fetched, after the node was asked
-    /// to stop.
+    /// The longest time after a stop request for running requests to end, and for stored sequences of a pool
+    /// node to be fetched.
     pub drain_ms: u64,
 }
 
@@ -81,14 +81,14 @@ pub struct ModelSection {
     /// The model: a Hugging Face folder, `demo` (bundled), `org/name[@revision]` on a hub, `mock`, or
     /// `mock:NAME` with step costs.
     pub path: String,
-    /// What requests call the model; the same on all its nodes and the router. Empty: the folder's name.
+    /// The model's name in requests; the same on all its nodes and the router. Empty: the folder's name.
     pub name: String,
     /// `auto` (the first GPU, else the CPU), `cpu`, `cuda`, or `cuda:1`. With `tp`, that GPU and those after
     /// it.
     pub device: String,
-    /// A sequence's tokens have the same bits alone and in any batch, in any chunks, recomputed or on another
-    /// GPU of one kind; slower. CPUs and mocks always do. The same on all nodes of a model, on GPUs with the
-    /// same `tp`.
+    /// A sequence gets bit-identical results in any batch and any chunks, recomputed, or on another GPU of the
+    /// same kind; slower. CPUs and mocks always do this. The same on all nodes of a model, on GPUs with the same
+    /// `tp`.
     pub deterministic: bool,
     /// Memory for KV of all ranks: `4GiB`; on a CPU also a share of free memory at the start, `60%`; or `auto`:
     /// a GPU uses up to 90 % of its memory for weights and KV, a CPU takes room for four of the longest
@@ -174,16 +174,16 @@ impl ModelSection {
         let refused = |why: String| NodeError::Config(format!("model.kv_memory: {why}"));
         let room = self.kv_memory.room().map_err(|error| refused(error.to_string()))?;
         if let (KvRoom::OnHost(_), Device::Cuda(_)) = (room, device) {
-            return Err(refused("a share is of the machine's memory: name an amount for a GPU".to_owned()));
+            return Err(refused("a percentage is of the host's memory; give an amount for a GPU".to_owned()));
         }
         Ok(room)
     }
 }
 
-/// Dummy weights are the same on every node, or their KV would not mean the same.
+/// The seed of dummy weights: the same on every node, because nodes exchange their KV.
 const DUMMY_SEED: u64 = 1;
 
-/// The value that a word stands for.
+/// Returns the value that a setting's word selects, or an error that lists the known words.
 fn choice<T: Copy>(key: &str, word: &str, known: &[(&str, T)]) -> Result<T, NodeError> {
     let found = known.iter().find(|(name, _)| *name == word).map(|(_, value)| *value);
     let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
@@ -206,7 +206,7 @@ impl Default for TransferSection {
 }
 
 impl TransferSection {
-    /// The wires are reached at the same host as the node, which others are told is `advertise`.
+    /// Connectors are advertised under the same host as the node's gRPC services, `advertise`.
     pub fn settings(&self, expert: &TransferExpert, advertise: &str) -> TransferSettings {
         TransferSettings {
             listen: self.listen.clone(),
@@ -223,10 +223,10 @@ impl TransferSection {
     }
 }
 
-/// A node's configuration, checked.
+/// A node's checked configuration.
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
-    /// `None`: named after the machine and the port, once that is known.
+    /// `None`: a name made of the host name and the bound port.
     pub id: Option<NodeId>,
     pub listen: String,
     pub admin: String,
@@ -234,7 +234,7 @@ pub struct NodeConfig {
     pub drain: Duration,
     pub stuck_after: Duration,
     pub registry_url: String,
-    /// `None`: the model's own name.
+    /// `None`: the name from the model's folder.
     pub model_name: Option<String>,
     pub engine: EngineSettings,
     pub scheduler: SchedulerSettings,

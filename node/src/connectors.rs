@@ -1,4 +1,4 @@
-//! The connectors that one node has, best first.
+//! The connectors of one node, best first.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::error::NodeError;
 use crate::paced::Paced;
 
 const NOT_ON_A_GPU: &str = "its KV is not on a GPU";
-/// Peers that are remembered as out of reach of a faster connector. Beyond it they are warned of again.
+/// The most peers that a fallback warning is remembered for. Above it the memory is cleared and warnings repeat.
 const FALLBACKS_MAX: usize = 1024;
 
 /// The connectors of one node. Cheap to clone.
@@ -23,13 +23,13 @@ const FALLBACKS_MAX: usize = 1024;
 pub struct Connectors {
     host: Arc<str>,
     best_first: Arc<[Arc<dyn KvConnector>]>,
-    /// Those that it does without.
+    /// The connectors that the node does not offer.
     missing: Arc<[MissingWire]>,
-    /// Peers and connectors that a warning has named as a pair that does not work. Held for a look-up.
+    /// The pairs of peer and connector that a fallback warning was logged for. Locked for one look-up only.
     fallbacks: Arc<Mutex<BTreeSet<(NodeId, Scheme)>>>,
 }
 
-/// What the choice of a wire needs to know about a peer.
+/// A peer's host and connectors, from which a common connector is chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerWires {
     pub node: NodeId,
@@ -38,10 +38,10 @@ pub struct PeerWires {
 }
 
 impl Connectors {
-    /// Builds the connectors called `names`, in this order of preference.
+    /// Builds the connectors in `names`, in this order of preference.
     ///
-    /// What was asked for by name must work. A connector that `auto` stands for may be missing, with a warning if the
-    /// machine looks as if it should work.
+    /// A connector named explicitly must start. One that `auto` includes may be missing; this is a warning if the
+    /// machine seems to support it.
     pub async fn build(names: &[String], host: &str, parts: &ConnectorParts) -> Result<Self, NodeError> {
         let mut best_first: Vec<Arc<dyn KvConnector>> = Vec::new();
         let mut missing = not_named(names);
@@ -53,16 +53,20 @@ impl Connectors {
             match kv_transfer::build(name, parts.clone()).await {
                 Ok(connector) => best_first.push(connector),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
-                // What most machines do not have is not worth a warning.
+                // Most machines lack the hardware, so this is no warning.
                 Err(error) if error.is_of_the_machine() => {
-                    info!(connector = name, error = in_full(&error), "connector is not for this machine");
+                    info!(
+                        connector = name,
+                        error = in_full(&error),
+                        "connector is not supported on this machine"
+                    );
                     missing.push(MissingWire { scheme: Scheme::new(name), why: in_full(&error) });
                 }
                 Err(error) => {
                     warn!(
                         connector = name,
                         error = in_full(&error),
-                        "connector does not work here, going on without"
+                        "connector failed to start and is not offered"
                     );
                     missing.push(MissingWire { scheme: Scheme::new(name), why: in_full(&error) });
                 }
@@ -75,7 +79,7 @@ impl Connectors {
         Self { host, best_first, missing, fallbacks: Arc::default() }
     }
 
-    /// The same connectors, each as slow as `costs` say.
+    /// The same connectors with sending slowed down to `costs`.
     #[must_use]
     pub fn paced(self, costs: Costs, layout: &KvLayout) -> Self {
         let layout = Arc::new(layout.clone());
@@ -85,17 +89,17 @@ impl Connectors {
         Self::of(self.host, self.best_first.iter().map(pace).collect(), self.missing)
     }
 
-    /// Where this node can be reached, best first.
+    /// The addresses of this node's connectors, best first.
     pub fn addresses(&self) -> Vec<WireAddress> {
         self.best_first.iter().map(|connector| connector.address()).collect()
     }
 
-    /// Those that the node does without, and why.
+    /// The connectors that the node does not offer, with the reasons.
     pub fn missing(&self) -> Vec<MissingWire> {
         self.missing.to_vec()
     }
 
-    /// All of them, best first.
+    /// All connectors, best first.
     pub fn all(&self) -> &[Arc<dyn KvConnector>] {
         &self.best_first
     }
@@ -104,9 +108,9 @@ impl Connectors {
         self.best_first.iter().find(|connector| connector.scheme() == *scheme).cloned()
     }
 
-    /// The best connector that this node and `peer` both have, and that reaches it.
+    /// Returns the best connector that this node and `peer` both have and that reaches the peer.
     ///
-    /// Where a better one should reach it and does not, that is a warning, once for each peer.
+    /// If a better connector should reach the peer and does not, a warning is logged once per peer.
     pub fn shared_with(&self, peer: &PeerWires) -> Option<Arc<dyn KvConnector>> {
         for connector in self.best_first.iter().filter(|connector| self.is_for(connector, peer)) {
             let scheme = connector.scheme();
@@ -119,7 +123,7 @@ impl Connectors {
         None
     }
 
-    /// Whether the two hosts, as they call themselves, may use it.
+    /// Whether the connector may work between the two hosts, judged by their host ids.
     fn is_for(&self, connector: &Arc<dyn KvConnector>, peer: &PeerWires) -> bool {
         *self.host == *peer.host || !connector.address().within_host
     }
@@ -135,18 +139,18 @@ impl Connectors {
     }
 }
 
-/// What `auto` stands for: all connectors that work without being set up, fastest first.
+/// The connectors that `auto` includes: all that need no setup, fastest first.
 fn automatic() -> impl Iterator<Item = &'static WireKind> {
     kv_transfer::connectors().iter().filter(|wire| wire.auto != Auto::No)
 }
 
-/// Why a connector between GPUs is not for this memory.
+/// The reason why a connector between GPUs cannot use this memory.
 fn not_on_gpus(name: &str, memory: &KvMemory) -> Option<&'static str> {
     let needs_gpus = automatic().any(|wire| wire.name == name && wire.auto == Auto::IfOnGpus);
     (needs_gpus && !memory.is_on_cards()).then_some(NOT_ON_A_GPU)
 }
 
-/// The connectors that `auto` would try, and that the settings do not allow.
+/// The connectors that `auto` includes and that the configuration excludes.
 fn not_named(names: &[String]) -> Vec<MissingWire> {
     let is_named = |name: &str| names.iter().any(|named| named == name || named == "auto");
     let why = format!("transfer.connectors is {}", names.join(", "));
@@ -154,7 +158,7 @@ fn not_named(names: &[String]) -> Vec<MissingWire> {
     unnamed.map(|wire| MissingWire { scheme: Scheme::new(wire.name), why: why.clone() }).collect()
 }
 
-/// The connectors that a configured name stands for, and whether the node cannot do without.
+/// The connectors that a configured name includes, each with whether the node requires it.
 fn expand(name: &str) -> Vec<(&str, bool)> {
     match name {
         "auto" => automatic().map(|wire| (wire.name, wire.auto == Auto::Needed)).collect(),

@@ -1,4 +1,4 @@
-//! Why a node did not come up, or did not go down well.
+//! The errors of starting, running and stopping a node.
 
 use std::io;
 use std::sync::Arc;
@@ -29,11 +29,11 @@ pub enum NodeError {
     Serve(#[source] chassis::StillHeld),
     #[error("drain")]
     Drain(#[source] chassis::StillHeld),
-    #[error("the worker has not ended, {} ms after everything was cut off", .0.as_millis())]
+    #[error("the worker is still running {} ms after its requests were cancelled", .0.as_millis())]
     WorkerLate(Duration),
     #[error("the worker is dead: {0}")]
     WorkerDead(Arc<str>),
-    #[error("sleep")]
+    #[error("put the backend to sleep")]
     Sleep(#[source] BackendError),
     #[error("the backend is lost: its thread has panicked")]
     BackendLost,

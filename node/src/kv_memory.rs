@@ -1,4 +1,4 @@
-//! How much memory a node keeps for KV: an amount, a share of what is free when it starts, or what suits the model.
+//! The size of a node's KV memory: an amount, a percentage of free memory at the start, or a default for the model.
 
 use std::fmt;
 use std::num::NonZero;
@@ -9,24 +9,24 @@ use engine::{AutoRoom, KvRoom};
 pub use kernels::memory::available::available_bytes;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// What a node that computes is told: `"auto"`, `"auto/2"`, or a size.
+/// The `model.kv_memory` setting of a node that computes: `"auto"`, `"auto/2"`, or a size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelKvMemory {
-    /// What suits the model, on a device that `nodes` nodes share.
+    /// A default for the model, on a device that `nodes` nodes share.
     Auto {
         nodes: NonZero<u16>,
     },
     Size(KvMemorySize),
 }
 
-/// The percentage of the machine's free memory, or of a GPU's memory, that all nodes that share it may take together.
+/// The percentage of free host memory, or of GPU memory, that `auto` takes. Nodes that share a device share it.
 const AUTO_HOST_PERCENT: u64 = 40;
 const AUTO_GPU_PERCENT: usize = 90;
-/// Used where the free memory is not known.
+/// The host memory that `auto` assumes as its limit if the free memory is unknown.
 const AUTO_UNKNOWN_BYTES: u64 = 1 << 30;
 
 impl ModelKvMemory {
-    /// What the engine is told of it now.
+    /// Resolves the setting against the memory that is free now.
     pub fn room(self) -> Result<KvRoom, UnknownMemory> {
         let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         Ok(match self {
@@ -48,29 +48,29 @@ impl ModelKvMemory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvMemorySize {
     Bytes(ByteSize),
-    /// Percent of the memory that is available to this process when it starts: from 1 to 95.
+    /// Percentage of the memory that is available to this process at its start, from 1 to 95.
     Percent(u8),
 }
 
-/// Not an amount of memory.
+/// Error: the text is not an amount of memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no amount of memory: \"4GiB\", a number of bytes, or a share of what is free from \"1%\" to \"95%\""
+    "{0:?} is not an amount of memory: use \"4GiB\", a number of bytes, or a share of free memory from \"1%\" to \"95%\""
 )]
 pub struct NotMemory(String);
 
-/// Neither that, nor `auto`.
+/// Error: the text is neither an amount of memory nor `auto`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}; or \"auto\", \"auto/2\" for what suits a model whose device 2 nodes share")]
+#[error("{0}; or \"auto\" for a default size, or \"auto/2\" if two nodes share the device")]
 pub struct NotModelMemory(NotMemory);
 
-/// The free memory is not known.
+/// Error: the amount of free memory is unknown.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("/proc/meminfo does not say how much memory is free: name an amount")]
+#[error("/proc/meminfo does not say how much memory is free: give an amount")]
 pub struct UnknownMemory;
 
 impl KvMemorySize {
-    /// How many bytes that is now.
+    /// The size in bytes, for the memory that is free now.
     pub fn bytes(self) -> Result<u64, UnknownMemory> {
         match self {
             Self::Bytes(ByteSize(bytes)) => Ok(bytes),
@@ -141,7 +141,7 @@ impl Serialize for ModelKvMemory {
     }
 }
 
-/// The form in a file.
+/// The setting as written in a file.
 #[derive(Deserialize)]
 #[serde(
     untagged,
@@ -186,7 +186,7 @@ mod tests {
         }
         for text in ["0%", "96%", "300%", "-1%", "%", "much", "4 GB"] {
             let error = text.parse::<KvMemorySize>().expect_err(text).to_string();
-            assert!(error.starts_with(&format!("{text:?} is no amount of memory")), "{error}");
+            assert!(error.starts_with(&format!("{text:?} is not an amount of memory")), "{error}");
         }
     }
 
@@ -202,7 +202,7 @@ mod tests {
         for text in ["auto/0", "auto/", "auto2", "automatic", "auto/99999"] {
             let error = text.parse::<ModelKvMemory>().expect_err(text).to_string();
             assert!(
-                error.starts_with(&format!("{text:?} is no amount")) && error.contains("auto/2"),
+                error.starts_with(&format!("{text:?} is not an amount")) && error.contains("auto/2"),
                 "{error}"
             );
         }

@@ -1,8 +1,9 @@
-//! One node's life, shared by all kinds of them: what it is made of, announcing, its status stream, its drain.
+//! The parts that all kinds of nodes share: configuration, connectors, announcement, status stream, watchdog and drain.
 //!
-//! Suggested reading order: [`config`], the memory that is asked for ([`kv_memory`]), what a node is made of ([`parts`], [`connectors`]), what it tells of
-//! itself ([`status`]) and hears of itself ([`standing`]), how it notices that it makes no progress ([`watchdog`]), what every kind of node does from announcing to drain ([`running`], [`ports`]), one life of a node that computes ([`life`]), and
-//! one after another with sleep between them ([`lives`], [`switch`]).
+//! Suggested reading order: settings ([`config`], [`kv_memory`]); the parts of a node ([`parts`], [`connectors`]); its
+//! status stream ([`status`]) and the routers' opinion of it ([`standing`]); the [`watchdog`]; the path from
+//! announcement to drain ([`running`], [`ports`]); one life of a node that computes ([`life`]); and several lives with
+//! sleep between them ([`lives`], [`switch`]).
 #![forbid(unsafe_code)]
 
 pub mod config;

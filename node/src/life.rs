@@ -15,23 +15,23 @@ use crate::running::{Announcement, RunningNode};
 use crate::status::{StatusParts, StatusService, WorkerStatus};
 use crate::watchdog::Watchdog;
 
-/// What a node needs to live, besides its parts.
+/// The inputs of one life of a node, besides its parts.
 #[derive(Debug)]
 pub struct Life<'a> {
     pub config: &'a NodeConfig,
     pub id: NodeId,
     pub role: Role,
     pub registry: &'a dyn Registry,
-    /// Asked to stop, a node drains.
+    /// Triggers the drain of the node.
     pub shutdown: Shutdown,
     pub readiness: Readiness,
     pub grpc: Box<dyn Listener>,
-    /// Where others find it, and its admin port.
+    /// The advertised gRPC address, and below it the admin address.
     pub address: String,
     pub admin: String,
 }
 
-/// Lives until `shutdown`. `services` are the role's own, with health and reflection; status is added here.
+/// Runs a life until `shutdown`. `services` holds the role's services, health and reflection; status is added here.
 pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<(), NodeError> {
     let readiness = life.readiness.clone();
     let draining = Shutdown::new();

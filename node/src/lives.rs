@@ -1,4 +1,4 @@
-//! A node's process: one life after another over one backend, and sleep between them.
+//! A node's process: lives one after another over one backend, with sleep between them.
 //!
 //! When a life ends, its announcement, epoch, connectors and KV end with it, so that no other process relies on them.
 //! The backend remains: it sleeps or begins the next life.
@@ -30,16 +30,16 @@ use crate::parts::{Drive, NodeParts, Wired, WorkerRun};
 use crate::ports::{KeptListener, Ports, advertised};
 use crate::switch::{Asked, Change, SwitchRequest, SwitchRequests, Unchanged, switch};
 
-/// How long what is left of a life may take to end, once its ports are closed.
+/// How long the rest of a life may take to end after its ports are closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
-/// How often it is looked whether they have let go of memory.
+/// The poll interval while the backend's memory is still in use.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// What a role answers to.
+/// Builds the gRPC services of a role.
 pub type Services<'a> = &'a (dyn Fn(Role, &NodeParts) -> Result<Routes, StartError> + Sync);
 
-/// What a node needs for all its lives, besides its backend.
+/// The inputs of a node's process, besides its backend.
 pub struct Lives<'a> {
     pub config: &'a NodeConfig,
     pub id: NodeId,
@@ -50,13 +50,13 @@ pub struct Lives<'a> {
     pub world: World,
     pub metrics: Metrics,
     pub drive: Drive,
-    /// Asked to stop, a node drains; one that sleeps has nothing to drain.
+    /// Triggers the drain of an awake node, and the end of a sleeping one.
     pub shutdown: Shutdown,
     pub grpc: Box<dyn Listener>,
     pub admin: Box<dyn Listener>,
 }
 
-/// Lives until it is asked to stop, asleep or awake.
+/// Runs the node, awake or asleep, until `shutdown`.
 pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), NodeError> {
     let Lives { config, id, role, registry, services, world, metrics, drive, shutdown, grpc, admin } = lives;
     metrics.show_refusals(world.identity().refusals());
@@ -90,11 +90,11 @@ pub async fn run(lives: Lives<'_>, backend: Box<dyn Backend>) -> Result<(), Node
     ended
 }
 
-/// A node over all its lives.
+/// The state of a node that outlasts its lives.
 struct Node<'a> {
     config: &'a NodeConfig,
     id: NodeId,
-    /// The role of this life, or of the last one.
+    /// The role of the current life, or of the last one during sleep.
     role: Role,
     registry: &'a dyn Registry,
     services: Services<'a>,
@@ -109,21 +109,21 @@ struct Node<'a> {
     admin: String,
 }
 
-/// A caller that waits for an answer, and its answer on success.
+/// A caller that waits for its switch request, with the data for a successful answer.
 struct Waiting {
     asked: Asked,
     since: Instant,
-    /// Before anything was given back, or taken.
+    /// Memory in use before the switch.
     used_bytes: Option<u64>,
 }
 
-/// How a life ended.
+/// The end of a life, by its cause.
 enum End {
-    /// The process was asked to stop.
+    /// The process was asked to stop, and has drained.
     Stopped,
-    /// It was asked to sleep, and has given its backend back.
+    /// The node was asked to sleep. The life has returned its backend.
     SleepRequested(Box<dyn Backend>, Waiting),
-    /// The life could not begin; the caller that woke the node waits for an answer.
+    /// The life could not begin. The caller that asked for the wake waits for an answer.
     WakeFailed(Box<dyn Backend>, NodeError, Waiting),
 }
 
@@ -149,7 +149,7 @@ impl Node<'_> {
         }
     }
 
-    /// One life. `waiting` hears when it can be used.
+    /// Runs one life. `waiting` gets its answer when the node is ready.
     async fn live(
         &mut self,
         backend: Box<dyn Backend>,
@@ -199,7 +199,7 @@ impl Node<'_> {
             }
         };
         tell_who_woke_it();
-        info!("asked to sleep");
+        info!("sleep requested");
         ending.trigger();
         match living.await {
             ended if self.shutdown.requested() => {
@@ -207,13 +207,15 @@ impl Node<'_> {
                 return ended.map(|()| End::Stopped);
             }
             Ok(()) => {}
-            Err(NodeError::Drain(late)) => warn!(%late, "what still ran was cut off"),
+            Err(NodeError::Drain(late)) => {
+                warn!(%late, "drain before sleep timed out, remaining requests are cancelled")
+            }
             Err(error) => return Err(error),
         }
         Ok(End::SleepRequested(backend_of(parts, worker_run).await?, asked))
     }
 
-    /// Makes a backend sleep and answers the caller. Returns the backend, awake, if it cannot sleep.
+    /// Puts the backend to sleep and answers the caller. Returns the backend, awake, if it cannot sleep.
     async fn fall_asleep(
         &self,
         backend: Box<dyn Backend>,
@@ -224,19 +226,19 @@ impl Node<'_> {
             Ok(asleep) => {
                 self.say_asleep();
                 let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
-                info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "asleep");
+                info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "node is asleep");
                 Ok(Ok(asleep))
             }
             Err(SleepFailed { why, .. }) if why.is_fatal() => Err(NodeError::Sleep(why)),
             Err(SleepFailed { backend, why }) => {
-                warn!(error = in_full(&why), "cannot sleep, going on awake");
+                warn!(error = in_full(&why), "sleep failed, the node stays awake");
                 waiting.asked.answer(Err(Unchanged::CannotSleep(in_full(&why))));
                 Ok(Err(backend))
             }
         }
     }
 
-    /// Makes a backend whose life could not begin sleep again, and tells the caller that woke it why.
+    /// Puts the backend back to sleep after a life could not begin, and reports the cause to the caller.
     async fn sleep_on(
         &self,
         backend: Box<dyn Backend>,
@@ -251,12 +253,12 @@ impl Node<'_> {
     }
 
     fn say_asleep(&self) {
-        // An operator has put it to sleep: a rollout does not wait for it, and a budget does not count it as down.
+        // An operator put the node to sleep: a rollout does not wait for it, and a disruption budget does not count it.
         self.readiness.set(Some("asleep".to_owned()), None);
         self.metrics.is_asleep(true);
     }
 
-    /// Sleeps until it is woken, or asked to stop: then there is no backend any more.
+    /// Sleeps until the node is woken; returns `None` if it is asked to stop, and drops the backend then.
     async fn sleep(
         &mut self,
         mut asleep: Box<dyn Asleep>,
@@ -276,7 +278,7 @@ impl Node<'_> {
             };
             let waiting = Waiting { asked, since: Instant::now(), used_bytes: asleep.used_bytes() };
             match aside(self.drive, move || asleep.wake()).await? {
-                // Asked to stop meanwhile, it does not begin another life.
+                // A stop request during the wake prevents the next life.
                 Ok(_) if self.shutdown.requested() => break None,
                 Ok(backend) => {
                     self.role = role.unwrap_or(self.role);
@@ -295,7 +297,7 @@ impl Node<'_> {
     }
 }
 
-/// What still has a hold on memory is given a moment: threads of connectors end after their tasks.
+/// Puts the backend to sleep. Retries while memory is still in use, because connector threads end after their tasks.
 async fn slept(
     mut backend: Box<dyn Backend>,
     drive: Drive,
@@ -312,17 +314,17 @@ async fn slept(
     }
 }
 
-/// Threads of connectors are at a GPU for a moment longer than their tasks are there. A process that ended meanwhile would
-/// crash in the driver.
+/// Waits until all connector threads have ended. They use the GPU slightly longer than their tasks run, and would crash
+/// in the driver if the process ended first.
 async fn wires_end(parts: NodeParts) {
     let wires = parts.wires.clone();
     drop(parts);
     if let Err(late) = wires.close(END_WITHIN).await {
-        warn!(%late, "connectors have not ended, and the process does");
+        warn!(%late, "connector threads are still running at process exit");
     }
 }
 
-/// The backend of a life that is over, once nothing of that life is left.
+/// Returns the backend of an ended life, after everything of that life has ended.
 async fn backend_of(parts: NodeParts, worker_run: WorkerRun) -> Result<Box<dyn Backend>, NodeError> {
     let (gate, wires, worker) = (parts.gate.clone(), parts.wires.clone(), parts.worker.clone());
     drop(parts);
@@ -335,7 +337,7 @@ async fn backend_of(parts: NodeParts, worker_run: WorkerRun) -> Result<Box<dyn B
     }
 }
 
-/// Something that takes its time, on a thread of its own; among tasks that model what things cost, at once.
+/// Runs blocking work on a thread of its own, or inline if the drive is a simulation task.
 async fn aside<T: Send + 'static>(
     drive: Drive,
     work: impl FnOnce() -> T + Send + 'static,
@@ -348,16 +350,16 @@ async fn aside<T: Send + 'static>(
 
 fn tell_awake(waiting: Waiting, used_bytes: Option<u64>) {
     let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(used_bytes);
-    info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "awake");
+    info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "node is awake");
 }
 
 impl Waiting {
     fn not_woken(self, why: String) {
-        warn!(error = why, "not woken, sleeping on");
+        warn!(error = why, "wake failed, the node stays asleep");
         self.asked.answer(Err(Unchanged::CannotWake(why)));
     }
 
-    /// All went well.
+    /// Reports success to the caller.
     fn tell(self, used_bytes: Option<u64>) -> Change {
         let change = Change {
             took: self.since.elapsed(),

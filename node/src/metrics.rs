@@ -1,4 +1,4 @@
-//! What every node counts: where its blocks are, and what waits.
+//! The metrics of every node: blocks by state, and open landings.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use types::BlockCounts;
 
 use chassis::counted::Counter;
 
-/// How old the gauges may be.
+/// The update interval of the gauges.
 const PACE: Duration = Duration::from_millis(250);
 
-/// What a process counts that computes, over all its lives.
+/// The metrics of a process that computes, kept over all its lives.
 #[derive(Clone, Debug)]
 pub struct ProcessMetrics {
     pub(crate) node: NodeMetrics,
@@ -23,7 +23,7 @@ pub struct ProcessMetrics {
     asleep: IntGauge,
 }
 
-/// Gauges that follow the pool and the reservations.
+/// Gauges that follow the block pool and the open landings.
 #[derive(Clone, Debug)]
 pub struct NodeMetrics {
     blocks: IntGaugeVec,
@@ -54,7 +54,7 @@ impl NodeMetrics {
         }
     }
 
-    /// Keeps the gauges true until it is dropped.
+    /// Updates the gauges until the future is dropped.
     pub async fn follow(self, pool: BlockPool, arriving: Counter) {
         loop {
             self.look(&pool, &arriving);
@@ -62,7 +62,7 @@ impl NodeMetrics {
         }
     }
 
-    /// There is no pool.
+    /// Resets the gauges while the node has no block pool.
     fn nothing(&self) {
         self.set(BlockCounts::default());
         self.arriving.set(0);

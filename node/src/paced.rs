@@ -1,4 +1,4 @@
-//! A connector that takes as long as the wire that a mock plays: for rehearsals of realistic load without a model.
+//! A connector that is slowed down to the speed of a modelled wire, for load tests with a mock model.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use kv_cache::{BlockLease, LayerFence};
 use kv_transfer::{Arrival, KvConnector, KvSender, LandRequest, TransferError};
 use types::{Destination, Handoff, KvLayout, KvSpan, Landing, Scheme, WireAddress};
 
-/// Any connector, and what sending costs on it.
+/// A connector, and the cost of sending over it.
 #[derive(Debug)]
 pub(crate) struct Paced {
     pub(crate) inner: Arc<dyn KvConnector>,
@@ -64,7 +64,7 @@ impl KvSender for PacedSender {
     }
 }
 
-/// What a span weighs on the wire.
+/// The size of a span in bytes.
 fn bytes_of(layout: &KvLayout, span: &KvSpan) -> u64 {
     let layers =
         &layout.group(span.group).layers[usize::from(span.layers.start)..usize::from(span.layers.end)];

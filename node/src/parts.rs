@@ -1,4 +1,4 @@
-//! What a node is made of: one worker, one pool, and the connectors over the same memory.
+//! The parts of a node that computes: one worker, one block pool, and the connectors over the same memory.
 
 use std::sync::Arc;
 
@@ -28,23 +28,23 @@ pub struct NodeParts {
     pub pool: BlockPool,
     pub worker: WorkerHandle,
     pub connectors: Connectors,
-    /// Landings that wait for their KV.
+    /// The number of landings whose KV has not fully arrived.
     pub arriving: Counter,
-    /// Prompts whose KV is kept here until its landing is known.
+    /// The number of prompts whose KV is held until its landing is known.
     pub held: Counter,
-    /// Everything that works on a prompt is inside.
+    /// Held by all work on prompts.
     pub gate: Gate,
-    /// What the connectors run. It ends with them.
+    /// Held by the connectors' tasks and threads.
     pub wires: Gate,
     pub metrics: NodeMetrics,
 }
 
-/// Where the worker runs.
+/// The way that the worker is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drive {
-    /// A thread of its own: a backend's steps block.
+    /// On its own thread, because the backend's steps block.
     Thread,
-    /// A task among the others, on their clock: for a backend that only models what its steps cost.
+    /// On a task in virtual time, for a backend that only models the duration of its steps.
     Task,
 }
 
@@ -55,13 +55,13 @@ pub enum WorkerRun {
     Task(oneshot::Receiver<Box<dyn Backend>>),
 }
 
-/// The model under the name that it was given here.
+/// The model's description, with the configured name if there is one.
 fn named(model: &ModelInfo, config: &NodeConfig) -> ModelInfo {
     let name = config.model_name.clone().unwrap_or_else(|| model.name.clone());
     ModelInfo { name, ..model.clone() }
 }
 
-/// What a life has of the world around it: a new epoch, and connectors over its backend's memory.
+/// The parts of a life that other nodes see: a new epoch, and connectors over the backend's memory.
 #[derive(Debug)]
 pub(crate) struct Wired {
     epoch: Epoch,
@@ -72,7 +72,7 @@ pub(crate) struct Wired {
 }
 
 impl Wired {
-    /// Binds the connectors. This may fail for reasons that pass, such as a port that another process has.
+    /// Binds the connectors. Errors may be temporary, such as a port that another process uses.
     pub(crate) async fn bind(
         id: &NodeId,
         config: &NodeConfig,
@@ -104,7 +104,7 @@ impl Wired {
 }
 
 impl NodeParts {
-    /// Starts the worker.
+    /// Builds the parts and starts the worker.
     pub(crate) fn over(
         wired: Wired,
         config: &NodeConfig,
@@ -158,7 +158,7 @@ impl WorkerRun {
         }
     }
 
-    /// What the worker computed with, once it has [stopped](WorkerHandle::stopped). `None`: it died.
+    /// Returns the worker's backend after the worker has [stopped](WorkerHandle::stopped); `None` if it panicked.
     pub(crate) async fn backend(self) -> Option<Box<dyn Backend>> {
         match self {
             Self::Thread(thread) => spawn_blocking(|| thread.join()).await.ok().flatten(),

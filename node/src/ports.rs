@@ -1,4 +1,4 @@
-//! The two ports of a node's process: served, and closed.
+//! The gRPC port and the admin port of a node's process.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,14 +19,14 @@ use tracing::warn;
 
 use crate::error::NodeError;
 
-/// How long the ports may take to close once nothing is under way.
+/// How long each port may take to close.
 const CLOSE_WITHIN: Duration = Duration::from_secs(2);
-/// How long after that open streams are cut: their work is over or late.
+/// How long open streams may run after the close has begun.
 const CUT_AFTER: Duration = Duration::from_millis(500);
 
 type Serving = Task<Result<(), StillHeld>>;
 
-/// Ports that are being served. Dropped, they are closed at once.
+/// Ports that are being served. Dropping the value closes them at once.
 #[derive(Debug)]
 pub struct Ports {
     gate: Gate,
@@ -49,7 +49,7 @@ impl Ports {
         ports
     }
 
-    /// Serves the gRPC services too.
+    /// Serves the gRPC services.
     pub fn grpc(
         &mut self,
         listener: Box<dyn Listener>,
@@ -62,7 +62,7 @@ impl Ports {
         self.serving.push(spawn_guarded(&self.gate, "grpc", serve));
     }
 
-    /// Answers every call on the gRPC port with UNAVAILABLE, and says why.
+    /// Answers every call on the gRPC port with UNAVAILABLE and the reason `why`.
     pub fn refusing(
         listener: Box<dyn Listener>,
         why: &'static str,
@@ -75,7 +75,7 @@ impl Ports {
         ports
     }
 
-    /// Where what belongs to the ports runs.
+    /// The gate for tasks that end with the ports.
     pub fn gate(&self) -> &Gate {
         &self.gate
     }
@@ -90,10 +90,10 @@ impl Ports {
     }
 }
 
-/// A listener that outlives those who accept from it, one after the other. Clones are the same.
+/// A listener that outlives the servers that accept from it. Clones share one socket.
 #[derive(Clone, Debug)]
 pub struct KeptListener {
-    /// Locked by the server that accepts.
+    /// Locked by the server that is accepting.
     listener: Arc<Mutex<Box<dyn Listener>>>,
     addr: SocketAddr,
 }
@@ -116,7 +116,7 @@ impl Listener for KeptListener {
     }
 }
 
-/// What others are told to connect to: `host`, or the address that was bound.
+/// Returns the address for other processes: `host` with the bound port, or the bound address.
 pub fn advertised(host: Option<&str>, listener: &dyn Listener) -> Result<String, NodeError> {
     let bound: SocketAddr = listener
         .local_addr()

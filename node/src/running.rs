@@ -1,4 +1,4 @@
-//! What a node of every kind does once it has its parts: announce itself, serve, wait, drain.
+//! The common part of every node's life: announce, serve, wait, drain.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,32 +14,32 @@ use crate::connectors::Connectors;
 use crate::error::NodeError;
 use crate::ports::Ports;
 
-/// What a node tells the registry about itself.
+/// The contents of a node's announcement in the registry.
 #[derive(Debug)]
 pub struct Announcement<'a> {
     pub id: NodeId,
     pub role: Role,
     pub epoch: Epoch,
     pub host: Arc<str>,
-    /// Where others find the node, and its admin port.
+    /// The advertised gRPC address, and below it the admin address.
     pub address: String,
     pub admin: String,
     pub connectors: &'a Connectors,
     pub model: &'a ModelInfo,
 }
 
-/// A node with open ports that is not announced yet.
+/// A node with open ports that is not yet announced.
 #[derive(Debug)]
 pub struct RunningNode<'a> {
     pub registry: &'a dyn Registry,
     pub readiness: Readiness,
     pub ports: Ports,
-    /// Everything that works on a request is inside. A drain waits for it, at most for `drain`.
+    /// Held by all work on requests. A drain waits for it for at most `drain`.
     pub work: Gate,
     pub drain: Duration,
-    /// Asked to stop, the node drains.
+    /// Triggers the drain.
     pub shutdown: Shutdown,
-    /// Triggered when the node takes no new work.
+    /// Triggered when the node stops accepting new work.
     pub draining: Shutdown,
 }
 
@@ -62,8 +62,8 @@ impl Announcement<'_> {
 }
 
 impl RunningNode<'_> {
-    /// Runs until `shutdown`, and drains. `watch` keeps the node's readiness true from its announcement on;
-    /// `stop_work` is called when the node takes no new work.
+    /// Runs the node until `shutdown`, then drains it. `watch` updates the node's readiness while it is announced;
+    /// `stop_work` is called when the node stops accepting new work.
     pub async fn run(
         self,
         announcement: Announcement<'_>,

@@ -1,4 +1,4 @@
-//! What routers say of this node's place in the cluster: why it gets no work, and what a rollout waits for.
+//! The routers' reports on this node: whether they refuse it, and what a rollout waits for.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,35 +7,35 @@ use std::time::Duration;
 use proto::v1;
 use tokio::time::Instant;
 
-/// Routers that are listened to at one time. A cluster has a few.
+/// The largest number of routers whose reports are stored. A cluster has a few routers.
 const ROUTERS_MAX: usize = 64;
-/// The longest time for which a router is believed that says nothing more.
+/// The longest time for which a report is valid if it is not repeated.
 const BELIEVED_AT_MOST: Duration = Duration::from_secs(60);
 /// The longest reason, in characters.
 const REASON_MAX: usize = 1024;
 
-/// What all routers say. Clones share one table.
+/// The reports of all routers. Clones share one table.
 ///
-/// A refusal of any router counts. It ends when that router takes it back, or has not repeated it in time, so that a router
-/// that has left refuses no node for ever.
+/// One router's refusal is enough. It ends when the router withdraws it or its time to live passes, so the refusal of a
+/// router that is gone does not last.
 #[derive(Clone, Debug, Default)]
 pub struct Standings {
     /// By the router's name. Never held across an await.
     words: Arc<Mutex<BTreeMap<String, Word>>>,
 }
 
-/// What one router says.
+/// The report of one router.
 #[derive(Debug)]
 struct Word {
-    /// Why it gives the node no work.
+    /// The reason why the router gives the node no work.
     refusal: Option<String>,
-    /// Why a rollout must not replace other nodes yet.
+    /// The reason why a rollout must not replace other nodes yet.
     rollout_waits_for: Option<String>,
     believed_until: Instant,
 }
 
 impl Standings {
-    /// Takes in what a router says at `now`.
+    /// Stores a router's report, received at `now`.
     pub fn hear(&self, word: v1::StandingRequest, now: Instant) {
         let v1::StandingRequest { router, refusal, ttl_ms, rollout_waits_for } = word;
         let mut words = self.fresh(now);
@@ -52,17 +52,17 @@ impl Standings {
         }
     }
 
-    /// Why a router gives this node no work; `None`: no router has said so lately.
+    /// The reason why a router gives this node no work; `None` if no valid report has one.
     pub fn refusal(&self, now: Instant) -> Option<String> {
         self.fresh(now).values().find_map(|word| word.refusal.clone())
     }
 
-    /// Why a rollout must not replace other nodes yet. `None`: at least one router has said lately that this node serves or
-    /// could serve, and no router says otherwise.
+    /// The reason why a rollout must not replace other nodes yet. `None` if at least one valid report exists and none has
+    /// a reason to wait.
     pub fn rollout_waits_for(&self, now: Instant) -> Option<String> {
         let words = self.fresh(now);
         if words.is_empty() {
-            return Some("no router has said lately that this node serves".to_owned());
+            return Some("no router has reported lately that this node serves".to_owned());
         }
         words.values().find_map(|word| word.rollout_waits_for.clone())
     }

@@ -1,5 +1,5 @@
-//! `baton.v1.NodeStatus`: how busy a node is and what it has cached, as a stream; and its ledger. The service of every
-//! kind of node.
+//! `baton.v1.NodeStatus`: a stream of a node's load and cached blocks, and its block ledger. Every kind of node
+//! serves it.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -20,33 +20,33 @@ use types::{Epoch, NodeLoad};
 use crate::standing::Standings;
 use crate::watchdog::Stuck;
 
-/// The least time between two messages about a changed load.
+/// The shortest time between two load messages.
 const LOAD_PACE: Duration = Duration::from_millis(20);
-/// The load is sent at least this often, changed or not: it shows the reader that the node is alive.
+/// The longest time between two load messages; each one shows the reader that the node is alive.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);
-/// How often a node without a worker sends its load: no event tells that its blocks changed.
+/// The interval of load messages from a node without a worker: no event reports changes of its blocks.
 const LOAD_EVERY: Duration = Duration::from_millis(250);
 
-/// What the service tells and hears.
+/// The inputs of the service.
 #[derive(Clone, Debug)]
 pub struct StatusParts {
     pub epoch: Epoch,
     pub pool: BlockPool,
-    /// Sequences on their way in.
+    /// The number of incoming sequences.
     pub arriving: Counter,
-    /// `None`: the node computes nothing. Then the service sends no block events.
+    /// `None` on a node that computes nothing. Then the service sends no block events.
     pub worker: Option<WorkerStatus>,
     pub standings: Standings,
-    /// Triggered when the node takes no new work.
+    /// Triggered when the node stops accepting new work.
     pub draining: Shutdown,
     pub world: World,
 }
 
-/// What a worker says of itself.
+/// The status of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerStatus {
     pub load: watch::Receiver<WorkerLoad>,
-    /// While the worker is stuck, the node sends no load: a router takes it for unreachable and asks again.
+    /// While the worker is stuck, the node sends no load, so that routers treat it as unreachable and reconnect.
     pub stuck: watch::Receiver<Option<Stuck>>,
 }
 
@@ -72,7 +72,7 @@ struct Reader {
     worker: Option<WorkerReader>,
 }
 
-/// What a reader sees of the worker.
+/// The worker's status and block events, as one reader consumes them.
 struct WorkerReader {
     status: WorkerStatus,
     blocks: BlockEvents,
@@ -84,7 +84,7 @@ impl Reader {
         Self { node: node.clone(), sent_draining: false, load_sent: None, worker }
     }
 
-    /// The next thing worth telling; an error once the worker is stuck.
+    /// Returns the next event, or an error once the worker is stuck.
     async fn next(&mut self) -> Result<Event, Status> {
         let Some(mut stuck) = self.worker.as_ref().map(|worker| worker.status.stuck.clone()) else {
             return Ok(self.next_event().await);
@@ -96,7 +96,7 @@ impl Reader {
         }
     }
 
-    /// The first is the load.
+    /// Returns the next event. The first one is the load.
     async fn next_event(&mut self) -> Event {
         let Some(sent) = self.load_sent else { return self.load() };
         let worker = async {
@@ -127,7 +127,7 @@ impl Reader {
 }
 
 impl WorkerReader {
-    /// The next block event; `None`: it is time for the load.
+    /// Returns the next block event, or `None` when a load message is due.
     async fn next(&mut self, load_sent: tokio::time::Instant) -> Option<Event> {
         let load_is_due = async {
             tokio::time::sleep_until(load_sent + LOAD_PACE).await;
@@ -135,7 +135,7 @@ impl WorkerReader {
         };
         tokio::select! {
             biased;
-            // Before the blocks: it has a pace, and they have none.
+            // The load is polled first: it is rate-limited, and block events are not, so they cannot starve it.
             () = load_is_due => None,
             event = self.blocks.next() => Some(Event::Blocks(v1::BlockEvents::new(event.number, &event.event))),
         }
@@ -185,16 +185,16 @@ fn refused(stuck: Option<Stuck>) -> Status {
     Status::unavailable(format!("the node makes no progress, {stage}"))
 }
 
-/// Refuses a router that means an earlier life of this node, or another node that had this address.
+/// Refuses a router that means an earlier life of this node, or another node that had this address before.
 fn check_life(request: &v1::StatusRequest, own: Epoch) -> Result<(), Status> {
     match Epoch(request.epoch) {
         Epoch(0) => Ok(()),
         meant if meant == own => Ok(()),
-        meant => Err(Status::not_found(format!("this is another life: {own}, not {meant}"))),
+        meant => Err(Status::not_found(format!("this node has epoch {own}, not {meant}"))),
     }
 }
 
-/// Where a pool's blocks are.
+/// Returns the number of blocks in each state and, on request, every block.
 fn ledger(pool: &BlockPool, request: v1::LedgerRequest) -> v1::LedgerAnswer {
     let blocks =
         if request.blocks { pool.ledger().into_iter().map(ledger_block).collect() } else { Vec::new() };

@@ -1,7 +1,7 @@
-//! Where a node is asked to sleep and to wake: `POST /sleep` and `POST /wake` on the admin port, `?role=` another one.
+//! The admin pages that switch a node: `POST /sleep`, and `POST /wake`, with `?role=` for another role.
 //!
-//! The caller waits for the answer; a caller that goes away changes nothing. A request that comes during a switch is
-//! handled after it. No other file of this crate knows JSON and status codes.
+//! The caller waits for the answer; the switch continues if the caller disconnects. A request that comes during a switch
+//! is handled after it. No other file of this crate knows JSON and status codes.
 
 use std::time::Duration;
 
@@ -16,18 +16,18 @@ use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
 use types::Role;
 
-/// SwitchRequests that may wait for the one that is under way.
+/// The number of switch requests that may wait for the current one.
 const WAITING_MAX: usize = 8;
 
-/// What a node can be asked for.
+/// A request to switch the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SwitchRequest {
     Sleep,
-    /// In this role, or the one that it had.
+    /// Wake in this role, or in the previous one if it is `None`.
     Wake(Option<Role>),
 }
 
-/// The roles of nodes that compute.
+/// The roles that a node can wake in: those that compute.
 const ROLES: [Role; 3] = [Role::Prefill, Role::Decode, Role::Both];
 
 /// A request, and the channel for its answer.
@@ -37,7 +37,7 @@ pub struct Asked {
     answer: oneshot::Sender<Result<Change, Unchanged>>,
 }
 
-/// What came of a request: how long it took, and what is in use of the memory that the node computes in.
+/// The result of a switch: its duration, and the device memory in use before and after.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Change {
     pub took: Duration,
@@ -45,16 +45,16 @@ pub struct Change {
     pub used_bytes_after: Option<u64>,
 }
 
-/// Why everything is as it was.
+/// The reason why a request changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unchanged {
     #[error("the node is asleep already")]
     AsleepAlready,
     #[error("the node is awake already")]
     AwakeAlready,
-    #[error("{0:?} is no role to wake in: prefill, decode and both are")]
+    #[error("{0:?} is not a role to wake in: use prefill, decode or both")]
     UnknownRole(String),
-    #[error("{WAITING_MAX} others have asked the node for something, and wait")]
+    #[error("{WAITING_MAX} requests to sleep or wake are already waiting")]
     Busy,
     #[error("web pages may not put nodes to sleep or wake them (the request names an Origin)")]
     FromAPage,
@@ -62,26 +62,26 @@ pub enum Unchanged {
     Stopping,
     #[error("the node stays awake: {0}")]
     CannotSleep(String),
-    #[error("the node sleeps on: {0}")]
+    #[error("the node stays asleep: {0}")]
     CannotWake(String),
 }
 
-/// Where requests come in. Clones share one queue.
+/// The sending end of the queue of requests. Clones share one queue.
 #[derive(Clone, Debug)]
 pub struct Switch(mpsc::Sender<Asked>);
 
-/// Where the node finds them, oldest first.
+/// The receiving end of the queue, oldest request first.
 #[derive(Debug)]
 pub struct SwitchRequests(mpsc::Receiver<Asked>);
 
-/// Makes a switch, and what it is connected to.
+/// Makes the two ends of the queue.
 pub fn switch() -> (Switch, SwitchRequests) {
     let (requests, asked) = mpsc::channel(WAITING_MAX);
     (Switch(requests), SwitchRequests(asked))
 }
 
 impl Switch {
-    /// Waits until the node has answered. Dropped, the request stays.
+    /// Sends a request and waits for the answer. If the future is dropped, the request stays in the queue.
     pub async fn ask(&self, request: SwitchRequest) -> Result<Change, Unchanged> {
         let (answer, answered) = oneshot::channel();
         match self.0.try_send(Asked { request, answer }) {
@@ -91,7 +91,7 @@ impl Switch {
         }
     }
 
-    /// The pages for the admin port.
+    /// The `/sleep` and `/wake` pages for the admin port.
     pub fn pages(self) -> Router {
         Router::new()
             .route("/sleep", post(sleep))
@@ -101,7 +101,7 @@ impl Switch {
     }
 }
 
-/// What stands behind `/wake`.
+/// The query of `/wake`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WakeQuery {
@@ -116,7 +116,7 @@ impl WakeQuery {
     }
 }
 
-/// An operator's browser reaches ports of this machine for any page that it shows, and says so.
+/// Refuses requests from web pages. A page in an operator's browser can reach local ports; browsers then set `Origin`.
 async fn not_from_a_page(request: Request, next: Next) -> Response {
     match request.headers().contains_key(header::ORIGIN) {
         true => page(Err(Unchanged::FromAPage)),
@@ -136,7 +136,7 @@ async fn wake(State(switch): State<Switch>, Query(query): Query<WakeQuery>) -> R
 }
 
 impl SwitchRequests {
-    /// The next request. Pending for ever if none comes. Cancel-safe.
+    /// Returns the next request. Never returns if no sender is left. Cancel-safe.
     pub async fn next(&mut self) -> Asked {
         match self.0.recv().await {
             Some(asked) => asked,
@@ -146,14 +146,14 @@ impl SwitchRequests {
 }
 
 impl Asked {
-    /// Sends the answer. A caller that has gone gets none.
+    /// Sends the answer. It is dropped if the caller has disconnected.
     pub fn answer(self, answer: Result<Change, Unchanged>) {
         let _ = self.answer.send(answer);
     }
 }
 
 impl Unchanged {
-    /// A word for programs.
+    /// A stable error code for programs.
     pub fn code(&self) -> &'static str {
         match self {
             Self::AsleepAlready => "asleep_already",
@@ -251,7 +251,7 @@ mod tests {
         assert_eq!(request(None), Ok(SwitchRequest::Wake(None)));
         assert_eq!(request(Some("both")), Ok(SwitchRequest::Wake(Some(Role::Both))));
         let refused = request(Some("pool")).expect_err("it computes nothing");
-        assert_eq!(refused.to_string(), "\"pool\" is no role to wake in: prefill, decode and both are");
+        assert_eq!(refused.to_string(), "\"pool\" is not a role to wake in: use prefill, decode or both");
     }
 
     #[tokio::test]
@@ -266,7 +266,7 @@ mod tests {
             (
                 Err(Unchanged::CannotWake("no room".to_owned())),
                 503,
-                r#"{"error":{"code":"cannot_wake","message":"the node sleeps on: no room"}}"#,
+                r#"{"error":{"code":"cannot_wake","message":"the node stays asleep: no room"}}"#,
             ),
         ] {
             let page = page(answer);

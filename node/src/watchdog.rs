@@ -1,6 +1,6 @@
-//! Notices when the node makes no progress although there is work, and names the stage that stands still.
+//! Detects that the node makes no progress although it has work, and names the stage that is stuck.
 //!
-//! It depends on no work that comes: it looks at intervals, at what the worker said last and when it said it.
+//! It polls the worker's last report and its age, so it works when no event arrives any more.
 
 use std::fmt;
 use std::time::Duration;
@@ -16,26 +16,29 @@ use types::BlockCounts;
 use crate::parts::NodeParts;
 use crate::standing::Standings;
 
-/// How often it looks.
+/// The poll interval.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// The stage that stands still.
+/// The stage that is stuck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stuck {
-    /// The worker has not come back from the engine.
+    /// An engine step has not returned.
     Step { running: u32, waiting: u32 },
-    /// The worker turns, but no sequence gets blocks, and none runs that would give some back.
+    /// The worker runs, but no sequence gets blocks, and no running sequence could free some.
     Room { waiting: u32, blocks: BlockCounts },
 }
 
-/// Since when something should have moved, and where it stopped.
+/// The stuck stage, and the time of its last progress.
 type Finding = (Stuck, Instant);
 
 impl fmt::Display for Stuck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Step { running, waiting } => {
-                write!(f, "step: the engine does not come back, {running} sequences run and {waiting} wait")
+                write!(
+                    f,
+                    "step: the engine step has not returned, {running} sequences run and {waiting} wait"
+                )
             }
             Self::Room { waiting, blocks } => {
                 let BlockCounts { free, leased, cached, quarantined, .. } = blocks;
@@ -49,13 +52,13 @@ impl fmt::Display for Stuck {
     }
 }
 
-/// What stands still by the worker's last word, if anything does.
+/// Returns the stuck stage according to the worker's last report, if there is one.
 ///
-/// `n_held` counts the landings that wait for their KV and the KV that waits for its landing: they hold blocks, wait for
-/// other nodes and end by their requests' deadlines. While there are any, prompts that wait for room are no standstill.
+/// `n_held` counts landings that wait for their KV and held KV that waits for its landing. They hold blocks, depend on
+/// other nodes and end at their requests' deadlines. While there are any, prompts that wait for room are not stuck.
 ///
-/// A worker reports on every turn, and once a second when it has nothing to do. A worker whose sequences all wait for
-/// their readers turns, and is not stuck: the readers have deadlines of their own.
+/// A worker reports on every turn, and once a second while idle. A worker whose sequences all wait for slow readers
+/// keeps reporting and is not stuck, because the readers have deadlines.
 fn look(load: &WorkerLoad, n_held: u32, now: Instant, bound: Duration) -> Option<Finding> {
     let WorkerLoad { node, last_turn, last_progress, .. } = *load;
     if now - last_turn > bound {
@@ -66,13 +69,13 @@ fn look(load: &WorkerLoad, n_held: u32, now: Instant, bound: Duration) -> Option
     stuck.then_some((Stuck::Room { waiting: node.waiting, blocks: node.blocks }, last_progress))
 }
 
-/// Watches one worker. Clones of what it found go to the status stream.
+/// Watches one worker and publishes its findings to the status stream.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     node: NodeParts,
     readiness: Readiness,
     draining: Shutdown,
-    /// How long nothing may move.
+    /// The longest time without progress.
     bound: Duration,
     stuck: watch::Sender<Option<Stuck>>,
     standings: Standings,
@@ -94,12 +97,12 @@ impl Watchdog {
         self.stuck.subscribe()
     }
 
-    /// What routers say of the node: a refusal makes it unready.
+    /// The routers' reports on the node: a refusal makes it unready.
     pub(crate) fn standings(&self) -> Standings {
         self.standings.clone()
     }
 
-    /// Keeps readiness true until the node drains or the worker is gone.
+    /// Updates the readiness until the node drains or the worker is gone.
     pub(crate) async fn run(self) {
         let mut state = self.node.worker.state();
         while !self.draining.requested() {
@@ -133,12 +136,12 @@ impl Watchdog {
             Some((stuck, since)) => {
                 self.note(Some(stuck));
                 self.readiness
-                    .set_unready(format!("nothing has moved for {} ms, {stuck}", (now - since).as_millis()));
+                    .set_unready(format!("no progress for {} ms: {stuck}", (now - since).as_millis()));
             }
         }
     }
 
-    /// One line when it begins, one when it ends.
+    /// Logs one line when the node gets stuck and one when it recovers.
     fn note(&self, found: Option<Stuck>) {
         let before = *self.stuck.borrow();
         if before == found {
@@ -161,12 +164,12 @@ mod tests {
 
     const BOUND: Duration = Duration::from_secs(4);
 
-    /// The finding for a worker with these counts that turned and progressed these numbers of seconds ago.
+    /// The finding for a worker with these counts whose last turn and last progress were this many seconds ago.
     fn found(running: u32, waiting: u32, turned: u64, progressed: u64) -> Option<&'static str> {
         found_beside(0, running, waiting, turned, progressed)
     }
 
-    /// The same, beside `n_held` landings or held KV.
+    /// The same, with `n_held` landings or held transfers.
     fn found_beside(
         n_held: u32,
         running: u32,

@@ -1,4 +1,4 @@
-//! What a pool node is told: [`RawPoolConfig`] as written, [`PoolConfig`] as meant.
+//! A pool node's configuration: [`RawPoolConfig`] is the file, [`PoolConfig`] the checked form.
 
 use std::time::Duration;
 
@@ -32,11 +32,11 @@ pub struct RawPoolConfig {
 pub struct PoolSection {
     /// Memory for KV: `4GiB`, or a share of the machine's (or container's) free memory when the node starts, `60%`.
     pub memory: KvMemorySize,
-    /// Whose KV is kept: what requests call the model. Empty: the model of the first node that is in the registry. A node
-    /// keeps the KV of one model, as it was when the node started.
+    /// The model whose KV is kept, by the name in requests. Empty: the model of the first node in the registry. A node
+    /// keeps the KV of one model, with the weights of that node.
     pub model: String,
-    /// Sequences that may be on their way in, or wait to be fetched, at one time. Beyond it the node refuses, and prefill
-    /// nodes hold KV themselves.
+    /// Sequences that may be incoming or stored at one time. Above it the node refuses, and prefill nodes hold KV
+    /// themselves.
     pub sequences_max: u32,
 }
 
@@ -55,14 +55,14 @@ pub struct PoolExpert {
     pub log: LogExpert,
 }
 
-/// A pool node's configuration, checked.
+/// A pool node's checked configuration.
 #[derive(Clone, Debug)]
 pub struct PoolConfig {
     pub memory: KvMemorySize,
-    /// `None`: the first that comes.
+    /// `None`: the model of the first node in the registry.
     pub model: Option<String>,
     pub sequences_max: u32,
-    /// `None`: named after the machine and the port, once that is known.
+    /// `None`: a name made of the host name and the bound port.
     pub id: Option<NodeId>,
     pub listen: String,
     pub admin: String,
@@ -83,7 +83,7 @@ impl PoolConfig {
             return Err(PoolNodeError::Config("transfer.connectors names no connector".to_owned()));
         }
         if pool.sequences_max == 0 {
-            return Err(PoolNodeError::Config("pool.sequences_max lets no sequence in".to_owned()));
+            return Err(PoolNodeError::Config("pool.sequences_max must be at least 1".to_owned()));
         }
         Ok(Self {
             memory: pool.memory,

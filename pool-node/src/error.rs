@@ -1,4 +1,4 @@
-//! Why a pool node did not come up, or did not go down well.
+//! The errors of starting, running and stopping a pool node.
 
 use kernels::MemoryError;
 use node::NodeError;
@@ -10,12 +10,12 @@ pub enum PoolNodeError {
     Config(String),
     #[error("watch the registry")]
     Watch(#[source] RegistryError),
-    /// No block of this model fits into the memory that was given.
-    #[error("`pool.memory`: {bytes} bytes are not one block, which takes {block_bytes}")]
+    /// The configured memory is smaller than one block of the model.
+    #[error("`pool.memory`: {bytes} bytes are less than one block, which has {block_bytes}")]
     TooSmall { bytes: u64, block_bytes: usize },
-    #[error("take memory for KV, as `pool.memory` says")]
+    #[error("allocate the memory for KV (`pool.memory`)")]
     Memory(#[source] MemoryError),
-    #[error("be a node")]
+    #[error("run the node")]
     Node(#[from] NodeError),
     #[error("describe services")]
     Services(#[source] chassis::error::StartError),

@@ -1,4 +1,4 @@
-//! A pool node's life: bind, learn whose KV to keep, announce, serve, wait, drain.
+//! The life of a pool node: bind, learn the model, announce, serve, wait, drain.
 
 use std::time::Duration;
 
@@ -20,13 +20,13 @@ use crate::model::kept_model;
 use crate::parts::PoolParts;
 use crate::service::PoolService;
 
-/// How often it is looked at whether the node is idle.
+/// The poll interval of the integrity check, which runs on an idle node.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// How often it is looked at what routers say of the node.
+/// The poll interval of the routers' reports.
 const STANDING_EVERY: Duration = Duration::from_millis(250);
 
-/// What a pool node needs to live.
+/// The inputs of a pool node's life.
 #[derive(Debug)]
 pub struct Life<'a> {
     pub config: &'a PoolConfig,
@@ -34,19 +34,19 @@ pub struct Life<'a> {
     pub world: World,
     pub metrics: Metrics,
     pub registry: &'a dyn Registry,
-    /// Asked to stop, a node drains.
+    /// Triggers the drain.
     pub shutdown: Shutdown,
     pub grpc: Box<dyn Listener>,
     pub admin: Box<dyn Listener>,
 }
 
-/// Lives until `shutdown`.
+/// Runs a pool node until `shutdown`.
 pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let Life { config, id, world, metrics, registry, shutdown, grpc, admin } = life;
     metrics.show_refusals(world.identity().refusals());
     let host = config.advertise.as_deref();
     let (address, admin_address) = (advertised(host, &*grpc)?, advertised(host, &*admin)?);
-    let readiness = Readiness::unready("no node is known whose KV could be kept");
+    let readiness = Readiness::unready("waiting for a node whose KV can be kept");
     let mut ports =
         Ports::admin(admin, chassis::admin::router(readiness.clone(), metrics.clone()), config.connections);
     let model = tokio::select! {
@@ -95,7 +95,7 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     Ok(running.run(announcement, watch, || ()).await?)
 }
 
-/// Keeps readiness true while no router refuses the node. Without an end.
+/// Updates the readiness from the routers' reports. Never returns.
 async fn keep_ready(readiness: Readiness, standings: Standings) {
     loop {
         let now = Instant::now();
@@ -104,7 +104,7 @@ async fn keep_ready(readiness: Readiness, standings: Standings) {
     }
 }
 
-/// Recounts all blocks once everybody who was here has left.
+/// Checks the block pool's integrity after new KV was put, once no sequence is left.
 async fn check_books(parts: PoolParts) {
     let mut checked = 0;
     loop {

@@ -1,18 +1,18 @@
-//! What a pool node counts.
+//! The metrics of a pool node.
 
 use chassis::metrics::Metrics;
 use prometheus::{IntCounter, IntCounterVec};
 
-/// All metrics of this crate. Cheap to clone: clones count together.
+/// All metrics of this crate. Clones share the counters.
 #[derive(Clone, Debug)]
 pub struct PoolMetrics {
-    /// By how they ended: `stored`, `given_up`, or the refusal's code.
+    /// Labelled with the outcome: `stored`, `given_up`, or the refusal's code.
     pub puts: IntCounterVec,
-    /// By how they ended: `delivered`, `given_up`, or the refusal's code.
+    /// Labelled with the outcome: `delivered`, `given_up`, or the refusal's code.
     pub deliveries: IntCounterVec,
-    /// Tokens of sequences that were put.
+    /// Tokens of put sequences.
     pub tokens: IntCounter,
-    /// Those of them that were here already.
+    /// Tokens of put sequences whose KV was cached already.
     pub held_tokens: IntCounter,
     pub integrity_failures: IntCounter,
 }
@@ -20,25 +20,22 @@ pub struct PoolMetrics {
 impl PoolMetrics {
     pub fn new(metrics: &Metrics) -> Self {
         Self {
-            puts: metrics.counter_vec(
-                "puts_total",
-                "Sequences that were put, by how that ended.",
-                &["outcome"],
-            ),
+            puts: metrics.counter_vec("puts_total", "Sequences that were put, by outcome.", &["outcome"]),
             deliveries: metrics.counter_vec(
                 "deliveries_total",
-                "Sequences that were asked for, by how that ended.",
+                "Deliveries of stored sequences, by outcome.",
                 &["outcome"],
             ),
             tokens: metrics.counter("put_tokens_total", "Tokens of sequences that were put."),
-            held_tokens: metrics.counter("held_tokens_total", "Those of them whose KV was here already."),
+            held_tokens: metrics
+                .counter("held_tokens_total", "Tokens of put sequences whose KV was already stored."),
             integrity_failures: metrics
                 .counter("integrity_failures_total", "Failed integrity checks of the block pool."),
         }
     }
 }
 
-/// How one put, or one delivery, ends. Dropped before its end, it counts as given up.
+/// Records the outcome of one put or delivery on drop. The default outcome is `given_up`.
 #[derive(Debug)]
 pub(crate) struct Outcome<'a> {
     counts: &'a IntCounterVec,

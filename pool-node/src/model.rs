@@ -1,11 +1,11 @@
-//! Whose KV is kept: the registry knows. A pool node reads no model, so it needs neither its files nor its name.
+//! The choice of the model whose KV is kept. The registry describes it, so a pool node reads no model files.
 
 use futures::StreamExt as _;
 use registry::{MembershipEvent, Registry, RegistryError};
 use types::layout::Shard;
 use types::{KvLayout, ModelInfo, NodeInfo};
 
-/// Waits for a node whose KV is to be kept: of the model called `name`, or of any. Cancel-safe.
+/// Waits for a node that computes KV of the model `name`, or of any model. Returns its model. Cancel-safe.
 pub(crate) async fn kept_model(
     registry: &dyn Registry,
     name: Option<&str>,
@@ -29,7 +29,7 @@ fn makes_kv(node: &NodeInfo, name: Option<&str>) -> bool {
     !node.role.pools() && name.is_none_or(|name| node.model.name == name)
 }
 
-/// All heads in one memory, over however many ranks the nodes that compute spread them.
+/// The layout with all heads in one memory, independent of the ranks of the nodes that compute.
 fn whole(layout: KvLayout) -> KvLayout {
     KvLayout { shard: Shard { tp_size: 1, ..layout.shard }, ..layout }
 }

@@ -1,4 +1,4 @@
-//! What a pool node is made of: memory, the connectors over it, and the block store.
+//! The parts of a pool node: memory, the connectors over it, and the block store.
 
 use std::sync::Arc;
 
@@ -21,22 +21,22 @@ pub struct PoolParts {
     pub world: World,
     pub epoch: Epoch,
     pub host: Arc<str>,
-    /// Whose KV is kept.
+    /// The model whose KV is kept.
     pub model: Arc<ModelInfo>,
     pub store: BlockStore,
     pub connectors: Connectors,
-    /// Sequences that are on their way in, or wait to be fetched.
+    /// The number of incoming and stored sequences.
     pub sequences: Counter,
     pub sequences_max: u32,
-    /// Everything that works on a sequence is inside.
+    /// Held by all work on sequences.
     pub gate: Gate,
-    /// What the connectors run. It ends with them.
+    /// Held by the connectors' tasks and threads.
     pub wires: Gate,
     pub metrics: PoolMetrics,
 }
 
 impl PoolParts {
-    /// Takes the memory and binds the connectors.
+    /// Allocates the memory and binds the connectors.
     pub async fn build(
         id: &NodeId,
         config: &PoolConfig,

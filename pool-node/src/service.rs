@@ -1,5 +1,5 @@
-//! `baton.v1.Pool`: one stream is a sequence's life here, and its end, however it comes, gives everything back.
-//! The only file of this crate that knows what is said on it.
+//! `baton.v1.Pool`: one stream lasts as long as one sequence on this node, and its end releases everything.
+//! The only file of this crate that knows gRPC.
 //! See `docs/decisions/0022-a-pool-node-lands-and-delivers.md`.
 
 use std::pin::Pin;
@@ -22,7 +22,7 @@ use crate::parts::PoolParts;
 use crate::store::{Incoming, PutRequest};
 use crate::stored::StoredSequences;
 
-/// A stream has two words at most.
+/// A stream carries at most two events.
 const EVENTS_MAX: usize = 2;
 
 /// The service of one pool node.
@@ -51,7 +51,7 @@ impl PoolService {
             request: RequestId::new(request.request_id),
             hashes: proto::hashes_from_wire(&hashes)?,
             n_tokens: request.n_tokens,
-            // Chosen when the peer is looked at.
+            // Set when the peer's connectors are compared.
             connector: types::Scheme::new(""),
             deadline: Deadline::at(
                 deadline.ok_or_else(|| Status::invalid_argument("timeout_ms is too long"))?,
@@ -60,12 +60,16 @@ impl PoolService {
         Ok((put, PeerWires::from(peer)))
     }
 
-    /// Room for a sequence, on the best wire that its sender has too.
+    /// Reserves room for a sequence, on the best connector in common with its sender.
     fn open(&self, mut put: PutRequest, peer: &PeerWires) -> Result<(Landing, Incoming, Counted), Refusal> {
         let counted = self.node.sequences.enter(self.node.sequences_max).ok_or_else(|| {
-            Refusal::new(RefusalKind::Full, format!("{} sequences are here", self.node.sequences_max))
+            Refusal::new(
+                RefusalKind::Full,
+                format!("the node has {} sequences, its limit", self.node.sequences_max),
+            )
         })?;
-        let no_wire = || Refusal::new(RefusalKind::Mismatch, format!("no wire in common with {}", peer.node));
+        let no_wire =
+            || Refusal::new(RefusalKind::Mismatch, format!("no connector in common with {}", peer.node));
         put.connector = self.node.connectors.shared_with(peer).ok_or_else(no_wire)?.scheme();
         let (landing, incoming) = self.node.store.put(put).map_err(|error| Refusal::from(&error))?;
         self.node.metrics.tokens.inc_by(landing.n_tokens.into());
@@ -74,23 +78,23 @@ impl PoolService {
     }
 
     async fn deliver_stored(&self, transfer: TransferId, landing: Landing) -> Result<(), Refusal> {
-        let unknown = || Refusal::new(RefusalKind::Failed, format!("nothing is stored for {transfer}"));
+        let unknown = || Refusal::new(RefusalKind::Failed, format!("no sequence is stored for {transfer}"));
         let (sequence, prompt) = self.stored.get(transfer).ok_or_else(unknown)?;
         sequence.deliver(landing.opened_with(prompt)).await.map_err(|error| Refusal::from(&error))
     }
 }
 
-/// One sequence's life on this node. Dropped at any point, it gives everything back.
+/// One sequence on this node. Dropping it releases everything that the sequence has here.
 #[derive(Debug)]
 struct Life {
     service: PoolService,
-    /// What its landing is bound to. It opens the landings of decode nodes.
+    /// The prompt's digest: it binds this landing and opens the landings of decode nodes.
     prompt: PromptDigest,
     events: mpsc::Sender<Event>,
 }
 
 impl Life {
-    /// Lives until the stream ends, or the sequence's deadline passes.
+    /// Runs until the stream ends or the sequence's deadline passes.
     async fn live(self, put: PutRequest, peer: PeerWires) {
         let deadline = put.deadline.instant().into();
         let _ = tokio::time::timeout_at(deadline, self.until_late(put, peer)).await;
@@ -99,13 +103,13 @@ impl Life {
     async fn until_late(&self, put: PutRequest, peer: PeerWires) {
         let mut outcome = Outcome::new(&self.service.node.metrics.puts);
         if let Err(refusal) = self.run(put, &peer, &mut outcome).await {
-            info!(refusal = %refusal, "not stored");
+            info!(refusal = %refusal, "sequence not stored");
             outcome.is(refusal.kind.code());
             self.say(Event::Refused((&refusal).into())).await;
         }
     }
 
-    /// Once it is stored, a sequence stays until its stream ends.
+    /// Receives the sequence and keeps it until its stream ends.
     async fn run(&self, put: PutRequest, peer: &PeerWires, outcome: &mut Outcome<'_>) -> Result<(), Refusal> {
         let (landing, incoming, _counted) = self.service.open(put, peer)?;
         let transfer = landing.transfer;
@@ -119,13 +123,13 @@ impl Life {
         Ok(())
     }
 
-    /// Sends an event. If the router has dropped the stream, the event is lost: this call is being dropped too.
+    /// Sends an event. If the router has dropped the stream, the event is lost, and this call is being dropped too.
     async fn say(&self, event: Event) {
         let _ = self.events.send(event).await;
     }
 }
 
-/// The events of a life, and the task that lives it: they end together.
+/// The event stream of a sequence and the task that feeds it. They end together.
 #[derive(Debug)]
 struct Events {
     events: ReceiverStream<Event>,
@@ -162,7 +166,7 @@ impl Pool for PoolService {
         Ok(Response::new(Box::pin(Events { events: ReceiverStream::new(received), _life: life })))
     }
 
-    /// The landing's owner gives up at the request's deadline, and the delivery with it.
+    /// Needs no deadline of its own: the landing's owner gives up at the request's deadline, which ends the delivery.
     async fn deliver(
         &self,
         request: Request<v1::DeliverRequest>,
@@ -175,7 +179,7 @@ impl Pool for PoolService {
         let mut outcome = Outcome::new(&self.node.metrics.deliveries);
         let refused = self.deliver_stored(transfer, landing).await.err();
         if let Some(refusal) = &refused {
-            info!(%transfer, %refusal, "not delivered");
+            info!(%transfer, %refusal, "stored sequence not delivered");
         }
         outcome.is(refused.as_ref().map_or("delivered", |refusal| refusal.kind.code()));
         Ok(Response::new(v1::DeliverAnswer { refused: refused.as_ref().map(Into::into) }))

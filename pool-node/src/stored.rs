@@ -1,4 +1,4 @@
-//! Complete sequences that wait to be delivered, by the transfer that brought them.
+//! Complete sequences that wait to be delivered, by transfer.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,17 +7,17 @@ use types::{PromptDigest, TransferId};
 
 use crate::store::StoredSequence;
 
-/// The table of complete sequences. Clones share it. The node's limit of sequences bounds it.
+/// The table of complete sequences. Clones share it. `sequences_max` bounds it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StoredSequences {
-    /// Held for one look or change, never across an await.
+    /// Locked for one look-up or change, never across an await.
     by_transfer: Arc<Mutex<HashMap<TransferId, Stored>>>,
 }
 
-/// A sequence, and the digest that opens its prompt's landings.
+/// A sequence and its prompt's digest, which opens landings.
 type Stored = (Arc<StoredSequence>, PromptDigest);
 
-/// One sequence's entry in the table. Its drop removes the sequence; deliveries that have begun continue.
+/// One sequence's entry in the table. Dropping it removes the sequence; running deliveries continue.
 #[derive(Debug)]
 pub(crate) struct StoredEntry {
     table: StoredSequences,
@@ -47,7 +47,7 @@ impl StoredSequences {
 impl Drop for StoredEntry {
     fn drop(&mut self) {
         let sequence = self.table.by_transfer().remove(&self.transfer);
-        // The blocks are returned outside of the lock.
+        // The lock is released before the blocks are returned.
         drop(sequence);
     }
 }

@@ -1,7 +1,7 @@
-//! A put and a delivery, taken for one wire, do what the connectors' suite asks of a wire where that makes sense.
+//! Runs the connectors' conformance suite over a put followed by a delivery, taken as one connector.
 //!
-//! What does not is [`NOT_OF_TWO_LEGS`]: the decode node's landing is opened when the whole sequence is in the pool, and
-//! not before its first byte.
+//! [`NOT_OF_TWO_LEGS`] lists the cases that do not apply, mostly because the decode node's landing is opened only when
+//! the pool has the whole sequence.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,17 +15,19 @@ use kv_transfer::{
 };
 use types::{BlockHash, Destination, Handoff, KvSpan, Landing, NodeId, RequestId, Scheme, WireAddress};
 
-/// Room for everything that a case has under way at one time.
+/// Room for all sequences that one test case has under way at a time.
 const POOL_BLOCKS: u32 = 4096;
-/// A landing does not say when it ends: here every put ends soon.
+/// The deadline of a put. A landing does not carry its own deadline.
 const PUT_WITHIN: Duration = Duration::from_secs(4);
-const AT_THE_END: &str = "the landing is looked at when the sequence is whole: it is refused at the end";
+const AT_THE_END: &str =
+    "the landing is checked after the whole sequence is stored, so it is refused at the end";
 const NEVER_OPENED: &str =
-    "a landing that was never opened does not learn that its sender gave up: its stream ends, in a cluster";
-const IN_ONE_PIECE: &str = "the second leg begins when the first has ended: nothing arrives layer by layer";
-const WHOLE: &str = "the pool wants all of a sequence, though the decode node wants a part";
+    "an unopened landing does not learn that its sender gave up; in a cluster its stream ends";
+const IN_ONE_PIECE: &str =
+    "the second leg begins after the first has ended, so layers do not arrive one by one";
+const WHOLE: &str = "the pool requires the whole sequence, though the decode node needs a part";
 
-/// Cases that say something of the first instant of a transfer, or of what its two ends know of each other.
+/// Cases about the beginning of a transfer, or about what its two ends know of each other.
 const NOT_OF_TWO_LEGS: &[(&str, &str)] = &[
     ("delivery::nothing_to_send_is_a_transfer", WHOLE),
     ("delivery::layers_leave_as_they_are_computed", IN_ONE_PIECE),
@@ -52,14 +54,14 @@ const NOT_OF_TWO_LEGS: &[(&str, &str)] = &[
     ("fault::lost_connection_fails_both_and_heals", NEVER_OPENED),
 ];
 
-/// On which of the two legs the suite's faults are played.
+/// The leg on which the suite's faults are injected.
 #[derive(Clone, Copy)]
 enum Leg {
     Put,
     Deliver,
 }
 
-/// A wire with a pool node in its middle.
+/// A connector with a pool node in its middle.
 #[derive(Debug)]
 struct ThroughPool {
     wire: Arc<dyn KvConnector>,
@@ -83,7 +85,7 @@ impl ThroughPool {
         Arc::new(Self { wire, store, parts: own })
     }
 
-    /// Nothing is there already: every sequence is like no other.
+    /// Stores the sequence in the pool. Each sequence has its own hashes, so nothing is cached.
     fn put(&self, landing: &Landing) -> Result<(Landing, Incoming), TransferError> {
         let n_blocks = u128::from(landing.n_tokens / u32::from(landing.layout.block_tokens));
         let hash = |nth| BlockHash(landing.transfer.0.wrapping_mul(3).wrapping_add(nth));
@@ -132,7 +134,7 @@ impl KvConnector for ThroughPool {
     }
 }
 
-/// One sequence on its way into the pool, and where it goes from there.
+/// A sender to the pool, and the landing for the delivery from there.
 #[derive(Debug)]
 struct TwoLegs {
     sender: Box<dyn KvSender>,

@@ -1,4 +1,4 @@
-//! The block store between a prefill node that puts and a decode node that gets.
+//! Tests of the block store between a prefill node that puts and a decode node that gets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use kv_transfer::{
 use types::{BlockHash, BlockHasher, Destination, GroupIdx, Landing, RequestId, Scheme, TenantId, TokenId};
 
 const WITHIN: Duration = Duration::from_secs(20);
-/// The pool of these tests is small, so that it is soon full: eight blocks of a sequence, which has two groups of layers.
+/// The pool is small, so that it fills quickly: eight blocks of a sequence, which has two groups of layers.
 const POOL_BLOCKS: u32 = 16;
 
 struct Cluster {
@@ -49,7 +49,7 @@ impl Cluster {
         self.store.put(self.request(sequence, n_tokens))
     }
 
-    /// Computes a sequence's KV and sends what the pool has not.
+    /// Computes a sequence's KV and sends what the pool does not hold.
     async fn fill(&self, landing: &Landing, sequence: u32) {
         let from = self.prefill.computed(landing.n_tokens, u64::from(sequence));
         let to = Destination::Landing(landing.clone());
@@ -100,7 +100,7 @@ impl Cluster {
         self.store.pool().integrity().expect("the integrity check passes");
     }
 
-    /// A bit flips in the memory of the pool.
+    /// Flips a bit in the memory of the pool.
     fn spoil(&self, sequence: u32, n_tokens: u32, ordinal: usize) {
         let lease = self.store.pool().adopt(&hashes(sequence, n_tokens), holder());
         let block = lease.table(GroupIdx(1))[ordinal].0;
@@ -141,7 +141,7 @@ async fn what_was_put_is_got_on_every_wire() {
     }
 }
 
-/// A block is shared by all sequences with the same beginning. The last, partial one belongs to its sequence alone.
+/// A block is shared by all sequences with the same beginning. A partly filled last block belongs to one sequence.
 #[tokio::test]
 async fn what_is_there_is_not_put_again() {
     let cluster = Cluster::new("loopback").await;
@@ -156,7 +156,7 @@ async fn what_is_there_is_not_put_again() {
     cluster.decode.assert_holds(&kv.lease, long, 1);
 }
 
-/// The last block brings the handoff: it is wanted though all of the sequence is here.
+/// The last block is sent even if the pool holds the whole sequence, because it brings the handoff.
 #[tokio::test]
 async fn the_last_block_is_always_put() {
     let cluster = Cluster::new("loopback").await;
@@ -173,7 +173,7 @@ async fn the_last_block_is_always_put() {
     assert_eq!(cluster.n_held(1, n_tokens), 4);
 }
 
-/// Blocks arrive layer by layer, and are found when all of them have.
+/// Blocks arrive layer by layer, and are found when all layers have arrived.
 #[tokio::test]
 async fn nothing_is_found_before_it_is_whole() {
     let cluster = Cluster::new("loopback").await;
@@ -244,7 +244,7 @@ async fn what_is_being_read_is_not_evicted() {
     cluster.put(2, 3 * BLOCK_TOKENS).expect("no reader is left");
 }
 
-/// A flipped bit is found when the block is read. The block is not served; once it is put again, it is.
+/// A flipped bit is found when the block is read. The block is not served until it is put again.
 #[tokio::test]
 async fn a_block_that_is_spoilt_is_not_served() {
     let cluster = Cluster::new("loopback").await;
@@ -271,7 +271,7 @@ async fn a_block_that_is_spoilt_is_not_served() {
     assert_eq!(cluster.n_held(1, n_tokens), 3);
 }
 
-/// What the wire spoils is fetched again, on both ways; spoilt twice, it is a failure, and nothing is kept of it.
+/// KV that the wire corrupts is fetched again, on put and on delivery. Corrupted twice, the transfer fails.
 #[tokio::test]
 async fn a_bit_that_a_wire_flips_is_noticed_on_both_ways() {
     let cluster = Cluster::new("tcp").await;

@@ -1,4 +1,4 @@
-//! KV that is computed and held until a request names its landing.
+//! Computed KV that is held until a `Deliver` call names its landing.
 //! See `docs/decisions/0002-held-kv-lives-as-long-as-its-call.md`.
 
 use std::collections::HashMap;
@@ -9,16 +9,16 @@ use node::{Counted, Counter};
 use tokio::sync::oneshot;
 use types::{Landing, Refusal, RefusalKind, TransferId};
 
-/// Sequences whose KV may be held at one time. Each also holds its blocks, which bound it more tightly.
+/// The most sequences whose KV may be held. Their blocks are usually the tighter limit.
 const HELD_MAX: u32 = 1024;
 
-/// Where a held sequence learns its landing.
+/// The sender that gives a held sequence its landing.
 type Name = oneshot::Sender<(Arc<dyn KvConnector>, Landing)>;
 
 /// Held KV by transfer. Clones share one map.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeldTransfers {
-    /// Held for one lookup or change, never across an await.
+    /// Locked for one lookup or change, never across an await.
     places: Arc<Mutex<HashMap<TransferId, Name>>>,
     held: Counter,
 }
@@ -44,24 +44,24 @@ impl HeldTransfers {
         transfer: TransferId,
     ) -> Result<(HeldTransfer, oneshot::Receiver<(Arc<dyn KvConnector>, Landing)>), Refusal> {
         let mut places = self.places();
-        let full = || Refusal::new(RefusalKind::Full, format!("{HELD_MAX} sequences are held already"));
+        let full = || Refusal::new(RefusalKind::Full, format!("{HELD_MAX} sequences are already held"));
         let counted = self.held.enter(HELD_MAX).ok_or_else(full)?;
         if places.contains_key(&transfer) {
-            return Err(Refusal::new(RefusalKind::Invalid, format!("transfer {transfer} is held already")));
+            return Err(Refusal::new(RefusalKind::Invalid, format!("transfer {transfer} is already held")));
         }
         let (name, named) = oneshot::channel();
         places.insert(transfer, name);
         Ok((HeldTransfer { held: self.clone(), transfer, _counted: counted }, named))
     }
 
-    /// Names the landing of held KV. It can be named once.
+    /// Names the landing of held KV. This is possible once.
     pub(crate) fn name(
         &self,
         transfer: TransferId,
         connector: Arc<dyn KvConnector>,
         to: Landing,
     ) -> Result<(), Refusal> {
-        let unknown = || Refusal::new(RefusalKind::Landing, format!("no kv is held for transfer {transfer}"));
+        let unknown = || Refusal::new(RefusalKind::Landing, format!("no KV is held for transfer {transfer}"));
         let name = self.places().remove(&transfer).ok_or_else(unknown)?;
         name.send((connector, to)).map_err(|_| unknown())
     }
@@ -72,7 +72,7 @@ impl HeldTransfers {
 }
 
 impl HeldTransfer {
-    /// Whether a landing was named: from then on the KV is sent.
+    /// Whether a landing was named. If so, the KV is being sent.
     pub(crate) fn is_named(&self) -> bool {
         !self.held.places().contains_key(&self.transfer)
     }

@@ -1,4 +1,4 @@
-//! Where a prefill sequence's results go: its KV onto a wire, its first token to the router.
+//! The output of a prefill sequence: KV to a connector, the first token to the router.
 //!
 //! The [`Outbox`] is the scheduler's end and never blocks. It fills a bounded queue that the transfer's sender
 //! empties. When the queue is full, the scheduler computes no further chunk of this sequence.
@@ -17,7 +17,7 @@ const CHUNKS_MAX: usize = 40;
 /// prefix, and the handoff.
 const CHUNKS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
-/// The first token, with how long it took, or why there is none.
+/// The first token with its timing, or the reason why there is none.
 pub(crate) type First = Result<(Step, StepTiming), Refusal>;
 
 /// The scheduler's end of a delivery.
@@ -112,14 +112,14 @@ async fn keep(mut queue: ChunkQueue) -> Result<(Vec<Chunk>, Handoff), TransferEr
     Err(TransferError::Unfinished)
 }
 
-/// Why KV was not delivered.
+/// The reason why KV was not delivered.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeliveryError {
     #[error(transparent)]
     Transfer(#[from] TransferError),
     #[error("the held kv was released")]
     Released,
-    #[error("the deadline passed")]
+    #[error("the request's deadline passed")]
     Late,
 }
 

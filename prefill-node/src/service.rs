@@ -1,5 +1,5 @@
-//! `baton.v1.Prefill`: a prompt comes in, an answer goes back as soon as the first token is sampled, and another one if its
-//! KV was lost on the way.
+//! `baton.v1.Prefill`: takes a prompt, answers as soon as the first token is sampled, and sends a refusal later if
+//! the KV is lost on its way.
 //! The only file of this crate that knows gRPC.
 
 use std::pin::Pin;
@@ -62,7 +62,7 @@ impl PrefillService {
         let deliver = async move {
             let done = in_time.await.unwrap_or(Err(DeliveryError::Late));
             if let Err(error) = &done {
-                info!(error = %Refusal::from(error), "kv was not delivered");
+                info!(error = %Refusal::from(error), "kv delivery failed");
             }
             done
         };
@@ -104,7 +104,7 @@ impl PrefillService {
     }
 }
 
-/// Waits for the first token, or for the delivery to fail before there is one. Gives the delivery back if it is under way.
+/// Waits for the first token, or for a failed delivery before it. Returns the delivery if it is still running.
 async fn first_token(
     mut answer: oneshot::Receiver<First>,
     mut delivery: Delivery,
@@ -117,12 +117,12 @@ async fn first_token(
     };
     match failure_of(delivered) {
         Some(refusal) => (Err(refusal), None),
-        // The decode node has the token, and the answer is at most a moment behind it.
+        // The decode node has the token already, so the answer follows within a moment.
         None => (answer.await.unwrap_or_else(no_worker), None),
     }
 }
 
-/// A landing for another number of tokens is one for another sequence.
+/// Refuses a landing whose token count is not the prompt's: it belongs to another sequence.
 fn check_length(prompt: &Prompt, landing: &Landing) -> Result<(), Refusal> {
     if landing.n_tokens as usize == prompt.tokens.len() {
         return Ok(());
@@ -131,7 +131,7 @@ fn check_length(prompt: &Prompt, landing: &Landing) -> Result<(), Refusal> {
     Err(Refusal::new(RefusalKind::Landing, reason))
 }
 
-/// Why a delivery failed; `None` if it is complete.
+/// The reason why a delivery failed; `None` if it is complete.
 fn failure_of(delivered: Result<Result<(), DeliveryError>, chassis::TaskError>) -> Option<Refusal> {
     Some(match delivered {
         Ok(Ok(())) => return None,
@@ -143,7 +143,7 @@ fn failure_of(delivered: Result<Result<(), DeliveryError>, chassis::TaskError>) 
     })
 }
 
-/// A computed prompt whose KV is on its way, or held.
+/// A computed prompt whose KV is being sent or held.
 #[derive(Debug)]
 struct Answered {
     prefilled: Prefilled,
@@ -152,7 +152,7 @@ struct Answered {
 }
 
 impl Answered {
-    /// The answer, and what became of the KV.
+    /// The stream of answers: the first token, then a refusal if the KV is lost.
     fn into_stream(self) -> Answers {
         let answer = v1::PrefillAnswer { answer: Some(Answer::Prefilled((&self.prefilled).into())) };
         let one = futures::stream::iter([Ok(answer)]);
@@ -160,8 +160,8 @@ impl Answered {
     }
 }
 
-/// KV on its way to a landing, or held. When its call has ended, the transfer goes on until the KV has arrived, the
-/// decode node gives it up, or its deadline passes; held KV without a landing is released.
+/// KV that is being sent or held. After its call has ended, a transfer continues until the KV has arrived, the decode
+/// node gives up, or the deadline passes. Held KV without a landing is released when the call ends.
 #[derive(Debug)]
 struct Underway {
     place: Option<HeldTransfer>,
@@ -169,8 +169,8 @@ struct Underway {
 }
 
 impl Underway {
-    /// Ends when the KV is in place. Where it will not be, says why first: the decode node may not know, if the wire broke
-    /// before it heard of the transfer.
+    /// Ends when the KV is in place. If it cannot be, sends a refusal first: the decode node may not know of the transfer
+    /// if the connection broke early.
     fn outcome(mut self) -> impl Stream<Item = Result<v1::PrefillAnswer, Status>> + Send {
         let wait = async move {
             let refusal = failure_of(self.delivery.as_mut()?.await)?;
@@ -198,7 +198,7 @@ impl Prefill for PrefillService {
     async fn run(&self, request: Request<v1::PrefillRequest>) -> Result<Response<Answers>, Status> {
         let (prompt, to) = self.parse(request.into_inner())?;
         let span = info_span!("prefill", request_id = %prompt.id, n_tokens = prompt.tokens.len());
-        trace!(target: "walk", request = %prompt.id, "prompt came");
+        trace!(target: "walk", request = %prompt.id, "prompt received");
         let service = self.clone();
         let answers = async move {
             match service.run_prompt(prompt, to).await {
@@ -237,7 +237,7 @@ mod tests {
         Step { token: TokenId(7), index: 0, logprobs: None, finish: None }
     }
 
-    /// The delivery may be complete before the worker's answer is seen: the prompt is computed all the same.
+    /// If the delivery completes before the worker's answer is seen, the prompt still counts as computed.
     #[tokio::test]
     async fn a_delivery_that_is_quicker_than_the_answer_is_no_failure() {
         let usage = types::Usage { prompt_tokens: 1, cached_tokens: 0 };

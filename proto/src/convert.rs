@@ -1,4 +1,4 @@
-//! Between `types` and the wire. Out is always possible; in can refuse.
+//! Conversions between `types` and wire messages. Encoding always succeeds; decoding can refuse.
 
 pub(crate) mod load;
 pub(crate) mod node;
@@ -8,12 +8,12 @@ pub(crate) mod transfer;
 
 use crate::error::ConvertError;
 
-/// Takes a field that must be there.
+/// Returns a required field, or an error that names it.
 fn present<T>(value: Option<T>, field: &'static str) -> Result<T, ConvertError> {
     value.ok_or(ConvertError::Missing { field })
 }
 
-/// Narrows a number of the wire to what the field can hold.
+/// Converts a number from the wire to the field's type, or returns a range error.
 fn narrow<T: TryFrom<u32>>(value: u32, field: &'static str) -> Result<T, ConvertError> {
     T::try_from(value).map_err(|_| ConvertError::range(field, value))
 }

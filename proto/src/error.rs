@@ -1,6 +1,6 @@
-//! Why a message was refused.
+//! The errors of decoding a message.
 
-/// A message from the wire that means nothing here. It names the field.
+/// A message from the wire that cannot be decoded. The error names the field.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConvertError {
     #[error("{field} is missing")]

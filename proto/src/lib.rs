@@ -1,6 +1,6 @@
-//! The wire between Baton's processes: the .proto files, the code made from them, and conversions that can refuse.
+//! The messages between Baton's processes: the .proto files, the generated code, and conversions to `types`.
 //!
-//! Every value that arrives is checked here once; behind this crate only `types` are known.
+//! Every received value is checked here once; code outside this crate uses `types` only.
 #![forbid(unsafe_code)]
 
 mod convert;
@@ -17,7 +17,7 @@ pub mod v1 {
     tonic::include_proto!("baton.v1");
 }
 
-/// Describes `baton.v1` to reflection clients.
+/// The file descriptor set of `baton.v1`, for gRPC reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/baton_descriptor.bin"));
 
 pub use types::node::MESSAGE_BYTES_MAX;

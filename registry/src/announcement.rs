@@ -1,4 +1,4 @@
-//! A node's announcement: a value that keeps the node a member for as long as it lives.
+//! A node's announcement: a value that keeps the node a member until it is dropped.
 
 use std::time::Duration;
 
@@ -13,34 +13,33 @@ use types::{Epoch, NodeId, NodeInfo};
 use crate::backoff::{Backoff, jittered};
 use crate::error::{Chain, RegistryError};
 
-/// How long one call to a registry may take before it counts as lost.
+/// The timeout of one call to a registry.
 pub(crate) const CALL_WITHIN: Duration = Duration::from_secs(3);
 
-/// What an announcement needs of a registry: one node's lease there. An implementation keeps the lease's id and
-/// the connection, and makes a new connection when the old one is broken; the rest is done here.
+/// One node's lease in a registry, as an announcement uses it. An implementation keeps the lease's id and the
+/// connection, and reconnects when the connection is broken; this file does the rest.
 ///
-/// Every call gets [`CALL_WITHIN`] and may be dropped half-way: the next call must then start over.
+/// Every call is limited to [`CALL_WITHIN`] and may be dropped before it ends. The next call must then start over.
 #[async_trait]
 pub(crate) trait Presence: Send + 'static {
     /// Makes the node a member under a new lease.
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError>;
-    /// One sign of life. [`RegistryError::LeaseLost`] means that the node is not a member any more.
+    /// Renews the lease. [`RegistryError::LeaseLost`] means that the node is no longer a member.
     async fn keep_alive(&mut self) -> Result<(), RegistryError>;
-    /// Ends the lease if there is one. A later announcement of the node, under another lease, is left alone.
+    /// Ends the lease if there is one. It does not affect a later announcement of the node under another lease.
     async fn withdraw(&mut self) -> Result<(), RegistryError>;
 }
 
-/// How long a lease lasts without a sign of life, and how often one is given.
+/// The lifetime of a lease without renewal, and the interval of renewals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LeaseTerms {
     pub(crate) ttl: Duration,
     pub(crate) beat: Duration,
 }
 
-/// Keeps one node a member. Dropping it withdraws the node, in the background.
+/// Keeps one node a member. Dropping it withdraws the node in the background.
 ///
-/// The work is done by a task inside the gate that the registry was made with, so the gate closes only after the
-/// withdrawal is sent.
+/// A task holds the registry's gate until the withdrawal is sent, so the gate does not close earlier.
 #[derive(Debug)]
 #[must_use = "dropping an announcement withdraws the node"]
 pub struct Announcement {
@@ -48,17 +47,17 @@ pub struct Announcement {
     epoch: Epoch,
     standing: watch::Receiver<Standing>,
     stop: CancellationToken,
-    /// `None` once it was waited for or let go.
+    /// `None` once the task was detached or aborted.
     task: Option<Task<()>>,
 }
 
-/// Where an announcement stands.
+/// The state of an announcement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// Not a member, or perhaps not any more; it is being tried.
+    /// Not a member, or the lease may have expired. The announcement is being retried.
     Trying,
     Member,
-    /// A later life of the node is a member. It is still being tried, should that one go.
+    /// A later life of the node is a member. The announcement is retried in case that life ends.
     Superseded,
     Withdrawn,
 }
@@ -76,25 +75,25 @@ impl Announcement {
         *self.standing.borrow()
     }
 
-    /// Changes whenever the standing does.
+    /// A receiver of all changes of the standing.
     pub fn standings(&self) -> watch::Receiver<Standing> {
         self.standing.clone()
     }
 
-    /// Waits until the node is a member. No deadline of its own. Cancel-safe.
+    /// Waits until the node is a member. It has no timeout. Cancel-safe.
     pub async fn announced(&mut self) {
-        // The sender lives in the task, which outlives `self`, so the channel is closed only by a task that panicked.
+        // The task holds the sender and outlives `self`, so the channel closes only if the task panicked.
         let _ = self.standing.wait_for(|standing| *standing == Standing::Member).await;
     }
 
-    /// Withdraws the node, and returns when the registry knows it or cannot be told (three seconds at most; the
-    /// lease then lapses by itself). Dropped half-way, the withdrawal goes on in the background.
+    /// Withdraws the node. Returns when the registry has confirmed it, or after three seconds; the lease then expires by
+    /// itself. If the future is dropped, the withdrawal continues in the background.
     pub async fn withdraw(mut self) {
         self.stop.cancel();
         let _ = self.standing.wait_for(|standing| *standing == Standing::Withdrawn).await;
     }
 
-    /// Stops without withdrawing, as if the process had died: the lease lapses when its time is up.
+    /// Stops without withdrawing, as if the process had died: the lease expires by itself.
     pub fn abandon(mut self) {
         drop(self.task.take());
     }
@@ -109,7 +108,7 @@ impl Drop for Announcement {
     }
 }
 
-/// Announces `node` through `presence`, and keeps it announced.
+/// Announces `node` through `presence` and keeps it announced.
 pub(crate) async fn keep(
     node: &NodeInfo,
     presence: impl Presence,
@@ -130,10 +129,10 @@ pub(crate) async fn keep(
     }
 }
 
-/// An id is part of keys, labels and log lines.
+/// The longest node id. Ids are part of keys, labels and log lines.
 const ID_BYTES_MAX: usize = 128;
 
-/// Refuses what could never be a member.
+/// Refuses a node that no registry accepts.
 pub(crate) fn check(node: &NodeInfo) -> Result<(), RegistryError> {
     let invalid =
         |reason: &str| Err(RegistryError::InvalidNode { id: node.id.clone(), reason: reason.to_owned() });
@@ -153,7 +152,7 @@ pub(crate) fn check(node: &NodeInfo) -> Result<(), RegistryError> {
 
 // === Keeper ===
 
-/// The task behind an announcement.
+/// The state of the task behind an announcement.
 struct Keeper<P> {
     id: NodeId,
     presence: P,
@@ -162,16 +161,16 @@ struct Keeper<P> {
     backoff: Backoff,
 }
 
-/// Hears once whether there is any point in trying.
+/// Receives one answer: success, or an error that no retry can resolve.
 type FirstAnswer = oneshot::Sender<Result<(), RegistryError>>;
 
 fn hand_over(first: FirstAnswer, answer: Result<(), RegistryError>) {
-    // If the receiver is gone, the announcement was dropped, and its `stop` ends the task.
+    // Without a receiver the announcement was dropped, and its `stop` ends this task.
     let _ = first.send(answer);
 }
 
 impl<P: Presence> Keeper<P> {
-    /// Stays a member until `stop`, and then withdraws.
+    /// Keeps the node a member until `stop`, then withdraws it.
     async fn run(mut self, first: FirstAnswer, stop: CancellationToken) {
         tokio::select! {
             biased;
@@ -179,7 +178,7 @@ impl<P: Presence> Keeper<P> {
             () = self.stay(first) => {}
         }
         if let Err(error) = within("withdraw", self.presence.withdraw()).await {
-            warn!(node = %self.id, error = %Chain(&error), "not withdrawn, the lease will lapse");
+            warn!(node = %self.id, error = %Chain(&error), "withdrawal failed, the member stays until its lease expires");
         }
         self.stand(Standing::Withdrawn);
     }
@@ -201,11 +200,11 @@ impl<P: Presence> Keeper<P> {
         }
     }
 
-    /// Tells how an attempt to announce went.
+    /// Logs the result of an attempt to announce and updates the standing.
     fn note(&mut self, answer: &Result<LeaseTerms, RegistryError>) -> Option<LeaseTerms> {
         match answer {
             Ok(terms) => {
-                info!(node = %self.id, ttl_ms = terms.ttl.as_millis() as u64, "announced");
+                info!(node = %self.id, ttl_ms = terms.ttl.as_millis() as u64, "node announced in the registry");
                 self.backoff.reset();
                 self.stand(Standing::Member);
                 Some(*terms)
@@ -223,15 +222,15 @@ impl<P: Presence> Keeper<P> {
         self.stand(if superseded { Standing::Superseded } else { Standing::Trying });
         match self.backoff.is_fresh() {
             true if error.is_final() => {
-                error!(node = %self.id, error = %cause, "the registry takes no announcement")
+                error!(node = %self.id, error = %cause, "registry refused the announcement")
             }
             true => warn!(node = %self.id, error = %cause, "announcement failed, trying again"),
             false => debug!(node = %self.id, error = %cause, "announcement failed again"),
         }
     }
 
-    /// Gives signs of life until the lease is lost. A registry that is away may come back in time, so the lease is
-    /// given up only when the registry says that it is gone.
+    /// Renews the lease until the registry reports it lost. While the registry is unreachable the lease is kept, because
+    /// the registry may return before the lease expires.
     async fn hold(&mut self, terms: LeaseTerms) {
         let mut lapses = self.world.now() + terms.ttl;
         let mut pause = jittered(terms.beat, self.world.draw());
@@ -250,7 +249,7 @@ impl<P: Presence> Keeper<P> {
 
     fn heard(&mut self, beat: Duration) -> Duration {
         if !self.backoff.is_fresh() {
-            info!(node = %self.id, "the registry is back");
+            info!(node = %self.id, "registry reachable again");
         }
         self.backoff.reset();
         self.stand(Standing::Member);
@@ -258,16 +257,16 @@ impl<P: Presence> Keeper<P> {
     }
 
     fn lost(&mut self) {
-        info!(node = %self.id, "the registry has lost the lease, announcing again");
+        info!(node = %self.id, "registry has lost the lease, announcing again");
         self.backoff.reset();
         self.stand(Standing::Trying);
     }
 
-    /// The next attempt comes sooner than a beat, and never later: a registry that comes back gives every lease its
-    /// full time once more, and must hear of it within that.
+    /// Returns the pause before the next attempt, at most one beat. A registry that returns gives every lease its full
+    /// time again and must hear from the node within it.
     fn unheard(&mut self, error: &RegistryError, lapses: Instant, beat: Duration) -> Duration {
         if self.backoff.is_fresh() {
-            warn!(node = %self.id, error = %Chain(error), "the registry is away");
+            warn!(node = %self.id, error = %Chain(error), "registry unreachable, the lease may expire");
         }
         if lapses <= self.world.now() {
             self.stand(Standing::Trying);
@@ -275,7 +274,7 @@ impl<P: Presence> Keeper<P> {
         self.backoff.next(self.world.draw()).min(beat)
     }
 
-    /// Wakes those who wait for a change only if there is one.
+    /// Notifies waiting receivers only if the standing changes.
     fn stand(&self, standing: Standing) {
         self.standing.send_if_modified(|now| std::mem::replace(now, standing) != standing);
     }
@@ -286,7 +285,7 @@ impl<P: Presence> Keeper<P> {
     }
 }
 
-/// Bounds one call to a registry.
+/// Applies [`CALL_WITHIN`] to one call to a registry.
 pub(crate) async fn within<T>(
     operation: &'static str,
     call: impl Future<Output = Result<T, RegistryError>>,

@@ -1,39 +1,39 @@
-//! How long to wait before the next attempt.
+//! The pause before the next attempt.
 
 use std::time::Duration;
 
 const FIRST: Duration = Duration::from_millis(50);
-/// Short, so that a registry that comes back soon has its members back; and long enough that a thousand nodes do not
-/// keep it from coming back.
+/// Short, so that members return soon after their registry; long enough that a thousand nodes do not overload a registry
+/// that is starting.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// Pauses that double up to a bound. Each is shortened by up to a half at random, so that a whole cluster that lost
-/// its registry at one moment does not come back at one moment.
+/// Pauses that double up to a limit. Each is shortened by up to half at random, so that the nodes of a cluster do not
+/// all reconnect at the same moment.
 #[derive(Debug, Default)]
 pub struct Backoff {
     n_failed: u32,
 }
 
 impl Backoff {
-    /// The pause after one more failure; `draw` is any random number.
+    /// Returns the pause after one more failure; `draw` is a random number.
     pub fn next(&mut self, draw: u64) -> Duration {
         let pause = FIRST.saturating_mul(1 << self.n_failed.min(16)).min(LONGEST);
         self.n_failed = self.n_failed.saturating_add(1);
         jittered(pause, draw)
     }
 
-    /// It worked.
+    /// Starts over after a success.
     pub fn reset(&mut self) {
         self.n_failed = 0;
     }
 
-    /// Whether the failure that comes now is the first in a row: the one worth telling.
+    /// Whether no failure has happened since the last success. Only the first failure of a row is logged as a warning.
     pub fn is_fresh(&self) -> bool {
         self.n_failed == 0
     }
 }
 
-/// Between a half and the whole of `whole`.
+/// Returns a random duration between half of `whole` and `whole`.
 pub(crate) fn jittered(whole: Duration, draw: u64) -> Duration {
     whole.mul_f64(0.5 + 0.5 * (draw as f64 / u64::MAX as f64))
 }

@@ -1,4 +1,4 @@
-//! What every registry does, as tests that every registry runs.
+//! The conformance suite of registries: the same tests run on every implementation.
 //!
 //! ```text
 //! async fn subject() -> registry::conformance::Subject { … }
@@ -19,24 +19,24 @@ use types::{
 
 use crate::{Announcement, Members, MembershipEvent, Registry, RegistryError, Standing};
 
-/// No case waits longer than this for anything; the longest wait is that for a lease to lapse.
+/// The timeout of every wait in a case. The longest wait is that for a lease to expire.
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// A registry under test, empty, seen by two participants of one cluster.
+/// An empty registry under test, used by two members of one cluster.
 #[derive(Debug)]
 pub struct Subject {
     pub one: Arc<dyn Registry>,
     pub two: Arc<dyn Registry>,
-    /// Whatever must live as long as the test: servers, folders.
+    /// Resources that must live as long as the test, such as servers and folders.
     pub keep: Box<dyn Keep>,
 }
 
-/// Anything that can be kept.
+/// Any value that a [`Subject`] keeps alive.
 pub trait Keep: Any + Debug + Send + Sync {}
 
 impl<T: Any + Debug + Send + Sync> Keep for T {}
 
-/// Declares one test for each promise. `$subject` is an async function that makes a [`Subject`].
+/// Declares one test per case. `$subject` is an async function that makes a [`Subject`].
 #[macro_export]
 macro_rules! conformance {
     ($(#[$attribute:meta])* $subject:path) => {
@@ -63,7 +63,7 @@ macro_rules! conformance {
     };
 }
 
-// === the promises ===
+// === cases ===
 
 pub async fn the_first_event_is_a_snapshot(subject: Subject) {
     let mut early = Watcher::of(&*subject.one).await;
@@ -161,9 +161,9 @@ pub async fn an_impossible_node_is_refused(subject: Subject) {
     assert!(matches!(refused, RegistryError::InvalidNode { .. }), "{refused}");
 }
 
-// === what tests of registries need ===
+// === helpers for tests of registries ===
 
-/// Some node; two calls with the same arguments make the same one.
+/// Makes a node. Equal arguments make equal nodes.
 pub fn node(id: &str, epoch: u64) -> NodeInfo {
     let wire = |scheme| WireAddress {
         scheme: Scheme::new(scheme),
@@ -203,15 +203,15 @@ pub async fn announced(registry: &dyn Registry, node: NodeInfo) -> Announcement 
     announcement
 }
 
-/// Fails the test if `wait` takes too long.
+/// Fails the test if `wait` takes longer than a minute.
 pub async fn in_time<T>(wait: impl Future<Output = T>) -> T {
     timeout(WITHIN, wait).await.expect("it takes too long")
 }
 
-/// A watch, and what it has told.
+/// A watch, and the members according to its events.
 pub struct Watcher {
     events: BoxStream<'static, MembershipEvent>,
-    /// Whether there was a first event.
+    /// Whether the first event was received.
     heard: bool,
     pub members: Members,
 }
@@ -238,7 +238,7 @@ impl Watcher {
         event
     }
 
-    /// What it hears until `meanwhile` is over.
+    /// Returns the events received until `meanwhile` ends.
     pub async fn hears_during(&mut self, meanwhile: impl Future<Output = ()>) -> Vec<MembershipEvent> {
         let mut heard = Vec::new();
         let mut meanwhile = std::pin::pin!(meanwhile);
@@ -250,7 +250,7 @@ impl Watcher {
         }
     }
 
-    /// Reads on until exactly `nodes` are members. Returns what it read.
+    /// Reads events until exactly `nodes` are members. Returns the events.
     pub async fn sees(&mut self, nodes: &[NodeInfo]) -> Vec<MembershipEvent> {
         let mut wanted = Members::default();
         wanted.apply(&MembershipEvent::Snapshot(nodes.to_vec()));

@@ -1,4 +1,4 @@
-//! What can go wrong between a process and its registry.
+//! The errors between a process and its registry.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use types::{Epoch, NodeId, Verdict};
 
-/// What a caller should do in the meantime when the registry does not answer.
+/// The delay after which a caller should try again.
 const RETRY_IN: Duration = Duration::from_secs(1);
 
-/// A cause that belongs to one implementation.
+/// A cause that depends on the implementation.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
-/// One variant for each thing that can fail. `operation` is what was being done, in a few words.
+/// The errors of a registry. `operation` names the failed call in a few words.
 #[derive(Debug, thiserror::Error)]
 pub enum RegistryError {
     /// `url` is shown without its password.
@@ -22,23 +22,23 @@ pub enum RegistryError {
     ReadFile { path: PathBuf, source: std::io::Error },
     #[error("node {id} cannot be announced: {reason}")]
     InvalidNode { id: NodeId, reason: String },
-    /// The registry answered, and the answer is no.
-    #[error("{operation}: the registry refuses")]
+    /// The registry refused the call.
+    #[error("{operation}: refused by the registry")]
     Denied { operation: &'static str, source: Cause },
-    /// The registry did not answer, or could not.
+    /// The registry did not answer, or could not process the call.
     #[error("{operation}: the registry cannot be reached")]
     Unreachable { operation: &'static str, source: Cause },
     #[error("{operation}: no answer within {} ms", within.as_millis())]
     TimedOut { operation: &'static str, within: Duration },
-    /// The registry does not know the lease: it lapsed, or the registry has lost its data.
-    #[error("the lease is gone")]
+    /// The registry does not know the lease: it expired, or the registry lost its data.
+    #[error("the lease has expired or is unknown to the registry")]
     LeaseLost,
     /// A later life of the same node is a member.
-    #[error("a later life of node {id} is a member already (this one is {epoch})")]
+    #[error("a later life of node {id} is already a member (this one is {epoch})")]
     Superseded { id: NodeId, epoch: Epoch },
-    #[error("the registry holds {n_members_max} members and takes no more")]
+    #[error("the registry is full: it has {n_members_max} members")]
     Full { n_members_max: usize },
-    /// The connection broke or was closed: what happened since is not known.
+    /// The connection broke or was closed, so changes may have been missed.
     #[error("the watch was interrupted: {reason}")]
     Interrupted { reason: String },
     /// The process is draining and starts nothing new.
@@ -63,7 +63,7 @@ impl RegistryError {
         }
     }
 
-    /// What an operator has to look at.
+    /// The kind of problem, which tells an operator what to check.
     pub fn trouble(&self) -> Trouble {
         let cause = Chain(self).to_string().to_lowercase();
         let says = |parts: &[&str]| parts.iter().any(|part| cause.contains(part));
@@ -72,20 +72,20 @@ impl RegistryError {
             Self::Denied { .. } if says(&["user name is empty", "user id or password"]) => Trouble::Password,
             Self::Denied { .. } if says(&["permission denied"]) => Trouble::Permission,
             Self::Denied { .. } if says(&["cluster's secret", "cluster secret", "clock"]) => Trouble::Secret,
-            // Some layers between here and TLS keep only the text of its errors, or only that the peer hung up: so ends
-            // a connection whose certificate is missing, and one in plain text to a port that expects TLS.
+            // Some layers above TLS keep only the text of its errors, or only the fact that the peer disconnected. This
+            // happens if a certificate is missing, or if plain text is sent to a TLS port.
             _ if says(&TLS_FAILED) => Trouble::Certificate,
             _ => Trouble::Unreachable,
         }
     }
 
-    /// Retrying does not help: an operator has to change something.
+    /// Whether retrying cannot help, because an operator has to change something.
     pub fn is_final(&self) -> bool {
         self.verdict() == Verdict::Reject
     }
 }
 
-/// What errors of connections say that were accepted and came to nothing.
+/// Parts of error messages of connections that were opened and then failed.
 const TLS_FAILED: [&str; 7] = [
     "certificate",
     "fatal alert",
@@ -96,7 +96,7 @@ const TLS_FAILED: [&str; 7] = [
     "broken pipe",
 ];
 
-/// What stands between a process and its registry; each kind is repaired in another place.
+/// The kinds of problems between a process and its registry. Each is fixed in a different place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
     /// The address, or a file that it names.
@@ -109,11 +109,11 @@ pub enum Trouble {
     Secret,
     /// One end does not accept the other's certificate, or only one of them speaks TLS.
     Certificate,
-    /// It does not answer, or something else answers there.
+    /// Nothing answers, or something other than a registry does.
     Unreachable,
 }
 
-/// Prints an error with all its causes, for the one place where it is logged.
+/// Prints an error with all its causes, for log lines.
 pub(crate) struct Chain<'a>(pub(crate) &'a dyn std::error::Error);
 
 impl fmt::Display for Chain<'_> {

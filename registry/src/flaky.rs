@@ -1,4 +1,4 @@
-//! A registry that fails on command, for tests of code that uses a registry.
+//! A registry with injected faults, for tests of code that uses a registry.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::open::RegistryParts;
 use crate::watch::{Feed, News, follow};
 use crate::{MembershipEvent, Registry};
 
-/// Passes everything on to the registry inside, except while its [`FaultSwitch`] says otherwise. It keeps the
-/// trait's promises all the same: code that breaks under it relies on something that is not promised.
+/// Forwards all calls to the inner registry, except during a fault set by its [`FaultSwitch`]. It keeps the trait's
+/// contract: code that fails with it relies on more than the contract.
 #[derive(Debug)]
 pub struct Flaky<R> {
     inner: Arc<R>,
@@ -25,7 +25,7 @@ pub struct Flaky<R> {
     fault: watch::Sender<Fault>,
 }
 
-/// Makes a [`Flaky`] registry fail.
+/// Injects faults into a [`Flaky`] registry.
 #[derive(Clone, Debug)]
 pub struct FaultSwitch(watch::Sender<Fault>);
 
@@ -43,17 +43,17 @@ impl<R: Registry> Flaky<R> {
 }
 
 impl FaultSwitch {
-    /// From now on the registry cannot be reached.
+    /// Makes the registry unreachable.
     pub fn away(&self) {
         self.0.send_modify(|fault| fault.away = true);
     }
 
-    /// It can be reached again.
+    /// Makes the registry reachable again.
     pub fn back(&self) {
         self.0.send_modify(|fault| fault.away = false);
     }
 
-    /// Breaks every watch once.
+    /// Interrupts every watch once.
     pub fn gap(&self) {
         self.0.send_modify(|fault| fault.n_gaps += 1);
     }
@@ -135,7 +135,7 @@ impl<R> FlakyPresence<R> {
 
 struct FlakyFeed<R> {
     inner: Arc<R>,
-    /// `None` after a fault: watching again begins with a snapshot.
+    /// `None` after a fault: a new watch begins with a snapshot.
     events: Option<BoxStream<'static, MembershipEvent>>,
     fault: watch::Receiver<Fault>,
 }

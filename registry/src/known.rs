@@ -1,4 +1,4 @@
-//! What one watch knows: the registry's word, and those whom it has doubts about.
+//! The members that one watch knows, including those that may return.
 
 use std::collections::BTreeSet;
 
@@ -8,22 +8,21 @@ use types::{NodeId, NodeInfo};
 use crate::MembershipEvent;
 use crate::members::Members;
 
-/// The members as one watch has told them. Pure: the time comes in as an argument.
+/// The members according to one watch. It is pure: the time is an argument.
 ///
-/// A registry that was restarted without its data says that there are no members. One that stood still for longer
-/// than its leases ends them all when it wakes. Both are facts about the registry and not about the nodes, who are
-/// about to announce themselves again. So after such an event departures are *doubted*: a missing node is only
-/// missed, until the doubts end.
+/// A registry that restarted without its data reports no members. One that was suspended for longer than its leases
+/// expires them all when it resumes. Both say nothing about the nodes, which will announce themselves again. So after
+/// such an event departures are *doubted*: a missing node stays a member until the doubts end.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     members: Members,
-    /// Members who, says the registry, are none.
+    /// Members that the registry does not report, while departures are doubted.
     missed: BTreeSet<NodeId>,
-    /// `None`: the registry is believed, and no node is missing.
+    /// `None`: departures are believed, and no member is missing.
     doubts_end: Option<Instant>,
 }
 
-/// Members that are not in the registry's list.
+/// The treatment of members that are not in the registry's snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AbsentMembers {
     HaveLeft,
@@ -31,7 +30,8 @@ pub(crate) enum AbsentMembers {
 }
 
 impl Known {
-    /// The registry's whole state. If absent members may return, there are doubts until `until`. Doubts that have not ended begin anew: without a connection no node could be heard.
+    /// Applies the registry's whole state. If absent members may return, departures are doubted until `until`. Doubts that
+    /// have not ended are extended, because no node could announce itself without a connection.
     pub(crate) fn snapshot(
         &mut self,
         nodes: Vec<NodeInfo>,
@@ -70,7 +70,7 @@ impl Known {
         self.doubts_end
     }
 
-    /// The doubts are over: who is still missed has left.
+    /// Ends the doubts: members that are still missing have left.
     pub(crate) fn believe(&mut self) -> Vec<MembershipEvent> {
         self.doubts_end = None;
         let missed = std::mem::take(&mut self.missed);

@@ -1,8 +1,8 @@
-//! The members of the cluster: nodes announce themselves, and routers and nodes watch.
+//! The registry: nodes announce themselves as members, and routers and nodes watch the members.
 //!
-//! Suggested reading order: the contract below, what keeps it on either side ([`announcement`], [`watch`] over
-//! [`known`]), the registry that is a table in memory ([`table`], [`memory`]), the same served over gRPC
-//! ([`embedded`]), and [`etcd`].
+//! Suggested reading order: the contract below; its common implementation ([`announcement`], and [`watch`] over
+//! [`known`]); the registry as a table in memory ([`table`], [`memory`]); the same table served over gRPC ([`embedded`]);
+//! and [`etcd`].
 #![forbid(unsafe_code)]
 
 pub mod announcement;
@@ -36,18 +36,18 @@ pub use members_file::{MembersFile, OldMembers};
 pub use memory::MemoryRegistry;
 pub use open::{RegistryParts, ask_once, open};
 
-/// Who is in the cluster, never how busy they are.
+/// The list of the cluster's members. It does not include their load.
 ///
-/// A registry is advice. A member may have died a moment ago, so a caller must expect to be refused; and
-/// a registry that is away changes nothing for members that are known already.
+/// A registry is advice. A member may have died a moment ago, so its peers must expect errors. Members that are already
+/// known stay usable while the registry is unreachable.
 ///
 /// # Members
 ///
-/// A node is a member from its announcement until it withdraws, or until its lease lapses because nothing keeps it
-/// alive. One id is one member: the life with the greatest [`Epoch`] holds the place. A newer life takes it at
-/// once, without waiting for the old lease; an older one can neither take it back nor, when it withdraws or lapses,
-/// take the newer one with it. (An epoch grows with the clock. A node that restarts after its clock was set back
-/// waits until its former life has withdrawn or lapsed, no longer.)
+/// A node is a member from its announcement until it withdraws, or until its lease expires without renewal. An id has
+/// one member at a time: the life with the greatest [`Epoch`]. A newer life replaces an older one at once, without
+/// waiting for its lease. An older life can neither replace a newer one nor remove it by withdrawing or expiring.
+/// (Epochs grow with the clock. If a node restarts after its clock was set back, it waits until its former life has
+/// withdrawn or expired.)
 ///
 /// # Use
 ///
@@ -64,41 +64,40 @@ pub use open::{RegistryParts, ask_once, open};
 /// # drop(announcement); Ok(()) }
 /// ```
 ///
-/// Wrong: `let _ = registry.announce(me).await?` withdraws at once; and treating `Joined` and `Left` as the whole
-/// story while skipping later `Snapshot`s keeps nodes that left during a gap for ever.
+/// Wrong: `let _ = registry.announce(me).await?` withdraws at once. Also wrong: a reader that applies `Joined` and `Left`
+/// but skips later `Snapshot`s keeps nodes that left during a gap.
 #[async_trait]
 pub trait Registry: Debug + Send + Sync + 'static {
-    /// Makes `node` a member for as long as the answer lives.
+    /// Makes `node` a member until the returned announcement is dropped.
     ///
-    /// Returns when the node is a member, or as soon as it is clear that this needs time: an unreachable registry
-    /// is no error, the announcement then goes on trying by itself ([`Announcement::announced`] waits for it). It
-    /// also announces again, without being asked, whenever the registry has lost it. Errors are only those that no
-    /// waiting mends: a node that cannot be announced, or a registry that denies us.
+    /// Returns when the node is a member, or as soon as it is clear that this takes time. An unreachable registry is no
+    /// error: the announcement retries in the background ([`Announcement::announced`] waits for success). It also
+    /// announces again whenever the registry has lost the lease. Errors are only those that no retry can resolve: an
+    /// invalid node, or a registry that refuses the call.
     ///
-    /// Cancel-safe: dropped half-way, the node is withdrawn.
+    /// Cancel-safe: if the future is dropped, the node is withdrawn.
     async fn announce(&self, node: NodeInfo) -> Result<Announcement, RegistryError>;
 
-    /// The members, and then every change.
+    /// Returns the members, followed by every change.
     ///
-    /// The first event is a [`MembershipEvent::Snapshot`], and so is the first after every gap (a lost connection,
-    /// a reader that was too slow). A registry that cannot be reached sends nothing: no snapshot, and above all not
-    /// an empty one. A registry that was restarted without its data has forgotten members who are still there;
-    /// they stay in the snapshot and get one lease's time to announce themselves again before they are said to
-    /// have left.
+    /// The first event is a [`MembershipEvent::Snapshot`], and so is the first one after every gap (a lost connection, or
+    /// a reader that was too slow). An unreachable registry sends nothing; in particular, it sends no empty snapshot. A
+    /// registry that restarted without its data has lost members that still exist. They stay in the snapshot and have one
+    /// lease's time to announce themselves again before they are reported as left.
     ///
-    /// The stream never ends and never fails. It does its work while it is polled, and nothing when it is not.
+    /// The stream never ends and never fails. It makes progress only while it is polled.
     async fn watch(&self) -> Result<BoxStream<'static, MembershipEvent>, RegistryError>;
 }
 
-/// A change of who is in the cluster. Few of them are alive at once, so a large variant costs nothing.
+/// A change of the members. Few events exist at a time, so a large variant costs nothing.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MembershipEvent {
-    /// Everyone who is a member, in place of all that was said before.
+    /// The complete list of members; it replaces all earlier events.
     Snapshot(Vec<NodeInfo>),
-    /// A new member. With the id and epoch of a member that is known: what it now says of itself.
-    /// A new epoch comes as `Left` of the old life and `Joined` of the new one, in this order.
+    /// A new member, or new data of a known member with the same id and epoch.
+    /// A new epoch is reported as `Left` of the old life followed by `Joined` of the new one.
     Joined(NodeInfo),
-    /// This life of this node is over, or its lease has lapsed.
+    /// This life of the node has withdrawn, or its lease has expired.
     Left { id: NodeId, epoch: Epoch },
 }

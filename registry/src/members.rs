@@ -1,4 +1,4 @@
-//! The cluster as its events tell it.
+//! The members of the cluster, built from events.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use types::{NodeId, NodeInfo};
 
 use crate::MembershipEvent;
 
-/// Who is a member, by id. Apply every event of one watch in order, and it is what the registry says.
+/// The members by id. After all events of one watch are applied in order, it equals the registry's state.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Members(BTreeMap<NodeId, NodeInfo>);
 
@@ -19,7 +19,7 @@ impl Members {
             MembershipEvent::Joined(node) => {
                 self.0.insert(node.id.clone(), node.clone());
             }
-            // A life that is over already says nothing about the one after it.
+            // The end of an older life does not remove a newer one.
             MembershipEvent::Left { id, epoch } => {
                 if self.0.get(id).is_some_and(|node| node.epoch == *epoch) {
                     self.0.remove(id);
@@ -44,7 +44,7 @@ impl Members {
         self.0.is_empty()
     }
 
-    /// Takes a node in, whatever was known of its id, and says what that changes.
+    /// Inserts or replaces a node and returns the events that this causes.
     pub(crate) fn join(&mut self, node: NodeInfo) -> Vec<MembershipEvent> {
         let before = self.0.insert(node.id.clone(), node.clone());
         joined(before.as_ref(), node)
@@ -59,7 +59,7 @@ impl Members {
     }
 }
 
-/// What it means that `node` has the place in which `before` was.
+/// Returns the events of `node` replacing `before`.
 pub(crate) fn joined(before: Option<&NodeInfo>, node: NodeInfo) -> Vec<MembershipEvent> {
     match before {
         Some(before) if *before == node => Vec::new(),

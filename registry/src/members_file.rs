@@ -1,4 +1,4 @@
-//! The members as a small file: for a router that starts while its registry is away.
+//! The last known members in a small file, for a router that starts while its registry is unreachable.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -9,17 +9,17 @@ use prost::Message as _;
 use proto::v1;
 use types::NodeInfo;
 
-/// A file that holds the members a router knew last. Whatever it says is old: a node is asked before it is used.
+/// The file of a router's last known members. They may be outdated, so a node is contacted before it is used.
 #[derive(Clone, Debug)]
 pub struct MembersFile {
     path: PathBuf,
 }
 
-/// What was read.
+/// The contents of the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OldMembers {
     pub nodes: Vec<NodeInfo>,
-    /// When it was written, since 1970.
+    /// The time of writing, since 1970.
     pub written: Duration,
 }
 
@@ -28,7 +28,7 @@ impl MembersFile {
         Self { path }
     }
 
-    /// `None`: there is no file yet.
+    /// Reads the file. `None` if it does not exist.
     pub fn read(&self) -> io::Result<Option<OldMembers>> {
         let bytes = match std::fs::read(&self.path) {
             Ok(bytes) => bytes,
@@ -41,7 +41,7 @@ impl MembersFile {
         Ok(Some(OldMembers { nodes, written: Duration::from_millis(members.written_unix_ms) }))
     }
 
-    /// Replaces the file at once: a reader finds the old members or the new ones.
+    /// Replaces the file atomically: a reader finds either the old members or the new ones.
     pub fn write(&self, members: &OldMembers) -> io::Result<()> {
         let nodes = members.nodes.iter().map(v1::NodeInfo::from).collect();
         let members = v1::OldMembers { nodes, written_unix_ms: members.written.as_millis() as u64 };

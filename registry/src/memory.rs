@@ -1,4 +1,4 @@
-//! The registry that is a table in this process: the router's own, and everybody's in tests.
+//! The registry as a table in this process, for the router and for tests.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
@@ -16,18 +16,18 @@ use crate::error::RegistryError;
 use crate::table::{LeaseId, Table};
 use crate::{MembershipEvent, Registry};
 
-/// How long a node that died without a word stays a member. Long enough for a node that is starved of CPU to be
-/// heard; routing notices a dead node by itself, much earlier.
+/// The lease of a node. It is long enough that a node without CPU time can still renew it; routing detects a dead node
+/// much earlier by itself.
 pub const TTL: Duration = Duration::from_secs(10);
-/// Signs of life per lease. Many: a node also learns from them that the registry was restarted, and a router that
-/// comes back should know its nodes within a second.
+/// Renewals per lease. There are many, because renewals also tell a node that the registry restarted, and a restarted
+/// router should know its nodes within a second.
 const BEATS_PER_TTL: u32 = 10;
-/// How often lapsed leases are looked for. Also bounds how late a lapse is noticed: a tenth of a lease.
+/// Checks for expired leases per lease time. An expiry is noticed a tenth of a lease late at most.
 const LOOKS_PER_TTL: u32 = 10;
-/// A watcher that is further behind than this gets a snapshot instead.
+/// A watcher with more unread events than this gets a snapshot instead.
 const EVENTS_BEHIND_MAX: usize = 1024;
 
-/// Clones are handles to the same table.
+/// A registry in memory. Clones are handles to the same table.
 #[derive(Clone, Debug)]
 pub struct MemoryRegistry {
     shared: Arc<Shared>,
@@ -37,11 +37,11 @@ pub struct MemoryRegistry {
 
 #[derive(Debug)]
 struct Shared {
-    /// This life of the registry: a watcher that sees another one knows that its members were forgotten.
+    /// The number of this life of the registry. A changed number tells watchers that its members were lost.
     life: u64,
-    /// Held for one change and its events, never across an await, so that every watcher sees the same order.
+    /// Locked for one change and its events, never across an await, so that all watchers see the same order.
     state: Mutex<State>,
-    /// Looks for lapsed leases; aborted with the last handle.
+    /// The task that expires leases; aborted with the last handle.
     reaper: OnceLock<Task<()>>,
 }
 
@@ -52,7 +52,7 @@ struct State {
 }
 
 impl MemoryRegistry {
-    /// An empty registry whose leases last `ttl` ([`TTL`]).
+    /// Makes an empty registry with leases of `ttl`; see [`TTL`].
     pub fn new(ttl: Duration, world: World, gate: Gate) -> Self {
         let (events, _) = broadcast::channel(EVENTS_BEHIND_MAX);
         let state = Mutex::new(State { table: Table::new(ttl, world.now()), events });
@@ -71,7 +71,7 @@ impl MemoryRegistry {
         self.shared.state().table.ttl()
     }
 
-    /// Who is a member at this moment.
+    /// The current members.
     pub fn members(&self) -> Vec<NodeInfo> {
         self.shared.state().table.members()
     }
@@ -91,7 +91,7 @@ impl MemoryRegistry {
         self.shared.change(|table| Ok(((), table.withdraw(lease).into_iter().collect())))
     }
 
-    /// The members, and then every change; a snapshot again for a reader that was too slow.
+    /// Returns the members and then every change. A reader that was too slow gets a snapshot again.
     pub(crate) fn events(&self) -> BoxStream<'static, MembershipEvent> {
         let behind = Reader { registry: self.clone(), events: None };
         stream::unfold(behind, |mut reader| async move {
@@ -101,7 +101,7 @@ impl MemoryRegistry {
         .boxed()
     }
 
-    /// What is known now, and what comes after it, with nothing between.
+    /// Returns the current members and a receiver of all changes after them, without a gap.
     fn subscribe(&self) -> (MembershipEvent, broadcast::Receiver<MembershipEvent>) {
         let state = self.shared.state();
         (MembershipEvent::Snapshot(state.table.members()), state.events.subscribe())
@@ -125,7 +125,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the table, and tells everyone what changed before anything else can.
+    /// Changes the table and sends the resulting events while the lock is held.
     fn change<T>(
         &self,
         change: impl FnOnce(&mut Table) -> Result<(T, Vec<MembershipEvent>), RegistryError>,
@@ -134,7 +134,7 @@ impl Shared {
         let (answer, events) = change(&mut state.table)?;
         for event in events {
             tell(&event);
-            // There are no watchers.
+            // Sending fails if there are no watchers.
             let _ = state.events.send(event);
         }
         Ok(answer)
@@ -147,11 +147,11 @@ fn tell(event: &MembershipEvent) {
             info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "member joined");
         }
         MembershipEvent::Left { id, epoch } => info!(node = %id, %epoch, "member left"),
-        MembershipEvent::Snapshot(nodes) => debug!(n_members = nodes.len(), "members"),
+        MembershipEvent::Snapshot(nodes) => debug!(n_members = nodes.len(), "membership snapshot"),
     }
 }
 
-/// Ends lapsed leases for as long as the registry lives.
+/// Ends expired leases until the registry is dropped.
 async fn reap(shared: Weak<Shared>, every: Duration, world: World) {
     loop {
         tokio::time::sleep(every).await;
@@ -161,17 +161,17 @@ async fn reap(shared: Weak<Shared>, every: Duration, world: World) {
             Ok((lapsed.len(), lapsed))
         });
         if let Ok(n_lapsed @ 1..) = lapsed {
-            warn!(n_lapsed, "members were silent for a whole lease");
+            warn!(n_lapsed, "leases expired: members sent no keep-alive");
         }
     }
 }
 
 // === Reader ===
 
-/// One watcher's place in the stream of events.
+/// One watcher's position in the stream of events.
 struct Reader {
     registry: MemoryRegistry,
-    /// `None` before the first snapshot, and after falling behind.
+    /// `None` before the first snapshot, and after the watcher was too slow.
     events: Option<broadcast::Receiver<MembershipEvent>>,
 }
 
@@ -181,7 +181,7 @@ impl Reader {
             match events.recv().await {
                 Ok(event) => return event,
                 Err(RecvError::Lagged(n_missed)) => {
-                    warn!(n_missed, "a watcher fell behind, it gets a snapshot")
+                    warn!(n_missed, "registry watcher too slow, sending a snapshot")
                 }
                 Err(RecvError::Closed) => unreachable!("the reader's own handle keeps the sender"),
             }
@@ -216,7 +216,7 @@ impl Presence for InMemory {
     }
 }
 
-/// What the embedded registry asks of its nodes, in memory and over gRPC.
+/// The lease terms of the embedded registry, in memory and over gRPC.
 pub(crate) fn terms(ttl: Duration) -> LeaseTerms {
     LeaseTerms { ttl, beat: ttl / BEATS_PER_TTL }
 }

@@ -1,4 +1,4 @@
-//! Registries by name.
+//! Opens a registry by its address.
 
 use std::sync::Arc;
 
@@ -12,23 +12,23 @@ use crate::etcd::EtcdRegistry;
 use crate::url::RegistryUrl;
 use crate::watch::{Feed, News};
 
-/// What every registry is made of, besides its address.
+/// The inputs of every registry, besides its address.
 #[derive(Clone, Debug)]
 pub struct RegistryParts {
     pub world: World,
-    /// Where its tasks run.
+    /// The gate for the registry's tasks.
     pub gate: Gate,
 }
 
 type Open = fn(&RegistryUrl, RegistryParts) -> Result<Opened, RegistryError>;
 
-/// A registry, and one feed of it.
+/// A registry and one feed of its changes.
 struct Opened {
     registry: Arc<dyn Registry>,
     feed: Box<dyn Feed>,
 }
 
-/// A new registry is one file and one line.
+/// All registries by scheme. A new registry is one file and one line here.
 const REGISTRIES: [(&str, Open); 2] = [
     ("embedded", |url, parts| {
         let registry = EmbeddedRegistry::open(url, parts)?;
@@ -40,15 +40,15 @@ const REGISTRIES: [(&str, Open); 2] = [
     }),
 ];
 
-/// The registry at `url`: `embedded://router:50051`, or `etcd://host:2379,host:2379/cluster`.
+/// Opens the registry at `url`: `embedded://router:50051`, or `etcd://host:2379,host:2379/cluster`.
 ///
-/// Nothing is sent yet; an address without a listener is noticed later, and retried.
+/// It sends nothing yet. An unreachable address is noticed at the first call, and retried.
 pub fn open(url: &str, parts: RegistryParts) -> Result<Arc<dyn Registry>, RegistryError> {
     Ok(opened(url, parts)?.registry)
 }
 
-/// Asks the registry at `url` once for its members. Where [`Registry::watch`] waits and tries again, this fails: for
-/// one who wants to know what is wrong ([`RegistryError::trouble`]).
+/// Asks the registry at `url` once for its members. Unlike [`Registry::watch`] it fails instead of retrying, for a
+/// caller that diagnoses the error ([`RegistryError::trouble`]).
 pub async fn ask_once(url: &str, parts: RegistryParts) -> Result<Vec<NodeInfo>, RegistryError> {
     let news = opened(url, parts)?.feed.next().await?;
     let members = news.into_iter().flat_map(|news| match news {

@@ -1,4 +1,4 @@
-//! The membership table: leases, and who holds which place. Pure: the time comes in as an argument.
+//! The membership table: members and their leases. It is pure: the time is an argument.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,20 +11,20 @@ use crate::MembershipEvent;
 use crate::error::RegistryError;
 use crate::members::{joined, left};
 
-/// More nodes than Baton is made for; more announcements are a mistake or an attack.
+/// The largest number of members, more than Baton is made for. More announcements are a mistake or an attack.
 pub const N_MEMBERS_MAX: usize = 10_000;
 
-/// Names one lease. Drawn at random, so that a lease of a former life of the registry is unknown to the next.
+/// The id of one lease. It is random, so that a restarted registry does not know leases of its former life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
-/// Everyone who is a member. Every method says what it changed.
+/// The members and their leases. Every method returns the events that it causes.
 #[derive(Debug)]
 pub struct Table {
     ttl: Duration,
     places: BTreeMap<NodeId, Member>,
     leases: BTreeMap<LeaseId, NodeId>,
-    /// When [`Table::lapse`] last looked.
+    /// The time of the last call of [`Table::lapse`].
     looked: Instant,
 }
 
@@ -36,7 +36,7 @@ struct Member {
 }
 
 impl Table {
-    /// Leases last `ttl` from each sign of life. [`Table::lapse`] must be called several times within it.
+    /// A lease expires `ttl` after its last renewal. [`Table::lapse`] must be called several times within `ttl`.
     pub fn new(ttl: Duration, now: Instant) -> Self {
         Self { ttl, places: BTreeMap::new(), leases: BTreeMap::new(), looked: now }
     }
@@ -45,8 +45,8 @@ impl Table {
         self.ttl
     }
 
-    /// Gives the place of `node.id` to this life of it, under `lease`, unless a later life holds it.
-    /// The lease that held the place before is gone, and with it the power to withdraw.
+    /// Makes this life of the node a member under `lease`, unless a later life is a member.
+    /// A lease that it replaces becomes invalid, so that it cannot withdraw the node any more.
     pub fn announce(
         &mut self,
         node: NodeInfo,
@@ -76,7 +76,7 @@ impl Table {
         }
     }
 
-    /// A sign of life. Refused once the lease has lapsed or was replaced.
+    /// Renews a lease. Fails if it has expired or was replaced.
     pub fn keep_alive(&mut self, lease: LeaseId, now: Instant) -> Result<(), RegistryError> {
         let id = self.leases.get(&lease).ok_or(RegistryError::LeaseLost)?;
         let place = self.places.get_mut(id).ok_or(RegistryError::LeaseLost)?;
@@ -84,16 +84,16 @@ impl Table {
         Ok(())
     }
 
-    /// Gives the place up. A lease that no longer holds one changes nothing.
+    /// Removes the lease's member. Does nothing if the lease was replaced.
     pub fn withdraw(&mut self, lease: LeaseId) -> Option<MembershipEvent> {
         let id = self.leases.remove(&lease)?;
         self.places.remove(&id).map(|place| left(&place.node))
     }
 
-    /// Ends the leases that nothing kept alive.
+    /// Ends expired leases.
     ///
-    /// If this comes late, then this process stood still (stopped, or out of CPU) and cannot tell who was silent
-    /// from whom it did not hear. Everyone gets a whole lease's time again.
+    /// If this call is late, this process was suspended or had no CPU time, so renewals may have been missed. All leases
+    /// then get their full time again.
     pub fn lapse(&mut self, now: Instant) -> Vec<MembershipEvent> {
         let stood_still = now.saturating_duration_since(self.looked) > self.ttl / 2;
         self.looked = now;

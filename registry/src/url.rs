@@ -1,25 +1,25 @@
-//! A registry's address as it is typed: `scheme://user:password@host:port,host:port/path?name=value`.
+//! The address of a registry: `scheme://user:password@host:port,host:port/path?name=value`.
 
 use std::fmt;
 
 use crate::error::RegistryError;
 
-/// More hosts than any etcd cluster has members.
+/// The largest number of hosts, more than any etcd cluster has members.
 const HOSTS_MAX: usize = 16;
 
-/// The parts of a registry's address, decoded. `Debug` and `Display` never show the password.
+/// The decoded parts of a registry's address. `Debug` and `Display` never show the password.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RegistryUrl {
     pub scheme: String,
     pub user: Option<User>,
     /// `host` or `host:port`, at least one.
     pub hosts: Vec<String>,
-    /// Without the slash that begins it.
+    /// The path, without its first slash.
     pub path: String,
     pub query: Vec<(String, String)>,
 }
 
-/// Who asks.
+/// The user name and password.
 #[derive(Clone, PartialEq, Eq)]
 pub struct User {
     pub name: String,
@@ -31,19 +31,19 @@ impl RegistryUrl {
         parse(text).map_err(|reason| RegistryError::Url { url: without_password(text), reason })
     }
 
-    /// An error about this address.
+    /// Makes an error about this address.
     pub fn refuse(&self, reason: impl Into<String>) -> RegistryError {
         RegistryError::Url { url: self.to_string(), reason: reason.into() }
     }
 
-    /// Refuses a query that holds anything but `names`, or one of them twice.
+    /// Refuses query names other than `names`, and duplicates.
     pub fn only(&self, names: &[&str]) -> Result<(), RegistryError> {
         for (at, (name, _)) in self.query.iter().enumerate() {
             if !names.contains(&name.as_str()) {
                 return Err(self.refuse(format!("`{name}` is not known, only {}", names.join(", "))));
             }
             if self.query[..at].iter().any(|(earlier, _)| earlier == name) {
-                return Err(self.refuse(format!("`{name}` is there twice")));
+                return Err(self.refuse(format!("`{name}` is given twice")));
             }
         }
         Ok(())
@@ -99,7 +99,7 @@ fn parse_port(host: &str) -> Result<(), String> {
     }
 }
 
-/// The text after the colon; the colons inside the brackets of an IPv6 address do not count.
+/// Returns the text after the colon. Colons inside the brackets of an IPv6 address do not count.
 pub fn port_of(host: &str) -> Option<&str> {
     let name_end = host.rfind(']').map_or(0, |at| at + 1);
     host[name_end..].split_once(':').map(|(_, port)| port)
@@ -115,7 +115,7 @@ fn parse_query(text: &str) -> Result<Vec<(String, String)>, String> {
         .collect()
 }
 
-/// Decodes `%40` and the like.
+/// Decodes percent-encoded characters such as `%40`.
 fn decode(text: &str) -> Result<String, String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -124,7 +124,7 @@ fn decode(text: &str) -> Result<String, String> {
         bytes.push(byte);
         rest = after;
     }
-    String::from_utf8(bytes).map_err(|_| "it is not UTF-8 once decoded".to_owned())
+    String::from_utf8(bytes).map_err(|_| "it is not UTF-8 after decoding".to_owned())
 }
 
 fn decode_byte(after: &[u8]) -> Result<(u8, &[u8]), String> {
@@ -135,7 +135,7 @@ fn decode_byte(after: &[u8]) -> Result<(u8, &[u8]), String> {
     Ok((byte, rest))
 }
 
-/// What may be shown of an address that could not be read: nothing between the scheme and the last @.
+/// Returns an unparsable address without the text between the scheme and the last @, which may hold a password.
 fn without_password(text: &str) -> String {
     let (scheme, rest) = text.split_once("://").unwrap_or(("", text));
     match rest.rsplit_once('@') {
@@ -218,7 +218,7 @@ mod tests {
         let error = only("etcd://u:secret@a?cert=1").expect_err("not known");
         assert_eq!(error.to_string(), "registry address etcd://u:…@a/: `cert` is not known, only ca, key");
         let error = only("etcd://a?ca=1&ca=2").expect_err("twice");
-        assert_eq!(error.to_string(), "registry address etcd://a/: `ca` is there twice");
+        assert_eq!(error.to_string(), "registry address etcd://a/: `ca` is given twice");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! One watch of a registry: events without end, over connections that do end.
+//! One watch of a registry: an endless stream of events over connections that may break.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -16,24 +16,24 @@ use crate::backoff::Backoff;
 use crate::error::{Chain, RegistryError};
 use crate::known::{AbsentMembers, Known};
 
-/// What a watch needs of a registry: news, in order.
+/// A registry's news in order, as a watch consumes them.
 #[async_trait]
 pub(crate) trait Feed: Send + 'static {
-    /// The next news; connects first when there is no connection. An error ends the connection, so the news after
-    /// one begins with [`News::All`].
+    /// Returns the next news. Connects first if there is no connection. An error ends the connection, so the news after it
+    /// begin with [`News::All`].
     ///
-    /// Cancel-safe: dropped half-way, no news is lost.
+    /// Cancel-safe: no news is lost if the future is dropped.
     async fn next(&mut self) -> Result<Vec<News>, RegistryError>;
 
-    /// How long a lease lasts: the time that members are given to announce themselves again after trouble.
+    /// The lifetime of a lease: after an outage, members have this time to announce themselves again.
     fn ttl(&self) -> Duration;
 }
 
-/// What a registry says. Like [`MembershipEvent`], without what only a watch can know.
+/// A message of a registry. A watch turns it into [`MembershipEvent`]s.
 #[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum News {
-    /// Everyone. `forgot`: the registry has lost what it knew when this watch last heard from it.
+    /// All members. `forgot` is true if the registry has lost its data since this watch's last news.
     All {
         nodes: Vec<NodeInfo>,
         forgot: bool,
@@ -42,11 +42,11 @@ pub(crate) enum News {
     Gone(NodeId),
 }
 
-/// A registry that was away for this part of a lease may have been away for its members too, and for longer than
-/// this watch noticed (a silent peer is found out by pings, some seconds late). Then departures are doubted.
+/// After an outage of `ttl` divided by this number, departures are doubted. Members may have been cut off too, and
+/// longer than this watch noticed: a silent peer is detected by pings, some seconds late.
 const OUTAGES_PER_TTL: u32 = 4;
 
-/// Turns a feed into the stream that [`crate::Registry::watch`] promises.
+/// Turns a feed into the stream that [`crate::Registry::watch`] returns.
 pub(crate) fn follow(feed: impl Feed, world: World) -> BoxStream<'static, MembershipEvent> {
     let (known, ready, backoff) = (Known::default(), VecDeque::new(), Backoff::default());
     let follower = Follower { feed, world, known, ready, backoff, away_since: None };
@@ -61,10 +61,10 @@ struct Follower<F> {
     feed: F,
     world: World,
     known: Known,
-    /// Events that one piece of news made, on their way out. Bounded by what one message can hold.
+    /// Events to return before more news are read. One message bounds their number.
     ready: VecDeque<MembershipEvent>,
     backoff: Backoff,
-    /// Since when there is no connection.
+    /// The time of the disconnection; `None` while connected.
     away_since: Option<Instant>,
 }
 
@@ -83,7 +83,7 @@ impl<F: Feed> Follower<F> {
     }
 
     async fn listen(&mut self) -> Heard {
-        // While the registry is away no node can come back, so doubts do not end.
+        // While the registry is unreachable no node can announce itself, so the doubts do not end.
         let until = self.known.doubts_end().filter(|_| self.away_since.is_none());
         let news = self.feed.next();
         let answer = match until {
@@ -122,21 +122,23 @@ impl<F: Feed> Follower<F> {
                 n_missed,
                 forgot,
                 outage_ms = outage.as_millis() as u64,
-                "members are missed, waiting for them"
+                "members missing in the registry, waiting for them to announce again"
             );
         } else {
-            debug!("watching the registry");
+            debug!("registry watch started");
         }
         self.ready.push_back(snapshot);
     }
 
     async fn pause(&mut self, error: &RegistryError) {
         match (self.backoff.is_fresh(), error) {
-            (true, RegistryError::Interrupted { .. }) => info!(error = %Chain(error), "watching again"),
-            (true, _) => {
-                warn!(error = %Chain(error), "the registry cannot be watched, its members stay known")
+            (true, RegistryError::Interrupted { .. }) => {
+                info!(error = %Chain(error), "registry watch interrupted, reconnecting")
             }
-            (false, _) => debug!(error = %Chain(error), "the registry still cannot be watched"),
+            (true, _) => {
+                warn!(error = %Chain(error), "registry watch failed, keeping the known members")
+            }
+            (false, _) => debug!(error = %Chain(error), "registry watch failed again"),
         }
         let now = self.world.now();
         self.away_since.get_or_insert(now);

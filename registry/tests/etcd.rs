@@ -1,4 +1,4 @@
-//! The etcd registry against a real etcd.
+//! Tests of the etcd registry against a real etcd.
 
 #![allow(missing_debug_implementations)]
 
@@ -26,7 +26,7 @@ fn parts() -> RegistryParts {
     RegistryParts { world: World::real(), gate: Gate::new("test") }
 }
 
-/// The registry `blue` at `endpoint`, with leases as short as a loaded machine allows.
+/// Opens the registry `blue` at `endpoint`, with the shortest lease that works on a loaded machine.
 fn blue(endpoint: &str) -> Arc<dyn Registry> {
     open(&format!("etcd://{endpoint}/blue?ttl_s=3"))
 }
@@ -46,7 +46,7 @@ registry::conformance!(
     subject
 );
 
-/// Two nodes, and a watcher that has seen both.
+/// Two announced nodes, and a watcher that has seen both.
 struct Pair {
     nodes: [NodeInfo; 2],
     announcements: [registry::Announcement; 2],
@@ -63,8 +63,8 @@ impl Pair {
         Self { nodes, announcements, watcher }
     }
 
-    /// Whatever happens, the watcher hears of both and of nothing else. Ends when a fresh watcher, which knows only
-    /// what etcd tells it, sees both.
+    /// During `trouble` the watcher reports both nodes and nothing else. Afterwards a fresh watcher, which knows only
+    /// what etcd returns, sees both.
     async fn survives(&mut self, registry: &dyn Registry, trouble: impl Future<Output = ()>) {
         let trouble = async {
             trouble.await;
@@ -75,12 +75,12 @@ impl Pair {
         assert!(heard.iter().all(|event| *event == both), "{heard:?}");
     }
 
-    /// The watcher's next event is a snapshot, and both are in it.
+    /// Asserts that the watcher's next event is a snapshot of both nodes.
     async fn still_both(&mut self) {
         assert_eq!(self.watcher.next().await, MembershipEvent::Snapshot(self.nodes.to_vec()));
     }
 
-    /// The watcher hears of what comes next.
+    /// Asserts that the watcher receives later events.
     async fn goes_on(mut self) {
         let [a, _b] = self.announcements;
         drop(a);
@@ -88,7 +88,7 @@ impl Pair {
     }
 }
 
-// === etcd comes and goes ===
+// === etcd stops and returns ===
 
 #[tokio::test]
 async fn a_second_without_etcd_changes_nothing() {
@@ -205,7 +205,7 @@ async fn a_watch_that_missed_compacted_history_gets_a_snapshot() {
     let wire = Wire::to(etcd.endpoint()).await;
     let direct = blue(&etcd.endpoint());
     let Pair { nodes: [a_node, _], announcements: [_a, b], .. } = Pair::of(&*direct).await;
-    // A short gap against a long lease: no outage.
+    // The gap is short compared to the lease, so it does not count as an outage.
     let mut watcher = Watcher::of(&*open(&format!("etcd://{}/blue?ttl_s=60", wire.address()))).await;
     watcher.sees(&[a_node.clone(), node("b", 1)]).await;
 
@@ -221,14 +221,14 @@ async fn a_watch_that_missed_compacted_history_gets_a_snapshot() {
     assert_eq!(watcher.next().await, MembershipEvent::Joined(node("d", 1)));
 }
 
-/// Forgets all history, as etcd's operators do at intervals.
+/// Compacts etcd's whole history, as operators do at intervals.
 async fn compact(client: &EtcdClient) {
     let now = client.kv().range(range(PREFIX)).await.expect("etcd answers").into_inner();
     let revision = now.header.expect("it has one").revision;
     client.kv().compact(v3::CompactionRequest { revision }).await.expect("there is history");
 }
 
-/// All keys with this prefix.
+/// Returns all keys with this prefix.
 fn range(prefix: &str) -> v3::RangeRequest {
     v3::RangeRequest { key: prefix.into(), range_end: prefix_end(prefix), keys_only: true }
 }
@@ -247,7 +247,7 @@ async fn a_node_that_is_cut_off_comes_back() {
     in_time(a.announced()).await;
 }
 
-// === others at the same keys ===
+// === other writers of the same keys ===
 
 #[tokio::test]
 async fn a_key_deleted_by_hand_comes_back() {
@@ -306,11 +306,11 @@ async fn nothing_but_the_mark_stays_behind() {
     assert_eq!(leases.into_inner().leases.len(), 0);
 }
 
-// === who may ===
+// === users and permissions ===
 
 const USER: (&str, &str) = ("baton", "p@ss word");
 
-/// Turns authentication on, with one user who may use the keys of one cluster.
+/// Turns on authentication, with one user whose role covers the keys of one cluster.
 async fn protect(etcd: &Etcd) {
     let mut auth = etcd.client().await.auth();
     let (key, range_end) = (PREFIX.into(), prefix_end(PREFIX));
@@ -333,7 +333,7 @@ async fn a_user_who_may_use_the_prefix_is_enough() {
     protect(&etcd).await;
     let registry = open(&format!("etcd://baton:p%40ss%20word@{}/blue?ttl_s=3", etcd.endpoint()));
     let mut pair = Pair::of(&*registry).await;
-    // Longer than a token lives: the announcements go on, and the watch hears of it when one ends.
+    // Longer than a token's lifetime: the announcements continue, and the watch notices when one ends.
     tokio::time::timeout(Duration::from_secs(4), pair.watcher.next()).await.expect_err("nothing happens");
     pair.goes_on().await;
 }
@@ -376,7 +376,7 @@ async fn tls_with_certificates_on_both_sides() {
     assert_eq!(in_plain_text.expect("it may be mended on etcd's side").standing(), Standing::Trying);
 }
 
-/// What `baton doctor` tells an operator apart, each asked for once.
+/// The kinds of trouble that `baton doctor` distinguishes, one address for each.
 #[tokio::test]
 async fn what_is_wrong_is_told_apart() {
     let trouble = async |url: String| {
@@ -411,7 +411,7 @@ async fn what_is_wrong_is_told_apart() {
     }
 }
 
-// === what it costs ===
+// === load on etcd ===
 
 #[tokio::test]
 async fn signs_of_life_are_few() {
@@ -422,12 +422,12 @@ async fn signs_of_life_are_few() {
     let span = Duration::from_secs(4);
     tokio::time::timeout(span, pair.watcher.next()).await.expect_err("nothing happens");
     let n_requests = requests(&etcd).await - before;
-    // Four beats per lease and node, early by a half at most, and one read with each.
+    // Four renewals per lease and node, up to twice as often because of jitter, and one read with each.
     assert!((4..=2 * 8 + 2).contains(&n_requests), "{n_requests} requests of two nodes in one lease's time");
     assert_eq!(pair.watcher.members.get(&NodeId::new("a")), Some(&pair.nodes[0]));
 }
 
-/// How many reads, writes and grants etcd has answered.
+/// Returns how many reads, writes and grants etcd has answered.
 async fn requests(etcd: &Etcd) -> u64 {
     let page = in_time(metrics(&etcd.endpoint())).await.expect("etcd answers");
     let counts = page.lines().filter(|line| line.starts_with("grpc_server_handled_total"));

@@ -1,7 +1,7 @@
-//! The only maker of prompts: from what a client asks for to what the house has accepted.
+//! The only file that makes prompts from clients' requests.
 //!
-//! Everything past this room may rely on it: a prompt is bounded, its tokens exist, its numbers are in range, and it has
-//! a deadline, a tenant and an id. A refusal names the field that is to blame.
+//! All code behind it relies on this: a prompt is bounded, its tokens exist, its numbers are in range, and it has a
+//! deadline, a tenant and an id. A refusal names the field at fault.
 
 use std::num::NonZeroU32;
 use std::ops::{Bound, RangeBounds};
@@ -15,20 +15,20 @@ use crate::error::AcceptError;
 use crate::tenants::{Claims, Client, TenantPermit, Tenants};
 use crate::text::{RouterModel, StopStrings};
 
-/// The most answers to one prompt.
+/// The largest number of answers to one prompt.
 pub const N_MAX: u32 = 8;
-/// The most prompts in one request.
+/// The largest number of prompts in one request.
 pub const INPUTS_MAX: usize = 32;
-/// The most answers to all prompts of one request.
+/// The largest number of answers to all prompts of one request.
 pub const CHOICES_MAX: usize = 64;
 pub const LOGIT_BIAS_MAX: usize = 1024;
 pub const STOP_TOKENS_MAX: usize = 64;
-/// The most alternatives that are reported beside a token.
+/// The largest number of alternatives reported beside a token.
 pub const LOGPROBS_MAX: u32 = 20;
-/// The longest request id, and the longest name of a tenant, that a client may choose.
+/// The longest request id and the longest tenant name that a client may choose.
 pub const NAME_BYTES_MAX: usize = 128;
 
-/// Makes prompts.
+/// Makes prompts from requests.
 #[derive(Clone, Debug)]
 pub struct Acceptor {
     world: World,
@@ -36,16 +36,16 @@ pub struct Acceptor {
     tenants: Tenants,
 }
 
-/// How long requests may take.
+/// The limits of request deadlines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Deadlines {
-    /// The setting `deadline_ms`: for requests that do not say how long they may take.
+    /// The setting `deadline_ms`, for requests without a timeout.
     pub unsaid: Duration,
-    /// The setting `deadline_max_ms`: a request that asks for more gets this.
+    /// The setting `deadline_max_ms`: longer timeouts are shortened to it.
     pub longest: Duration,
 }
 
-/// Who asks, and how urgently. Made by [`Acceptor::caller`].
+/// The client of one request, with the request's id and deadline. Made by [`Acceptor::caller`].
 #[derive(Clone, Debug)]
 pub struct Caller {
     pub id: RequestId,
@@ -53,7 +53,7 @@ pub struct Caller {
     pub deadline: Deadline,
 }
 
-/// The token sequences to go on from, and the field that they came in.
+/// The token sequences to continue, and the field that they came in.
 #[derive(Clone, Debug)]
 pub struct Inputs {
     pub param: &'static str,
@@ -63,50 +63,50 @@ pub struct Inputs {
 /// A request's sampling fields, unchecked. `None` means the model's default.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// Answers to each prompt.
+    /// The number of answers to each prompt.
     pub n: u32,
     pub max_tokens: MaxTokens,
     pub min_tokens: u32,
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
-    /// Zero and -1 keep all.
+    /// Zero and -1 keep all tokens.
     pub top_k: Option<i64>,
     pub min_p: Option<f32>,
     pub repetition_penalty: Option<f32>,
     pub presence_penalty: Option<f32>,
     pub frequency_penalty: Option<f32>,
     pub logit_bias: Vec<(TokenId, f32)>,
-    /// `None`: another one for each request.
+    /// `None`: a random seed for each request.
     pub seed: Option<u64>,
-    /// Alternatives to report beside each token; `None` reports no logprobs.
+    /// The number of alternatives to report beside each token; `None` reports no logprobs.
     pub logprobs: Option<u32>,
     pub stop: Vec<String>,
     pub stop_tokens: Vec<TokenId>,
     pub ignore_eos: bool,
 }
 
-/// How long an answer may get.
+/// The limit of an answer's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaxTokens {
     /// Until the model's context is full.
     RestOfContext,
-    /// At most this many, or what the context has room for: a default, not the client's number.
+    /// This many, or fewer if the context is shorter. This is a default, not the client's number.
     AtMost(u32),
-    /// This many, as the client asked in the field `param`. Refused when they can never fit.
+    /// This many, as the client asked in the field `param`. Refused if they do not fit into the context.
     Asked { tokens: u32, param: &'static str },
 }
 
-/// Prompts, ready to be served.
+/// Accepted prompts of one request.
 #[derive(Clone, Debug)]
 pub struct Accepted {
-    /// One for each choice: all answers to the first input, then all to the second, and so on.
+    /// One prompt per choice: first all answers to the first input, then all to the second, and so on.
     pub prompts: Vec<Prompt>,
     pub stop: StopStrings,
-    /// The request's place within its tenant's limits, for as long as it is answered.
+    /// Counts the request against its tenant's limits until it is dropped.
     pub permit: Option<Arc<TenantPermit>>,
 }
 
-/// One prompt, ready to be served.
+/// One accepted prompt.
 #[derive(Clone, Debug)]
 pub struct AcceptedOne {
     pub prompt: Prompt,
@@ -147,12 +147,13 @@ impl Acceptor {
         Self { tenants, ..self }
     }
 
-    /// The client that makes these claims.
+    /// Returns the client that makes these claims.
     pub fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         self.tenants.client(claims)
     }
 
-    /// The client's own id where it has a sane one, so that its log and ours can be read together. Otherwise a new one.
+    /// Returns the client's own id if it is valid, so that the client's log and the router's can be compared.
+    /// Otherwise a new id.
     pub fn request_id(&self, asked: Option<&str>) -> RequestId {
         match asked.filter(|id| is_name(id)) {
             Some(id) => RequestId::new(id),
@@ -160,7 +161,7 @@ impl Acceptor {
         }
     }
 
-    /// The deadline counts from now: call it when the request has come in.
+    /// Makes a caller. Its deadline counts from now, so this is called as soon as the request has arrived.
     pub fn caller(
         &self,
         id: RequestId,
@@ -171,7 +172,7 @@ impl Acceptor {
         Ok(Caller { id, client, deadline })
     }
 
-    /// Accepts all inputs, or none.
+    /// Accepts all inputs or none.
     pub fn accept(
         &self,
         model: &RouterModel,
@@ -269,9 +270,9 @@ fn prompt(
     Prompt { id, tenant, model, tokens: tokens.into(), n_generated: 0, sampling, stop, priority, deadline }
 }
 
-// === who asks ===
+// === the caller ===
 
-/// Names go into logs, headers and gRPC metadata, so they are short and plain.
+/// Whether the text is a valid name. Names go into logs, headers and gRPC metadata, so they are short and plain.
 pub fn is_name(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
     (1..=NAME_BYTES_MAX).contains(&text.len()) && text.bytes().all(plain)
@@ -305,7 +306,7 @@ impl Deadlines {
     }
 }
 
-// === how much ===
+// === counts and lengths ===
 
 fn check_counts(inputs: &Inputs, params: &SamplingParams) -> Result<(), AcceptError> {
     if !(1..=N_MAX).contains(&params.n) {
@@ -326,7 +327,7 @@ fn check_counts(inputs: &Inputs, params: &SamplingParams) -> Result<(), AcceptEr
     Ok(())
 }
 
-/// The longest sequence that a request may become: the model's context, or less if its tenant may have less.
+/// The longest sequence of a request: the model's context, or the tenant's limit if it is lower.
 struct Context {
     tokens: u32,
     of_tenant: bool,
@@ -401,7 +402,7 @@ fn stop_rules(
     Ok(StopRules { max_tokens, min_tokens: params.min_tokens, stop_tokens, ignore_eos: params.ignore_eos })
 }
 
-/// The prompt fits already, with room for at least one more token.
+/// Returns the limit of the answer. The caller has checked that the prompt leaves room for at least one token.
 fn max_tokens(context: &Context, n_prompt: usize, asked: MaxTokens) -> Result<u32, AcceptError> {
     let room = context.tokens - n_prompt as u32;
     match asked {
@@ -419,9 +420,9 @@ fn max_tokens(context: &Context, n_prompt: usize, asked: MaxTokens) -> Result<u3
     }
 }
 
-// === how to sample ===
+// === sampling ===
 
-/// The number that was asked for, or the default. A default is the operator's, and is not checked.
+/// Returns the requested number if it is in range, or the default. Defaults come from the operator and are not checked.
 fn number(
     param: &'static str,
     asked: Option<f32>,
@@ -439,7 +440,7 @@ fn penalty(param: &'static str, asked: Option<f32>, default: f32) -> Result<f32,
     number(param, asked, default, -2.0..=2.0)
 }
 
-/// A range in words.
+/// Describes a range in words.
 fn words(range: &impl RangeBounds<f32>) -> String {
     let start = match range.start_bound() {
         Bound::Included(start) => format!("from {start}"),
@@ -484,7 +485,7 @@ fn logit_bias(model: &RouterModel, asked: &[(TokenId, f32)]) -> Result<Vec<(Toke
 
 // === several answers ===
 
-/// `n` prompts for each one, alike but for their ids and seeds.
+/// Makes `n` prompts from each one, equal except for their ids and seeds.
 fn fanned_out(prompts: Vec<Prompt>, n: u32) -> Vec<Prompt> {
     if prompts.len() == 1 && n == 1 {
         return prompts;

@@ -7,17 +7,17 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::error::ServeError;
 
-/// What a refused client is told to wait.
+/// The delay after which a refused client should try again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// The router's own bound on concurrent requests.
+/// The router's limit of concurrent requests.
 #[derive(Clone, Debug)]
 pub struct Admission {
     room: Arc<Semaphore>,
     requests_max: usize,
 }
 
-/// The right to be served. Dropping it makes room for another request.
+/// The right of one request to be served. Dropping it makes room for another request.
 #[derive(Debug)]
 pub struct Permit {
     _room: OwnedSemaphorePermit,

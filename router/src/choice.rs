@@ -1,4 +1,4 @@
-//! One answer to one prompt, while it is being made: steps in, text out.
+//! One answer to one prompt while it is generated: steps in, text out.
 
 use std::sync::Arc;
 
@@ -11,36 +11,36 @@ use crate::serve::{Generation, Serve};
 use crate::tenants::TenantPermit;
 use crate::text::Detokenizer;
 
-/// What one step adds to an answer.
+/// The part of an answer that one step adds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Delta {
-    /// Which answer.
+    /// The index of the answer.
     pub choice: usize,
-    /// Empty while a character is incomplete or a stop string may still complete.
+    /// Empty while a character is incomplete, or while the text may be the beginning of a stop string.
     pub text: String,
-    /// Where in the answer's text, in characters, `text` begins.
+    /// The position of `text` in the answer, in characters.
     pub offset: usize,
     pub step: Step,
-    /// Set in the last delta.
+    /// Set in the last delta only.
     pub finish: Option<FinishReason>,
 }
 
-/// An answer in the making. Dropping it cancels it everywhere.
+/// An answer while it is generated. Dropping it cancels it on all nodes.
 #[derive(Debug)]
 pub struct Choice {
     index: usize,
     generation: Generation,
     detokenizer: Detokenizer,
-    /// The cluster keeps deadlines by itself. The API does not rely on it.
+    /// The cluster enforces deadlines by itself; the API does not rely on that.
     deadline: Instant,
     n_steps: u32,
     n_characters: usize,
-    /// Its request's place within its tenant's limits.
+    /// Counts the request against its tenant's limits.
     permit: Option<Arc<TenantPermit>>,
 }
 
 impl Choice {
-    /// Asks the house. Returns with the first step on its way, or with what can still be a status code.
+    /// Starts an answer. Returns when the first step is available, or with an error that can still become a status code.
     pub async fn begin(
         serve: &dyn Serve,
         index: usize,
@@ -57,7 +57,7 @@ impl Choice {
         self.generation.usage
     }
 
-    /// Ends after a delta with `finish` set, or after an error.
+    /// The answer as a stream. It ends after a delta with `finish` set, or after an error.
     pub fn into_deltas(self) -> BoxStream<'static, Result<Delta, ServeError>> {
         futures::stream::try_unfold(Some(self), |choice| async move {
             let Some(mut choice) = choice else { return Ok(None) };
@@ -104,11 +104,11 @@ fn out_of_order(reason: &str) -> ServeError {
     ServeError::Failed { reason: reason.to_owned() }
 }
 
-/// A whole answer.
+/// A complete answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WholeChoice {
     pub text: String,
-    /// Every step, with the place of its text.
+    /// Every step, with the position of its text.
     pub steps: Vec<(usize, Step)>,
     pub finish: Option<FinishReason>,
 }

@@ -1,8 +1,7 @@
-//! Who is usable now: the registry's members, joined with what their status streams say.
+//! The usable nodes: the registry's members, combined with their status streams.
 //!
-//! `Members` is the state, and `groups` decides which nodes of a model serve it. [`Cluster`] is the handle around them: one
-//! task applies the registry's events; for each member one task follows its status stream, and one tells it why it gets
-//! no work.
+//! `Members` is the state, and `groups` decides which nodes serve a model. [`Cluster`] is the handle around them. One task
+//! applies the registry's events. Two tasks per member follow its status stream and report to it whether it gets work.
 
 mod cached;
 mod groups;
@@ -30,17 +29,17 @@ use crate::text::RouterModels;
 use members::{Member, MemberSource, Members, WorkStatus};
 use members_file::{MembersFileTask, due};
 
-/// How long to wait before a broken status stream is opened again: doubling from the first to the last.
+/// The pause before a broken status stream is opened again: it doubles from the first value to the last.
 const FOLLOW_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(2);
 
-/// How often a postponed decision is looked at again.
+/// The interval at which a postponed decision is made again.
 const DECIDE_AGAIN: Duration = Duration::from_millis(100);
 
-/// How often a node is told again why it gets no work, and for how long it believes a router that says nothing more.
+/// The interval of reports to a node, and the time for which a report is valid.
 const TELL_AGAIN: Duration = Duration::from_secs(2);
 const BELIEVED_FOR: Duration = Duration::from_secs(6);
 
-/// A handle to the cluster as the router sees it. Cheap to clone.
+/// A handle to the router's view of the cluster. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     shared: Arc<Shared>,
@@ -51,11 +50,11 @@ struct Shared {
     gate: Gate,
     /// Learns the models of the nodes that join.
     models: RouterModels,
-    /// Held for a look or a change, never across an await.
+    /// Locked for one look-up or change, never across an await.
     members: Mutex<Members>,
-    /// Counts changes of the set of nodes in use.
+    /// Counts changes of the set of usable nodes.
     decided: watch::Sender<u64>,
-    /// The name by which nodes tell routers apart.
+    /// The router's name, by which nodes distinguish routers.
     router: String,
     started: Instant,
 }
@@ -67,7 +66,7 @@ impl fmt::Debug for Shared {
 }
 
 impl Cluster {
-    /// `wanted` is the operator's word on weights, where there is one.
+    /// `wanted` is the fingerprint that the operator requires, if any.
     pub fn new(world: World, gate: Gate, models: RouterModels, wanted: Option<WantedFingerprint>) -> Self {
         let epoch: Epoch = world.epoch();
         let members = Mutex::new(Members::new(epoch, wanted));
@@ -76,8 +75,8 @@ impl Cluster {
         Self { shared: Arc::new(Shared { world, gate, models, members, decided, router, started }) }
     }
 
-    /// Follows the registry until the gate closes or the answer is dropped. `file` has the members of before for as long
-    /// as the registry is away.
+    /// Follows the registry until the gate closes or the returned task is dropped. `file` provides the last known members
+    /// while the registry is unreachable.
     pub async fn follow(
         &self,
         registry: &dyn Registry,
@@ -100,7 +99,7 @@ impl Cluster {
                         }
                         None => return,
                     },
-                    // Another task has decided: it may have postponed.
+                    // Another task has made a decision, which may have been postponed.
                     _ = decided.changed() => {}
                     () = due(&members_file) => cluster.remember(&mut members_file).await,
                     () = tokio::time::sleep(DECIDE_AGAIN), if is_postponed => cluster.decide(&mut cluster.members()),
@@ -109,13 +108,13 @@ impl Cluster {
         }))
     }
 
-    /// The usable nodes for a prompt of this model, without those that it has failed on: nodes of the weights that the
-    /// prompt names, otherwise of the group in force.
+    /// The usable nodes for a prompt of this model, except `without`. They have the weights that the prompt names, or
+    /// otherwise those of the group in force.
     pub fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
         self.members().view(model, without)
     }
 
-    /// Remembers that a route was taken, so that the next one sees it before the nodes report it.
+    /// Counts a route against its nodes, so that the next decision sees it before the nodes report it.
     pub fn assign(&self, route: &Route, n_tokens: usize) {
         let mut members = self.members();
         for node in route.prefill.iter().chain([&route.decode]) {
@@ -123,43 +122,43 @@ impl Cluster {
         }
     }
 
-    /// The pool node that keeps sequences which begin with this block, for KV of this kind; `None`: there is none.
+    /// The pool node that keeps sequences that begin with this block, for KV of this model. `None` if there is no such node.
     pub fn keeper(&self, first: BlockHash, model: &ModelInfo) -> Option<Arc<NodeInfo>> {
         self.members().keeper(first, model)
     }
 
-    /// A pool node has failed. Until it speaks again it keeps nothing more. True if that is news.
+    /// Notes that a pool node has failed. It gets no KV until its next report. Returns true if this was not known.
     pub fn suspect(&self, id: &NodeId) -> bool {
         let mut members = self.members();
         members.by_id.get_mut(id).is_some_and(|member| !std::mem::replace(&mut member.is_suspect, true))
     }
 
-    /// How to speak to a node; `None` once it has left.
+    /// The client of a node; `None` if the node has left.
     pub fn client(&self, id: &NodeId) -> Option<NodeClient> {
         self.members().by_id.get(id).map(|member| member.client.clone())
     }
 
-    /// The models that at least one usable node decodes.
+    /// The models for which a usable decode node exists.
     pub fn models(&self) -> Vec<ModelInfo> {
         self.members().models()
     }
 
-    /// Every model's groups of agreeing nodes, and which of them is in force.
+    /// The groups of all models, with the one in force.
     pub fn groups(&self) -> Vec<ModelGroups> {
         self.members().groups()
     }
 
-    /// Prompts that wait for KV room on a node, by its last report.
+    /// The number of prompts that wait for KV room on a node, according to its last report.
     pub fn n_waiting(&self, id: &NodeId) -> u32 {
         self.members().by_id.get(id).map_or(0, |member| member.load.waiting)
     }
 
-    /// Whether tokens can flow; otherwise the reason why not.
+    /// Whether requests can be served; otherwise the reason why not.
     pub fn ready(&self) -> Result<(), String> {
         self.members().ready()
     }
 
-    /// Whether the nodes are known that were there before this router: a model that none of them has does not exist.
+    /// Whether all nodes that existed before this router are known. If so, a model that no node has does not exist.
     pub fn knows_nodes(&self) -> Result<(), String> {
         self.ready()?;
         let settled = self.shared.started + members::SETTLE;
@@ -169,7 +168,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Why no node can be had for a prompt of this model.
+    /// The reason why there is no node for a prompt of this model.
     pub fn why_no_node(&self, model: &PromptModel) -> String {
         match (&model.fingerprint, self.ready()) {
             (Some(begun), _) => {
@@ -183,28 +182,28 @@ impl Cluster {
         }
     }
 
-    /// Steps that the members have run, by what they said last. It changes when one of them computes, comes or goes.
+    /// The sum of all members' engine steps by their last reports. It changes when a member computes, joins or leaves.
     pub fn n_steps(&self) -> u64 {
         self.members().by_id.values().fold(0, |sum, member| sum.wrapping_add(member.load.steps_total))
     }
 
-    /// What a node has cached, as far as it has said so.
+    /// The mirror of a node's prefix cache.
     pub fn cached(&self, id: &NodeId) -> CachedBlocks {
         self.members().by_id.get(id).map(|member| member.cached.clone()).unwrap_or_default()
     }
 
-    /// Whether a member is known from the file of before only.
+    /// Whether a member is known only from the members file.
     pub fn is_old(&self, id: &NodeId) -> bool {
         self.members().by_id.get(id).is_some_and(|member| member.is_old)
     }
 
-    /// Everyone who is known, usable or not.
+    /// All members, usable or not.
     pub fn everyone(&self) -> Vec<(Arc<NodeInfo>, NodeState)> {
         let members = self.members();
         members.by_id.values().map(|member| (member.info.clone(), members.state(member))).collect()
     }
 
-    /// Forgets everyone, and stops following them.
+    /// Removes all members and stops following them.
     pub fn forget(&self) {
         self.members().by_id.clear();
     }
@@ -228,7 +227,7 @@ impl Cluster {
         }
     }
 
-    /// Does what the members' file is due for: reads it while the registry is silent, and writes it after changes.
+    /// Reads the members file while the registry gives no answer, and writes it after changes.
     async fn remember(&self, members_file: &mut Option<MembersFileTask>) {
         let Some(members_file) = members_file else { return };
         if members_file.heard_registry() {
@@ -240,7 +239,7 @@ impl Cluster {
         warn!(
             n_members = old.nodes.len(),
             age_s = age.as_secs(),
-            "the registry is silent, trying members of before"
+            "registry gives no answer, using the members from the file"
         );
         let ids: Vec<NodeId> = old.nodes.iter().map(|node| node.id.clone()).collect();
         old.nodes.into_iter().for_each(|node| self.join(node, MemberSource::OneEvent));
@@ -248,7 +247,7 @@ impl Cluster {
         ids.iter().for_each(|id| members.mark_old(id));
     }
 
-    /// Takes a node in, or a new life of it. A node that is known already is left as it is.
+    /// Adds a node, or a new life of it. A node that is already known is not changed.
     fn join(&self, node: NodeInfo, source: MemberSource) {
         if let Some(member) = self.members().by_id.get_mut(&node.id).filter(|member| *member.info == node) {
             member.is_old = false;
@@ -273,27 +272,27 @@ impl Cluster {
         self.decide(&mut members);
     }
 
-    /// Chooses anew which nodes serve each model.
+    /// Decides again which nodes serve each model.
     fn decide(&self, members: &mut Members) {
         members.decide(&self.shared.models, self.shared.world.now());
         self.shared.decided.send_modify(|count| *count += 1);
     }
 
-    /// Tells a node where it stands: at every change, and again before the node forgets it.
+    /// Reports a node's status to it: at every change, and again before the last report expires.
     async fn tell(self, info: Arc<NodeInfo>, client: NodeClient, mut word: watch::Receiver<WorkStatus>) {
         loop {
             let WorkStatus { refusal, rollout_waits_for } = word.borrow_and_update().clone();
             let router = self.shared.router.clone();
             let standing = Standing { router, refusal, rollout_waits_for, believed_for: BELIEVED_FOR };
             if let Err(failure) = client.tell(standing).await {
-                debug!(node = %info.id, refusal = %failure.refusal, "work status was not sent");
+                debug!(node = %info.id, refusal = %failure.refusal, "sending the work status failed");
             }
             let _ = tokio::time::timeout(TELL_AGAIN, word.changed()).await;
         }
     }
 
-    /// Follows one node's status stream for as long as the node is a member, opening it again whenever it breaks or has
-    /// lost a word: a new stream begins with all that there is to know.
+    /// Follows one node's status stream while the node is a member. Opens the stream again when it breaks or has a gap; a
+    /// new stream begins with the complete state.
     async fn status_of(self, info: Arc<NodeInfo>, client: NodeClient) {
         let mut pause = *FOLLOW_AGAIN.start();
         loop {
@@ -307,7 +306,7 @@ impl Cluster {
         }
     }
 
-    /// Until the stream breaks, or has lost a word. A word that comes makes the next pause short.
+    /// Reads one stream until it breaks or has a gap. Every update resets the pause.
     async fn follow_status(
         &self,
         info: &NodeInfo,

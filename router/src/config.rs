@@ -1,4 +1,4 @@
-//! What a router is told: [`RawRouterConfig`] as written, [`RouterConfig`] as meant.
+//! A router's configuration: [`RawRouterConfig`] is the file, [`RouterConfig`] the checked form.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -48,7 +48,7 @@ pub struct RoutingExpert {
     /// How long a stream that has begun may wait for a usable node before `no_nodes`. Longer than a node's
     /// restart.
     pub nodes_wait_ms: u64,
-    /// If requests are under way and no token moves for this long, `/ready` says no, and where they wait.
+    /// If no running request makes progress for this long, `/ready` fails and names the stages that they wait in.
     /// Longer than the longest step of an engine.
     pub stuck_ms: u64,
 }
@@ -73,11 +73,11 @@ pub struct RouterSection {
     /// `decode-first` reserves room before anything is computed; `prefill-first` chooses a decode node when KV
     /// is there.
     pub order: String,
-    /// Time for a request that names none.
+    /// The timeout of requests that have none.
     pub deadline_ms: u64,
-    /// The longest time for a request. One that asks for more gets this.
+    /// The longest timeout of a request. Longer ones are shortened to it.
     pub deadline_max_ms: u64,
-    /// Answers at one time (a request with `n` counts `n`); more get 429.
+    /// Concurrent answers (a request with `n` counts `n`); more get 429.
     pub requests_max: usize,
     /// How long a request may wait for KV room, and for a node whose line is not full, before 429 (`full` or
     /// `queue`).
@@ -85,13 +85,13 @@ pub struct RouterSection {
     /// How long requests may run after the router was asked to stop. Then streams end with the error event
     /// `draining`, others with 503.
     pub drain_ms: u64,
-    /// The part of `drain_ms` in which new requests are still taken while `/ready` says no, for balancers to
-    /// notice.
+    /// The part of `drain_ms` in which new requests are still accepted while `/ready` fails, so that load
+    /// balancers notice.
     pub notice_ms: u64,
     /// A file with the hashes of API keys and the limits of tenants, as in docs/security.md. A change is in force
-    /// within 5 s. Empty: no keys, every client may ask.
+    /// within 5 s. Empty: no API keys are required.
     pub tenants_file: String,
-    /// Without a tenants file: the proxies whose headers `x-baton-tenant` and `x-baton-priority` are believed,
+    /// Without a tenants file: the proxies whose headers `x-baton-tenant` and `x-baton-priority` are accepted, as
     /// addresses or networks such as `10.0.0.0/8`. From other peers these headers are refused.
     pub trusted_proxies: Vec<String>,
 }
@@ -119,9 +119,9 @@ impl Default for RouterSection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RegistrySection {
-    /// `embedded`: this router is the registry. Otherwise `etcd://host:2379,host:2379/cluster`.
+    /// `embedded`: this router serves the registry. Otherwise `etcd://host:2379,host:2379/cluster`.
     pub url: String,
-    /// The file in which the router keeps the known members. If etcd is away at the start, the router uses
+    /// The file in which the router keeps the known members. If etcd is unreachable at the start, the router uses
     /// those that answer. Empty: it waits for etcd.
     pub members_file: String,
 }
@@ -134,14 +134,14 @@ impl Default for RegistrySection {
 
 const EMBEDDED: &str = "embedded";
 
-/// The model that this router speaks for: its nodes have the same section.
+/// The model that this router serves: its nodes have the same section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelSection {
     /// The model whose tokenizer and chat template are read: a folder, `demo`, or `org/name[@revision]` on a
     /// hub. Empty, or `mock`: none.
     pub path: String,
-    /// What requests call the model. Empty: the folder's name.
+    /// The model's name in requests. Empty: the folder's name.
     pub name: String,
     /// The weights that may serve: a `fingerprint` of `/debug/cluster`, 16 hexadecimal digits; other nodes are
     /// refused. Empty: the larger group of agreeing nodes. Without `name` and `path` it holds for every model.
@@ -155,13 +155,13 @@ pub struct ModelFolder {
     pub name: String,
 }
 
-/// A router's configuration, checked.
+/// A router's checked configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RouterConfig {
     pub http: String,
     pub admin: String,
     pub grpc: String,
-    /// A name that the table of policies has.
+    /// A name in the table of policies.
     pub policy: String,
     pub order: Order,
     pub deadlines: Deadlines,
@@ -169,22 +169,22 @@ pub struct RouterConfig {
     pub budget: Budget,
     pub drain: DrainTimes,
     pub stuck_after: Duration,
-    /// `None`: no keys are asked for.
+    /// `None`: no API keys are required.
     pub tenants_file: Option<PathBuf>,
     pub trusted_proxies: TrustedProxies,
-    /// `None`: this router is the registry.
+    /// `None`: this router serves the registry.
     pub registry_url: Option<String>,
     pub members_file: Option<PathBuf>,
-    /// `None`: only models that need no text half.
+    /// `None`: only models that need neither tokenizer nor chat template.
     pub model: Option<ModelFolder>,
-    /// `None`: the nodes decide by their number.
+    /// `None`: the largest group of nodes is used.
     pub wanted: Option<WantedFingerprint>,
     pub cluster: ClusterSection,
     pub connections: ConnectionLimits,
     pub log: LogSettings,
 }
 
-/// A setting whose value means nothing.
+/// A setting with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{key}`: {value:?} is not one of {known}")]
 pub struct UnknownChoice {
@@ -259,7 +259,7 @@ fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownCh
     Ok(Some(WantedFingerprint { model, fingerprint: digest }))
 }
 
-/// A node's `mock` and `mock:NAME` are no folders.
+/// Returns the model's folder. A node's `mock` and `mock:NAME` are no folders.
 fn model_folder(section: ModelSection) -> Option<ModelFolder> {
     let ModelSection { path, name, .. } = section;
     if path.is_empty() || path == "mock" || path.starts_with("mock:") {
@@ -270,7 +270,7 @@ fn model_folder(section: ModelSection) -> Option<ModelFolder> {
     Some(ModelFolder { path, name })
 }
 
-/// A folder's own name, wherever a link or a relative path leads. Nodes take the same for their model's name.
+/// The name of a folder after links and relative paths are resolved. Nodes use the same name for their model.
 fn folder_name(path: &Path) -> String {
     let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     whole.file_name().unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()

@@ -1,8 +1,8 @@
-//! The steps of one request after it was started, whatever dies meanwhile.
+//! The steps of one started request, also across failures of nodes.
 //!
-//! When a node dies, or the KV fails, the prompt and the tokens that were sent already go to another route, and the stream
-//! goes on: [`Step::index`] shows that no token was lost or doubled, and greedy decoding, or draws keyed by position, that
-//! none was changed.
+//! When a node dies or KV is lost, the prompt and the tokens sent so far go to another route, and the stream continues.
+//! [`Step::index`] shows that no token is lost or repeated. Greedy decoding, or random draws keyed by position, ensures
+//! that no token changes.
 
 use futures::Stream;
 use tokio::time::Instant;
@@ -16,8 +16,8 @@ use crate::metrics::{Outcome, Stage};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
 use crate::watchdog::WaitStage;
 
-/// How often in a row a prompt is computed for a decode node that then gives no step. After that, the decode node computes
-/// it by itself: no wire between the nodes works, and prompt after prompt would be computed for a token each.
+/// The number of times in a row that a prompt is computed for a decode node that then gives no step. After that, the
+/// decode node computes it alone: connectors between the nodes fail, and each prefill would yield only one token.
 const LOSSES_MAX: u32 = 1;
 
 /// A started request. Dropping it cancels the request on every node.
@@ -25,20 +25,20 @@ const LOSSES_MAX: u32 = 1;
 pub(crate) struct Continuation {
     dispatch: Dispatch,
     prompt: Prompt,
-    /// The tokens that this stream has given out.
+    /// The tokens that this stream has returned.
     sent: Vec<TokenId>,
     state: State,
-    /// Starts, one after the other, after which only the first step came: prefill's. The KV was lost each time.
+    /// The number of starts in a row that gave only prefill's step, because the KV was lost.
     losses: u32,
-    /// When the last step was given out.
+    /// The time of the last returned step.
     last: Instant,
     guards: RequestGuards,
 }
 
-/// What a request holds for as long as it lasts.
+/// The values that a request holds until it ends.
 #[derive(Debug)]
 pub(crate) struct RequestGuards {
-    /// Held only to be given back.
+    /// Held to be released on drop.
     #[allow(dead_code, reason = "its drop is what counts")]
     pub(crate) permit: Permit,
     pub(crate) outcome: Outcome,
@@ -46,10 +46,10 @@ pub(crate) struct RequestGuards {
 
 #[derive(Debug)]
 enum State {
-    /// A step is in hand.
+    /// The first step is available.
     First(Box<Started>),
     Running(StepSource),
-    /// The last step, or the error, was given out.
+    /// The last step, or the error, was returned.
     Ended,
 }
 
@@ -84,7 +84,7 @@ impl Continuation {
         Some(step.map(|step| self.give(step)))
     }
 
-    /// The next step from `rest` or, when that fails, from wherever the sequence can be continued.
+    /// Returns the next step from `rest`, or from another route if that fails.
     async fn step(&mut self, rest: StepSource) -> Result<Step, ServeError> {
         let failure = match self.decode_of(rest).await {
             Ok(decode) => match self.step_of(decode).await {
@@ -96,7 +96,7 @@ impl Continuation {
         self.go_on(failure).await
     }
 
-    /// The decode stream behind `rest`.
+    /// Returns the decode stream of `rest`; delivers held KV first.
     async fn decode_of(&self, rest: StepSource) -> Result<Box<DecodeCall>, ServeError> {
         match rest {
             StepSource::Decode(decode) => Ok(decode),
@@ -121,12 +121,12 @@ impl Continuation {
         }
     }
 
-    /// Continues elsewhere after `failure`, with everything that was sent so far as the prompt.
+    /// Continues on another route after `failure`, with all tokens sent so far appended to the prompt.
     async fn go_on(&mut self, failure: ServeError) -> Result<Step, ServeError> {
         if !another_route_may_help(&failure) {
             return Err(failure);
         }
-        info!(request_id = %self.prompt.id, sent = self.sent.len(), reason = %failure, "continuing elsewhere");
+        info!(request_id = %self.prompt.id, sent = self.sent.len(), reason = %failure, "request continues on another route");
         self.dispatch.parts().metrics.continuations.inc();
         self.losses += 1;
         let by = if self.losses > LOSSES_MAX { ComputedBy::DecodeAlone } else { ComputedBy::Both };
@@ -141,10 +141,10 @@ impl Continuation {
         Ok(started.first)
     }
 
-    /// Books a step that is about to be given out.
+    /// Records a step that is about to be returned.
     fn give(&mut self, step: Step) -> Step {
         self.dispatch.stages().moved();
-        trace!(target: "walk", request = %self.prompt.id, index = step.index, "step given out");
+        trace!(target: "walk", request = %self.prompt.id, index = step.index, "step returned");
         let metrics = &self.dispatch.parts().metrics;
         let now = self.dispatch.parts().world.now();
         match self.sent.len() {
@@ -166,7 +166,7 @@ impl Continuation {
     }
 }
 
-/// Whether it was a node that failed, and not the prompt, the clock or the whole cluster.
+/// Whether a node failed, rather than the prompt, the deadline or the whole cluster.
 fn another_route_may_help(error: &ServeError) -> bool {
     matches!(error, ServeError::Refused { kind, .. } if kind.verdict() == Verdict::RetryElsewhere)
 }

@@ -1,4 +1,4 @@
-//! For operators: who is in the cluster, and where every block of KV is.
+//! Debug pages for operators: the nodes of the cluster, and the state of every KV block.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use types::{BlockCounts, MissingWire, NodeId, NodeInfo};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
 use crate::pairs::pairs;
 
-/// `/debug/cluster` and `/debug/kv`, which want the key, and `/metrics`.
+/// Serves `/debug/cluster` and `/debug/kv`, which require the key, and `/metrics`.
 pub fn router(cluster: Cluster, metrics: Metrics, key: AdminKey, refusals: Refusals) -> Router {
     let pages =
         Router::new().route("/debug/cluster", get(nodes)).route("/debug/kv", get(kv)).with_state(cluster);
@@ -59,7 +59,7 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     node
 }
 
-/// A model's groups of agreeing nodes, and which of them is in force and why.
+/// A model's groups of nodes, with the one in force and the reason.
 fn model(model: &ModelGroups) -> Value {
     let group = |group: &Group| {
         let parts: Map<String, Value> = group
@@ -91,12 +91,12 @@ fn missing(missing: &MissingWire) -> Value {
 
 #[derive(Debug, Deserialize)]
 struct KvQuery {
-    /// `1` also lists every block.
+    /// `1` lists every block.
     #[serde(default)]
     blocks: u8,
 }
 
-/// Asks every node now: an operator who looks for a leak wants the truth, not the last report.
+/// Asks every node now, because an operator who looks for a leak needs the current state.
 async fn kv(State(cluster): State<Cluster>, Query(query): Query<KvQuery>) -> Json<Value> {
     let asked =
         cluster.everyone().into_iter().map(|(info, _)| ledger(cluster.clone(), info, query.blocks != 0));

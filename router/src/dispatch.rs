@@ -1,7 +1,8 @@
-//! One prompt's way through the cluster: `Dispatch::decode_first` here, and prefill first in `held`.
+//! The path of one prompt through the cluster: `Dispatch::decode_first` here, and prefill first in `held`.
 //!
 //! A route is tried; a node that fails is left out of the next one. A prompt without room waits in its decode node's line,
-//! as one attempt; only when that line is full, another node is asked. After the first step, [`crate::continuation`] takes over.
+//! as one attempt. Only if that line is full, another node is asked. After the first step, [`crate::continuation`] takes
+//! over.
 
 mod held;
 
@@ -31,37 +32,37 @@ use crate::serve::{Generation, Serve};
 use crate::watchdog::{StageTracker, TrackedRequest, WaitStage, watch};
 pub(crate) use held::HeldKv;
 
-/// How long a prompt rests before it asks again when every node's line is full, or none is usable.
+/// The pause before a prompt asks again when every node's line is full, or no node is usable.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
 
-/// Which of the two nodes is asked first.
+/// The node that is asked first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Room is reserved before anything is computed: for wires from node to node.
+    /// Room is reserved before anything is computed: for connectors from node to node.
     DecodeFirst,
-    /// The prompt is computed first, and a decode node chosen when its KV is there.
+    /// The prompt is computed first, and a decode node is chosen when its KV is ready.
     PrefillFirst,
 }
 
-/// Who computes a prompt.
+/// The nodes that compute a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ComputedBy {
     /// A prefill node, for a decode node.
     Both,
-    /// The decode node by itself.
+    /// The decode node alone.
     DecodeAlone,
 }
 
-/// What bounds the tries of one request.
+/// The limits of one request's attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// Routes that may fail between two steps that reach the client.
+    /// The number of routes that may fail between two steps that reach the client.
     pub attempts_max: u32,
-    /// How long a prompt may wait for a node with room.
+    /// The longest wait for a node with room.
     pub wait_max: Duration,
-    /// How long a new request may wait for a usable node, if nodes are known.
+    /// The longest wait of a new request for a usable node, if nodes are known.
     pub nodes_wait_new: Duration,
-    /// How long a stream that has begun may wait for a usable node.
+    /// The longest wait of a stream that has begun for a usable node.
     pub nodes_wait_begun: Duration,
 }
 
@@ -84,22 +85,22 @@ pub struct DispatchParts {
     pub drain: Drain,
 }
 
-/// The first step in hand, and where the others come from.
+/// The first step of a request, and the source of the others.
 #[derive(Debug)]
 pub(crate) struct Started {
-    /// The weights that computed it: every further step is of the same.
+    /// The weights that computed it. All further steps must come from the same weights.
     pub(crate) model: PromptModel,
     pub(crate) first: Step,
     pub(crate) usage: Usage,
     pub(crate) rest: StepSource,
 }
 
-/// Where the steps after the first come from.
+/// The source of the steps after the first.
 #[derive(Debug)]
 pub(crate) enum StepSource {
-    /// A decode node has, or is about to have, the KV.
+    /// A decode node has the KV, or is receiving it.
     Decode(Box<DecodeCall>),
-    /// A prefill node or the pool holds the KV; no decode node is chosen yet.
+    /// A prefill node or a pool node holds the KV; no decode node is chosen yet.
     Held(Box<HeldKv>),
 }
 
@@ -116,13 +117,13 @@ impl Dispatch {
         &self.stages
     }
 
-    /// Watches, until it is dropped, whether tokens move.
+    /// Watches whether requests make progress, until the future is dropped.
     pub fn watchdog(&self, bound: Duration) -> impl Future<Output = ()> + Send + 'static {
         let cluster = self.parts.cluster.clone();
         watch(self.stages.clone(), bound, move || cluster.n_steps())
     }
 
-    /// Tries routes until one has given its first step.
+    /// Tries routes until one gives its first step.
     pub(crate) async fn start(&self, prompt: &Prompt, by: ComputedBy) -> Result<Started, ServeError> {
         let progress = if prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
         let mut tries = Attempts::new(&self.parts, progress);
@@ -160,8 +161,8 @@ impl Dispatch {
         }
     }
 
-    /// The decode node reserves room first, for which the prompt may wait there until `room_by`; then the prompt is computed
-    /// into it.
+    /// Reserves room on the decode node first, waiting there until `room_by`, then computes the prompt on the prefill
+    /// node.
     async fn decode_first(
         &self,
         prompt: &Prompt,
@@ -175,7 +176,7 @@ impl Dispatch {
         let mut decode = self.client(decode)?.decode(prompt, offer).await?;
         let opening = decode.opening(room_by).await?;
         self.parts.metrics.stage(Stage::Reserve, asked.elapsed());
-        trace!(target: "walk", request = %prompt.id, "answered with room");
+        trace!(target: "walk", request = %prompt.id, "room reserved");
         match (opening, prefill) {
             (Opening::Landing(landing), Some(prefill)) => {
                 let to = Destination::Landing(*landing);
@@ -197,7 +198,7 @@ impl Dispatch {
         }
     }
 
-    /// The decode node computes the prompt by itself; its first step is the first.
+    /// The decode node computes the prompt alone and returns the first step.
     async fn local(
         &self,
         prompt: &Prompt,
@@ -260,7 +261,7 @@ impl Serve for Dispatch {
 }
 
 impl Dispatch {
-    /// Ends `work` when the deadline passes, or when the router stops. The nodes are told by the dropped calls.
+    /// Ends `work` when the deadline passes, or when the router stops. Dropping its calls tells the nodes.
     pub(crate) async fn by_deadline<T>(
         &self,
         deadline: Deadline,
@@ -277,9 +278,9 @@ impl Dispatch {
     }
 }
 
-// === tries ===
+// === attempts ===
 
-/// The attempts of one prompt at its next step: the nodes that failed, and the attempts and time that are left.
+/// The attempts of one prompt at its next step: the failed nodes, and the remaining attempts and time.
 struct Attempts<'a> {
     parts: &'a DispatchParts,
     failed: Vec<NodeId>,
@@ -289,7 +290,7 @@ struct Attempts<'a> {
     progress: Progress,
 }
 
-/// Whether the client has tokens of the answer already.
+/// Whether the client already has tokens of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Progress {
     New,
@@ -309,7 +310,7 @@ impl<'a> Attempts<'a> {
         }
     }
 
-    /// A route over nodes that have not failed. When none is left, all may try again.
+    /// Chooses a route over nodes that have not failed. If there is none, all nodes may be tried again.
     async fn route(&mut self, prompt: &Prompt) -> Result<Route, ServeError> {
         let draw = self.parts.world.draw();
         if let Ok(route) =
@@ -321,9 +322,9 @@ impl<'a> Attempts<'a> {
         self.usable(prompt, draw).await
     }
 
-    /// Waits for a usable node. Nodes that restart, or whose connections broke while this process stood still, are
-    /// usable again in a moment, and a stream that has begun must not end for that. A new request waits only for nodes
-    /// that are known.
+    /// Waits for a usable node. Nodes that restart, or whose connections broke while this process was suspended, are
+    /// usable again after a moment, and a stream that has begun must not end in the meantime. A new request waits only if
+    /// nodes are known.
     async fn usable(&mut self, prompt: &Prompt, draw: u64) -> Result<Route, ServeError> {
         let began = self.parts.world.now();
         let cluster = &self.parts.cluster;
@@ -345,7 +346,7 @@ impl<'a> Attempts<'a> {
         }
     }
 
-    /// Counts a failure and decides whether there is another try.
+    /// Counts a failure and decides whether there is another attempt.
     async fn failed(&mut self, failure: Failure) -> Result<(), ServeError> {
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
@@ -364,12 +365,12 @@ impl<'a> Attempts<'a> {
         Ok(())
     }
 
-    /// Until when the prompt may wait for room.
+    /// The time until which the prompt may wait for room.
     fn room_by(&self) -> Instant {
         self.began + self.parts.budget.wait_max
     }
 
-    /// A full node costs patience, not an attempt.
+    /// A full node uses up waiting time instead of an attempt.
     fn wait_for_room(&mut self, failure: Failure) -> Result<(), ServeError> {
         if self.began.elapsed() >= self.parts.budget.wait_max {
             return Err(failure.into());
@@ -378,7 +379,7 @@ impl<'a> Attempts<'a> {
         Ok(())
     }
 
-    /// Pauses, longer each time, with jitter: a hundred prompts that wait must not all ask at once.
+    /// Pauses, longer each time, with jitter, so that waiting prompts do not all ask at once.
     async fn rest(&mut self) {
         let jitter = (self.parts.world.draw() % 1000) as f64 / 1000.0;
         tokio::time::sleep(self.pause.mul_f64(0.5 + jitter / 2.0)).await;

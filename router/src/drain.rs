@@ -1,4 +1,4 @@
-//! How a router stops: readiness goes first, then the listener, then the requests that still run.
+//! The stop of a router: first readiness, then the listener, then the remaining requests.
 
 use std::time::Duration;
 
@@ -9,25 +9,25 @@ use tracing::info;
 /// The phases of a router's stop. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Drain {
-    /// The router was asked to stop: `/ready` says no. Requests are still served, until balancers have noticed.
+    /// The router was asked to stop: `/ready` fails. Requests are still accepted, until load balancers have noticed.
     pub requested: Shutdown,
-    /// New requests are no longer taken.
+    /// New requests are no longer accepted.
     pub closing: Shutdown,
-    /// Requests that still run end with `draining`.
+    /// The remaining requests end with `draining`.
     pub over: Shutdown,
 }
 
-/// How long the phases take, from the request to stop.
+/// The times of the phases, counted from the stop request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrainTimes {
-    /// Until the listener closes. At most `whole`.
+    /// The time until the listener closes; at most `whole`.
     pub notice: Duration,
-    /// Until requests that still run are ended.
+    /// The time until the remaining requests are ended.
     pub whole: Duration,
 }
 
 impl Drain {
-    /// Goes through the phases once `requested` is.
+    /// Waits for `requested`, then goes through the phases.
     pub(crate) async fn run(self, times: DrainTimes) {
         self.requested.wait().await;
         let began = Instant::now();
@@ -36,7 +36,7 @@ impl Drain {
         tokio::time::sleep_until(began + notice).await;
         self.closing.trigger();
         tokio::time::sleep_until(began + whole).await;
-        info!("drain is over, requests that still run are ended");
+        info!("drain time over, ending the remaining requests");
         self.over.trigger();
     }
 }
@@ -45,7 +45,7 @@ impl Drain {
 mod tests {
     use super::*;
 
-    /// Which phases have begun after this number of milliseconds.
+    /// The phases that have begun after `after_ms`.
     async fn phases(notice_ms: u64, whole_ms: u64, after_ms: u64) -> (bool, bool, bool) {
         let (drain, ms) = (Drain::default(), Duration::from_millis);
         drain.requested.trigger();

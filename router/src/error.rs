@@ -1,4 +1,4 @@
-//! Why a request is not accepted, and why an accepted one was not served.
+//! The errors of accepting a request, and of serving an accepted one.
 
 use std::borrow::Cow;
 use std::io;
@@ -10,14 +10,14 @@ use types::{RefusalKind, Verdict};
 use crate::tenants::LimitReached;
 use crate::text::tokenizer::TokenizerError;
 
-/// A request that never became a prompt. Each names the field (or header) that is to blame.
+/// A request that was not accepted. Each error names the field or header at fault.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AcceptError {
     #[error("{param} is required")]
     Missing { param: Cow<'static, str> },
     #[error("{param}: {reason}")]
     Invalid { param: Cow<'static, str>, reason: String },
-    /// It asks for something that this house does not do. Refused, because ignoring it would change the answer's meaning.
+    /// The request uses a feature that Baton does not have. It is refused, because ignoring it would change the answer.
     #[error("{param} is not supported: {reason}")]
     Unsupported { param: Cow<'static, str>, reason: String },
     #[error("{reason}")]
@@ -27,15 +27,15 @@ pub enum AcceptError {
     Template { reason: String },
     #[error("the model `{name}` is not served here")]
     UnknownModel { name: String },
-    /// No API key, or one that is not known.
+    /// There is no API key, or it is unknown.
     #[error("{reason}")]
     Unauthorized { reason: &'static str },
-    /// The prompt and its answer are longer than the tenant may have.
+    /// The prompt and its answer are longer than the tenant's limit.
     #[error("{reason}")]
     TenantContext { param: Cow<'static, str>, reason: String },
     #[error("{}", .0.reason)]
     TenantLimit(LimitReached),
-    /// The request's model cannot be looked up: the router does not know the cluster's nodes yet.
+    /// The model cannot be looked up, because the router does not know the cluster's nodes yet.
     #[error("no nodes: {reason}")]
     NoNodes { reason: String },
 }
@@ -53,7 +53,7 @@ impl AcceptError {
         Self::Unsupported { param: param.into(), reason: reason.into() }
     }
 
-    /// The field or header that is to blame.
+    /// The field or header at fault.
     pub fn param(&self) -> &str {
         match self {
             Self::Missing { param }
@@ -76,33 +76,33 @@ impl AcceptError {
     }
 }
 
-/// An accepted prompt that could not be served, after everything was tried that its deadline and budget allow.
+/// An accepted prompt that could not be served within its deadline and its budget of attempts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ServeError {
-    /// The last node's typed "no".
+    /// The refusal of the last node that was tried.
     #[error("{kind}: {reason}")]
     Refused { kind: RefusalKind, reason: String },
-    /// Admission says that waiting would miss the request's objective.
+    /// The router is at its limit of concurrent requests.
     #[error("overloaded: {reason}")]
     Overloaded { retry_after: Duration, reason: String },
-    /// No usable pair of nodes.
+    /// There is no usable pair of nodes.
     #[error("no nodes: {reason}")]
     NoNodes { reason: String },
     #[error("the deadline passed: {reason}")]
     DeadlinePassed { reason: String },
-    /// The router is stopping, and the request was still running at the end of its drain.
-    #[error("the router is stopping, and its time for requests under way is over")]
+    /// The router is stopping, and the request was still running at the end of the drain.
+    #[error("the router is stopping, and its drain time is over")]
     Draining,
-    /// The house is at fault.
+    /// An internal error.
     #[error("failed: {reason}")]
     Failed { reason: String },
 }
 
-/// How long to stay away when nothing better is known.
+/// The retry delay if no better one is known.
 pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 impl ServeError {
-    /// How such a request ended, in a word for metrics.
+    /// The outcome of the request, as a metric label.
     pub fn outcome(&self) -> &'static str {
         match self {
             Self::Refused { kind, .. } => kind.code(),
@@ -114,7 +114,7 @@ impl ServeError {
         }
     }
 
-    /// What the client should do about it. Nodes were tried already, so "elsewhere" has become "later".
+    /// What the client should do. Other nodes were already tried, so "retry elsewhere" becomes "retry later".
     pub fn verdict(&self) -> Verdict {
         match self {
             Self::Refused { kind, .. } => match kind.verdict() {
@@ -129,7 +129,7 @@ impl ServeError {
     }
 }
 
-/// A text that could not be cut into tokens.
+/// A text that could not be tokenized.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
     #[error("the model has no tokenizer; send token ids to /v1/completions")]
@@ -139,7 +139,7 @@ pub enum EncodeError {
 }
 
 impl EncodeError {
-    /// The text came in this field.
+    /// Makes the error for the field that contained the text.
     pub fn at(self, param: &'static str) -> AcceptError {
         match self {
             Self::NoTokenizer => AcceptError::unsupported(param, self.to_string()),
@@ -148,15 +148,15 @@ impl EncodeError {
     }
 }
 
-/// A model's text half that cannot be used: found when the router starts, not by a request.
+/// A tokenizer or chat template that cannot be used. This is found when the router starts, not by a request.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     #[error("read {}", file.display())]
     Read { file: PathBuf, source: io::Error },
-    /// The file, and the field if it is one.
+    /// The file cannot be parsed. `place` is the file, or a field in it.
     #[error("read {place}")]
     Parse { place: String, source: serde_json::Error },
-    /// The file can be read, but what it says makes no sense.
+    /// The file can be parsed, but a field's value is invalid.
     #[error("read {}: `{field}` {reason}", file.display())]
     Field { file: PathBuf, field: &'static str, reason: String },
     #[error("read {}", file.display())]

@@ -1,4 +1,4 @@
-//! Nodes that speak the real protocol and follow a script: what the tests of dispatch and continuation talk to.
+//! Scripted nodes that speak the real protocol, for the tests of dispatch and continuation.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,40 +25,40 @@ use types::{
     WireAddress,
 };
 
-/// What a fake node does with a prompt.
+/// The response of a fake node to a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FakeResponse {
     Serve,
-    /// Computes the prompt by itself.
+    /// Computes the prompt alone.
     Local,
     Refuse(RefusalKind),
-    /// The connection breaks before the first word.
+    /// The connection breaks before the first message.
     Break,
     /// The stream breaks after this number of steps.
     BreakAfter(u32),
-    /// Never says a word.
+    /// Sends nothing.
     Hang,
     /// Skips a step.
     Skip,
-    /// Gives the first token, and says then that the KV did not arrive.
+    /// Gives the first token and then reports that the KV did not arrive.
     Lose,
-    /// Gives the first token, and is not heard of again.
+    /// Gives the first token, and then the connection breaks.
     Vanish,
-    /// Has room, and waits for KV.
+    /// Grants room and then waits for KV forever.
     Starve,
 }
 
 /// The block events of one status stream.
 pub(crate) type BlockEvents = Vec<(u64, BlockEvent)>;
 
-/// One fake node. Its script is used up act by act; the last act repeats.
+/// One fake node. Each call uses the next response of its script; the last one repeats.
 #[derive(Clone, Debug)]
 pub(crate) struct FakeNode {
     pub(crate) info: NodeInfo,
     script: Arc<Mutex<Vec<FakeResponse>>>,
-    /// What it was asked, in order.
+    /// The calls that it received, in order.
     heard: Arc<Mutex<Vec<String>>>,
-    /// The block events of its status streams, one stream after the other; the last one's repeat.
+    /// The block events of each of its status streams; those of the last stream repeat.
     events: Arc<Mutex<Vec<BlockEvents>>>,
 }
 
@@ -72,7 +72,7 @@ impl FakeNode {
         Self { events: Arc::new(Mutex::new(streams)), ..self }
     }
 
-    /// Starts it at its address.
+    /// Serves the node at its address.
     pub(crate) async fn start(&self, world: &World, gate: &Gate) -> Task<()> {
         let listener = world.net().listen(&self.info.address).await.expect("the address is free");
         let routes = Routes::new(DecodeServer::new(self.clone()))
@@ -93,7 +93,7 @@ impl FakeNode {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// What it was asked, without what it was told of its standing.
+    /// The calls that it received, without reports of its standing.
     pub(crate) fn prompts(&self) -> Vec<String> {
         let is_standing = |word: &String| word.starts_with("no work: ") || word == "in use";
         self.heard().into_iter().filter(|word| !is_standing(word)).collect()
@@ -113,7 +113,7 @@ impl FakeNode {
     }
 }
 
-/// The token that follows `tokens`: any change of what came before shows in it.
+/// The token that follows `tokens`. It depends on all of them, so that any change is visible.
 pub(crate) fn next_token(tokens: &[TokenId]) -> TokenId {
     let sum = tokens.iter().fold(7u32, |sum, token| sum.wrapping_mul(31).wrapping_add(token.0 + 1));
     TokenId(sum % 256)
@@ -143,7 +143,7 @@ fn steps(prompt: &Prompt) -> Vec<Step> {
 pub(crate) fn info(id: &str, role: Role) -> NodeInfo {
     NodeInfo {
         id: NodeId::new(id),
-        // Later than any router's start: nothing waits for others of its kind.
+        // Later than any router's epoch, so that no decision waits for more nodes.
         epoch: Epoch(u64::MAX - 1),
         role,
         pid: 1,
@@ -370,7 +370,7 @@ impl NodeStatus for FakeNode {
     ) -> Result<Response<v1::StandingAnswer>, Status> {
         let v1::StandingRequest { refusal, .. } = request.into_inner();
         let word = if refusal.is_empty() { "in use".to_owned() } else { format!("no work: {refusal}") };
-        // It is said again and again: what is told apart is a refusal, and that it is taken back.
+        // Reports are repeated. Only changes are recorded: a refusal, and its end.
         let before =
             self.heard().into_iter().rfind(|heard| heard.starts_with("no work: ") || heard == "in use");
         if before.unwrap_or_else(|| "in use".to_owned()) != word {

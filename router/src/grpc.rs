@@ -1,4 +1,4 @@
-//! The gRPC API: `baton.v1.Inference`, text or tokens in, steps with their text out.
+//! The gRPC API: `baton.v1.Inference` takes text or tokens and returns steps with their text.
 //! The only file of the router that knows gRPC codes for clients.
 
 use std::net::SocketAddr;
@@ -24,13 +24,13 @@ use crate::serve::Serve;
 use crate::tenants::{Claims, LimitReached};
 use crate::text::{Detokenizer, RouterModel, RouterModels, Tokenizer, run_by_size};
 
-/// The gRPC service: what it needs to answer calls.
+/// The gRPC service.
 #[derive(Clone, Debug)]
 pub struct GrpcApi {
     pub serve: Arc<dyn Serve>,
     pub models: RouterModels,
     pub acceptor: Acceptor,
-    /// Once it is requested, no further call is taken.
+    /// After it is requested, no further call is accepted.
     pub shutdown: Shutdown,
 }
 
@@ -95,7 +95,7 @@ async fn encoded(tokenizer: Arc<Tokenizer>, text: String) -> Result<Vec<TokenId>
     encoded.map_err(|error| refused(&error.at("text")))
 }
 
-/// The call's sampling parameters. Zero in a message means "not given": protobuf cannot tell the two apart.
+/// The call's sampling parameters. Zero means "not given", because protobuf does not distinguish the two.
 fn params(request: &v1::GenerateRequest) -> SamplingParams {
     let stop = request.stop.clone().unwrap_or_default();
     let max_tokens = match stop.max_tokens {
@@ -136,7 +136,7 @@ fn sampled(params: SamplingParams, sampling: &v1::Sampling) -> SamplingParams {
 
 type Events = Pin<Box<dyn Stream<Item = Result<v1::GenerateEvent, Status>> + Send>>;
 
-/// One event a token, and after the last one the end.
+/// Makes the event stream: one event per token, and the end after the last one.
 fn events(choice: Choice, id: RequestId) -> Events {
     let usage = choice.usage();
     let tokens = choice.into_deltas().flat_map(move |delta| {
@@ -192,7 +192,7 @@ fn refused(error: &AcceptError) -> Status {
     }
 }
 
-/// With the time to wait as metadata, as HTTP has it in a header.
+/// Makes the status of a tenant's limit, with the time to wait as metadata (HTTP has it in a header).
 fn limit_reached(reached: &LimitReached) -> Status {
     let mut status = Status::resource_exhausted(&reached.reason);
     let seconds = reached.retry_after.as_secs_f64().ceil().max(1.0) as u64;

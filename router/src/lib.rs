@@ -1,10 +1,10 @@
-//! The front door: text in, text out; the one place that knows the whole path.
+//! The router: takes clients' requests, chooses nodes, and returns text. Only the router knows the whole path.
 //!
-//! Suggested reading order, which is a request's own: it comes in through a door ([`http`] or [`grpc`]), becomes tokens
-//! ([`text`]) and, for its tenant ([`tenants`]), a prompt ([`accept`]), is let in ([`admission`]), gets a route ([`policy`] over a view of the
-//! [`cluster`]), is sent to the nodes ([`dispatch`] through [`rpc`]), and is kept alive until its last token
-//! ([`continuation`]); that all of them move is watched ([`watchdog`]). [`serve`] is what the doors know of
-//! the cluster; [`server`] starts and stops the router, and [`drain`] has the phases of its stop.
+//! Suggested reading order, along the path of a request: the APIs ([`http`], [`grpc`]); tokens and text ([`text`]);
+//! tenants ([`tenants`]); accepted prompts ([`accept`]); admission ([`admission`]); routes ([`policy`] over a view of the
+//! [`cluster`]); calls to nodes ([`dispatch`] through [`rpc`]); the stream until its last token ([`continuation`]); and
+//! the watchdog over all requests ([`watchdog`]). [`serve`] is the trait between the APIs and the cluster; [`server`]
+//! starts and stops the router, and [`drain`] has the phases of its stop.
 #![forbid(unsafe_code)]
 
 pub mod http;

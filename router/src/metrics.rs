@@ -1,4 +1,4 @@
-//! What the router counts.
+//! The metrics of the router.
 
 use std::time::Duration;
 
@@ -10,24 +10,24 @@ use tokio::time::Instant;
 use crate::error::ServeError;
 use crate::serve::Complete;
 
-/// The stages of a request's walk, as the router sees them.
+/// The stages of a request, as the router measures them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// From asking a decode node to its landing.
+    /// From the call to a decode node until its landing.
     Reserve,
-    /// In the prefill node, from the prompt's arrival to its first step.
+    /// On the prefill node, from the prompt's arrival to its first step.
     PrefillQueue,
-    /// In the prefill node, from its first step to the first token.
+    /// On the prefill node, from the first step to the first token.
     Prefill,
-    /// From asking a pool node to its word that it has the KV.
+    /// From the call to a pool node until it has all KV.
     Store,
     /// From the landing to the handoff.
     Transfer,
     /// From acceptance to the first token.
     FirstToken,
-    /// From the first token to the second: what a slow hand-over of KV shows up in.
+    /// From the first token to the second. A slow transfer of KV shows here.
     HandoverGap,
-    /// From one token to the next, from the second on.
+    /// From one token to the next, from the second token on.
     Step,
     /// From acceptance to the last token.
     Whole,
@@ -59,9 +59,9 @@ pub struct RouterMetrics {
     pub pool_fallbacks: IntCounterVec,
     kv_bytes: IntCounterVec,
     requests: IntCounterVec,
-    /// Requests without a key that is known.
+    /// Requests without a known key.
     pub unauthorized: IntCounterVec,
-    /// Requests that a limit of their tenant refused.
+    /// Requests refused by a limit of their tenant.
     pub tenant_refusals: IntCounterVec,
     pub tenants_reloads: IntCounterVec,
 }
@@ -69,10 +69,10 @@ pub struct RouterMetrics {
 impl RouterMetrics {
     pub fn new(metrics: &Metrics) -> Self {
         Self {
-            stages: metrics.latency_vec("stage_seconds", "Time per stage of the walk.", &["stage"]),
+            stages: metrics.latency_vec("stage_seconds", "Time per stage of a request.", &["stage"]),
             attempts: metrics.counter("attempts_total", "Routes that were tried."),
-            retries: metrics.counter_vec("retries_total", "Tries that failed, by reason.", &["reason"]),
-            continuations: metrics.counter("continuations_total", "Streams that went on elsewhere."),
+            retries: metrics.counter_vec("retries_total", "Failed attempts, by reason.", &["reason"]),
+            continuations: metrics.counter("continuations_total", "Streams that continued on another route."),
             pool_fallbacks: metrics.counter_vec(
                 "pool_fallbacks_total",
                 "Prompts whose KV the pool did not take, by reason.",
@@ -83,7 +83,7 @@ impl RouterMetrics {
                 "KV that decode nodes reported.",
                 &["connector"],
             ),
-            requests: metrics.counter_vec("requests_total", "Requests, by how they ended.", &["outcome"]),
+            requests: metrics.counter_vec("requests_total", "Requests, by outcome.", &["outcome"]),
             unauthorized: metrics.counter_vec(
                 "unauthorized_total",
                 "Requests without a known API key.",
@@ -114,7 +114,8 @@ impl RouterMetrics {
 
 // === outcomes ===
 
-/// How one request ends. Dropped before it has, the client has gone, unless the answer was complete for it.
+/// Records the outcome of one request on drop. Without another outcome the client has cancelled it, unless `complete` is
+/// set.
 #[derive(Debug)]
 pub struct Outcome {
     metrics: RouterMetrics,
@@ -139,7 +140,7 @@ impl Outcome {
         self.metrics.stage(Stage::Whole, self.accepted.elapsed());
     }
 
-    /// Remembers an error on its way to the client.
+    /// Notes an error on its way to the client.
     pub fn note<T>(&mut self, result: Result<T, ServeError>) -> Result<T, ServeError> {
         if let Err(error) = &result {
             self.word = error.outcome();

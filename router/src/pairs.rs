@@ -1,15 +1,15 @@
-//! Which connectors two nodes could use between them, and which not, and why: for operators.
+//! The connectors that each pair of nodes could use, and the reasons against the others: for operators.
 //!
-//! This is judged by their announcements alone. The receiving node decides, and also looks whether it reaches the other; a warning
-//! in its log says where that was otherwise.
+//! This is derived from announcements only. The receiving node decides, and also checks whether it reaches the sender; a
+//! warning in its log reports a difference.
 
 use serde_json::{Value, json};
 use types::{NodeInfo, Scheme};
 
-/// Pairs that are told of: those of a dozen nodes of each kind. All alike beyond it, most likely.
+/// The largest number of listed pairs, enough for a dozen nodes of each role. Further pairs are probably similar.
 const PAIRS_MAX: usize = 256;
 
-/// All pairs between which KV goes, sender first, and how many there are beyond those that are told of.
+/// All pairs that transfer KV, with the sender first, and the number of pairs that are not listed.
 pub(crate) fn pairs(nodes: &[&NodeInfo]) -> (Vec<Value>, usize) {
     let senders = nodes.iter().copied();
     let all = senders.flat_map(|from| nodes.iter().copied().map(move |to| (from, to)));
@@ -18,7 +18,7 @@ pub(crate) fn pairs(nodes: &[&NodeInfo]) -> (Vec<Value>, usize) {
     (told, pairs.len().saturating_sub(PAIRS_MAX))
 }
 
-/// Whether KV goes from the one to the other at all.
+/// Whether KV is ever sent from `from` to `to`.
 fn sends(from: &NodeInfo, to: &NodeInfo) -> bool {
     let prefill_to = from.role.prefills() && !from.role.decodes();
     let decode_to = to.role.decodes() && !to.role.prefills();
@@ -42,7 +42,7 @@ fn pair(from: &NodeInfo, to: &NodeInfo) -> Value {
     })
 }
 
-/// All that either of them speaks of, in the order in which the receiving node prefers them.
+/// All connectors that either node names, in the order in which the receiving node prefers them.
 fn schemes(from: &NodeInfo, to: &NodeInfo) -> Vec<Scheme> {
     let wires = |node: &NodeInfo| node.wires.iter().map(|wire| wire.scheme.clone()).collect::<Vec<_>>();
     let without = |node: &NodeInfo| node.without.iter().map(|out| out.scheme.clone()).collect::<Vec<_>>();
@@ -59,13 +59,12 @@ fn why_not(from: &NodeInfo, to: &NodeInfo, scheme: &Scheme) -> Option<String> {
     let lacking = [from, to].into_iter().find(|node| !node.wires.iter().any(|wire| wire.scheme == *scheme));
     if let Some(node) = lacking {
         let reason = node.without.iter().find(|missing| missing.scheme == *scheme);
-        let why = reason.map_or("it does not know it", |missing| &missing.why);
+        let why = reason.map_or("this connector is unknown to the node", |missing| &missing.why);
         return Some(format!("{}: {why}", node.id));
     }
     let is_near = from.host == to.host;
     let within_host = to.wires.iter().any(|wire| wire.scheme == *scheme && wire.within_host);
-    (within_host && !is_near)
-        .then(|| "they are on different hosts, or do not see the same /dev/shm".to_owned())
+    (within_host && !is_near).then(|| "the nodes are on different hosts, or do not share /dev/shm".to_owned())
 }
 
 #[cfg(test)]
@@ -118,7 +117,7 @@ mod tests {
         let (pairs, _) = pairs(&[&p, &d]);
         assert_eq!(pairs[0]["connector"], Value::Null);
         assert_eq!(pairs[0]["out"][0]["why"], "p: transfer.connectors is shm");
-        assert_eq!(pairs[0]["out"][1]["why"], "d: it does not know it");
+        assert_eq!(pairs[0]["out"][1]["why"], "d: this connector is unknown to the node");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How the router speaks to one node. The only file of the router that knows the nodes' services.
+//! The calls of the router to one node. The only file of the router that knows the nodes' services.
 
 mod put;
 
@@ -22,11 +22,11 @@ use types::{
 use crate::error::ServeError;
 pub use put::PutCall;
 
-/// The longest a node may take over a question that needs no work.
+/// The timeout of a call that a node answers without computing.
 const QUESTION_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long KV may take to be reported as arrived once its sender cannot be heard any more: it may have sent all of it.
+/// The time for KV to be reported as arrived after its sender became unreachable: it may have sent all of it.
 const ARRIVAL_GRACE: Duration = Duration::from_secs(1);
-/// Steps that may arrive before prefill's answer does. They are read ahead only to notice a failure.
+/// The number of steps that are read before prefill's answer arrives. Reading ahead serves to notice a failure.
 const READ_AHEAD_MAX: usize = 64;
 
 /// A node's services. Cheap to clone; all clones share one connection.
@@ -37,7 +37,7 @@ pub struct NodeClient {
     channel: RpcChannel,
 }
 
-/// A node's word about itself.
+/// One update from a node's status stream.
 #[derive(Debug)]
 pub enum StatusUpdate {
     Load(NodeLoad),
@@ -45,27 +45,27 @@ pub enum StatusUpdate {
     Draining,
 }
 
-/// What a router tells a node about its place in the cluster.
+/// The router's report to a node.
 #[derive(Clone, Debug)]
 pub struct Standing {
     /// The router's name.
     pub router: String,
-    /// Why the router gives the node no work; `None`: it does.
+    /// The reason why the router gives the node no work; `None`: it gives it work.
     pub refusal: Option<String>,
-    /// Why a rollout must not replace other nodes yet; `None`: the node serves, or could.
+    /// The reason why a rollout must not replace other nodes yet; `None`: the node serves, or could.
     pub rollout_waits_for: Option<String>,
-    /// The node forgets what is not repeated within this time.
+    /// The time after which the report expires on the node.
     pub believed_for: Duration,
 }
 
 impl NodeClient {
-    /// Connects when it is first used.
+    /// Makes a client. It connects at the first call.
     pub fn new(world: &World, info: &Arc<NodeInfo>) -> Self {
         let channel = channel(world, &info.address, RpcLimits::default());
         Self { world: world.clone(), info: info.clone(), channel }
     }
 
-    /// Opens the decode stream: the prompt's whole life on that node. Dropping the answer ends it.
+    /// Opens the decode stream of a prompt. Dropping the result ends the prompt on that node.
     pub async fn decode(&self, prompt: &Prompt, prefill: PrefillOffer<'_>) -> Result<DecodeCall, Failure> {
         let request =
             v1::DecodeRequest { prompt: Some(self.on_the_wire(prompt)), prefill: Some(prefill.to_wire()) };
@@ -75,7 +75,7 @@ impl NodeClient {
         Ok(DecodeCall { info: self.info.clone(), events, ahead: VecDeque::new(), kv: None })
     }
 
-    /// Has the prompt computed. Dropping the future cancels it there; dropping the call releases KV that is held.
+    /// Has the prompt computed. Dropping the future cancels it on the node; dropping the call releases held KV.
     pub async fn prefill(
         &self,
         prompt: &Prompt,
@@ -118,7 +118,7 @@ impl NodeClient {
         Ok(StatusUpdates { client: self.clone(), updates })
     }
 
-    /// Tells the node whether it gets work, and why not.
+    /// Reports to the node whether it gets work.
     pub async fn tell(&self, standing: Standing) -> Result<(), Failure> {
         let Standing { router, refusal, rollout_waits_for, believed_for } = standing;
         let request = v1::StandingRequest {
@@ -168,7 +168,7 @@ impl NodeClient {
     }
 }
 
-/// What a broken call means for the prompt.
+/// Classifies a failed call by its status code.
 fn refusal_of(status: &tonic::Status) -> Refusal {
     let kind = match status.code() {
         tonic::Code::InvalidArgument => RefusalKind::Invalid,
@@ -180,21 +180,21 @@ fn refusal_of(status: &tonic::Status) -> Refusal {
     Refusal::new(kind, format!("{}: {}", status.code(), status.message()))
 }
 
-/// A try that failed, and the node that is to blame.
+/// A failed attempt, and the node at fault.
 #[derive(Clone, Debug)]
 pub struct Failure {
     pub node: Arc<NodeInfo>,
     pub refusal: Refusal,
 }
 
-/// What a decode node is told about where the KV may come from.
+/// The information for a decode node about the source of the KV.
 #[derive(Clone, Copy, Debug)]
 pub enum PrefillOffer<'a> {
-    /// This node would compute it.
+    /// This node can compute the KV.
     Offered(&'a NodeInfo),
-    /// This node has computed it and holds it.
+    /// This node has computed the KV and holds it.
     HeldBy(&'a NodeInfo),
-    /// No node: the decode node computes it.
+    /// There is no prefill node: the decode node computes the KV.
     None,
 }
 
@@ -215,7 +215,7 @@ fn peer_to_wire(node: &NodeInfo) -> v1::Peer {
 }
 
 impl Failure {
-    /// The node left between the choice and the call.
+    /// The failure of a node that left between choice and call.
     pub(crate) fn gone(node: &NodeInfo) -> Self {
         Self { node: Arc::new(node.clone()), refusal: Refusal::new(RefusalKind::Failed, "the node has left") }
     }
@@ -235,20 +235,20 @@ impl From<Failure> for ServeError {
 
 // === the prefill stream ===
 
-/// A prompt's life on a prefill node after its first token: for as long as that node holds its KV, or sends it.
+/// A prompt on a prefill node after its first token: the call lasts while the node holds or sends its KV.
 #[derive(Debug)]
 pub struct PrefillCall {
     client: NodeClient,
     answers: tonic::Streaming<v1::PrefillAnswer>,
-    /// How the stream broke, and when.
+    /// The error and the time at which the stream broke.
     unheard: Option<(Failure, Instant)>,
 }
 
 impl PrefillCall {
-    /// Ends only when the KV will not arrive. Cancel-safe.
+    /// Returns only if the KV will not arrive. Cancel-safe.
     ///
-    /// The decode node cannot always know: a wire may break before it hears of the transfer. The sender knows, and says so;
-    /// if it cannot be heard any more, the decode node gets a second to say that the KV is there.
+    /// The decode node may not know: the connection may break before it learns of the transfer. The sender knows and
+    /// reports it. If the sender is unreachable, the decode node has one second to report that the KV has arrived.
     pub async fn loss(&mut self) -> Failure {
         let (failure, since) = match &self.unheard {
             Some(unheard) => unheard.clone(),
@@ -277,29 +277,29 @@ impl PrefillCall {
 
 // === the decode stream ===
 
-/// A prompt's life on a decode node. Dropping it releases everything there.
+/// A prompt on a decode node. Dropping it releases everything there.
 #[derive(Debug)]
 pub struct DecodeCall {
     info: Arc<NodeInfo>,
     events: tonic::Streaming<v1::DecodeEvent>,
     ahead: VecDeque<DecodeProgress>,
-    /// Who sends the KV, until it has arrived.
+    /// The sender of the KV, until the KV has arrived.
     kv: Option<PrefillCall>,
 }
 
-/// A decode node's first word.
+/// A decode node's first event.
 #[derive(Debug)]
 pub enum Opening {
-    /// Room exists there.
+    /// Room is reserved on the node.
     Landing(Box<Landing>),
-    /// It computes the prompt itself.
+    /// The node computes the prompt itself.
     Local { held_tokens: u32 },
 }
 
-/// What follows.
+/// A decode node's further events.
 #[derive(Debug)]
 pub enum DecodeProgress {
-    /// The KV is whole.
+    /// All KV has arrived.
     Arrived {
         scheme: String,
         bytes: u64,
@@ -309,8 +309,8 @@ pub enum DecodeProgress {
 }
 
 impl DecodeCall {
-    /// The first event. A node without room sends it when the prompt's turn has come; one that has sent nothing by `until`
-    /// counts as full. Everything but an opening is a failure.
+    /// Returns the first event. A node without room sends it when the prompt's turn comes; if there is none by `until`,
+    /// the node counts as full. Any event other than an opening is a failure.
     pub async fn opening(&mut self, until: Instant) -> Result<Opening, Failure> {
         let message = match tokio::time::timeout_at(until, self.events.message()).await {
             Ok(message) => message,
@@ -328,25 +328,25 @@ impl DecodeCall {
         }
     }
 
-    /// Says who sends the KV: if it is lost on the way, [`Self::progress`] fails.
+    /// Sets the sender of the KV. If the KV is lost on its way, [`Self::progress`] fails.
     pub fn kv_from(&mut self, sender: PrefillCall) {
         self.kv = Some(sender);
     }
 
-    /// What follows the opening. Cancel-safe.
+    /// Returns the next event after the opening. Cancel-safe.
     pub async fn progress(&mut self) -> Result<DecodeProgress, Failure> {
         let progress = match self.ahead.pop_front() {
             Some(progress) => progress,
             None => self.read().await?,
         };
-        self.kv = None; // Whatever follows says that it has arrived.
+        self.kv = None; // Any further event means that the KV has arrived.
         Ok(progress)
     }
 
-    /// Ends only when the stream fails; what else comes is kept for [`Self::progress`]. Cancel-safe.
+    /// Returns only if the stream fails. Other events are kept for [`Self::progress`]. Cancel-safe.
     ///
-    /// A stream that ends is no failure here: a short answer may be complete before prefill's answer has come, and
-    /// one that is not complete is found out by who reads it.
+    /// The end of the stream is no failure here: a short answer may be complete before prefill's answer arrives, and an
+    /// incomplete one is detected by the reader of the steps.
     pub async fn failure(&mut self) -> Failure {
         while self.ahead.len() < READ_AHEAD_MAX {
             match self.events.message().await {
@@ -433,7 +433,7 @@ impl DecodeCall {
 
 // === the status stream ===
 
-/// A node's status, as it changes.
+/// A node's status stream.
 #[derive(Debug)]
 pub struct StatusUpdates {
     client: NodeClient,
@@ -441,7 +441,7 @@ pub struct StatusUpdates {
 }
 
 impl StatusUpdates {
-    /// The next word; `None` is the end of the stream.
+    /// Returns the next update; `None` at the end of the stream.
     pub async fn next(&mut self) -> Result<Option<StatusUpdate>, Failure> {
         use v1::status_event::Event;
         let event = self.updates.message().await.map_err(|status| self.client.failure(&status))?;

@@ -1,4 +1,4 @@
-//! What the doors ask of the house: a prompt in, steps out.
+//! The trait between the APIs and the cluster: a prompt in, steps out.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,26 +14,26 @@ use crate::text::{RouterModel, RouterModels};
 
 /// The cluster as the HTTP and gRPC APIs see it. `Dispatch` implements it; tests use `FakeServe`.
 ///
-/// A door calls [`generate`](Self::generate) once for each prompt that [`accept`](crate::accept) made. Everything that a
-/// prompt needs on any node belongs to the [`Generation`]: dropping it, or the future that would have returned it, cancels
-/// the request everywhere, and there is no other way to cancel.
+/// An API calls [`generate`](Self::generate) once for each prompt that [`accept`](crate::accept) made. The [`Generation`]
+/// owns everything that the prompt has on any node. Dropping it, or the future that returns it, cancels the request on
+/// all nodes; there is no other way to cancel.
 #[async_trait]
 pub trait Serve: fmt::Debug + Send + Sync + 'static {
     /// The models that the cluster can serve now.
     fn models(&self) -> Vec<ModelInfo>;
 
-    /// Returns with the first step in hand, or an error: until then a refusal can still be a status code.
+    /// Returns when the first step is available, or an error. Until then a refusal can still become a status code.
     async fn generate(&self, prompt: Prompt) -> Result<Generation, ServeError>;
 
-    /// Whether tokens can flow: at least one usable pair of nodes. Otherwise the reason why not.
+    /// Whether requests can be served, by at least one usable pair of nodes. Otherwise the reason why not.
     fn ready(&self) -> Result<(), String>;
 
-    /// Whether the cluster's nodes are known, so that a model that no node brought does not exist. Otherwise why not.
+    /// Whether the cluster's nodes are known, so that a model that no node has does not exist. Otherwise the reason.
     fn knows_nodes(&self) -> Result<(), AcceptError>;
 }
 
 impl dyn Serve {
-    /// The model that a request names. A request that names none means the only one there is.
+    /// Returns the model that a request names. Without a name it is the only model, if there is just one.
     pub(crate) fn model(
         &self,
         models: &RouterModels,
@@ -43,7 +43,7 @@ impl dyn Serve {
     }
 }
 
-/// Set by the API when an answer is complete before its last step, at a stop string. Clones share it.
+/// Set by the API when an answer is complete before its last step, because of a stop string. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Complete(Arc<AtomicBool>);
 
@@ -57,14 +57,14 @@ impl Complete {
     }
 }
 
-/// One prompt's answer while it is being made.
+/// One prompt's answer while it is generated.
 pub struct Generation {
     pub usage: Usage,
-    /// Said before the steps are dropped, the request counts as finished and not as cancelled.
+    /// If this is set before the steps are dropped, the request counts as finished instead of cancelled.
     pub complete: Complete,
-    /// Every step, the first one included, in order of [`Step::index`] and without gaps, whatever died meanwhile.
+    /// All steps, including the first, in order of [`Step::index`] and without gaps, also across failures of nodes.
     ///
-    /// It ends after the step that has `finish` set, or after one error. An end without either is a bug of the house.
+    /// It ends after the step that has `finish` set, or after one error. An end without either is a bug.
     pub steps: BoxStream<'static, Result<Step, ServeError>>,
 }
 

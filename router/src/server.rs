@@ -1,4 +1,4 @@
-//! A router's life: bind, watch the cluster, serve, wait, drain.
+//! The life of a router: bind, watch the cluster, serve, wait, drain.
 
 use std::io;
 use std::net::SocketAddr;
@@ -34,13 +34,13 @@ use crate::tenants::{TableError, TenantTable, Tenants};
 use crate::text::{RouterModel, RouterModels, Tokenizer};
 use crate::{debug, http, policy};
 
-/// How long the router's own tasks may take to end once it serves no more.
+/// How long the router's own tasks may take to end after it stops serving.
 const TASKS_CLOSE_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long after the end of the drain a request's last bytes may take.
+/// The time after the drain for the last bytes of a request.
 const END_GRACE: Duration = Duration::from_secs(1);
 
-/// How long a client may leave its answer unread before its connection is closed, and its request with it.
+/// The time for which a client may leave its answer unread before its connection is closed and its request cancelled.
 const CLIENT_WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A router that has bound its ports and watches the cluster, but does not serve yet.
@@ -53,22 +53,22 @@ pub struct Router {
     admin: (Box<dyn Listener>, SocketAddr),
     cluster: Cluster,
     models: RouterModels,
-    /// The tenants file and what it says, if there is one.
+    /// The tenants file and its contents, if there is one.
     tenants: Option<(PathBuf, TenantTable)>,
-    /// What operators must show on the HTTP port and on the admin port.
+    /// The key requirements of the HTTP port and of the admin port.
     keys: (AdminKey, AdminKey),
-    /// The registry that this router is, if it is one.
+    /// The embedded registry, if this router serves it.
     embedded: Option<MemoryRegistry>,
     following: Task<()>,
     gate: Gate,
 }
 
-/// Why a router did not come up.
+/// The error of starting a router.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
     #[error("listen on {addr}")]
     Listen { addr: String, source: io::Error },
-    #[error("the operators' key")]
+    #[error("read the admin key")]
     AdminKey(#[source] IdentityError),
     #[error("watch the registry")]
     Registry(#[source] RegistryError),
@@ -131,9 +131,9 @@ impl Router {
         self.cluster.clone()
     }
 
-    /// Serves until `shutdown`, then lets requests under way end within the configured drain.
+    /// Serves until `shutdown`, then lets running requests end within the configured drain.
     ///
-    /// The registry is served on until `nodes_stopped` has ended too, so that nodes can withdraw.
+    /// The registry is served until `nodes_stopped` has ended too, so that nodes can withdraw.
     pub async fn serve(
         mut self,
         shutdown: Shutdown,
@@ -186,7 +186,7 @@ impl Router {
         drop((self.following, self.embedded, watchdog, draining, following_tenants));
         self.cluster.forget();
         if let Err(late) = self.gate.close(TASKS_CLOSE_WITHIN).await {
-            warn!(%late, "router tasks still run");
+            warn!(%late, "router tasks are still running at the end of the drain");
         }
         [http, grpc, admin].into_iter().filter_map(Result::ok).collect()
     }
@@ -227,7 +227,7 @@ async fn open_tenants(file: Option<PathBuf>) -> Result<Option<(PathBuf, TenantTa
     Ok(Some((file, table.map_err(BindError::Tenants)?)))
 }
 
-/// Reads the model's text half on a thread of its own: a large vocabulary takes a second.
+/// Loads the model's tokenizer and template on a blocking thread: a large vocabulary takes a second.
 async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, BindError> {
     let Some(ModelFolder { path, name }) = folder else { return Ok(None) };
     let opened = {
@@ -244,7 +244,7 @@ async fn open_model(folder: Option<ModelFolder>) -> Result<Option<RouterModel>, 
     }
 }
 
-/// A model without a tokenizer or a chat template is served, but not to every client.
+/// Warns about a missing tokenizer or chat template: the model then serves only some requests.
 fn warn_of_missing_text(model: &RouterModel, folder: &Path) {
     let (name, folder) = (&model.name, folder.display());
     if matches!(*model.tokenizer, Tokenizer::Absent) {
@@ -261,7 +261,7 @@ async fn bind(world: &World, addr: &str) -> Result<(Box<dyn Listener>, SocketAdd
     Ok((Box::new(WriteTimeoutListener::new(listener, CLIENT_WRITE_TIMEOUT)), bound))
 }
 
-/// The gRPC services: generation for clients, the registry for nodes, health and reflection for everybody.
+/// The gRPC services: generation for clients, the registry for nodes, health and reflection for all callers.
 fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown) -> Routes {
     let (routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])
         .expect("our own descriptors are well-formed");

@@ -1,7 +1,7 @@
-//! Notices when no token is sent although there are requests, and says which stage they wait in.
+//! Detects that no request makes progress, and names the stages that requests wait in.
 //!
-//! It depends on no request that comes: it looks at intervals. A token moves when a step reaches this router, or when
-//! a node says that it has run another one: a long prompt that is being computed is no standstill.
+//! It polls, so it works when no event arrives any more. Progress is a step that reaches this router, or an engine step
+//! that a node reports; so a long prompt that is being computed counts as progress.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -11,21 +11,21 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-/// How often it looks.
+/// The poll interval.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Where a request waits. A request whose client does not read is not counted as waiting.
+/// The stage that a request waits in. A request whose client does not read is not counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitStage {
-    /// For a node to be usable, or to have room.
+    /// Waits for a node to be usable or to have room.
     Route,
-    /// For a decode node's word whether there is room.
+    /// Waits for a decode node's answer about room.
     Reserve,
-    /// For a prefill node's first token.
+    /// Waits for a prefill node's first token.
     Prefill,
-    /// For a pool node to have the KV, and for KV that is held or stored to be sent to a decode node.
+    /// Waits for a pool node to store the KV, or for held or stored KV to be sent to a decode node.
     Deliver,
-    /// For a decode node's next step, and the KV before it.
+    /// Waits for a decode node's next step, including the arrival of KV.
     Decode,
 }
 
@@ -43,7 +43,7 @@ impl WaitStage {
     }
 }
 
-/// Where all requests are, and how often something moved. Clones share one count.
+/// The number of requests in each stage, and a count of progress. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct StageTracker {
     shared: Arc<Shared>,
@@ -53,11 +53,11 @@ pub struct StageTracker {
 struct Shared {
     waiting: [AtomicU32; WaitStage::ALL.len()],
     n_moved: AtomicU64,
-    /// Why the router is not ready. Held for a look or a change.
+    /// The reason why the router is not ready. Locked for one look-up or change.
     stuck: Mutex<Option<String>>,
 }
 
-/// One request's place. Dropping it is leaving.
+/// The stage of one request. Dropping it ends the count.
 #[derive(Debug)]
 pub struct TrackedRequest {
     all: StageTracker,
@@ -70,12 +70,12 @@ impl StageTracker {
         TrackedRequest { all: self.clone(), at: Mutex::new(at) }
     }
 
-    /// A step has come.
+    /// Notes a step as progress.
     pub fn moved(&self) {
         self.shared.n_moved.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether tokens move; otherwise where they do not.
+    /// Whether requests make progress; otherwise the stages that they wait in.
     pub fn check(&self) -> Result<(), String> {
         self.stuck().clone().map_or(Ok(()), Err)
     }
@@ -97,7 +97,7 @@ impl StageTracker {
     }
 }
 
-/// For example `3 wait for prefill, 1 for decode`.
+/// For example `3 wait at prefill, 1 wait at decode`.
 impl fmt::Display for StageTracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counted = WaitStage::ALL.map(|place| (place, self.count(place).load(Ordering::Relaxed)));
@@ -126,17 +126,17 @@ impl Drop for TrackedRequest {
     }
 }
 
-// === the watch ===
+// === the watchdog ===
 
-/// What was seen at the last look at which something had moved.
+/// The count and the time of the last progress.
 #[derive(Clone, Copy, Debug)]
 struct LastProgress {
     steps: u64,
     at: Instant,
 }
 
-/// Looks until it is dropped. `n_node_steps` is what the nodes say they have run so far; `bound`, how long nothing may
-/// move.
+/// Polls until it is dropped. `n_node_steps` returns the nodes' reported engine steps; `bound` is the longest time without
+/// progress.
 pub async fn watch(stages: StageTracker, bound: Duration, n_node_steps: impl Fn() -> u64) {
     let mut seen = LastProgress { steps: 0, at: Instant::now() };
     loop {
@@ -147,16 +147,16 @@ pub async fn watch(stages: StageTracker, bound: Duration, n_node_steps: impl Fn(
         }
         let is_stuck = seen.at.elapsed() > bound;
         let ms = seen.at.elapsed().as_millis();
-        note(&stages, is_stuck.then(|| format!("no token has moved for {ms} ms: {stages}")));
+        note(&stages, is_stuck.then(|| format!("no request has made progress for {ms} ms: {stages}")));
     }
 }
 
-/// One line when it begins, one when it ends.
+/// Logs one line when requests get stuck and one when they continue.
 fn note(stages: &StageTracker, found: Option<String>) {
     let mut stuck = stages.stuck();
     match (&*stuck, &found) {
         (None, Some(reason)) => warn!(reason, "no request makes progress"),
-        (Some(_), None) => info!("tokens move again"),
+        (Some(_), None) => info!("requests make progress again"),
         _ => {}
     }
     *stuck = found;

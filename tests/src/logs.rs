@@ -11,7 +11,7 @@ const OF_THIS_MACHINE: &[&str] = &["no GPU is used: the CPU computes"];
 const WHEN_STOPPED: &[&str] = &[
     "a port was closed with connections open",
     "connection closed with requests under way",
-    "router tasks still run",
+    "router tasks are still running",
 ];
 /// What others say of a node that is killed, and `baton up` of its child.
 ///
@@ -19,18 +19,18 @@ const WHEN_STOPPED: &[&str] = &[
 pub const A_NODE_DIES: &[&str] = &[
     "node ended",
     "status stream broke",
-    "members were silent for a whole lease",
+    "leases expired: members sent no keep-alive",
     "connector cannot be used, falling back",
 ];
 /// What a router says of a pool node that does not do its part, and that node of a link that was being made just then.
-pub const THE_POOL_FAILS: &[&str] = &["the pool failed", "refused kv stream"];
+pub const THE_POOL_FAILS: &[&str] = &["pool node failed", "refused kv stream"];
 /// What is said where a process is stopped with its connections open, by it and of it.
 pub const A_NODE_STANDS_STILL: &[&str] = &[
     "status stream broke",
-    "members were silent for a whole lease",
-    "the registry is away",
-    "the registry cannot be watched",
-    "members are missed",
+    "leases expired: members sent no keep-alive",
+    "registry unreachable",
+    "registry watch failed",
+    "members missing in the registry",
     "announcement failed, trying again",
     "stream failed",
     "the node makes no progress",
@@ -38,11 +38,11 @@ pub const A_NODE_STANDS_STILL: &[&str] = &[
 ];
 /// What everybody says while there is no registry.
 pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
-    "the registry is away",
-    "the registry cannot be watched",
-    "members are missed",
+    "registry unreachable",
+    "registry watch failed",
+    "members missing in the registry",
     "announcement failed, trying again",
-    "not withdrawn, the lease will lapse",
+    "withdrawal failed, the member stays",
 ];
 
 /// What a router says of a model folder without a tokenizer.

@@ -136,7 +136,10 @@ async fn a_node_with_another_tokenizer_is_refused() {
     })
     .await;
     let reason = refused["reason"].as_str().expect("a reason");
-    assert!(reason.starts_with("against the router: models differ: tokenizer: blake3:"), "{reason}");
+    assert!(
+        reason.starts_with("the node's model differs from the router's: models differ: tokenizer: blake3:"),
+        "{reason}"
+    );
     let (status, body) = client.get("/ready").await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
     assert!(body.contains("other is refused"), "{body}");

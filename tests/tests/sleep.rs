@@ -83,11 +83,14 @@ async fn nodes_nap_over(connectors: &[&str]) {
     };
     let fleet = Fleet::start_each(PACED, 2, 2, Vec::new(), hasty).await;
     fleet.expect_log(A_NODE_DIES);
-    fleet.expect_log(&["what still ran was cut off"]);
+    fleet.expect_log(&["drain before sleep timed out"]);
     let client = fleet.client();
     client.ask_while(CLIENTS, (&asks, &expected), async |next| nap(&fleet, next).await).await;
     fleet.baseline().await;
-    assert!(fleet.nodes.iter().any(|node| node.process.log().contains("was cut off")), "and one was late");
+    assert!(
+        fleet.nodes.iter().any(|node| node.process.log().contains("drain before sleep timed out")),
+        "and one was late"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -200,7 +203,7 @@ async fn the_last_of_its_kind_may_sleep_too() {
 async fn a_port_that_is_taken_meanwhile_is_named_and_waited_for() {
     let fleet = Fleet::start(PACED, 1, 1).await;
     fleet.expect_log(A_NODE_DIES);
-    fleet.expect_log(&["not woken, sleeping on"]);
+    fleet.expect_log(&["wake failed, the node stays asleep"]);
     let node = &fleet.nodes[1];
     told(node, "sleep").await;
     let squatter = tokio::net::TcpListener::bind(node.kv).await.expect("it is free while the node sleeps");
@@ -259,7 +262,7 @@ async fn files_that_have_changed_are_another_model() {
     }
     let fleet = Fleet::start(model.to_str().expect("UTF-8"), 1, 1).await;
     fleet.expect_log(A_NODE_DIES);
-    fleet.expect_log(&["not woken, sleeping on"]);
+    fleet.expect_log(&["wake failed, the node stays asleep"]);
     let ask = Ask::new((65..85).collect(), 12).with("model", json!("m")).with("ignore_eos", json!(true));
     let before = fleet.client().ask(&ask).await.expect("an answer");
     let node = &fleet.nodes[0];

@@ -154,7 +154,7 @@ async fn a_router_that_starts_without_etcd_serves_with_the_members_of_before() {
     let mut fleet = Fleet::start_each(PACED, 1, 2, settings, |_| vec![registry.clone()]).await;
     fleet.expect_log(A_NODE_DIES);
     fleet.expect_log(THE_REGISTRY_IS_AWAY);
-    fleet.expect_log(&["the registry is silent, trying members of before"]);
+    fleet.expect_log(&["registry gives no answer, using the members from the file"]);
     let client = fleet.client();
     let expected = client.ask(&ask(20)).await.expect("served");
     eventually("the members to be written", async || {

@@ -27,7 +27,7 @@ use tonic::{Code, Status};
 const CLUSTER: &str = "strangers";
 const EXPECTED: &[&str] = &["call refused", "member ignored: its record is refused"];
 /// A node whose entry is overwritten announces itself again. Processes may start before etcd answers.
-const ETCD_IS_ABUSED: &[&str] = &["the registry cannot be watched", "announcement failed, trying again"];
+const ETCD_IS_ABUSED: &[&str] = &["registry watch failed", "announcement failed, trying again"];
 const REASONS: [&str; 2] = ["unsigned", "signature"];
 
 /// A cluster with a secret, a pool, and a key on its nodes' admin ports.

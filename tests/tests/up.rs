@@ -142,7 +142,7 @@ fn wrong_input_is_refused_with_what_would_be_right() {
 
     let (code, _, stderr) = run(&["up", "--kv-memory", "300%"], &[]);
     assert_eq!(code, 2, "{stderr}");
-    assert!(stderr.contains("no amount of memory"), "{stderr}");
+    assert!(stderr.contains("not an amount of memory"), "{stderr}");
 
     for role in ["prefill", "pool"] {
         let (code, _, stderr) = run(&[role, "--check"], &[("BATON_TRANSFER__CONNECTORS", "[\"pigeon\"]")]);
@@ -156,7 +156,7 @@ fn wrong_input_is_refused_with_what_would_be_right() {
     let gpu = [("BATON_MODEL__DEVICE", "cuda:0"), ("BATON_MODEL__KV_MEMORY", "50%")];
     let (code, _, stderr) = run(&["decode", "--check"], &gpu);
     assert_eq!(code, 2, "{stderr}");
-    assert!(stderr.contains("name an amount for a GPU"), "{stderr}");
+    assert!(stderr.contains("give an amount for a GPU"), "{stderr}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -101,7 +101,7 @@ async fn an_engine_that_hangs_is_named_and_left_out() {
         let node = async {
             let (took, reason) = says(&at_node, 503).await;
             assert!(took < SAID_WITHIN, "the node took {took:?}");
-            assert!(reason.contains("step: the engine does not come back"), "{reason}");
+            assert!(reason.contains("step: the engine step has not returned"), "{reason}");
         };
         let router = async {
             let (took, reason) = says(&at_router, 503).await;

@@ -1,16 +1,16 @@
-//! Blocks, and the chained hash by which router and nodes know that two blocks hold the same KV.
+//! KV blocks and their chained hashes. Equal hashes mean equal KV, on routers and on nodes.
 
 use std::fmt;
 
 use crate::ids::TenantId;
 use crate::prompt::TokenId;
 
-/// A block's place in one node's pool.
+/// The index of a block in one node's block pool.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockIdx(pub u32);
 
 impl BlockIdx {
-    /// Stands in a table for a block that a sliding window has left behind and that was given back. No memory has it.
+    /// Marks a table entry whose block was freed after a sliding window passed it. No real block has this index.
     pub const GONE: Self = Self(u32::MAX);
 }
 
@@ -20,9 +20,9 @@ impl fmt::Debug for BlockIdx {
     }
 }
 
-/// What a full block's KV depends on: its tokens, all tokens before them, and the tenant.
+/// The hash of a full block's tokens, all tokens before them, and the tenant.
 ///
-/// 128 bits of BLAKE3: two tenants, or two prompts, cannot be made to collide on purpose.
+/// It is 128 bits of BLAKE3, so that a collision between tenants or prompts cannot be made on purpose.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u128);
 
@@ -32,7 +32,7 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// Hashes a sequence's blocks, each with its predecessor's hash in it.
+/// Computes the hashes of a sequence's blocks; each hash includes the one before it.
 #[derive(Clone, Debug)]
 pub struct BlockHasher {
     parent: BlockHash,
@@ -45,7 +45,7 @@ impl BlockHasher {
         Self { parent: root(tenant), block_tokens }
     }
 
-    /// The next block's hash. `tokens` must fill a block.
+    /// Returns the next block's hash. `tokens` must fill a block exactly.
     pub fn next(&mut self, tokens: &[TokenId]) -> BlockHash {
         assert_eq!(tokens.len(), self.block_tokens, "only full blocks are hashed");
         let mut hasher = blake3::Hasher::new();
@@ -57,14 +57,14 @@ impl BlockHasher {
         self.parent
     }
 
-    /// The hashes of all full blocks of `tokens`.
+    /// Returns the hashes of all full blocks in `tokens`.
     pub fn hashes(tenant: &TenantId, block_tokens: usize, tokens: &[TokenId]) -> Vec<BlockHash> {
         let mut hasher = Self::new(tenant, block_tokens);
         tokens.chunks_exact(block_tokens).map(|block| hasher.next(block)).collect()
     }
 }
 
-/// The parent of a tenant's first blocks.
+/// The parent hash of a tenant's first blocks.
 fn root(tenant: &TenantId) -> BlockHash {
     truncated(
         &blake3::Hasher::new_derive_key("baton block hash v1").update(tenant.as_str().as_bytes()).finalize(),

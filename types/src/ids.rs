@@ -1,9 +1,9 @@
-//! Names of things. Each is a type of its own, so that no two can be mixed up in a signature.
+//! Identifiers. Each has its own type, so that the compiler rejects one in place of another.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// A short text that names something; cheap to clone.
+/// Defines an identifier that holds a short text and is cheap to clone.
 macro_rules! text_id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
@@ -35,15 +35,15 @@ macro_rules! text_id {
 }
 
 text_id! {
-    /// One node, for as long as its operator calls it by this name. A restart keeps the name and changes the [`Epoch`].
+    /// The name of a node, chosen by its operator. A restart keeps the name and changes the [`Epoch`].
     NodeId
 }
 text_id! {
-    /// One request, from its arrival at the router to the last token. Shown to the client as `x-request-id`.
+    /// The id of a request, from its arrival at the router to the last token. The client sees it as `x-request-id`.
     RequestId
 }
 text_id! {
-    /// Whose prompts may share cached KV. Part of every block hash.
+    /// The id of a tenant. Only prompts of the same tenant share cached KV: the id is part of every block hash.
     TenantId
 }
 
@@ -53,7 +53,7 @@ impl Default for TenantId {
     }
 }
 
-/// One life of one node: new at every start, so that a restart at the same address is a new node at once.
+/// The number of one life of a node, new at every start. A node that restarts at the same address is a new node.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Epoch(pub u64);
 
@@ -63,7 +63,7 @@ impl fmt::Display for Epoch {
     }
 }
 
-/// One movement of one sequence's KV from one node to another.
+/// The id of one transfer of a sequence's KV from one node to another.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u128);
 
@@ -79,9 +79,9 @@ impl fmt::Debug for TransferId {
     }
 }
 
-/// The right to write into one landing: 128 unguessable bits.
+/// The right to write into one landing: 128 random bits.
 ///
-/// It is compared in constant time and never printed.
+/// Grants are compared in constant time and never printed.
 #[derive(Clone, Copy)]
 pub struct Grant([u8; 16]);
 
@@ -94,7 +94,7 @@ impl Grant {
         self.0
     }
 
-    /// Seals the grant with a prompt's digest, or opens a sealed one. With another digest another grant comes out.
+    /// Seals the grant with a prompt's digest, or opens a sealed one. A wrong digest yields a wrong grant.
     pub(crate) fn sealed(self, with: [u8; 16]) -> Self {
         let key = blake3::derive_key("baton landing grant v1", &with);
         Self(std::array::from_fn(|idx| self.0[idx] ^ key[idx]))

@@ -1,15 +1,15 @@
-//! How KV lies in a node's memory.
+//! The layout of KV in a node's memory.
 //!
-//! Memory order is `[layer][block][K|V][kv_head][token][dim]`: one head's part of K and of V is contiguous, so a
-//! tensor-parallel shard is two runs, and a run of neighbouring blocks of one layer is one copy.
+//! Memory order is `[layer][block][K|V][kv_head][token][dim]`. One head's K, or V, of a block is contiguous.
+//! So a tensor-parallel shard is two contiguous ranges, and neighbouring blocks of one layer are one copy.
 
 use std::fmt;
 
-/// Which group of layers a block belongs to. A sequence has one block table per group.
+/// The index of a layer group. A sequence has one block table per group.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct GroupIdx(pub u16);
 
-/// The number type of KV.
+/// The number format of KV values.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum KvDtype {
     F32,
@@ -43,7 +43,7 @@ impl fmt::Display for KvDtype {
     }
 }
 
-/// What a group's layers look at.
+/// The kind of attention that a group's layers use.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Attention {
     Full,
@@ -55,7 +55,7 @@ pub enum Attention {
 }
 
 impl Attention {
-    /// How many tokens back a token looks, itself included; `None`: to the first one.
+    /// The number of tokens that a token attends to, itself included; `None` for all tokens from the first one on.
     pub fn window(self) -> Option<usize> {
         match self {
             Self::SlidingWindow { tokens } => Some(tokens as usize),
@@ -64,7 +64,7 @@ impl Attention {
     }
 }
 
-/// One layer's share of a block.
+/// The shape of one layer's KV.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct LayerShape {
     /// The layer's number in the whole model.
@@ -73,20 +73,20 @@ pub struct LayerShape {
     pub head_dim: u16,
 }
 
-/// Layers that are alike in what they look at. They share block tables.
+/// Layers with the same attention. They share block tables.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LayerGroup {
     pub attention: Attention,
     pub layers: Vec<LayerShape>,
 }
 
-/// Ranks of one node: a byte names one on the KV wire.
+/// The largest number of ranks of one node: the KV wire names a rank with one byte.
 pub const RANKS_MAX: u16 = 64;
 
-/// Which part of the model's KV a node holds, and over how many ranks it spreads it.
+/// The part of the model's KV that a node holds, and the number of ranks over which it is spread.
 ///
-/// Each rank holds its heads' share of every page, in regions of its own, and a block has the same place on all of
-/// them. So who counts blocks, or leases them, need not know of ranks.
+/// Each rank stores its own heads of every page, in its own memory. A block has the same index on all ranks, so code
+/// that counts or leases blocks does not depend on the number of ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Shard {
     pub stage: u16,
@@ -98,7 +98,7 @@ impl Shard {
     pub const WHOLE: Self = Self { stage: 0, n_stages: 1, tp_size: 1 };
 }
 
-/// Heads that ranks cannot share.
+/// Error: the KV heads do not spread evenly over the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{n_kv_heads} KV heads do not spread over {tp_size} ranks: the one number must divide the other")]
 pub struct UnevenHeads {
@@ -106,7 +106,7 @@ pub struct UnevenHeads {
     pub tp_size: u16,
 }
 
-/// The shape of one node's KV memory, without its size. Heads are the whole model's, however many ranks share them.
+/// The shape of one node's KV memory, without its size. Head counts are those of the whole model, not of one rank.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvLayout {
     pub block_tokens: u16,
@@ -116,20 +116,20 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// Layers that are all alike: one group of full attention.
+    /// A layout with equal layers: one group with full attention.
     pub fn uniform(block_tokens: u16, dtype: KvDtype, n_layers: u16, n_kv_heads: u16, head_dim: u16) -> Self {
         let layers = (0..n_layers).map(|layer| LayerShape { layer, n_kv_heads, head_dim }).collect();
         let group = LayerGroup { attention: Attention::Full, layers };
         Self { block_tokens, dtype, groups: vec![group], shard: Shard::WHOLE }
     }
 
-    /// The same, spread over `tp_size` ranks. Where there are fewer heads than ranks, several ranks hold the same head.
+    /// Spreads the layout over `tp_size` ranks. With fewer heads than ranks, several ranks hold the same head.
     pub fn over_ranks(self, tp_size: u16) -> Result<Self, UnevenHeads> {
         let spread = Self { shard: Shard { tp_size, ..self.shard }, ..self };
         spread.check_ranks().map(|()| spread)
     }
 
-    /// Whether every layer's heads spread evenly over the ranks.
+    /// Checks that every layer's heads spread evenly over the ranks.
     pub fn check_ranks(&self) -> Result<(), UnevenHeads> {
         let tp_size = self.shard.tp_size;
         let mut heads = self.groups.iter().flat_map(|group| &group.layers).map(|shape| shape.n_kv_heads);
@@ -139,7 +139,7 @@ impl KvLayout {
         heads.find(is_uneven).map_or(Ok(()), |n_kv_heads| Err(UnevenHeads { n_kv_heads, tp_size }))
     }
 
-    /// Whether two nodes' KV is the same but for how each of them spreads it over its ranks.
+    /// Whether two layouts are equal apart from the number of ranks.
     pub fn is_same_but_for_ranks(&self, other: &Self) -> bool {
         let shard = Shard { tp_size: other.shard.tp_size, ..self.shard };
         (self.block_tokens, self.dtype, &self.groups, shard)
@@ -150,7 +150,7 @@ impl KvLayout {
         &self.groups[usize::from(group.0)]
     }
 
-    /// The first of a group's blocks that is looked at from this position, and so from any later one.
+    /// The index of the group's first block that this position attends to. Later positions attend to none before it.
     pub fn first_block_seen(&self, group: GroupIdx, position: usize) -> usize {
         match self.group(group).attention.window() {
             Some(window) => (position + 1).saturating_sub(window) / usize::from(self.block_tokens),
@@ -158,14 +158,14 @@ impl KvLayout {
         }
     }
 
-    /// Whole blocks of the narrowest window, in which every group sees every token. `None`: nothing bounds the sight.
+    /// The number of full blocks in the narrowest window. `None` if all groups have full attention.
     pub fn blocks_seen_by_all(&self) -> Option<usize> {
         let windows = self.groups.iter().filter_map(|group| group.attention.window());
         windows.min().map(|window| window / usize::from(self.block_tokens))
     }
 
-    /// Blocks per group that a running sequence holds at most, however long it gets: what others may find of it, a
-    /// window, and what is being written. `None`: some group looks at everything.
+    /// The most blocks per group that a running sequence holds, at any length: the blocks kept for the prefix cache,
+    /// those of the widest window, and the ones being written. `None` if a group has full attention.
     pub fn blocks_held_at_most(&self) -> Option<usize> {
         let windows = self.groups.iter().map(|group| group.attention.window());
         let widest = windows.collect::<Option<Vec<usize>>>()?.into_iter().max()?;
@@ -186,33 +186,33 @@ impl KvLayout {
         usize::from(shape.head_dim) * self.dtype.bytes()
     }
 
-    /// KV heads of a layer that one rank holds: its share, or one where there are fewer heads than ranks.
+    /// The number of a layer's KV heads on one rank: at least one, even with fewer heads than ranks.
     pub fn rank_heads(&self, shape: LayerShape) -> u16 {
         shape.n_kv_heads.div_ceil(self.shard.tp_size)
     }
 
-    /// Bytes of one layer's share of a block on one rank: K and V of the rank's heads.
+    /// Bytes of one layer's page on one rank: K and V of the rank's heads.
     pub fn rank_page_bytes(&self, shape: LayerShape) -> usize {
         let parts = if self.is_latent(shape) { 1 } else { 2 };
         parts * usize::from(self.rank_heads(shape)) * self.head_bytes(shape)
     }
 
-    /// Bytes of one layer's share of a block, on all ranks.
+    /// Bytes of one layer's page, summed over all ranks.
     pub fn page_bytes(&self, shape: LayerShape) -> usize {
         usize::from(self.shard.tp_size) * self.rank_page_bytes(shape)
     }
 
-    /// Bytes of one block of a group, over all its layers.
+    /// Bytes of one block of a group, summed over the group's layers.
     pub fn block_bytes(&self, group: GroupIdx) -> usize {
         self.group(group).layers.iter().map(|shape| self.page_bytes(*shape)).sum()
     }
 
-    /// Blocks of one group that `tokens` tokens need.
+    /// The number of blocks in one group for `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(usize::from(self.block_tokens))
     }
 
-    /// Blocks of all groups together: each group has blocks of its own.
+    /// The number of blocks in all groups together for `tokens` tokens.
     pub fn blocks_of_all_groups(&self, tokens: usize) -> usize {
         self.blocks_for(tokens) * self.groups.len()
     }
@@ -221,7 +221,7 @@ impl KvLayout {
         self.groups.iter().any(|group| group.attention == Attention::Latent && group.layers.contains(&shape))
     }
 
-    /// The parts of a fingerprint that come from the layout. Sharding is left out: both sides may shard as they like.
+    /// The layout's entries of a fingerprint. Sharding is not one of them: two nodes may shard differently.
     pub fn fingerprint_parts(&self) -> Vec<(String, String)> {
         let mut parts = vec![
             ("kv.block_tokens".to_owned(), self.block_tokens.to_string()),
@@ -283,7 +283,7 @@ mod tests {
         assert_eq!((layout.first_block_seen(GroupIdx(0), 1000), layout.blocks_seen_by_all()), (0, None));
         layout.groups[0].attention = Attention::SlidingWindow { tokens: 21 };
         assert_eq!((layout.blocks_seen_by_all(), layout.blocks_held_at_most()), (Some(1), Some(1 + 2 + 2)));
-        // From position 36 on, tokens 16 and later are seen: 16 ..= 36 are 21.
+        // Position 36 attends to tokens 16 to 36, which are 21 tokens.
         for (position, expected) in [(0, 0), (20, 0), (35, 0), (36, 1), (51, 1), (52, 2), (1000, 61)] {
             assert_eq!(layout.first_block_seen(GroupIdx(0), position), expected, "{position}");
         }

@@ -1,7 +1,7 @@
-//! The nouns of Baton: plain values that every other crate speaks in, with no I/O, no async and no serde.
+//! Plain value types that all crates share, with no I/O, no async and no serde.
 //!
-//! Suggested reading order: the request ([`prompt`], [`step`]), who is there ([`node`], [`load`]),
-//! how KV lies in memory ([`layout`], [`block`]), how it travels ([`transfer`]), and what is told of an error ([`text`]).
+//! Suggested reading order: the request ([`prompt`], [`step`]), the nodes ([`node`], [`load`]), the memory layout of
+//! KV ([`layout`], [`block`]), its transfer between nodes ([`transfer`]), and the text of an error ([`text`]).
 #![forbid(unsafe_code)]
 
 pub mod block;

@@ -1,41 +1,41 @@
-//! How busy a node is, and which blocks it has cached: what its status stream carries.
+//! The contents of a node's status stream: its load, and changes of its prefix cache.
 
 use crate::block::BlockHash;
 
 /// A node's load at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct NodeLoad {
-    /// Sequences that are in the batch.
+    /// Sequences in the batch.
     pub running: u32,
-    /// Sequences that wait for room.
+    /// Sequences waiting for KV room.
     pub waiting: u32,
-    /// Landings whose KV is still on its way.
+    /// Landings whose KV has not fully arrived.
     pub arriving: u32,
-    /// Prompt tokens that are still to be computed.
+    /// Prompt tokens not yet computed.
     pub queued_tokens: u64,
-    /// Predicted time until a prompt that comes now is computed first.
+    /// Predicted wait of a prompt submitted now until its first chunk is computed, in milliseconds.
     pub queue_ms: f32,
-    /// Predicted time of a decode step with one more sequence in it.
+    /// Predicted time of a decode step with one more sequence, in milliseconds.
     pub step_ms: f32,
-    /// Steps finished since the node started: it stands still when the worker does.
+    /// Engine steps finished since the node started. It stops growing when the worker is stuck.
     pub steps_total: u64,
     pub blocks: BlockCounts,
 }
 
-/// Where a pool's blocks are. `free + leased + cached + quarantined = total` on an idle node and on a busy one.
+/// The number of a pool's blocks in each state. `free + leased + cached + quarantined = total` always holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounts {
     pub total: u32,
     pub free: u32,
     pub leased: u32,
-    /// Held by the prefix index alone: taken back when room is needed.
+    /// Held by the prefix cache only: freed when room is needed.
     pub cached: u32,
-    /// Waiting for proof that no wire can still write into them.
+    /// Not reusable until it is proven that no remote write can still reach them.
     pub quarantined: u32,
 }
 
 impl BlockCounts {
-    /// Blocks that a new sequence could have.
+    /// The number of blocks that a new sequence can lease.
     pub fn available(&self) -> u32 {
         self.free + self.cached
     }
@@ -45,10 +45,10 @@ impl BlockCounts {
     }
 }
 
-/// A change of a node's prefix cache. Numbered without gaps; a reader that sees one asks for a snapshot.
+/// A change of a node's prefix cache. Events are numbered without gaps; a reader that sees a gap asks for a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BlockEvent {
-    /// Everything that is cached, in place of all that was said before.
+    /// The complete list of cached blocks; it replaces all earlier events.
     Snapshot(Vec<BlockHash>),
     Stored(Vec<BlockHash>),
     Evicted(Vec<BlockHash>),

@@ -1,4 +1,4 @@
-//! Who is in the cluster: what a node says of itself when it announces itself.
+//! The description of a node, as the node announces it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,49 +7,49 @@ use crate::ids::{Epoch, NodeId};
 use crate::layout::KvLayout;
 use crate::transfer::{Scheme, WireAddress};
 
-/// The versions of Baton's wire that this build speaks. N and N-1 always overlap.
+/// The protocol versions that this build speaks.
 pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 3, max: 3 };
 
-/// The largest message on any of our gRPC connections, on both sides. KV never travels in one; the longest is a prompt
-/// of a million tokens, which takes three bytes a token.
+/// The size limit of one gRPC message, for both sides. KV never travels over gRPC; the largest message is a prompt
+/// of a million tokens, at three bytes per token.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 
-/// One process that computes KV or keeps it. Everything a router or a peer must know before it speaks to it; never how busy it is.
+/// One node's description: all that a router or a peer must know before it calls the node. It does not include load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeInfo {
     pub id: NodeId,
     pub epoch: Epoch,
     pub role: Role,
     pub pid: u32,
-    /// Tells whether two nodes share a machine, and with it shared memory.
+    /// Identifies the machine. Nodes with the same value can use shared memory.
     pub host: String,
     /// `host:port` of the node's gRPC services.
     pub address: String,
-    /// `host:port` of its admin page: metrics, readiness, debug.
+    /// `host:port` of the admin server: metrics, readiness, debug.
     pub admin: String,
-    /// The wires on which KV can reach it, best first.
+    /// The connectors that can reach the node's KV memory, best first.
     pub wires: Vec<WireAddress>,
-    /// The wires that it does without, and why: for humans.
+    /// The connectors that the node does not offer, with the reason, for display.
     pub without: Vec<MissingWire>,
     pub model: ModelInfo,
     pub protocol: ProtocolRange,
 }
 
-/// A connector that a node has not.
+/// A connector that a node does not offer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingWire {
     pub scheme: Scheme,
     pub why: String,
 }
 
-/// What a node was started to do. Routing and display read it; nothing below the two node crates does.
+/// The role that a node was started with. Routing and display read it; no crate below the node crates does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     Prefill,
     Decode,
-    /// Both services over one worker and one pool.
+    /// Prefill and decode over one worker and one block pool.
     Both,
-    /// Computes nothing: it keeps KV for all of them. Its model is the one whose KV that is.
+    /// Computes nothing, and keeps KV for other nodes. Its model is the one whose KV it keeps.
     Pool,
 }
 
@@ -82,11 +82,11 @@ impl fmt::Display for Role {
     }
 }
 
-/// The model that a node runs, or keeps KV of.
+/// The model that a node runs, or whose KV it keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelInfo {
     pub name: String,
-    /// The longest sequence, prompt and output together.
+    /// The longest sequence in tokens: prompt and output together.
     pub context_tokens: u32,
     pub vocab: u32,
     pub eos_tokens: Vec<crate::prompt::TokenId>,
@@ -94,9 +94,9 @@ pub struct ModelInfo {
     pub fingerprint: Fingerprint,
 }
 
-/// What must be the same on two nodes for KV of one to mean the same on the other: weights, layout, dtype, rope, tokenizer.
+/// The properties that two nodes must share to use each other's KV: weights, layout, dtype, rope, tokenizer.
 ///
-/// Named parts instead of one hash, so that a refusal can spell the difference out.
+/// It keeps named parts instead of one hash, so that a refusal can list the differences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fingerprint(BTreeMap<String, String>);
 
@@ -109,7 +109,7 @@ impl Fingerprint {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// A short form of all parts. Equal digests mean equal fingerprints.
+    /// A short hash of all parts. Equal digests mean equal fingerprints.
     pub fn digest(&self) -> FingerprintDigest {
         let mut hasher = blake3::Hasher::new();
         for (name, value) in self.parts() {
@@ -123,7 +123,7 @@ impl Fingerprint {
         FingerprintDigest(u64::from_le_bytes(first))
     }
 
-    /// Refuses a peer that would read the same bytes in another way.
+    /// Refuses a peer with a different fingerprint; the error lists the differences.
     pub fn agree(&self, peer: &Self) -> Result<(), FingerprintMismatch> {
         let names: std::collections::BTreeSet<&String> = self.0.keys().chain(peer.0.keys()).collect();
         let differences: Vec<String> = names
@@ -148,7 +148,7 @@ impl fmt::Display for FingerprintDigest {
 }
 
 impl FingerprintDigest {
-    /// Reads what [`Display`](fmt::Display) writes.
+    /// Parses the form that [`Display`](fmt::Display) writes.
     pub fn parse(text: &str) -> Option<Self> {
         let is_digest = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
         is_digest.then(|| u64::from_str_radix(text, 16).ok()).flatten().map(Self)
@@ -159,17 +159,17 @@ fn shown(value: Option<&String>) -> &str {
     value.map_or("absent", String::as_str)
 }
 
-/// The part of a [`Fingerprint`] that says how text becomes tokens. Nodes never see text, but a router and a node that
-/// number tokens differently would understand each other word for word and mean something else.
+/// The name of the [`Fingerprint`] part that identifies the tokenizer. Nodes see no text, but router and nodes must
+/// give each token the same number.
 pub const TOKENIZER: &str = "tokenizer";
 
-/// [`TOKENIZER`] of the mock: a token is a byte.
+/// Value of [`TOKENIZER`] for the mock, where a token is a byte.
 pub const TOKENIZER_BYTES: &str = "bytes";
 
-/// [`TOKENIZER`] of a model without `tokenizer.json`: it is asked with token ids, and answers with them.
+/// Value of [`TOKENIZER`] for a model without `tokenizer.json`: requests and answers consist of token ids.
 pub const TOKENIZER_NONE: &str = "none";
 
-/// [`TOKENIZER`] of a model's folder: half of the BLAKE3 hash of its `tokenizer.json`. Router and nodes compute it alike.
+/// Value of [`TOKENIZER`] for a model folder: half of the BLAKE3 hash of `tokenizer.json`, computed by router and nodes.
 pub fn tokenizer_digest(bytes: &[u8]) -> String {
     format!("blake3:{}", &blake3::hash(bytes).to_hex()[..32])
 }

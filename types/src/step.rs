@@ -1,4 +1,4 @@
-//! What comes back: one [`Step`] per generated token.
+//! The output of the model: one [`Step`] per generated token.
 
 use std::time::Duration;
 
@@ -8,15 +8,15 @@ use crate::prompt::TokenId;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     pub token: TokenId,
-    /// Which output token this is, counted from zero over the request's whole life, continuations included.
-    /// A gap or a repetition is therefore visible to the reader of the stream.
+    /// The index of this output token, counted from zero over the whole request, continuations included.
+    /// The reader of the stream uses it to detect gaps and repetitions.
     pub index: u32,
     pub logprobs: Option<Logprobs>,
     /// Set on the last step only.
     pub finish: Option<FinishReason>,
 }
 
-/// The chosen token's log-probability and the best alternatives, best first.
+/// The chosen token's log-probability and those of the best alternatives, best first.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logprobs {
     pub chosen: f32,
@@ -25,13 +25,13 @@ pub struct Logprobs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
-    /// An end-of-sequence or stop token.
+    /// The model generated an end-of-sequence token or a stop token.
     Stop,
-    /// `max_tokens`, or the model's context is full.
+    /// `max_tokens` are generated, or the model's context is full.
     Length,
 }
 
-/// What a prompt cost.
+/// Token counts of a prompt, for the client's usage report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub prompt_tokens: u32,
@@ -40,13 +40,13 @@ pub struct Usage {
 }
 
 /// A prefill node's answer, sent as soon as the first token is sampled.
-/// The last bytes of KV may still be under way: the `Handoff` travels on the KV wire only.
+/// KV may still be on its way then; the `Handoff` that completes it travels over the connector only.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefilled {
     pub first: Step,
     pub usage: Usage,
-    /// From the prompt's arrival at the node to its first step.
+    /// The time from the prompt's arrival at the node to its first engine step.
     pub queued: Duration,
-    /// From its first step to the first token.
+    /// The time from its first engine step to the first token.
     pub computed: Duration,
 }

@@ -1,8 +1,8 @@
-//! What is told of an error.
+//! The text of an error with its causes.
 
 use std::error::Error;
 
-/// An error and what caused it, outermost first.
+/// Returns the message of an error followed by those of its causes, outermost first.
 pub fn in_full(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

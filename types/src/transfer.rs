@@ -1,4 +1,4 @@
-//! How KV travels: where it may land, which part of it is meant, and the word that it is whole.
+//! The transfer of KV: the landing that receives it, the spans that are sent, and the handoff that ends it.
 
 use std::fmt;
 use std::ops::Range;
@@ -37,22 +37,22 @@ impl fmt::Debug for Scheme {
     }
 }
 
-/// Where one connector of a node is reached. The endpoint's form is the connector's own.
+/// The address of one connector of a node. Each connector defines the form of its endpoint.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct WireAddress {
     pub scheme: Scheme,
     pub endpoint: String,
-    /// Only nodes on the same host reach it.
+    /// If true, only nodes on the same host can reach it.
     pub within_host: bool,
 }
 
-/// Where a prefill node shall put a sequence's KV.
+/// The destination of a sequence's KV, for a prefill node.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Destination {
-    /// Into memory that a decode node has reserved.
+    /// Blocks that a decode node or pool node has reserved.
     Landing(Landing),
-    /// Nowhere yet: it stays leased in the prefill node's outbox until `Deliver` names this transfer and a landing for
-    /// it, or the deadline passes.
+    /// Not known yet. The KV stays leased on the prefill node until `Deliver` names this transfer and a landing,
+    /// or until the deadline passes.
     Held(TransferId),
 }
 
@@ -73,27 +73,27 @@ pub struct Landing {
     pub epoch: Epoch,
     /// Sealed with the prompt's digest if the landing is `bound`.
     pub grant: Grant,
-    /// Whether only who has the prompt can open the grant.
+    /// If true, only a sender that knows the prompt can open the grant.
     pub bound: bool,
     pub wire: WireAddress,
-    /// Tokens whose KV the landing is for: the whole prompt.
+    /// The number of tokens whose KV the landing covers: the whole prompt.
     pub n_tokens: u32,
-    /// Tokens, from the front, that are held already and must not be sent. A whole number of blocks.
+    /// The number of leading tokens whose KV the receiver already has; they are not sent. A multiple of the block size.
     pub held_tokens: u32,
-    /// The receiver's blocks, one table per layer group, the held ones included.
+    /// The receiver's blocks, one table per layer group, including the blocks it already has.
     pub tables: Vec<Vec<BlockIdx>>,
     pub layout: KvLayout,
     pub fingerprint: Fingerprint,
 }
 
 impl Landing {
-    /// Seals the grant: KV of another prompt is refused here, even if a router names this landing for it.
+    /// Seals the grant with the prompt's digest, so that this landing refuses KV of any other prompt.
     #[must_use]
     pub fn bound_to(self, prompt: PromptDigest) -> Self {
         Self { grant: self.grant.sealed(prompt.0), bound: true, ..self }
     }
 
-    /// Opens the grant with the prompt whose KV is to be sent. With another prompt it is not the grant.
+    /// Opens the grant with the digest of the prompt whose KV is sent. Another prompt's digest yields a wrong grant.
     #[must_use]
     pub fn opened_with(self, prompt: PromptDigest) -> Self {
         match self.bound {
@@ -102,19 +102,19 @@ impl Landing {
         }
     }
 
-    /// The blocks, as ordinals in the sequence, that are to be sent.
+    /// The blocks to send, as indices within the sequence.
     pub fn wanted_blocks(&self) -> Range<u32> {
         let block_tokens = u32::from(self.layout.block_tokens);
         self.held_tokens / block_tokens..self.n_tokens.div_ceil(block_tokens)
     }
 
-    /// Pages (one layer's share of a block) that are to be sent.
+    /// The number of pages to send. A page is one layer's part of a block.
     pub fn wanted_pages(&self) -> usize {
         let n_layers: usize = self.layout.groups.iter().map(|group| group.layers.len()).sum();
         self.wanted_blocks().len() * n_layers
     }
 
-    /// How many tokens of the block at `ordinal` are valid: all, except perhaps in the last one.
+    /// The number of valid tokens in the block at `ordinal`; only the last block can be partly filled.
     pub fn valid_tokens(&self, ordinal: u32) -> u16 {
         let block_tokens = u32::from(self.layout.block_tokens);
         (self.n_tokens - ordinal * block_tokens).min(block_tokens) as u16
@@ -125,17 +125,17 @@ impl Landing {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvSpan {
     pub group: GroupIdx,
-    /// Ordinals in the sequence, not places in a pool: the two sides' tables differ.
+    /// Block indices within the sequence, not in a pool: sender and receiver use different tables.
     pub blocks: Range<u32>,
-    /// Positions in the group's list of layers.
+    /// Indices into the group's list of layers.
     pub layers: Range<u16>,
 }
 
-/// The last thing on the KV wire: all of this sequence's KV is in place, and this is its first token.
+/// The last message of a transfer: all of the sequence's KV is in place. It carries the first token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Handoff {
     pub transfer: TransferId,
-    /// Tokens whose KV was handed over, held ones included.
+    /// The number of tokens whose KV is in place, including those that the receiver already had.
     pub n_tokens: u32,
     pub first: Step,
 }

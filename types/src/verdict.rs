@@ -1,27 +1,27 @@
-//! What the caller should do about an error.
+//! The classification of errors by what the caller should do.
 
 use std::fmt;
 use std::time::Duration;
 
-/// The one question that an error answers.
+/// What the caller should do about an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The request itself is at fault; it fails anywhere.
+    /// The request is at fault; it fails on every node.
     Reject,
-    /// This node cannot; another may.
+    /// This node cannot serve the request; another node may.
     RetryElsewhere,
-    /// No node can now.
+    /// No node can serve the request now.
     RetryLater(Duration),
-    /// An invariant of ours is broken.
+    /// An internal invariant is broken.
     Bug,
 }
 
-/// A node's typed "no".
+/// A refusal by a node, with its kind and reason.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{kind}: {reason}")]
 pub struct Refusal {
     pub kind: RefusalKind,
-    /// For humans: what was asked, what stands in the way.
+    /// The reason for humans: what was asked and what prevents it.
     pub reason: String,
 }
 
@@ -43,7 +43,7 @@ macro_rules! refusal_kinds {
         impl RefusalKind {
             pub const ALL: &'static [Self] = &[$(Self::$name,)*];
 
-            /// The word for it on the wire and in the documents.
+            /// The code of this kind on the wire and in docs/errors.md.
             pub fn code(self) -> &'static str {
                 match self { $(Self::$name => $code,)* }
             }
@@ -62,22 +62,22 @@ macro_rules! refusal_kinds {
 refusal_kinds! {
     /// No room for the sequence's KV.
     Full = "full" => Verdict::RetryElsewhere,
-    /// More predicted work is queued than the node lets wait.
+    /// The predicted work in the node's queue exceeds its limit.
     Queue = "queue" => Verdict::RetryElsewhere,
     Draining = "draining" => Verdict::RetryElsewhere,
-    /// The two sides' KV cannot be read the same way.
+    /// The two sides cannot use each other's KV.
     Mismatch = "mismatch" => Verdict::RetryElsewhere,
-    /// The landing is gone, expired, or was never granted.
+    /// The landing has ended, has expired or was never granted.
     Landing = "landing" => Verdict::RetryElsewhere,
-    /// The wire to the landing broke.
+    /// The connection to the landing broke.
     Wire = "wire" => Verdict::RetryElsewhere,
-    /// Could never fit on such a node, however empty.
+    /// The sequence does not fit on such a node, even if it is empty.
     TooLong = "too_long" => Verdict::Reject,
     Invalid = "invalid" => Verdict::Reject,
     Protocol = "protocol" => Verdict::RetryElsewhere,
     Deadline = "deadline" => Verdict::Reject,
     Cancelled = "cancelled" => Verdict::Reject,
-    /// The node failed while it worked on the request.
+    /// The node failed while it processed the request.
     Failed = "failed" => Verdict::RetryElsewhere,
 }
 

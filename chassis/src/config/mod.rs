@@ -1,15 +1,16 @@
-//! What a process is told: one TOML file, overridden by the environment.
+//! The configuration of a process: one TOML file, overridden by the environment.
 //!
-//! Configuration has two types. The raw one is what this module makes: as written, with serde, every field with a
-//! default. The process turns it into its own checked `Config`, and only that leaves the process's `config.rs`.
+//! Configuration has two types. This module parses the raw one with serde; every field has a default. The process
+//! converts it to its own checked `Config`, and only that leaves the process's `config.rs`.
 //!
-//! The one override rule: `BATON_SECTION__KEY=value` sets `key` in `[section]`, `BATON_KEY=value` a key outside any
-//! section. A value that reads as TOML is taken as such (`8000`, `true`, `["a"]`), anything else as a string; where
-//! the default is a string it is always one.
+//! The override rule: `BATON_SECTION__KEY=value` sets `key` in `[section]`, `BATON_KEY=value` a key outside all
+//! sections. A value is parsed as TOML if it can be (`8000`, `true`, `["a"]`), and is a string otherwise. If the default
+//! is a string, the value is always a string.
 //!
-//! What no setting reads is an error with the nearest name in it, in the file and in the environment alike.
-//! The variables that kubelet sets for a Service whose name begins with `baton` are recognised and passed over.
-//! Durations are integers whose unit is in the key (`drain_ms`), amounts of memory are [`ByteSize`](crate::byte_size::ByteSize).
+//! An unknown setting, in the file or in the environment, is an error that suggests the nearest name.
+//! Variables that kubelet sets for a Service whose name begins with `baton` are recognised and ignored.
+//! Durations are integers with the unit in the key (`drain_ms`). Amounts of memory are
+//! [`ByteSize`](crate::byte_size::ByteSize)s.
 
 mod overrides;
 mod service_links;
@@ -26,7 +27,7 @@ use toml::{Table, Value};
 use crate::error::{ConfigError, ConfigProblem, Origin};
 use overrides::Override;
 
-/// Variables with our prefix that are not settings: they are read before there is a configuration, or by tools.
+/// Variables with the prefix that are not settings: they are read before the configuration, or by tools.
 pub const RESERVED: &[&str] = &["BATON_CONFIG", "BATON_LOG"];
 
 /// Reads `R` from its defaults, then `file`, then the variables of `env` that start with `BATON_`.
@@ -43,7 +44,7 @@ where
     parse(&text, origin, env)
 }
 
-/// Like [`load`], from a text that is already read. `origin` is named in errors.
+/// Like [`load`], for a text that was already read. Errors name `origin`.
 pub fn parse<R>(
     text: &str,
     origin: Origin,
@@ -52,7 +53,7 @@ pub fn parse<R>(
 where
     R: Default + Serialize + DeserializeOwned,
 {
-    // JSON and not TOML, because it keeps the keys of settings that are `None` by default.
+    // JSON instead of TOML, because it keeps the keys of settings whose default is `None`.
     let known = serde_json::to_value(R::default()).map_err(ConfigError::Defaults)?;
     let mut table: Table = text
         .parse()
@@ -69,7 +70,7 @@ pub fn has_setting<R: Default + Serialize>(variable: &str) -> bool {
     serde_json::to_value(R::default()).is_ok_and(|known| overrides::names_a_setting(variable, &known))
 }
 
-/// What is needed to say which setting is wrong, and where it was written.
+/// The data for an error that names the wrong setting and its origin.
 struct Loader {
     known: Json,
     origin: Origin,
@@ -96,7 +97,7 @@ impl Loader {
         self.problem(&path, ConfigProblem::Value(reason))
     }
 
-    /// `path` may be a section that does not exist; `setting` is the first one in it.
+    /// `path` may be an unknown section; `setting` is the first setting in it.
     fn unknown(&self, path: &str, setting: &str) -> ConfigError {
         let known = paths(&self.known);
         if let Some(moved) = new_name(setting, &known) {
@@ -113,12 +114,12 @@ impl Loader {
     }
 }
 
-/// An optional section appears as `?` in the path; users do not write it.
+/// Removes the `?` that marks an optional section in a path, because users do not write it.
 fn dotted(path: &serde_ignored::Path<'_>) -> String {
     path.to_string().replace(".?", "")
 }
 
-/// Every key of the defaults, in dotted form, sections before what is in them.
+/// All keys of the defaults in dotted form; a section comes before its keys.
 fn paths(known: &Json) -> Vec<String> {
     let mut found = Vec::new();
     collect_paths("", known, &mut found);
@@ -147,13 +148,13 @@ fn first_setting(path: &str, written: &Table) -> String {
     setting
 }
 
-/// Settings that have another name now: the old name and the new one.
+/// Renamed settings: the old name and the new one.
 const RENAMED: &[(&str, &str)] = &[("awake_us", "spin_us")];
 
-/// Rarely changed settings: what was `[section] key` is `[expert.section] key`.
+/// The section of rarely changed settings: a former `[section] key` is `[expert.section] key`.
 const EXPERT: &str = "expert";
 
-/// The present name of a setting that was renamed, or moved to `[expert]`.
+/// The current name of a setting that was renamed or moved to `[expert]`.
 fn new_name(path: &str, known: &[String]) -> Option<String> {
     let renamed = RENAMED.iter().find(|(old, _)| *old == last(path));
     let present = renamed
@@ -161,10 +162,10 @@ fn new_name(path: &str, known: &[String]) -> Option<String> {
     [format!("{EXPERT}.{present}"), present].into_iter().find(|name| known.contains(name))
 }
 
-/// Below this likeness a suggestion confuses more than it helps.
+/// The similarity below which no name is suggested.
 const LIKENESS_MIN: f64 = 0.7;
 
-/// The known key that looks most like `path`. A key in the wrong section counts as near.
+/// The known key most similar to `path`. The same key in another section counts as similar.
 fn nearest(path: &str, known: &[String]) -> Option<String> {
     let likeness = |candidate: &String| {
         let whole = strsim::jaro_winkler(path, candidate);

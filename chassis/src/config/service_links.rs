@@ -1,21 +1,21 @@
-//! Recognises the variables that kubelet puts into every container of a namespace, one set for each Service.
+//! Recognises the variables that kubelet sets in every container of a namespace, one set per Service.
 //!
 //! For a Service `baton-router` they are `BATON_ROUTER_SERVICE_HOST`, `BATON_ROUTER_SERVICE_PORT[_NAME]`,
-//! `BATON_ROUTER_PORT` and `BATON_ROUTER_PORT_<n>_<PROTOCOL>[_ADDR|_PORT|_PROTO]`. They begin with our prefix
-//! and are no settings.
+//! `BATON_ROUTER_PORT` and `BATON_ROUTER_PORT_<n>_<PROTOCOL>[_ADDR|_PORT|_PROTO]`. They have the prefix of settings
+//! and are not settings.
 
 use std::net::IpAddr;
 
 const HOST: &str = "_SERVICE_HOST";
 const PROTOCOLS: [&str; 3] = ["TCP", "UDP", "SCTP"];
 
-/// The Services whose variables are in an environment, as prefixes of variable names: `BATON_ROUTER`.
+/// The Services with variables in the environment, as prefixes of variable names: `BATON_ROUTER`.
 pub(super) struct ServiceLinks<'a> {
     services: Vec<&'a str>,
 }
 
 impl<'a> ServiceLinks<'a> {
-    /// A Service has at least its host, an address, and its port, a number.
+    /// A Service is recognised by its host, which is an address, and its port, which is a number.
     pub(super) fn of(env: &'a [(String, String)]) -> Self {
         let has_port = |service: &str| {
             let port = format!("{service}_SERVICE_PORT");
@@ -39,7 +39,7 @@ impl<'a> ServiceLinks<'a> {
     }
 }
 
-/// One of kubelet's forms, behind the Service's name, with a value of its kind.
+/// Whether `rest` is one of kubelet's suffixes after the Service's name, with a value of the right kind.
 fn is_form(rest: &str, value: &str) -> bool {
     match rest {
         "SERVICE_HOST" => is_address(value),
@@ -50,7 +50,7 @@ fn is_form(rest: &str, value: &str) -> bool {
     }
 }
 
-/// `<n>_<PROTOCOL>` with nothing, `ADDR`, `PORT` or `PROTO` behind it.
+/// Whether `rest` is `<n>_<PROTOCOL>`, optionally followed by `ADDR`, `PORT` or `PROTO`.
 fn is_port_form(rest: &str, value: &str) -> bool {
     let mut words = rest.split('_');
     let (Some(port), Some(protocol), part, None) = (words.next(), words.next(), words.next(), words.next())
@@ -79,7 +79,7 @@ fn is_port(value: &str) -> bool {
     value.parse::<u16>().is_ok()
 }
 
-/// `tcp://10.0.0.1:80`
+/// Whether the value has the form `tcp://10.0.0.1:80`.
 fn is_url(value: &str) -> bool {
     value.split_once("://").is_some_and(|(protocol, _)| is_protocol(&protocol.to_uppercase()))
 }

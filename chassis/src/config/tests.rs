@@ -165,7 +165,7 @@ fn unknown_variables_are_refused() {
     check_refused("", &[("BATON_HTTP__PROT", "1")], expected);
 }
 
-/// What kubelet sets for a Service with one named port.
+/// The variables that kubelet sets for a Service with one named port.
 const SERVICE_LINKS: [(&str, &str); 8] = [
     ("BATON_ROUTER_SERVICE_HOST", "10.96.0.7"),
     ("BATON_ROUTER_SERVICE_PORT", "8000"),
@@ -180,7 +180,7 @@ const SERVICE_LINKS: [(&str, &str); 8] = [
 #[test]
 fn variables_of_kubernetes_services_are_passed_over() {
     check("", &SERVICE_LINKS, |_| {});
-    // Other release names, a Service that is called `baton`, IPv6, and one whose name has a section's name in it.
+    // Other release names, a Service called `baton`, IPv6, and a Service whose name contains a section's name.
     for (service, address) in [
         ("BATON", "10.96.0.7"),
         ("BATON_X", "fd00::7"),

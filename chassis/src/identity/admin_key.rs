@@ -1,4 +1,4 @@
-//! The key of operators: pages that change a process or show its insides want it.
+//! The operators' key, required by pages that change a process or show its internals.
 
 use std::fmt;
 use std::path::Path;
@@ -14,12 +14,12 @@ use serde_json::json;
 use super::refusals::{Reason, Refusals, Refused};
 use super::secret::SecretError;
 
-/// What a request to an operators' page must show.
+/// The credential that a request to an operators' page must have.
 #[derive(Clone)]
 pub enum AdminKey {
-    /// The port is only reached from this machine, or the operator wants it open.
+    /// Only this machine reaches the port, or the operator allows open access.
     NotNeeded,
-    /// The port is reached from elsewhere and no key is set: the pages are refused.
+    /// Other machines reach the port and no key is set: the pages are refused.
     Missing,
     /// The hash of the key.
     Set(blake3::Hash),
@@ -38,7 +38,7 @@ impl AdminKey {
         }
     }
 
-    /// Puts the pages behind the key.
+    /// Requires the key on all of `pages`.
     pub fn guard(self, pages: Router, refusals: Refusals) -> Router {
         pages.layer(middleware::from_fn_with_state((self, refusals), check))
     }
@@ -58,7 +58,7 @@ impl AdminKey {
                 Reason::Unsigned,
                 "this page needs the admin key: send `Authorization: Bearer KEY`",
             )),
-            // Hashes are compared in constant time.
+            // blake3 compares hashes in constant time.
             (Self::Set(key), Some(shown)) if blake3::hash(shown) == *key => None,
             (Self::Set(_), Some(_)) => {
                 Some((StatusCode::UNAUTHORIZED, Reason::Signature, "this is not the admin key"))

@@ -1,4 +1,4 @@
-//! A gRPC call's signature: one header over the method, our headers, the message, the time and a nonce.
+//! The signature of a gRPC call: one header over the method, Baton's headers, the message, the time and a nonce.
 //!
 //! The header is `baton-signature: TIME-NONCE-MAC` in hexadecimal digits, the time in milliseconds since 1970.
 
@@ -13,19 +13,19 @@ use super::{CLOCK_SKEW_MAX, Identity};
 use crate::rpc::{PROTOCOL_HEADER, REQUEST_ID_HEADER};
 use crate::world::World;
 
-/// The signature.
+/// The header with the signature.
 pub const SIGNATURE_HEADER: &str = "baton-signature";
-/// The address that the caller has dialled. A node accepts calls to its own address only.
+/// The header with the address that the caller has dialled. A node accepts only calls to its own address.
 pub const TARGET_HEADER: &str = "baton-target";
 
-/// Why a call is refused.
+/// The reason why a call is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallRefused {
     #[error(
         "the call is not signed with the cluster's secret: set `cluster.secret_file` in the caller's configuration"
     )]
     Unsigned,
-    #[error("the call's signature is not readable")]
+    #[error("the call's signature cannot be parsed")]
     Malformed,
     #[error(
         "the call's signature does not match: the caller has another cluster secret, or the call was changed on its way"
@@ -36,7 +36,7 @@ pub enum CallRefused {
         skew.as_secs(), CLOCK_SKEW_MAX.as_secs()
     )]
     Clock { skew: Duration },
-    #[error("the call was made before: a signature holds once")]
+    #[error("the call's signature was used before: a signature is valid once")]
     Replayed,
     #[error("the call was signed for {signed}, this process is {own}")]
     Target { signed: String, own: String },
@@ -54,7 +54,7 @@ impl CallRefused {
     }
 }
 
-/// What the header says.
+/// The parsed header.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shown {
     sent_ms: u64,
@@ -62,7 +62,7 @@ pub(crate) struct Shown {
     mac: Mac,
 }
 
-/// Signs an outgoing call. `headers` have all of ours already.
+/// Signs an outgoing call. `headers` must already contain Baton's other headers.
 pub(crate) fn sign(world: &World, secret: &ClusterSecret, path: &str, headers: &mut HeaderMap, body: &[u8]) {
     let sent_ms = world.unix_time().as_millis() as u64;
     let nonce = world.nonce();
@@ -95,7 +95,7 @@ fn parse(header: &HeaderValue) -> Option<Shown> {
 }
 
 impl Identity {
-    /// What can be refused before the message is read: a call without a signature, or from another time.
+    /// Refuses, before the message is read, a call without a signature or with a wrong time.
     pub(crate) fn check_head(&self, world: &World, headers: &HeaderMap) -> Result<Shown, CallRefused> {
         let shown = match headers.get(SIGNATURE_HEADER) {
             None => Err(CallRefused::Unsigned),
@@ -108,7 +108,7 @@ impl Identity {
         shown.map_err(|refused| self.counted(refused))
     }
 
-    /// Checks the whole call. `address` is where this process is reached, where it knows that.
+    /// Checks the whole call. `address` is the address of this process, if it knows it.
     pub(crate) fn check_call(
         &self,
         world: &World,

@@ -1,27 +1,27 @@
-//! A registry entry's signature: a MAC over its key and its bytes, behind them.
+//! The signature of a registry entry: a MAC over its key and its value, appended to the value.
 //!
-//! The MAC is written as a protobuf field that no message has, so a reader that does not know it reads the entry all the
-//! same.
+//! The MAC is encoded as a protobuf field that no message has, so a reader that does not know it can still decode the
+//! entry.
 
 use super::Identity;
 use super::refusals::{Reason, Refused};
 use super::secret::Use;
 
-/// Field 1000, length-delimited, 32 bytes.
+/// The tag of protobuf field 1000, length-delimited, and its length of 32 bytes.
 const FIELD: [u8; 3] = [0xc2, 0x3e, 32];
 const SIGNATURE_BYTES: usize = FIELD.len() + blake3::OUT_LEN;
 
-/// Why an entry does not count.
+/// The reason why an entry is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EntryRefused {
     #[error("it is not signed with the cluster's secret")]
     Unsigned,
-    #[error("its signature does not match: it was changed, or is of another cluster")]
+    #[error("its signature does not match: it was changed, or belongs to another cluster")]
     Signature,
 }
 
 impl Identity {
-    /// The value to be written at `key`.
+    /// Returns the value to write at `key`, with its signature.
     pub fn sign_entry(&self, key: &[u8], mut value: Vec<u8>) -> Vec<u8> {
         if let Some(secret) = self.secret() {
             let mac = secret.mac(Use::Entry, &[key, &value]);
@@ -31,7 +31,7 @@ impl Identity {
         value
     }
 
-    /// Whether a process with the secret wrote this value at `key`. Without a secret every value counts.
+    /// Checks that a process with the secret wrote this value at `key`. Without a secret every value passes.
     pub fn check_entry(&self, key: &[u8], value: &[u8]) -> Result<(), EntryRefused> {
         let Some(secret) = self.secret() else { return Ok(()) };
         let refused = match value.split_last_chunk::<SIGNATURE_BYTES>() {

@@ -1,13 +1,13 @@
-//! The first bytes of a KV link: each end proves to the other that it has the cluster's secret.
+//! The first bytes of a KV link: each end proves that it has the cluster's secret.
 //!
 //! | from | bytes |
 //! |---|---|
 //! | receiver | magic `BTID`, its challenge (32) |
 //! | dialer | its challenge (32), MAC over both challenges (32) |
-//! | receiver | MAC over both challenges, of another kind (32) |
+//! | receiver | MAC over both challenges, for the receiver's side (32) |
 //!
-//! A recorded exchange is refused, because the receiver draws a new challenge for each link. Without a secret none of
-//! these bytes is sent. The caller sets the deadline.
+//! The receiver draws a new challenge for each link, so a recorded exchange is refused. Without a secret none of these
+//! bytes are sent. The caller sets the deadline.
 
 use std::io;
 
@@ -30,7 +30,7 @@ pub async fn dial(world: &World, addr: &str) -> io::Result<Stream> {
     Ok(stream)
 }
 
-/// The dialer's side of a stream that is connected.
+/// Runs the dialer's side on a connected stream.
 pub async fn prove(world: &World, stream: &mut Stream) -> io::Result<()> {
     let identity = world.identity();
     let Some(secret) = identity.secret() else { return Ok(()) };
@@ -54,7 +54,7 @@ pub async fn prove(world: &World, stream: &mut Stream) -> io::Result<()> {
     Ok(())
 }
 
-/// The receiver's side of an accepted stream. Nothing of the peer's is looked at before it has proven its identity.
+/// Runs the receiver's side on an accepted stream. Nothing else is read before the peer has proven its identity.
 pub async fn admit(world: &World, stream: &mut Stream) -> io::Result<()> {
     let identity = world.identity();
     let Some(secret) = identity.secret() else { return Ok(()) };

@@ -1,10 +1,11 @@
-//! Who a caller is: one secret of the cluster authenticates calls, KV links and registry entries.
+//! The authentication of processes: one cluster secret authenticates calls, KV links and registry entries.
 //!
 //! A process holds its [`Identity`] in its [`World`](crate::World). Without a secret the identity is empty: nothing is
-//! signed and nothing is checked. [`settings`] refuses that on ports that other machines reach.
+//! signed or checked. [`settings`] refuses this on ports that other machines reach.
 //!
-//! Reading order: the secret and its keys (`secret.rs`), what is signed ([`call`], [`link`], [`entry`]), the memory against replays
-//! (`replay.rs`), the count of refusals ([`refusals`]), the settings, and the key of operators ([`admin_key`]).
+//! Suggested reading order: the secret and its derived keys (`secret.rs`); signatures of calls, links and entries
+//! ([`call`], [`link`], [`entry`]); the protection against replays (`replay.rs`); the count of refusals ([`refusals`]);
+//! the settings; and the operators' key ([`admin_key`]).
 
 pub mod admin_key;
 pub mod call;
@@ -24,10 +25,10 @@ pub use refusals::Refusals;
 use replay::SeenNonces;
 pub use secret::{ClusterSecret, SecretError};
 
-/// The largest difference between the clocks of two processes, and the time for which a call's nonce is remembered.
+/// The largest allowed difference between two processes' clocks. Nonces are remembered for this time.
 pub const CLOCK_SKEW_MAX: Duration = Duration::from_secs(30);
 
-/// What a process shows to others and asks of them. Clones share the memory of nonces and the counts.
+/// The secret of a process and its memory of callers. Clones share the nonces and the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Identity {
     secret: Option<Arc<ClusterSecret>>,
@@ -44,7 +45,7 @@ impl Identity {
         self.secret.as_deref()
     }
 
-    /// The refused callers so far, for the metrics page.
+    /// The counts of refused callers, for the metrics page.
     pub fn refusals(&self) -> &Refusals {
         &self.refusals
     }

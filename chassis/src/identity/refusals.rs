@@ -1,4 +1,4 @@
-//! How many callers were refused, and why.
+//! Counts of refused callers, by kind and reason.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +7,7 @@ use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, Opts};
 
-/// What was refused.
+/// The kind of the refused thing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
     Call,
@@ -16,18 +16,18 @@ pub enum Refused {
     Page,
 }
 
-/// Why it was refused.
+/// The reason for the refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// It shows nothing.
+    /// It has no signature or key.
     Unsigned,
-    /// What it shows was not made with the cluster's secret, or for something else.
+    /// Its signature was made without the cluster's secret, or for other data.
     Signature,
-    /// It was shown before.
+    /// Its signature was used before.
     Replayed,
     /// The clocks differ too much.
     Clock,
-    /// It was made for another process.
+    /// It was signed for another process.
     Target,
 }
 
@@ -54,7 +54,7 @@ impl Reason {
     }
 }
 
-/// Clones share the counts.
+/// The counts. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Refusals(Arc<Mutex<BTreeMap<(Refused, Reason), u64>>>);
 
@@ -73,11 +73,11 @@ impl Refusals {
     }
 }
 
-/// Writes the counts on a process's metrics page.
+/// The collector that writes the counts on a process's metrics page.
 pub(crate) struct RefusalsOnPage {
     refusals: Refusals,
     opts: Opts,
-    /// Describes the metric. Each page gets a vector of its own.
+    /// Describes the metric. Each page gets its own vector.
     empty: IntCounterVec,
 }
 

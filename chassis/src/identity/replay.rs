@@ -1,4 +1,4 @@
-//! Remembers the nonces of accepted calls, so that a recorded call is not accepted again.
+//! The memory of accepted calls' nonces, so that a recorded call is not accepted again.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
@@ -7,21 +7,21 @@ use super::CLOCK_SKEW_MAX;
 
 pub(super) type Nonce = [u8; 16];
 
-/// Nonces that are remembered at one time: about 4,000 calls per second for the time that they count.
+/// The number of remembered nonces: about 4,000 calls per second for the time that nonces are valid.
 const NONCES_MAX: usize = 1 << 18;
 
-/// Nonces by the time in their call. A call that is older than every remembered nonce is refused when the memory is full.
+/// Nonces by the time in their call. When the memory is full, calls older than all remembered nonces are refused.
 #[derive(Debug)]
 pub(super) struct SeenNonces {
     nonces_max: usize,
-    /// Held for one look-up, never across an await.
+    /// Locked for one look-up, never across an await.
     seen: Mutex<Seen>,
 }
 
 #[derive(Debug, Default)]
 struct Seen {
     nonces: BTreeSet<(u64, Nonce)>,
-    /// Calls up to this time may have been forgotten.
+    /// Nonces with times up to this one may be forgotten, so such calls are refused.
     forgotten_to_ms: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The cluster's secret, and a key for each use of it.
+//! The cluster's secret, and a derived key for each use.
 
 use std::fmt;
 use std::io;
@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 /// A message authentication code.
 pub(super) type Mac = blake3::Hash;
 
-/// A shorter secret can be guessed.
+/// The shortest allowed secret. A shorter one could be guessed.
 const SECRET_BYTES_MIN: usize = 16;
 
-/// Keys made from one secret, so that a MAC for one use means nothing in another.
+/// Keys derived from one secret, so that a MAC for one use is not valid for another.
 pub struct ClusterSecret {
     call: [u8; 32],
     link: [u8; 32],
     entry: [u8; 32],
 }
 
-/// Why a secret cannot be used.
+/// The reason why a secret cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
     #[error("read the secret in {}", file.display())]
@@ -30,7 +30,7 @@ pub enum SecretError {
     TooShort { file: PathBuf, bytes: usize },
 }
 
-/// What a MAC is for.
+/// The use of a MAC.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Use {
     Call,
@@ -39,7 +39,7 @@ pub(super) enum Use {
 }
 
 impl ClusterSecret {
-    /// White space at the file's ends does not count: editors write a line end.
+    /// Reads the secret. White space at the file's ends is ignored, because editors add a line end.
     pub fn read(file: &Path) -> Result<Self, SecretError> {
         let text =
             std::fs::read(file).map_err(|source| SecretError::Read { file: file.to_owned(), source })?;
@@ -58,7 +58,7 @@ impl ClusterSecret {
         }
     }
 
-    /// The code over `fields`. Each field goes with its length, so no two lists of fields are the same bytes.
+    /// Computes the MAC over `fields`. Each field is preceded by its length, so different lists never give equal bytes.
     pub(super) fn mac(&self, used_for: Use, fields: &[&[u8]]) -> Mac {
         let key = match used_for {
             Use::Call => &self.call,

@@ -1,4 +1,4 @@
-//! The `[cluster]` section: where the secrets are, and whether a process may do without.
+//! The `[cluster]` section: the secret's file, and permission to run without a secret.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use super::Identity;
 use super::admin_key::AdminKey;
 use super::secret::{ClusterSecret, SecretError};
 
-/// How the processes of a cluster know each other.
+/// The authentication between the processes of a cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ClusterSection {
@@ -23,7 +23,7 @@ pub struct ClusterSection {
     pub admin_key_file: String,
 }
 
-/// Why a process does not start.
+/// The reason why a process does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     #[error("`cluster.secret_file`")]
@@ -39,7 +39,7 @@ pub enum IdentityError {
 }
 
 impl ClusterSection {
-    /// Refuses addresses that other machines reach if there is no secret. Reads no file.
+    /// Refuses to listen on addresses that other machines reach if there is no secret. Reads no file.
     pub fn check(&self, listening: &[(&'static str, &str)]) -> Result<(), IdentityError> {
         if self.insecure || !self.secret_file.is_empty() {
             return Ok(());
@@ -50,7 +50,7 @@ impl ClusterSection {
         }
     }
 
-    /// Reads the secret.
+    /// Reads the secret's file.
     pub fn identity(&self) -> Result<Identity, IdentityError> {
         match file(&self.secret_file) {
             None => Ok(Identity::default()),
@@ -58,7 +58,7 @@ impl ClusterSection {
         }
     }
 
-    /// The key for the operators' pages of a port that listens on `address`.
+    /// Returns the requirement for the operators' pages of a port that listens on `address`.
     pub fn admin_key(&self, address: &str) -> Result<AdminKey, IdentityError> {
         match file(&self.admin_key_file) {
             Some(path) => AdminKey::read(&path).map_err(IdentityError::AdminKey),
@@ -72,7 +72,7 @@ fn file(setting: &str) -> Option<PathBuf> {
     (!setting.is_empty()).then(|| Path::new(setting).to_owned())
 }
 
-/// Whether only this machine reaches `host:port`. An empty address is no port.
+/// Whether only this machine can reach `host:port`. An empty address means no port.
 pub fn is_loopback(address: &str) -> bool {
     let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
     let host = host.trim_start_matches('[').trim_end_matches(']');

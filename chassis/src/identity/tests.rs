@@ -1,4 +1,4 @@
-//! Signatures, replays, links and entries, without sockets.
+//! Tests of signatures, replays, links and entries, without sockets.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ fn world(secret: &str) -> World {
     World::seeded(7).with_identity(Identity::of_cluster(ClusterSecret::new(secret.as_bytes())))
 }
 
-/// A call's headers, as `caller` sends it to `target`.
+/// The headers of a call from `caller` to `target`.
 fn signed(caller: &World, target: &str, body: &[u8]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     headers.insert(TARGET_HEADER, HeaderValue::from_str(target).expect("a header"));
@@ -81,7 +81,7 @@ async fn a_clock_that_differs_is_named() {
     assert_eq!(check(&node, &signed(&caller, "node:1", b""), PATH, b""), Ok(()));
 }
 
-/// However little is remembered, no nonce is accepted twice.
+/// No nonce is accepted twice, even if the memory has little room.
 #[test]
 fn a_full_memory_refuses_old_calls() {
     let seen = SeenNonces::with_room(2);
@@ -99,14 +99,14 @@ fn a_full_memory_refuses_old_calls() {
 
 // === links ===
 
-/// Both ends of a link between two worlds.
+/// Runs both ends of a link between two worlds.
 async fn met(dialer: &World, receiver: &World) -> (std::io::Result<()>, std::io::Result<()>) {
     let (near, far) = tokio::io::duplex(4096);
     let dial = async {
         let mut near = Stream::other(near);
         let proven = link::prove(dialer, &mut near).await;
         if dialer.identity().secret().is_none() {
-            // A KV link's hello, longer than what the receiver asks for.
+            // The first message of a KV link, longer than the receiver's read.
             near.write_all(&[7; 128]).await.expect("room");
         }
         (proven, near)
@@ -140,7 +140,7 @@ async fn a_replayed_link_is_refused() {
     let (dialer, receiver) = (world("one secret of a cluster"), World::seeded(8));
     let receiver = receiver.with_identity(dialer.identity().clone());
     let (near, far) = tokio::io::duplex(4096);
-    // A tap between the two keeps what the dialer sends.
+    // A proxy between the two records the dialer's bytes.
     let (mut tap_in, tap_out) = tokio::io::duplex(4096);
     let tap = async {
         let mut far = far;
@@ -267,7 +267,7 @@ async fn pages_table() {
     assert_eq!(identity.refusals().get(Refused::Page, Reason::Signature), 1);
 }
 
-/// A prompt of 8,000 tokens is about 24 KiB. Measured on a loaded machine: the bound is far above the usual time.
+/// A prompt of 8,000 tokens is about 24 KiB. The limit is far above the usual time, because machines may be loaded.
 #[test]
 fn signing_and_checking_a_long_prompt_takes_less_than_a_millisecond() {
     const N_CALLS: u32 = 200;

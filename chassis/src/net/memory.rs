@@ -1,4 +1,4 @@
-//! A network inside one process, for tests that pause time.
+//! A network inside one process, for tests with paused time.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,8 +12,8 @@ use tokio::sync::mpsc;
 
 use super::{Listener, Net, Stream};
 
-/// Addresses are names here: whatever one side listens at, another connects to. A name that ends in `:0` is given a
-/// free port, at which it is reached on 127.0.0.1. Clones are handles to the same network.
+/// Addresses are names: a connection reaches the listener with the same name. A name that ends in `:0` gets a free port
+/// on 127.0.0.1. Clones are handles to the same network.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryNet {
     /// Never held across an await.
@@ -21,13 +21,13 @@ pub struct MemoryNet {
     last_port: Arc<AtomicU16>,
 }
 
-/// One connection on its way to be accepted, and where it comes from.
+/// A connection that waits to be accepted, with its peer address.
 type Visit = (DuplexStream, SocketAddr);
 
 impl MemoryNet {
-    /// What a connection holds in each direction before a write waits.
+    /// The bytes that a connection buffers in each direction before a write waits.
     const STREAM_BYTES: usize = 64 << 10;
-    /// Connections that wait to be accepted; further ones wait to be made.
+    /// The connections that wait to be accepted; further calls of `connect` wait.
     const BACKLOG: usize = 128;
 
     pub fn new() -> Self {

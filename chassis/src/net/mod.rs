@@ -1,4 +1,4 @@
-//! Sockets behind a trait, so that a whole cluster can run on a simulated network, or on none.
+//! Sockets behind a trait, so that a cluster can run on a simulated network or in memory.
 
 #[cfg(any(test, feature = "test-support"))]
 mod memory;
@@ -23,15 +23,15 @@ pub use tcp::TcpNet;
 
 /// Makes and accepts connections.
 ///
-/// Addresses are `host:port`. Neither call has a deadline of its own: the caller wraps it in one.
-/// Both are cancel-safe; a connection that was being made is closed.
+/// Addresses are `host:port`. Neither call has a deadline; the caller sets one.
+/// Both are cancel-safe: a connection that is being made is closed.
 #[async_trait]
 pub trait Net: Debug + Send + Sync {
     async fn connect(&self, addr: &str) -> io::Result<Stream>;
     async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>>;
 }
 
-/// A bound address. Dropping it stops listening; accepted streams live on.
+/// A bound address. Dropping it stops listening; accepted streams stay open.
 #[async_trait]
 pub trait Listener: Debug + Send {
     /// Cancel-safe: no connection is lost.
@@ -39,12 +39,12 @@ pub trait Listener: Debug + Send {
     fn local_addr(&self) -> io::Result<SocketAddr>;
 }
 
-/// What a network other than TCP offers as a connection.
+/// A connection of a network other than TCP.
 pub trait Duplex: AsyncRead + AsyncWrite + Debug + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Debug + Send + Unpin> Duplex for T {}
 
-/// A connection, whatever the network.
+/// A connection on any network.
 #[derive(Debug)]
 pub struct Stream(Inner);
 
@@ -55,14 +55,15 @@ enum Inner {
 }
 
 impl Stream {
-    /// For networks that are not TCP.
+    /// Wraps a connection of a network other than TCP.
     pub fn other(duplex: impl Duplex + 'static) -> Self {
         Self(Inner::Other(Box::new(duplex)))
     }
 
-    /// Reads into `bufs`, in order, what is there: one `readv` on TCP, a read into the first non-empty buffer elsewhere.
+    /// Reads available bytes into `bufs` in order. On TCP this is one `readv`; elsewhere only the first non-empty buffer
+    /// is read into.
     ///
-    /// Zero is the peer's end of stream (or no room in `bufs`). Cancel-safe: bytes are taken only when it returns.
+    /// Zero means that the peer has ended its stream, or that `bufs` has no room. Cancel-safe: no bytes are lost.
     pub async fn read_vectored(&mut self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match &mut self.0 {
             Inner::Tcp(stream) => read_tcp(stream, bufs).await,
@@ -70,7 +71,7 @@ impl Stream {
         }
     }
 
-    /// Two halves for two tasks. Dropping the writer ends the stream for the peer.
+    /// Splits the stream for two tasks. Dropping the writer ends the stream for the peer.
     pub fn into_split(self) -> (StreamReader, StreamWriter) {
         match self.0 {
             Inner::Tcp(stream) => {
@@ -102,7 +103,7 @@ async fn read_first(reader: &mut (impl AsyncRead + Unpin), bufs: &mut [IoSliceMu
     }
 }
 
-/// The half of a [`Stream`] that reads.
+/// The reading half of a [`Stream`].
 #[derive(Debug)]
 pub struct StreamReader(Reader);
 
@@ -121,8 +122,8 @@ impl StreamReader {
         }
     }
 
-    /// One attempt of [`read_vectored`](Self::read_vectored), for a caller that may hold its buffers for the attempt
-    /// but not while it waits.
+    /// Polls [`read_vectored`](Self::read_vectored) once, for a caller that may hold its buffers during the attempt but not
+    /// while it waits.
     pub fn poll_read_vectored(
         &mut self,
         cx: &mut Context<'_>,
@@ -160,7 +161,7 @@ fn poll_read_first(
     Poll::Ready(Ok(buf.filled().len()))
 }
 
-/// The half of a [`Stream`] that writes.
+/// The writing half of a [`Stream`].
 #[derive(Debug)]
 pub struct StreamWriter(Writer);
 

@@ -1,4 +1,4 @@
-//! The network of production.
+//! The TCP network, used in production.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,12 +10,12 @@ use tokio::net::{TcpListener, TcpStream};
 
 use super::{Inner, Listener, Net, Stream};
 
-/// The kernel's TCP. Streams have Nagle's delay off and keepalive on.
+/// The kernel's TCP. Streams have Nagle's algorithm off and keepalive on.
 #[derive(Clone, Copy, Debug)]
 pub struct TcpNet;
 
 impl TcpNet {
-    /// A peer whose machine has vanished is noticed after idle + retries × interval: 25 s.
+    /// A peer whose machine has failed is detected after idle + retries × interval: 25 s.
     const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
     const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
     const KEEPALIVE_RETRIES: u32 = 3;

@@ -1,4 +1,4 @@
-//! What every network must do, run on each of them.
+//! The conformance tests of networks, run on each of them.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ async fn memory_conforms() {
     conformance(&MemoryNet::new()).await;
 }
 
-/// How often it takes is the network's business; the order is not.
+/// The number of reads depends on the network; the order of the bytes does not.
 async fn bytes_arrive_in_many_buffers(net: &dyn Net) {
     let (mut near, mut far) = pair(net).await;
     near.write_all(b"abcdefgh").await.expect("room");

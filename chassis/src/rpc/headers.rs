@@ -1,4 +1,4 @@
-//! The headers that every call between our processes carries.
+//! The headers of every call between Baton's processes.
 
 use http::{HeaderMap, HeaderValue};
 use tonic::service::Interceptor;
@@ -11,18 +11,18 @@ use crate::telemetry;
 
 /// The protocol versions that the caller speaks: `MIN-MAX`, both ends included.
 pub const PROTOCOL_HEADER: &str = "baton-protocol";
-/// The request that the call is part of; some calls (announcements, status streams) are part of none.
+/// The header with the id of the request that the call is part of. Announcements and status streams have none.
 pub const REQUEST_ID_HEADER: &str = "baton-request-id";
 
-/// A message to be sent as part of the request `id`.
+/// Attaches the request `id` to an outgoing message.
 pub fn call<T>(id: &RequestId, message: T) -> Request<T> {
     let mut request = Request::new(message);
     request.extensions_mut().insert(id.clone());
     request
 }
 
-/// Writes the headers of outgoing calls: the current span, our protocol versions, and the request id that [`call`]
-/// attached.
+/// Writes the headers of outgoing calls: the current span, the protocol versions, and the request id attached by
+/// [`call`].
 #[derive(Clone, Copy, Debug)]
 pub struct CallHeaders;
 
@@ -44,7 +44,7 @@ fn written(range: ProtocolRange) -> HeaderValue {
     HeaderValue::try_from(format!("{}-{}", range.min, range.max)).expect("digits and a dash are a header")
 }
 
-/// The caller's protocol range: `Ok(None)` when it sent none.
+/// Reads the caller's protocol range: `Ok(None)` if it sent none.
 pub(super) fn protocol(headers: &HeaderMap) -> Result<Option<ProtocolRange>, Malformed> {
     headers.get(PROTOCOL_HEADER).map(|value| parse(value).ok_or_else(|| Malformed(value.clone()))).transpose()
 }

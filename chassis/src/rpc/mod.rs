@@ -1,7 +1,7 @@
-//! Limits and plumbing of gRPC: what every call between our processes carries, and what it may cost.
+//! The setup of gRPC: headers and limits of every call between Baton's processes.
 //!
-//! [`channel`] makes the client's side, [`serve`] the server's, [`standard_services`] what every server offers beside
-//! its own. Three headers go with each call: `traceparent`, `baton-request-id` and `baton-protocol`; with a cluster secret
+//! [`channel`] makes the client's side and [`serve`] the server's. [`standard_services`] makes the services that every
+//! server has. Each call has the headers `traceparent`, `baton-request-id` and `baton-protocol`; with a cluster secret
 //! also `baton-target` and `baton-signature` ([`crate::identity::call`]).
 
 mod headers;
@@ -31,18 +31,18 @@ pub use headers::{CallHeaders, PROTOCOL_HEADER, REQUEST_ID_HEADER, call};
 pub use receive::Callers;
 pub use signed::SignedChannel;
 
-/// Tonic's own limit is 4 MiB, on both sides: give this one to `max_decoding_message_size` of every client and server.
+/// Pass this to `max_decoding_message_size` of every client and server: tonic's own limit is 4 MiB.
 pub use types::node::MESSAGE_BYTES_MAX;
 
-/// What one client may wait for. The server's side is [`ServerLimits`].
+/// The limits of one client. The server's limits are [`ServerLimits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RpcLimits {
     pub connect_timeout: Duration,
-    /// A peer that answers no ping sent this often ...
+    /// The interval of pings.
     pub keepalive_interval: Duration,
-    /// ... within this time is gone, even if its kernel still acknowledges bytes (a stopped process).
+    /// A peer that does not answer a ping in this time is gone, even if its kernel still acknowledges bytes.
     pub keepalive_timeout: Duration,
-    /// Calls under way at once on this channel; further ones wait.
+    /// The number of concurrent calls on this channel; further calls wait.
     pub calls_max: usize,
 }
 
@@ -57,14 +57,14 @@ impl Default for RpcLimits {
     }
 }
 
-/// A connection to one peer, with our headers on every call, signed if the process has the cluster's secret. Clones share
-/// the connection.
+/// A connection to one peer that adds Baton's headers to every call, and signs it if there is a cluster secret. Clones
+/// share the connection.
 pub type RpcChannel = InterceptedService<SignedChannel, CallHeaders>;
 
-/// The way to the peer at `addr` (`host:port`).
+/// Makes a channel to the peer at `addr` (`host:port`).
 ///
-/// Nothing is connected before the first call, and a lost connection is made anew by the next one. An address that
-/// makes no sense behaves like one without a listener: the call fails with UNAVAILABLE.
+/// The first call connects, and a call after a lost connection reconnects. A malformed address behaves like one without
+/// a listener: the call fails with UNAVAILABLE.
 pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
     let endpoint = Endpoint::from_shared(format!("http://{addr}"))
         .unwrap_or_else(|_| Endpoint::from_static("http://malformed"))
@@ -80,18 +80,18 @@ pub fn channel(world: &World, addr: &str, limits: RpcLimits) -> RpcChannel {
     InterceptedService::new(SignedChannel::new(channel, world.clone(), addr), CallHeaders)
 }
 
-/// Tonic's own connect timeout would surface as UNKNOWN; an error from here surfaces as UNAVAILABLE.
+/// Connects with a timeout of its own: tonic's timeout surfaces as UNKNOWN, an error from here as UNAVAILABLE.
 async fn connect(world: World, addr: String, within: Duration) -> io::Result<TokioIo<Stream>> {
     tokio::time::timeout(within, world.net().connect(&addr)).await?.map(TokioIo::new)
 }
 
-/// Serves `routes` until shutdown is requested; see [`server::serve`] for how it ends.
+/// Serves `routes` until shutdown is requested; see [`server::serve`] for the end.
 ///
-/// A call whose `baton-protocol` has no version in common with ours is refused with FAILED_PRECONDITION. A call
+/// A call whose `baton-protocol` has no version in common with this process is refused with FAILED_PRECONDITION. A call
 /// without the header passes: it comes from an ordinary gRPC client, such as grpcurl.
-/// A process with the cluster's secret refuses calls between our processes that are not signed, with UNAUTHENTICATED.
-/// Handlers run in the request's span, their answers' streams included, and find a `types::RequestId` in the request's
-/// extensions when the caller sent one.
+/// With a cluster secret, unsigned calls between Baton's processes are refused with UNAUTHENTICATED.
+/// Handlers and their answers' streams run in the request's span. The request's extensions contain a
+/// `types::RequestId` if the caller sent one.
 pub async fn serve(
     listener: Box<dyn Listener>,
     routes: Routes,
@@ -104,9 +104,9 @@ pub async fn serve(
     server::serve(listener, router, shutdown, limits).await
 }
 
-/// What every gRPC server offers: health, and reflection (v1 and v1alpha) over `file_descriptor_sets`.
+/// Makes the services of every gRPC server: health, and reflection (v1 and v1alpha) over `file_descriptor_sets`.
 ///
-/// Add the process's own services to the routes; tell the reporter when they serve.
+/// The caller adds its own services to the routes, and reports to the reporter when they serve.
 pub fn standard_services(file_descriptor_sets: &[&[u8]]) -> Result<(Routes, HealthReporter), StartError> {
     let reflection = || {
         let builder = Reflection::configure()

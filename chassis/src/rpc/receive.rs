@@ -1,4 +1,4 @@
-//! The server's side of our headers.
+//! The server's side of Baton's headers.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -18,14 +18,14 @@ use super::headers;
 use crate::telemetry::request_span;
 use crate::world::World;
 
-/// How long the one message of a signed call may take to arrive.
+/// The timeout for the message of a signed call.
 const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
-/// The largest message, with gRPC's own five bytes.
+/// The largest body: the largest message and gRPC's prefix of five bytes.
 const BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 5;
-/// Services that clients call. All others are between our processes.
+/// Services for clients. All other services are for Baton's processes.
 const FOR_CLIENTS: [&str; 3] = ["/baton.v1.Inference/", "/grpc.health.v1.Health/", "/grpc.reflection."];
 
-/// Which callers a server answers.
+/// The callers that a server accepts.
 #[derive(Clone, Debug)]
 pub struct Callers {
     world: World,
@@ -33,18 +33,18 @@ pub struct Callers {
 }
 
 impl Callers {
-    /// Those that have the cluster's secret, if this process has it.
+    /// Accepts callers with the cluster's secret, or all callers if this process has no secret.
     pub fn known_to(world: &World) -> Self {
         Self { world: world.clone(), address: None }
     }
 
-    /// Refuses calls that were signed for another process than the one at `address`.
+    /// Also refuses calls that were signed for a process other than the one at `address`.
     #[must_use]
     pub fn calling(self, address: &str) -> Self {
         Self { address: Some(address.to_owned()), ..self }
     }
 
-    /// Returns the request once its signature is checked.
+    /// Checks the signature and returns the request.
     async fn check(&self, request: Request) -> Result<Request, Status> {
         let identity = self.world.identity();
         let path = request.uri().path().to_owned();
@@ -64,8 +64,8 @@ impl Callers {
     }
 }
 
-/// Reads the headers of an incoming call, refuses a caller with whom we share no protocol version or no secret, and runs
-/// the handler, and the stream it answers with, in the request's span.
+/// Reads the headers of an incoming call. Refuses a caller without a common protocol version or the cluster's secret.
+/// Runs the handler and its answer's stream in the request's span.
 pub(super) async fn receive(State(callers): State<Callers>, request: Request, next: Next) -> Response {
     let request_id = headers::request_id(request.headers());
     let span = request_span(request.uri().path(), request_id.as_ref(), request.headers());
@@ -96,7 +96,7 @@ fn agree(headers: &HeaderMap) -> Result<(), Status> {
     }
 }
 
-/// A body whose frames are made in the request's span. The span ends with it.
+/// A body that is polled in the request's span. The span ends when the body is dropped.
 struct SpannedBody {
     body: Body,
     span: Span,

@@ -1,4 +1,4 @@
-//! The client's side of a signature: the call's message is complete before it is sent.
+//! The client's side of signatures: the whole message is collected before it is sent.
 
 use std::task::{Context, Poll};
 
@@ -12,14 +12,14 @@ use tower::{BoxError, Service};
 use crate::identity::call::{TARGET_HEADER, sign};
 use crate::world::World;
 
-/// A channel that signs each call, if the process has the cluster's secret.
+/// A channel that signs each call if the process has the cluster's secret.
 ///
-/// All our calls have one message, so its bytes are collected first. A stream of messages would wait for its end here.
+/// All of Baton's calls send one message, so it is collected first. A stream of messages would wait for its end here.
 #[derive(Clone, Debug)]
 pub struct SignedChannel {
     channel: Channel,
     world: World,
-    /// The address that is dialled.
+    /// The address that the channel connects to.
     target: HeaderValue,
 }
 
@@ -41,7 +41,7 @@ impl Service<Request<Body>> for SignedChannel {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         let next = self.channel.clone();
-        // The one that is ready makes the call.
+        // The channel that is ready makes this call; its clone is polled for the next one.
         let mut channel = std::mem::replace(&mut self.channel, next);
         if self.world.identity().secret().is_none() {
             let answer = channel.call(request);

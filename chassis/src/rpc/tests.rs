@@ -1,5 +1,5 @@
-//! The real thing on port 0. The service under test is health: it is generated code that is already there, and it has
-//! a unary call and a stream.
+//! Tests over real sockets on port 0. The service under test is health: its code is generated already, and it has a
+//! unary call and a stream.
 
 use std::sync::{Arc, Mutex};
 
@@ -54,7 +54,7 @@ impl Served {
         HealthClient::new(channel(&World::real(), &self.addr, RpcLimits::default()))
     }
 
-    /// A client that knows nothing of our headers.
+    /// A client that does not send Baton's headers.
     fn plain_channel(&self) -> Channel {
         Endpoint::from_shared(format!("http://{}", self.addr)).expect("an address").connect_lazy()
     }
@@ -242,7 +242,7 @@ async fn a_channel_connects_again() {
     let callers = Callers::known_to(&World::real());
     let serving = serve(listener, routes(), shutdown.clone(), ServerLimits::default(), callers);
     let server = spawn_guarded(&Gate::new("test"), "server", serving);
-    // The first call may still meet the old connection's end.
+    // The first call may still find the old connection closing.
     let _ = timeout(WITHIN, client.check(whole_server())).await.expect("in time");
     timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect("it serves again");
     Served { addr, shutdown, server }.stop().await;
@@ -266,9 +266,9 @@ async fn a_call_without_listener_is_unavailable() {
 /// A network whose peers never answer.
 #[derive(Debug)]
 enum DeadNet {
-    /// No connection is ever made: a machine that is gone.
+    /// `connect` never returns, as with a machine that is off.
     Unreachable,
-    /// Connections are made, and their other ends kept: a process that was stopped.
+    /// Connections are made and their other ends kept open, as with a suspended process.
     Frozen(Mutex<Vec<DuplexStream>>),
 }
 
@@ -286,7 +286,7 @@ impl Net for DeadNet {
     }
 }
 
-/// How a call over `net` fails, and after which time.
+/// Returns the error of a call over `net`, and the time until it.
 async fn failure(net: DeadNet) -> (Status, Duration) {
     let world = World::seeded(1).with_net(Arc::new(net));
     let mut client = HealthClient::new(channel(&world, "peer:1", RpcLimits::default()));

@@ -1,7 +1,7 @@
-//! One budget of bytes for the request bodies of a port that are being read.
+//! A byte budget for the request bodies of one port that are being read.
 //!
-//! A body counts from its first byte until it is read whole or dropped. When all of them together grow over the budget,
-//! the one that has been read for the longest ends with [`BodyBudgetSpent`]: bodies that never end give way to new ones.
+//! A body counts from its first byte until it is fully read or dropped. When the total exceeds the budget, the body that
+//! has been read for the longest time ends with [`BodyBudgetSpent`], so that endless bodies do not block new ones.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -12,9 +12,9 @@ use axum::body::{Body, Bytes, HttpBody};
 use hyper::body::{Frame, Incoming, SizeHint};
 use tracing::debug;
 
-/// Why a body was not read to its end.
+/// The error of a body that was aborted because the budget is exhausted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("request bodies that are being read hold all {bytes_max} bytes that there are for them")]
+#[error("request bodies being read exceed the limit of {bytes_max} bytes")]
 pub struct BodyBudgetSpent {
     pub bytes_max: usize,
 }
@@ -25,7 +25,7 @@ pub(super) struct Bodies {
     open: Arc<Mutex<Open>>,
 }
 
-/// The bodies that are being read, by number: the oldest is first.
+/// The bodies being read, by number, the oldest first.
 #[derive(Debug, Default)]
 struct Open {
     bytes: usize,
@@ -36,11 +36,11 @@ struct Open {
 #[derive(Debug, Default)]
 struct Reading {
     bytes: usize,
-    /// The task that waits for more of the body.
+    /// The waker of the task that reads the body.
     waiting: Option<Waker>,
 }
 
-/// One body's part of the budget. Dropping it gives the part back.
+/// One body's part of the budget. Dropping it returns the part.
 #[derive(Debug)]
 struct Share {
     bodies: Bodies,
@@ -52,7 +52,7 @@ impl Bodies {
         Self { bytes_max, open: Arc::default() }
     }
 
-    /// The body of a request, within this budget.
+    /// Wraps a request's body so that it counts against this budget.
     pub(super) fn body(&self, body: Incoming) -> Body {
         if body.is_end_stream() { Body::empty() } else { Body::new(self.bounded(body)) }
     }
@@ -81,7 +81,7 @@ impl Open {
 }
 
 impl Share {
-    /// Counts bytes that were read. Ends older bodies while there are more than the budget has, and then this one.
+    /// Adds bytes that were read. Aborts the oldest bodies while the total exceeds the budget, possibly this one too.
     fn add(&self, bytes: usize) -> Result<(), BodyBudgetSpent> {
         let mut open = self.bodies.open();
         let Some(reading) = open.by_number.get_mut(&self.number) else { return Err(self.spent()) };
@@ -90,13 +90,13 @@ impl Share {
         while open.bytes > self.bodies.bytes_max {
             let holds = |(number, reading): (&u64, &Reading)| (reading.bytes > 0).then_some(*number);
             let Some(oldest) = open.by_number.iter().find_map(holds) else { break };
-            debug!(body = oldest, bytes = open.bytes, "request body given up: the budget is spent");
+            debug!(body = oldest, bytes = open.bytes, "request body aborted: the byte budget is exhausted");
             open.remove(oldest);
         }
         if open.by_number.contains_key(&self.number) { Ok(()) } else { Err(self.spent()) }
     }
 
-    /// Whether the body may be read on; if so, `waker` is told when that changes.
+    /// Returns an error if the body was aborted. Otherwise stores `waker`, to be woken when it is aborted.
     fn wait(&self, waker: &Waker) -> Result<(), BodyBudgetSpent> {
         let mut open = self.bodies.open();
         let reading = open.by_number.get_mut(&self.number).ok_or_else(|| self.spent())?;
@@ -115,7 +115,7 @@ impl Drop for Share {
     }
 }
 
-/// A request's body that counts what was read of it.
+/// A request's body that counts against the budget.
 #[derive(Debug)]
 struct Bounded<B> {
     body: B,
@@ -157,7 +157,7 @@ mod tests {
 
     use super::*;
 
-    /// A body of pieces of this size, which does not end.
+    /// A body of `n` pieces of `size` bytes that then stays open.
     fn endless(n: usize, size: usize) -> Body {
         let pieces = (0..n).map(move |_| Ok::<_, std::convert::Infallible>(Bytes::from(vec![b'x'; size])));
         Body::from_stream(futures::stream::iter(pieces).chain(futures::stream::pending()))

@@ -1,4 +1,4 @@
-//! What a connection's place is told: bytes that were read, and requests from their head to the end of the answer.
+//! Wrappers that report a connection's activity: bytes read, and requests until the end of their answers.
 
 use std::io;
 use std::pin::Pin;
@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::connections::{Activity, RequestUnderWay};
 use crate::net::Stream;
 
-/// A stream that reports what it reads.
+/// A stream that reports its reads.
 #[derive(Debug)]
 pub(super) struct Reads {
     stream: Stream,
@@ -66,7 +66,7 @@ impl AsyncWrite for Reads {
     }
 }
 
-/// An answer's body, with its request for as long as it is written.
+/// An answer's body that keeps its request counted until it is written.
 pub(super) struct Answer {
     body: Body,
     _request: RequestUnderWay,

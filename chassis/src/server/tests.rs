@@ -40,7 +40,7 @@ impl Served {
         self.net.connect(ADDR).await.expect("the server listens")
     }
 
-    /// The time from the request to stop to the end.
+    /// The time from the stop request to the end.
     async fn stop(self) -> Duration {
         let start = Instant::now();
         self.shutdown.trigger();
@@ -65,7 +65,7 @@ async fn handlers_see_the_peer() {
     assert_eq!(served.stop().await, Duration::ZERO, "an idle connection holds nothing up");
 }
 
-/// Limits of connections, and the defaults of everything else.
+/// Limits with these connection limits, and defaults otherwise.
 fn limits(connections: ConnectionLimits) -> ServerLimits {
     ServerLimits { connections, ..ServerLimits::default() }
 }
@@ -78,7 +78,7 @@ async fn an_idle_connection_gives_way_and_a_served_one_does_not() {
     assert!(answer(&mut idle).await.starts_with("HTTP/1.1 200 OK"));
     served_one.write_all(b"GET /forever HTTP/1.1\r\nhost: x\r\n\r\n").await.expect("room");
     assert_eq!(timeout(SECOND, answer(&mut idle)).await.expect("closed"), "", "its place was needed");
-    // Time is paused: it passes once every task has done its work.
+    // Time is paused and advances only when every task waits.
     tokio::time::sleep(SECOND).await;
 
     let mut waiting = served.connect().await;
@@ -119,7 +119,7 @@ async fn a_drain_is_bounded() {
     assert_eq!(answer(&mut stream).await, "");
 }
 
-/// Fails once before every connection.
+/// A listener that fails once before every connection.
 #[derive(Debug)]
 struct Flaky {
     inner: Box<dyn Listener>,

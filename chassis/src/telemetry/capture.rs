@@ -1,4 +1,4 @@
-//! What a process would have written to stderr, kept in memory for a test to read.
+//! Captures the log output of a process in memory, for tests.
 
 use std::io::{self, Write};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -11,14 +11,13 @@ use tracing::subscriber::NoSubscriber;
 use super::{LogFormat, LogSettings, Telemetry, dispatch};
 use crate::error::StartError;
 
-/// While a thread knows of one dispatch only, tracing decides about a new callsite by what the thread that reaches it
-/// first listens to; a test on another thread, listening to nothing, would silence this one. A second dispatch that
-/// stays alive turns the shortcut off.
+/// A second dispatch that stays alive. While tracing knows only one dispatch, it decides about a new callsite from the
+/// thread that reaches it first; a test on another thread without a subscriber would disable it for this one.
 static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSubscriber::new()));
 
 /// The telemetry of a process under test.
 ///
-/// It holds for what runs on one thread, which a `#[tokio::test]` does:
+/// It captures what runs on one thread, as a `#[tokio::test]` does:
 ///
 /// ```
 /// # use baton_chassis as chassis;
@@ -33,7 +32,7 @@ static SECOND_DISPATCH: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(NoSu
 pub struct Capture {
     dispatch: Dispatch,
     written: Written,
-    /// Ends with the capture.
+    /// Shut down with the capture.
     _telemetry: Telemetry,
 }
 
@@ -46,7 +45,7 @@ impl Capture {
         Ok(Self { dispatch, written, _telemetry: telemetry })
     }
 
-    /// JSON lines of level INFO, and one for every span that ends.
+    /// Captures JSON lines of level INFO, and one line for every span that ends.
     pub fn spans(process: &'static str) -> Self {
         let settings = LogSettings { format: LogFormat::Json, spans: true, ..LogSettings::default() };
         Self::new(process, &settings).expect("`info` is a log level")
@@ -57,12 +56,12 @@ impl Capture {
         tracing::dispatcher::set_default(&self.dispatch)
     }
 
-    /// What was written so far.
+    /// The text written so far.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.written.bytes()).into_owned()
     }
 
-    /// What was written so far, line by line; a line that is not JSON is `null`.
+    /// The lines written so far; a line that is not JSON is `null`.
     pub fn lines(&self) -> Vec<Value> {
         self.text().lines().map(|line| serde_json::from_str(line).unwrap_or_default()).collect()
     }

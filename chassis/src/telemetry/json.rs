@@ -1,4 +1,4 @@
-//! Log lines for machines: one flat JSON object per event.
+//! Log lines as JSON: one flat object per event.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -31,8 +31,8 @@ where
         .boxed()
 }
 
-/// Writes `ts`, `level`, `process`, `target`, `message`, the event's fields, `trace_id` and `span_id` of the span it
-/// happened in, and the fields of all spans around it (`request_id` among them). On a name clash the inner one wins.
+/// Writes `ts`, `level`, `process`, `target`, `message`, the event's fields, `trace_id` and `span_id` of its span, and
+/// the fields of all enclosing spans (such as `request_id`). On a name clash the innermost field wins.
 struct JsonLines {
     process: &'static str,
     own: OwnDispatch,
@@ -75,7 +75,7 @@ impl JsonLines {
         Ok(entries.into_iter().map(|(name, value)| (name.to_owned(), Value::String(value))).collect())
     }
 
-    /// Spans come innermost first, and the first to have ids is the event's place in its trace.
+    /// Adds the ids of the innermost span that has ids. Spans are visited from the innermost one outwards.
     fn add_ids<'a, S: LookupSpan<'a>>(&self, span: &SpanRef<'a, S>, line: &mut Line) {
         if line.0.contains_key("trace_id") {
             return;
@@ -102,7 +102,7 @@ where
     }
 }
 
-/// A line under construction. What is said first stands.
+/// A line being built. The first value of a name is kept.
 struct Line(Map<String, Value>);
 
 impl Line {
@@ -139,9 +139,9 @@ impl Visit for Line {
     }
 }
 
-/// The dispatch that a layer belongs to, learnt when it is made.
+/// The dispatch that a layer belongs to, stored when the dispatch is made.
 ///
-/// It cannot be asked for later: while an event is being handled, tracing hides the current dispatch.
+/// It cannot be looked up later, because tracing hides the current dispatch while it handles an event.
 #[derive(Clone, Default)]
 struct OwnDispatch(Arc<OnceLock<WeakDispatch>>);
 
@@ -153,7 +153,7 @@ impl OwnDispatch {
 
 impl<S: Subscriber> Layer<S> for OwnDispatch {
     fn on_register_dispatch(&self, dispatch: &Dispatch) {
-        // A layer is in one dispatch; if it were in two, the first would do.
+        // A layer belongs to one dispatch. If it belonged to two, the first would be kept.
         let _ = self.0.set(dispatch.downgrade());
     }
 }

@@ -1,22 +1,22 @@
-//! Log lines on their way out: a bounded queue and a thread that writes.
+//! The output of log lines: a bounded queue and a thread that writes.
 
 use std::io;
 use std::sync::OnceLock;
 
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 
-/// Lines that may wait for the thread. At 300 bytes a line: 2.5 MiB.
+/// The length of the queue. At 300 bytes per line it holds 2.5 MiB.
 const QUEUED_LINES_MAX: usize = 8192;
 
-/// The counter of the writer that was installed first: a process logs to one place.
+/// The counter of the first writer: a process logs to one place.
 static LOST: OnceLock<ErrorCounter> = OnceLock::new();
 
-/// Log lines that this process has lost because its log was not read fast enough.
+/// The number of log lines that this process has lost because its log was not read fast enough.
 pub fn lost_lines() -> u64 {
     LOST.get().map_or(0, |lost| lost.dropped_lines() as u64)
 }
 
-/// A writer that never blocks. The guard writes what is queued when it is dropped.
+/// Makes a writer that never blocks. Dropping the guard writes the queued lines.
 pub(super) fn to(writer: impl io::Write + Send + 'static) -> (NonBlocking, WorkerGuard) {
     let (writer, guard) = NonBlockingBuilder::default()
         .buffered_lines_limit(QUEUED_LINES_MAX)
@@ -34,7 +34,7 @@ mod tests {
 
     use super::*;
 
-    /// A log that is not read: a write waits until the test lets go.
+    /// A log that is not read: a write waits until the test releases it.
     struct Blocked(mpsc::Receiver<()>);
 
     impl io::Write for Blocked {

@@ -1,8 +1,7 @@
-//! What a process tells about its work: logs on stderr, and spans whose trace ids run through all processes.
+//! Logs on stderr, and spans with trace ids that cross all processes.
 //!
-//! Two things are independent here. The log level decides which *events* are written. Spans of level INFO always
-//! exist, whatever the level, because a trace must not end at a process that logs little, and because a warning needs
-//! its `request_id`.
+//! The two are independent. The log level selects which *events* are written. Spans of level INFO exist at every log
+//! level, because a trace must not end at a process that logs little, and a warning needs its `request_id`.
 
 mod capture;
 mod json;
@@ -34,7 +33,7 @@ pub use lines::lost_lines;
 pub use otlp::ENDPOINT_VARIABLE;
 pub use propagate::{inject, request_span};
 
-/// Overrides [`LogSettings::level`], before any configuration is read.
+/// The variable that overrides [`LogSettings::level`] before any configuration is read.
 pub const LEVEL_VARIABLE: &str = "BATON_LOG";
 
 /// A process's `[log]` section.
@@ -64,7 +63,7 @@ pub struct LogExpert {
     pub spans: bool,
 }
 
-/// What [`init`] is told: `[log]` and `[expert.log]` together.
+/// The settings of [`init`]: `[log]` and `[expert.log]` together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogSettings {
     pub format: LogFormat,
@@ -93,7 +92,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// Keeps the trace pipeline alive; dropping it writes out what is still buffered.
+/// Keeps the trace pipeline alive. Dropping it writes buffered spans.
 #[derive(Debug)]
 #[must_use = "spans are lost once this is dropped"]
 pub struct Telemetry {
@@ -105,15 +104,15 @@ pub struct Telemetry {
 impl Drop for Telemetry {
     fn drop(&mut self) {
         if let Err(error) = self.provider.shutdown() {
-            error!(%error, "spans were not written out");
+            error!(%error, "flushing spans failed");
         }
     }
 }
 
-/// Logs to stderr from here on, panics included. `process` is `router`, `prefill`, … and stands in every line.
+/// Logs to stderr from now on, including panics. `process` is `router`, `prefill`, …, and is part of every line.
 ///
-/// Logging never blocks: lines wait in a bounded queue for a thread of their own, and a full queue loses lines, which
-/// [`lost_lines`] counts. Dropping the answer writes what is queued, for at most about a second.
+/// Logging never blocks: lines wait in a bounded queue for a writer thread. When the queue is full, lines are lost and
+/// counted by [`lost_lines`]. Dropping the result writes the queued lines, for at most about a second.
 pub fn init(process: &'static str, settings: &LogSettings) -> Result<Telemetry, StartError> {
     let level = std::env::var(LEVEL_VARIABLE).unwrap_or_else(|_| settings.level.clone());
     let settings = LogSettings { level, ..settings.clone() };
@@ -121,11 +120,11 @@ pub fn init(process: &'static str, settings: &LogSettings) -> Result<Telemetry, 
     let (dispatch, mut telemetry) = dispatch(process, &settings, writer)?;
     telemetry._lines = Some(guard);
     dispatch.try_init().map_err(StartError::Telemetry)?;
-    std::panic::set_hook(Box::new(|panic| error!(%panic, "panicked")));
+    std::panic::set_hook(Box::new(|panic| error!(%panic, "thread panicked")));
     Ok(telemetry)
 }
 
-/// All of [`init`] but the installation.
+/// Does all of [`init`] except the installation.
 fn dispatch<W>(
     process: &'static str,
     settings: &LogSettings,
@@ -150,7 +149,7 @@ where
     Ok((dispatch, Telemetry { provider, _lines: None }))
 }
 
-/// Where ended spans go: lines, a collector, both, or nowhere.
+/// Makes the exporter of ended spans: to lines, to a collector, to both, or to neither.
 fn provider<W>(
     process: &'static str,
     settings: &LogSettings,

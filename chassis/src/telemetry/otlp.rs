@@ -1,7 +1,7 @@
-//! Ended spans on their way to a collector: OTLP, as protobuf over plain HTTP.
+//! Sends ended spans to a collector: OTLP, as protobuf over plain HTTP.
 //!
-//! A thread of the exporter's own collects spans into batches and sends them; a process never waits for its collector.
-//! While there is none, spans are lost, and that is one line in the log.
+//! The exporter's own thread collects spans into batches and sends them, so a process never waits for its collector.
+//! While the collector is unreachable, spans are lost; this is logged once.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,26 +22,26 @@ use tracing::{info, warn};
 use crate::error::StartError;
 use crate::net::{Net, TcpNet};
 
-/// What everybody's exporters read when nothing else is said.
+/// The standard variable for the endpoint, used if the setting is empty.
 pub const ENDPOINT_VARIABLE: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
-/// How long a collector may take to take a batch.
+/// The timeout for sending one batch.
 const SENT_WITHIN: Duration = Duration::from_secs(5);
-/// What a collector may answer.
+/// The largest answer of a collector.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 
-/// Where spans go: the setting, or else the variable. `None`: nowhere.
+/// The collector's endpoint from the setting, or else from the variable; `None` if neither is set.
 pub(super) fn endpoint(setting: &str) -> Option<String> {
     let said = |text: &str| (!text.is_empty()).then(|| text.to_owned());
     said(setting).or_else(|| said(&std::env::var(ENDPOINT_VARIABLE).unwrap_or_default()))
 }
 
-/// Sends to `endpoint`, which is a collector's address without a path.
+/// Makes an exporter to `endpoint`, a collector's address without a path.
 pub(super) fn exporter(endpoint: &str) -> Result<SpanExporter, StartError> {
     let refused = |reason: String| StartError::Otlp { endpoint: endpoint.to_owned(), reason };
     let uri: Uri = endpoint.parse().map_err(|error| refused(format!("{error}")))?;
     if uri.scheme_str() != Some("http") || uri.host().is_none() {
-        return Err(refused("it is not http://host:port".to_owned()));
+        return Err(refused("it must be http://host:port".to_owned()));
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| refused(error.to_string()))?;
@@ -51,23 +51,23 @@ pub(super) fn exporter(endpoint: &str) -> Result<SpanExporter, StartError> {
     exporter.build().map_err(|error| refused(error.to_string()))
 }
 
-/// What a collector is told of the process.
+/// The description of the process for the collector.
 pub(super) fn resource(process: &'static str) -> Resource {
     Resource::builder().with_service_name(format!("baton-{process}")).build()
 }
 
-/// Sends batches, one connection for each: there is one every few seconds.
+/// Sends batches, one connection per batch: there is one batch every few seconds.
 #[derive(Debug)]
 struct BatchSender {
-    /// The exporter's thread is in no runtime; this one lives only while it sends.
+    /// Used while sending, because the exporter's thread has no runtime.
     runtime: Runtime,
-    /// The last batch was taken.
+    /// Whether the last batch was accepted.
     was_accepted: AtomicBool,
 }
 
 #[async_trait]
 impl HttpClient for BatchSender {
-    /// Blocks: only the exporter's own thread calls it.
+    /// Blocks the exporter's thread, which is the only caller.
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let sent = self.runtime.block_on(async { tokio::time::timeout(SENT_WITHIN, post(request)).await });
         let sent = sent.unwrap_or_else(|late| Err(late.into()));
@@ -79,8 +79,8 @@ impl HttpClient for BatchSender {
 impl BatchSender {
     fn note(&self, error: Option<&HttpError>) {
         match (error, self.was_accepted.swap(error.is_none(), Ordering::Relaxed)) {
-            (Some(error), true) => warn!(%error, "the collector takes no spans, they are lost"),
-            (None, false) => info!("the collector takes spans again"),
+            (Some(error), true) => warn!(%error, "sending spans to the collector failed, spans are lost"),
+            (None, false) => info!("sending spans to the collector works again"),
             _ => {}
         }
     }
@@ -104,7 +104,7 @@ async fn post(request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
     tokio::select! {
         biased;
         answered = &mut exchange => answered,
-        // What it has brought is still to be read.
+        // The connection has ended; its buffered answer is still to be read.
         _ = connection => exchange.await,
     }
 }

@@ -1,4 +1,4 @@
-//! How a trace crosses from one process to the next: the W3C `traceparent` header, on HTTP and gRPC alike.
+//! The propagation of traces between processes: the W3C `traceparent` header, on HTTP and gRPC.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use opentelemetry::propagation::{Extractor, Injector, TextMapPropagator};
@@ -8,22 +8,22 @@ use tracing::{Span, field, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 use types::RequestId;
 
-/// The span of one request in one process, from its headers to the end of its answer.
+/// Makes the span of one request in one process, from its headers to the end of its answer.
 ///
-/// Its parent is the one that the caller's `traceparent` names; without that header it begins a trace.
-/// `call` is what was called: an HTTP path, an rpc's full name.
+/// Its parent is the span in the caller's `traceparent`; without that header it begins a trace.
+/// `call` names the operation: an HTTP path or the full name of an rpc.
 pub fn request_span(call: &str, request_id: Option<&RequestId>, headers: &HeaderMap) -> Span {
     let request_id = request_id.map(field::display);
     let span = info_span!(parent: None, "request", otel.name = call, call, request_id);
     let caller = TraceContextPropagator::new().extract(&Headers(headers));
     if caller.span().span_context().is_valid() {
-        // Refused only where no telemetry is set up, and then there is no trace to continue.
+        // This fails only without telemetry, and then there is no trace to continue.
         let _ = span.set_parent(caller);
     }
     span
 }
 
-/// Writes `span` into the headers of an outgoing call, as the parent of what the callee does.
+/// Writes `span` into the headers of an outgoing call, as the parent of the callee's spans.
 pub fn inject(span: &Span, headers: &mut HeaderMap) {
     TraceContextPropagator::new().inject_context(&span.context(), &mut HeadersMut(headers));
 }

@@ -1,4 +1,4 @@
-//! Ended spans as lines, so that a trace can be put together from the logs of several processes.
+//! Ended spans as log lines, so that a trace can be assembled from the logs of several processes.
 
 use std::fmt;
 use std::future::{Future, ready};
@@ -9,7 +9,7 @@ use opentelemetry_sdk::trace::{SpanData, SpanExporter};
 use serde_json::{Map, Value, json};
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Writes a JSON object per ended span: `span` (its name), `process`, `trace_id`, `span_id`, `parent_span_id` (absent
+/// Writes one JSON object per ended span: `span` (its name), `process`, `trace_id`, `span_id`, `parent_span_id` (absent
 /// for a root), `duration_ms`, and its fields.
 pub(super) struct SpanLines<W> {
     process: &'static str,

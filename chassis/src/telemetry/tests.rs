@@ -7,7 +7,7 @@ use types::RequestId;
 use super::*;
 use tracing::Span;
 
-/// Runs `work` as the process of that name, and says what it wrote.
+/// Runs `work` as the process with this name and returns its output.
 fn process<T>(name: &'static str, settings: &LogSettings, work: impl FnOnce() -> T) -> (T, Capture) {
     let capture = Capture::new(name, settings).unwrap();
     let _listening = capture.listen();
@@ -100,8 +100,8 @@ fn text_lines_name_their_process() {
 #[test]
 fn a_collector_that_cannot_be_spoken_to_is_refused() {
     for (endpoint, reason) in [
-        ("https://collector:4318", "it is not http://host:port"),
-        ("collector", "it is not http://host:port"),
+        ("https://collector:4318", "it must be http://host:port"),
+        ("collector", "it must be http://host:port"),
     ] {
         let settings = LogSettings { otlp: endpoint.to_owned(), ..LogSettings::default() };
         let error = Capture::new("router", &settings).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Log lines for people.
+//! Log lines as text.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use tracing_subscriber::fmt::FmtContext;
 use tracing_subscriber::fmt::format::{Format, FormatEvent, FormatFields, Full, Writer};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The usual format, led by the process's name: several processes share one terminal.
+/// The usual format with the process's name in front, because several processes may share one terminal.
 pub(super) struct TextLines {
     process: &'static str,
     format: Format<Full>,

@@ -22,7 +22,7 @@ pub struct NodeExpert {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct WatchdogExpert {
-    /// If there is work and nothing moves for this long, the node is not ready. Longer than the longest step of
+    /// If the node has work and makes no progress for this long, it is not ready. Longer than the longest step of
     /// the engine.
     pub stuck_ms: u64,
 }
@@ -36,7 +36,7 @@ impl Default for WatchdogExpert {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelExpert {
-    /// Which GPU kernels are used. Empty: the GPU's own. `sm_90`: those for every GPU, for comparison.
+    /// The GPU kernels that are used. Empty: those made for this GPU. `sm_90`: those for every GPU, for comparison.
     pub gpu_arch: String,
     /// Threads that compute; 0: one per core.
     pub threads: usize,
@@ -99,7 +99,7 @@ impl SchedulerExpert {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TransferExpert {
-    /// TCP streams per peer, and queue pairs with rdma. More help where one flow is shaped.
+    /// TCP streams per peer, and queue pairs with rdma. More streams help where the network limits each flow.
     pub streams: u16,
     /// How long a peer may be silent before the link is closed.
     pub stall_ms: u64,
@@ -132,7 +132,7 @@ impl Default for TransferExpert {
     }
 }
 
-/// What only decode nodes read.
+/// Settings that only decode nodes read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DecodeExpert {

@@ -1,4 +1,4 @@
-//! The digests of stored blocks, by which each block is verified before it is delivered.
+//! The digests of stored blocks. Each block is verified against them before it is delivered.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -8,21 +8,21 @@ use types::GroupIdx;
 
 /// One entry for each block of the pool.
 ///
-/// An entry is written when new KV has arrived in its block, before the KV is published. So an entry that is read
-/// describes the block's present contents.
+/// An entry is written when new KV has arrived in its block, before the KV is published. So an entry always describes
+/// the block's current contents.
 #[derive(Debug)]
 pub struct BlockDigests {
     memory: KvMemory,
-    /// By the block's index in the first group. Held for a look-up, never across an await.
+    /// By the block's index in the first group. Locked for one look-up, never across an await.
     by_index: Mutex<Vec<Option<Entry>>>,
 }
 
 #[derive(Clone, Debug)]
 struct Entry {
-    /// The tokens of the block that hold KV. Only the last block of a sequence may have fewer than all.
+    /// The number of tokens in the block. Only the last block of a sequence can be partly filled.
     n_tokens: u16,
     digests: Vec<Digest>,
-    /// The block was found to differ from what was stored.
+    /// True if the block was found to differ from what was stored.
     is_spoilt: bool,
 }
 
@@ -32,13 +32,13 @@ impl BlockDigests {
         Self { memory, by_index }
     }
 
-    /// Records the digests of the first tokens of a block of `lease`. The connector has just verified the block.
+    /// Records the digests of a block of `lease`, for its first `n_tokens` tokens. The connector has just verified it.
     pub fn note(&self, lease: &BlockLease, ordinal: usize, n_tokens: u16) {
         let Some(digests) = self.digests(lease, ordinal, n_tokens) else { return };
         self.by_index()[index(lease, ordinal)] = Some(Entry { n_tokens, digests, is_spoilt: false });
     }
 
-    /// Whether a block of `lease` still has its recorded digests. A block that has not is recorded as spoilt.
+    /// Whether a block of `lease` still matches its digests. A block that does not is recorded as spoilt.
     pub fn is_whole(&self, lease: &BlockLease, ordinal: usize) -> bool {
         let index = index(lease, ordinal);
         let Some(noted) = self.by_index()[index].clone() else { return false };
@@ -50,7 +50,7 @@ impl BlockDigests {
         is_whole
     }
 
-    /// The number of leading blocks of `lease` that are not known to be spoilt. No KV is read.
+    /// The number of leading blocks of `lease` that are not recorded as spoilt. It reads no KV.
     pub fn n_sound(&self, lease: &BlockLease) -> usize {
         let by_index = self.by_index();
         let is_sound =
@@ -58,7 +58,7 @@ impl BlockDigests {
         (0..lease.n_blocks()).take_while(is_sound).count()
     }
 
-    /// `None` if the block is being written, which is not allowed here.
+    /// Computes a block's digests; `None` if the block is being written, which does not happen here.
     fn digests(&self, lease: &BlockLease, ordinal: usize, n_tokens: u16) -> Option<Vec<Digest>> {
         let layout = self.memory.layout();
         let mut digests = Vec::new();

@@ -1,4 +1,4 @@
-//! Why the store did not take or deliver KV.
+//! The errors of storing and delivering KV.
 
 use kv_cache::NoRoom;
 use kv_transfer::TransferError;
@@ -15,14 +15,14 @@ pub enum StoreError {
     OtherHashes { hashes: usize, n_tokens: u32 },
     #[error("the landing is for {landing} tokens, the sequence has {stored}")]
     OtherLength { landing: u32, stored: u32 },
-    #[error("block {ordinal} is not what it was when it was put")]
+    #[error("block {ordinal} differs from what was stored")]
     Spoilt { ordinal: usize },
-    #[error("move KV")]
+    #[error("transfer KV")]
     Transfer(#[from] TransferError),
 }
 
 impl StoreError {
-    /// What the caller should do. All KV can be computed again.
+    /// What the caller should do. KV can always be computed again.
     pub fn verdict(&self) -> Verdict {
         self.refusal_kind().verdict()
     }

@@ -1,7 +1,7 @@
 //! The blocks of one pool node: stored by hash, delivered to decode nodes, evicted when unused.
 //!
-//! The node's [`BlockPool`] bounds the store by its memory and evicts the block that was unused longest. A block that is
-//! being read or written is leased, and is not evicted.
+//! The node's [`BlockPool`] limits the store to its memory and evicts the least recently used block. A block that is
+//! being read or written is leased and cannot be evicted.
 //!
 //! Suggested reading order: this file, the life of one sequence ([`sequence`]), the digests that verify it ([`digests`]).
 
@@ -34,15 +34,15 @@ pub(crate) struct Inner {
     pub(crate) digests: BlockDigests,
 }
 
-/// Asks for room for the KV of one sequence, which a prefill node has or will have.
+/// A request for room for the KV of one sequence from a prefill node.
 #[derive(Clone, Debug)]
 pub struct PutRequest {
     pub transfer: TransferId,
-    /// The request that the blocks are leased for, named in the ledger.
+    /// The request that the blocks are leased for, shown in the ledger.
     pub request: RequestId,
     /// The hashes of all full blocks of the sequence.
     pub hashes: Vec<BlockHash>,
-    /// The length of the whole sequence. Its last block may be filled in part.
+    /// The length of the whole sequence. Its last block may be partly filled.
     pub n_tokens: u32,
     /// The connector that the prefill node sends on.
     pub connector: Scheme,
@@ -50,7 +50,7 @@ pub struct PutRequest {
 }
 
 impl BlockStore {
-    /// Stores blocks in the memory of `parts`. The connectors were built over the same memory.
+    /// Makes a store over the memory of `parts`. The connectors must use the same memory.
     pub fn new(parts: ConnectorParts, connectors: Vec<Arc<dyn KvConnector>>) -> Self {
         let pool = BlockPool::new(parts.memory.layout(), parts.memory.n_blocks());
         let digests = BlockDigests::new(parts.memory.clone());
@@ -73,8 +73,8 @@ impl BlockStore {
 
     /// Leases the blocks that the store holds and reserves room for the others. Must be called within a runtime.
     ///
-    /// The landing asks for the blocks that are missing, and always for the last one, which comes with the handoff. The
-    /// room is returned when the [`Incoming`] is dropped, when the transfer fails, or when its deadline passes.
+    /// The landing asks for the missing blocks, and always for the last one, which comes with the handoff. The room is
+    /// returned when the [`Incoming`] is dropped, when the transfer fails, or when its deadline passes.
     pub fn put(&self, request: PutRequest) -> Result<(Landing, Incoming), StoreError> {
         let PutRequest { transfer, request, hashes, n_tokens, connector, deadline } = request;
         let n_blocks = self.inner.n_blocks(n_tokens, &hashes)?;
@@ -102,8 +102,8 @@ impl Inner {
         u32::from(self.parts.memory.layout().block_tokens)
     }
 
-    /// Leases the leading blocks that the store holds, up to the first one that was found to be spoilt. A block that
-    /// is stored again replaces it.
+    /// Leases the leading blocks that the store holds, up to the first spoilt one. A block that is stored again replaces
+    /// the spoilt one.
     fn adopt(&self, hashes: &[BlockHash], holder: &Holder) -> BlockLease {
         let lease = self.pool.adopt(hashes, holder.clone());
         let n_sound = self.digests.n_sound(&lease);
@@ -114,7 +114,7 @@ impl Inner {
         self.pool.adopt(&hashes[..n_sound], holder.clone())
     }
 
-    /// The number of blocks of a sequence. Each full block must have a hash.
+    /// The number of blocks of a sequence. Refuses a sequence unless each full block has a hash.
     fn n_blocks(&self, n_tokens: u32, hashes: &[BlockHash]) -> Result<usize, StoreError> {
         let full = (n_tokens / self.block_tokens()) as usize;
         if n_tokens == 0 || hashes.len() != full {

@@ -11,10 +11,10 @@ use types::{BlockHash, Destination, Handoff, KvSpan, Landing, RequestId, Transfe
 use super::Inner;
 use super::error::StoreError;
 
-/// Blocks that are verified before they are sent. The wire begins after the first of these batches.
+/// The number of blocks that are verified together before they are sent. Sending begins after the first batch.
 const VERIFY_BLOCKS: u32 = 32;
 
-/// A sequence whose KV is arriving. Its drop ends the transfer and returns the room.
+/// A sequence whose KV is arriving. Dropping it ends the transfer and returns the room.
 #[derive(Debug)]
 pub struct Incoming {
     inner: Arc<Inner>,
@@ -24,8 +24,8 @@ pub struct Incoming {
     n_held: usize,
 }
 
-/// A complete sequence: its blocks cannot be evicted, and its first token is known. It may be delivered more than once.
-/// Its drop frees a last block that is filled in part, and leaves the full blocks in the cache.
+/// A complete sequence with its first token. Its blocks cannot be evicted. It may be delivered more than once.
+/// Dropping it frees a partly filled last block and leaves the full blocks in the cache.
 #[derive(Debug)]
 pub struct StoredSequence {
     inner: Arc<Inner>,
@@ -49,7 +49,7 @@ impl Incoming {
         self.arrival.transfer()
     }
 
-    /// Waits for the KV and publishes its full blocks. Dropping the future ends the transfer.
+    /// Waits until all KV has arrived and publishes its full blocks. Dropping the future ends the transfer.
     pub async fn stored(self) -> Result<StoredSequence, StoreError> {
         let Self { inner, arrival, request, hashes, n_held } = self;
         let ArrivedKv { mut lease, handoff, bytes, scheme, .. } = arrival.settle().await?;
@@ -62,7 +62,7 @@ impl Incoming {
             // Reading a block takes tens of microseconds, so other tasks run in between.
             tokio::task::yield_now().await;
         }
-        info!(transfer = %handoff.transfer, blocks = lease.n_blocks() - n_held, held = n_held, connector = %scheme, "put");
+        info!(transfer = %handoff.transfer, blocks = lease.n_blocks() - n_held, held = n_held, connector = %scheme, "sequence stored");
         Ok(StoredSequence { inner, lease: Arc::new(lease), handoff, bytes })
     }
 }
@@ -77,10 +77,10 @@ impl StoredSequence {
         self.bytes
     }
 
-    /// Fills a decode node's landing, and waits until the KV has arrived and is verified. Dropping the future aborts.
+    /// Fills a decode node's landing and waits until the KV has arrived and is verified. Dropping the future aborts.
     ///
-    /// Each block is verified before it is sent. A block that differs from what was stored fails the delivery, and is
-    /// not found again.
+    /// Each block is verified before it is sent. A block that differs from what was stored fails the delivery, and is no
+    /// longer served.
     pub async fn deliver(&self, landing: Landing) -> Result<(), StoreError> {
         let (transfer, wanted) = (landing.transfer, landing.wanted_blocks());
         self.check_landing(&landing)?;
@@ -96,7 +96,7 @@ impl StoredSequence {
         Ok(sender.finish(Handoff { transfer, ..self.handoff.clone() }).await?)
     }
 
-    /// Refuses another length, and a block that is known to be spoilt, before a byte moves.
+    /// Refuses a landing of another length, and a sequence with a spoilt block, before any byte is sent.
     fn check_landing(&self, landing: &Landing) -> Result<(), StoreError> {
         let stored = self.handoff.n_tokens;
         if landing.n_tokens != stored {

@@ -1,4 +1,4 @@
-//! What a node's status stream carries.
+//! Conversions for a node's status stream.
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use types::{BlockCounts, BlockEvent, BlockHash, NodeLoad};
@@ -83,7 +83,7 @@ impl TryFrom<v1::BlockEvents> for (u64, BlockEvent) {
     }
 }
 
-/// Hashes as they are written in every message.
+/// Encodes block hashes, as all messages carry them.
 pub fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
     let mut bytes = BytesMut::with_capacity(hashes.len() * 16);
     for hash in hashes {
@@ -92,7 +92,7 @@ pub fn hashes_to_wire(hashes: &[BlockHash]) -> v1::BlockHashes {
     v1::BlockHashes { hashes: Bytes::from(bytes) }
 }
 
-/// The reverse.
+/// Decodes block hashes.
 pub fn hashes_from_wire(wire: &v1::BlockHashes) -> Result<Vec<BlockHash>, ConvertError> {
     let (whole, rest) = wire.hashes.as_chunks::<16>();
     if !rest.is_empty() {

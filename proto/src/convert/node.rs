@@ -1,4 +1,4 @@
-//! What a node announces.
+//! Conversions for a node's announcement.
 
 use types::{Epoch, MissingWire, ModelInfo, NodeId, NodeInfo, ProtocolRange, Role, Scheme, TokenId};
 

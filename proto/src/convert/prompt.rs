@@ -1,4 +1,4 @@
-//! Prompts: the deadline crosses the wire as the time that is left.
+//! Conversions for prompts. A deadline travels as the time left.
 
 use std::time::{Duration, Instant};
 
@@ -9,12 +9,12 @@ use super::{narrow, present};
 use crate::error::ConvertError;
 use crate::v1;
 
-/// The longest time a request may be given: a day. It keeps deadlines on the clock's scale.
+/// The longest timeout that a request may have: one day. Longer ones could overflow the clock.
 const TIMEOUT_MS_MAX: u64 = 24 * 60 * 60 * 1000;
-/// The longest identifier that is taken over from a peer.
+/// The longest identifier that is accepted from a peer.
 const ID_BYTES_MAX: usize = 256;
 
-/// A prompt as it leaves at `now`.
+/// Encodes a prompt that is sent at `now`.
 pub fn prompt_to_wire(prompt: &Prompt, now: Instant) -> v1::Prompt {
     v1::Prompt {
         request_id: prompt.id.to_string(),
@@ -30,7 +30,7 @@ pub fn prompt_to_wire(prompt: &Prompt, now: Instant) -> v1::Prompt {
     }
 }
 
-/// A prompt that arrived at `now`.
+/// Decodes a prompt that is received at `now`.
 pub fn prompt_from_wire(wire: v1::Prompt, now: Instant) -> Result<Prompt, ConvertError> {
     let n_generated = wire.n_generated as usize;
     if wire.tokens.is_empty() {
@@ -112,7 +112,7 @@ impl TryFrom<v1::Sampling> for Sampling {
     }
 }
 
-/// Refuses numbers that no sampler can use; NaN is in no range.
+/// Refuses values that no sampler can use. NaN is in no range.
 fn in_range(sampling: &Sampling) -> Result<(), ConvertError> {
     let checks = [
         ("sampling.temperature", sampling.temperature, 0.0..=100.0),

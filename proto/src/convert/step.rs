@@ -1,4 +1,4 @@
-//! Steps, usage and a prefill node's answer.
+//! Conversions for steps, usage and a prefill node's answer.
 
 use std::time::Duration;
 
@@ -112,7 +112,7 @@ impl From<&Refusal> for v1::Refusal {
 }
 
 impl From<v1::Refusal> for Refusal {
-    /// A newer peer may refuse for reasons that have no name here yet: such a node failed, as far as this one knows.
+    /// A code that is unknown here comes from a newer peer and becomes `Failed`.
     fn from(wire: v1::Refusal) -> Self {
         match RefusalKind::from_code(&wire.code) {
             Some(kind) => Self::new(kind, wire.reason),

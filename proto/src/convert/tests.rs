@@ -1,4 +1,4 @@
-//! What goes out comes back the same, and nonsense is refused by name.
+//! Values survive encoding and decoding, and invalid messages are refused with the field's name.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Landings and where KV is to go.
+//! Conversions for landings and destinations.
 
 use bytes::Bytes;
 use types::layout::{Attention, KvDtype, LayerGroup, LayerShape, RANKS_MAX, Shard};
@@ -12,7 +12,7 @@ use crate::error::ConvertError;
 use crate::v1;
 use crate::v1::prefill_request;
 
-/// A landing of more blocks than this in one group is nonsense: 2^24 blocks are a quarter of a billion tokens.
+/// The most blocks of a landing in one group. 2^24 blocks are a quarter of a billion tokens.
 const TABLE_BLOCKS_MAX: usize = 1 << 24;
 const GROUPS_MAX: usize = 64;
 const LAYERS_MAX: usize = 4096;
@@ -59,7 +59,7 @@ impl TryFrom<v1::Landing> for Landing {
     }
 }
 
-/// A transfer's id as it is written in every message.
+/// Encodes a transfer id, as all messages carry it.
 pub fn transfer_to_wire(transfer: TransferId) -> Bytes {
     Bytes::copy_from_slice(&transfer.0.to_be_bytes())
 }
@@ -68,7 +68,7 @@ pub fn transfer_from_wire(wire: &[u8], field: &'static str) -> Result<TransferId
     Ok(TransferId(u128::from_be_bytes(sixteen(wire, field)?)))
 }
 
-/// The digest that a landing is bound to.
+/// Decodes the digest that a landing is bound to.
 pub fn prompt_digest_from_wire(wire: &[u8]) -> Result<PromptDigest, ConvertError> {
     sixteen(wire, "put.prompt_digest").map(PromptDigest)
 }
@@ -77,7 +77,7 @@ fn block_table(wire: v1::BlockTable) -> Vec<BlockIdx> {
     wire.blocks.into_iter().map(BlockIdx).collect()
 }
 
-/// Refuses a landing whose parts contradict each other, so that no later arithmetic on it can fail.
+/// Refuses a landing whose fields contradict each other, so that later arithmetic on it cannot fail.
 fn consistent(landing: &Landing) -> Result<(), ConvertError> {
     let block_tokens = u32::from(landing.layout.block_tokens);
     if landing.n_tokens == 0 {

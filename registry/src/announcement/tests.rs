@@ -1,4 +1,4 @@
-//! Announcements against a registry that follows a script.
+//! Tests of announcements against a scripted registry.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ enum Answer {
     Later,
 }
 
-/// Answers as it is told, and `Yes` when it is told nothing more.
+/// A registry that gives scripted answers, and then always `Yes`.
 #[derive(Clone, Default)]
 struct Scripted {
     answers: Arc<Mutex<VecDeque<Answer>>>,
@@ -117,7 +117,7 @@ async fn an_unreachable_registry_is_no_error() {
 async fn a_denial_at_first_is_an_error() {
     let (registry, gate) = (Scripted::new([Answer::No]), gate());
     let refused = registry.keep(&gate).await.expect_err("it is denied");
-    assert_eq!(refused.to_string(), "test: the registry refuses");
+    assert_eq!(refused.to_string(), "test: refused by the registry");
     gate.close(Duration::from_secs(1)).await.expect("nothing goes on");
 }
 

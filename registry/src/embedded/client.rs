@@ -1,4 +1,4 @@
-//! Everybody else's side: the registry of a router, over gRPC.
+//! The client of the embedded registry, over gRPC.
 
 use std::time::Duration;
 
@@ -21,8 +21,8 @@ use crate::url::{RegistryUrl, port_of};
 use crate::watch::{Feed, News, follow};
 use crate::{MembershipEvent, Registry};
 
-/// The registry that the router at an address serves. A router that restarts has forgotten everyone; announcements
-/// notice it at their next sign of life and announce again.
+/// The registry that the router at an address serves. A restarted router has lost its members; their announcements notice
+/// it at the next renewal and announce again.
 #[derive(Clone, Debug)]
 pub struct EmbeddedRegistry {
     client: BootstrapClient<RpcChannel>,
@@ -31,7 +31,7 @@ pub struct EmbeddedRegistry {
 }
 
 impl EmbeddedRegistry {
-    /// `address` is `host:port` of the router's gRPC services. Nothing is sent yet.
+    /// `address` is the `host:port` of the router's gRPC services. Sends nothing yet.
     pub fn new(address: &str, world: World, gate: Gate) -> Self {
         let client = BootstrapClient::new(channel(&world, address, RpcLimits::default()))
             .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
@@ -39,15 +39,15 @@ impl EmbeddedRegistry {
         Self { client, world, gate }
     }
 
-    /// `embedded://host:port`.
+    /// Opens `embedded://host:port`.
     pub fn open(url: &RegistryUrl, parts: RegistryParts) -> Result<Self, RegistryError> {
         url.only(&[])?;
         match url.hosts.as_slice() {
-            _ if url.user.is_some() => Err(url.refuse("the embedded registry knows no users")),
+            _ if url.user.is_some() => Err(url.refuse("the embedded registry has no users")),
             _ if !url.path.is_empty() => Err(url.refuse("nothing may follow the port")),
             [host] if port_of(host).is_some() => Ok(Self::new(host, parts.world, parts.gate)),
             [_] => Err(url.refuse("the port of the router's gRPC services is missing")),
-            _ => Err(url.refuse("one router serves it: name one host")),
+            _ => Err(url.refuse("give one host: the embedded registry is on one router")),
         }
     }
 
@@ -100,7 +100,7 @@ impl Presence for OverGrpc {
 }
 
 impl OverGrpc {
-    /// Reads back what the server's `status` wrote.
+    /// Converts a gRPC status to the error that the server's `status` function encoded.
     fn refused(&self, status: Status) -> RegistryError {
         match status.code() {
             Code::NotFound => RegistryError::LeaseLost,
@@ -131,7 +131,7 @@ const WATCH: &str = "watch the embedded registry";
 struct GrpcFeed {
     client: BootstrapClient<RpcChannel>,
     connection: Option<Streaming<v1::WatchEvent>>,
-    /// The life of the registry that was heard last.
+    /// The life of the registry in the last snapshot.
     life: Option<u64>,
     ttl: Duration,
 }
@@ -171,7 +171,7 @@ impl GrpcFeed {
         error
     }
 
-    /// What cannot be read was written by a newer version, and is none of this one's business.
+    /// Events that cannot be decoded come from a newer version and are ignored.
     fn read(&mut self, event: v1::WatchEvent) -> Vec<News> {
         match event.event {
             Some(Event::Snapshot(snapshot)) => vec![self.read_snapshot(snapshot)],

@@ -1,4 +1,4 @@
-//! The registry for those who run no etcd: a table in the router, and a small gRPC service in front of it.
+//! The registry for clusters without etcd: a table in the router, served over gRPC.
 
 mod client;
 mod server;

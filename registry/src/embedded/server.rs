@@ -1,4 +1,4 @@
-//! The router's side: the gRPC service in front of the table.
+//! The server of the embedded registry: the router's gRPC service over the table.
 
 use std::pin::Pin;
 
@@ -21,11 +21,11 @@ use crate::table::LeaseId;
 #[derive(Debug)]
 pub struct BootstrapService {
     registry: MemoryRegistry,
-    /// Ends the watches, which would otherwise hold a graceful stop up for ever.
+    /// Ends the watches, which would otherwise block a graceful stop.
     shutdown: Shutdown,
 }
 
-/// The service, ready to be added to a server's routes.
+/// Makes the service for a server's routes.
 pub fn bootstrap_server(registry: MemoryRegistry, shutdown: Shutdown) -> BootstrapServer<BootstrapService> {
     BootstrapServer::new(BootstrapService { registry, shutdown })
         .max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
@@ -92,7 +92,7 @@ fn to_wire(event: MembershipEvent, life: u64, ttl_ms: u64) -> v1::WatchEvent {
     v1::WatchEvent { event: Some(event) }
 }
 
-/// The one place where errors become gRPC codes. The client's `error_from` reads them back.
+/// Converts errors to gRPC statuses. The client's `error_from` converts them back.
 fn status(error: &RegistryError) -> Status {
     let message = error.to_string();
     match error {

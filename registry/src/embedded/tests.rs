@@ -1,4 +1,4 @@
-//! The embedded registry over real sockets.
+//! Tests of the embedded registry over real sockets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::url::RegistryUrl;
 use crate::watch::Feed as _;
 use crate::{MembershipEvent, MemoryRegistry, Registry, RegistryParts, Standing};
 
-/// The shortest that works on a loaded machine.
+/// The shortest lease that works on a loaded machine.
 const TTL: Duration = Duration::from_secs(1);
 
-/// A router, as far as the registry is concerned.
+/// The parts of a router that serve the registry.
 #[derive(Debug)]
 struct Router {
     address: String,
@@ -47,13 +47,13 @@ impl Router {
         let limits = ServerLimits { drain: Duration::ZERO, ..ServerLimits::default() };
         let (stop, callers) = (shutdown.clone(), Callers::known_to(&world));
         let serving = spawn_guarded(&gate, "serve", async move {
-            // That connections were cut off is the point.
+            // The test cuts connections, so errors are expected.
             let _ = rpc::serve(listener, routes, stop, limits, callers).await;
         });
         Self { address, registry, shutdown, serving }
     }
 
-    /// Ends it, and all its connections with it.
+    /// Stops the router and cuts its connections.
     async fn stop(self) -> String {
         self.shutdown.trigger();
         in_time(self.serving).await.expect("it ends");
@@ -150,9 +150,9 @@ async fn open_watches_do_not_hold_a_stop_up() {
 async fn what_cannot_be_an_address_is_refused() {
     for (text, reason) in [
         ("embedded://router", "the port of the router's gRPC services is missing"),
-        ("embedded://a:1,b:2", "one router serves it: name one host"),
+        ("embedded://a:1,b:2", "give one host: the embedded registry is on one router"),
         ("embedded://a:1/blue", "nothing may follow the port"),
-        ("embedded://me:secret@a:1", "the embedded registry knows no users"),
+        ("embedded://me:secret@a:1", "the embedded registry has no users"),
     ] {
         let parts = RegistryParts { world: World::real(), gate: Gate::new("test") };
         let url = RegistryUrl::parse(text).expect("it can be read");

@@ -24,9 +24,9 @@ use super::settings::EtcdSettings;
 use crate::announcement::{LeaseTerms, Presence};
 use crate::error::RegistryError;
 
-/// Signs of life per lease: one may be lost, and another, without the lease lapsing. Each is two small requests.
+/// Renewals per lease: two may be lost before the lease expires. Each renewal is two small requests.
 const BEATS_PER_TTL: u32 = 4;
-/// A key that changes under our hands this often is fought over.
+/// Attempts to write the key while other processes change it at the same time.
 const PUT_ATTEMPTS: usize = 4;
 
 pub(crate) struct InEtcd {
@@ -34,14 +34,14 @@ pub(crate) struct InEtcd {
     keys: Keys,
     node: NodeInfo,
     world: World,
-    /// `None` after anything went wrong: the next call connects anew.
+    /// `None` after an error: the next call reconnects.
     connection: Option<EtcdClient>,
-    /// The lease that the node's key is, or was last, attached to.
+    /// The lease that the node's key is attached to, or was attached to last.
     lease: Option<i64>,
     pulse: Option<Pulse>,
 }
 
-/// The stream over which a lease is kept alive.
+/// The stream that renews a lease.
 struct Pulse {
     lease: i64,
     requests: mpsc::Sender<LeaseKeepAliveRequest>,
@@ -67,7 +67,7 @@ impl InEtcd {
 #[async_trait]
 impl Presence for InEtcd {
     async fn announce(&mut self) -> Result<LeaseTerms, RegistryError> {
-        // A call may be dropped at any await, so the connection counts as broken until the end says otherwise.
+        // A call may be dropped at any await, so the connection counts as broken until the call has ended.
         let client = self.client().await?;
         self.connection = None;
         let terms = self.join(&client).await?;
@@ -77,13 +77,13 @@ impl Presence for InEtcd {
 
     async fn keep_alive(&mut self) -> Result<(), RegistryError> {
         match self.beat().await {
-            // The failure has dropped the connection: the next one authenticates anew.
+            // The error has dropped the connection. The new one authenticates again.
             Err(error) if token_expired(&error) => self.beat().await,
             done => done,
         }
     }
 
-    /// Revoking a lease deletes the keys that are attached to it, so the key of a later life stays.
+    /// Revoking a lease deletes only the keys attached to it, so the key of a later life stays.
     async fn withdraw(&mut self) -> Result<(), RegistryError> {
         let Some(lease) = self.lease else { return Ok(()) };
         let client = self.client().await?;
@@ -116,7 +116,7 @@ impl InEtcd {
         let granted = client.lease().lease_grant(request).await;
         let granted = granted.map_err(|status| failed("grant a lease", status))?.into_inner();
         if let Err(error) = self.put(client, granted.id).await {
-            // It holds nothing; without this it would expire by itself.
+            // The lease holds no key. Without the revocation it would expire by itself.
             let _ = client.lease().lease_revoke(LeaseRevokeRequest { id: granted.id }).await;
             return Err(error);
         }
@@ -129,14 +129,14 @@ impl InEtcd {
         for _ in 0..PUT_ATTEMPTS {
             let seen = self.read(client).await?;
             self.refuse_later_life(seen.as_ref())?;
-            // From here on the key may be ours, even if the answer is lost.
+            // From here on the key may be attached to our lease, even if the answer is lost.
             self.lease = Some(lease);
             if self.put_over(client, lease, seen.map_or(0, |seen| seen.mod_revision)).await? {
                 return Ok(());
             }
-            debug!(node = %self.node.id, "another life was faster, reading again");
+            debug!(node = %self.node.id, "node key changed concurrently, reading it again");
         }
-        Err(RegistryError::Interrupted { reason: "the node's key is being fought over".to_owned() })
+        Err(RegistryError::Interrupted { reason: "other processes keep changing the node's key".to_owned() })
     }
 
     async fn read(&self, client: &EtcdClient) -> Result<Option<KeyValue>, RegistryError> {
@@ -146,7 +146,7 @@ impl InEtcd {
     }
 
     fn refuse_later_life(&self, seen: Option<&KeyValue>) -> Result<(), RegistryError> {
-        // A value that cannot be read, or that no process of the cluster has written, belongs to no node.
+        // A value that cannot be decoded, or that has no valid signature of the cluster, belongs to no node.
         let identity = self.world.identity();
         let seen = seen.filter(|seen| identity.check_entry(&seen.key, &seen.value).is_ok());
         let seen = seen.and_then(|seen| v1::NodeInfo::decode(&*seen.value).ok());
@@ -158,7 +158,7 @@ impl InEtcd {
         }
     }
 
-    /// Writes only over what was seen (0: nothing). Also leaves the mark of this etcd's data if it has none.
+    /// Writes the key if its revision is still `seen` (0: absent). Also writes the mark of etcd's data if it is absent.
     async fn put_over(&self, client: &EtcdClient, lease: i64, seen: i64) -> Result<bool, RegistryError> {
         let key = self.keys.node(&self.node.id).into_bytes();
         let value = v1::NodeInfo::from(&self.node).encode_to_vec();
@@ -177,7 +177,7 @@ impl InEtcd {
         transaction(absent, [Request::RequestPut(PutRequest { key, value, lease: 0 })])
     }
 
-    /// A lease can live while its key is gone: deleted by hand, or lost in a restored backup.
+    /// Checks that the key is attached to the lease. It may be deleted by hand or lost in a restored backup.
     async fn holds_its_key(&self, client: &EtcdClient, lease: i64) -> Result<(), RegistryError> {
         match self.read(client).await? {
             Some(seen) if seen.lease == lease => Ok(()),
@@ -190,7 +190,7 @@ fn equal(key: Vec<u8>, target: CompareTarget, value: TargetUnion) -> Compare {
     Compare { result: CompareResult::Equal.into(), target: target.into(), key, target_union: Some(value) }
 }
 
-/// Does all of `success` if `condition` holds, and otherwise nothing.
+/// Makes a transaction that does all of `success` if `condition` holds, and nothing otherwise.
 fn transaction(condition: Compare, success: impl IntoIterator<Item = Request>) -> TxnRequest {
     let success = success.into_iter().map(|request| RequestOp { request: Some(request) }).collect();
     TxnRequest { compare: vec![condition], success }
@@ -199,7 +199,7 @@ fn transaction(condition: Compare, success: impl IntoIterator<Item = Request>) -
 // === Pulse ===
 
 impl Pulse {
-    /// Opens the stream, with a first sign of life in it.
+    /// Opens the stream and sends the first renewal.
     async fn start(client: &EtcdClient, lease: i64) -> Result<Self, RegistryError> {
         let (requests, queued) = mpsc::channel(1);
         requests

@@ -12,7 +12,7 @@ use super::settings::EtcdSettings;
 use crate::error::{Cause, RegistryError};
 use crate::url::User;
 
-/// etcd's messages and calls, as far as `rpc.proto` has them.
+/// etcd's messages and calls, as far as `rpc.proto` declares them.
 #[allow(clippy::all, clippy::pedantic, missing_debug_implementations)]
 pub mod v3 {
     tonic::include_proto!("etcdserverpb");
@@ -24,8 +24,8 @@ use v3::lease_client::LeaseClient;
 use v3::watch_client::WatchClient;
 
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);
-/// A member that is connected and silent (stopped, or cut off) is noticed after interval + timeout. That must be well
-/// before its leases expire: otherwise a watch would believe the departures that such a member reports when it resumes.
+/// A connected but silent member is detected after the interval and the timeout. This must be well before leases expire:
+/// otherwise a watch would believe the departures that such a member reports when it resumes.
 const PING_INTERVAL: Duration = Duration::from_secs(2);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -38,7 +38,7 @@ pub struct EtcdClient {
 }
 
 impl EtcdClient {
-    /// Authenticates if `settings` has a user. Without one, nothing is sent before the first call.
+    /// Authenticates if `settings` has a user. Without a user, nothing is sent before the first call.
     pub async fn connect(settings: &EtcdSettings) -> Result<Self, RegistryError> {
         let endpoints: Result<Vec<Endpoint>, RegistryError> =
             settings.endpoints.iter().map(|address| endpoint(address, settings)).collect();
@@ -89,12 +89,12 @@ async fn authenticate(channel: Channel, user: &User) -> Result<MetadataValue<Asc
     MetadataValue::try_from(token).map_err(|error| unusable(error.into()))
 }
 
-/// The settings, or a file that they name, cannot be used: waiting does not help.
+/// Makes the error for settings, or files named in them, that cannot be used. Retrying does not help.
 fn unusable(source: Cause) -> RegistryError {
     RegistryError::Denied { operation: "connect to etcd", source }
 }
 
-/// Sorts etcd's errors into those that waiting may mend and those that it does not.
+/// Classifies an etcd error: one that a retry may resolve, or one that it cannot.
 pub(crate) fn failed(operation: &'static str, status: Status) -> RegistryError {
     let is_denied = is_denial(&status);
     let source = Box::new(status);
@@ -120,7 +120,7 @@ pub(crate) fn token_expired(error: &RegistryError) -> bool {
     source.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Unauthenticated)
 }
 
-/// What every call carries.
+/// The metadata of every call.
 #[derive(Clone, Debug)]
 pub struct CallHeaders {
     token: Option<MetadataValue<Ascii>>,
@@ -128,7 +128,7 @@ pub struct CallHeaders {
 
 impl Interceptor for CallHeaders {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        // A member that has lost its cluster must refuse, and not serve an old state as the present one.
+        // A member that has lost contact to its cluster must refuse the call instead of serving old data.
         request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
         if let Some(token) = &self.token {
             request.metadata_mut().insert("token", token.clone());
@@ -137,7 +137,7 @@ impl Interceptor for CallHeaders {
     }
 }
 
-/// The end of the range that holds every key with this prefix: the prefix with its last byte one higher.
+/// Returns the end of the range of all keys with this prefix: the prefix with its last byte incremented.
 pub fn prefix_end(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
     if let Some(last) = end.last_mut() {

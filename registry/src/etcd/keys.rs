@@ -1,20 +1,20 @@
-//! What our keys are called.
+//! The names of Baton's keys in etcd.
 
 use types::NodeId;
 
-/// The keys of one Baton cluster. Everything of it lies under one prefix, so that one etcd role can be given it.
+/// The keys of one Baton cluster. All have one prefix, so that one etcd role can grant access to them.
 #[derive(Clone, Debug)]
 pub(crate) struct Keys {
     prefix: String,
 }
 
-/// What a key under the prefix is for.
+/// The purpose of a key under the prefix.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Key {
-    /// The mark of etcd's data: another mark, or none, is other data.
+    /// The mark of etcd's data. If it has changed or is absent, the data was replaced.
     Life,
     Node(NodeId),
-    /// Not ours, or a newer version's.
+    /// Not a key of this version of Baton.
     Other,
 }
 
@@ -23,7 +23,7 @@ impl Keys {
         Self { prefix: format!("/baton/{cluster}/") }
     }
 
-    /// The slash at its end keeps clusters apart whose names begin alike.
+    /// Ends with a slash, so that `blue` is no prefix of the keys of `blues`.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }

@@ -3,10 +3,10 @@
 //! | key | value | lives |
 //! |---|---|---|
 //! | `/baton/<cluster>/nodes/<id>` | `baton.v1.NodeInfo`, protobuf, signed | as long as its node's lease |
-//! | `/baton/<cluster>/life` | a random number | for ever; written by the first node that misses it |
+//! | `/baton/<cluster>/life` | a random number | forever; the first node that finds it absent writes it |
 //!
-//! The second tells watchers that an etcd without any member has lost its data. This folder is the only
-//! place that knows etcd.
+//! The second key tells watchers whether an etcd without members has lost its data. No code outside this folder
+//! knows etcd.
 //! See `docs/decisions/0001-etcd-api-from-our-own-protos.md`.
 
 mod announce;
@@ -30,7 +30,7 @@ use crate::url::RegistryUrl;
 use crate::watch::{Feed, follow};
 use crate::{MembershipEvent, Registry};
 
-/// Every announcement and every watch has a connection of its own, so that one that is stuck holds up no other.
+/// The registry in etcd. Every announcement and watch has its own connection, so that a stuck one blocks no other.
 #[derive(Clone, Debug)]
 pub struct EtcdRegistry {
     settings: EtcdSettings,
@@ -39,13 +39,13 @@ pub struct EtcdRegistry {
 }
 
 impl EtcdRegistry {
-    /// Reads the certificates once, so that a missing file is found now. Nothing is sent yet.
+    /// Reads the certificates once, so that a missing file is reported at once. Sends nothing yet.
     pub fn new(settings: EtcdSettings, parts: RegistryParts) -> Result<Self, RegistryError> {
         settings.check()?;
         Ok(Self { settings, world: parts.world, gate: parts.gate })
     }
 
-    /// `etcd://user:password@host:port,host:port/cluster?ca=…`; see [`EtcdSettings::from_url`].
+    /// Opens `etcd://user:password@host:port,host:port/cluster?ca=…`; see [`EtcdSettings::from_url`].
     pub fn open(url: &RegistryUrl, parts: RegistryParts) -> Result<Self, RegistryError> {
         Self::new(EtcdSettings::from_url(url)?, parts)
     }

@@ -1,4 +1,4 @@
-//! Where etcd is, who we are there, and which cluster is ours.
+//! The settings for etcd: endpoints, user, TLS and the cluster's name.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,48 +10,48 @@ use crate::url::{RegistryUrl, User, port_of};
 
 const PORT: u16 = 2379;
 const CLUSTER: &str = "default";
-/// How long a node that died without a word stays a member; also how long etcd may be away unnoticed by its leases.
+/// The lease of a node: how long a dead node stays a member, and how long etcd may be unreachable without an expiry.
 const TTL: Duration = Duration::from_secs(10);
-/// etcd counts leases in seconds, and refuses shorter ones than its election takes.
+/// etcd counts leases in seconds, and refuses leases shorter than its election timeout.
 const TTL_S_MIN: u64 = 1;
 const TTL_S_MAX: u64 = 600;
 
 const NAMES: [&str; 6] = ["ca", "cert", "key", "server_name", "password_file", "ttl_s"];
 
-/// Everything needed to use an etcd. `Debug` shows no password.
+/// The settings for one etcd. `Debug` does not show the password.
 #[derive(Clone, Debug)]
 pub struct EtcdSettings {
     /// `host:port`, at least one.
     pub endpoints: Vec<String>,
-    /// Clusters with different names share an etcd and see nothing of each other.
+    /// The name of the Baton cluster. Clusters with different names can share an etcd.
     pub cluster: String,
     pub user: Option<User>,
-    /// `None` is plain text.
+    /// `None` for plain text.
     pub tls: Option<TlsFiles>,
     pub ttl: Duration,
 }
 
-/// PEM files. They are read again for every connection, so that renewed certificates are picked up.
+/// PEM files. They are read for every connection, so that renewed certificates are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// Who may vouch for etcd.
+    /// The authority that signs etcd's certificate.
     pub ca: PathBuf,
-    /// Our certificate and its key, where etcd asks for one.
+    /// The client certificate and its key, if etcd requires them.
     pub identity: Option<(PathBuf, PathBuf)>,
-    /// The name in etcd's certificate, where it is not the host in the address.
+    /// The name in etcd's certificate, if it differs from the host in the address.
     pub server_name: Option<String>,
 }
 
 impl EtcdSettings {
-    /// Plain text, no user.
+    /// Settings for plain text without a user.
     pub fn new(endpoints: Vec<String>, cluster: impl Into<String>) -> Self {
         Self { endpoints, cluster: cluster.into(), user: None, tls: None, ttl: TTL }
     }
 
-    /// Reads `etcd://user:password@host:port,host:port/cluster?ca=FILE&cert=FILE&key=FILE&server_name=NAME`.
+    /// Parses `etcd://user:password@host:port,host:port/cluster?ca=FILE&cert=FILE&key=FILE&server_name=NAME`.
     ///
-    /// Ports default to 2379, the cluster to `default`. TLS is used if there is a `ca`. `password_file=FILE` keeps
-    /// the password out of process lists; `ttl_s` is the lease's length.
+    /// The default port is 2379, and the default cluster `default`. TLS is used if `ca` is given. `password_file=FILE`
+    /// keeps the password out of process lists. `ttl_s` is the lifetime of the lease.
     pub fn from_url(url: &RegistryUrl) -> Result<Self, RegistryError> {
         url.only(&NAMES)?;
         Ok(Self {
@@ -63,7 +63,7 @@ impl EtcdSettings {
         })
     }
 
-    /// Finds out now what would otherwise be found out at the first connection.
+    /// Reports missing or invalid certificate files before the first connection.
     pub(crate) fn check(&self) -> Result<(), RegistryError> {
         self.tls.as_ref().map_or(Ok(()), |tls| tls.options().map(drop))
     }
@@ -85,7 +85,7 @@ fn user(url: &RegistryUrl) -> Result<Option<User>, RegistryError> {
     match (&url.user, url.value("password_file")) {
         (None, Some(_)) => Err(url.refuse("`password_file` needs a user before the @")),
         (Some(user), Some(_)) if !user.password.is_empty() => {
-            Err(url.refuse("there is a password and a `password_file`"))
+            Err(url.refuse("give either a password or a `password_file`"))
         }
         (Some(user), Some(file)) => {
             let password = read(Path::new(file))?;
@@ -101,7 +101,7 @@ fn tls(url: &RegistryUrl) -> Result<Option<TlsFiles>, RegistryError> {
     let identity = match (path("cert"), path("key")) {
         (Some(cert), Some(key)) => Some((cert, key)),
         (None, None) => None,
-        _ => return Err(url.refuse("`cert` and `key` go together")),
+        _ => return Err(url.refuse("`cert` needs `key`, and `key` needs `cert`")),
     };
     let server_name = url.value("server_name").map(str::to_owned);
     match path("ca") {
@@ -133,7 +133,7 @@ impl TlsFiles {
     }
 }
 
-/// Small files, once per connection: not worth a thread.
+/// Reads a small file. It is read once per connection, so it needs no thread of its own.
 fn read(path: &Path) -> Result<Vec<u8>, RegistryError> {
     std::fs::read(path).map_err(|source| RegistryError::ReadFile { path: path.to_owned(), source })
 }

@@ -1,4 +1,4 @@
-//! What etcd says of the members: everything at one revision, and each change from the next one on.
+//! The watch of the members in etcd: the state at one revision, then each change.
 
 use std::time::Duration;
 
@@ -32,14 +32,14 @@ pub(crate) struct EtcdFeed {
     heard: Option<Heard>,
 }
 
-/// An open watch. etcd ends it when the requests end, and the connection closes with the last client.
+/// An open watch. etcd ends it when `_requests` is dropped. The connection closes with the last client.
 struct Connection {
     changes: Streaming<WatchResponse>,
     _requests: mpsc::Sender<WatchRequest>,
     _client: EtcdClient,
 }
 
-/// What was last heard, to tell an etcd that went on from one that has lost its data.
+/// The state of etcd at the last news, to detect an etcd that has lost its data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Heard {
     revision: i64,
@@ -74,8 +74,8 @@ impl Feed for EtcdFeed {
 }
 
 impl EtcdFeed {
-    /// Reads everything, and watches from the next revision on. A compaction between the two ends the watch with an
-    /// error, and this is done again.
+    /// Reads all keys and watches from the next revision on. If etcd compacts its history in between, the watch ends
+    /// with an error, and the feed connects again.
     async fn connect(&mut self) -> Result<News, RegistryError> {
         let client = EtcdClient::connect(&self.settings).await?;
         let prefix = self.keys.prefix();
@@ -136,7 +136,7 @@ impl EtcdFeed {
         }
     }
 
-    /// An entry without the cluster's signature is no member.
+    /// Reads a member's entry. One without the cluster's signature is ignored.
     fn read_node(&self, id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
         if let Err(refused) = self.identity.check_entry(&entry.key, &entry.value) {
             warn!(key = %id, error = %refused, "member ignored: its record is refused");
@@ -147,14 +147,14 @@ impl EtcdFeed {
 }
 
 impl Heard {
-    /// Revisions only grow, and the mark never changes, as long as the data is the same. (A backup that was restored
-    /// has the mark, and an older revision.)
+    /// Whether the data was lost. Unless it is, the revision only grows and the mark does not change. (A restored backup
+    /// has the same mark and an older revision.)
     fn forgot(&self, before: &Self) -> bool {
         self.revision < before.revision || self.life != before.life
     }
 }
 
-/// Opens a watch. etcd answers the request that creates it with a message that has no events.
+/// Opens a watch. etcd answers the request that creates it with a message without events.
 async fn open(client: EtcdClient, create: WatchCreateRequest) -> Result<Connection, RegistryError> {
     let refused = |status| failed("watch the members", status);
     let (requests, queued) = mpsc::channel(1);
@@ -165,7 +165,7 @@ async fn open(client: EtcdClient, create: WatchCreateRequest) -> Result<Connecti
     Ok(Connection { changes, _requests: requests, _client: client })
 }
 
-/// What cannot be read was written by a newer version or by hand, and is left out.
+/// Decodes a member's entry. One that cannot be decoded, written by a newer version or by hand, is ignored.
 fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
     let node = v1::NodeInfo::decode(&*entry.value).map_err(|error| error.to_string());
     let node = node.and_then(|node| NodeInfo::try_from(node).map_err(|error| error.to_string()));

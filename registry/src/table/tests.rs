@@ -1,4 +1,4 @@
-//! The table, without a runtime: time is a number.
+//! Tests of the table without a runtime: time is a number.
 
 use super::*;
 use crate::conformance::{left, node};
@@ -20,7 +20,7 @@ fn table() -> (Table, Clock) {
     (Table::new(TTL, start), Clock(start))
 }
 
-/// Looks for lapsed leases every second, as the reaper does.
+/// Expires leases every second, as the reaper does.
 fn look(table: &mut Table, clock: &Clock, seconds: std::ops::RangeInclusive<u64>) -> Vec<MembershipEvent> {
     seconds.flat_map(|second| table.lapse(clock.at(second))).collect()
 }
@@ -52,7 +52,7 @@ fn a_registry_that_stood_still_expires_no_node() {
 
 #[test]
 fn one_place_for_one_id() {
-    // Held by a life, asked for by another: who has it afterwards, and what is told.
+    // The epoch that holds the place, the epoch that asks for it, and the resulting events.
     let joined = |epoch| MembershipEvent::Joined(node("a", epoch));
     for (held, asked, told) in
         [(1, 2, Some(vec![left("a", 1), joined(2)])), (1, 1, Some(vec![])), (2, 1, None)]

@@ -1,4 +1,4 @@
-//! The watch against a feed that follows a script.
+//! Tests of the watch against a scripted feed.
 
 use tokio::time::Instant;
 
@@ -7,7 +7,7 @@ use crate::conformance::{Watcher, left, node};
 
 const TTL: Duration = Duration::from_secs(10);
 
-/// One thing after the other; then silence.
+/// A feed that returns scripted news and then nothing.
 enum Line {
     Says(Vec<News>),
     Breaks,

@@ -1,4 +1,4 @@
-//! Certificates that live as long as a test.
+//! Certificates for one test.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use baton_registry::etcd::TlsFiles;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 use tempfile::TempDir;
 
-/// An authority that vouches for an etcd at 127.0.0.1 and for one client; all of it as PEM files.
+/// A certificate authority with certificates for an etcd at 127.0.0.1 and for one client, as PEM files.
 #[derive(Debug)]
 pub struct Certificates {
     folder: TempDir,
@@ -26,7 +26,7 @@ impl Certificates {
 
     fn issue(&self, authority: &CertifiedIssuer<'_, KeyPair>, name: &str, purpose: ExtendedKeyUsagePurpose) {
         let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).expect("a good name");
-        // etcd also calls itself, with its own certificate.
+        // etcd also connects to itself with its own certificate.
         params.extended_key_usages = vec![purpose, ExtendedKeyUsagePurpose::ClientAuth];
         let key = key();
         let certificate = params.signed_by(&key, authority).expect("the authority can sign");
@@ -42,7 +42,7 @@ impl Certificates {
         self.folder.path().join(name)
     }
 
-    /// Makes an etcd speak TLS, and only with clients that the authority vouches for.
+    /// Makes an etcd use TLS and require client certificates of this authority.
     pub fn etcd_arguments(&self) -> Vec<String> {
         let file = |name| self.path(name).display().to_string();
         ["--client-cert-auth".to_owned()]
@@ -58,7 +58,7 @@ impl Certificates {
         TlsFiles { ca: self.path("ca.pem"), identity, server_name: None }
     }
 
-    /// What stands behind the `?` of a registry's address.
+    /// Returns the query of a registry address with these certificates.
     pub fn query(&self) -> String {
         let file = |name: &str| -> String { shown(&self.path(name)) };
         format!("ca={}&cert={}&key={}", file("ca.pem"), file("client.pem"), file("client.key"))

@@ -15,7 +15,7 @@ use tonic::Code;
 
 const STARTS_WITHIN: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// Another process may take the port before etcd binds it.
+/// Attempts to start: another process may take the port before etcd binds it.
 const PORT_ATTEMPTS: usize = 5;
 
 #[derive(Debug)]
@@ -23,7 +23,7 @@ pub struct Etcd {
     folder: TempDir,
     client_port: u16,
     peer_port: u16,
-    /// Further arguments, and with TLS what a client needs.
+    /// Further arguments, and the client's TLS files if TLS is used.
     arguments: Vec<String>,
     tls: Option<TlsFiles>,
     /// `None` while it is stopped.
@@ -59,7 +59,7 @@ impl Etcd {
         EtcdClient::connect(&settings).await.expect("nothing is sent yet")
     }
 
-    /// Kills it. Its data stay.
+    /// Kills the process. Its data stay.
     pub async fn stop(&mut self) {
         let mut process = self.process.take().expect("it runs");
         process.kill().await.expect("it is ours");
@@ -74,7 +74,7 @@ impl Etcd {
         self.restart().await;
     }
 
-    /// Stops it without ending it: connections stay open and nothing answers.
+    /// Suspends the process: connections stay open and nothing answers.
     pub fn freeze(&self) {
         self.signal(rustix::process::Signal::STOP);
     }
@@ -89,7 +89,7 @@ impl Etcd {
         rustix::process::kill_process(pid, signal).expect("it is ours");
     }
 
-    /// Starts the process and waits until it serves. False: it ended at once, as it does when a port is taken.
+    /// Starts the process and waits until it serves. Returns false if it ended at once, as it does if a port is taken.
     async fn resume(&mut self) -> bool {
         self.process = Some(self.command().spawn().expect("the binary is there"));
         timeout(STARTS_WITHIN, self.is_up()).await.expect("etcd starts in time")
@@ -106,7 +106,7 @@ impl Etcd {
         true
     }
 
-    /// Whether it answers a read, even if only to refuse it.
+    /// Whether it answers a read, even with a refusal.
     async fn answers(&self) -> bool {
         let read = RangeRequest { key: b"test".to_vec(), ..RangeRequest::default() };
         match timeout(Duration::from_secs(1), self.client().await.kv().range(read)).await {
@@ -128,7 +128,7 @@ impl Etcd {
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &format!("one={peer}"), "--unsafe-no-fsync"])
-            // Quick elections, and with them leases of a second.
+            // Short election timeouts, because etcd allows no shorter lease.
             .args(["--heartbeat-interval", "50", "--election-timeout", "500"])
             .args(&self.arguments)
             .stdin(Stdio::null())

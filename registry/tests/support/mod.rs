@@ -1,4 +1,4 @@
-//! A real etcd, and a wire to it that can be cut.
+//! A real etcd, and a TCP proxy to it that can be interrupted.
 
 pub mod certificates;
 pub mod etcd;

@@ -1,10 +1,10 @@
-//! A TCP wire between a client and a server that can be cut and mended.
+//! A TCP proxy between a client and a server that can be interrupted.
 
 use chassis::net::{Listener, Net, Stream, TcpNet};
 use chassis::{Gate, Task, spawn_guarded};
 use tokio::sync::watch;
 
-/// Forwards connections to one address. While it is cut, open ones are closed and new ones are not answered.
+/// Forwards connections to one address. While it is cut, open connections are closed and new ones are not answered.
 #[derive(Debug)]
 pub struct Wire {
     address: String,

@@ -1,13 +1,13 @@
-//! What one node has cached, as its block events tell it.
+//! A mirror of one node's prefix cache, built from its block events.
 
 use std::collections::HashSet;
 
 use types::{BlockEvent, BlockHash};
 
-/// Hashes that are remembered of one node. What a node has beyond them is not known of: this is advice.
+/// The largest number of hashes per node. Further cached blocks are ignored, because routing by cache is advice.
 const HASHES_MAX: usize = 1 << 22;
 
-/// A mirror of one node's prefix cache. It is right, or it says that it is not.
+/// A mirror of one node's prefix cache. It is either correct or reports that it is not known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CachedBlocks {
     /// The number of the last event; `None` before the first snapshot, and after a gap.
@@ -15,8 +15,8 @@ pub struct CachedBlocks {
     hashes: HashSet<BlockHash>,
 }
 
-/// An event is not the one that follows: some were lost, came twice or in another order, or the node counts from the start again. Only a
-/// snapshot helps.
+/// A block event does not follow the previous one: events were lost, repeated or reordered, or the node restarted its
+/// count. Only a snapshot repairs this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("block event {found} instead of {expected:?}")]
 pub struct Gap {
@@ -25,7 +25,7 @@ pub struct Gap {
 }
 
 impl CachedBlocks {
-    /// After a gap nothing is known until the next snapshot.
+    /// Applies an event. After a gap nothing is known until the next snapshot.
     pub fn apply(&mut self, number: u64, event: BlockEvent) -> Result<(), Gap> {
         let expected = self.seen.map(|seen| seen + 1);
         if !matches!(event, BlockEvent::Snapshot(_)) && expected != Some(number) {
@@ -52,7 +52,7 @@ impl CachedBlocks {
         *self = Self::default();
     }
 
-    /// All of them; `None` while it is not known.
+    /// All cached hashes; `None` while they are not known.
     pub fn hashes(&self) -> Option<&HashSet<BlockHash>> {
         self.seen.map(|_| &self.hashes)
     }
@@ -96,7 +96,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is lost, doubled or swapped on the way: what the mirror says that it knows is so.
+        /// For any lost, repeated or swapped events, the hashes that the mirror reports are correct.
         #[test]
         fn a_mirror_is_right_or_says_that_it_is_not(
             changes in prop::collection::vec((0_u8..8, any::<bool>()), 1..40),

@@ -1,7 +1,7 @@
-//! Which of the groups of agreeing nodes serves a model: a pure decision over all nodes of one model name.
+//! The choice of the group of nodes that serves a model: a pure function of all nodes of one model name.
 //!
-//! Nodes agree when their fingerprints are equal. The caller decides anew at every change of membership or usability,
-//! and leaves out pool nodes and nodes that are refused by themselves (another protocol, not the operator's model).
+//! A group is the nodes with equal fingerprints. The caller decides again at every change of membership or usability.
+//! It leaves out pool nodes and nodes that are refused for another reason (protocol, or not the operator's model).
 //! See `docs/decisions/0024-a-rollout-waits-for-a-complete-group.md`.
 
 use std::cmp::Reverse;
@@ -10,7 +10,7 @@ use std::fmt;
 
 use types::{Epoch, FingerprintDigest, Role};
 
-/// What the decision needs to know of one node.
+/// The properties of one node that the decision depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GroupNode {
     pub(super) fingerprint: FingerprintDigest,
@@ -23,19 +23,19 @@ pub(super) struct GroupNode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Usability {
     Usable,
-    /// Not now, but it may be in a moment: it is being connected to.
+    /// Not usable now, but perhaps in a moment: the router is connecting to it.
     Possible,
-    /// It drains.
+    /// The node drains.
     Leaving,
 }
 
-/// What is known besides the nodes.
+/// The other inputs of the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DecisionContext {
     pub(super) in_force: Option<FingerprintDigest>,
     /// The router has just started and may not know all nodes yet.
     pub(super) is_settling: bool,
-    /// The last decisions were postponed for long enough.
+    /// The decision was postponed for the longest allowed time.
     pub(super) postponed_too_long: bool,
 }
 
@@ -45,28 +45,28 @@ pub(super) struct Decision {
     pub(super) reason: Reason,
 }
 
-/// Why a group is in force, or why the decision is postponed.
+/// The reason why a group is in force, or why the decision is postponed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reason {
-    /// There is no other.
+    /// It is the only group.
     OnlyGroup,
-    /// It has all kinds of nodes that the model needs, and no other group has.
+    /// It is the only group with a usable node of each required role.
     OnlyComplete,
     MostNodes,
-    /// Another group has the same number of nodes; this one was in force before, or it is the older one.
+    /// Another group has as many nodes. This one was in force before, or it is older.
     Tie,
-    /// No group has all kinds of nodes; this one has a decode node.
+    /// No group has a usable node of each required role; this one has a decode node.
     CanDecode,
     /// No group can serve.
     NoneServes,
-    /// The router has just started: nodes may still announce themselves.
+    /// The router has just started, and nodes may still announce themselves.
     SettlePeriod,
-    /// A larger group, or the one in force, is expected to be usable in a moment.
+    /// A larger group, or the one in force, may become usable in a moment.
     Expecting,
 }
 
 impl Reason {
-    /// Time alone may change the decision.
+    /// Whether time alone may change the decision.
     pub(super) fn is_postponed(self) -> bool {
         matches!(self, Self::SettlePeriod | Self::Expecting)
     }
@@ -78,26 +78,26 @@ impl fmt::Display for Reason {
             Self::OnlyGroup => "all nodes agree",
             Self::OnlyComplete => "the only group with all needed kinds of nodes",
             Self::MostNodes => "the most nodes of the groups that can serve",
-            Self::Tie => "as many nodes as another group, and in force before or older",
+            Self::Tie => "a tie in the number of nodes, won by the group in force before or the older one",
             Self::CanDecode => "no group has all needed kinds of nodes, this one has a decode node",
             Self::NoneServes => "no group can serve",
             Self::SettlePeriod => "the router has just started, nodes may still announce themselves",
-            Self::Expecting => "nodes of a larger group, or of the one in force, are being connected to",
+            Self::Expecting => "waiting for connections to nodes of a larger group or of the one in force",
         })
     }
 }
 
-/// How a group ranks among others: the larger, then the one in force, then the one with the oldest node.
+/// The rank of a group: by its number of nodes, then by being in force, then by the age of its oldest node.
 type Rank = (usize, bool, Reverse<u64>);
 
-/// One group, counted.
+/// The counts of one group.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupSummary {
     pub(super) fingerprint: FingerprintDigest,
-    /// Nodes that do not leave.
+    /// Nodes that do not drain.
     pub(super) n_staying: usize,
     usable: RoleSet,
-    /// Kinds of nodes that are usable, or may be in a moment.
+    /// Roles of nodes that are usable or may become usable in a moment.
     possible: RoleSet,
     oldest: Epoch,
 }
@@ -130,7 +130,7 @@ impl GroupSummary {
     }
 }
 
-/// The groups of one model's nodes.
+/// Summarizes the groups of one model's nodes.
 pub(super) fn summarize(nodes: &[GroupNode]) -> Vec<GroupSummary> {
     let mut groups: BTreeMap<FingerprintDigest, GroupSummary> = BTreeMap::new();
     for node in nodes {
@@ -155,7 +155,7 @@ pub(super) fn summarize(nodes: &[GroupNode]) -> Vec<GroupSummary> {
     groups.into_values().collect()
 }
 
-/// The kind of node that a group needs before it can serve; `None`: it can.
+/// The role that a group lacks before it can serve; `None` if it can serve.
 pub(super) fn missing(nodes: &[GroupNode], group: FingerprintDigest) -> Option<Role> {
     let usable = summarize(nodes)
         .iter()
@@ -171,16 +171,16 @@ pub(super) fn missing(nodes: &[GroupNode], group: FingerprintDigest) -> Option<R
     }
 }
 
-/// Whether the model's prompts are computed by prefill nodes.
+/// Whether the model has prefill nodes, so that a group needs one.
 fn needs_prefill(nodes: &[GroupNode]) -> bool {
     nodes.iter().any(|node| node.link != Usability::Leaving && node.role.prefills() && !node.role.decodes())
 }
 
 /// Chooses the group that serves.
 ///
-/// A group that can serve (a usable node of each needed kind) comes before one that cannot; of several, the one with most
-/// nodes; on a tie, the one in force, then the older. Where no group can serve, the one in force goes on with its decode
-/// nodes, which compute prompts themselves. A change is postponed while a better group is only a moment away.
+/// A group that can serve (with a usable node of each required role) is preferred to one that cannot. Among several, the
+/// largest wins; on a tie, the one in force, then the older one. If no group can serve, the one in force continues with
+/// its decode nodes, which compute prompts themselves. A change is postponed while a better group may become usable.
 pub(super) fn decide(nodes: &[GroupNode], known: DecisionContext) -> Decision {
     let DecisionContext { in_force, is_settling, postponed_too_long } = known;
     if in_force.is_none() && is_settling {
@@ -200,7 +200,7 @@ pub(super) fn decide(nodes: &[GroupNode], known: DecisionContext) -> Decision {
     Decision { in_force: Some(best.fingerprint), reason: reason(best, &groups, needs_prefill(nodes)) }
 }
 
-/// The best group by these kinds of nodes.
+/// The best group, judged by the roles that `kinds` returns.
 fn best_of(
     groups: &[GroupSummary],
     in_force: Option<FingerprintDigest>,
@@ -234,8 +234,8 @@ fn reason(best: GroupSummary, groups: &[GroupSummary], needs_prefill: bool) -> R
 mod tests {
     use super::*;
 
-    /// A node as a word: group, role (`p`, `d`, `b`oth), and `?` if it is being connected to, `-` if it drains. The
-    /// position is its age.
+    /// Parses a node: its group, its role (`p`, `d` or `b`oth), and `?` if the router is connecting to it, `-` if it
+    /// drains. The position is its age.
     fn node((age, word): (usize, &str)) -> GroupNode {
         let mut letters = word.chars();
         let group = letters.next().expect("a group");
@@ -271,21 +271,21 @@ mod tests {
             ("ad", None, Some('a'), OnlyGroup),
             ("ab", None, Some('a'), OnlyGroup),
             ("ap ap ad ad", None, Some('a'), OnlyGroup),
-            // Most nodes, then the one in force, then the older.
+            // The larger group, then the one in force, then the older one.
             ("bp bd ap ap ad", None, Some('a'), MostNodes),
             ("bp bd ap ap ad", Some('b'), Some('a'), MostNodes),
             ("bp bd ap ad", None, Some('b'), Tie),
             ("bp bd ap ad", Some('a'), Some('a'), Tie),
-            // A single wrong node that came first serves nothing beside two of each kind.
+            // A single wrong node that joined first serves nothing next to two nodes of each role.
             ("bd ap ap ad ad", Some('b'), Some('a'), OnlyComplete),
             ("bd ap", None, Some('b'), CanDecode),
             ("bd ap? ap? ad?", None, None, Expecting),
             ("bd ap ap ad?", None, None, Expecting),
-            // A minority that is usable first waits for a majority that is being connected to.
+            // A smaller group that is usable first waits for a larger one that is being connected.
             ("bp bd ap ap ad?", Some('a'), Some('a'), Expecting),
             ("bp bd ap? ad? ad?", None, None, Expecting),
             ("bp bd ap?", None, Some('b'), OnlyComplete),
-            // A rollout of two and two, prefill nodes first.
+            // A rollout of two prefill and two decode nodes, prefill nodes first.
             ("ap- ad ap ad", Some('a'), Some('a'), OnlyGroup),
             ("ap ad ad bp", Some('a'), Some('a'), OnlyComplete),
             ("ap- ad ad bp", Some('a'), Some('a'), CanDecode),
@@ -294,18 +294,18 @@ mod tests {
             ("ad bp bp bd?", Some('a'), Some('a'), CanDecode),
             ("ad bp bp bd", Some('a'), Some('b'), OnlyComplete),
             ("bp bp bd bd", Some('b'), Some('b'), OnlyGroup),
-            // Decode nodes first.
+            // The same with decode nodes first.
             ("ap ap ad bd", Some('a'), Some('a'), OnlyComplete),
             ("ap ap ad- bd", Some('a'), Some('b'), CanDecode),
             ("ap ap bd bd", Some('b'), Some('b'), CanDecode),
             ("ap bp bd bd", Some('b'), Some('b'), OnlyComplete),
-            // One of each kind at a time: a tie is no change, a majority is.
+            // One node of each role at a time: a tie changes nothing, a majority does.
             ("ap ad bp bd", Some('a'), Some('a'), Tie),
             ("ad bp bp bd", Some('a'), Some('b'), OnlyComplete),
-            // The group in force is gone, or all of it drains.
+            // The group in force has left, or all of it drains.
             ("bp bd", Some('a'), Some('b'), OnlyGroup),
             ("ap- ad- bp bd", Some('a'), Some('b'), OnlyComplete),
-            // It is there and cannot be reached for a moment.
+            // The group in force is a member but unreachable for a moment.
             ("ap? ad? bp bd", Some('a'), Some('a'), Expecting),
             ("ap? ad? bp? bd?", Some('a'), Some('a'), NoneServes),
             ("ap? ad ad bp bd", Some('a'), Some('a'), Expecting),
@@ -323,7 +323,7 @@ mod tests {
             ("ap ad bp bd?", Some(Role::Decode)),
             ("ap ad bd", Some(Role::Prefill)),
             ("ap ad bd bp-", Some(Role::Prefill)),
-            // The model has no prefill nodes, or they all leave.
+            // The model has no prefill nodes, or all of them drain.
             ("ad bd", None),
             ("ap- ad bd", None),
             ("ap ad bb", None),

@@ -1,4 +1,4 @@
-//! The members and what the router makes of them: state that changes only in its own methods, without a runtime.
+//! The members and their states. Only this file's methods change them, and they need no runtime.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,28 +17,27 @@ use crate::policy::{ClusterView, NodeView};
 use crate::rpc::{NodeClient, StatusUpdate};
 use crate::text::RouterModels;
 
-/// How long a router that has just started waits for nodes that were there before it, before it chooses a group. With the
-/// embedded registry a node announces itself again at its next sign of life, at most a second later, and takes up to a
-/// second more where it has to connect.
+/// The time for which a router that has just started waits for older nodes before it chooses a group. With the embedded
+/// registry a node announces itself again at its next renewal, within a second, and connecting may take a second more.
 pub(super) const SETTLE: Duration = Duration::from_secs(3);
 
-/// How long a change to another group is postponed while a better one may be usable in a moment. Longer than it takes to
-/// open broken status streams again; a decision for the right nodes still comes within five seconds.
+/// The longest time for which a change to another group is postponed while a better one may become usable. It is longer
+/// than reopening a broken status stream takes, and a decision for the right nodes still comes within five seconds.
 const POSTPONE_MAX: Duration = Duration::from_secs(3);
 
-/// How usable a node is.
+/// The usability of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeState {
-    /// Announced, but its status stream has not spoken yet; or its model's group is not chosen yet.
+    /// Announced, but without a first status report; or the group of its model is not chosen yet.
     Connecting,
     Ready,
-    /// It takes no new work.
+    /// It accepts no new work.
     Draining,
-    /// Its status stream broke; it is tried again.
+    /// Its status stream broke; the router reconnects.
     Unreachable,
-    /// It cannot be used whatever the other nodes are: another protocol, or not the model that the operator named.
+    /// It cannot be used, independent of other nodes: another protocol, or not the model that the operator requires.
     Refused(String),
-    /// It differs from the nodes of its model that are in force.
+    /// Its fingerprint differs from that of the group in force.
     Superseded(String),
 }
 
@@ -54,7 +53,7 @@ impl NodeState {
         }
     }
 
-    /// Why the node gets no work although it could be reached.
+    /// The reason why the node gets no work although it is reachable.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Refused(reason) | Self::Superseded(reason) => Some(reason),
@@ -63,7 +62,7 @@ impl NodeState {
     }
 }
 
-/// The groups of agreeing nodes of one model.
+/// The groups of one model's nodes, by fingerprint.
 #[derive(Clone, Debug)]
 pub struct ModelGroups {
     pub name: String,
@@ -72,56 +71,56 @@ pub struct ModelGroups {
     pub groups: Vec<Group>,
 }
 
-/// Nodes of one model with one fingerprint.
+/// The nodes of one model with one fingerprint.
 #[derive(Clone, Debug)]
 pub struct Group {
     pub model: Arc<NodeInfo>,
     pub fingerprint: FingerprintDigest,
     pub nodes: Vec<NodeId>,
-    /// A decode node is usable.
+    /// True if a decode node of the group is usable.
     pub can_decode: bool,
 }
 
-/// The operator's word on weights: nodes with another fingerprint are refused.
+/// The fingerprint that the operator requires: nodes with another one are refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WantedFingerprint {
-    /// The model that it holds for; empty: every model.
+    /// The model that this applies to; empty for every model.
     pub model: String,
     pub fingerprint: FingerprintDigest,
 }
 
-/// What a node is told of its standing.
+/// The report about a node that is sent to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkStatus {
-    /// Why it gets no work. `None`: it is in use, or has left.
+    /// The reason why it gets no work. `None`: it is in use, or has left.
     pub(super) refusal: Option<String>,
-    /// Why a rollout must not replace other nodes yet. `None`: the node serves, or its group could.
+    /// The reason why a rollout must not replace other nodes yet. `None`: the node serves, or its group could serve.
     pub(super) rollout_waits_for: Option<String>,
 }
 
 impl WorkStatus {
-    /// What a node that was just heard of waits for.
+    /// The status of a node that was just discovered.
     pub(super) fn unknown() -> Self {
-        Self { refusal: None, rollout_waits_for: Some("the router has only just heard of it".to_owned()) }
+        Self { refusal: None, rollout_waits_for: Some("the router has just discovered the node".to_owned()) }
     }
 }
 
-/// Which group of a model's nodes is in force.
+/// The group in force of one model.
 #[derive(Debug)]
 struct ModelRecord {
     in_force: Option<FingerprintDigest>,
     reason: Reason,
-    /// Until then nodes may still announce themselves to a router that has just started.
+    /// The time in which nodes may still announce themselves after the router's start.
     settles: Option<SettlePeriod>,
-    /// Since when a change is postponed.
+    /// The time at which a change was first postponed.
     postponed_since: Option<Instant>,
 }
 
-/// What the registry sent when a member was taken in.
+/// The event through which the router learned of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MemberSource {
     OneEvent,
-    /// The list of all members: only their status streams are waited for.
+    /// The list of all members. After it, only status streams are waited for.
     WholeList,
 }
 
@@ -135,9 +134,9 @@ pub(super) struct Members {
     pub(super) by_id: BTreeMap<NodeId, Member>,
     by_model: BTreeMap<String, ModelRecord>,
     wanted: Option<WantedFingerprint>,
-    /// Nodes of earlier epochs were there before the router.
+    /// The router's epoch. Nodes with an earlier epoch existed before the router.
     started: Epoch,
-    /// Counts routes, for whose turn it is.
+    /// Counts routes, to order the nodes' last turns.
     turns: u64,
 }
 
@@ -146,26 +145,26 @@ pub(super) struct Member {
     fingerprint: FingerprintDigest,
     /// The state of its status stream.
     link: NodeState,
-    /// Why it is refused whatever the others are.
+    /// The reason why it is refused independent of other nodes.
     refusal: Option<String>,
     pub(super) load: NodeLoad,
     assigned: u32,
     assigned_tokens: u64,
     last_turn: u64,
-    /// It has failed since it spoke last.
+    /// It has failed since its last report.
     pub(super) is_suspect: bool,
-    /// The registry has not confirmed it: it comes from the file of before.
+    /// The registry has not confirmed it: it comes from the members file.
     pub(super) is_old: bool,
     pub(super) cached: CachedBlocks,
     pub(super) client: NodeClient,
-    /// What it is to be told of its standing. One receiver each, in the order of ids: a run of the simulation is repeated.
+    /// The report for the node. Members are visited in the order of ids, so that simulations are repeatable.
     word: watch::Sender<WorkStatus>,
-    /// They end with the member.
+    /// The member's tasks, aborted when it is dropped.
     _tasks: [Task<()>; 2],
 }
 
 impl Member {
-    /// `refusal`: why it cannot be used whatever the other nodes are. `tasks` end with the member.
+    /// `refusal` is the reason why it cannot be used independent of other nodes. `tasks` end with the member.
     pub(super) fn new(
         info: Arc<NodeInfo>,
         refusal: Option<String>,
@@ -225,8 +224,8 @@ impl Members {
         Self { by_id: BTreeMap::new(), by_model: BTreeMap::new(), wanted, started, turns: 0 }
     }
 
-    /// The usable nodes for a prompt of this model, without some: those of the weights that it names, otherwise those of
-    /// the group in force.
+    /// The usable nodes for a prompt of this model, except `without`. They have the weights that the prompt names, or
+    /// otherwise those of the group in force.
     pub(super) fn view(&self, model: &PromptModel, without: &[NodeId]) -> ClusterView {
         let Some(wanted) = model.fingerprint.or_else(|| self.in_force(&model.name)) else {
             return ClusterView::default();
@@ -268,7 +267,7 @@ impl Members {
         }
     }
 
-    /// The models that a usable node of the group in force decodes.
+    /// The models for which the group in force has a usable decode node.
     pub(super) fn models(&self) -> Vec<ModelInfo> {
         let model = |name: &String| {
             let view = self.view(&PromptModel::named(name.as_str()), &[]);
@@ -278,8 +277,8 @@ impl Members {
         self.by_model.keys().filter_map(model).collect()
     }
 
-    /// Why a node cannot be used, whatever the other nodes are: it speaks another protocol, its tokens mean something else
-    /// to the router, or it has not the weights that the operator named.
+    /// The reason why a node cannot be used, independent of other nodes: it speaks another protocol, its tokenizer differs
+    /// from the router's, or it does not have the weights that the operator requires.
     pub(super) fn refusal(&self, node: &NodeInfo, models: &RouterModels) -> Option<String> {
         if let Err(mismatch) = types::node::PROTOCOL.agree(node.protocol) {
             return Some(mismatch.to_string());
@@ -295,7 +294,7 @@ impl Members {
         if node.role.pools() { None } else { models.learn(&node.model).err().map(|error| error.to_string()) }
     }
 
-    /// Takes a member in, and begins to wait for others of its model if it was there before the router.
+    /// Adds a member. If it existed before the router, the decision about its model waits for more nodes.
     pub(super) fn insert(&mut self, member: Member, source: MemberSource, now: Instant) {
         let (computes, epoch) = (member.computes(), member.info.epoch);
         let name = member.info.model.name.clone();
@@ -311,7 +310,7 @@ impl Members {
         }
     }
 
-    /// Chooses the group in force of every model anew.
+    /// Decides the group in force of every model again.
     pub(super) fn decide(&mut self, models: &RouterModels, now: Instant) {
         let mut by_model = std::mem::take(&mut self.by_model);
         by_model.retain(|name, _| self.of_model(name).next().is_some());
@@ -337,7 +336,7 @@ impl Members {
         self.by_model.values().any(|record| record.reason.is_postponed())
     }
 
-    /// Speaks for the groups in force. Requests are taken that any of their nodes could serve, and no longer ones.
+    /// Adapts the router's models to the groups in force. A request is accepted if any of their nodes could serve it.
     fn fit(&self, models: &RouterModels) {
         for (name, record) in &self.by_model {
             let chosen = |member: &&Member| record.in_force == Some(member.fingerprint);
@@ -352,8 +351,8 @@ impl Members {
         models.fit(self.by_id.values().filter(chosen).map(|member| &member.info.model));
     }
 
-    /// A word from the status stream of this life of the node; another life's is ignored. True if it changed how usable
-    /// the node is.
+    /// Applies an update from the status stream of this life of the node; another life's is ignored. Returns true if the
+    /// node's usability changed.
     pub(super) fn update(&mut self, info: &NodeInfo, update: StatusUpdate) -> Result<bool, Gap> {
         let Some(member) = self.life_of(info) else { return Ok(false) };
         let before = member.link.clone();
@@ -373,7 +372,7 @@ impl Members {
         Ok(member.link != before)
     }
 
-    /// True if it was reachable.
+    /// Marks a node as unreachable. Returns true if it was reachable.
     pub(super) fn unreachable(&mut self, info: &NodeInfo) -> bool {
         let Some(member) = self.life_of(info).filter(|member| member.link == NodeState::Ready) else {
             return false;
@@ -383,7 +382,7 @@ impl Members {
         true
     }
 
-    /// The member, if it is still in this life.
+    /// The member, if it still has this epoch.
     fn life_of(&mut self, info: &NodeInfo) -> Option<&mut Member> {
         self.by_id.get_mut(&info.id).filter(|member| member.info.epoch == info.epoch)
     }
@@ -401,7 +400,7 @@ impl Members {
         Err(format!("no decode node is ready: {known}"))
     }
 
-    // === for operators and nodes ===
+    // === reports to operators and nodes ===
 
     pub(super) fn state(&self, member: &Member) -> NodeState {
         if let Some(refusal) = &member.refusal {
@@ -427,7 +426,7 @@ impl Members {
         format!("`{name}` is served by {n} nodes with {in_force} ({reason}), this node has {own}{mismatch}")
     }
 
-    /// What the node is to be told of its standing.
+    /// The report for the node.
     fn work_status_of(&self, member: &Member) -> WorkStatus {
         let state = self.state(member);
         let refusal = state.reason().map(str::to_owned);
@@ -440,7 +439,7 @@ impl Members {
                     .map(|missing| format!("{reason}; no usable {missing} node agrees with it"))
             }
             NodeState::Refused(reason) | NodeState::Superseded(reason) => Some(reason.clone()),
-            other => Some(format!("to the router it is {}", other.as_str())),
+            other => Some(format!("the router sees the node as {}", other.as_str())),
         };
         WorkStatus { refusal, rollout_waits_for }
     }

@@ -1,4 +1,4 @@
-//! When the members' file is read and written.
+//! The times at which the members file is read and written.
 
 use std::time::Duration;
 
@@ -7,21 +7,21 @@ use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tracing::warn;
 
-/// How long the registry may be silent after the start before the file is read.
+/// The file is read if the registry gives no answer for this time after the start.
 const SILENT_FOR: Duration = Duration::from_secs(1);
-/// How long after a change the file is written: a start or a rollout changes members many times.
+/// The delay between a change and the write: a start or a rollout changes the members many times.
 const WRITE_AFTER: Duration = Duration::from_secs(1);
 
-/// The members' file, and what is to be done with it next.
+/// The members file, and the time of its next read or write.
 #[derive(Debug)]
 pub(super) struct MembersFileTask {
     file: MembersFile,
     heard_registry: bool,
-    /// When to read, or to write.
+    /// The time of the next read or write.
     due: Option<Instant>,
 }
 
-/// Ends when the file is to be read or written; never without one.
+/// Returns when the file is to be read or written; never returns if there is no file.
 pub(super) async fn due(members_file: &Option<MembersFileTask>) {
     match members_file.as_ref().and_then(|members_file| members_file.due) {
         Some(due) => tokio::time::sleep_until(due).await,
@@ -34,7 +34,7 @@ impl MembersFileTask {
         Self { file, heard_registry: false, due: Some(Instant::now() + SILENT_FOR) }
     }
 
-    /// The registry has spoken.
+    /// Notes a change that the registry has reported.
     pub(super) fn changed(&mut self) {
         if !self.heard_registry {
             self.heard_registry = true;
@@ -47,7 +47,7 @@ impl MembersFileTask {
         self.heard_registry
     }
 
-    /// The members of before; `None` if there is no file, or none that can be read.
+    /// The last known members; `None` if there is no file or it cannot be read.
     pub(super) async fn read(&mut self) -> Option<OldMembers> {
         self.due = None;
         let file = self.file.clone();

@@ -1,4 +1,4 @@
-//! What the registry and the nodes say, and what the router makes of it.
+//! Tests of the router's view of the cluster, from events of the registry and of nodes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,12 +39,12 @@ async fn test_cluster_of(models: RouterModels, wanted: Option<WantedFingerprint>
 }
 
 impl TestCluster {
-    /// Waits until the node is superseded: why.
+    /// Waits until the node is superseded, and returns the reason.
     async fn superseded(&self, id: &str) -> String {
         self.gets_no_work(id, |state| matches!(state, NodeState::Superseded(_))).await
     }
 
-    /// Waits until the node is refused: why.
+    /// Waits until the node is refused, and returns the reason.
     async fn refused(&self, id: &str) -> String {
         self.gets_no_work(id, |state| matches!(state, NodeState::Refused(_))).await
     }
@@ -107,7 +107,7 @@ async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     assert!(state.ends_with(": models differ: tokenizer: bytes here, none there"), "{state}");
 }
 
-/// A fake node with another fingerprint than the others.
+/// A fake node with a fingerprint of its own.
 fn other(id: &str, role: Role) -> FakeNode {
     let mut fake_node = FakeNode::new(id, role, &[FakeResponse::Serve]);
     fake_node.info.model.fingerprint =
@@ -115,7 +115,7 @@ fn other(id: &str, role: Role) -> FakeNode {
     fake_node
 }
 
-/// Fake nodes that are started and announced, until the value is dropped.
+/// Fake nodes that are served and announced until the value is dropped.
 async fn announced(
     test_cluster: &TestCluster,
     fake_nodes: &[&FakeNode],
@@ -129,8 +129,8 @@ async fn announced(
     running
 }
 
-/// A wrong node that came first serves until the right ones can, hears why it no longer does, and is heard of no more
-/// once it has left.
+/// A wrong node that joined first serves until the right nodes are usable, is told the reason afterwards, and is removed
+/// after it has left.
 #[tokio::test(start_paused = true)]
 async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
     let test_cluster = test_cluster().await;
@@ -184,7 +184,7 @@ async fn superseded_nodes_serve_once_the_others_are_gone() {
     assert_eq!(right.heard().last().map(String::as_str), Some("in use"));
 }
 
-/// Nodes that were there before the router announce themselves one after the other, the wrong one first.
+/// Nodes that existed before the router announce themselves one after the other, the wrong one first.
 #[tokio::test(start_paused = true)]
 async fn a_router_that_has_just_started_waits_for_nodes_that_were_there_before() {
     let test_cluster = test_cluster().await;
@@ -262,7 +262,8 @@ async fn a_node_whose_tokens_mean_something_else_to_the_router_is_refused() {
     };
     let _other =
         test_cluster.registry.announce(with_tokenizer("a", "mock", "blake3:01")).await.expect("announced");
-    let reason = "against the router: models differ: tokenizer: bytes here, blake3:01 there";
+    let reason =
+        "the node's model differs from the router's: models differ: tokenizer: bytes here, blake3:01 there";
     test_cluster.state("a", &NodeState::Refused(reason.to_owned())).await;
     let _unknown =
         test_cluster.registry.announce(with_tokenizer("b", "real", "blake3:01")).await.expect("announced");
@@ -308,7 +309,7 @@ async fn a_new_life_replaces_the_old_one() {
     test_cluster.state("d", &NodeState::Ready).await;
 }
 
-/// Events that were lost leave the node usable: what it has cached is asked for again.
+/// After lost events the node stays usable, and a snapshot of its cached blocks is requested.
 #[tokio::test(start_paused = true)]
 async fn lost_block_events_bring_a_snapshot_and_cost_no_node() {
     use BlockEvent::{Snapshot, Stored};

@@ -1,6 +1,6 @@
 //! Prefill first: KV that is computed before a decode node is chosen, and the node that keeps it until then.
 //!
-//! A pool node keeps it, if there is one for it; otherwise, and wherever the pool does not, the prefill node itself.
+//! A pool node keeps it if possible, and otherwise the prefill node.
 
 use std::sync::Arc;
 
@@ -15,29 +15,29 @@ use crate::policy::Route;
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
 use crate::watchdog::WaitStage;
 
-/// KV that waits for a landing. Dropping it releases it where it is.
+/// KV that waits for a landing. Dropping it releases the KV on the node that keeps it.
 #[derive(Debug)]
 pub(crate) struct HeldKv {
     by: Arc<NodeInfo>,
-    /// The way to it, which is there for as long as the node is: one that has withdrawn gives out what it has.
+    /// The client of that node. It works after the node has withdrawn, because a draining node still delivers its KV.
     client: NodeClient,
     transfer: TransferId,
-    /// What it is the KV of. A continuation's is longer than the one that the client asked with.
+    /// The prompt of the KV. For a continuation it is longer than the client's prompt.
     prompt: Prompt,
     how: KvHolder,
 }
 
-/// Which call keeps it where it is.
+/// The call that keeps the KV on its node.
 #[derive(Debug)]
 enum KvHolder {
-    /// In a prefill node's outbox.
+    /// The KV is in a prefill node's outbox.
     AtPrefill(PrefillCall),
-    /// On a pool node, or on its way there from a prefill node.
+    /// The KV is on a pool node, or on its way there from a prefill node.
     InPool { put: Box<PutCall>, sender: PrefillCall },
 }
 
 impl HeldKv {
-    /// A prefill node may still be sending, and says if that fails; a pool node has sent.
+    /// A prefill node may still be sending and reports a failure; a pool node has sent everything.
     fn with_sender(self, mut decode: DecodeCall) -> DecodeCall {
         if let KvHolder::AtPrefill(call) = self.how {
             decode.kv_from(call);
@@ -46,14 +46,14 @@ impl HeldKv {
     }
 }
 
-/// Who is to keep a prompt's KV, and by which hashes.
+/// The pool node that is to keep a prompt's KV, and the hashes of its blocks.
 struct PoolTarget {
     node: Arc<NodeInfo>,
     hashes: Vec<BlockHash>,
 }
 
 impl Dispatch {
-    /// The prompt is computed; [`Self::deliver`] finds it a decode node.
+    /// Computes the prompt. [`Self::deliver`] chooses a decode node afterwards.
     pub(super) async fn prefill_first(
         &self,
         prompt: &Prompt,
@@ -68,7 +68,7 @@ impl Dispatch {
         self.hold(prompt, prefill).await
     }
 
-    /// The pool cannot find a prompt again that fills no block: such KV stays with its prefill node.
+    /// The pool node for a prompt. `None` for a prompt that fills no block, because it has no hash to be found by.
     fn keeper(&self, prompt: &Prompt, prefill: &NodeInfo) -> Option<PoolTarget> {
         let block_tokens = usize::from(prefill.model.layout.block_tokens);
         let hashes_of = |tokens| BlockHasher::hashes(&prompt.tenant, block_tokens, tokens);
@@ -77,7 +77,7 @@ impl Dispatch {
         Some(PoolTarget { node, hashes: hashes_of(&prompt.tokens) })
     }
 
-    /// A pool node makes room, and the prefill node sends its KV there, layer by layer.
+    /// Reserves room on a pool node; the prefill node sends its KV there layer by layer.
     async fn store(
         &self,
         prompt: &Prompt,
@@ -101,7 +101,7 @@ impl Dispatch {
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
-    /// The prefill node keeps the KV in its outbox.
+    /// Keeps the KV in the prefill node's outbox.
     async fn hold(&self, prompt: &Prompt, prefill: &Arc<NodeInfo>) -> Result<Started, Failure> {
         let transfer = self.parts.world.transfer_id();
         let client = self.client(prefill)?;
@@ -111,21 +111,21 @@ impl Dispatch {
         Ok(self.started(prompt, prefilled, StepSource::Held(Box::new(held))))
     }
 
-    /// The pool does without this prompt. A full one is no surprise; another failure is said once, until it speaks again.
+    /// Counts a prompt that the pool did not take. The first failure of a pool node since its last report is logged.
     fn fall_back(&self, failure: &Failure) {
         let kind = failure.refusal.kind;
         self.parts.metrics.pool_fallbacks.with_label_values(&[kind.code()]).inc();
         let (node, refusal) = (&failure.node.id, &failure.refusal);
         match (self.parts.cluster.suspect(node), kind) {
             (true, RefusalKind::Full | RefusalKind::Draining) => {
-                info!(%node, %refusal, "the pool takes no kv, prefill nodes hold it");
+                info!(%node, %refusal, "pool node refused KV, prefill nodes hold it");
             }
-            (true, _) => warn!(%node, %refusal, "the pool failed, prefill nodes hold kv"),
+            (true, _) => warn!(%node, %refusal, "pool node failed, prefill nodes hold KV"),
             (false, _) => {}
         }
     }
 
-    /// Chooses a decode node for KV that is held, and has it sent there.
+    /// Chooses a decode node for held KV and has the KV sent there.
     pub(crate) async fn deliver(&self, mut held: HeldKv) -> Result<DecodeCall, ServeError> {
         let _waiting = self.stages.enter(WaitStage::Deliver);
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure))?;
@@ -141,7 +141,7 @@ impl Dispatch {
         }
     }
 
-    /// A decode node is chosen when the KV is there, by the load of that moment.
+    /// Waits until a pool node has all KV, so that the decode node is chosen by its load at that moment.
     async fn wait_until_stored(&self, held: &mut HeldKv) -> Result<(), Failure> {
         let KvHolder::InPool { put, sender } = &mut held.how else { return Ok(()) };
         let took = tokio::select! {
@@ -153,7 +153,7 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Without the KV there is nothing to deliver: the continuation computes it again.
+    /// Makes the error for lost KV. The continuation computes it again.
     fn lost(&self, held: &HeldKv, failure: Failure) -> ServeError {
         let is_pools = matches!(held.how, KvHolder::InPool { .. }) && failure.node.id == held.by.id;
         if is_pools {
@@ -176,7 +176,7 @@ impl Dispatch {
         Ok(decode)
     }
 
-    /// A prefill node says that it sends; a pool node, that it has sent.
+    /// Has the KV sent. A prefill node answers when it begins to send, a pool node when it has sent everything.
     async fn send(
         &self,
         held: &HeldKv,
@@ -197,7 +197,7 @@ impl Dispatch {
     }
 }
 
-/// What a sender says of a wire or a landing is about the node at its other end.
+/// Blames the receiver for a sender's failure of the connection or the landing.
 fn blame_receiver(failure: Failure, receiver: &NodeInfo) -> Failure {
     match failure.refusal.kind {
         RefusalKind::Wire | RefusalKind::Landing | RefusalKind::Mismatch => {

@@ -1,4 +1,4 @@
-//! Answers: what both endpoints' answers have in common, and the trait for what they have not.
+//! Answers: the common parts of both endpoints' answers, and the trait for their differences.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,11 +16,11 @@ use crate::choice::{Choice, Delta, WholeChoice};
 use crate::error::ServeError;
 use crate::text::RouterModel;
 
-/// How one endpoint writes its choices.
+/// The format of one endpoint's choices.
 pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
-    /// An answer's id begins with it.
+    /// The prefix of an answer's id.
     const ID: &'static str;
-    /// The field `object` of a whole answer, and of a chunk.
+    /// The field `object` of a complete answer, and of a chunk.
     const WHOLE: &'static str;
     const CHUNK: &'static str;
     /// One choice in a chunk.
@@ -28,7 +28,7 @@ pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
     /// One choice of a whole answer.
     type Choice<'a>: Serialize;
 
-    /// What a stream says of a choice before its first token.
+    /// The chunk that a stream sends for a choice before its first token.
     fn opening(&self, context: &AnswerContext, choice: usize) -> Option<Self::Chunk<'_>>;
 
     fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> Self::Chunk<'a>;
@@ -40,18 +40,18 @@ pub(crate) trait AnswerFormat: fmt::Debug + Send + Sync + 'static {
         whole: &'a WholeChoice,
     ) -> Self::Choice<'a>;
 
-    /// The prompt's tokens, where they belong to the answer and not to each choice.
+    /// The prompt's tokens, if they belong to the answer instead of to each choice.
     fn prompt_tokens<'a>(&self, context: &'a AnswerContext) -> Option<TokenIds<'a>>;
 }
 
-/// What is known of an answer before its first token.
+/// The properties of an answer that are known before its first token.
 #[derive(Debug)]
 pub(crate) struct AnswerContext {
     pub(crate) id: String,
     pub(crate) created: u64,
     pub(crate) model: Arc<RouterModel>,
     pub(crate) options: AnswerOptions,
-    /// Answers to each input: choices `0..n` are the first input's.
+    /// The number of answers to each input: choices `0..n` belong to the first input.
     pub(crate) n: usize,
     /// The tokens of each choice's prompt.
     pub(crate) prompts: Vec<Arc<[TokenId]>>,
@@ -62,13 +62,13 @@ impl AnswerContext {
         prompts.iter().map(|prompt| Arc::clone(&prompt.tokens)).collect()
     }
 
-    /// `ids` when the client wants to see token ids.
+    /// Returns `ids` if the client wants token ids.
     pub(crate) fn if_ids<'a>(&self, ids: &'a [TokenId]) -> Option<TokenIds<'a>> {
         self.options.token_ids.then_some(TokenIds(ids))
     }
 }
 
-/// An answer of one or several choices, in the making.
+/// An answer with one or several choices, while it is generated.
 #[derive(Debug)]
 pub(crate) struct Answer<S> {
     pub(crate) context: AnswerContext,
@@ -76,11 +76,11 @@ pub(crate) struct Answer<S> {
     pub(crate) choices: Vec<Choice>,
 }
 
-/// The deltas of all choices, as they come.
+/// The deltas of all choices, in order of arrival.
 pub(crate) type Deltas = SelectAll<BoxStream<'static, Result<Delta, ServeError>>>;
 
 impl<S: AnswerFormat> Answer<S> {
-    /// What all prompts cost. Several answers to one prompt cost it once.
+    /// The usage of all prompts. Several answers to one prompt count it once.
     pub(crate) fn usage(&self) -> Usage {
         let usages = self.choices.iter().step_by(self.context.n).map(Choice::usage);
         usages.fold(Usage::default(), |sum, usage| Usage {
@@ -94,7 +94,7 @@ impl<S: AnswerFormat> Answer<S> {
         (self.context, self.shape, futures::stream::select_all(deltas))
     }
 
-    /// Waits for all choices and writes them at once.
+    /// Waits for all choices and writes the complete answer.
     pub(crate) async fn whole(self) -> Result<Response, HttpError> {
         let (usage, n_choices) = (self.usage(), self.choices.len());
         let (context, shape, mut deltas) = self.into_parts();
@@ -104,7 +104,7 @@ impl<S: AnswerFormat> Answer<S> {
             wholes[delta.choice].add(delta);
         }
         let completion_tokens = wholes.iter().map(|whole| whole.steps.len() as u32).sum();
-        info!(n_choices, completion_tokens, "answered");
+        info!(n_choices, completion_tokens, "request answered");
         let choices = wholes.iter().enumerate().map(|(choice, whole)| shape.whole(&context, choice, whole));
         let envelope = Envelope {
             prompt_token_ids: shape.prompt_tokens(&context),
@@ -115,7 +115,7 @@ impl<S: AnswerFormat> Answer<S> {
     }
 }
 
-/// What every answer and every chunk is wrapped in. `C` is its list of choices.
+/// The JSON object around every answer and every chunk. `C` is its list of choices.
 #[derive(Debug, Serialize)]
 pub(crate) struct Envelope<'a, C> {
     pub(crate) id: &'a str,
@@ -125,7 +125,7 @@ pub(crate) struct Envelope<'a, C> {
     pub(crate) choices: C,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prompt_token_ids: Option<TokenIds<'a>>,
-    /// `Some(None)` is written as `null`: a stream that will end with its usage says so in every chunk.
+    /// `Some(None)` is written as `null`: every chunk has it if the stream ends with its usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) usage: Option<Option<UsageFields>>,
 }
@@ -169,7 +169,7 @@ impl UsageFields {
     }
 }
 
-/// Tokens as a list of numbers.
+/// Token ids as a list of numbers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TokenIds<'a>(pub(crate) &'a [TokenId]);
 
@@ -179,7 +179,7 @@ impl Serialize for TokenIds<'_> {
     }
 }
 
-/// OpenAI's word for the end of an answer.
+/// OpenAI's name for a finish reason.
 pub(crate) fn finish_reason(finish: types::FinishReason) -> &'static str {
     match finish {
         types::FinishReason::Stop => "stop",

@@ -1,4 +1,4 @@
-//! What the endpoints share: one request's way from its body to its answer.
+//! The common part of the endpoints: the path of one request from its body to its answer.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::serve::Serve;
 use crate::tenants::Client;
 use crate::text::{Detokenizer, RouterModel, RouterModels, run_by_size};
 
-/// The HTTP service: what it needs to answer requests. Cheap to clone.
+/// The HTTP service. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct HttpApi {
     pub serve: Arc<dyn Serve>,
@@ -34,7 +34,7 @@ pub struct HttpApi {
     pub body: BodyLimits,
 }
 
-/// A request that is understood, but not accepted yet.
+/// A parsed request that is not accepted yet.
 #[derive(Debug)]
 pub(crate) struct ParsedRequest<S> {
     pub(crate) model: Arc<RouterModel>,
@@ -44,10 +44,10 @@ pub(crate) struct ParsedRequest<S> {
     pub(crate) shape: S,
 }
 
-/// Reads an endpoint's JSON: fields, template, tokens.
+/// Parses an endpoint's JSON: fields, template, tokens.
 pub(crate) type RequestParser<S> = fn(&HttpApi, &[u8]) -> Result<ParsedRequest<S>, HttpError>;
 
-/// Every handler that names a [`Client`] among its arguments is for clients that may ask.
+/// A handler with a [`Client`] argument is only for clients that have access.
 impl FromRequestParts<HttpApi> for Client {
     type Rejection = HttpError;
 
@@ -76,7 +76,7 @@ impl HttpApi {
         if stream { Ok(sse::respond(answer)) } else { answer.whole().await }
     }
 
-    /// Every choice has its first step when this returns, or the whole request is refused.
+    /// Begins all choices. Returns when each has its first step, or refuses the whole request.
     async fn begin<S: AnswerFormat>(
         &self,
         ask: ParsedRequest<S>,
@@ -104,8 +104,8 @@ impl HttpApi {
     }
 }
 
-/// Begins all answers to one prompt: the first one alone, and the others when its prefill is done. They find its blocks
-/// in the nodes' caches and lease them, so that a prompt is computed once, however many answers are asked for.
+/// Begins all answers to one prompt: first one alone, and the others after its prefill. The others lease its cached
+/// blocks on the nodes, so that a prompt is computed once for any number of answers.
 /// See `docs/decisions/0009-answers-share-blocks.md`.
 async fn begin_answers<E, F: Future<Output = Result<Choice, E>>>(
     first_choice: usize,

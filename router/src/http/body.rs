@@ -1,4 +1,4 @@
-//! A request's body: bounded in size and time, and read as JSON so that what is wrong with it has a name.
+//! A request's body: limited in size and time, and parsed as JSON with errors that name the field.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use super::error::{Code, HttpError};
 use crate::error::{RETRY_AFTER, ServeError};
 
-/// How much a client may send, and for how long.
+/// The limits of a request's body.
 #[derive(Clone, Copy, Debug)]
 pub struct BodyLimits {
     pub bytes_max: usize,
@@ -25,8 +25,8 @@ impl Default for BodyLimits {
     }
 }
 
-/// This many times `bytes_max` is read and thrown away before a body is refused: a client that is cut off while it
-/// still writes sees a broken connection instead of the refusal.
+/// A body is read up to this multiple of `bytes_max` before it is refused, and the excess is dropped. A client that is cut
+/// off while it writes would see a broken connection instead of the refusal.
 const DISCARDED_FACTOR: usize = 8;
 
 /// Reads a whole body.
@@ -59,7 +59,7 @@ async fn collect(mut body: Body, bytes_max: usize) -> Result<Bytes, HttpError> {
     Ok(kept.freeze())
 }
 
-/// What is told a client whose body broke off, or had to give way to others.
+/// Makes the error for a body that broke off or was aborted for the byte budget.
 fn broken(error: &axum::Error) -> HttpError {
     let spent = std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source())
         .find_map(|error| error.downcast_ref::<BodyBudgetSpent>());
@@ -69,11 +69,11 @@ fn broken(error: &axum::Error) -> HttpError {
     }
 }
 
-/// Reads JSON, whatever its content type says. An error names the field: `messages[2].content`.
+/// Parses JSON, independent of the content type. An error names the field: `messages[2].content`.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, HttpError> {
     let text =
         std::str::from_utf8(body).map_err(|error| not_json(format!("the body is not UTF-8: {error}")))?;
-    // A list would be read as an object's fields in order.
+    // serde would read a list as an object's fields in order.
     if text.trim_start().starts_with('[') {
         return Err(not_an_object("it is a list"));
     }

@@ -1,4 +1,4 @@
-//! Who asks, as the request's headers say.
+//! The client and the options of a request, from its headers.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -12,9 +12,9 @@ use crate::tenants::{Claims, Client};
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
 const TIMEOUT: &str = "x-baton-timeout-ms";
-/// Ignored where there are API keys. Elsewhere believed from trusted proxies only.
+/// Ignored if API keys are used; otherwise accepted only from trusted proxies.
 const TENANT: &str = "x-baton-tenant";
-/// Higher runs first; zero when absent.
+/// Higher values run first; zero if absent.
 const PRIORITY: &str = "x-baton-priority";
 
 pub(crate) fn client(

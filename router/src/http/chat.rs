@@ -17,7 +17,7 @@ use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::text::{Chat, RouterModel};
 
-/// What only a chat has.
+/// The fields that only chats have.
 #[derive(Debug, Deserialize)]
 struct ChatFields {
     messages: Option<Vec<Map<String, Value>>>,
@@ -30,7 +30,7 @@ struct ChatFields {
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
-/// JSON → tokens and sampling fields.
+/// Parses the JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<ChatShape>, HttpError> {
     let (common, chat): (CommonFields, ChatFields) = (body::parse(json)?, body::parse(json)?);
     request_fields::check(Endpoint::Chat, json)?;
@@ -86,8 +86,8 @@ impl ChatFields {
     }
 }
 
-/// Refuses tools that the model may call: no call can come out of an answer yet. Tools that it may not call are left out
-/// of the prompt.
+/// Refuses tools that the model may call, because answers cannot contain calls yet. Tools that it may not call are left
+/// out of the prompt.
 fn refuse_tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<(), AcceptError> {
     let has_tools = tools.is_some_and(|tools| !tools.is_empty());
     match choice.map(|choice| choice.as_str()) {
@@ -100,7 +100,7 @@ fn refuse_tools(tools: Option<Vec<Value>>, choice: Option<&Value>) -> Result<(),
 
 // === the answer ===
 
-/// How a chat's choices are written.
+/// The format of a chat's choices.
 #[derive(Debug)]
 pub(crate) struct ChatShape;
 

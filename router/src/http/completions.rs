@@ -1,4 +1,4 @@
-//! `POST /v1/completions`: text or token ids in, one prompt or several.
+//! `POST /v1/completions`: one prompt or several, as text or token ids.
 
 use serde::{Deserialize, Serialize};
 use types::TokenId;
@@ -15,10 +15,10 @@ use crate::choice::{Delta, WholeChoice};
 use crate::error::AcceptError;
 use crate::text::{RouterModel, Tokenizer};
 
-/// OpenAI's default, for prompts that do not say.
+/// OpenAI's default for requests without `max_tokens`.
 const MAX_TOKENS: MaxTokens = MaxTokens::AtMost(16);
 
-/// What only a completion has.
+/// The fields that only completions have.
 #[derive(Debug, Deserialize)]
 struct CompletionFields {
     prompt: Option<PromptField>,
@@ -38,7 +38,7 @@ enum PromptField {
     TokenLists(Vec<Vec<u32>>),
 }
 
-/// JSON → tokens and sampling fields.
+/// Parses the JSON into tokens and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<CompletionShape>, HttpError> {
     let (common, completion): (CommonFields, CompletionFields) = (body::parse(json)?, body::parse(json)?);
     request_fields::check(Endpoint::Completions, json)?;
@@ -65,7 +65,7 @@ impl CompletionFields {
 }
 
 impl PromptField {
-    /// The number of prompts is checked before they are cut into tokens: that is the costly part.
+    /// Tokenizes the prompts. Their number is checked first, because tokenizing is costly.
     fn into_tokens(self, model: &RouterModel) -> Result<Vec<Vec<TokenId>>, AcceptError> {
         let encode = |text: String| model.tokenizer.encode_plain(&text).map_err(|error| error.at("prompt"));
         let ids = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
@@ -95,12 +95,12 @@ fn texts(tokenizer: &Tokenizer, inputs: &Inputs) -> Vec<String> {
 
 // === the answer ===
 
-/// How a completion's choices are written.
+/// The format of a completion's choices.
 #[derive(Debug)]
 pub(crate) struct CompletionShape {
-    /// The prompts' texts, which the answers begin with; empty without `echo`.
+    /// The prompts' texts, which begin the answers; empty without `echo`.
     echo: Vec<String>,
-    /// Answers to each prompt.
+    /// The number of answers to each prompt.
     n: usize,
 }
 

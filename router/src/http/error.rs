@@ -1,4 +1,4 @@
-//! The only place with status codes: from an error to what an OpenAI client sees of it.
+//! The only place with status codes: it converts errors to the form that OpenAI clients expect.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::tenants::Limit;
 
 macro_rules! codes {
     ($($name:ident = $word:literal, $status:ident, $class:ident, $meaning:literal;)*) => {
-        /// What went wrong, in a word that programs may rely on. All of them are in `docs/errors.md`.
+        /// The error code for programs. `docs/errors.md` lists all codes.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Code { $(#[doc = $meaning] $name,)* }
 
@@ -32,7 +32,7 @@ macro_rules! codes {
                 match self { $(Self::$name => Class::$class,)* }
             }
 
-            /// For the documents.
+            /// The description in `docs/errors.md`.
             pub fn meaning(self) -> &'static str {
                 match self { $(Self::$name => $meaning,)* }
             }
@@ -44,35 +44,35 @@ codes! {
     InvalidJson = "invalid_json", BAD_REQUEST, Request, "The body is not JSON, or not UTF-8.";
     InvalidValue = "invalid_value", BAD_REQUEST, Request, "A field or header has a wrong type, or a value out of range.";
     MissingParameter = "missing_required_parameter", BAD_REQUEST, Request, "A required field is absent.";
-    UnsupportedParameter = "unsupported_parameter", BAD_REQUEST, Request, "A field asks for something that Baton does not do, and that cannot be ignored.";
+    UnsupportedParameter = "unsupported_parameter", BAD_REQUEST, Request, "A field uses a feature that Baton does not have, and that cannot be ignored.";
     ContextLength = "context_length_exceeded", BAD_REQUEST, Request, "The prompt, or the prompt and the tokens asked for, do not fit into the model's context, or into the tenant's.";
     Template = "template_refused", BAD_REQUEST, Request, "The model's chat template refuses the messages.";
-    TooLong = "too_long", BAD_REQUEST, Request, "The sequence could never fit into the memory of a node, however empty.";
+    TooLong = "too_long", BAD_REQUEST, Request, "The sequence does not fit into the memory of a node, even if the node is empty.";
     Invalid = "invalid", BAD_REQUEST, Request, "A node found the request at fault.";
     InvalidApiKey = "invalid_api_key", UNAUTHORIZED, Request, "The request has no API key, or one that the router does not know.";
     ModelNotFound = "model_not_found", NOT_FOUND, Request, "No such model is served here.";
     NotFound = "not_found", NOT_FOUND, Request, "No such path.";
     MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, Request, "The path exists, but not for this method.";
     BodyTimeout = "body_timeout", REQUEST_TIMEOUT, Request, "The request's body did not arrive in time.";
-    BodyTooLarge = "body_too_large", BAD_REQUEST, Request, "The request's body is larger than the router takes.";
+    BodyTooLarge = "body_too_large", BAD_REQUEST, Request, "The request's body is larger than the router accepts.";
     Overloaded = "overloaded", TOO_MANY_REQUESTS, Overloaded, "The request would have to wait too long. Come back after the time in Retry-After.";
-    TenantRequests = "tenant_requests", TOO_MANY_REQUESTS, Overloaded, "The tenant has as many requests under way as it may have.";
+    TenantRequests = "tenant_requests", TOO_MANY_REQUESTS, Overloaded, "The tenant has as many concurrent requests as it may have.";
     TenantTokens = "tenant_tokens_per_minute", TOO_MANY_REQUESTS, Overloaded, "The tenant has used its tokens per minute. Come back after the time in Retry-After.";
     Full = "full", TOO_MANY_REQUESTS, Overloaded, "The sequence got no KV room within `router.wait_ms`, or every node's line of prompts that wait for room is full.";
-    Queue = "queue", TOO_MANY_REQUESTS, Overloaded, "Every prefill node has more work queued than it lets wait.";
+    Queue = "queue", TOO_MANY_REQUESTS, Overloaded, "Every prefill node has more work queued than its limit.";
     Cancelled = "cancelled", REQUEST_TIMEOUT, Request, "The request was cancelled before it was answered.";
     NoNodes = "no_nodes", SERVICE_UNAVAILABLE, Unavailable, "No usable pair of nodes, or the router does not know its nodes yet.";
     Draining = "draining", SERVICE_UNAVAILABLE, Unavailable, "The router, or the nodes that could serve the request, are being stopped.";
     Mismatch = "mismatch", SERVICE_UNAVAILABLE, Unavailable, "The nodes' models or KV layouts differ.";
     Protocol = "protocol", SERVICE_UNAVAILABLE, Unavailable, "The nodes and the router have no protocol version in common.";
     Deadline = "deadline", GATEWAY_TIMEOUT, Timeout, "The request's deadline passed (`x-baton-timeout-ms`, or the setting `deadline_ms`).";
-    Landing = "landing", BAD_GATEWAY, Server, "The memory reserved for the request's KV was lost, on every try.";
-    Wire = "wire", BAD_GATEWAY, Server, "The wire between the nodes broke, on every try.";
-    NodeFailed = "failed", BAD_GATEWAY, Server, "The nodes failed while they worked on the request, on every try.";
-    Internal = "internal", INTERNAL_SERVER_ERROR, Server, "A bug of Baton's.";
+    Landing = "landing", BAD_GATEWAY, Server, "The memory reserved for the request's KV was lost, on every attempt.";
+    Wire = "wire", BAD_GATEWAY, Server, "The connection between the nodes broke, on every attempt.";
+    NodeFailed = "failed", BAD_GATEWAY, Server, "The nodes failed while they worked on the request, on every attempt.";
+    Internal = "internal", INTERNAL_SERVER_ERROR, Server, "A bug in Baton.";
 }
 
-/// OpenAI's coarse kinds of error, its field `type`.
+/// OpenAI's error classes, its field `type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     Request,
@@ -94,11 +94,11 @@ impl Class {
     }
 }
 
-/// An error on its way to a client.
+/// An error for a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpError {
     pub code: Code,
-    /// The field or header that is to blame.
+    /// The field or header at fault.
     pub param: Option<String>,
     pub message: String,
     pub retry_after: Option<Duration>,
@@ -114,7 +114,7 @@ impl HttpError {
         Self { param: Some(param.into()), ..self }
     }
 
-    /// OpenAI's error object: a response's body, or the data of an `error` event in a stream.
+    /// OpenAI's error object: the body of a response, or the data of an `error` event in a stream.
     pub(crate) fn body(&self) -> ErrorBody<'_> {
         let error = ErrorFields {
             message: &self.message,
@@ -221,7 +221,7 @@ impl IntoResponse for HttpError {
     }
 }
 
-/// Whole seconds, rounded up: a client that comes back early is refused again.
+/// Whole seconds, rounded up, because a client that comes back early is refused again.
 fn seconds(after: Duration) -> HeaderValue {
     let whole = after.as_secs() + u64::from(after.subsec_nanos() > 0);
     HeaderValue::from(whole.max(1))

@@ -8,7 +8,7 @@ use types::TokenId;
 use crate::accept::{MaxTokens, SamplingParams};
 use crate::error::AcceptError;
 
-/// OpenAI's fields and vLLM's extensions. [`super::request_fields`] has looked at all others.
+/// OpenAI's fields and vLLM's extensions. [`super::request_fields`] checks all others.
 #[derive(Debug, Deserialize)]
 pub(crate) struct CommonFields {
     pub(crate) model: Option<String>,
@@ -25,7 +25,7 @@ pub(crate) struct CommonFields {
     repetition_penalty: Option<f32>,
     presence_penalty: Option<f32>,
     frequency_penalty: Option<f32>,
-    /// By token id, which JSON makes a string.
+    /// By token id, which is a string in JSON.
     logit_bias: Option<BTreeMap<String, f32>>,
     seed: Option<i64>,
     stop: Option<Stop>,
@@ -55,11 +55,11 @@ struct ResponseFormat {
     kind: String,
 }
 
-/// How the client wants its answer written.
+/// The client's choices for the form of its answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct AnswerOptions {
     pub(crate) stream: bool,
-    /// In a stream: a last chunk with the usage.
+    /// If true, a stream ends with a chunk that has the usage.
     pub(crate) include_usage: bool,
     pub(crate) token_ids: bool,
 }
@@ -93,7 +93,7 @@ impl CommonFields {
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             logit_bias: self.logit_bias.into_iter().flatten().map(biased).collect::<Result<_, _>>()?,
-            // All 64 bits count, whatever the sign says.
+            // All 64 bits of the seed are used, including the sign bit.
             seed: self.seed.map(i64::cast_unsigned),
             logprobs: None,
             stop: self.stop.map(Stop::into_strings).unwrap_or_default(),
@@ -102,7 +102,7 @@ impl CommonFields {
         })
     }
 
-    /// What would change the answer's meaning if it were ignored.
+    /// Refuses options that would change the answer's meaning if they were ignored.
     fn refuse_unsupported(&self) -> Result<(), AcceptError> {
         if self.response_format.as_ref().is_some_and(|format| format.kind != "text") {
             return Err(AcceptError::unsupported("response_format", "only `text`"));
@@ -119,7 +119,7 @@ impl CommonFields {
     }
 }
 
-/// Whether an option asks for something: padding against eavesdroppers changes no answer, and is not added.
+/// Whether an option is set to something other than `null` or `false`.
 fn asks(value: &serde_json::Value) -> bool {
     !matches!(value, serde_json::Value::Null | serde_json::Value::Bool(false))
 }

@@ -1,4 +1,4 @@
-//! `/live` says that the process runs, `/ready` and `/health` that tokens can flow.
+//! `/live` answers while the process runs; `/ready` and `/health` answer whether requests can be served.
 
 use axum::extract::State;
 

@@ -1,4 +1,4 @@
-//! Every request has an id and a span; every response names the id.
+//! Gives every request an id and a span, and every response the id.
 
 use axum::extract::{Request, State};
 use axum::middleware::Next;
@@ -11,7 +11,7 @@ use super::caller::REQUEST_ID;
 use super::error::Code;
 use crate::accept::Acceptor;
 
-/// Puts a [`types::RequestId`] into the request's extensions and into the response's head.
+/// Adds a [`types::RequestId`] to the request's extensions and to the response's headers.
 pub(crate) async fn identify(State(acceptor): State<Acceptor>, mut request: Request, next: Next) -> Response {
     let asked = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let id = acceptor.request_id(asked);
@@ -26,8 +26,8 @@ pub(crate) async fn identify(State(acceptor): State<Acceptor>, mut request: Requ
 async fn answered(request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     match response.extensions().get::<Code>() {
-        Some(Code::Internal) => error!(code = Code::Internal.as_str(), "refused"),
-        Some(code) => info!(code = code.as_str(), status = response.status().as_u16(), "refused"),
+        Some(Code::Internal) => error!(code = Code::Internal.as_str(), "request refused"),
+        Some(code) => info!(code = code.as_str(), status = response.status().as_u16(), "request refused"),
         None => {}
     }
     response

@@ -1,4 +1,4 @@
-//! Logprobs, in the two shapes that OpenAI's endpoints have for them.
+//! Logprobs in the formats of OpenAI's two endpoints.
 
 use serde::{Serialize, Serializer};
 use types::step::Logprobs;
@@ -6,10 +6,10 @@ use types::{Step, TokenId};
 
 use crate::text::Tokenizer;
 
-/// JSON has no infinity. OpenAI writes this for what cannot be.
+/// Written in place of minus infinity, as OpenAI does, because JSON has no infinity.
 const IMPOSSIBLE: f32 = -9999.0;
 
-/// Chat: an object for each token.
+/// The format of chats: one object per token.
 #[derive(Debug, Serialize)]
 pub(crate) struct ChatLogprobs {
     content: Vec<ChatToken>,
@@ -30,18 +30,18 @@ struct OneToken {
     bytes: Vec<u8>,
 }
 
-/// Completions: four lists, an element for each token.
+/// The format of completions: four lists with one element per token.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct CompletionLogprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<f32>,
     top_logprobs: Vec<ByText>,
-    /// Where the token's text begins in the answer, in characters.
+    /// The position of each token's text in the answer, in characters.
     text_offset: Vec<usize>,
 }
 
 impl ChatLogprobs {
-    /// `None` when the steps carry none.
+    /// `None` if the steps have no logprobs.
     pub(crate) fn of<'a>(tokenizer: &Tokenizer, steps: impl IntoIterator<Item = &'a Step>) -> Option<Self> {
         let content: Vec<ChatToken> =
             steps.into_iter().filter_map(|step| chat_token(tokenizer, step)).collect();
@@ -66,7 +66,7 @@ fn one_token(tokenizer: &Tokenizer, token: TokenId, logprob: f32) -> OneToken {
 }
 
 impl CompletionLogprobs {
-    /// From steps and the places of their texts. `None` when the steps carry none.
+    /// Made from steps and the positions of their texts. `None` if the steps have no logprobs.
     pub(crate) fn of<'a>(
         tokenizer: &Tokenizer,
         steps: impl IntoIterator<Item = (usize, &'a Step)>,
@@ -93,7 +93,7 @@ impl CompletionLogprobs {
 struct ByText(Vec<(String, f32)>);
 
 impl ByText {
-    /// The chosen token is among them. If two tokens have the same text, the more likely one is shown.
+    /// Includes the chosen token. If two tokens have the same text, the more likely one is listed.
     fn of(tokenizer: &Tokenizer, chosen: TokenId, logprobs: &Logprobs) -> Self {
         let mut named: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len() + 1);
         for (token, logprob) in logprobs.top.iter().copied().chain([(chosen, logprobs.chosen)]) {

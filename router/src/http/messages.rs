@@ -1,14 +1,14 @@
-//! The messages of a chat: checked, and brought into the one form that chat templates know.
+//! The messages of a chat: checked, and converted to the form that chat templates expect.
 
 use serde_json::{Map, Value};
 
 use crate::error::AcceptError;
 
-/// The most messages of one chat.
+/// The largest number of messages in one chat.
 pub(crate) const MESSAGES_MAX: usize = 4096;
 
-/// Messages as a template wants them: a known role, content that is one text, arguments of tool calls as objects.
-/// Every other field stays as it is: some model's template may read it.
+/// Converts messages to the form that templates expect: a known role, content as one text, and arguments of tool calls
+/// as objects. Other fields are kept, because a model's template may read them.
 pub(crate) fn checked(messages: Vec<Map<String, Value>>) -> Result<Vec<Value>, AcceptError> {
     if messages.is_empty() || messages.len() > MESSAGES_MAX {
         let reason = format!("from 1 to {MESSAGES_MAX} messages, not {}", messages.len());
@@ -29,7 +29,7 @@ fn checked_message(path: &str, mut message: Map<String, Value>) -> Result<Map<St
     Ok(message)
 }
 
-/// `developer` is what newer clients call `system`; no template knows it.
+/// Converts a role. `developer` is the newer name of `system`; no template knows it.
 fn role(path: &str, role: Option<&Value>) -> Result<&'static str, AcceptError> {
     let param = || format!("{path}.role");
     match role {
@@ -45,7 +45,7 @@ fn role(path: &str, role: Option<&Value>) -> Result<&'static str, AcceptError> {
     }
 }
 
-/// An assistant that only called tools said nothing.
+/// Converts the content to one text. It is empty for an assistant message that only called tools.
 fn content(path: &str, role: &str, content: Option<Value>) -> Result<String, AcceptError> {
     let param = || format!("{path}.content");
     match content {
@@ -57,7 +57,7 @@ fn content(path: &str, role: &str, content: Option<Value>) -> Result<String, Acc
     }
 }
 
-/// The texts of all parts, a line each.
+/// Joins the texts of all parts with line breaks.
 fn joined(path: &str, parts: &[Value]) -> Result<String, AcceptError> {
     let texts: Result<Vec<&str>, AcceptError> =
         parts.iter().enumerate().map(|(at, part)| text(format!("{path}[{at}]"), part)).collect();
@@ -73,7 +73,7 @@ fn text(path: String, part: &Value) -> Result<&str, AcceptError> {
     }
 }
 
-/// Clients send a call's arguments as a string of JSON; templates write objects. What is no JSON stays as it is.
+/// Converts a tool call's arguments from a JSON string to an object, which templates expect. Other values are kept.
 fn parse_arguments(call: &mut Value) {
     let Some(arguments) = call.pointer_mut("/function/arguments") else { return };
     let parsed = arguments.as_str().and_then(|text| serde_json::from_str(text).ok());

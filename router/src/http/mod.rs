@@ -1,8 +1,8 @@
-//! The HTTP API, OpenAI's. The one place that knows JSON and status codes.
+//! The HTTP API, compatible with OpenAI's. The only place that knows JSON and status codes.
 //!
-//! Suggested reading order: a request's way (`api`), what it may say (`request_fields`, `fields`, `messages`, `chat`, `completions`), one
-//! answer in the making ([`crate::choice`]), how answers are written (`answer`, `sse`, `logprobs`), and what is wrong
-//! (`error`).
+//! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`, `messages`, `chat`,
+//! `completions`); one answer while it is generated ([`crate::choice`]); the formats of answers (`answer`, `sse`,
+//! `logprobs`); and errors (`error`).
 
 pub mod api;
 pub mod error;
@@ -37,7 +37,7 @@ pub use stall::WriteTimeoutListener;
 use crate::accept::Acceptor;
 use crate::tenants::Client;
 
-/// The API. It works inside of [`stack`] only.
+/// The API routes. They work only inside of [`stack`].
 pub fn api(api: HttpApi) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat_completions))
@@ -47,7 +47,7 @@ pub fn api(api: HttpApi) -> Router {
         .with_state(api)
 }
 
-/// `/live`, `/ready` and `/health`.
+/// The routes `/live`, `/ready` and `/health`.
 pub fn health(api: HttpApi) -> Router {
     Router::new()
         .route("/live", get(health::live))
@@ -56,7 +56,7 @@ pub fn health(api: HttpApi) -> Router {
         .with_state(api)
 }
 
-/// What every path has around it: a request id, a span, and errors in OpenAI's shape also where there is no such path.
+/// Adds a request id, a span and OpenAI's error format to all routes, and to requests for unknown paths.
 pub fn stack(routes: Router, acceptor: Acceptor) -> Router {
     routes
         .fallback(not_found)
@@ -89,7 +89,7 @@ async fn not_found(uri: http::Uri) -> HttpError {
 }
 
 async fn method_not_allowed(method: http::Method, uri: http::Uri) -> HttpError {
-    HttpError::new(Code::MethodNotAllowed, format!("{} is not for {method}", uri.path()))
+    HttpError::new(Code::MethodNotAllowed, format!("{} does not support {method}", uri.path()))
 }
 
 #[cfg(test)]

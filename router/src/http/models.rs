@@ -1,4 +1,4 @@
-//! `GET /v1/models`: what can be asked for now.
+//! `GET /v1/models`: the models that can be used now.
 
 use axum::Json;
 use axum::extract::{Path, State};
@@ -20,7 +20,7 @@ pub(crate) struct ModelList {
 pub(crate) struct ModelFields {
     id: String,
     object: &'static str,
-    /// When a model was made is not known here; clients want a number.
+    /// Always zero: the creation time is unknown, but clients expect a number.
     created: u64,
     owned_by: &'static str,
     max_model_len: u32,

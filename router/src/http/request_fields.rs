@@ -1,8 +1,8 @@
-//! Every request field that clients of OpenAI, vLLM and SGLang send, and what happens to it.
+//! The table of request fields that clients of OpenAI, vLLM and SGLang send, with Baton's support for each.
 //!
-//! A field that would change the answer and is not supported is refused by name: ignoring it would be a wrong answer
-//! with status 200. A field that is not in the table is refused too, with the nearest name. `docs/api.md` is made from
-//! this table.
+//! A field that would change the answer and is not supported is refused by name; ignoring it would give a wrong answer
+//! with status 200. A field that is not in the table is refused too, with the nearest name. `docs/api.md` is generated
+//! from this table.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,14 +13,14 @@ use serde_json::Value;
 use super::error::HttpError;
 use crate::error::AcceptError;
 
-/// The endpoint that a request came to.
+/// The endpoint of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Chat,
     Completions,
 }
 
-/// The endpoints that know a field.
+/// The endpoints that accept a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FieldEndpoints {
     Chat,
@@ -28,15 +28,15 @@ pub(crate) enum FieldEndpoints {
     Both,
 }
 
-/// What happens to a field.
+/// The support for a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FieldSupport {
-    /// It has its meaning. A note says how far.
+    /// Supported. A note describes restrictions.
     Honoured(&'static str),
-    /// It changes nothing in the answer, and is ignored.
+    /// Ignored, because it does not change the answer.
     Harmless(&'static str),
-    /// It would change the answer. Accepted with the values that change nothing: `null`, `false`, an empty string, list
-    /// or object, and `neutral`, as JSON.
+    /// Refused, because it would change the answer. Values that change nothing are accepted: `null`, `false`, an empty
+    /// string, list or object, and the JSON values in `neutral`.
     Refused { reason: &'static str, neutral: &'static [&'static str] },
 }
 
@@ -75,7 +75,7 @@ const NO_MEDIA: &str = "text is the only input and output";
 const ONE_BEAM: &str = "answers are sampled, without beam search";
 const SPECIAL: &str = "special tokens are always left out of the text";
 
-/// The table, by fate and name.
+/// The table, by support and name.
 pub(crate) const FIELDS: &[RequestField] = &[
     honoured("add_generation_prompt", FieldEndpoints::Chat, ""),
     honoured("best_of", FieldEndpoints::Both, "it must equal `n`"),
@@ -205,10 +205,10 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("web_search_options", "nothing is searched"),
 ];
 
-/// Refuses a request with a field that is unknown here, or that would change the answer and is not supported.
+/// Refuses a request with a field that is unknown, or that would change the answer and is not supported.
 pub(crate) fn check(endpoint: Endpoint, body: &[u8]) -> Result<(), HttpError> {
     let mut json = serde_json::Deserializer::from_slice(body);
-    // What is no object is told so by the reader of the fields.
+    // A body that is not an object is reported by the parser of the fields.
     let Ok(unsupported) = json.deserialize_map(FieldChecker { endpoint }) else { return Ok(()) };
     match unsupported {
         None => Ok(()),
@@ -230,7 +230,7 @@ impl FieldEndpoints {
     }
 }
 
-/// Reads an object's names, and the values of those fields only that may be refused.
+/// Reads an object's keys, and the values of those fields only that may be refused.
 struct FieldChecker {
     endpoint: Endpoint,
 }
@@ -268,7 +268,7 @@ impl<'de> Visitor<'de> for FieldChecker {
     }
 }
 
-/// Whether a value is `null`, without keeping it.
+/// Reads whether a value is `null`, without storing it.
 struct IsNull;
 
 impl<'de> DeserializeSeed<'de> for IsNull {
@@ -290,7 +290,7 @@ fn changes_nothing(value: &Value, neutral: &[&str]) -> bool {
     }
 }
 
-/// Below this likeness a suggestion confuses more than it helps.
+/// The similarity below which no name is suggested.
 const LIKENESS_MIN: f64 = 0.85;
 
 fn unknown(endpoint: Endpoint, name: &str) -> String {

@@ -1,4 +1,4 @@
-//! Hot path. An answer as server-sent events: one for each step that has something to show.
+//! Hot path. Writes an answer as server-sent events: one for each step with visible output.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -18,23 +18,23 @@ use super::error::HttpError;
 use crate::choice::Delta;
 use crate::error::ServeError;
 
-/// A comment is sent after this much silence, so that no proxy on the way takes the connection for dead.
+/// A comment is sent after this time without an event, so that no proxy closes the connection as idle.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// Usually enough for a step's events.
+/// Usually enough for the events of one step.
 const ROOM_BYTES: usize = 512;
 
-/// Proxies that hold back what they are sent, to send more at once, are asked not to.
+/// The header that asks proxies not to buffer the stream.
 const ACCEL_BUFFERING: &str = "x-accel-buffering";
 
-/// The head, with the first event right behind it: the first step is in hand.
+/// Makes the response. The first event follows the head directly, because the first step is available.
 pub(crate) fn respond<S: AnswerFormat>(answer: Answer<S>) -> Response {
     let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-cache")];
     (headers, [(ACCEL_BUFFERING, "no")], Body::from_stream(in_span(events(Events::new(answer)))))
         .into_response()
 }
 
-/// The body is polled by the connection, which knows nothing of the request's span.
+/// Polls the body in the request's span, because the connection that polls it has another span.
 fn in_span(mut stream: impl Stream<Item = Bytes> + Unpin) -> impl Stream<Item = Result<Bytes, Infallible>> {
     let span = Span::current();
     futures::stream::poll_fn(move |cx| {
@@ -52,11 +52,11 @@ struct Events<S> {
     context: AnswerContext,
     shape: S,
     deltas: Deltas,
-    /// Which choices have begun.
+    /// Whether each choice has begun.
     opened: Vec<bool>,
     usage: Usage,
     completion_tokens: u32,
-    /// Where events are written. Its memory is used again once the bytes are sent.
+    /// The buffer for events. Its memory is reused after the bytes are sent.
     out: BytesMut,
 }
 
@@ -67,7 +67,7 @@ impl<S: AnswerFormat> Events<S> {
         Self { context, shape, deltas, opened, usage, completion_tokens: 0, out: BytesMut::new() }
     }
 
-    /// The next bytes, and the writer of those after them; `None` after the end.
+    /// Returns the next bytes and the writer for the following ones; `None` after the end.
     async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
         self.out.reserve(ROOM_BYTES);
         let mut goes_on = true;
@@ -82,7 +82,7 @@ impl<S: AnswerFormat> Events<S> {
         Some((self.out.split().freeze(), goes_on.then_some(self)))
     }
 
-    // Each says whether anything may follow.
+    // Each method returns whether more events may follow.
 
     fn write_comment(&mut self) -> bool {
         self.out.put_slice(b": keep-alive\n\n");
@@ -104,7 +104,7 @@ impl<S: AnswerFormat> Events<S> {
         true
     }
 
-    /// The head is out, so the status says 200. The event is all that tells the client.
+    /// Writes an error event. The head with status 200 is already sent, so only this event reports the error.
     fn write_error(&mut self, error: ServeError) -> bool {
         warn!(%error, "stream failed");
         self.out.put_slice(b"event: error\n");
@@ -119,12 +119,12 @@ impl<S: AnswerFormat> Events<S> {
             write_event(&mut self.out, &Envelope { usage, ..chunk::<S, _>(&self.context, no_choices) });
         }
         self.out.put_slice(b"data: [DONE]\n\n");
-        info!(n_choices = self.opened.len(), completion_tokens = self.completion_tokens, "answered");
+        info!(n_choices = self.opened.len(), completion_tokens = self.completion_tokens, "request answered");
         false
     }
 }
 
-/// A step in the middle of a character has nothing to show.
+/// Whether a delta has visible output. A step in the middle of a character has none.
 fn shows(context: &AnswerContext, delta: &Delta) -> bool {
     let about_the_token = context.options.token_ids || delta.step.logprobs.is_some();
     !delta.text.is_empty() || delta.finish.is_some() || about_the_token

@@ -1,5 +1,5 @@
-//! Clients that stop reading. Their connection is closed after a while, because an answer in the making holds memory on
-//! the nodes: neither TCP nor HTTP would ever give up on a peer whose kernel still says "later".
+//! A write timeout for clients that stop reading. An unfinished answer holds memory on the nodes, and neither TCP nor
+//! HTTP gives up on a peer whose kernel keeps its receive window closed.
 
 use std::future::Future;
 use std::io;
@@ -13,7 +13,7 @@ use chassis::{Listener, Stream};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// Accepts connections that break when the client takes no byte for `patience`, while there are some for it.
+/// Accepts connections that fail when the client accepts no byte for `patience` while there are bytes to send.
 #[derive(Debug)]
 pub struct WriteTimeoutListener {
     inner: Box<dyn Listener>,
@@ -42,7 +42,7 @@ impl Listener for WriteTimeoutListener {
 struct WriteTimeoutStream {
     stream: Stream,
     patience: Duration,
-    /// Until when the write under way may take.
+    /// The time limit of the current write.
     until: Pin<Box<Sleep>>,
     is_waiting: bool,
 }
@@ -52,7 +52,7 @@ impl WriteTimeoutStream {
         Self { stream, patience, until: Box::pin(tokio::time::sleep(patience)), is_waiting: false }
     }
 
-    /// Runs one attempt to write, and the clock while it has to wait.
+    /// Polls one attempt to write, and the time limit while the write is pending.
     fn bounded<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -66,7 +66,7 @@ impl WriteTimeoutStream {
             self.until.as_mut().reset(Instant::now() + self.patience);
         }
         ready!(self.until.as_mut().poll(cx));
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client reads nothing")))
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read its answer")))
     }
 }
 

@@ -1,7 +1,7 @@
-//! The prefill node whose queue is shortest, and the decode node whose steps would be shortest with one stream more.
+//! The prefill node with the shortest queue, and the decode node whose steps are shortest with one more stream.
 //!
-//! Loads are as old as the last status report; what was assigned since is added, so that a burst does not all go to
-//! the node that happened to be idle when it began.
+//! Loads come from the last status reports. Prompts assigned since then are added, so that a burst does not go entirely
+//! to the node that was idle when it began.
 
 use types::Prompt;
 
@@ -22,8 +22,8 @@ impl RoutingPolicy for LeastLoaded {
     }
 }
 
-/// Predicted wait in front of a prefill node. While it has not told its speed, a token counts as a microsecond:
-/// enough to spread prompts over idle nodes.
+/// The predicted wait at a prefill node. While its speed is unknown, a token counts as a microsecond, which is enough to
+/// spread prompts over idle nodes.
 fn queue_cost(node: &NodeView) -> f64 {
     let load = &node.load;
     let ms_per_token =
@@ -31,8 +31,8 @@ fn queue_cost(node: &NodeView) -> f64 {
     f64::from(load.queue_ms) + node.assigned_tokens as f64 * ms_per_token.max(1e-3)
 }
 
-/// Predicted step time of a decode node once everything that is on its way there runs too.
-/// Among nodes whose steps take the same time, the one with fewer streams.
+/// The predicted step time of a decode node, including all sequences that are assigned to it.
+/// Among nodes with equal step times, the one with fewer streams is cheaper.
 fn step_cost(node: &NodeView) -> f64 {
     let load = &node.load;
     let coming = load.waiting + load.arriving + node.assigned;
@@ -40,7 +40,7 @@ fn step_cost(node: &NodeView) -> f64 {
     f64::from(load.step_ms) + f64::from(coming) * ms_per_stream + f64::from(load.running + coming) * 1e-3
 }
 
-/// The cheapest node; of equals, one by the draw.
+/// The node with the lowest cost. The random draw decides among equals.
 fn least<'a>(
     nodes: impl Iterator<Item = &'a NodeView>,
     cost: fn(&NodeView) -> f64,

@@ -1,6 +1,6 @@
-//! Which nodes a prompt should go to.
+//! The choice of nodes for a prompt.
 //!
-//! A route is advice: the nodes' own reservations are the truth, and a node that refuses is left out of the next route.
+//! A route is advice: the nodes' own reservations decide, and a node that refuses is left out of the next route.
 //! A new policy is one file and one line in [`by_name`].
 
 mod least_loaded;
@@ -12,9 +12,9 @@ use std::sync::Arc;
 
 use types::{NodeInfo, NodeLoad, Prompt};
 
-/// Chooses a route. Pure: the same prompt, view and draw give the same route, so that a seed repeats a run.
+/// Chooses a route. It is pure: the same prompt, view and draw give the same route, so that a seed repeats a run.
 ///
-/// The router calls it once per attempt, with a view from which the nodes that failed this prompt are missing.
+/// The router calls it once per attempt, with a view without the nodes that have failed this prompt.
 pub trait RoutingPolicy: Debug + Send + Sync + 'static {
     fn name(&self) -> &'static str;
     fn route(&self, prompt: &Prompt, view: &ClusterView, draw: u64) -> Result<Route, NoRoute>;
@@ -23,12 +23,12 @@ pub trait RoutingPolicy: Debug + Send + Sync + 'static {
 /// The nodes chosen for a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// `None`: the decode node computes the prompt by itself.
+    /// `None`: the decode node computes the prompt alone.
     pub prefill: Option<Arc<NodeInfo>>,
     pub decode: Arc<NodeInfo>,
 }
 
-/// Why there is no route.
+/// The reason why there is no route.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoRoute {
     #[error("no decode node is ready")]
@@ -41,27 +41,27 @@ pub struct ClusterView {
     pub nodes: Vec<NodeView>,
 }
 
-/// One usable node: what it said last, and what it was given since.
+/// One usable node: its last report, and what was assigned to it since.
 #[derive(Clone, Debug)]
 pub struct NodeView {
     pub info: Arc<NodeInfo>,
     pub load: NodeLoad,
     /// Prompts sent there since `load` was reported.
     pub assigned: u32,
-    /// Their tokens.
+    /// The tokens of these prompts.
     pub assigned_tokens: u64,
-    /// When it was last given a prompt, on the router's count of prompts; zero for never.
+    /// The router's prompt counter at the node's last assignment; zero for none.
     pub last_turn: u64,
 }
 
 impl ClusterView {
-    /// Nodes whose main work is prefill. A node that does both is a decode node that needs none.
+    /// Nodes that only prefill. A node with both roles counts as a decode node that needs no prefill node.
     pub fn prefill_nodes(&self) -> impl Iterator<Item = &NodeView> {
         self.nodes.iter().filter(|node| node.info.role.prefills() && !node.info.role.decodes())
     }
 
-    /// Decode nodes with room for the prompt as far as is known here, and no line of prompts that wait for room; all of them
-    /// if there is none.
+    /// Decode nodes that have room for the prompt according to their last report, and no waiting prompts. If there are
+    /// none, all decode nodes.
     pub fn decode_nodes(&self, prompt: &Prompt) -> Vec<&NodeView> {
         let decode = || self.nodes.iter().filter(|node| node.info.role.decodes());
         let with_room: Vec<&NodeView> = decode().filter(|node| node.has_room(prompt)).collect();
@@ -76,17 +76,17 @@ impl NodeView {
     }
 }
 
-/// Joins the two choices. Without a prefill node the decode node computes the prompt itself: slower beats not at all.
+/// Combines the two choices. Without a prefill node the decode node computes the prompt, which is slower but works.
 fn pair(prefill: Option<&NodeView>, decode: Option<&NodeView>) -> Result<Route, NoRoute> {
     let decode = decode.ok_or(NoRoute::NoDecode)?.info.clone();
     let prefill = prefill.map(|node| node.info.clone()).filter(|_| !decode.role.prefills());
     Ok(Route { prefill, decode })
 }
 
-/// The names that [`by_name`] knows.
+/// The names that [`by_name`] accepts.
 pub const NAMES: &[&str] = &["random", "round-robin", "least-loaded"];
 
-/// The table of policies.
+/// Returns the policy with this name.
 pub fn by_name(name: &str) -> Option<Box<dyn RoutingPolicy>> {
     match name {
         "random" => Some(Box::new(random::Random)),

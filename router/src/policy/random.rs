@@ -1,4 +1,4 @@
-//! Any node, with equal chances. The yardstick for the other policies.
+//! Chooses nodes at random with equal probability. It is the baseline for the other policies.
 
 use types::Prompt;
 
@@ -19,7 +19,7 @@ impl RoutingPolicy for Random {
     }
 }
 
-/// One of `nodes`, by 32 random bits.
+/// Picks one of `nodes` by 32 random bits.
 fn pick<'a>(nodes: &[&'a NodeView], bits: u64) -> Option<&'a NodeView> {
     nodes.get(((bits * nodes.len() as u64) >> 32) as usize).copied()
 }

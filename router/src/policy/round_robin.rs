@@ -1,4 +1,4 @@
-//! The node that has waited longest for its turn.
+//! Chooses the node whose last assignment is the oldest.
 
 use types::Prompt;
 

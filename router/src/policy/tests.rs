@@ -1,4 +1,4 @@
-//! Policies are pure, so a view and a draw say everything.
+//! Tests of policies. They are pure, so a view and a draw determine the route.
 
 use std::time::Duration;
 
@@ -134,7 +134,7 @@ fn least_loaded_prefers_the_short_queue_and_the_short_step() {
     view.nodes[0].load.queued_tokens = 800;
     view.nodes[3].load.step_ms = 9.0;
     assert_eq!(ids(&policy.route(&prompt(9), &view, 5).expect("usable")), (Some("p1"), "d0"));
-    // What was assigned since the report counts as well.
+    // Prompts assigned since the report count too.
     view.nodes[1].assigned_tokens = 1_000_000;
     view.nodes[2].assigned = 8;
     assert_eq!(ids(&policy.route(&prompt(9), &view, 5).expect("usable")), (Some("p0"), "d1"));

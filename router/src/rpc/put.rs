@@ -1,4 +1,4 @@
-//! How the router speaks to a pool node.
+//! The calls of the router to a pool node.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use types::{BlockHash, Landing, NodeInfo, Prompt, TransferId};
 use super::{Failure, NodeClient, QUESTION_TIMEOUT, peer_to_wire};
 
 impl NodeClient {
-    /// Has a pool node make room for the prompt's KV, which `prefill` is to send. Dropping the answer gives it up there.
+    /// Reserves room on a pool node for the prompt's KV, which `prefill` will send. Dropping the result releases the room.
     pub async fn put(
         &self,
         prompt: &Prompt,
@@ -35,7 +35,7 @@ impl NodeClient {
         Ok(PutCall { client: self.clone(), events, asked, stored: None })
     }
 
-    /// Has a pool node fill a landing with what it has stored. Ends when all of it is there; dropping the future aborts.
+    /// Has a pool node send stored KV to a landing. Returns when all of it has arrived; dropping the future aborts.
     pub async fn fetch(&self, prompt: &Prompt, stored: TransferId, landing: &Landing) -> Result<(), Failure> {
         let request =
             v1::DeliverRequest { transfer: proto::transfer_to_wire(stored), landing: Some(landing.into()) };
@@ -46,18 +46,18 @@ impl NodeClient {
     }
 }
 
-/// A prompt's life on a pool node. Dropping it gives up what is there for this prompt alone.
+/// A prompt on a pool node. Dropping it releases what only this prompt uses there.
 #[derive(Debug)]
 pub struct PutCall {
     client: NodeClient,
     events: tonic::Streaming<v1::PutEvent>,
     asked: Instant,
-    /// Its last word came while a caller waited for a failure; the time it took.
+    /// The time that storing took, set if the last event came while a caller waited for a failure.
     stored: Option<Duration>,
 }
 
 impl PutCall {
-    /// The first word: where the prefill node is to send the KV.
+    /// Returns the first event: the landing for the prefill node's KV.
     pub async fn opening(&mut self) -> Result<Landing, Failure> {
         let client = self.client.clone();
         let first = tokio::time::timeout(QUESTION_TIMEOUT, self.receive());
@@ -71,7 +71,7 @@ impl PutCall {
         }
     }
 
-    /// Waits until all of the KV is there: how long that took since room was asked for. Cancel-safe.
+    /// Waits until all KV is stored. Returns the time since room was requested. Cancel-safe.
     pub async fn stored(&mut self) -> Result<Duration, Failure> {
         if let Some(took) = self.stored {
             return Ok(took);
@@ -84,7 +84,7 @@ impl PutCall {
         }
     }
 
-    /// Ends only when the KV will not be there. Cancel-safe.
+    /// Returns only if the KV cannot be stored. Cancel-safe.
     pub async fn failure(&mut self) -> Failure {
         match self.stored().await {
             Ok(_) => std::future::pending().await,

@@ -7,14 +7,14 @@ use types::Grant;
 /// A new key. It is shown once, to the operator who makes it.
 pub struct ApiKey(String);
 
-/// The hash by which the router knows a key. Two hashes are compared in constant time.
+/// The hash of a key, which the router stores. Hashes are compared in constant time.
 pub type KeyHash = blake3::Hash;
 
-/// Every key of ours begins with it, so that one that leaks is recognised.
+/// The prefix of every key, so that a leaked key is recognised.
 pub(super) const PREFIX: &str = "baton-";
 
 impl ApiKey {
-    /// 256 random bits.
+    /// Makes a key from 256 random bits.
     pub fn random(halves: [Grant; 2]) -> Self {
         let bits = halves.iter().flat_map(|half| half.to_bytes());
         Self(bits.fold(PREFIX.to_owned(), |key, byte| key + &format!("{byte:02x}")))
@@ -29,7 +29,7 @@ impl ApiKey {
     }
 }
 
-/// A key has 256 random bits, so one plain hash is enough: there is nothing to guess.
+/// Hashes a key. A plain hash is enough, because a key with 256 random bits cannot be guessed.
 pub fn hash(key: &str) -> KeyHash {
     blake3::hash(key.as_bytes())
 }

@@ -1,4 +1,4 @@
-//! A tenant's limits, and what it uses of them.
+//! The limits of a tenant, and its usage.
 
 use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,21 +9,21 @@ use serde::Deserialize;
 use tokio::time::Instant;
 use types::TenantId;
 
-/// After what time a client whose tenant has too many requests under way should come back.
+/// The retry delay of a client whose tenant has too many running requests.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 const MINUTE: f64 = 60.0;
 
-/// What a tenant may use at most. `None`: no limit of its own.
+/// The limits of a tenant. `None` means no limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TenantLimits {
-    /// Answers at one time. A request with `n` counts `n`.
+    /// Concurrent answers. A request with `n` counts `n`.
     pub requests_max: Option<NonZeroU32>,
-    /// Tokens of prompts and answers, as a rate: a new request is refused while the tenant has used a minute's worth.
+    /// The rate of prompt and answer tokens. New requests are refused while a full minute's tokens are used up.
     pub tokens_per_minute: Option<NonZeroU64>,
-    /// The tokens of a prompt and its answer.
+    /// The longest prompt and answer together, in tokens.
     pub context_tokens_max: Option<NonZeroU32>,
-    /// A request that asks for a higher priority gets this one.
+    /// The highest priority. Higher ones are reduced to it.
     pub priority_max: i8,
 }
 
@@ -45,7 +45,7 @@ impl Limit {
     }
 }
 
-/// A refusal: the tenant is at a limit.
+/// A refusal because the tenant is at a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitReached {
     pub limit: Limit,
@@ -53,7 +53,7 @@ pub struct LimitReached {
     pub reason: String,
 }
 
-/// One tenant with its limits. A reload of the limits makes another account that shares the usage.
+/// One tenant with its limits. A reload of the limits makes a new account that shares the usage.
 #[derive(Debug)]
 pub struct Account {
     tenant: TenantId,
@@ -61,17 +61,17 @@ pub struct Account {
     usage: Arc<Mutex<Usage>>,
 }
 
-/// What a tenant uses now. The lock is held for a few additions, and never across an await.
+/// The current usage of a tenant. Locked for a few additions, never across an await.
 #[derive(Debug, Default)]
 struct Usage {
     requests: u32,
-    /// Tokens that count against the rate. They decay at the rate itself.
+    /// Tokens that count against the rate. They decay at that rate.
     tokens: f64,
     at: Option<Instant>,
 }
 
 impl Account {
-    /// `previous` is the same tenant's account before a reload.
+    /// `previous` is the account of the same tenant before a reload.
     pub fn new(tenant: TenantId, limits: TenantLimits, previous: Option<&Self>) -> Self {
         let usage = previous.map(|previous| Arc::clone(&previous.usage)).unwrap_or_default();
         Self { tenant, limits, usage }
@@ -95,8 +95,7 @@ impl Usage {
         if let Some(max) = limits.requests_max
             && self.requests + n > max.get()
         {
-            let reason =
-                format!("{} of the tenant's {max} requests at one time are under way", self.requests);
+            let reason = format!("{} of the tenant's {max} concurrent requests are running", self.requests);
             return Err(LimitReached { limit: Limit::Requests, retry_after: RETRY_AFTER, reason });
         }
         if let Some(rate) = limits.tokens_per_minute
@@ -110,7 +109,7 @@ impl Usage {
         Ok(())
     }
 
-    /// Counts tokens that were used at `now`, if there is a rate.
+    /// Counts tokens used at `now`, if there is a rate.
     fn charge(&mut self, rate: Option<NonZeroU64>, now: Instant, tokens: f64) {
         let Some(rate) = rate else { return };
         let elapsed = self.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
@@ -120,19 +119,19 @@ impl Usage {
     }
 }
 
-/// One request's place within its tenant's limits. Dropping it gives the place back, and the prompt's tokens if no
-/// token was generated for them.
+/// Counts one request against its tenant's limits. Dropping it ends the count. If no token was generated, the prompt's
+/// tokens are returned too.
 #[derive(Debug)]
 pub struct TenantPermit {
     account: Arc<Account>,
     n_answers: u32,
     prompt_tokens: f64,
-    /// A token was generated: the prompt was used.
+    /// True after a token was generated, so that the prompt's tokens count as used.
     has_begun: AtomicBool,
 }
 
 impl TenantPermit {
-    /// A request with this many answers and prompt tokens that begins at `now`.
+    /// Starts a request with this many answers and prompt tokens at `now`, or refuses it.
     pub fn take(
         account: &Arc<Account>,
         now: Instant,
@@ -151,7 +150,7 @@ impl TenantPermit {
         Ok(Self { account: Arc::clone(account), n_answers, prompt_tokens, has_begun: AtomicBool::new(false) })
     }
 
-    /// One more token was generated.
+    /// Counts one generated token.
     pub fn generated(&self, now: Instant) {
         self.has_begun.store(true, Ordering::Relaxed);
         let rate = self.account.limits.tokens_per_minute;

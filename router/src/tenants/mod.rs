@@ -1,10 +1,10 @@
-//! Tenants: who a request belongs to, and how much its tenant may use.
+//! Tenants: the owner of a request, and the limits of its tenant.
 //!
-//! Suggested reading order: the keys of clients ([`key`]), the file that lists them with the tenants' limits ([`table`]),
-//! the limits and what is used of them ([`limits`]), who is believed without keys ([`proxies`]).
+//! Suggested reading order: the keys of clients ([`key`]); the file of keys and limits ([`table`]); the limits and their
+//! usage ([`limits`]); and trusted proxies, for clusters without keys ([`proxies`]).
 //!
-//! Without a tenants file a request has no key, and its tenant is what a trusted proxy says. With one, the key alone
-//! says the tenant: one hash and one look into a map.
+//! Without a tenants file a request has no key, and a trusted proxy may name its tenant. With one, only the key
+//! determines the tenant, by one hash and one look-up.
 
 pub mod key;
 pub mod limits;
@@ -31,35 +31,35 @@ pub use crate::accept::is_name as is_tenant_name;
 use crate::error::AcceptError;
 use crate::metrics::RouterMetrics;
 
-/// How often the tenants file is read again. A change is in force within twice this time.
+/// The interval of reading the tenants file. A change is in force within twice this time.
 const READ_EVERY: Duration = Duration::from_secs(2);
 
-/// Who may ask. Cheap to clone. By default no keys are asked for, and no proxy is trusted.
+/// The rules of access. Cheap to clone. By default no keys are required, and no proxy is trusted.
 #[derive(Clone, Debug, Default)]
 pub struct Tenants(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
     proxies: TrustedProxies,
-    /// `None`: no keys are asked for.
+    /// `None`: no keys are required.
     keys: Option<Keys>,
 }
 
-/// The tenants file, and what it says now.
+/// The tenants file and its current contents.
 #[derive(Debug)]
 struct Keys {
     file: PathBuf,
-    /// The lock is held for a clone, and never across an await.
+    /// Locked for a clone, never across an await.
     table: RwLock<Arc<TenantTable>>,
     world: World,
     metrics: RouterMetrics,
 }
 
-/// What a request says of itself. Nothing of it is believed yet.
+/// The unverified claims of a request.
 #[derive(Clone, Copy, Default)]
 pub struct Claims<'a> {
     pub peer: Option<IpAddr>,
-    /// The `authorization` header or metadata, as it came.
+    /// The `authorization` header or metadata, unparsed.
     pub authorization: Option<&'a str>,
     pub tenant: Option<&'a str>,
     pub priority: Option<i8>,
@@ -77,28 +77,28 @@ impl fmt::Debug for Claims<'_> {
     }
 }
 
-/// The client of one request: what is believed of its claims.
+/// The verified client of one request.
 #[derive(Clone, Debug)]
 pub struct Client {
     pub tenant: TenantId,
     pub priority: Priority,
-    /// `None`: its tenant has no limits.
+    /// `None`: the tenant has no limits.
     pub account: Option<Arc<Account>>,
 }
 
 impl Tenants {
-    /// Requests without keys. `proxies` may name their tenants.
+    /// Access without keys. Only `proxies` may name tenants.
     pub fn without_keys(proxies: TrustedProxies) -> Self {
         Self(Arc::new(Inner { proxies, keys: None }))
     }
 
-    /// Requests with keys. `table` is what `file` says.
+    /// Access with keys. `table` is the content of `file`.
     pub fn with_keys(file: PathBuf, table: TenantTable, world: World, metrics: RouterMetrics) -> Self {
         let keys = Keys { file, table: RwLock::new(Arc::new(table)), world, metrics };
         Self(Arc::new(Inner { proxies: TrustedProxies::default(), keys: Some(keys) }))
     }
 
-    /// The client that makes these claims, or why there is none.
+    /// Returns the client that makes these claims, or refuses it.
     pub fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         match &self.0.keys {
             None => self.0.proxies.client(claims),
@@ -106,7 +106,7 @@ impl Tenants {
         }
     }
 
-    /// The place of one request within its tenant's limits. `None`: it has none.
+    /// Counts one request against its tenant's limits. `None` if there are no limits.
     pub(crate) fn admit(
         &self,
         client: &Client,
@@ -118,7 +118,7 @@ impl Tenants {
         permit.map(Arc::new).map(Some).map_err(AcceptError::TenantLimit)
     }
 
-    /// Counts a refusal that a limit of the client's tenant made.
+    /// Counts a refusal by a limit of the client's tenant.
     pub(crate) fn refused(&self, client: &Client, error: &AcceptError) {
         let limit = match error {
             AcceptError::TenantLimit(reached) => reached.limit,
@@ -131,8 +131,8 @@ impl Tenants {
         }
     }
 
-    /// Puts changes of the tenants file in force, until it is dropped. A file with an error changes nothing: the error
-    /// is logged once and counted.
+    /// Applies changes of the tenants file until the future is dropped. A file with an error changes nothing: the error is
+    /// logged once and counted.
     pub async fn follow_file(self) {
         let Some(keys) = &self.0.keys else { return };
         let mut last = Seen::Table(keys.table().text_hash());
@@ -150,7 +150,7 @@ impl Tenants {
     }
 }
 
-/// What the last look into the file found, to tell a change.
+/// The result of the last read of the file, to detect changes.
 #[derive(PartialEq)]
 enum Seen {
     Table(blake3::Hash),
@@ -185,7 +185,7 @@ impl Keys {
         }
     }
 
-    /// The client whose key it is. Its tenant claim is ignored; its priority is at most the tenant's highest.
+    /// Returns the client with this key. Its tenant claim is ignored; its priority is limited by the tenant's.
     fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         let Some(bearer) = claims.authorization.and_then(bearer) else {
             return Err(self.unauthorized("missing", "give the API key as `authorization: Bearer KEY`"));
@@ -207,14 +207,14 @@ impl Keys {
     }
 }
 
-/// What stands behind `Bearer`.
+/// Returns the token after `Bearer`.
 fn bearer(authorization: &str) -> Option<&str> {
     let (scheme, token) = authorization.split_once(' ')?;
     scheme.eq_ignore_ascii_case("bearer").then(|| token.trim()).filter(|token| !token.is_empty())
 }
 
 impl TrustedProxies {
-    /// The client without keys: a trusted proxy names its tenant and priority, others may not.
+    /// Returns the client without a key. A trusted proxy may name its tenant and priority; other peers may not.
     fn client(&self, claims: &Claims<'_>) -> Result<Client, AcceptError> {
         let believed = || claims.peer.is_some_and(|peer| self.include(peer));
         let refused = |header| AcceptError::invalid(header, "the peer is not in router.trusted_proxies");

@@ -1,4 +1,4 @@
-//! Proxies whose word counts: they stand before the router and know its clients.
+//! Proxies in front of the router that authenticate clients and name their tenants.
 
 use std::net::IpAddr;
 
@@ -6,7 +6,7 @@ use std::net::IpAddr;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TrustedProxies(Vec<Network>);
 
-/// An address, and how many of its leading bits count.
+/// A network: an address and the number of its leading bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Network {
     address: IpAddr,
@@ -14,7 +14,7 @@ struct Network {
 }
 
 impl TrustedProxies {
-    /// Addresses, or networks such as `10.0.0.0/8`. The error is the text that is neither.
+    /// Parses addresses and networks such as `10.0.0.0/8`. The error is the first invalid text.
     pub fn parse(texts: &[String]) -> Result<Self, String> {
         texts
             .iter()

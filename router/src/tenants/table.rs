@@ -34,7 +34,7 @@ struct RawTable {
     keys: BTreeMap<String, String>,
 }
 
-/// The file, checked.
+/// The checked contents of the file.
 #[derive(Debug)]
 pub struct TenantTable {
     keys: HashMap<KeyHash, Arc<Account>>,
@@ -42,7 +42,7 @@ pub struct TenantTable {
     text_hash: blake3::Hash,
 }
 
-/// Why a tenants file cannot be used. No key and no hash stands in the text.
+/// The reason why a tenants file cannot be used. It never contains a key or a hash.
 #[derive(Debug)]
 pub struct TableError {
     file: PathBuf,
@@ -50,7 +50,7 @@ pub struct TableError {
 }
 
 impl TenantTable {
-    /// Reads the file. Tenants that `previous` has keep what they use of their limits. It blocks.
+    /// Reads the file. Tenants that are also in `previous` keep their usage. Blocks.
     pub fn load(file: &Path, previous: Option<&Self>) -> Result<Self, TableError> {
         let failed = |reason| TableError::new(file, reason);
         let text = std::fs::read_to_string(file).map_err(|error: io::Error| failed(error.to_string()))?;
@@ -85,7 +85,7 @@ impl TenantTable {
         Ok(Self { keys, tenants, text_hash: blake3::hash(text.as_bytes()) })
     }
 
-    /// The account of the client that holds this key.
+    /// Returns the account of the client with this key.
     pub fn find(&self, key: &str) -> Option<Arc<Account>> {
         self.keys.get(&key::hash(key)).cloned()
     }
@@ -117,7 +117,7 @@ impl fmt::Display for TableError {
 
 impl std::error::Error for TableError {}
 
-/// The line and the reason. A key that stands where its hash belongs is not repeated: it would be in the log.
+/// Returns the line and the reason. A key in place of its hash is not repeated, because errors are logged.
 fn syntax(text: &str, error: &toml::de::Error) -> String {
     let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
     match error.message() {

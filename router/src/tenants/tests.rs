@@ -86,10 +86,10 @@ async fn limits_refuse_and_are_counted() {
     assert!(page.contains(line), "{page}");
 }
 
-/// Lets the task that follows the file read it again.
+/// Waits until the task that follows the file has read it again.
 async fn read_again(setup: &Setup, text: &str) {
     std::fs::write(setup.file.path(), text).expect("written");
-    // The file is read on another thread, so the paused clock alone does not tell when that is done.
+    // The file is read on another thread, so the paused clock alone does not show when that is done.
     let began = setup.metrics.page();
     for _ in 0..200 {
         tokio::time::sleep(READ_EVERY / 4).await;

@@ -1,4 +1,4 @@
-//! Hot path. Tokens back to text, one at a time: whole characters only, and nothing past a stop string.
+//! Hot path. Converts tokens to text one at a time: whole characters only, and nothing after a stop string.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -8,19 +8,19 @@ use types::TokenId;
 use super::stop::{StopScanner, StopStrings};
 use super::tokenizer::Tokenizer;
 
-/// The text of one answer, while its tokens come in.
+/// The text of one answer while its tokens arrive.
 ///
-/// What it writes never depends on how the text was cut into tokens: the pieces joined are the text of all tokens, up to
-/// but excluding the first stop string. A piece is held back while a character is incomplete, or while a stop string may
-/// still complete.
+/// The result does not depend on how the text is split into tokens: the joined pieces are the text of all tokens, up to
+/// but excluding the first stop string. A piece is held back while a character is incomplete, or while it may be the
+/// beginning of a stop string.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     characters: Characters,
     stop: StopScanner,
-    /// Tokens whose text is not searched for stop strings: `min_tokens`.
+    /// The number of tokens left whose text is not searched for stop strings: `min_tokens`.
     n_unsearched: u32,
-    /// Text on its way from one part to the next; kept for its allocation.
+    /// A buffer for text between the two parts, kept for its allocation.
     whole: String,
 }
 
@@ -35,7 +35,7 @@ impl Detokenizer {
         }
     }
 
-    /// Appends to `text` what this token makes certain. `Break`: a stop string is complete, and the answer ends before it.
+    /// Appends the text that this token makes certain. `Break`: a stop string is complete, and the answer ends before it.
     pub fn push(&mut self, token: TokenId, text: &mut String) -> ControlFlow<()> {
         self.whole.clear();
         self.characters.push(self.tokenizer.bytes_of(token), &mut self.whole);
@@ -47,20 +47,20 @@ impl Detokenizer {
         self.stop.push(&self.whole, text)
     }
 
-    /// Appends what was held back: no more tokens come. A character that stayed incomplete is shown as U+FFFD.
+    /// Appends the text held back, at the end of the tokens. An incomplete character becomes U+FFFD.
     pub fn finish(&mut self, text: &mut String) {
         self.whole.clear();
         self.characters.finish(&mut self.whole);
-        // U+FFFD may be part of a stop string, but an answer that ended by itself is not stopped once more.
+        // U+FFFD may be part of a stop string, but an answer that has ended is not stopped again.
         self.stop.finish(text);
         text.push_str(&self.whole);
     }
 }
 
-/// Bytes to characters. Equals [`String::from_utf8_lossy`] of all bytes joined, however they are cut.
+/// Converts bytes to characters. The result equals [`String::from_utf8_lossy`] of all bytes joined.
 #[derive(Debug, Default)]
 struct Characters {
-    /// The beginning of a character: at most 3 bytes between two pushes.
+    /// The beginning of a character: at most 3 bytes between two calls.
     incomplete: Vec<u8>,
 }
 
@@ -77,7 +77,7 @@ impl Characters {
     }
 }
 
-/// Writes all characters that are whole, and U+FFFD for what can never become one. Returns how many bytes that took.
+/// Writes all complete characters, and U+FFFD for invalid bytes. Returns the number of bytes used.
 fn write_whole(bytes: &[u8], text: &mut String) -> usize {
     let mut n_done = 0;
     for chunk in bytes.utf8_chunks() {

@@ -6,7 +6,7 @@ fn stops(strings: &[&str]) -> StopStrings {
     StopStrings::new(strings.iter().map(|string| (*string).to_owned()).collect()).expect("sane stop strings")
 }
 
-/// The answer's text, piece by piece, and whether a stop string ended it.
+/// Returns the pieces of the answer's text, and whether a stop string ended it.
 fn pieces(tokens: &[TokenId], stop: &StopStrings, min_tokens: u32) -> (Vec<String>, bool) {
     let mut detokenizer = Detokenizer::new(Arc::new(Tokenizer::Bytes), stop, min_tokens);
     let mut pieces = Vec::new();
@@ -89,13 +89,13 @@ fn bad_stop_strings_are_refused() {
     }
 }
 
-/// What the whole text would be: the definition that every way of cutting it is held to.
+/// The expected text as a whole. Every way of splitting it into tokens must give the same.
 fn model(whole: &str, stop: &[String]) -> String {
     let ends = stop.iter().filter_map(|string| whole.find(string).map(|at| (at + string.len(), at)));
     ends.min().map_or(whole, |(_, at)| &whole[..at]).to_owned()
 }
 
-/// Cuts `bytes` at the given places, modulo their number.
+/// Splits `bytes` at the given places, modulo their number.
 fn cut<'a>(bytes: &'a [u8], places: &[usize]) -> Vec<&'a [u8]> {
     let mut places: Vec<usize> = places.iter().map(|place| place % (bytes.len() + 1)).collect();
     places.extend([0, bytes.len()]);

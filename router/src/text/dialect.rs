@@ -1,4 +1,4 @@
-//! What chat templates use of Hugging Face's Jinja2 that minijinja does not have.
+//! Features of Hugging Face's Jinja2 dialect that chat templates use and minijinja lacks.
 
 use std::borrow::Cow;
 
@@ -6,9 +6,9 @@ use minijinja::value::{Value, from_args};
 use minijinja::{Error, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-/// A template in minijinja's words.
+/// Converts a template to minijinja's syntax.
 ///
-/// `{% generation %}` marks what the model has written, for training. To a server it is a block like any other.
+/// `{% generation %}` marks the model's output for training. For serving it is an ordinary block.
 pub(super) fn translated(source: &str) -> Cow<'_, str> {
     if !source.contains("generation") {
         return source.into();
@@ -24,14 +24,14 @@ pub(super) fn translated(source: &str) -> Cow<'_, str> {
     translated.into()
 }
 
-/// What stands before a tag, the tag with its `{%` and `%}`, and what stands behind it.
+/// Returns the text before the next tag, the tag with its `{%` and `%}`, and the text after it.
 fn next_tag(text: &str) -> Option<(&str, &str, &str)> {
     let start = text.find("{%")?;
     let end = start + text[start..].find("%}")? + "%}".len();
     Some((&text[..start], &text[start..end], &text[end..]))
 }
 
-/// The marks beside the word say which white space goes. They stay.
+/// Converts one tag. The marks beside the word control white space and are kept.
 fn translated_tag(tag: &str) -> Cow<'_, str> {
     let word = tag.trim_matches(['{', '%', '}']).trim_matches(['-', '+']).trim();
     match word {
@@ -41,7 +41,7 @@ fn translated_tag(tag: &str) -> Cow<'_, str> {
     }
 }
 
-/// Python's methods of strings, lists and dictionaries.
+/// Implements Python's methods of strings, lists and dictionaries.
 pub(super) fn method(
     state: &mut State<'_, '_>,
     value: &Value,

@@ -1,4 +1,4 @@
-//! A model's folder as Hugging Face lays it out: the files of it that speak of text.
+//! The files about text in a Hugging Face model folder.
 
 use std::fs;
 use std::io;
@@ -18,12 +18,12 @@ const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// What OpenAI's endpoints draw with where neither the request nor the model says.
+/// The default temperature of OpenAI's endpoints, used if neither the request nor the model has one.
 const TEMPERATURE: f32 = 1.0;
 
-/// Reads the text half of the model in `folder`, to be served under `name`.
+/// Loads the tokenizer and template of the model in `folder`, to be served under `name`.
 ///
-/// Without `tokenizer.json` the model is one of token ids only; without a chat template, one of completions only.
+/// Without `tokenizer.json` the model serves token ids only; without a chat template, completions only.
 pub fn open(folder: &Path, name: &str) -> Result<RouterModel, TextError> {
     let config: ModelConfig = required(folder, CONFIG)?;
     let generation: GenerationConfig = optional(folder, GENERATION_CONFIG)?.unwrap_or_default();
@@ -86,7 +86,7 @@ struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// The defaults of requests that do not say. `do_sample = false` is greedy, whatever the temperature.
+    /// The sampling defaults. `do_sample = false` means greedy, at any temperature.
     fn sampling(&self, file: &Path) -> Result<Sampling, TextError> {
         let number =
             |field, value: Option<f32>, default, fits: fn(f32) -> bool| match value.unwrap_or(default) {
@@ -126,7 +126,7 @@ struct TokenizerConfig {
     chat_template: Option<Templates>,
 }
 
-/// A special token: its name, or an object with more about it.
+/// A special token: its text, or an object with its text and other properties.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a token's text, or an object with it as `content`")]
 enum Special {
@@ -142,7 +142,7 @@ impl Special {
     }
 }
 
-/// One chat template, or several by name.
+/// One chat template, or several with names.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a template, or a list of templates with names")]
 enum Templates {
@@ -157,7 +157,7 @@ struct NamedTemplate {
 }
 
 impl TokenizerConfig {
-    /// The variables that templates write special tokens with.
+    /// The special tokens as template variables.
     fn specials(&self) -> Vec<(String, String)> {
         [
             ("bos_token", &self.bos_token),
@@ -204,14 +204,14 @@ fn template(folder: &Path, config: &TokenizerConfig) -> Result<Option<ChatTempla
     compiled.map(Some).map_err(|source| TextError::CompileTemplate { file, source })
 }
 
-/// A model's chat templates, and where they were found.
+/// A model's chat templates, and the file that contains them.
 struct Sources {
     file: PathBuf,
     default: String,
     with_tools: Option<String>,
 }
 
-/// A file of its own comes first: newer models have the template there.
+/// Finds the chat templates. A separate file comes first, because newer models use one.
 fn sources(folder: &Path, config: &TokenizerConfig) -> Result<Option<Sources>, TextError> {
     let (jinja, json) = (folder.join(CHAT_TEMPLATE), folder.join(TOKENIZER_CONFIG));
     if let Some(bytes) = read(&jinja)? {
@@ -241,7 +241,7 @@ fn by_name(file: PathBuf, named: &[NamedTemplate]) -> Result<Sources, TextError>
 
 // === files ===
 
-/// A file's bytes; `None` if it is not there.
+/// Returns a file's bytes; `None` if it does not exist.
 fn read(file: &Path) -> Result<Option<Vec<u8>>, TextError> {
     match fs::read(file) {
         Ok(bytes) => Ok(Some(bytes)),

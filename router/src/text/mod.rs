@@ -1,4 +1,4 @@
-//! Text, which only the router knows: from messages to tokens, and from tokens back to whole characters.
+//! Text, which only the router handles: messages to tokens, and tokens to text.
 
 pub mod offload;
 pub mod detokenizer;
@@ -23,32 +23,32 @@ pub use tokenizer::Tokenizer;
 
 use crate::error::{AcceptError, TextError};
 
-/// What the router must know of a model to speak for it. The nodes know the rest.
+/// A model as the router needs it to serve requests. Nodes know the rest.
 #[derive(Clone, Debug)]
 pub struct RouterModel {
     pub name: String,
     pub tokenizer: Arc<Tokenizer>,
-    /// `None`: completions only.
+    /// `None`: the model serves completions only.
     pub template: Option<ChatTemplate>,
     /// The longest sequence, prompt and output together.
     pub context_tokens: u32,
-    /// It could be longer, had a node of the model more memory for KV.
+    /// True if the length is limited by a node's KV memory and not by the model.
     pub is_short: bool,
-    /// Tokens are numbered below this. A model may have more of them than its tokenizer writes.
+    /// Token ids are below this. The model may have more tokens than its tokenizer.
     pub vocab: u32,
-    /// The tokens with which the model ends its answers.
+    /// The tokens that end the model's answers.
     pub eos: Vec<TokenId>,
-    /// How to sample for a request that does not say. Real models bring their own (`generation_config.json`).
+    /// The sampling defaults. Real models have their own (`generation_config.json`).
     pub defaults: Sampling,
 }
 
 impl RouterModel {
-    /// The text half of the model in a Hugging Face folder. Reads files, some of them of several megabytes.
+    /// Loads the tokenizer and template of a Hugging Face folder. Reads files of several megabytes.
     pub fn open(folder: &Path, name: &str) -> Result<Self, TextError> {
         folder::open(folder, name)
     }
 
-    /// The text half of the mock backend: a token is a byte, and the answer to a prompt is a function of the prompt.
+    /// The mock model: a token is a byte, and the answer to a prompt is a function of the prompt.
     pub fn mock(name: impl Into<String>, context_tokens: u32) -> Self {
         Self {
             name: name.into(),
@@ -62,7 +62,7 @@ impl RouterModel {
         }
     }
 
-    /// What can be said for a model from what its node says of it. `None`: its tokenizer is needed for that.
+    /// Makes a model from a node's description. `None` if that needs a tokenizer file.
     fn of_node(info: &ModelInfo) -> Option<Self> {
         let (tokenizer, template) = match tokenizer_of(info) {
             TOKENIZER_BYTES => (Tokenizer::Bytes, Some(ChatTemplate::plain())),
@@ -81,7 +81,7 @@ impl RouterModel {
         })
     }
 
-    /// Within what a node can do: it may have been given less memory than its model's longest sequence needs.
+    /// Limits the model to the node's abilities: a node may have less memory than the model's longest sequence needs.
     fn within(self, info: &ModelInfo) -> Self {
         Self {
             is_short: self.is_short || info.context_tokens < self.context_tokens,
@@ -91,7 +91,7 @@ impl RouterModel {
         }
     }
 
-    /// The longest sequence, in a refusal's words.
+    /// Describes the longest sequence, for refusals.
     pub(crate) fn context(&self) -> String {
         let tokens = self.context_tokens;
         if self.is_short {
@@ -108,28 +108,28 @@ fn tokenizer_of(info: &ModelInfo) -> &str {
     info.fingerprint.parts().find(|(name, _)| *name == TOKENIZER).map_or("absent", |(_, value)| value)
 }
 
-/// Why the router cannot speak for a node's model.
+/// The reason why the router cannot serve a node's model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LearnError {
     #[error("the router has no tokenizer for the model `{model}`: set `model.path` and `model.name` there")]
     NoTokenizer { model: String },
-    #[error("against the router: {0}")]
+    #[error("the node's model differs from the router's: {0}")]
     Mismatch(FingerprintMismatch),
 }
 
-/// The models that this router speaks for, by name. Clones share one table.
+/// The models that this router serves, by name. Clones share one table.
 #[derive(Clone, Debug, Default)]
 pub struct RouterModels {
-    /// Read by every request and written when a node comes or goes; never held across an await.
+    /// Read by every request, and written when nodes join or leave. Never locked across an await.
     by_name: Arc<RwLock<BTreeMap<String, KnownModel>>>,
 }
 
-/// Who described a model.
+/// The source of a model's description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ModelSource {
-    /// The router's own settings.
+    /// The router's configuration.
     Router,
-    /// A node. Only the model's nodes know how long a sequence can be.
+    /// A node. Only the model's nodes know the longest sequence.
     Node,
 }
 
@@ -137,7 +137,7 @@ enum ModelSource {
 struct KnownModel {
     own: RouterModel,
     source: ModelSource,
-    /// Within what the nodes can do that there are now.
+    /// The model, limited to the abilities of its current nodes.
     fitted: Arc<RouterModel>,
 }
 
@@ -148,8 +148,8 @@ impl RouterModels {
         table
     }
 
-    /// Speaks for a node's model if no other node has brought one of this name, or says why it never can: tokens must mean
-    /// the same on both sides.
+    /// Adds a node's model, unless there is one of this name. Refuses it if the tokenizers differ, because token ids
+    /// must mean the same on both sides.
     pub fn learn(&self, info: &ModelInfo) -> Result<(), LearnError> {
         let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
         if let Some(own) = known.as_ref().filter(|known| known.source == ModelSource::Router) {
@@ -163,7 +163,7 @@ impl RouterModels {
         Ok(())
     }
 
-    /// Speaks for the model as this node has it, in place of what another node has brought under this name.
+    /// Replaces a model that was learned from a node by this node's, if they differ.
     pub fn replace_learned(&self, info: &ModelInfo) {
         let known = self.by_name.read().unwrap_or_else(PoisonError::into_inner).get(&info.name).cloned();
         let is_replaced = known.is_none_or(|known| {
@@ -176,7 +176,7 @@ impl RouterModels {
         }
     }
 
-    /// Keeps within what all of these nodes can do, and no longer within what others could.
+    /// Limits each model to the abilities of all of these nodes, and removes earlier limits.
     pub fn fit<'a>(&self, nodes: impl Iterator<Item = &'a ModelInfo> + Clone) {
         let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         for (name, known) in models.iter_mut() {
@@ -189,7 +189,7 @@ impl RouterModels {
         }
     }
 
-    /// The model that a request names. A request that names none means the only one there is.
+    /// Returns the model that a request names. Without a name it is the only model, if there is just one.
     pub fn find(&self, name: Option<&str>) -> Result<Arc<RouterModel>, AcceptError> {
         let models = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
         match name {
@@ -317,7 +317,9 @@ mod tests {
     fn another_tokenizer_under_the_same_name_is_spelled_out() {
         let models = models(&["mock"]);
         let error = models.learn(&node("mock", "0123")).expect_err("they would number tokens differently");
-        assert_eq!(error.to_string(), "against the router: models differ: tokenizer: bytes here, 0123 there");
+        let expected =
+            "the node's model differs from the router's: models differ: tokenizer: bytes here, 0123 there";
+        assert_eq!(error.to_string(), expected);
         assert_eq!(models.find(None).expect("known").context_tokens, 64, "nothing was learned");
     }
 }

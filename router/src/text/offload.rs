@@ -1,12 +1,12 @@
-//! Work on long texts, on a thread of its own, where it delays no other request.
+//! Runs work on long texts on a blocking thread, where it delays no other request.
 
 use tokio::task::{JoinError, spawn_blocking};
 
-/// Beyond this size a text is worked on aside. A tokenizer cuts some two bytes a microsecond, and the router's own threads
-/// shall not be away for more than half a millisecond.
+/// The size above which a text is processed on a blocking thread. A tokenizer processes about two bytes per microsecond,
+/// and the router's own threads must not be blocked for more than half a millisecond.
 const OFFLOAD_BYTES: usize = 1 << 10;
 
-/// Does `work` here and now for short texts, and aside for long ones. Dropped, it lets the work end for nothing.
+/// Runs `work` at once for short texts, and on a blocking thread for long ones. If dropped, the work's result is lost.
 pub async fn run_by_size<T: Send + 'static>(
     n_bytes: usize,
     work: impl FnOnce() -> T + Send + 'static,

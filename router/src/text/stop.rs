@@ -1,16 +1,16 @@
-//! Hot path. Stop strings: the answer ends before the first of them, wherever it is cut into tokens.
+//! Hot path. Stop strings: the answer ends before the first of them, independent of the split into tokens.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use crate::error::AcceptError;
 
-/// The most stop strings of one request. OpenAI takes 4.
+/// The largest number of stop strings in one request. OpenAI allows 4.
 pub const STOP_STRINGS_MAX: usize = 16;
-/// The longest stop string: so much text may have to be held back.
+/// The longest stop string, which is also the largest amount of text held back.
 pub const STOP_STRING_BYTES_MAX: usize = 1024;
 
-/// The texts that end an answer. None of them is empty.
+/// The texts that end an answer; none is empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopStrings(Arc<[String]>);
 
@@ -35,11 +35,11 @@ impl StopStrings {
     }
 }
 
-/// Looks for stop strings in a text that comes in pieces, and holds back what may become one.
+/// Searches stop strings in a text that arrives in pieces, and holds back a possible beginning of one.
 #[derive(Debug)]
 pub(super) struct StopScanner {
     strings: StopStrings,
-    /// The end of the text so far, as long as a stop string could begin in it. Shorter than the longest one.
+    /// The end of the text that may be the beginning of a stop string. Shorter than the longest stop string.
     held: String,
 }
 
@@ -48,7 +48,7 @@ impl StopScanner {
         Self { strings, held: String::new() }
     }
 
-    /// Appends to `text` what cannot be part of a stop string any more. `Break`: one is complete.
+    /// Appends the text that cannot be part of a stop string any more. `Break`: a stop string is complete.
     pub(super) fn push(&mut self, piece: &str, text: &mut String) -> ControlFlow<()> {
         self.held.push_str(piece);
         let (n_free, flow) = match self.first_match() {
@@ -60,26 +60,26 @@ impl StopScanner {
         flow
     }
 
-    /// Appends what was held back: nothing follows that could complete it.
+    /// Appends the text held back, at the end of the answer.
     pub(super) fn finish(&mut self, text: &mut String) {
         text.push_str(&self.held);
         self.held.clear();
     }
 
-    /// Where the stop string begins that is complete first; of several that end together, the longest.
-    /// To go by the end makes the choice independent of how the text was cut.
+    /// The start of the stop string that ends first; of several that end together, the longest.
+    /// Choosing by the end makes the result independent of the split into pieces.
     fn first_match(&self) -> Option<usize> {
         let found = |string: &str| self.held.find(string).map(|start| (start + string.len(), start));
         self.strings.iter().filter_map(found).min().map(|(_, start)| start)
     }
 
-    /// How much of the end of the text is the beginning of a stop string, the longest such piece.
+    /// The length of the longest end of the text that is the beginning of a stop string.
     fn n_may_become(&self) -> usize {
         self.strings.iter().map(|string| overlap(&self.held, string)).max().unwrap_or(0)
     }
 }
 
-/// The length of the longest end of `text` with which `string` begins, but for all of it.
+/// The length of the longest proper prefix of `string` that is a suffix of `text`.
 fn overlap(text: &str, string: &str) -> usize {
     let longest = text.len().min(string.len() - 1);
     (1..=longest).rev().find(|n| text.as_bytes().ends_with(&string.as_bytes()[..*n])).unwrap_or(0)

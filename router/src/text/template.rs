@@ -1,7 +1,7 @@
-//! Chat templates: from messages to the text that the model was trained on.
+//! Chat templates: convert messages to the text that the model was trained on.
 //!
-//! Templates are written for Hugging Face's Jinja2. Rendered here, they give the same bytes: the settings, filters and
-//! functions below are the ones that `transformers` gives them.
+//! Templates are written for Hugging Face's Jinja2. The settings, filters and functions below are those of
+//! `transformers`, so that the rendered bytes are the same.
 
 use std::collections::BTreeMap;
 
@@ -14,55 +14,55 @@ use serde::Serialize;
 use super::dialect;
 use crate::error::AcceptError;
 
-/// How the plain template, the one without a model, writes a chat.
+/// The template of models without one of their own.
 const PLAIN: &str = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}\
     {% if add_generation_prompt %}<|assistant|>{% endif %}";
 const CHAT: &str = "chat";
 const CHAT_WITH_TOOLS: &str = "chat with tools";
-/// The context variable that holds the time, for [`strftime_now`]. No template can name it by accident.
+/// The variable with the current time, for [`strftime_now`]. The space keeps templates from using the name.
 const NOW: &str = "baton now";
 
-/// A compiled chat template, with the special tokens that it writes.
+/// A compiled chat template with its special tokens.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
     specials: Vec<(String, String)>,
 }
 
-/// What a template is rendered with. The values are the client's, unchanged.
+/// The variables of a template. The values are the client's, unchanged.
 #[derive(Clone, Debug)]
 pub struct Chat {
     pub messages: Value,
-    /// `none` when the request has no tools.
+    /// `none` if the request has no tools.
     pub tools: Value,
-    /// More variables, for switches that only one model's template knows: `chat_template_kwargs`.
+    /// Additional variables for a model's template: `chat_template_kwargs`.
     pub variables: Vec<(String, Value)>,
     /// Whether the text ends where the model's answer begins.
     pub add_generation_prompt: bool,
-    /// For templates that tell the model today's date.
+    /// The current time, for templates that contain the date.
     pub unix_seconds: i64,
 }
 
 impl ChatTemplate {
-    /// Compiles a model's template. `specials` are variables such as `bos_token`, as in `tokenizer_config.json`.
+    /// Compiles a model's template. `specials` are variables such as `bos_token`, from `tokenizer_config.json`.
     pub fn new(source: &str, specials: Vec<(String, String)>) -> Result<Self, Error> {
         let mut environment = environment()?;
         environment.add_template_owned(CHAT, dialect::translated(source).into_owned())?;
         Ok(Self { environment, specials })
     }
 
-    /// Some models have a template of its own for chats with tools.
+    /// Adds a separate template for chats with tools, which some models have.
     pub fn with_tools(mut self, source: &str) -> Result<Self, Error> {
         self.environment.add_template_owned(CHAT_WITH_TOOLS, dialect::translated(source).into_owned())?;
         Ok(self)
     }
 
-    /// For models that were not trained on anything: `<|role|>content<|end|>` for each message.
+    /// The template of untrained models: `<|role|>content<|end|>` for each message.
     pub fn plain() -> Self {
         Self::new(PLAIN, Vec::new()).expect("it is a constant, and a test renders it")
     }
 
-    /// The text of a chat, or why the template refuses it: unknown role, roles out of order, whatever it checks.
+    /// Renders a chat, or returns the template's error, such as an unknown role or a wrong order of roles.
     pub fn render(&self, chat: Chat) -> Result<String, AcceptError> {
         self.template(&chat)
             .and_then(|template| template.render(self.context(chat)))
@@ -74,7 +74,7 @@ impl ChatTemplate {
         with_tools.flatten().map_or_else(|| self.environment.get_template(CHAT), Ok)
     }
 
-    /// Later entries win: a request cannot replace its own messages through `variables`.
+    /// Makes the variables. Later entries win, so `variables` cannot replace the request's own messages.
     fn context(&self, chat: Chat) -> Value {
         let specials = self.specials.iter().map(|(name, token)| (name.clone(), Value::from(token)));
         let own = [
@@ -98,7 +98,7 @@ fn environment() -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// What the template's author wrote, without the place in the template: that is nothing to a client.
+/// The message of the template's author, without the location in the template.
 fn reason(error: &Error) -> String {
     error.detail().map_or_else(|| error.to_string(), str::to_owned)
 }
@@ -107,14 +107,14 @@ fn raise_exception(message: String) -> Result<String, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// The date and time, as `strftime` writes them. In UTC: where a server stands says nothing about where its clients are.
+/// The date and time in `strftime` format, in UTC, because the server's time zone says nothing about its clients.
 fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     let seconds = state.lookup(NOW).and_then(|now| i64::try_from(now).ok()).unwrap_or_default();
     let now = Timestamp::from_second(seconds).map_err(invalid)?;
     jiff::fmt::strtime::format(format, now).map_err(invalid)
 }
 
-/// JSON as Python's `json.dumps` writes it, and not escaped for HTML, as the built-in filter would.
+/// Writes JSON as Python's `json.dumps` does, without the HTML escapes of the built-in filter.
 fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
@@ -132,7 +132,7 @@ fn written(value: &Value, formatter: impl serde_json::ser::Formatter) -> Result<
     String::from_utf8(json).map_err(invalid)
 }
 
-/// Characters beyond ASCII as `\uXXXX`, in pairs where one is not enough. They can only stand inside strings.
+/// Escapes non-ASCII characters as `\uXXXX`, in surrogate pairs if needed. They occur only inside strings.
 fn ascii(json: &str) -> String {
     let mut units = [0; 2];
     json.chars().fold(String::with_capacity(json.len()), |mut text, character| {
@@ -152,7 +152,7 @@ fn invalid(error: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidOperation, error.to_string())
 }
 
-/// `{"a": 1, "b": 2}`: Python puts a space after commas and colons.
+/// JSON with a space after commas and colons, as Python writes it: `{"a": 1, "b": 2}`.
 struct PythonSpacing;
 
 impl serde_json::ser::Formatter for PythonSpacing {

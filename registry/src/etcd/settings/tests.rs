@@ -42,11 +42,11 @@ fn a_password_can_be_in_a_file() {
 fn contradictions_are_refused() {
     for (text, reason) in [
         ("etcd://a/b/c", "`b/c` is not a cluster: letters, digits and any of - _ . only"),
-        ("etcd://a?cert=/c", "`cert` and `key` go together"),
+        ("etcd://a?cert=/c", "`cert` needs `key`, and `key` needs `cert`"),
         ("etcd://a?cert=/c&key=/k", "TLS needs a `ca`"),
         ("etcd://a?server_name=x", "TLS needs a `ca`"),
         ("etcd://a?password_file=/p", "`password_file` needs a user before the @"),
-        ("etcd://u:p@a?password_file=/p", "there is a password and a `password_file`"),
+        ("etcd://u:p@a?password_file=/p", "give either a password or a `password_file`"),
         ("etcd://a?ttl_s=0", "`ttl_s` is 1 to 600 seconds, not `0`"),
         ("etcd://a?ttl_s=soon", "`ttl_s` is 1 to 600 seconds, not `soon`"),
         ("etcd://a?tls=yes", "`tls` is not known, only ca, cert, key, server_name, password_file, ttl_s"),

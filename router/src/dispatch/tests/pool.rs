@@ -1,4 +1,4 @@
-//! The pool takes part, or does not: what a router makes of that.
+//! Tests of prefill first with a pool node that works, fails or is absent.
 
 use super::*;
 use crate::fake_node::next_token;
@@ -32,7 +32,7 @@ async fn the_pool_has_no_part_in_the_other_order() {
     assert_eq!(k.heard(), Vec::<String>::new());
 }
 
-/// Nothing is lost but the pool's help.
+/// Without the pool, requests are still served.
 #[tokio::test(start_paused = true)]
 async fn what_the_pool_does_not_take_its_prefill_node_holds() {
     for (act, reason) in [
@@ -51,7 +51,7 @@ async fn what_the_pool_does_not_take_its_prefill_node_holds() {
     }
 }
 
-/// A pool node that failed is left alone until it has spoken again: the next prompt does not wait for it.
+/// A pool node that failed is not used until its next report, so the next prompt does not wait for it.
 #[tokio::test(start_paused = true)]
 async fn a_pool_node_that_failed_is_not_asked_at_once() {
     let (p, d, k) = (
@@ -67,7 +67,7 @@ async fn a_pool_node_that_failed_is_not_asked_at_once() {
     assert_eq!(k.heard().len(), 1);
 }
 
-/// What was stored and is lost, or was found to be spoilt, is computed again; the client has its first token by then.
+/// Stored KV that is lost or spoilt is computed again; the client already has its first token then.
 #[tokio::test(start_paused = true)]
 async fn kv_that_the_pool_lost_is_computed_again() {
     for script in [
@@ -83,7 +83,7 @@ async fn kv_that_the_pool_lost_is_computed_again() {
     }
 }
 
-/// The KV never comes, and the sender says why.
+/// The KV never arrives, and the sender reports the reason.
 #[tokio::test(start_paused = true)]
 async fn kv_that_was_lost_on_the_way_to_the_pool_is_computed_again() {
     let (p, d) =
@@ -95,7 +95,7 @@ async fn kv_that_was_lost_on_the_way_to_the_pool_is_computed_again() {
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
 }
 
-/// It was the decode node's landing that was lost: the pool has the KV still, and gives it to another.
+/// The decode node's landing is lost. The pool still has the KV and sends it to another node.
 #[tokio::test(start_paused = true)]
 async fn what_is_stored_is_delivered_to_another_decode_node() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
@@ -119,7 +119,7 @@ async fn a_pool_node_keeps_its_own_models_kv_only() {
     assert_eq!(p.heard().last().map(String::as_str), Some("deliver"));
 }
 
-/// The next token is what it would be after all that came before, whichever node computed that.
+/// The next token depends on all tokens before it, on any node.
 #[tokio::test(start_paused = true)]
 async fn one_token_needs_no_decode_node() {
     let (p, d, k) = (

@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::*;
 
-/// What the official client of OpenAI knows (2.x): chat completions, then completions.
+/// The fields of OpenAI's official client (2.x): chat completions, then completions.
 const OPENAI_CHAT: &[&str] = &[
     "messages",
     "model",
@@ -172,7 +172,7 @@ fn fate(field: &RequestField) -> String {
     }
 }
 
-/// Fields with the same fate are one row.
+/// Fields with the same support are one row.
 fn page() -> String {
     let mut rows: Vec<(&str, String, Vec<String>)> = Vec::new();
     for field in FIELDS {

@@ -1,4 +1,4 @@
-//! Whole answers, as golden JSON.
+//! Tests of complete answers, compared with golden JSON.
 
 use serde_json::json;
 use types::step::Logprobs;
@@ -134,7 +134,7 @@ async fn the_answer_ends_before_a_stop_string() {
     }
 }
 
-/// "abcdabcd", and then silence: only a stop string can end it.
+/// Generates "abcdabcd" and then nothing: only a stop string can end the answer.
 fn babbles_then_stops() -> ScriptedEvent {
     begins("abcdabcd")
 }

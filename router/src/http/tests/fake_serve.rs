@@ -1,4 +1,4 @@
-//! A house that does as it is told, and a client for it.
+//! A scripted [`Serve`] and a client for it.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -23,10 +23,10 @@ use crate::serve::{Complete, Generation, Serve, ServeError};
 use crate::text::tokenizer::END;
 use crate::text::{RouterModel, RouterModels};
 
-/// What the house does with a prompt.
+/// The response to a prompt.
 pub(crate) enum ScriptedEvent {
     Refuse(ServeError),
-    /// Never gets as far as a first step.
+    /// Never gives a first step.
     Silence,
     Steps(BoxStream<'static, Result<Step, ServeError>>),
 }
@@ -39,7 +39,7 @@ impl ScriptedEvent {
 
 type Script = dyn Fn(&Prompt) -> ScriptedEvent + Send + Sync;
 
-/// Plays a script for every prompt, and keeps count of what is alive.
+/// A scripted [`Serve`] that counts the prompts in progress.
 pub(crate) struct FakeServe {
     script: Box<Script>,
     seen: Mutex<Vec<Prompt>>,
@@ -74,14 +74,14 @@ impl FakeServe {
         Self::new(move |_| says(text))
     }
 
-    /// The prompts that came, in order of their ids: choices begin together.
+    /// The received prompts, in order of their ids, because choices begin at the same time.
     pub(crate) fn seen(&self) -> Vec<Prompt> {
         let mut seen = self.seen.lock().unwrap().clone();
         seen.sort_by(|a, b| a.id.cmp(&b.id));
         seen
     }
 
-    /// Waits until this number of prompts is held by the server.
+    /// Waits until this number of prompts is in progress.
     pub(crate) async fn holds(&self, n: usize) {
         let mut alive = self.alive.subscribe();
         let reached =
@@ -90,7 +90,7 @@ impl FakeServe {
     }
 }
 
-/// A prompt that is alive in the house. Dropping it is the cancel.
+/// A prompt in progress. Dropping it cancels it.
 struct RunningGuard(watch::Sender<usize>);
 
 impl RunningGuard {
@@ -149,7 +149,7 @@ pub(crate) fn step(index: u32, token: TokenId, finish: Option<FinishReason>) -> 
     Step { token, index, logprobs: None, finish }
 }
 
-/// The steps of a text, a byte each, and the end token.
+/// The steps of a text, one per byte, and the end token.
 pub(crate) fn steps_of(text: &str) -> Vec<Step> {
     let tokens = text.bytes().map(|byte| (TokenId(u32::from(byte)), None));
     let all = tokens.chain([(END, Some(FinishReason::Stop))]);
@@ -164,14 +164,14 @@ pub(crate) fn says(text: &str) -> ScriptedEvent {
     plays(steps_of(text))
 }
 
-/// Says a text and then goes silent.
+/// Gives the steps of a text and then nothing.
 pub(crate) fn begins(text: &str) -> ScriptedEvent {
     let mut steps = steps_of(text);
     steps.pop();
     ScriptedEvent::Steps(futures::stream::iter(steps).map(Ok).chain(futures::stream::pending()).boxed())
 }
 
-/// Says a text and then fails.
+/// Gives the steps of a text and then an error.
 pub(crate) fn breaks(text: &str, error: ServeError) -> ScriptedEvent {
     let mut steps: Vec<Result<Step, ServeError>> = steps_of(text).into_iter().map(Ok).collect();
     steps.pop();
@@ -179,7 +179,7 @@ pub(crate) fn breaks(text: &str, error: ServeError) -> ScriptedEvent {
     ScriptedEvent::Steps(futures::stream::iter(steps).boxed())
 }
 
-/// Never stops talking.
+/// Gives steps without end.
 pub(crate) fn babbles() -> ScriptedEvent {
     ScriptedEvent::Steps(futures::stream::iter((0..).map(|index| Ok(step(index, TokenId(97), None)))).boxed())
 }
@@ -202,7 +202,7 @@ pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: Route
     stack(api(http.clone()).merge(health(http)), acceptor)
 }
 
-/// What came back.
+/// A response.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: StatusCode,
@@ -215,7 +215,7 @@ impl Answer {
         serde_json::from_str(&self.body).expect("a JSON body")
     }
 
-    /// The data of all events of a stream. `[DONE]` is a string, an `error` event is wrapped in an object of that name.
+    /// The data of all events in a stream. `[DONE]` is a string; an `error` event is wrapped in an object of that name.
     pub(crate) fn events(&self) -> Vec<Value> {
         self.body.split_terminator("\n\n").map(event).collect()
     }

@@ -1,4 +1,4 @@
-//! Every request that is refused: with which status, code and field.
+//! Tests of refusals: status, code and field of each.
 
 use std::time::Duration;
 

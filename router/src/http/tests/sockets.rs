@@ -1,4 +1,4 @@
-//! What only a real connection shows: when bytes leave, and what happens when the client does.
+//! Tests that need a real connection: the times at which bytes are sent, and clients that disconnect.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::http::WriteTimeoutListener;
 
 const WITHIN: Duration = Duration::from_secs(20);
 
-/// The HTTP API on a free port.
+/// Serves the HTTP API on a free port.
 struct Served {
     address: String,
     shutdown: Shutdown,
@@ -44,7 +44,7 @@ impl Served {
     }
 }
 
-/// A client that sees the bytes as they come.
+/// A client that reads the bytes as they arrive.
 struct Client {
     stream: Stream,
     read: String,
@@ -56,7 +56,7 @@ impl Client {
         self.stream.write_all(format!("{head}{body}").as_bytes()).await.expect("sent");
     }
 
-    /// Reads until this has come.
+    /// Reads until this text has arrived.
     async fn reads(&mut self, text: &str) {
         let mut bytes = [0; 4096];
         while !self.read.contains(text) {

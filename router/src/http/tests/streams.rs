@@ -1,4 +1,4 @@
-//! Streams, event by event.
+//! Tests of streams, event by event.
 
 use serde_json::{Value, json};
 use types::{RefusalKind, TokenId};

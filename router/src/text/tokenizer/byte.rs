@@ -1,11 +1,11 @@
-//! The mock's tokenizer: a token is a byte, and a few special tokens follow.
+//! The mock's tokenizer: a token is a byte, followed by a few special tokens.
 
 use types::TokenId;
 
-/// Ends an answer of the mock.
+/// The token that ends an answer of the mock.
 pub const END: TokenId = TokenId(256);
 
-/// The special tokens, in order of their ids, the first one being [`END`].
+/// The special tokens in order of their ids; the first one is [`END`].
 const SPECIALS: [&str; 5] = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"];
 
 pub(super) const VOCAB: u32 = END.0 + SPECIALS.len() as u32;
@@ -40,7 +40,7 @@ pub(super) fn encode(text: &str) -> Vec<TokenId> {
     tokens
 }
 
-/// The special token whose name the text begins with, and what follows it.
+/// Returns the special token whose name begins the text, and the text after it.
 fn special_at(text: &[u8]) -> Option<(TokenId, &[u8])> {
     let named = |(id, name): (u32, &&str)| Some((TokenId(id), text.strip_prefix(name.as_bytes())?));
     (END.0..).zip(&SPECIALS).find_map(named)

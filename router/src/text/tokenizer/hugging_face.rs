@@ -1,4 +1,4 @@
-//! A real model's tokenizer, read from its `tokenizer.json`.
+//! The tokenizer of a real model, from its `tokenizer.json`.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use types::node::tokenizer_digest;
 use super::token_bytes::{TOKENS_MAX, TokenBytes, UnknownDecoder};
 use crate::error::EncodeError;
 
-/// A `tokenizer.json`, and the bytes of all its tokens.
+/// A `tokenizer.json` with the bytes of all its tokens.
 pub struct HuggingFace {
     inner: Inner,
     bytes: TokenBytes,
@@ -17,10 +17,10 @@ pub struct HuggingFace {
     digest: String,
 }
 
-/// What stands in front of a plain text. Chat templates write it themselves.
+/// The beginning-of-sequence token of a plain text. Chat templates write it themselves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Bos {
-    /// Whatever the post-processor in `tokenizer.json` puts there.
+    /// The post-processor in `tokenizer.json` adds it.
     #[default]
     PostProcessor,
     /// `add_bos_token = false` in `tokenizer_config.json`.
@@ -29,12 +29,12 @@ pub enum Bos {
     Token(TokenId),
 }
 
-/// A `tokenizer.json` that cannot be used.
+/// The reason why a `tokenizer.json` cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     #[error(transparent)]
     Parse(#[from] tokenizers::Error),
-    #[error("`model.vocab`: token {0} is beyond any vocabulary")]
+    #[error("`model.vocab`: token {0} is above the largest supported id")]
     Vocabulary(u32),
     #[error(transparent)]
     Decoder(#[from] UnknownDecoder),
@@ -47,10 +47,10 @@ impl fmt::Debug for HuggingFace {
 }
 
 impl HuggingFace {
-    /// From the bytes of a `tokenizer.json`.
+    /// Reads the contents of a `tokenizer.json`.
     pub fn new(json: &[u8]) -> Result<Self, TokenizerError> {
         let mut inner = Inner::from_bytes(json)?;
-        // Both are for training and batches: here they would shorten or lengthen prompts behind everybody's back.
+        // Both are for training and batches; here they would silently change the length of prompts.
         inner.with_truncation(None)?;
         inner.with_padding(None);
         let bytes = token_bytes(&inner)?;
@@ -69,12 +69,12 @@ impl HuggingFace {
         &self.bytes
     }
 
-    /// The token of this name, special or not.
+    /// Returns the token with this name, special or not.
     pub fn named(&self, name: &str) -> Option<TokenId> {
         self.inner.token_to_id(name).map(TokenId)
     }
 
-    /// A special token's name.
+    /// Returns a special token's name.
     pub fn special(&self, token: TokenId) -> Option<String> {
         special(&self.inner, token.0)
     }
@@ -83,7 +83,7 @@ impl HuggingFace {
         self.encode_after(Vec::new(), text, false)
     }
 
-    /// With the token in front that the model expects there.
+    /// Tokenizes a plain text, with the beginning-of-sequence token that the model expects.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
         match self.bos {
             Bos::PostProcessor => self.encode_after(Vec::new(), text, true),
@@ -110,7 +110,7 @@ fn special(tokenizer: &Inner, id: u32) -> Option<String> {
     added.special.then(|| added.content.clone())
 }
 
-/// Special tokens add nothing to a text, and neither do numbers that no token has.
+/// The bytes of all tokens. Special tokens and unused ids have none.
 fn token_bytes(tokenizer: &Inner) -> Result<TokenBytes, TokenizerError> {
     let last = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
     if last as usize >= TOKENS_MAX {

@@ -1,4 +1,4 @@
-//! Text to tokens, and tokens to bytes. One arm per kind of tokenizer.
+//! Tokenizers: text to tokens, and tokens to bytes. One variant per kind of tokenizer.
 
 mod byte;
 mod hugging_face;
@@ -15,22 +15,22 @@ pub use token_bytes::{TokenBytes, UnknownDecoder};
 
 use crate::error::EncodeError;
 
-/// A model's vocabulary and the way text is cut into it.
+/// A model's vocabulary, with the conversion from text.
 ///
-/// Tokens become *bytes*, not text: a character may be spread over several tokens, and only the
-/// [`Detokenizer`](super::Detokenizer) knows when it is whole.
+/// Tokens are converted to *bytes* instead of text, because a character may consist of several tokens. The
+/// [`Detokenizer`](super::Detokenizer) assembles characters.
 #[derive(Debug)]
 pub enum Tokenizer {
-    /// The mock's: a token is a byte, and a few special tokens follow.
+    /// The mock's tokenizer: a token is a byte, followed by a few special tokens.
     Bytes,
-    /// A real model's: `tokenizer.json`.
+    /// A real model's tokenizer: `tokenizer.json`.
     HuggingFace(Box<HuggingFace>),
-    /// A model that came without one: it is asked with token ids, and its answers have no text.
+    /// A model without a tokenizer: requests contain token ids, and answers have no text.
     Absent,
 }
 
 impl Tokenizer {
-    /// What a node's fingerprint must say of its tokenizer for the two to mean the same tokens.
+    /// The fingerprint part that a node must have so that token ids mean the same on both sides.
     pub fn fingerprint(&self) -> &str {
         match self {
             Self::Bytes => TOKENIZER_BYTES,
@@ -39,7 +39,7 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens that it writes are numbered below this.
+    /// The tokenizer's token ids are below this.
     pub fn vocab(&self) -> u32 {
         match self {
             Self::Bytes => byte::VOCAB,
@@ -48,7 +48,7 @@ impl Tokenizer {
         }
     }
 
-    /// Cuts a chat's text into tokens. The names of special tokens become these tokens: that is how templates write them.
+    /// Tokenizes a rendered chat. Names of special tokens become these tokens, because templates write them so.
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
         match self {
             Self::Bytes => Ok(byte::encode(text)),
@@ -57,7 +57,7 @@ impl Tokenizer {
         }
     }
 
-    /// Cuts a text that no template has written: with the token in front that the model expects there, if it does.
+    /// Tokenizes a text without a template, with the beginning-of-sequence token if the model expects one.
     pub fn encode_plain(&self, text: &str) -> Result<Vec<TokenId>, EncodeError> {
         match self {
             Self::HuggingFace(tokenizer) => tokenizer.encode_plain(text),
@@ -65,7 +65,7 @@ impl Tokenizer {
         }
     }
 
-    /// The bytes that a token adds to the text: none for a special token, and none for one that does not exist.
+    /// The bytes that a token adds to the text: none for special tokens and unknown ids.
     pub fn bytes_of(&self, token: TokenId) -> &[u8] {
         match self {
             Self::Bytes => byte::bytes_of(token),
@@ -74,8 +74,7 @@ impl Tokenizer {
         }
     }
 
-    /// How a token is shown by itself, where one is listed: special tokens by their names, and by its number where
-    /// there is no tokenizer.
+    /// The text of a single token in a list: the name of a special token, and the id without a tokenizer.
     pub fn shown(&self, token: TokenId) -> Cow<'_, str> {
         let special = match self {
             Self::Bytes => byte::special(token).map(Cow::Borrowed),
@@ -85,7 +84,7 @@ impl Tokenizer {
         special.unwrap_or_else(|| String::from_utf8_lossy(self.bytes_of(token)))
     }
 
-    /// The text of a whole prompt, without what its tokenizer put in front of it.
+    /// The text of a whole prompt, without the prefix that the tokenizer adds.
     pub fn text_of(&self, tokens: &[TokenId]) -> String {
         let bytes: Vec<u8> = tokens.iter().flat_map(|token| self.bytes_of(*token)).copied().collect();
         let text = String::from_utf8_lossy(&bytes);

@@ -15,7 +15,8 @@ fn demo() -> Tokenizer {
     Tokenizer::HuggingFace(Box::new(hugging_face(&std::fs::read(file).expect("the demo model is here"))))
 }
 
-/// Built as Llama 2's is: `▁` for spaces, bytes for what has no token. `tests/python/tokenizer_fixtures.py` made it.
+/// Built like Llama 2's: `▁` for spaces, and bytes for characters without a token. Made by
+/// `tests/python/tokenizer_fixtures.py`.
 fn llama_like() -> HuggingFace {
     hugging_face(include_bytes!("fixtures/llama_like.tokenizer.json"))
 }
@@ -24,7 +25,7 @@ fn boxed(tokenizer: HuggingFace) -> Tokenizer {
     Tokenizer::HuggingFace(Box::new(tokenizer))
 }
 
-/// Cuts texts into tokens, and makes texts of them again, as Python's `tokenizers` does.
+/// Compares encoding and decoding with Python's `tokenizers`.
 fn check_fixtures(tokenizer: &Tokenizer, lines: &str) {
     assert!(lines.lines().count() >= 300);
     for line in lines.lines() {
@@ -35,7 +36,7 @@ fn check_fixtures(tokenizer: &Tokenizer, lines: &str) {
     }
 }
 
-/// The text of the tokens as an answer: piece by piece.
+/// The text of the tokens, decoded piece by piece as an answer.
 fn streamed(tokenizer: Tokenizer, tokens: &[TokenId]) -> String {
     let mut detokenizer = Detokenizer::new(tokenizer.into(), &StopStrings::default(), 0);
     let mut text = String::new();
@@ -77,7 +78,7 @@ fn a_token_outside_the_vocabulary_is_nothing() {
     }
 }
 
-// === the demo model's ===
+// === the demo model's tokenizer ===
 
 #[test]
 fn the_demo_models_prompts_have_the_tokens_that_they_were_trained_with() {
@@ -124,7 +125,7 @@ fn router_and_nodes_compute_the_same_fingerprint() {
     assert_eq!((Tokenizer::Bytes.fingerprint(), Tokenizer::Absent.fingerprint()), ("bytes", "none"));
 }
 
-// === Llama's kind ===
+// === a tokenizer like Llama's ===
 
 #[test]
 fn spaces_and_bytes_of_a_llama_are_exact() {
@@ -161,7 +162,7 @@ fn tokens_that_were_added_but_are_not_special_are_text() {
 
 // === decoders ===
 
-/// A vocabulary of three tokens, with this decoder.
+/// A vocabulary of three tokens with this decoder.
 fn with_decoder(decoder: Value) -> Result<HuggingFace, TokenizerError> {
     let json = json!({
         "version": "1.0",
@@ -236,7 +237,7 @@ fn every_byte_has_its_character() {
 }
 
 proptest! {
-    /// Any tokens in any order: what comes piece by piece is the text of their bytes, whole characters only.
+    /// For any tokens in any order, the joined pieces are the text of their bytes, in whole characters.
     #[test]
     fn any_tokens_stream_as_the_text_of_their_bytes(ids in proptest::collection::vec(0u32..2060, 0..40)) {
         thread_local! { static DEMO: std::sync::Arc<Tokenizer> = std::sync::Arc::new(demo()); }

@@ -1,40 +1,39 @@
-//! Hot path. The bytes of every token of a `tokenizer.json`, looked up and not decoded.
+//! Hot path. A table with the bytes of every token of a `tokenizer.json`.
 //!
-//! The decoders of `tokenizers` turn a list of tokens into text, and lose what is not yet a character. The ones that
-//! language models use do so token by token, so that the bytes of each can be computed once. Those that cannot be taken
-//! apart like this are refused.
+//! The decoders of `tokenizers` convert a list of tokens to text and lose incomplete characters. The decoders of language
+//! models work token by token, so the bytes of each token can be computed in advance. Other decoders are refused.
 
 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
 use tokenizers::{Decoder as _, DecoderWrapper as Decoder};
 use types::TokenId;
 
-/// The most tokens of a vocabulary: larger numbers are a broken file.
+/// The largest vocabulary. Larger ids mean a broken file.
 pub(super) const TOKENS_MAX: usize = 1 << 22;
 
-/// The bytes of each token, one after the other.
+/// The bytes of all tokens, concatenated.
 #[derive(Debug)]
 pub struct TokenBytes {
     bytes: Vec<u8>,
-    /// Where each token's bytes end; they begin where the previous one's end.
+    /// The end of each token's bytes, which is the beginning of the next token's.
     ends: Vec<u32>,
     prefix: Prefix,
 }
 
-/// What the tokenizer puts in front of every text, and takes away again when it decodes a whole one.
+/// The prefix that the tokenizer adds to every text, and removes when it decodes a whole text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Prefix {
-    /// `None`: nothing.
+    /// `None`: no prefix.
     content: Option<char>,
     n_max: usize,
 }
 
-/// A decoder that does not work token by token.
+/// Error: the decoder does not work token by token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`decoder`: {0}, which gives tokens no bytes of their own")]
 pub struct UnknownDecoder(pub String);
 
 impl TokenBytes {
-    /// The texts of the tokens 0, 1, 2, … in the vocabulary, `None` for those that add nothing to a text.
+    /// Builds the table from the texts of tokens 0, 1, 2, …; `None` for tokens that add nothing to a text.
     pub fn new(
         tokens: impl ExactSizeIterator<Item = Option<String>>,
         decoder: Option<&Decoder>,
@@ -73,21 +72,21 @@ impl TokenBytes {
 
 // === from a decoder to stages ===
 
-/// One thing that is done to a token's text.
+/// One step of decoding a token's text.
 enum Stage<'a> {
-    /// Each character stands for a byte, as in GPT-2. The last stage.
+    /// Each character represents a byte, as in GPT-2. This is always the last stage.
     ByteLevel,
-    /// `<0x0A>` is that byte.
+    /// A token such as `<0x0A>` is that byte.
     ByteFallback,
-    /// Another text in place of a pattern.
+    /// Replaces a pattern by another text.
     Replace(&'a Decoder),
-    /// This character is a space.
+    /// Replaces this character by a space.
     Space(char),
 }
 
-/// What each token goes through, and what is taken from the whole.
+/// Returns the stages for each token, and the prefix to remove from a whole text.
 ///
-/// Once the tokens' texts are joined, there are no tokens any more: all that may follow is to strip the beginning.
+/// A decoder that joins the tokens' texts ends the stages. Only stripping the beginning may follow it.
 fn stages(decoder: Option<&Decoder>) -> Result<(Vec<Stage<'_>>, Prefix), UnknownDecoder> {
     let chain = match decoder {
         Some(Decoder::Sequence(sequence)) => sequence.get_decoders(),
@@ -124,7 +123,7 @@ fn metaspace_prefix(scheme: PrependScheme) -> Prefix {
     }
 }
 
-/// Its name, as in `tokenizer.json`.
+/// The decoder's name in `tokenizer.json`.
 fn kind(decoder: &Decoder) -> String {
     let json = serde_json::to_value(decoder).unwrap_or_default();
     json["type"].as_str().unwrap_or("of no known type").to_owned()
@@ -158,7 +157,7 @@ fn replaced(decoder: &Decoder, text: String) -> Result<String, UnknownDecoder> {
     Ok(replaced.concat())
 }
 
-/// A text with a character that stands for no byte is meant literally: such are the tokens that were added by hand.
+/// Writes the bytes of a byte-level text. A text with other characters is literal: such tokens were added by hand.
 fn write_byte_level(text: &str, bytes: &mut Vec<u8>) {
     let n_before = bytes.len();
     for character in text.chars() {
@@ -171,8 +170,8 @@ fn write_byte_level(text: &str, bytes: &mut Vec<u8>) {
     }
 }
 
-/// GPT-2's way to write bytes as characters that can be seen: those that can be seen stand for themselves, and the others,
-/// in their order, for U+0100 and up.
+/// Decodes GPT-2's encoding of bytes as visible characters: visible bytes represent themselves, and the others are
+/// U+0100 and up, in order.
 fn byte_level(character: char) -> Option<u8> {
     match u32::from(character) {
         code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => Some(code as u8),
@@ -183,7 +182,7 @@ fn byte_level(character: char) -> Option<u8> {
     }
 }
 
-/// The byte that a token such as `<0x0A>` stands for.
+/// Returns the byte of a token such as `<0x0A>`.
 fn fallback_byte(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
