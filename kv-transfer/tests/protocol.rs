@@ -116,17 +116,21 @@ async fn garbage_is_refused() {
 
 #[tokio::test]
 async fn oversized_lengths_are_refused_before_their_bytes_come() {
-    is_refused(&with(8, u32::MAX)[..HEADER_BYTES], true, "a body of 4294967295 bytes, 81984 are allowed")
-        .await;
+    is_refused(
+        &with(8, u32::MAX)[..HEADER_BYTES],
+        true,
+        "the body of 4294967295 bytes exceeds the limit of 81984",
+    )
+    .await;
     let payload = PAYLOAD_BYTES_MAX as u32 + 1;
-    is_refused(&with(12, payload)[..HEADER_BYTES], true, "a payload of 16777217 bytes").await;
+    is_refused(&with(12, payload)[..HEADER_BYTES], true, "the payload of 16777217 bytes").await;
 }
 
 #[tokio::test]
 async fn flipped_header_bit_is_refused() {
     let mut bytes = encoded(&Frame::of_link(Body::Alive));
     bytes[20] ^= 1;
-    is_refused(&bytes, true, "the checksum does not fit").await;
+    is_refused(&bytes, true, "the checksum is wrong").await;
 }
 
 #[tokio::test]
@@ -221,7 +225,7 @@ async fn receiver_checks_rights_itself() {
     let (landing, _arrival) = pair.land(N_TOKENS);
     let right = credentials(&landing);
     for (shown, reason) in [
-        (Credentials { grant: Grant::from_bytes([0; 16]), ..right }, "the grant is not the landing's"),
+        (Credentials { grant: Grant::from_bytes([0; 16]), ..right }, "the grant does not match the landing"),
         (Credentials { epoch: Epoch(1), ..right }, "the landing belongs to another life of the node"),
         (Credentials { layout: 0, ..right }, "the two sides' layouts differ"),
         (Credentials { fingerprint: 0, ..right }, "the two sides' models differ"),
