@@ -135,7 +135,7 @@ async fn flipped_header_bit_is_refused() {
 
 #[tokio::test]
 async fn frames_out_of_place_are_refused() {
-    is_refused(&encoded(&Frame::of_link(Body::Alive)), false, "anything before a hello").await;
+    is_refused(&encoded(&Frame::of_link(Body::Alive)), false, "a first frame that is not a hello").await;
     is_refused(&encoded(&Frame::of_link(Body::Done)), true, "a frame that only receivers send").await;
 }
 
@@ -152,7 +152,7 @@ async fn a_stream_without_its_link_is_closed() {
     assert_serves_on(&pair).await;
     assert_eq!(refusals(&capture), Vec::<String>::new());
     let lines: Vec<_> = capture.lines().into_iter().map(|line| line.to_string()).collect();
-    assert!(lines.iter().any(|line| line.contains("its link has ended, or never began")), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains("its link has ended or never existed")), "{lines:?}");
 }
 
 #[tokio::test]
