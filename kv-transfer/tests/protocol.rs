@@ -1,4 +1,4 @@
-//! What the tcp connector makes of peers that speak another version, break the protocol, or repeat what was said.
+//! The tcp connector's reaction to peers that use another version, break the protocol, or replay frames.
 
 mod puppet;
 
@@ -44,7 +44,7 @@ async fn version_3_to_4_is_spoken_as_3() {
     assert_a_transfer(&pair, &mut puppet).await;
 }
 
-/// From the opening to the last word, by a puppet that is linked.
+/// A whole transfer, sent by a linked puppet.
 async fn assert_a_transfer(pair: &Pair, puppet: &mut Puppet) {
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
@@ -73,9 +73,9 @@ async fn sender_names_both_ranges_too() {
     assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..3, the peer 7..9");
 }
 
-// === what is not a frame ===
+// === invalid frames ===
 
-/// The connection is closed, one line says why, and everyone else is served.
+/// The connection is closed, one log line has the reason, and all other peers are served.
 async fn is_refused(bytes: &[u8], after_hello: bool, reason: &str) {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
@@ -188,7 +188,7 @@ async fn span_on_no_lane_loses_the_link() {
     assert_serves_on(&pair).await;
 }
 
-/// Cut off at every length, and then silent or gone.
+/// The frame is cut off at every length, and then the peer is silent or gone.
 #[tokio::test]
 async fn truncated_frames_leave_nothing() {
     let pair = tcp_pair().await;
@@ -209,7 +209,7 @@ async fn truncated_frames_leave_nothing() {
 
 // === rights ===
 
-/// The code and the words of a refusal.
+/// The text of a refusal.
 async fn refused(pair: &Pair, landing: &Landing, shown: Credentials) -> String {
     let mut puppet = Puppet::linked(&pair.decode).await;
     puppet.say_of(landing.transfer, Body::Open(shown)).await;
@@ -240,7 +240,7 @@ async fn receiver_checks_rights_itself() {
     assert_eq!(refused(&pair, &unknown, right).await, "no such landing");
 }
 
-/// An attacker records a whole transfer and plays it back: while it runs, and after it.
+/// An attacker records a whole transfer and replays it, during the transfer and after it.
 #[tokio::test]
 async fn replayed_frames_are_refused() {
     let pair = tcp_pair().await;
@@ -252,7 +252,7 @@ async fn replayed_frames_are_refused() {
     let spans = whole(&landing);
     sender.send(&landing, spans[0].clone(), &pair.prefill, &first).await;
     in_time(arrival.progress(0)).await;
-    // The opening, from another link; spans from a link that opened nothing; a span again, with other KV.
+    // Replays the opening from another link, spans from a link that opened nothing, and a span with other KV.
     assert!(matches!(thief.open(&landing).await, Some(Body::Failed { .. })));
     for span in &spans {
         thief.send(&landing, span.clone(), &pair.prefill, &second).await;
