@@ -259,7 +259,7 @@ impl Shared {
                 let _ = control.send(Frame::new(transfer, Body::Quiet)).await;
             }
         };
-        self.wire_threads.at(|| spawn_guarded(&self.parts.gate, "quiet word", say)).detach();
+        self.wire_threads.at(|| spawn_guarded(&self.parts.gate, "quiet report", say)).detach();
     }
 
     fn why_lost(&self) -> TransferError {
