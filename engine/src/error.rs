@@ -169,7 +169,7 @@ pub enum LoadError {
     Architecture { path: PathBuf, name: String, known: String },
     #[error("no model.safetensors and no model.safetensors.index.json in {folder}")]
     NoWeights { folder: PathBuf },
-    #[error("{folder} has its weights as GGUF, which is not supported: use the model's safetensors")]
+    #[error("{folder} has its weights as GGUF, which is not read: take the model's safetensors")]
     Gguf { folder: PathBuf },
     #[error("read header of {path}: {reason}")]
     Header { path: PathBuf, reason: String },
