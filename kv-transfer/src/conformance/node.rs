@@ -72,7 +72,7 @@ pub fn layout() -> KvLayout {
     layout_of(2)
 }
 
-/// Like [`layout`], but with [`SHARED_HEADS`] KV heads on `tp_size` ranks.
+/// Like [`layout`], but with `SHARED_HEADS` KV heads on `tp_size` ranks.
 ///
 /// # Panics
 /// If the ranks cannot share the heads.
