@@ -1,4 +1,4 @@
-//! `baton chat`: a conversation in the terminal, the answers as they come.
+//! `baton chat`: a conversation in the terminal, with streamed answers.
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::process::ExitCode;
@@ -15,7 +15,7 @@ use crate::cli::ChatArgs;
 use crate::exit::Failed;
 use crate::{http_url, interrupt, output};
 
-/// The most of one server-sent event that is kept while it is incomplete.
+/// Limit of an incomplete server-sent event.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 
 pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failed> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads lines until the end of input. An answer that fails is reported, and the conversation goes on.
+/// Reads lines until the end of input. An answer that fails is reported, and the conversation continues.
 fn converse(runtime: &tokio::runtime::Runtime, endpoint: &Endpoint, talk: &mut Talk) -> Result<(), Failed> {
     output::tell(&format!("talking to {} at {}; Ctrl-D ends", talk.model, endpoint.base));
     let interactive = std::io::stdin().is_terminal();
@@ -58,7 +58,7 @@ fn converse(runtime: &tokio::runtime::Runtime, endpoint: &Endpoint, talk: &mut T
     }
 }
 
-/// What was said so far.
+/// The conversation so far.
 struct Talk {
     model: String,
     max_tokens: u32,
@@ -66,7 +66,7 @@ struct Talk {
 }
 
 impl Talk {
-    /// Says one thing and prints the answer. What was not answered is forgotten.
+    /// Sends one message and prints the answer. A message without an answer is removed.
     async fn say(&mut self, endpoint: &Endpoint, text: &str) -> Result<(), Failed> {
         self.messages.push(json!({ "role": "user", "content": text }));
         match self.answer(endpoint).await {
@@ -116,7 +116,7 @@ fn print_piece(piece: &str) -> Result<(), Failed> {
     out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Failed::work)
 }
 
-/// The next whole event's data, if one is there.
+/// The data of the next complete event, if there is one.
 fn take_event(pending: &mut Vec<u8>) -> Option<String> {
     loop {
         let end = pending.windows(2).position(|pair| pair == b"\n\n")?;
@@ -147,7 +147,7 @@ struct Endpoint {
 impl Endpoint {
     fn new(url: &str) -> Result<Self, Failed> {
         let base = http_url::parse(url)?;
-        // Other clients are given the address with the API's version.
+        // Other clients use the address with the API's version.
         let base = base.strip_suffix("/v1").unwrap_or(&base).to_owned();
         let client = Client::builder(TokioExecutor::new()).build_http();
         Ok(Self { base, client })

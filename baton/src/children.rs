@@ -1,4 +1,4 @@
-//! The nodes of `baton up`: child processes that cannot outlive their parent, and are started again when they end.
+//! The nodes of `baton up`: child processes that end with their parent, and are restarted when they end.
 
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader};
@@ -16,26 +16,26 @@ use crate::exit::Failed;
 use crate::expert_variables;
 use crate::output;
 
-/// How long a child that was asked to stop may take, beyond its own drain.
+/// The deadline for a child to stop, beyond its own drain.
 const STOP_WITHIN: Duration = Duration::from_secs(40);
-/// How long is waited for the last lines of a process that has ended: one that it started may hold its standard error open.
+/// The wait for the last lines of a process that has ended. Its own child processes may keep standard error open.
 const LAST_LINES_WITHIN: Duration = Duration::from_millis(200);
-/// Lines of a process that are kept, to be shown again when it ends.
+/// The number of last lines that are printed again when a process ends.
 const LAST_LINES: usize = 10;
-/// The first pause before a node is started again; each further one is twice as long, up to the longest.
+/// The pause before the first restart of a node. It doubles with each restart up to the maximum.
 const RESTART_FIRST: Duration = Duration::from_secs(1);
 const RESTART_LONGEST: Duration = Duration::from_secs(60);
-/// A node that ran for this long has come up: the next pause is the first again.
+/// A node that ran for this long has started successfully: the next pause is the first one again.
 const CAME_UP_AFTER: Duration = Duration::from_secs(60);
 
-/// One node of the cluster: what its process is started with, and the process.
+/// One node of the cluster: the parameters of its process, and the process.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) id: String,
     role: Role,
     settings: Vec<(&'static str, String)>,
     process: Process,
-    /// The pause before it is started again, if its process ends soon.
+    /// The pause before the next restart, if its process ends soon.
     pause: Duration,
 }
 
@@ -48,7 +48,7 @@ struct Process {
     last_lines: Arc<LastLines>,
 }
 
-/// What a process wrote last to standard error.
+/// The last lines that a process wrote to standard error.
 #[derive(Debug, Default)]
 struct LastLines {
     /// Never held across an await.
@@ -67,13 +67,13 @@ impl Node {
         Ok(Self { id, role, settings, process, pause: RESTART_FIRST })
     }
 
-    /// The status of a process that has ended already.
+    /// The status of a process that has already ended.
     pub(crate) fn has_ended(&mut self) -> Option<ExitStatus> {
         self.process.child.try_wait().ok().flatten()
     }
 
-    /// Starts the process again whenever it has ended, after a pause that grows while it ends soon. Without an end.
-    /// Cancel-safe: the node has a process, or one that has ended.
+    /// Restarts the process whenever it has ended, after a pause that grows while it ends soon. Never returns.
+    /// Cancel-safe: the node always has a process, which may have ended.
     pub(crate) async fn keep_running(&mut self) {
         loop {
             let ended = match self.process.child.wait().await {
@@ -98,11 +98,11 @@ impl Node {
         }
     }
 
-    /// Lets the node drain, and kills it if it takes too long.
+    /// Lets the node drain, and kills it if that takes too long.
     pub(crate) async fn stop(mut self) {
         drop(self.process.stdin.take());
         if tokio::time::timeout(STOP_WITHIN, self.process.child.wait()).await.is_err() {
-            warn!(node = self.id, "node did not stop, killing it");
+            warn!(node = self.id, "node did not stop in time, killing it");
             let _ = self.process.child.kill().await;
         }
         self.process.last_lines.wait().await;
@@ -113,7 +113,7 @@ impl Process {
     fn start(role: Role, id: &str, settings: &[(&'static str, String)]) -> std::io::Result<Self> {
         let mut command = std::process::Command::new(std::env::current_exe()?);
         command.arg(role.as_str()).arg("--stop-with-stdin").env("BATON_NODE__ID", id);
-        // What is meant for another process is an unknown setting to this one.
+        // Settings of other processes would be unknown to this one.
         let for_others = |key: &str| {
             key == "BATON_CONFIG"
                 || sections_of_others(role).iter().any(|section| key.starts_with(section))
@@ -123,7 +123,8 @@ impl Process {
             command.env_remove(key);
         });
         command.envs(settings.iter().map(|(key, value)| (*key, value)));
-        // A group of its own: Ctrl-C reaches the parent alone, which drains the router before it stops the nodes.
+        // The child gets its own process group: Ctrl-C reaches only the parent, which drains the router before it
+        // stops the nodes.
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = Command::from(command).kill_on_drop(true).spawn()?;
         let stdin = child.stdin.take();
@@ -139,7 +140,8 @@ impl Process {
 }
 
 impl LastLines {
-    /// Writes what a process says to standard error, and keeps the end of it. Blocks until the process closes its own.
+    /// Copies a process's output to standard error, and keeps the last lines. Blocks until the process closes its
+    /// standard error.
     fn pass_on(&self, stderr: std::fs::File) {
         let mut stderr = BufReader::new(stderr);
         let mut line = Vec::new();
@@ -156,7 +158,7 @@ impl LastLines {
         self.ended.notify_one();
     }
 
-    /// Waits a moment for the last line, and returns those that are kept, indented.
+    /// Waits a moment for the last line, and returns the kept lines, indented.
     async fn wait(&self) -> String {
         let _ = tokio::time::timeout(LAST_LINES_WITHIN, self.ended.notified()).await;
         let lines = self.lines();
@@ -171,7 +173,7 @@ impl LastLines {
     }
 }
 
-/// What a node of this kind has no settings in.
+/// The sections without settings for a node of this role.
 fn sections_of_others(role: Role) -> &'static [&'static str] {
     match role {
         Role::Pool => &["BATON_ROUTER__", "BATON_MODEL__"],

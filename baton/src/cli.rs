@@ -1,4 +1,4 @@
-//! What can be typed. Settings live in the configuration files; a flag is for what one types by hand.
+//! The command line. Settings are in the configuration files; a flag is for values that a user types.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use crate::bench_transfer::TransferArgs;
 #[command(name = "baton", version, arg_required_else_help = true, max_term_width = 100)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Cli {
-    /// Check configuration files of any process, say what is wrong with them, and leave.
+    /// Check configuration files of any process, report errors, and exit.
     #[arg(long, value_name = "FILE", num_args = 1..)]
     pub(crate) check_config: Vec<PathBuf>,
     #[command(subcommand)]
@@ -23,35 +23,36 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Start a whole cluster on this machine: a router and its nodes, no etcd needed.
+    /// Start a whole cluster on this machine: a router and its nodes, without etcd.
     Up(UpArgs),
-    /// Run a router: the OpenAI-compatible endpoint, and the embedded registry.
+    /// Run a router: the OpenAI-compatible endpoint and the embedded registry.
     Router(ProcessArgs),
-    /// Run a prefill node: it computes the KV of prompts and sends it where it is wanted.
+    /// Run a prefill node, which computes the KV of prompts and sends it to decode nodes or pool nodes.
     Prefill(ProcessArgs),
-    /// Run a decode node: it holds room for KV on its way, and decodes what has arrived.
+    /// Run a decode node, which reserves room for KV and decodes the sequences that have arrived.
     Decode(ProcessArgs),
     /// Run one node that does both, for comparison.
     Both(ProcessArgs),
-    /// Run a pool node: it keeps KV between the nodes that compute it and those that decode it.
+    /// Run a pool node, which keeps KV between prefill nodes and decode nodes.
     Pool(ProcessArgs),
-    /// Talk to a cluster in the terminal.
+    /// Chat with a cluster in the terminal.
     Chat(ChatArgs),
-    /// Look at this machine and what a process's file asks of it, and say what to do.
+    /// Check this machine and the requirements of a process's file, and give advice.
     Doctor(DoctorArgs),
-    /// Ask a process whether it is ready: 0 if it is. For health checks in images that have no shell.
+    /// Check whether a process is ready: exit code 0 if it is. For health checks in images without a shell.
     Health(HealthArgs),
-    /// Have a node give back the memory of weights and KV, and keep what takes time to make. It leaves the cluster first.
+    /// Make a node release the memory of weights and KV. It leaves the cluster first, and keeps its process and
+    /// compiled kernels.
     Sleep(SwitchArgs),
-    /// Have a node that sleeps load its weights again, and come back into the cluster.
+    /// Make a sleeping node load its weights again and rejoin the cluster.
     Wake(WakeArgs),
-    /// Make an API key for a tenant: the key for the client, and its line for the router's tenants file.
+    /// Create an API key for a tenant: the key for the client, and its line for the router's tenants file.
     Keys(KeysArgs),
-    /// Measure an OpenAI-compatible endpoint, this one or another, or the engine by itself: TTFT, TBT, goodput.
+    /// Measure an OpenAI-compatible endpoint, this one or another, or the engine alone: TTFT, TBT, goodput.
     Bench(Box<BenchArgs>),
 }
 
-/// Measure a server, or the engine by itself.
+/// Measure a server, or the engine alone.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
@@ -59,23 +60,24 @@ pub(crate) struct BenchArgs {
 }
 
 #[derive(Clone, Debug, Subcommand)]
-#[allow(clippy::large_enum_variant, reason = "there is one of it in a process")]
+#[allow(clippy::large_enum_variant, reason = "a process has only one value")]
 pub(crate) enum BenchCommand {
     #[command(flatten)]
     Server(bench::command::BenchCommand),
-    /// Measure the engine by itself: decode steps, first tokens, many requests at once, and the device's limits
+    /// Measure the engine alone: decode steps, first tokens, many requests at once, and the device's limits
     Engine(EngineArgs),
-    /// Measure how fast connectors move KV between two nodes of this machine, against plain copies of the same bytes
+    /// Measure the KV transfer rate of connectors between two nodes of this machine, compared with plain copies of
+    /// the same bytes
     Transfer(TransferArgs),
 }
 
 /// Every process has one TOML file. `BATON_SECTION__KEY` in the environment overrides a setting.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ProcessArgs {
-    /// The configuration file. Without it the defaults hold.
+    /// The configuration file. Without it the defaults are used.
     #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
     pub(crate) config: Option<PathBuf>,
-    /// Check the configuration, say what is wrong with it, and leave.
+    /// Check the configuration, report errors, and exit.
     #[arg(long)]
     pub(crate) check: bool,
     /// Stop when standard input is closed: for processes that must not outlive their parent.
@@ -85,58 +87,59 @@ pub(crate) struct ProcessArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct UpArgs {
-    /// Prefill nodes.
+    /// Number of prefill nodes.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=64))]
     pub(crate) prefill: u16,
-    /// Decode nodes.
+    /// Number of decode nodes.
     #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) decode: u16,
-    /// Pool nodes: the prompt is computed first then, and its KV waits in the pool for a decode node.
+    /// Number of pool nodes. With them, the prompt is computed first, and its KV waits in the pool for a decode node.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=64))]
     pub(crate) pool: u16,
-    /// Memory for KV on each pool node: `4GiB`, or a share of what is free when it starts, `30%`. By default what
-    /// `pool.memory` is by default.
+    /// KV memory of each pool node: `4GiB`, or a share of the memory that is free at its start, `30%`. The default is
+    /// that of `pool.memory`.
     #[arg(long, value_name = "SIZE", requires = "pool")]
     pub(crate) pool_memory: Option<KvMemorySize>,
-    /// One node that does both instead, for comparison.
+    /// Start one node that does both, for comparison.
     #[arg(long, conflicts_with_all = ["prefill", "decode", "pool"])]
     pub(crate) colocated: bool,
-    /// The model: `demo` (bundled), a folder, `org/name[@revision]` on a hub, `mock`, or `mock:NAME` for one that takes
-    /// its time.
+    /// The model: `demo` (bundled), a folder, `org/name[@revision]` on a hub, `mock`, or `mock:NAME` with simulated
+    /// step times.
     #[arg(long, default_value = "demo")]
     pub(crate) model: String,
-    /// What computes: `auto` (the first GPU, or the CPU where there is none), `cpu`, `cuda`, or `cuda:N`. If several are named,
-    /// separated by commas, the nodes take one each in turn, prefill nodes first.
+    /// The device: `auto` (the first GPU, or the CPU if there is none), `cpu`, `cuda`, or `cuda:N`. Several devices,
+    /// separated by commas, are given to the nodes in turn, prefill nodes first.
     #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
     pub(crate) device: Vec<Device>,
     /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads, or GPUs from the node's
     /// device on.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) prefill_tp: u16,
-    /// Those of each decode node, which may be more or fewer. With `--colocated`, the one node's.
+    /// Tensor-parallel ranks of each decode node; may differ from those of prefill nodes. With `--colocated`, those
+    /// of the one node.
     #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
     pub(crate) decode_tp: u16,
-    /// Memory for KV on each node: `4GiB`, a share of what is free when it starts, `30%`, or `auto/N`: what suits the model
-    /// on a device that N nodes share. By default that, for as many as there are.
+    /// KV memory of each node: `4GiB`, a share of the memory that is free at its start, `30%`, or `auto/N`: an amount
+    /// that suits the model on a device that N nodes share. The default is `auto/N` with the actual number of nodes.
     #[arg(long, value_name = "SIZE", env = "BATON_MODEL__KV_MEMORY")]
     pub(crate) kv_memory: Option<ModelKvMemory>,
-    /// The wire on which KV travels; `auto` is the fastest that works here.
+    /// The connector for KV; `auto` uses the fastest that works here.
     #[arg(long, default_value = "auto", value_name = "NAME")]
     pub(crate) connector: String,
-    /// Which node is asked first: decode reserves room, or prefill computes and decode is chosen then. By default
-    /// decode-first, and prefill-first with a pool, which is for nothing else.
+    /// The first node of a request: `decode-first` reserves room before the prefill, `prefill-first` chooses the
+    /// decode node after it. The default is decode-first, or prefill-first with a pool, which needs it.
     #[arg(long, value_enum)]
     pub(crate) order: Option<Order>,
-    /// Where the OpenAI-compatible endpoint listens.
+    /// The address of the OpenAI-compatible endpoint.
     #[arg(long, default_value = "127.0.0.1:8000", value_name = "HOST:PORT", value_parser = listen_addr)]
     pub(crate) http: String,
-    /// Where the gRPC endpoint listens.
+    /// The address of the gRPC endpoint.
     #[arg(long, default_value = "127.0.0.1:50051", value_name = "HOST:PORT", value_parser = listen_addr)]
     pub(crate) grpc: String,
     /// `embedded`, or `etcd://host:2379/cluster`.
     #[arg(long, default_value = "embedded", value_name = "URL")]
     pub(crate) registry: String,
-    /// How a route is chosen: random, round-robin or least-loaded.
+    /// The routing policy: random, round-robin or least-loaded.
     #[arg(long, default_value = "least-loaded", value_name = "NAME")]
     pub(crate) policy: String,
 }
@@ -148,7 +151,7 @@ impl UpArgs {
     }
 }
 
-/// Where a process listens: an IP address or a name of this machine, and a port.
+/// Parses a listening address: an IP address or a name of this machine, and a port.
 fn listen_addr(text: &str) -> Result<String, String> {
     let is_host_name = |host: &str| {
         !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
@@ -182,19 +185,19 @@ impl Order {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ChatArgs {
-    /// The endpoint to talk to, with or without `http://` and `/v1`.
+    /// The endpoint, with or without `http://` and `/v1`.
     #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     pub(crate) url: String,
-    /// The model; by default the first that is served.
+    /// The model; the default is the first one that is served.
     #[arg(long)]
     pub(crate) model: Option<String>,
-    /// What the model is told before the conversation.
+    /// The system prompt.
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
-    /// The longest answer.
+    /// Limit of tokens of an answer.
     #[arg(long, default_value_t = 512, value_name = "N")]
     pub(crate) max_tokens: u32,
-    /// Ask this one thing, print the answer, and leave.
+    /// Send this message, print the answer, and exit.
     #[arg(value_name = "MESSAGE")]
     pub(crate) message: Option<String>,
 }
@@ -204,7 +207,8 @@ pub(crate) struct DoctorArgs {
     /// The configuration file of the process that is to run here. Without it: the router of `baton up`.
     #[arg(long, value_name = "FILE", env = "BATON_CONFIG")]
     pub(crate) config: Option<PathBuf>,
-    /// Send KV to the decode node at this gRPC address too, over every wire that both ends have, and say how fast it went.
+    /// Also send KV to the decode node at this gRPC address, over every wire that both ends have, and report the
+    /// rate.
     #[arg(long, value_name = "ADDR")]
     pub(crate) peer: Option<String>,
     /// Print one JSON object instead of a table.
@@ -217,10 +221,10 @@ pub(crate) struct SwitchArgs {
     /// The node: its admin port, `host:port`, or its name, if it is awake and the router knows it.
     #[arg(value_name = "NODE")]
     pub(crate) node: String,
-    /// The router that knows where a node of this name is.
+    /// The router that knows the address of a node with this name.
     #[arg(long, default_value = "http://127.0.0.1:8000", value_name = "URL")]
     pub(crate) router: String,
-    /// The file with the admin key that the node wants.
+    /// The file with the node's admin key.
     #[arg(long, value_name = "FILE", env = "BATON_CLUSTER__ADMIN_KEY_FILE")]
     pub(crate) key_file: Option<PathBuf>,
 }
@@ -229,7 +233,7 @@ pub(crate) struct SwitchArgs {
 pub(crate) struct WakeArgs {
     #[command(flatten)]
     pub(crate) switch: SwitchArgs,
-    /// The role that it comes back in; without it, the one that it had.
+    /// The role after the wake; the default is the previous role.
     #[arg(long, value_name = "ROLE", value_parser = ["prefill", "decode", "both"])]
     pub(crate) role: Option<String>,
 }
@@ -242,7 +246,7 @@ pub(crate) struct KeysArgs {
 
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum KeysCommand {
-    /// Print a new key, which is stored nowhere, and the line with its hash
+    /// Print a new key, which is not stored, and the line with its hash
     New {
         /// The tenant: a section [tenants.TENANT] of the tenants file.
         #[arg(value_name = "TENANT")]
@@ -252,8 +256,8 @@ pub(crate) enum KeysCommand {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct HealthArgs {
-    /// The process to ask: `host:port` of a router's HTTP port or of a node's admin port. Another page than `/ready` is
-    /// asked for by its whole address.
+    /// The process: `host:port` of a router's HTTP port or of a node's admin port. For a page other than `/ready`,
+    /// give the whole address.
     #[arg(default_value = "http://127.0.0.1:8000/ready", value_name = "URL")]
     pub(crate) url: String,
 }

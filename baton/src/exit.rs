@@ -1,12 +1,12 @@
-//! How the process ends: 0 well, 1 it failed, 2 it was asked for something that makes no sense (as clap has it),
-//! 3 it could not start, 4 it was stopped before everything under way had ended.
+//! The exit codes: 0 success, 1 failure, 2 invalid arguments (as in clap), 3 the process could not start, 4 it was
+//! stopped before its running work had ended.
 
 use std::error::Error;
 use std::process::ExitCode;
 
 use crate::output;
 
-/// Why a command failed, in one sentence with its causes.
+/// The error of a command, in one sentence with its causes.
 #[derive(Debug)]
 pub(crate) struct Failed {
     code: u8,

@@ -1,4 +1,4 @@
-//! `BATON_EXPERT__…` in the environment of `baton up`: each of its processes takes the settings that it has.
+//! Variables `BATON_EXPERT__…` of `baton up`: each of its processes gets those that it has a setting for.
 
 use node::RawNodeConfig;
 use pool_node::RawPoolConfig;
@@ -7,7 +7,7 @@ use types::Role;
 
 const PREFIX: &str = "BATON_EXPERT__";
 
-/// Whether the router takes the variable. It takes what no process knows, too, and refuses it.
+/// Whether the router gets the variable. It also gets unknown ones, and refuses them.
 pub(crate) fn is_for_router(variable: &str) -> bool {
     variable.starts_with(PREFIX) && (of_router(variable) || !(of_node(variable) || of_pool(variable)))
 }
@@ -39,7 +39,7 @@ mod tests {
 
     #[test]
     fn each_process_takes_the_expert_settings_that_it_has() {
-        // The variable, and whether router, prefill node and pool node take it.
+        // The variable, and whether the router, a prefill node and a pool node get it.
         for (variable, router, node, pool) in [
             ("BATON_EXPERT__LOG__SPANS", true, true, true),
             ("BATON_EXPERT__ROUTER__STUCK_MS", true, false, false),

@@ -1,4 +1,4 @@
-//! `baton health`: whether a process is ready, as an exit code. Images without a shell have nothing else to ask with.
+//! `baton health`: whether a process is ready, as an exit code, for images without a shell.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::cli::HealthArgs;
 use crate::exit::Failed;
 use crate::http_url;
 
-/// A process that takes longer to say that it is ready is not.
+/// A process that takes longer to answer is not ready.
 const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 
-/// Ends with 0 if the page answers with success, with 1 otherwise, and says why.
+/// Exits with 0 if the page answers with success. Otherwise exits with 1 and prints the reason.
 pub(crate) fn run(args: &HealthArgs) -> Result<ExitCode, Failed> {
     let url = page(&args.url)?;
     let runtime =
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &HealthArgs) -> Result<ExitCode, Failed> {
     })
 }
 
-/// The page that is asked for: `/ready` where the address names none.
+/// The page to request: `/ready` if the address has no path.
 fn page(text: &str) -> Result<Uri, Failed> {
     let url: Uri = http_url::parse(text)?.parse().map_err(Failed::usage)?;
     if url.path() != "/" {

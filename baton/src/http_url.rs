@@ -1,19 +1,19 @@
-//! The address of an HTTP server as people type it.
+//! The address of an HTTP server as users type it.
 
 use hyper::Uri;
 
 use crate::exit::Failed;
 
-/// `text` as `http://host:port/path` without a slash at its end. `host:port` alone is enough.
+/// Returns `text` as `http://host:port/path` without a trailing slash. `host:port` is enough.
 pub(crate) fn parse(text: &str) -> Result<String, Failed> {
     let refused = |reason: &str| Failed::usage(format!("{text:?} is not an address: {reason}"));
     let (scheme, rest) = text.split_once("://").unwrap_or(("http", text));
     match scheme {
         "http" => {}
         "https" => {
-            return Err(refused("Baton's ports speak plain http; name one of them, or a proxy's http port"));
+            return Err(refused("Baton's ports use plain http; give one of them, or a proxy's http port"));
         }
-        _ => return Err(refused("it begins with http://, or is host:port")),
+        _ => return Err(refused("it must begin with http://, or be host:port")),
     }
     let url = format!("http://{}", rest.trim_end_matches('/'));
     let uri: Uri = url.parse().map_err(|error: hyper::http::uri::InvalidUri| refused(&error.to_string()))?;

@@ -1,4 +1,4 @@
-//! What a process shows to the others of its cluster, and whether it may listen where it is told to.
+//! The identity of a process in its cluster, and whether it may listen on its configured addresses.
 
 use chassis::World;
 use chassis::identity::settings::{ClusterSection, IdentityError};
@@ -9,12 +9,12 @@ use router::RouterConfig;
 use crate::exit::Failed;
 use crate::process_file::ProcessFile;
 
-/// The world of a process of this cluster: with the cluster's secret, if one is set.
+/// The world of a process of this cluster, with the cluster's secret if one is set.
 pub(crate) fn world(cluster: &ClusterSection) -> Result<World, Failed> {
     Ok(World::real().with_identity(cluster.identity().map_err(Failed::start)?))
 }
 
-/// Refuses a process that other machines reach and that authenticates no caller.
+/// Refuses a process that other machines can reach and that does not authenticate callers.
 pub(crate) fn check(process: &ProcessFile) -> Result<(), IdentityError> {
     match process {
         ProcessFile::Router(config) => check_router(config),
@@ -23,7 +23,7 @@ pub(crate) fn check(process: &ProcessFile) -> Result<(), IdentityError> {
     }
 }
 
-/// Refuses a node that other machines reach and that authenticates no caller.
+/// Refuses a node that other machines can reach and that does not authenticate callers.
 pub(crate) fn check_node(config: &NodeConfig) -> Result<(), IdentityError> {
     let transfer = &config.transfer;
     config.cluster.check(&[
@@ -33,7 +33,7 @@ pub(crate) fn check_node(config: &NodeConfig) -> Result<(), IdentityError> {
     ])
 }
 
-/// The same for a pool node.
+/// Like [`check_node`], for a pool node.
 pub(crate) fn check_pool(config: &PoolConfig) -> Result<(), IdentityError> {
     let transfer = &config.transfer;
     config.cluster.check(&[
@@ -43,7 +43,7 @@ pub(crate) fn check_pool(config: &PoolConfig) -> Result<(), IdentityError> {
     ])
 }
 
-/// The same for a router. Its HTTP port is for clients.
+/// Like [`check_node`], for a router. Its HTTP port is not checked, because it is for clients.
 pub(crate) fn check_router(config: &RouterConfig) -> Result<(), IdentityError> {
     config.cluster.check(&[("router.grpc", &config.grpc)])
 }

@@ -1,4 +1,4 @@
-//! Ctrl-C in the commands that ask a process something: they say that they were interrupted.
+//! Ctrl-C in commands that send a request to a process: they report the interruption.
 
 use chassis::shutdown::EXIT_FORCED;
 use tokio::signal::unix::{SignalKind, signal};
@@ -6,7 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::exit::Failed;
 use crate::output;
 
-/// From now on SIGINT writes `sentence` to standard error and ends the process.
+/// After this call SIGINT writes `sentence` to standard error and ends the process.
 pub(crate) fn says(sentence: &'static str) -> Result<(), Failed> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
@@ -14,7 +14,7 @@ pub(crate) fn says(sentence: &'static str) -> Result<(), Failed> {
         runtime.block_on(async { signal(SignalKind::interrupt()) }).map_err(Failed::start)?;
     let wait = move || {
         runtime.block_on(interrupts.recv());
-        // The first line ends the one that the terminal's `^C` is in.
+        // The leading newline ends the line with the terminal's `^C`.
         output::tell(&format!("\n{sentence}"));
         std::process::exit(EXIT_FORCED);
     };

@@ -9,12 +9,12 @@ use crate::cli::{KeysArgs, KeysCommand};
 use crate::exit::Failed;
 use crate::output;
 
-/// Prints the key once. It is stored nowhere.
+/// Prints the key once. It is not stored.
 pub(crate) fn run(args: &KeysArgs) -> Result<ExitCode, Failed> {
     let KeysCommand::New { tenant } = &args.command;
     if !is_tenant_name(tenant) {
         return Err(Failed::usage(format!(
-            "{tenant:?} is no name of a tenant: use letters, digits, '-', '_', '.' or ':'"
+            "{tenant:?} is not a valid tenant name: use letters, digits, '-', '_', '.' or ':'"
         )));
     }
     let world = World::real();

@@ -38,7 +38,7 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<ExitCode, Failed> {
-    // clap shows the help where there is neither a command nor a file.
+    // clap prints the help if there is neither a command nor a file.
     let Some(command) = cli.command else { return process_file::check(&cli.check_config) };
     raise_open_files();
     match command {
@@ -62,9 +62,10 @@ fn run(cli: Cli) -> Result<ExitCode, Failed> {
     }
 }
 
-/// Raises the number of files and sockets that this process may have open to what it is allowed.
+/// Raises the limit of open files and sockets to the maximum that the system allows.
 ///
-/// The usual soft limit, 1,024, is for programs that use `select`. Without the higher one, the process goes on.
+/// The usual soft limit, 1,024, is for programs that use `select`. If the limit cannot be raised, the process
+/// continues.
 fn raise_open_files() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);

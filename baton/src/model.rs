@@ -1,4 +1,4 @@
-//! What `--model` and `model.path` may name: a mock, the bundled demonstration model, a folder, or a model on a hub.
+//! The values of `--model` and `model.path`: a mock, the bundled demonstration model, a folder, or a model on a hub.
 
 use std::path::{Path, PathBuf};
 
@@ -9,23 +9,23 @@ use crate::exit::Failed;
 
 const DEMO: &str = "demo";
 
-/// A model as a router and a node are told of it.
+/// A model in the form that a router and a node need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Located {
     /// A folder, or a mock.
     pub(crate) path: String,
-    /// What requests call it. Empty: its own name.
+    /// The name for requests. Empty: the model's own name.
     pub(crate) name: String,
 }
 
-/// Finds what `path` names, and fetches it if it lies on a hub. A name that was chosen is kept.
+/// Resolves `path`, and downloads a model on a hub. A configured name is kept.
 ///
-/// A process that is asked to stop meanwhile says so; what was fetched until then is kept.
+/// If the process is stopped meanwhile, it reports this; downloaded data is kept.
 pub(crate) async fn locate(path: &str, name: &str, shutdown: &Shutdown) -> Result<Located, Failed> {
     tokio::select! {
         located = found(path, name) => located,
         () = shutdown.wait() => Err(Failed::drain(
-            "stopped before the model was here: what was fetched is kept, and the next start goes on from there",
+            "stopped before the model was downloaded: the next start continues the download",
         )),
     }
 }
@@ -53,10 +53,10 @@ fn check_folder(path: &Path) -> Result<(), Failed> {
     not_a_model(path).map_or(Ok(()), |why| Err(Failed::start(why)))
 }
 
-/// Why the path cannot be a model's folder, if something else lies there.
+/// The reason why the path is not a model's folder, if something else is there.
 pub fn not_a_model(path: &Path) -> Option<String> {
     let shown = path.display();
-    let gguf = "GGUF is not read: take the model's safetensors";
+    let gguf = "GGUF is not supported: use the model's safetensors";
     let is_gguf = path.extension().is_some_and(|ending| ending == "gguf");
     if path.is_file() {
         let why = if is_gguf { gguf } else { "a model is a folder with config.json and safetensors" };
@@ -69,9 +69,9 @@ pub fn not_a_model(path: &Path) -> Option<String> {
     Some(format!("{shown} has no config.json: {why}"))
 }
 
-/// A user who meant a folder must see that it was not found.
+/// Tells a user who meant a folder that it was not found.
 #[derive(Debug, thiserror::Error)]
-#[error("{path:?} is no folder here, and was not fetched from the hub")]
+#[error("{path:?} is not a folder, and was not downloaded from the hub")]
 struct NotFetched {
     path: String,
     source: Box<HubError>,
@@ -86,17 +86,17 @@ fn judge(path: &Path, config: &[u8]) -> Result<(), Box<dyn std::error::Error + S
     engine::load::check_config(path, config).map_err(Into::into)
 }
 
-/// Where a model lies.
+/// The kind of place of a model.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// A folder, a mock, or nothing at all: for the router and the node to make sense of.
+    /// A folder, a mock, or an invalid path: the router and the node check it.
     Here,
     Bundled,
     Hub(ModelId),
 }
 
 impl Place {
-    /// A folder comes before a hub, and `demo` before a folder: a folder of this name is `./demo`.
+    /// A folder has precedence over a hub, and `demo` over a folder: a folder with this name is `./demo`.
     pub(crate) fn of(path: &str) -> Result<Self, Failed> {
         let is_mock = path == "mock" || path.starts_with("mock:");
         if path.is_empty() || is_mock || looks_like_a_path(path) || Path::new(path).is_dir() && path != DEMO {
@@ -116,7 +116,7 @@ impl Place {
     }
 }
 
-/// `cpu:FOLDER` is one too.
+/// Whether the text is a path. `cpu:FOLDER` is one too.
 fn looks_like_a_path(path: &str) -> bool {
     ["/", "./", "../", "~"].iter().any(|start| path.starts_with(start))
         || path.contains(':')

@@ -1,10 +1,10 @@
-//! Writing to the terminal, or to what reads in its place and may have closed the pipe.
+//! Output to the terminal, or to a reader that may have closed the pipe.
 
 use std::io::{ErrorKind, Write as _};
 
 use crate::exit::Failed;
 
-/// Writes to standard output. A reader that has left, as `head` does, is no error.
+/// Writes to standard output. A reader that has closed the pipe, as `head` does, is no error.
 pub(crate) fn print(text: &str) -> Result<(), Failed> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -13,12 +13,12 @@ pub(crate) fn print(text: &str) -> Result<(), Failed> {
     }
 }
 
-/// Writes a line to standard error from a thread of its own: it may be a pipe that is full and not read.
+/// Writes a line to standard error from a separate thread, because a full pipe without a reader would block.
 pub(crate) fn tell_later(text: String) {
     std::thread::spawn(move || tell(&text));
 }
 
-/// Writes a line to standard error, and ignores that this fails: there is no other place for it.
+/// Writes a line to standard error, and ignores errors, because there is no other output.
 pub(crate) fn tell(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

@@ -1,4 +1,4 @@
-//! `baton pool`: config, telemetry, bind, learn whose KV to keep, announce, serve, wait, drain.
+//! `baton pool`: config, telemetry, bind, wait for the model, announce, serve, wait, drain.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::identity;
 use crate::node::bind;
 use crate::process_file::ProcessFile;
 
-/// How long the registry may take to hear that the node has left.
+/// The deadline for the registry to remove the node.
 const REGISTRY_CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
 pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {

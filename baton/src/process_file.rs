@@ -1,5 +1,5 @@
-//! Any process's TOML file, without being told whose it is: `[router]` makes it a router's, `[pool]` a pool node's,
-//! anything else a node's.
+//! The TOML file of any process. A section `[router]` makes it a router's file, `[pool]` a pool node's, and any other
+//! file is a node's.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -14,7 +14,7 @@ use router::{RawRouterConfig, RouterConfig};
 use crate::exit::Failed;
 use crate::output;
 
-/// What the file means, once everything in it has been found to mean something.
+/// A valid file.
 #[derive(Debug)]
 pub(crate) enum ProcessFile {
     Router(Box<RouterConfig>),
@@ -22,7 +22,7 @@ pub(crate) enum ProcessFile {
     Pool(Box<PoolConfig>),
 }
 
-/// `baton --check-config FILE…`: every file is looked at, so that one run names all the wrong ones.
+/// `baton --check-config FILE…`: checks every file, so that one run reports all invalid ones.
 pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
     let mut wrong = None;
     for file in files {
@@ -37,7 +37,7 @@ pub(crate) fn check(files: &[PathBuf]) -> Result<ExitCode, Failed> {
 }
 
 impl ProcessFile {
-    /// Reads `file`, overridden by `env` as the process itself would have it.
+    /// Reads `file`, with the overrides in `env` that the process itself would apply.
     pub(crate) fn read(file: &Path, env: impl Iterator<Item = (String, String)>) -> Result<Self, Failed> {
         let read = match () {
             () if has(file, "router") => Self::router(file, env),
@@ -49,7 +49,7 @@ impl ProcessFile {
         Ok(read)
     }
 
-    /// The answer to `--check`: every word is known, that of a connector and that of a registry, too.
+    /// The result of `--check`: all values are valid, including those of connectors and of the registry.
     pub(crate) fn is_valid(&self) -> Result<ExitCode, Failed> {
         self.names_connectors().map_err(Failed::usage)?;
         self.names_a_registry()?;
@@ -57,7 +57,7 @@ impl ProcessFile {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// What a process without a file is: the router of `baton up`.
+    /// The process without a file: the router of `baton up`.
     pub(crate) fn default_router() -> Result<Self, Failed> {
         let config = RouterConfig::resolve(RawRouterConfig::default()).map_err(Failed::usage)?;
         Ok(Self::Router(Box::new(config)))
@@ -97,7 +97,7 @@ impl ProcessFile {
         }
     }
 
-    /// `None`: the process is the registry.
+    /// `None` if the process is the registry.
     pub(crate) fn registry_url(&self) -> Option<&str> {
         match self {
             Self::Router(config) => config.registry_url.as_deref(),
@@ -118,7 +118,7 @@ impl ProcessFile {
         Err(format!("`transfer.connectors`: {name:?} is not one of auto, {}", known.join(", ")))
     }
 
-    /// Opening a registry sends nothing, but wants a runtime; it refuses an address that means none.
+    /// Opening a registry sends nothing, but needs a runtime. It refuses an invalid address.
     fn names_a_registry(&self) -> Result<(), Failed> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(Failed::start)?;
@@ -129,7 +129,7 @@ impl ProcessFile {
     }
 }
 
-/// A file that is not TOML belongs to no role; the process that reads it says why.
+/// A file that is not TOML has no section; the process that reads it reports the error.
 fn has(file: &Path, section: &str) -> bool {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     text.parse::<toml::Table>().is_ok_and(|table| table.contains_key(section))

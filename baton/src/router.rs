@@ -32,7 +32,7 @@ pub(crate) fn run(args: &ProcessArgs) -> Result<ExitCode, Failed> {
     })
 }
 
-/// The settings with a folder in place of what names the model: one on a hub is fetched here.
+/// The settings with the folder of the model. A model on a hub is downloaded here.
 async fn with_model(mut raw: RawRouterConfig, shutdown: &Shutdown) -> Result<RouterConfig, Failed> {
     let located = model::locate(&raw.model.path, &raw.model.name, shutdown).await?;
     (raw.model.path, raw.model.name) = (located.path, located.name);

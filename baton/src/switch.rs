@@ -1,4 +1,4 @@
-//! `baton sleep`, `baton wake`: asks a node on its admin port, and says what came of it.
+//! `baton sleep`, `baton wake`: sends a request to a node's admin port, and prints the result.
 
 use std::process::ExitCode;
 
@@ -24,9 +24,9 @@ pub(crate) fn wake(args: &WakeArgs) -> Result<ExitCode, Failed> {
     }
 }
 
-/// `what` is the page's name. It takes as long as it takes: a drain, or loading a model.
+/// `what` is the page's name. There is no deadline, because a drain or loading a model may take long.
 fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, Failed> {
-    interrupt::says("interrupted: the node goes on with what it was asked for")?;
+    interrupt::says("interrupted: the node continues the operation")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Failed::start)?;
     runtime.block_on(async {
@@ -56,7 +56,7 @@ async fn admin_of(args: &SwitchArgs) -> Result<String, Failed> {
     let found = nodes.iter().find(|node| node["id"] == args.node.as_str());
     found.and_then(|node| node["admin"].as_str()).map(|admin| format!("http://{admin}")).ok_or_else(|| {
         let node = &args.node;
-        Failed::work(format!("{router} knows no node {node:?}; one that sleeps is asked at its admin port"))
+        Failed::work(format!("{router} knows no node {node:?}; for a sleeping node, use its admin port"))
     })
 }
 
@@ -84,7 +84,7 @@ async fn ask(
     Ok(Answer { status, body })
 }
 
-/// What the node said, in a sentence.
+/// The node's answer as a sentence.
 fn told(what: &str, node: &str, answer: &Answer) -> Result<String, String> {
     let Answer { status, body } = answer;
     if !status.is_success() {

@@ -24,11 +24,11 @@ use crate::model::{self, Located};
 use crate::output;
 use engine::Device;
 
-/// How long the nodes may take to come up. Loading a large model takes minutes.
+/// The deadline for the nodes to become ready. Loading a large model takes minutes.
 const READY_WITHIN: Duration = Duration::from_secs(600);
-/// What is logged unless `BATON_LOG__LEVEL` says otherwise: a cluster that works says nothing.
+/// The log level unless `BATON_LOG__LEVEL` is set. At this level a healthy cluster logs nothing.
 const QUIET: &str = "warn";
-/// How often it is looked at whether they have.
+/// The interval of the readiness checks.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 pub(crate) fn run(args: UpArgs) -> Result<ExitCode, Failed> {
@@ -71,7 +71,7 @@ async fn up(
     };
     if came_up.is_ok() && !shutdown.requested() {
         output::tell_later(table(&cluster));
-        // The one line on standard output; scripts wait for it.
+        // The only line on standard output. Scripts wait for it.
         output::print(&format!("ready http=http://{http} grpc=http://{grpc}\n"))?;
         tokio::select! {
             () = shutdown.wait() => {}
@@ -79,18 +79,18 @@ async fn up(
         }
     }
     if shutdown.requested() {
-        let stopping = "stopping: requests under way end first; Ctrl-C again ends them at once";
+        let stopping = "stopping: running requests end first; Ctrl-C again ends them at once";
         output::tell_later(stopping.to_owned());
     }
     shutdown.trigger();
-    // The nodes stop once the router has answered its last request, and the registry after them.
+    // The nodes stop after the router has answered its last request, and the registry after the nodes.
     let _ = leave.send(nodes);
     let served = serving.await;
     came_up?;
     served.map_err(Failed::work)?.map(|()| ExitCode::SUCCESS).map_err(Failed::drain)
 }
 
-/// The router's settings: the environment's, under the flags.
+/// The router's settings: those of the environment, overridden by the flags.
 fn router_config(
     args: &UpArgs,
     env: impl Iterator<Item = (String, String)>,
@@ -99,7 +99,8 @@ fn router_config(
     let for_router = |key: &str| {
         own_sections.iter().any(|section| key.starts_with(section)) || expert_variables::is_for_router(key)
     };
-    // The environment may replace them. No balancer stands before this router, so no time is needed for it to notice.
+    // The environment may override these. No load balancer is in front of this router, so it needs no time to notice
+    // the drain.
     let defaults = [
         ("BATON_LOG__LEVEL", QUIET),
         ("BATON_ROUTER__NOTICE_MS", "0"),
@@ -159,8 +160,8 @@ fn computing_node(
     settings.into_iter().chain([("BATON_MODEL__KV_MEMORY", kv_memory.to_string())]).collect()
 }
 
-/// Refuses KV memory if each node's share would fit but their sum would not: the kernel would kill a node later.
-/// Memory of GPUs is looked at by each node.
+/// Refuses KV memory if each node's share would fit but not their sum, because the kernel would kill a node later.
+/// Each node checks the memory of its GPU.
 fn check_host_memory(args: &UpArgs) -> Result<(), Failed> {
     let on_cpu = |(_, device): &((Role, u16), &Device)| **device == Device::Cpu;
     let n_computing = roles(args).into_iter().zip(args.device.iter().cycle()).filter(on_cpu).count() as u64;
@@ -181,7 +182,7 @@ fn check_host_memory(args: &UpArgs) -> Result<(), Failed> {
     }
 }
 
-/// Nodes that compute on this device, or on one of those after it that its ranks take.
+/// The number of nodes that use this device, or whose ranks use it.
 fn sharers(args: &UpArgs, device: &Device) -> NonZero<u16> {
     let ranks_max = args.prefill_tp.max(args.decode_tp) as usize;
     let first = |device: &Device| match device {
@@ -197,7 +198,7 @@ fn sharers(args: &UpArgs, device: &Device) -> NonZero<u16> {
     NonZero::new(n as u16).unwrap_or(NonZero::<u16>::MIN)
 }
 
-/// Who computes, in the order in which devices are given out.
+/// The nodes that compute, in the order in which they get devices.
 fn roles(args: &UpArgs) -> Vec<(Role, u16)> {
     if args.colocated {
         return vec![(Role::Both, 0)];
@@ -206,7 +207,7 @@ fn roles(args: &UpArgs) -> Vec<(Role, u16)> {
     prefill.chain((0..args.decode).map(|idx| (Role::Decode, idx))).collect()
 }
 
-/// Waits until every node is usable. A node that ends instead has said why on standard error.
+/// Waits until every node is usable. A node that ends instead has printed the reason to standard error.
 async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), Failed> {
     let give_up = Instant::now() + READY_WITHIN;
     loop {
@@ -229,7 +230,7 @@ async fn all_ready(cluster: &router::Cluster, nodes: &mut [Node]) -> Result<(), 
     }
 }
 
-/// Who is where.
+/// The table of the nodes and their addresses.
 fn table(cluster: &router::Cluster) -> String {
     let mut table = format!(
         "{:<12} {:<8} {:>8}  {:<22} {:<22} {}",
@@ -257,7 +258,7 @@ mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
 
-    /// What the router of `baton up` logs, with this level in the environment.
+    /// The log level of the router of `baton up`, with this level in the environment.
     fn level(set: Option<&str>) -> String {
         let Some(Command::Up(args)) = Cli::parse_from(["baton", "up"]).command else { panic!("it is `up`") };
         let env = set.map(|level| ("BATON_LOG__LEVEL".to_owned(), level.to_owned()));

@@ -1,12 +1,12 @@
-//! What can go wrong, and what to do about it.
+//! The errors of this crate, and their verdicts.
 
 use types::{BlockCounts, BlockHash, BlockIdx, Verdict};
 
-/// Fewer blocks are free or cached than were asked for. Nothing was taken and nothing evicted.
+/// Fewer blocks are free or cached than were requested. Nothing was taken and nothing evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no room: {wanted} blocks wanted, {available} available")]
 pub struct NoRoom {
-    /// Over all layer groups.
+    /// The number in all layer groups.
     pub wanted: usize,
     pub available: usize,
 }
@@ -17,16 +17,16 @@ impl NoRoom {
     }
 }
 
-/// The pool's state contradicts itself. Always a bug of ours.
+/// The pool's state is inconsistent. This is always a bug.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum IntegrityError {
-    #[error("counts do not add up: counted {counted:?}, booked {booked:?}")]
+    #[error("the counts are wrong: counted {counted:?}, recorded {booked:?}")]
     Counts { counted: BlockCounts, booked: BlockCounts },
-    #[error("{block:?} is held by {held} leases, booked {booked}")]
+    #[error("{block:?} is held by {held} leases, recorded {booked}")]
     Holds { block: BlockIdx, held: u32, booked: u32 },
     #[error("{block:?} is shared by {holds} leases, but not in the prefix index")]
     SharedInPrivate { block: BlockIdx, holds: u32 },
-    #[error("{block:?} is free and held at once")]
+    #[error("{block:?} is both free and held")]
     FreeAndHeld { block: BlockIdx },
     #[error("{block:?} is in the prefix index twice, or with another hash than {hash:?}")]
     Index { block: BlockIdx, hash: BlockHash },

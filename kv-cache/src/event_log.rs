@@ -1,27 +1,28 @@
-//! The latest events of the prefix cache, numbered.
+//! The latest events of the prefix cache, with numbers.
 
 use std::collections::VecDeque;
 
 use types::{BlockEvent, BlockHash};
 
-/// How far back a reader may lag before it gets a snapshot instead. One event is at most one call to the pool.
+/// The number of events that a reader may lag before it gets a snapshot. One call to the pool causes at most one
+/// event.
 pub(crate) const EVENTS_KEPT_MAX: usize = 1024;
 
-/// An event and its place in the order of all events of this pool's life, which has no gaps.
+/// An event and its number. The numbers of a pool's events have no gaps.
 ///
-/// A snapshot bears the number of the last event that is in it; the next event has the number after that.
+/// A snapshot has the number of the last event that it includes; the next event has the next number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NumberedEvent {
     pub number: u64,
     pub event: BlockEvent,
 }
 
-/// What a reader finds.
+/// The result of a read.
 #[derive(Debug)]
 pub(crate) enum Reading {
     UpToDate,
     Event(NumberedEvent),
-    /// The event that should come next is not kept any more, or none was ever read.
+    /// The next event is no longer kept, or the reader has read nothing yet.
     Snapshot {
         number: u64,
         hashes: Vec<BlockHash>,
@@ -46,21 +47,21 @@ impl EventLog {
         self.last
     }
 
-    /// These hashes are cached now. Nothing is said of none.
+    /// Records hashes that are now cached. An empty list causes no event.
     pub(crate) fn stored(&mut self, hashes: Vec<BlockHash>) {
         if !hashes.is_empty() {
             self.push(BlockEvent::Stored(hashes));
         }
     }
 
-    /// These hashes are no longer cached. Nothing is said of none.
+    /// Records hashes that are no longer cached. An empty list causes no event.
     pub(crate) fn evicted(&mut self, hashes: Vec<BlockHash>) {
         if !hashes.is_empty() {
             self.push(BlockEvent::Evicted(hashes));
         }
     }
 
-    /// What comes after the event with that number.
+    /// The event after the one with number `after`.
     pub(crate) fn read(&self, after: Option<u64>, all: impl FnOnce() -> Vec<BlockHash>) -> Reading {
         let Some(behind) = after.map(|number| (self.last - number) as usize) else {
             return Reading::Snapshot { number: self.last, hashes: all() };

@@ -1,4 +1,4 @@
-//! A reader of the prefix cache's events, from a snapshot on. Mirrors of the cache use it.
+//! A reader of the prefix cache's events, beginning with a snapshot. Mirrors of the cache use it.
 
 use std::sync::Arc;
 
@@ -8,9 +8,11 @@ use types::{BlockEvent, BlockHash};
 use crate::event_log::{NumberedEvent, Reading};
 use crate::shared::SharedPool;
 
-/// One reader of the events. The first event is a snapshot, and so is the first one after the reader has lagged.
+/// One reader of the events. The first event is a snapshot, and so is the first one after the reader has lagged too
+/// far.
 ///
-/// A reader that applies them in order has, after each, exactly the set of hashes that the index had at that number.
+/// If a reader applies them in order, it has after each event exactly the set of hashes that the index had at that
+/// number.
 #[derive(Debug)]
 pub struct BlockEvents {
     pool: SharedPool,
@@ -24,13 +26,13 @@ impl BlockEvents {
         Self { news: pool.news(), pool, read: None }
     }
 
-    /// Waits for the next event; there may be none for as long as nothing happens. Cancel-safe.
+    /// Waits for the next event, for any time. Cancel-safe.
     pub async fn next(&mut self) -> NumberedEvent {
         let bell = Arc::clone(&self.news);
         loop {
             let news = bell.notified();
             tokio::pin!(news);
-            // Before the look, so that an event that comes in between is not slept through.
+            // Registers before the check, so that no event is missed between the two.
             news.as_mut().enable();
             if let Some(event) = self.try_next() {
                 return event;
@@ -39,7 +41,7 @@ impl BlockEvents {
         }
     }
 
-    /// The next event, if there is one already.
+    /// Returns the next event, if there is one already.
     pub fn try_next(&mut self) -> Option<NumberedEvent> {
         let next = match self.pool.read_events(self.read) {
             Reading::UpToDate => return None,
@@ -51,7 +53,8 @@ impl BlockEvents {
     }
 }
 
-/// Sorted, so that a run with the same seed sends the same bytes; outside the pool's lock, because it takes a while.
+/// Sorted, so that a run with the same seed sends the same bytes. Called outside of the pool's lock, because it takes
+/// a while.
 fn snapshot(number: u64, mut hashes: Vec<BlockHash>) -> NumberedEvent {
     hashes.sort_unstable();
     NumberedEvent { number, event: BlockEvent::Snapshot(hashes) }

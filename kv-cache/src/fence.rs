@@ -1,14 +1,14 @@
-//! A fence: how far a step in flight has come, layer by layer.
+//! A fence: the progress of a running step, layer by layer.
 //!
-//! The engine raises the signal as each layer's KV is written; a sender waits for the layers that it wants to send,
-//! so that a layer is on the wire while the next one is computed.
+//! The engine raises the signal when each layer's KV is written. A sender waits for the layers that it wants to send,
+//! so a layer is sent while the next one is computed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
 use tokio::sync::Notify;
 
-/// The computing side. Dropped before a layer was done, it breaks the fence for all who wait for that layer.
+/// The computing side. If it is dropped before a layer is done, all waits for that layer fail.
 #[derive(Debug)]
 pub struct FenceSignal {
     progress: Arc<Progress>,
@@ -17,12 +17,12 @@ pub struct FenceSignal {
 /// The waiting side; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LayerFence {
-    /// `None` is a fence that was never closed.
+    /// `None` is a fence that is always open.
     progress: Option<Arc<Progress>>,
 }
 
-/// How far the step is. Not a `tokio::sync::watch`, which wakes those who wait in an order of chance: here they are
-/// woken in the order in which they began to wait, so that a simulation can be repeated.
+/// The progress of a step. A `tokio::sync::watch` would wake its waiters in random order. This type wakes them in the
+/// order in which they began to wait, so that a simulation is repeatable.
 #[derive(Debug, Default)]
 struct Progress {
     layers: AtomicU16,
@@ -30,7 +30,7 @@ struct Progress {
     changed: Notify,
 }
 
-/// The step ended, by an error, before these layers were computed: the KV will never be right.
+/// The step ended with an error before these layers were computed. The KV will never be valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the step failed with {done} of {wanted} layers computed")]
 pub struct FenceBroken {
@@ -44,7 +44,7 @@ impl FenceSignal {
         (FenceSignal { progress: Arc::clone(&progress) }, LayerFence { progress: Some(progress) })
     }
 
-    /// All layers whose number in the model is below `n` are written. Never waits; a smaller `n` than before is ignored.
+    /// Reports that all layers with a number below `n` are written. Never waits; ignores an `n` below an earlier one.
     pub fn layers_done(&self, n: u16) {
         if self.progress.layers.fetch_max(n, Ordering::AcqRel) < n {
             self.progress.changed.notify_waiters();
@@ -64,7 +64,7 @@ impl Progress {
         self.layers.load(Ordering::Acquire)
     }
 
-    /// `None`: it can still change. The end is looked at first, for nothing is computed after it.
+    /// The result, or `None` if it may still change. The end is read first, because nothing is computed after it.
     fn verdict(&self, wanted: u16) -> Option<Result<(), FenceBroken>> {
         let is_over = self.is_over.load(Ordering::Acquire);
         match self.done() {
@@ -75,20 +75,20 @@ impl Progress {
 }
 
 impl LayerFence {
-    /// The fence of KV that is there already: a cached prefix.
+    /// The fence of KV that already exists, such as a cached prefix.
     pub fn open() -> Self {
         Self { progress: None }
     }
 
     /// Waits until all layers below number `layers` are written. Cancel-safe.
     ///
-    /// It ends when the step does, one way or the other; a caller with a deadline puts its own around it.
+    /// The wait ends when the step ends. A caller with a deadline must add its own.
     pub async fn wait(&self, layers: u16) -> Result<(), FenceBroken> {
         let Some(progress) = &self.progress else { return Ok(()) };
         loop {
             let changed = progress.changed.notified();
             tokio::pin!(changed);
-            // Before the look, so that no change falls between the two.
+            // Registers before the check, so that no change is missed between the two.
             changed.as_mut().enable();
             if let Some(verdict) = progress.verdict(layers) {
                 return verdict;

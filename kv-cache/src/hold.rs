@@ -1,4 +1,4 @@
-//! One entry of the pool's state: some blocks, who holds them, and what of them is published.
+//! One hold: some blocks, their holder, and the published part of them.
 
 use std::fmt;
 use std::mem;
@@ -9,11 +9,11 @@ use types::{BlockHash, BlockIdx, GroupIdx};
 
 use crate::holder::Holder;
 
-/// Names one hold in the state; never used again.
+/// The id of one hold; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HoldId(pub(crate) u64);
 
-/// A hold's blocks: one table per layer group, all of one length.
+/// A hold's blocks: one table per layer group, all of the same length.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tables {
     by_group: Vec<Vec<BlockIdx>>,
@@ -25,14 +25,14 @@ pub(crate) struct Tables {
 pub(crate) struct Hold {
     pub(crate) holder: Holder,
     pub(crate) tables: Arc<Tables>,
-    /// The hashes of the blocks that were adopted or published, from the first block on.
+    /// The hashes of the adopted or published blocks, from the first block on.
     pub(crate) hashes: Vec<BlockHash>,
-    /// How many blocks, from the first one on, the index refers to. The blocks after them that have a hash are
-    /// duplicates of what another hold published before, or follow such a duplicate.
+    /// The number of leading blocks that the index refers to. Later blocks with a hash are duplicates of blocks that
+    /// another hold published first, or follow such a duplicate.
     pub(crate) n_claimed: usize,
-    /// Per group, the first block that was not given back yet, if any was.
+    /// For each group, the number of blocks at the start that are given back.
     pub(crate) n_gone: Vec<usize>,
-    /// Why it is in quarantine, if it is.
+    /// The reason for the quarantine, if there is one.
     pub(crate) quarantined: Option<&'static str>,
 }
 
@@ -48,7 +48,7 @@ impl Tables {
         &self.by_group[usize::from(group.0)]
     }
 
-    /// The first group's table, by which the others can be told; empty for a model without attention.
+    /// The first group's table; empty for a model without attention. Its blocks stand for those of all groups.
     pub(crate) fn first(&self) -> &[BlockIdx] {
         self.by_group.first().map_or(&[], Vec::as_slice)
     }
@@ -62,12 +62,12 @@ impl Tables {
         self.n_blocks
     }
 
-    /// The blocks of all groups, group by group, but for those that were given back.
+    /// The blocks of all groups, group by group, without those that are given back.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = BlockIdx> {
         self.by_group.iter().flatten().copied().filter(|block| *block != BlockIdx::GONE)
     }
 
-    /// Takes some of a group's blocks out, those excepted that are gone already.
+    /// Removes some of a group's blocks and returns them, except those that are already given back.
     fn take(&mut self, group: usize, ordinals: Range<usize>) -> Vec<BlockIdx> {
         let taken = self.by_group[group][ordinals].iter_mut();
         let taken = taken.map(|block| mem::replace(block, BlockIdx::GONE));
@@ -91,9 +91,10 @@ impl Hold {
         Self { holder, tables, hashes: Vec::new(), n_claimed: 0, n_gone, quarantined: None }
     }
 
-    /// Takes out the blocks of a group before block `before`, which nothing looks back at any more.
+    /// Removes a group's blocks before block `before` and returns them. No step reads them any more.
     ///
-    /// Blocks that have a hash stay: the prefix index has those of all groups at one place in the sequence, or none.
+    /// Blocks with a hash stay, because the prefix index has the blocks of all groups at one place in the sequence,
+    /// or none.
     pub(crate) fn take_gone(&mut self, group: usize, before: usize) -> Vec<BlockIdx> {
         let first = self.n_gone[group].max(self.hashes.len());
         if first >= before {
@@ -103,8 +104,8 @@ impl Hold {
         Arc::make_mut(&mut self.tables).take(group, first..before)
     }
 
-    /// Takes out the blocks that have a hash, once every group has left all of them behind, with those hashes of them
-    /// that the index knows this hold for.
+    /// Removes the blocks that have a hash, once no group needs any of them. Returns them with the hashes that the
+    /// index claims for this hold.
     pub(crate) fn take_head(&mut self) -> Option<(Vec<BlockIdx>, Vec<BlockHash>)> {
         let n_head = self.hashes.len();
         if n_head == 0 || self.n_gone.iter().any(|n_gone| *n_gone < n_head) {
@@ -117,14 +118,17 @@ impl Hold {
         Some((blocks, mem::take(&mut self.hashes)))
     }
 
-    /// Whether the block at this place could be offered to others: all before it were, and none is gone.
+    /// Whether the block at this place may be published: all earlier ones are published, and none is given back.
     pub(crate) fn may_publish(&self, ordinal: usize) -> bool {
         ordinal == self.hashes.len() && self.n_gone.iter().all(|n_gone| *n_gone == 0)
     }
 
-    /// Takes over the blocks of a hold that comes later in the sequence. Its hashes follow on ours, or it has none.
+    /// Appends the blocks of a hold that comes later in the sequence. Its hashes follow this hold's, or it has none.
     pub(crate) fn append(&mut self, later: Self) {
-        debug_assert!(later.n_gone.iter().all(|n_gone| *n_gone == 0), "what comes later is seen for longer");
+        debug_assert!(
+            later.n_gone.iter().all(|n_gone| *n_gone == 0),
+            "no block of the later hold is given back yet"
+        );
         Arc::make_mut(&mut self.tables).append(&later.tables);
         self.hashes.extend(later.hashes);
         self.n_claimed += later.n_claimed;

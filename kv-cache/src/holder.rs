@@ -1,17 +1,17 @@
-//! What a lease is held for, for humans. The pool decides nothing by it.
+//! The purpose of a lease, for humans. The pool does not depend on it.
 
 use std::fmt;
 
 use types::RequestId;
 
-/// What a lease is held for.
+/// The purpose of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Holding {
-    /// A sequence that runs, or waits to.
+    /// A sequence that runs or waits.
     Sequence,
     /// KV on its way to this node.
     Landing,
-    /// KV on its way from this node, or waiting to be fetched.
+    /// KV on its way from this node, or KV that waits to be fetched.
     Outbox,
 }
 
@@ -25,7 +25,7 @@ impl fmt::Display for Holding {
     }
 }
 
-/// What a lease is held for, and by which request. The ledger shows it.
+/// The purpose of a lease and its request. The ledger shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     pub what: Holding,

@@ -1,4 +1,4 @@
-//! Checks the pool's state: everything that is kept twice is counted again and compared.
+//! The integrity check of the pool: recounts all redundant state and compares it.
 
 use types::{BlockCounts, BlockHash, BlockIdx};
 
@@ -35,7 +35,7 @@ impl PoolState {
         }
     }
 
-    /// No block is held more or less often than its record says, and only published blocks are shared.
+    /// Checks that each block is held as often as its record says, and that only published blocks are shared.
     fn holds_match(&self) -> Result<(), IntegrityError> {
         let mut held = vec![0u32; self.records().len()];
         for block in self.holds().flat_map(|hold| hold.tables.blocks()) {
@@ -53,14 +53,15 @@ impl PoolState {
         }
         if self.free().n_blocks() != self.counts().free {
             return Err(IntegrityError::Runs {
-                what: "fewer or more blocks are in them than are booked as free",
+                what: "the number of their blocks differs from the number of free blocks",
             });
         }
         let held = self.free().iter().find(|block| self.record(*block).state() != BlockState::Free);
         held.map_or(Ok(()), |block| Err(IntegrityError::FreeAndHeld { block }))
     }
 
-    /// Every entry's blocks know its hash and are held as often as it is read, and no other block knows a hash.
+    /// Checks that every entry's blocks have its hash and are held as often as it has readers, and that no other
+    /// block has a hash.
     fn index_matches(&self) -> Result<(), IntegrityError> {
         for (hash, entry) in self.index().iter() {
             for block in &entry.blocks {
@@ -86,7 +87,7 @@ fn check_entry(
     if record.holds() != entry.readers {
         return Err(IntegrityError::Tree {
             hash,
-            what: "its blocks are held more or less often than it is read",
+            what: "the holds of its blocks differ from its number of readers",
         });
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The right to some blocks, as a value: its owner may use them, and dropping it gives them back.
+//! The right to some blocks, as a value: its owner may use them, and the drop gives them back.
 //! See `docs/decisions/0008-windows-give-back.md`.
 
 use std::fmt;
@@ -10,12 +10,12 @@ use crate::hold::{HoldId, Tables};
 use crate::holder::Holder;
 use crate::shared::SharedPool;
 
-/// The right to the blocks of one sequence, or of a part of it: one table per layer group, all of one length.
+/// The right to the blocks of one sequence, or of a part of it: one table per layer group, all of the same length.
 ///
-/// Not `Clone`: a block is given back once. Blocks that came from the prefix cache are shared with other leases and
-/// must not be written; which ones these are, the holder knows from [`BlockPool::adopt`](crate::BlockPool::adopt). Dropping the lease gives its
-/// blocks back: published ones stay cached, the others are free at once, so no write to them may be under way by then.
-/// Where that cannot be proved, [`quarantine`](Self::quarantine) takes the place of the drop.
+/// Not `Clone`: a block is given back once. Blocks from the prefix cache are shared with other leases and must not be
+/// written; [`BlockPool::adopt`](crate::BlockPool::adopt) returned them. Dropping the lease gives its blocks back:
+/// published ones stay cached, and the others are free at once. So no write to them may be in progress at that time.
+/// If that cannot be proved, call [`quarantine`](Self::quarantine) instead of the drop.
 #[must_use = "a lease that is not kept gives its blocks back at once"]
 pub struct BlockLease {
     pool: SharedPool,
@@ -45,22 +45,22 @@ impl BlockLease {
         self.n_blocks() == 0
     }
 
-    /// One lease over a longer piece of the sequence: this one's blocks, then those of `later`.
+    /// One lease over a longer part of the sequence: this lease's blocks, then those of `later`.
     ///
     /// # Panics
-    /// If blocks of `later` were published or adopted and this lease is not empty: what is cached comes first.
-    /// If the two come from different pools.
+    /// If blocks of `later` were published or adopted and this lease is not empty, because cached blocks must come
+    /// first. If the two come from different pools.
     pub fn join(mut self, later: BlockLease) -> BlockLease {
         assert!(self.pool.is_same(&later.pool), "a lease covers blocks of one pool");
         self.tables = self.pool.join(self.id, later.id).expect("blocks that were published come first");
         self
     }
 
-    /// This block is full and right: others may find it by `hash`, now and after the lease has ended.
+    /// Publishes a block that is full and valid: others may find it by `hash`, now and after the end of the lease.
     ///
-    /// Blocks are published in the sequence's order: one whose predecessor was not published could not be found, so
-    /// it is passed over. A block that is published already keeps its hash. If another lease has published the same
-    /// hash, the two blocks hold the same KV; the index keeps one of them.
+    /// Blocks are published in the sequence's order. A block whose predecessor is not published could not be found,
+    /// so it is skipped. A published block keeps its hash. If another lease has published the same hash, the two
+    /// blocks hold the same KV, and the index keeps one of them.
     ///
     /// # Panics
     /// If the lease has no such block.
@@ -69,24 +69,25 @@ impl BlockLease {
         self.pool.publish(self.id, ordinal, hash);
     }
 
-    /// Gives back the blocks of one group before block `before`: a sliding window has left them behind, and no step
-    /// that is under way looks at them.
+    /// Gives back the blocks of one group before block `before`: the sliding window has passed them, and no running
+    /// step reads them.
     ///
-    /// The tables keep their length; what is gone stands in them as [`BlockIdx::GONE`]. Published blocks stay until
-    /// all groups have left all of them behind, because the prefix index offers a place in the sequence with the
-    /// blocks of all groups or not at all. Once anything is gone, nothing more is published.
+    /// The tables keep their length; [`BlockIdx::GONE`] marks blocks that are given back. Published blocks stay until
+    /// no group needs any of them, because the prefix index offers a place in the sequence with the blocks of all
+    /// groups or not at all. After the first block is given back, nothing more is published.
     pub fn give_back(&mut self, group: GroupIdx, before: usize) {
         self.tables = self.pool.give_back(self.id, usize::from(group.0), before);
     }
 
-    /// The same blocks, held for something else from now on.
+    /// Changes the purpose of the lease.
     pub fn rename(&mut self, holder: Holder) {
         self.pool.rename(self.id, holder);
     }
 
-    /// Keeps all blocks from being given to anyone, because a wire may still touch them.
+    /// Keeps all blocks from being reused, because a wire may still access them.
     ///
-    /// `why` is shown in the ledger. Blocks that other leases share stay theirs; published ones can still be adopted.
+    /// `why` is shown in the ledger. Other leases keep the blocks that they share; published blocks can still be
+    /// adopted.
     pub fn quarantine(self, why: &'static str) -> Quarantine {
         let id = self.pool.quarantine(self.id, why);
         Quarantine { pool: self.pool.clone(), id, tables: Arc::clone(&self.tables) }
@@ -108,16 +109,17 @@ impl fmt::Debug for BlockLease {
 }
 
 impl Drop for BlockLease {
-    /// A lease that was joined to another or quarantined has no hold of its own any more, and gives nothing back.
+    /// A lease that was joined or quarantined has no hold any more, and gives nothing back.
     fn drop(&mut self) {
         self.pool.release(self.id);
     }
 }
 
-/// Blocks that a wire may still touch.
+/// Blocks that a wire may still access.
 ///
-/// There is no timer: only proof of quiet allows [`release`](Self::release), and only its holder can have that proof.
-/// Dropped without it, the blocks stay in quarantine for good, where the ledger and the metrics show them.
+/// There is no timer: only the proof of quiet allows [`release`](Self::release), and only the holder of this value
+/// can have the proof. If it is dropped without the proof, the blocks stay in quarantine for ever. The ledger and the
+/// metrics show them.
 #[must_use = "blocks in quarantine come back only by `release`"]
 pub struct Quarantine {
     pool: SharedPool,
@@ -126,7 +128,7 @@ pub struct Quarantine {
 }
 
 impl Quarantine {
-    /// The wire is quiet, proven: the blocks go back.
+    /// Gives the blocks back, after the proof that the wire is quiet.
     pub fn release(self) {
         self.pool.release(self.id);
     }

@@ -1,4 +1,4 @@
-//! What an operator sees: where every block is, who has it, and for how long.
+//! The ledger for operators: the state, the holder and the age of every block.
 
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ use crate::record::{BlockState, Record};
 pub struct LedgerEntry {
     pub block: BlockIdx,
     pub state: BlockState,
-    /// Who holds it, and for which request; the first of them if there are several.
+    /// The holder and its request; the first one if there are several.
     pub holder: Option<String>,
     /// Leases that share it.
     pub readers: u32,
-    /// The name by which the prefix index knows it.
+    /// The block's hash in the prefix index.
     pub hash: Option<BlockHash>,
-    /// How long it has been in this state.
+    /// The time that the block has been in this state.
     pub age: Duration,
 }
 

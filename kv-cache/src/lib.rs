@@ -1,10 +1,13 @@
-//! The KV blocks of one node, and the rights to them.
+//! The KV blocks of one node, and the rights to use them.
 //!
-//! Suggested reading order: where the bytes are ([`memory`]), the right to some of them ([`lease`]), what hands that
-//! right out ([`pool`], over its `pool_state` of `record`s and `hold`s, behind the lock of `shared`), how blocks are found
-//! again (`prefix`), what makes a sequence's blocks neighbours (`runs`), how all of it is checked (`integrity`), how others
-//! learn of it ([`events`], from an `event_log`), and what an operator sees ([`ledger`]). Beside them: how a sender knows
-//! that a layer is computed ([`fence`]).
+//! Suggested reading order:
+//!
+//! - the memory of blocks ([`memory`]), and the right to some of them ([`lease`])
+//! - the pool that hands out leases ([`pool`]), its `pool_state` of `record`s and `hold`s, and the lock of `shared`
+//! - the prefix index (`prefix`), and runs of free neighbours (`runs`)
+//! - the integrity check (`integrity`)
+//! - the events for mirrors of the cache ([`events`], from an `event_log`), and the ledger for operators ([`ledger`])
+//! - the fence that tells a sender which layers are computed ([`fence`])
 #![forbid(unsafe_code)]
 
 pub mod memory;

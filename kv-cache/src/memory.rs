@@ -1,5 +1,5 @@
 //! Hot path.
-//! The memory that one node's KV lies in: which region a layer of a block is in, on each of the node's ranks.
+//! The memory of one node's KV: maps a layer of a block to a region, on each of the node's ranks.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,14 +11,14 @@ use kernels::{DeviceMemory, HostMemory, MemoryError, PageBusy, PageMut, PageRef,
 use types::layout::LayerGroup;
 use types::{GroupIdx, KvLayout};
 
-/// All KV of one node. Cheap to clone: all clones are the same memory.
+/// All KV of one node. Cheap to clone: clones share the memory.
 ///
 /// A block of a group is one page in each of the group's layers, at the block's index. The
-/// [`BlockPool`](crate::BlockPool) knows the holders of blocks; this type only prevents a read of a page while it is
+/// [`BlockPool`](crate::BlockPool) knows the holders of blocks. This type only prevents reads of a page while it is
 /// written.
 ///
-/// Where the layout has several ranks, each has memory of its own with its heads' share of every page: [`rank`](Self::rank)
-/// reaches one's. What is said of pages without naming a rank is for memory that has only one.
+/// If the layout has several ranks, each rank has its own memory, with its heads' share of every page;
+/// [`rank`](Self::rank) returns it. Methods for pages without a rank are for memory with one rank only.
 #[derive(Clone)]
 pub struct KvMemory {
     inner: Arc<Inner>,
@@ -26,7 +26,7 @@ pub struct KvMemory {
 
 struct Inner {
     layout: KvLayout,
-    /// The same on every rank.
+    /// Equal on every rank.
     regions: Regions,
     n_blocks: u32,
     ranks: Box<[Pages]>,
@@ -39,13 +39,13 @@ pub struct RankMemory<'a> {
     regions: &'a Regions,
 }
 
-/// Where the pages are.
+/// The memory that holds the pages.
 enum Pages {
     Host(HostMemory),
     Device(DeviceMemory),
 }
 
-/// KV that lies on a card, as kernels see it.
+/// KV on a GPU, in the form for kernels.
 #[derive(Clone, Copy)]
 pub struct OnCard<'a> {
     memory: &'a DeviceMemory,
@@ -53,9 +53,11 @@ pub struct OnCard<'a> {
 }
 
 impl KvMemory {
-    /// Host memory for `n_blocks` blocks, which other processes of this machine can be shown if the system allows it.
+    /// Host memory for `n_blocks` blocks. It can be shared with other processes of this machine if the system allows
+    /// that.
     ///
-    /// More than is available is refused before it is mapped: the kernel would kill the process when it is touched.
+    /// Fails if the size exceeds the available memory: otherwise the kernel would kill the process when the memory is
+    /// used.
     pub fn host(layout: KvLayout, n_blocks: u32) -> Result<Self, MemoryError> {
         available::check(u64::from(n_blocks).saturating_mul(Self::block_bytes(&layout) as u64))?;
         let regions = Regions::of(&layout);
@@ -65,11 +67,11 @@ impl KvMemory {
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// Memory of cards for `n_blocks` blocks, one card for each rank. [`RankMemory::read`] and [`RankMemory::write`] go by
-    /// copies in host memory; kernels reach it by [`RankMemory::on_card`].
+    /// GPU memory for `n_blocks` blocks, one GPU for each rank. [`RankMemory::read`] and [`RankMemory::write`] use
+    /// copies in host memory; kernels use [`RankMemory::on_card`].
     ///
     /// # Panics
-    /// If there is not one card for each of the layout's ranks.
+    /// If the number of cards is not the layout's number of ranks.
     pub fn device(layout: KvLayout, n_blocks: u32, cards: &[&Card]) -> Result<Self, MemoryError> {
         assert_eq!(usize::from(layout.shard.tp_size), cards.len(), "a card is one rank");
         let regions = Regions::of(&layout);
@@ -79,19 +81,19 @@ impl KvMemory {
         Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
     }
 
-    /// What kernels see of it, if all of it lies on one card.
+    /// The memory in the form for kernels, if all of it is on one GPU.
     pub fn on_card(&self) -> Option<OnCard<'_>> {
         if self.n_ranks() == 1 { self.rank(0).on_card() } else { None }
     }
 
-    /// Whether it lies on cards, one or several.
+    /// Whether the memory is on one or several GPUs.
     pub fn is_on_cards(&self) -> bool {
         self.inner.ranks.iter().all(|pages| matches!(pages, Pages::Device(_)))
     }
 
-    /// How many blocks fit into `bytes`: never more, so that the regions' sum stays within what was given.
+    /// The number of blocks that fit into `bytes`, rounded down.
     ///
-    /// A layout without attention keeps no KV and has one block, whatever the memory.
+    /// A layout without attention has no KV. It gets one block for any amount of memory.
     pub fn blocks_within(layout: &KvLayout, bytes: usize) -> u32 {
         match Self::block_bytes(layout) {
             0 => 1,
@@ -104,7 +106,7 @@ impl KvMemory {
         Regions::of(layout).block_bytes() * usize::from(layout.shard.tp_size)
     }
 
-    /// Tokens of the longest sequence that fits in `n_blocks` blocks, at most `context_tokens`.
+    /// The number of tokens of the longest sequence that fits into `n_blocks` blocks, at most `context_tokens`.
     pub fn longest(layout: &KvLayout, n_blocks: u32, context_tokens: usize) -> usize {
         match (n_blocks as usize).checked_div(layout.groups.len()) {
             None => context_tokens,
@@ -112,7 +114,7 @@ impl KvMemory {
         }
     }
 
-    /// How many clones there are. None of them can be made but from another.
+    /// The number of clones. A clone can be made only from another one.
     pub fn n_holders(&self) -> usize {
         Arc::strong_count(&self.inner)
     }
@@ -125,7 +127,7 @@ impl KvMemory {
         self.inner.n_blocks
     }
 
-    /// On all ranks.
+    /// The bytes on all ranks.
     pub fn bytes(&self) -> usize {
         self.inner.ranks.iter().map(Pages::bytes).sum()
     }
@@ -142,16 +144,16 @@ impl KvMemory {
         RankMemory { pages: &self.inner.ranks[usize::from(tp_rank)], regions: &self.inner.regions }
     }
 
-    /// The share of the only rank, which is all of it.
+    /// The share of the only rank, which is the whole memory.
     fn whole(&self) -> RankMemory<'_> {
         assert_eq!(self.n_ranks(), 1, "memory of several ranks is reached rank by rank");
         self.rank(0)
     }
 
-    /// Reads one layer of neighbouring blocks: their pages, one after the other.
+    /// Borrows one layer of neighbouring blocks for reading: their pages, one after the other.
     ///
-    /// `layer_pos` is the layer's position in its group, not its number in the model. A refusal means that one of these
-    /// blocks is being written: the caller reads a block that it does not hold, or reads before the block was computed.
+    /// `layer_pos` is the layer's position in its group, not its number in the model. A refusal means that one of
+    /// these blocks is being written: the caller does not hold the block, or reads before it is computed.
     ///
     /// # Panics
     /// If the group, the layer or one of the blocks does not exist, or there are several ranks.
@@ -159,7 +161,8 @@ impl KvMemory {
         self.whole().read(group, layer_pos, blocks)
     }
 
-    /// Writes one layer of neighbouring blocks. Like [`read`](Self::read), but refused while any of the pages is borrowed.
+    /// Borrows one layer of neighbouring blocks for writing. Like [`read`](Self::read), but also refused while any
+    /// page is borrowed.
     pub fn write(
         &self,
         group: GroupIdx,
@@ -171,7 +174,7 @@ impl KvMemory {
 }
 
 impl<'a> RankMemory<'a> {
-    /// What kernels see of it, if it lies on a card.
+    /// The memory in the form for kernels, if it is on a GPU.
     pub fn on_card(&self) -> Option<OnCard<'a>> {
         match self.pages {
             Pages::Device(memory) => Some(OnCard { memory, regions: self.regions }),
@@ -179,7 +182,7 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// Like [`KvMemory::read`], the rank's share of each page.
+    /// Like [`KvMemory::read`], for the rank's share of each page.
     ///
     /// # Panics
     /// If the group, the layer or one of the blocks does not exist.
@@ -191,7 +194,7 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// Like [`KvMemory::write`], the rank's share of each page.
+    /// Like [`KvMemory::write`], for the rank's share of each page.
     ///
     /// # Panics
     /// If the group, the layer or one of the blocks does not exist.
@@ -219,23 +222,23 @@ impl Pages {
 }
 
 impl<'a> OnCard<'a> {
-    /// One layer's pages, of all blocks: block `n` is the n-th page.
+    /// One layer's pages of all blocks: block `n` is the n-th page.
     ///
     /// # Panics
-    /// If the group or the layer does not exist, or its pages are not whole numbers of this type.
+    /// If the group or the layer does not exist, or its page size is not a multiple of this type's size.
     pub fn layer<T: Element>(&self, group: GroupIdx, layer_pos: u16) -> View<'a, T> {
         self.memory.region(self.region(group, layer_pos))
     }
 
     /// Like [`layer`](Self::layer), for kernels that write.
     ///
-    /// Nothing here checks which pages they write: the tables that they are given must name blocks that the caller has
-    /// leased, and that are not borrowed by [`KvMemory::read`] or [`KvMemory::write`] meanwhile.
+    /// Nothing here checks the pages that kernels write. The block tables of the kernels must name only blocks that
+    /// the caller has leased, and that are not borrowed through [`KvMemory::read`] or [`KvMemory::write`] meanwhile.
     pub fn layer_mut<T: Element>(&self, group: GroupIdx, layer_pos: u16) -> ViewMut<'a, T> {
         self.memory.region_mut(self.region(group, layer_pos))
     }
 
-    /// Which of the memory's regions a layer lies in.
+    /// The index of the memory region of a layer.
     pub fn region(&self, group: GroupIdx, layer_pos: u16) -> u32 {
         self.regions.of_layer(group, layer_pos)
     }
@@ -263,11 +266,11 @@ impl fmt::Debug for KvMemory {
     }
 }
 
-/// Which region of a rank each layer of each group lies in.
+/// The region of a rank for each layer of each group.
 ///
-/// A block belongs to one group at a time, so groups whose layers have pages of one size share regions, layer by
-/// layer: a model of 4 full and 12 windowed layers, as 4 groups of 4, needs 4 regions. Layers of another width have
-/// a region of their own.
+/// A block belongs to one group at a time. So groups whose layers have the same page size share regions, layer by
+/// layer: a model of 4 full and 12 windowed layers, as 4 groups of 4, needs 4 regions. Layers of another page size
+/// have their own regions.
 #[derive(Debug, Default)]
 struct Regions {
     page_bytes: Vec<usize>,
@@ -293,7 +296,7 @@ impl Regions {
         self.by_layer.push(lies_in);
     }
 
-    /// The region that an earlier group's layer at the same position lies in, if its pages are as large.
+    /// The region of an earlier group's layer at the same position, if the page size is the same.
     fn shared_at(&self, pos: usize, page_bytes: usize) -> Option<u32> {
         let at_pos = self.by_layer.iter().filter_map(|layers| layers.get(pos).copied());
         at_pos.into_iter().find(|region| self.page_bytes[*region as usize] == page_bytes)
@@ -311,7 +314,7 @@ impl Regions {
             .collect()
     }
 
-    /// What one more block costs a rank.
+    /// The bytes of one block on a rank.
     fn block_bytes(&self) -> usize {
         self.page_bytes.iter().sum()
     }

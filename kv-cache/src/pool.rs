@@ -1,4 +1,4 @@
-//! The pool: hands out leases on blocks, and takes back what they held.
+//! The pool: hands out leases on blocks, and takes the blocks back.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::ledger::LedgerEntry;
 use crate::pool_state::PoolState;
 use crate::shared::SharedPool;
 
-/// All blocks of one node. Cheap to clone: all clones are the same pool.
+/// All blocks of one node. Cheap to clone: clones share the pool.
 ///
-/// The blocks of all layer groups are one range of numbers; a lease has as many blocks of it for each group.
-/// No call waits. A caller without room may watch [`freed`](Self::freed) and try again.
+/// The blocks of all layer groups have one range of numbers. A lease has the same number of blocks for each group. No
+/// call waits. A caller without room may watch [`freed`](Self::freed) and try again.
 #[derive(Clone)]
 pub struct BlockPool {
     shared: SharedPool,
@@ -36,45 +36,47 @@ impl BlockPool {
         Self { shared: SharedPool::new(state) }
     }
 
-    /// Leases `n_blocks` fresh blocks of each group; what they hold is undefined. All of them, or none.
+    /// Leases `n_blocks` fresh blocks of each group, all or none. Their content is undefined.
     ///
-    /// Neighbouring blocks are preferred, and within a table the blocks ascend. Cached blocks without readers are
-    /// evicted when the free ones do not suffice, the longest unused first.
+    /// Neighbouring blocks are preferred, and within a table the blocks ascend. If there are too few free blocks,
+    /// cached blocks without readers are evicted, the least recently used first.
     pub fn reserve(&self, n_blocks: usize, holder: Holder) -> Result<BlockLease, NoRoom> {
         let (id, tables) = self.shared.change(|state, now| state.reserve(n_blocks, holder, now))?;
         Ok(self.lease(id, tables))
     }
 
-    /// Leases the longest cached prefix of a sequence, which may be nothing. The blocks are shared: read, not written.
+    /// Leases the longest cached prefix of a sequence, which may be empty. The blocks are shared and must not be
+    /// written.
     ///
-    /// `hashes` are those of the sequence's full blocks that the caller has a use for, in order.
+    /// `hashes` are those of the sequence's full blocks that the caller can use, in order.
     pub fn adopt(&self, hashes: &[BlockHash], holder: Holder) -> BlockLease {
         let (id, tables) = self.shared.change(|state, now| state.adopt(hashes, holder, now));
         self.lease(id, tables)
     }
 
-    /// Where the blocks are at this moment. Costs nothing.
+    /// The number of blocks in each state. The call is cheap.
     pub fn counts(&self) -> BlockCounts {
         self.shared.state().counts()
     }
 
-    /// Every block: its state, holder, readers, hash and age. For humans; linear in the number of blocks.
+    /// The state, holder, readers, hash and age of every block. For humans; the cost is linear in the number of
+    /// blocks.
     pub fn ledger(&self) -> Vec<LedgerEntry> {
         self.shared.state().ledger(Instant::now())
     }
 
-    /// Recounts everything and compares it with the state. For idle moments and tests: about a microsecond
-    /// per block, during which the pool is locked.
+    /// Recounts everything and compares it with the state. For idle times and tests: the pool is locked for about a
+    /// microsecond per block.
     pub fn integrity(&self) -> Result<(), IntegrityError> {
         self.shared.state().integrity()
     }
 
-    /// Changes whenever blocks became available. To wait for room: subscribe, try, and on [`NoRoom`] await a change.
+    /// Changes whenever blocks become available. To wait for room: subscribe, try, and on [`NoRoom`] await a change.
     pub fn freed(&self) -> watch::Receiver<u64> {
         self.shared.freed()
     }
 
-    /// What becomes cached and what is evicted, from a snapshot on.
+    /// The stored and evicted hashes, beginning with a snapshot.
     pub fn events(&self) -> BlockEvents {
         BlockEvents::new(self.shared.clone())
     }

@@ -1,11 +1,11 @@
-//! The pool's state: each block's state and holders, and the prefix index. No lock, no clock, no I/O.
+//! The pool's state: each block's record, the holds, and the prefix index. No lock, no clock, no I/O.
 //!
-//! A block's state follows from three facts in its [`Record`]: how many leases hold it, how many quarantines do, and
+//! A block's state follows from three facts in its [`Record`]: its number of leases, its number of quarantines, and
 //! whether the prefix index refers to it. Only [`PoolState::alter`] changes a record, so the counts cannot drift.
 //!
 //! The blocks of one hold that the index refers to are always its first ones (its *claimed* blocks), and their
-//! entries are a path from the root. So the reader of an entry reads all of its ancestors as well, an entry that is
-//! read never lies below one that is merely cached, and every cached block can be evicted: `available` is exact.
+//! entries are a path from the root. So a reader of an entry also reads all its ancestors, and no entry with a reader
+//! is below one without. So every cached block can be evicted, and `available` is exact.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub(crate) struct PoolState {
     counts: BlockCounts,
     free: FreeRuns,
     index: PrefixIndex,
-    /// In the order in which they were made, so that a seed repeats a run.
+    /// Ordered by creation, so that a seed repeats a run.
     holds: BTreeMap<HoldId, Hold>,
     n_holds_made: u64,
     events: EventLog,
@@ -89,8 +89,8 @@ impl PoolState {
         self.hold(Hold { hashes, n_claimed, ..Hold::fresh(holder, tables) })
     }
 
-    /// Makes one hold of two; the later one is gone then. `None` if the later one has blocks with a hash, which
-    /// could not be reached in the index through blocks that have none.
+    /// Merges two holds into one; the later one is then gone. Returns `None` if the later one has blocks with a hash,
+    /// because the index could not reach them through blocks without one.
     pub(crate) fn join(&mut self, first: HoldId, later: HoldId) -> Option<Arc<Tables>> {
         let prefix_is_empty = self.held(first).tables.n_blocks() == 0;
         if !prefix_is_empty && !self.held(later).hashes.is_empty() {
@@ -112,7 +112,7 @@ impl PoolState {
         }
     }
 
-    /// Gives back the blocks of a group before block `before`. See [`BlockLease::give_back`](crate::BlockLease).
+    /// Gives back a group's blocks before block `before`. See [`BlockLease::give_back`](crate::BlockLease).
     pub(crate) fn give_back(&mut self, id: HoldId, group: usize, before: usize, now: Instant) -> Arc<Tables> {
         let hold = self.held_mut(id);
         let mut gone = hold.take_gone(group, before);
@@ -120,7 +120,7 @@ impl PoolState {
         let tables = Arc::clone(&hold.tables);
         gone.extend(head);
         self.give_up(gone.into_iter(), Record::end_lease, now);
-        // All of what it reads at once, so that no entry is left with a reader that its parent has not.
+        // All entries are unpinned together, so that no entry is left with a reader that its parent does not have.
         for hash in read.into_iter().rev() {
             self.index.unpin(hash);
         }
@@ -140,13 +140,13 @@ impl PoolState {
                 record.quarantines += 1;
             });
         }
-        // Blocks that a wire may have written into since are not offered to anyone.
+        // Blocks that a wire may have written into since must not be found by others.
         hold.hashes.truncate(hold.n_claimed);
         hold.quarantined = Some(why);
         self.hold(hold).0
     }
 
-    /// Ends a hold. One that has been joined or quarantined under its id ended then, and this does nothing.
+    /// Ends a hold. Does nothing if the hold was joined or quarantined before, because its id is then gone.
     pub(crate) fn release(&mut self, id: HoldId, now: Instant) {
         let Some(hold) = self.holds.remove(&id) else { return };
         self.index_unclaimed(&hold, now);
@@ -163,13 +163,14 @@ impl PoolState {
 // === impl PoolState: the prefix index ===
 
 impl PoolState {
-    /// Lets the index refer to as many of the hold's published blocks as it can.
+    /// Lets the index refer to as many of the hold's published blocks as possible.
     ///
-    /// | the index has for the hash | then |
+    /// | the index has for the hash | effect |
     /// |---|---|
-    /// | nothing | it refers to our block |
-    /// | a block without holder | it refers to ours instead; that one is free |
-    /// | a block that others hold | ours stays a duplicate, and this ends: later blocks wait for a later attempt |
+    /// | nothing | it refers to this block |
+    /// | a block without holder | it refers to this block instead; the other one becomes free |
+    /// | a block that others hold | this block stays a duplicate, and the loop ends: later blocks are tried again
+    /// later |
     fn claim(&mut self, id: HoldId, now: Instant) {
         let mut stored = Vec::new();
         while let Some((ordinal, hash)) = self.held(id).next_claim() {
@@ -187,7 +188,8 @@ impl PoolState {
         self.events.stored(stored);
     }
 
-    /// The same at a hold's end. What lies below a block of others may now be indexed too: it has no reader any more.
+    /// Does the same at a hold's end. Blocks below a block of another hold can now be indexed too, because they have
+    /// no reader any more.
     fn index_unclaimed(&mut self, hold: &Hold, now: Instant) {
         let mut stored = Vec::new();
         for (ordinal, hash) in hold.hashes.iter().enumerate().skip(hold.n_claimed) {
@@ -199,7 +201,7 @@ impl PoolState {
         self.events.stored(stored);
     }
 
-    /// A new entry, read by the hold whose blocks these are.
+    /// Adds an entry whose reader is the hold of these blocks.
     fn index_block(
         &mut self,
         hash: BlockHash,
@@ -213,7 +215,7 @@ impl PoolState {
         self.index.insert(hash, parent, blocks);
     }
 
-    /// An entry without reader gets these blocks and their reader; its old blocks become free.
+    /// Gives these blocks and their reader to an entry without reader. The entry's old blocks become free.
     fn index_instead(&mut self, hash: BlockHash, blocks: Box<[BlockIdx]>, now: Instant) {
         for block in &blocks {
             self.alter(*block, now, |record| record.hash = Some(hash));
@@ -251,7 +253,7 @@ impl PoolState {
 // === impl PoolState: records ===
 
 impl PoolState {
-    /// Ends a hold's claim on blocks. Those that the index refers to stay cached.
+    /// Ends a hold's claim on blocks. Blocks in the index stay cached.
     fn give_up(&mut self, blocks: impl Iterator<Item = BlockIdx>, count: fn(&mut Record), now: Instant) {
         let mut freed = Vec::new();
         for block in blocks {
@@ -262,7 +264,7 @@ impl PoolState {
         self.free.put(&freed);
     }
 
-    /// The only way to change a record. Returns the state that the block is in then.
+    /// The only function that changes a record. Returns the block's new state.
     fn alter(&mut self, block: BlockIdx, now: Instant, change: impl FnOnce(&mut Record)) -> BlockState {
         let record = &mut self.records[block.0 as usize];
         let before = record.state();
@@ -302,7 +304,7 @@ fn count_of(counts: &mut BlockCounts, state: BlockState) -> &mut u32 {
     }
 }
 
-// === impl PoolState: what others may see ===
+// === impl PoolState: read access ===
 
 impl PoolState {
     pub(crate) fn counts(&self) -> BlockCounts {

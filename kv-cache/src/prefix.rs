@@ -1,7 +1,7 @@
 //! The prefix index: a tree of published blocks. A block's parent is the block before it in the sequence.
 //!
-//! Hashes are chained, so a hash names a whole prefix and a tenant: one map from hash to entry holds the tree, and
-//! the edges only matter for eviction. Only leaves without readers are evicted, so a prefix is never cut in two.
+//! Hashes are chained, so a hash identifies a whole prefix and a tenant. One map from hash to entry holds the tree,
+//! and the edges matter only for eviction. Only leaves without readers are evicted, so a prefix is never cut in two.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,21 +10,21 @@ use types::{BlockHash, BlockIdx};
 #[derive(Debug, Default)]
 pub(crate) struct PrefixIndex {
     entries: HashMap<BlockHash, Entry>,
-    /// Leaves without readers, the longest unused first.
+    /// Leaves without readers, the least recently used first.
     evictable: BTreeMap<u64, BlockHash>,
-    /// Counts last uses; every one has a number of its own.
+    /// Counts uses. Every use has a unique number.
     clock: u64,
 }
 
-/// One block of a sequence: the blocks that hold its KV, one per layer group.
+/// One place of a sequence: the blocks that hold its KV, one per layer group.
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) parent: Option<BlockHash>,
     pub(crate) blocks: Box<[BlockIdx]>,
-    /// Leases, and quarantines, that hold these blocks.
+    /// The leases and quarantines that hold these blocks.
     pub(crate) readers: u32,
     n_children: u32,
-    /// When the last reader went; zero before that.
+    /// The time of the last release by a reader; zero before that.
     last_used: u64,
 }
 
@@ -39,7 +39,7 @@ impl PrefixIndex {
         self.entries.get(&hash)
     }
 
-    /// How many of `hashes`, from the first one on, are known.
+    /// The number of leading hashes that are known.
     pub(crate) fn longest(&self, hashes: &[BlockHash]) -> usize {
         hashes.iter().take_while(|hash| self.entries.contains_key(hash)).count()
     }
@@ -58,7 +58,7 @@ impl PrefixIndex {
         assert!(self.entries.insert(hash, entry).is_none(), "a hash is inserted once");
     }
 
-    /// The entry has one more reader.
+    /// Adds a reader to the entry.
     pub(crate) fn pin(&mut self, hash: BlockHash) {
         let entry = self.entry(hash);
         entry.readers += 1;
@@ -66,7 +66,7 @@ impl PrefixIndex {
         self.evictable.remove(&last_used);
     }
 
-    /// The entry has one reader less. This is its last use so far.
+    /// Removes a reader from the entry, and counts this as a use.
     pub(crate) fn unpin(&mut self, hash: BlockHash) {
         self.clock += 1;
         let now = self.clock;
@@ -76,16 +76,16 @@ impl PrefixIndex {
         self.mark_if_evictable(hash);
     }
 
-    /// Replaces an entry's blocks, which have no reader, by others with the same KV and one reader.
+    /// Replaces an entry's blocks, which have no reader, with others of the same KV and one reader.
     pub(crate) fn replace(&mut self, hash: BlockHash, blocks: Box<[BlockIdx]>) -> Box<[BlockIdx]> {
         self.pin(hash);
         std::mem::replace(&mut self.entry(hash).blocks, blocks)
     }
 
-    /// Forgets the leaf that was unused for longest, and returns its blocks.
+    /// Removes the least recently used leaf, and returns its blocks.
     pub(crate) fn evict(&mut self) -> Option<(BlockHash, Box<[BlockIdx]>)> {
         let (_, hash) = self.evictable.pop_first()?;
-        let entry = self.entries.remove(&hash).expect("what can be evicted is known");
+        let entry = self.entries.remove(&hash).expect("an evictable hash has an entry");
         if let Some(parent) = entry.parent {
             self.entry(parent).n_children -= 1;
             self.mark_if_evictable(parent);
@@ -97,7 +97,7 @@ impl PrefixIndex {
         self.entries.iter().map(|(hash, entry)| (*hash, entry))
     }
 
-    /// An entry at which the tree or the eviction order is wrong, and in what.
+    /// An entry that is wrong in the tree or in the eviction order, with the error.
     pub(crate) fn fault(&self) -> Option<(BlockHash, &'static str)> {
         let mut n_children: HashMap<BlockHash, u32> = HashMap::new();
         for (hash, entry) in &self.entries {
@@ -106,7 +106,7 @@ impl PrefixIndex {
                 return Some((*hash, "its parent is unknown"));
             };
             if entry.readers > above.readers {
-                return Some((*hash, "it has readers that its parent has not"));
+                return Some((*hash, "it has more readers than its parent"));
             }
             *n_children.entry(parent).or_default() += 1;
         }
@@ -121,7 +121,7 @@ impl PrefixIndex {
             return Some("its number of children is wrong");
         }
         let marked = self.evictable.get(&entry.last_used) == Some(&hash);
-        (marked != entry.is_evictable()).then_some("it is not where the eviction order should have it")
+        (marked != entry.is_evictable()).then_some("its place in the eviction order is wrong")
     }
 
     fn mark_if_evictable(&mut self, hash: BlockHash) {
@@ -144,7 +144,7 @@ mod tests {
         BlockHash(number)
     }
 
-    /// A chain of unread blocks, the last one being the longest unused.
+    /// A chain of blocks without readers. The last one is the least recently used.
     fn chain(index: &mut PrefixIndex, hashes: &[u128]) {
         let mut parent = None;
         for number in hashes {

@@ -5,11 +5,11 @@ use std::fmt;
 use tokio::time::Instant;
 use types::BlockHash;
 
-/// Where a block is. Each block is in exactly one of these.
+/// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockState {
     Free,
-    /// Held by one lease or, if it is published, by several.
+    /// Held by one lease or, if published, by several.
     Leased,
     /// Held by the prefix index alone.
     Cached,
@@ -34,12 +34,12 @@ impl fmt::Display for BlockState {
     }
 }
 
-/// What is known of one block.
+/// The record of one block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Record {
     pub(crate) leases: u32,
     pub(crate) quarantines: u32,
-    /// The index refers to this block by this hash.
+    /// The hash by which the index refers to this block.
     pub(crate) hash: Option<BlockHash>,
     pub(crate) since: Instant,
 }

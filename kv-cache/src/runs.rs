@@ -1,10 +1,10 @@
-//! Free blocks, kept as runs of neighbours: a sequence whose blocks are neighbours travels in a few large copies.
+//! Free blocks, kept as runs of neighbours. A sequence with neighbouring blocks is transferred in a few large copies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use types::BlockIdx;
 
-/// The free blocks. Runs never touch: two that would are one.
+/// The free blocks. Adjacent runs are always merged.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRuns {
     /// Start → length.
@@ -31,10 +31,10 @@ impl FreeRuns {
         self.n_blocks
     }
 
-    /// Takes `n` blocks in as few runs as it can, and in ascending order.
+    /// Takes `n` blocks in as few runs as possible, in ascending order.
     ///
-    /// The smallest run that is long enough is used, so that long runs stay whole for long sequences. Where none is,
-    /// the longest ones are used up first.
+    /// Uses the smallest run that is long enough, so that long runs stay whole for long sequences. If no run is long
+    /// enough, uses up the longest ones first.
     ///
     /// # Panics
     /// If fewer than `n` are free: the caller has counted.
@@ -52,7 +52,7 @@ impl FreeRuns {
         taken.iter().flat_map(|run| run.start..run.start + run.len).map(BlockIdx).collect()
     }
 
-    /// Takes blocks back. Any order will do; neighbours that follow each other are put back as one.
+    /// Takes blocks back in any order. Consecutive neighbours are put back as one run.
     pub(crate) fn put(&mut self, blocks: &[BlockIdx]) {
         for run in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
             self.put_run(Run { start: run[0].0, len: run.len() as u32 });
@@ -64,16 +64,16 @@ impl FreeRuns {
         self.by_start.iter().flat_map(|(start, len)| *start..start + len).map(BlockIdx)
     }
 
-    /// What is wrong with the runs, if anything is.
+    /// The error in the runs, if there is one.
     pub(crate) fn fault(&self) -> Option<&'static str> {
         let mut ends = self.by_start.iter().map(|(start, len)| start + len);
         let starts = self.by_start.keys().skip(1);
         if starts.zip(&mut ends).any(|(start, end)| *start <= end) {
-            return Some("two runs overlap, or touch without being one");
+            return Some("two runs overlap or are adjacent");
         }
         let same = self.by_len.iter().all(|(len, start)| self.by_start.get(start) == Some(len));
         if !same || self.by_len.len() != self.by_start.len() {
-            return Some("the two orders differ");
+            return Some("the two indexes differ");
         }
         (self.by_start.values().sum::<u32>() != self.n_blocks).then_some("the number of free blocks is wrong")
     }
@@ -91,7 +91,7 @@ impl FreeRuns {
         }
     }
 
-    /// Puts a run back, as one with the runs that it touches.
+    /// Puts a run back, and merges it with adjacent runs.
     fn put_run(&mut self, mut run: Run) {
         if run.len == 0 {
             return;

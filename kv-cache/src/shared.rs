@@ -1,4 +1,4 @@
-//! The pool's state behind its lock, which leases, readers of events and all clones of a pool share.
+//! The pool's state behind its lock, shared by leases, readers of events and clones of the pool.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,15 +12,15 @@ use crate::hold::{HoldId, Tables};
 use crate::holder::Holder;
 use crate::pool_state::PoolState;
 
-/// Cheap to clone: all clones share one state.
+/// Cheap to clone: clones share one state.
 #[derive(Clone)]
 pub(crate) struct SharedPool(Arc<Shared>);
 
 struct Shared {
-    /// A std mutex: sections are short (about a microsecond for each block that a call moves), never await, and are
-    /// entered from drops, from the worker's thread and from tasks alike.
+    /// A std mutex. Sections are short (about a microsecond for each block of a call) and never await. Drops, the
+    /// worker's thread and tasks enter them.
     state: Mutex<PoolState>,
-    /// Changes when blocks became available.
+    /// Changes when blocks become available.
     freed: watch::Sender<u64>,
     /// Notified of every event. It wakes its readers in the order in which they wait; a watch would not.
     news: Arc<Notify>,
@@ -72,7 +72,7 @@ impl SharedPool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Changes the state, then wakes those who wait for room or for events.
+    /// Changes the state, then wakes the tasks that wait for room or for events.
     pub(crate) fn change<T>(&self, change: impl FnOnce(&mut PoolState, Instant) -> T) -> T {
         let now = Instant::now();
         let mut state = self.state();
@@ -90,7 +90,7 @@ impl SharedPool {
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, PoolState> {
-        self.0.state.lock().expect("state that a panic left half written must not be used")
+        self.0.state.lock().expect("the state is not used after a panic inside of its lock")
     }
 }
 

@@ -1,8 +1,8 @@
-//! The tcp connector against the least that any program must do to move the same bytes over the same sockets.
+//! Compares the tcp connector with the least work that moves the same bytes over the same sockets.
 //!
 //! `cargo bench -p baton-kv-transfer`. Both sides run in one process on the machine's cores and move 1 GiB of KV of a
 //! Llama-3.1-8B layout (64 KiB per layer and block) from one memory to another. *plain* is vectored writes and reads
-//! on as many TCP streams and nothing else; *connector* adds landings, frames and verified digests.
+//! on the same number of TCP streams; *connector* adds landings, frames and verified digests.
 #![allow(clippy::disallowed_methods, clippy::unwrap_used, clippy::print_stdout)]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -29,10 +29,10 @@ const N_BLOCKS: u32 = 512;
 const N_TOKENS: u32 = N_BLOCKS * BLOCK_TOKENS;
 const PAGE_BYTES: usize = 64 << 10;
 const BYTES: u64 = 1 << 30;
-/// What *plain* hands to the kernel in one call.
+/// Slices that *plain* passes in one system call.
 const PLAIN_SLICES: usize = 16;
 
-/// Pairs of runs from which the ratio is taken.
+/// Pairs of runs for the ratio.
 const N_PAIRS: usize = 25;
 
 fn main() {
@@ -47,8 +47,8 @@ fn main() {
     compare(&runtime, &bench);
 }
 
-/// Runs the two in turns. What else the machine does changes from second to second and hits both runs of a pair
-/// alike, so the ratio is the median of the pairs' ratios and not the ratio of two medians.
+/// Runs the two in turn. Other load on the machine changes from second to second and affects both runs of a pair. So
+/// the result is the median of the pairs' ratios, not the ratio of two medians.
 fn compare(runtime: &Runtime, bench: &Bench) {
     let mut pairs = Vec::new();
     for _ in 0..N_PAIRS {
@@ -104,7 +104,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Two nodes with 1 GiB of KV each, and what both contestants need.
+/// Two nodes with 1 GiB of KV each, and the parameters of both runs.
 struct Bench {
     near: Node,
     far: Node,
@@ -148,7 +148,7 @@ impl Node {
     }
 }
 
-/// The defaults, or what the environment says: for tuning.
+/// The defaults, or values of the environment for tuning.
 fn settings() -> TransferSettings {
     let from_env = |name: &str| std::env::var(name).ok().map(|value| value.parse::<usize>().unwrap());
     let mut settings = TransferSettings::default();
@@ -204,7 +204,7 @@ impl Bench {
     }
 }
 
-/// Every n-th layer belongs to one stream.
+/// The layers of one stream: every n-th layer.
 fn layers(stream: u16, streams: u16) -> impl Iterator<Item = u16> {
     (stream..N_LAYERS).step_by(usize::from(streams))
 }

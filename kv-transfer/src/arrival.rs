@@ -1,4 +1,4 @@
-//! Waiting for a landing to be filled.
+//! Waits for a landing to be filled.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,10 +11,11 @@ use crate::error::TransferError;
 use crate::landing::{OpenLanding, Outcome};
 use crate::quiet::Quiet;
 
-/// One landing's future, on the node that granted it. Dropped before the KV has arrived, it cancels the transfer.
+/// The receiver's handle on one landing, on the node that granted it. Dropping it before the KV has arrived cancels
+/// the transfer.
 ///
-/// The drop does not wait, even if the other end stands still: the sender is told, and the blocks are back in the
-/// pool when the drop returns. Only where the wire cannot prove that it is quiet they are in quarantine instead.
+/// The drop does not wait, even if the sender stalls: it notifies the sender, and the blocks are back in the pool
+/// when it returns. If the wire cannot prove that no write is left, the blocks are in quarantine instead.
 pub struct Arrival {
     landing: Arc<OpenLanding>,
     /// Fails the landing when its deadline passes. Ends with the arrival.
@@ -22,14 +23,14 @@ pub struct Arrival {
     deadline: Task<()>,
 }
 
-/// What a decode loop sees on each turn.
+/// The state of a landing, as a decode loop polls it.
 #[derive(Debug)]
 pub enum ArrivalStatus {
-    /// Pages in place and verified, and pages wanted.
+    /// `received` pages are in place and verified, out of `total` wanted pages.
     Waiting { received: usize, total: usize },
-    /// All of it is there. Said once.
+    /// All KV has arrived. Returned once.
     Arrived(ArrivedKv),
-    /// It will not come. The lease is gone.
+    /// The transfer has failed. The landing no longer has its lease.
     Failed(TransferError),
 }
 
@@ -42,7 +43,7 @@ impl Arrival {
         self.landing.landing().transfer
     }
 
-    /// Where the transfer stands. Never waits. After `Arrived` there is nothing more to say: it answers `Closed`.
+    /// Returns the state of the transfer and never waits. Calls after `Arrived` return `Failed(Closed)`.
     pub fn poll(&mut self) -> ArrivalStatus {
         match self.landing.take_outcome() {
             None => {
@@ -55,19 +56,19 @@ impl Arrival {
         }
     }
 
-    /// Waits until [`poll`](Self::poll) says something other than `Waiting`. Cancel-safe.
+    /// Waits until [`poll`](Self::poll) returns something other than `Waiting`. Cancel-safe.
     ///
-    /// It ends by the landing's deadline at the latest.
+    /// The wait is bounded by the landing's deadline.
     pub async fn ended(&self) {
         self.landing.changed_since(OpenLanding::is_over).await;
     }
 
-    /// Waits until more than `seen` pages are in place, or the end has come. Cancel-safe.
+    /// Waits until more than `seen` pages are in place, or the landing has ended. Cancel-safe.
     pub async fn progress(&self, seen: usize) {
         self.landing.changed_since(|landing| landing.is_over() || landing.received().0 > seen).await;
     }
 
-    /// Waits for the end, and returns it. Dropping the future cancels the transfer.
+    /// Waits for the end of the landing and returns the result. Dropping the future cancels the transfer.
     pub async fn settle(mut self) -> Result<ArrivedKv, TransferError> {
         self.ended().await;
         match self.poll() {
@@ -77,8 +78,8 @@ impl Arrival {
         }
     }
 
-    /// For wires that do not do the writing themselves: if the landing fails, its blocks come back only once `quiet`
-    /// says that no write is left.
+    /// Sets the proof of quiet of a wire that does not write in this process. If the landing fails, its blocks return
+    /// to the pool only after `quiet` reports that no write is left.
     ///
     /// # Panics
     /// If it was called before: a landing has one wire.

@@ -5,16 +5,16 @@ use std::time::Duration;
 use kv_cache::BlockLease;
 use types::{Handoff, Scheme};
 
-/// KV that is whole, verified and ours. It cannot exist before that.
+/// Complete, verified KV of one sequence. The value exists only after verification.
 #[derive(Debug)]
 pub struct ArrivedKv {
-    /// The lease that the landing was made of.
+    /// The lease that the landing was made from.
     pub lease: BlockLease,
     pub handoff: Handoff,
-    /// Bytes that travelled.
+    /// Bytes that were transferred.
     pub bytes: u64,
-    /// The wire that was really used.
+    /// The wire that carried the KV.
     pub scheme: Scheme,
-    /// From the landing's grant to the last byte.
+    /// The time from the landing's grant to the last byte.
     pub waited: Duration,
 }

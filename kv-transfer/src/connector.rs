@@ -1,4 +1,4 @@
-//! One wire that KV can travel on: the two traits that every connector implements.
+//! The two traits that every connector implements.
 //! See `docs/decisions/0019-first-contact-with-the-first-prompt.md`.
 
 use std::fmt::Debug;
@@ -20,41 +20,44 @@ use crate::faults::Faults;
 use crate::metrics::TransferMetrics;
 use crate::settings::TransferSettings;
 
-/// One wire that KV can travel on.
+/// KV transfer over one kind of transport.
 ///
-/// A node has one value of each connector and uses it in both directions: it [`land`](Self::land)s what comes and
-/// [`open`](Self::open)s what goes. Nothing above this trait knows which wire it is.
+/// A node has one value of each connector and uses it in both directions: [`land`](Self::land) receives KV and
+/// [`open`](Self::open) sends it. Code above this trait does not depend on the kind of transport.
 ///
 /// All methods may be called from many tasks at once. Dropping a connector fails its landings and its senders.
 #[async_trait]
 pub trait KvConnector: Debug + Send + Sync + 'static {
     fn scheme(&self) -> Scheme;
 
-    /// Where peers reach this side; what a node announces.
+    /// The address that a node announces and peers connect to.
     fn address(&self) -> WireAddress;
 
-    /// Whether this side could reach a peer at that address: a look, not contact. Never waits.
+    /// Whether this side could reach a peer at `wire`. It checks the address only, does not contact the peer and
+    /// never waits.
     ///
-    /// False for another wire's address. For a wire within one host it tells those apart that only seem to share it.
+    /// False for an address of another connector. A connector within one host also returns false for an address of
+    /// another host that looks the same.
     fn reaches(&self, wire: &WireAddress) -> bool;
 
-    /// Decode side: makes leased blocks a place where one sender may put one sequence's KV.
+    /// Decode side: makes leased blocks a landing, which one sender may fill with the KV of one sequence.
     ///
-    /// Takes the lease: blocks cannot be reused while bytes may still be in flight. The lease comes back in
-    /// [`ArrivedKv`](crate::ArrivedKv), or goes back to the pool when the arrival fails or is dropped: at once if the
-    /// wire can prove that it is quiet, and through quarantine if it cannot.
+    /// Takes the lease, so the blocks cannot be reused while bytes may still be in flight.
+    /// [`ArrivedKv`](crate::ArrivedKv) returns the lease. If the arrival fails or is dropped, the blocks go back to
+    /// the pool: at once if the wire can prove that it is quiet, otherwise through quarantine.
     ///
-    /// Must be called within a runtime: the landing's deadline is a timer.
+    /// Must be called within a runtime, because the landing's deadline is a timer.
     fn land(&self, request: LandRequest) -> Result<(Landing, Arrival), TransferError>;
 
-    /// Prefill side: asks for a landing to be filled.
+    /// Prefill side: opens a landing, to fill it.
     ///
-    /// Refuses a layout or fingerprint mismatch, an unknown, used or expired landing, a wrong grant and another life
-    /// of the node, all before a byte of KV moves. A landing is opened once. The first one to a peer makes the connection.
+    /// Refuses a mismatch of layout or fingerprint, an unknown, used or expired landing, a wrong grant, and a landing
+    /// of another life of the node, all before any KV moves. A landing is opened once. The first call for a peer
+    /// makes the connection.
     async fn open(&self, to: &Destination) -> Result<Box<dyn KvSender>, TransferError>;
 }
 
-/// One sequence's KV on its way out.
+/// Sends the KV of one sequence.
 ///
 /// ```text
 /// right:  send, send, …, finish             every wanted page once, then the handoff
@@ -63,14 +66,14 @@ pub trait KvConnector: Debug + Send + Sync + 'static {
 /// wrong:  send, …, finish                   with pages missing: `Incomplete`, and the peer's arrival fails
 /// ```
 ///
-/// Dropped unfinished, it aborts: the peer is told, and its blocks are free again.
+/// Dropping it before `finish` aborts the transfer: the peer is notified and releases its blocks.
 #[async_trait]
 pub trait KvSender: Debug + Send {
-    /// Sends these layers of these blocks once `ready` says that they are computed.
+    /// Sends these layers of these blocks once `ready` reports that they are computed.
     ///
-    /// Waits for room on the wire, not for the fence and not for arrival. `from` covers the sequence from its first
-    /// block on, held blocks included, and is kept until the wire needs it no more. Blocks that the receiver holds
-    /// already are passed over. The last block may be filled in part; digests cover its valid tokens only.
+    /// Waits for room on the wire, but neither for the fence nor for arrival. `from` covers the sequence from its
+    /// first block, including held blocks, and is kept until the wire no longer needs it. Blocks that the receiver
+    /// already holds are skipped. The last block may be partly filled; digests cover its valid tokens only.
     ///
     /// An error is final: the transfer has failed. Cancel-safe: a cancelled call has sent nothing.
     async fn send(
@@ -80,10 +83,10 @@ pub trait KvSender: Debug + Send {
         ready: LayerFence,
     ) -> Result<(), TransferError>;
 
-    /// Waits until every byte is in place and verified. The handoff is the last thing to arrive.
+    /// Waits until every byte is in place and verified. The handoff is the last message to arrive.
     ///
-    /// It ends when the receiver says so, when the landing's deadline passes there, or when the wire is found dead.
-    /// Dropping the future aborts.
+    /// Returns when the receiver confirms, when the landing's deadline passes there, or when the wire is found dead.
+    /// Dropping the future aborts the transfer.
     async fn finish(self: Box<Self>, handoff: Handoff) -> Result<(), TransferError>;
 
     /// Sends every chunk of the queue, then finishes with its handoff.
@@ -101,16 +104,17 @@ pub trait KvSender: Debug + Send {
     }
 }
 
-/// Room for one sequence's KV, and what is known about it.
+/// A request for a landing: the leased blocks of one sequence, and its lengths.
 #[derive(Debug)]
 pub struct LandRequest {
     pub transfer: TransferId,
-    /// Covers the whole sequence, the blocks that are held already first. May be longer: room to grow is not sent to.
+    /// Covers the whole sequence, with the held blocks first. It may be longer: blocks for further tokens are not
+    /// sent to.
     pub lease: BlockLease,
     pub n_tokens: u32,
-    /// Tokens, from the front, whose KV is here already: a whole number of blocks.
+    /// Tokens from the front whose KV is already here: a whole number of blocks.
     pub held_tokens: u32,
-    /// When the landing fails by itself.
+    /// The time at which the landing fails by itself.
     pub deadline: Deadline,
 }
 
@@ -125,14 +129,14 @@ pub struct ConnectorParts {
     pub gate: Gate,
     pub settings: TransferSettings,
     pub metrics: TransferMetrics,
-    /// None in production.
+    /// Empty in production.
     pub faults: Faults,
 }
 
 /// Builds one connector. Binding a socket or opening a device may take time and may fail.
 pub type Build = fn(ConnectorParts) -> BoxFuture<'static, Result<Arc<dyn KvConnector>, TransferError>>;
 
-/// What a node must know of a wire before it builds it. Each wire's file has one of these.
+/// The name and the constructor of a connector. Each connector's file defines one.
 #[derive(Clone, Copy, Debug)]
 pub struct WireKind {
     /// The scheme of its addresses, and its name in settings.
@@ -141,14 +145,14 @@ pub struct WireKind {
     pub auto: Auto,
 }
 
-/// Whether the setting `auto` stands for a wire.
+/// Whether the setting `auto` includes a connector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Auto {
-    /// It must be named.
+    /// Never: it is used only if it is named.
     No,
-    /// Where it works.
+    /// If it works on this machine.
     IfItWorks,
-    /// Where the node's KV is on GPUs, and it works.
+    /// If the node's KV is on GPUs and the connector works.
     IfOnGpus,
     /// Always: a node does not start without it.
     Needed,

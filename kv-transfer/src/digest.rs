@@ -1,7 +1,7 @@
-//! Hot path. A digest per (layer, head, block): made where the bytes are made, checked where they land.
+//! Hot path. A digest per (layer, head, block): the sender computes it, the receiver compares it.
 //!
-//! It covers the valid tokens of one head's K and V in one block, and nothing else. Which rank of a tensor-parallel
-//! group holds the head does not enter, so two nodes that shard differently compute the same digests.
+//! A digest covers the valid tokens of one head's K and V in one block, and nothing else. It does not depend on the
+//! tensor-parallel rank that holds the head, so two nodes that shard differently compute the same digests.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::reshard::HeadShape;
 
 /// The digest of one head's KV in one block of one layer: XXH3-64 over the XXH3-64 of its K and of its V.
 ///
-/// Two hashes of contiguous runs instead of one over both: neither side has to gather K and V first.
+/// There are two hashes of contiguous runs, not one over both, so that neither side has to gather K and V first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Digest(pub u64);
 
@@ -29,16 +29,16 @@ impl Digest {
     }
 }
 
-/// How one layer's page is divided on one rank: `[K|V][kv_head][token][dim]`.
+/// The layout of one layer's page on one rank: `[K|V][kv_head][token][dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageShape {
-    /// K and V, or the latent vector alone.
+    /// 2 for K and V, 1 for a latent vector.
     pub n_parts: usize,
-    /// The rank's.
+    /// Heads on this rank.
     pub n_heads: usize,
-    /// Bytes of one head's K, or V: all tokens of the block.
+    /// Bytes of one head's K or V in one block, all tokens.
     pub head_bytes: usize,
-    /// Bytes of one token in one head's K, or V.
+    /// Bytes of one token in one head's K or V.
     pub token_bytes: usize,
 }
 
@@ -73,23 +73,23 @@ impl PageShape {
         self.digest_heads(page, 0..self.n_heads, n_tokens, digests);
     }
 
-    /// Those of some heads.
+    /// Appends the digests of some heads of `page` to `digests`.
     pub fn digest_heads(&self, page: &[u8], heads: Range<usize>, n_tokens: u16, digests: &mut Vec<Digest>) {
         digests.extend(heads.map(|head| self.digest(page, head, n_tokens)));
     }
 
-    /// Whether `page` is what its digests say.
+    /// Whether all heads of `page` match `digests`.
     pub fn verify_page(&self, page: &[u8], n_tokens: u16, digests: &[Digest]) -> bool {
         self.verify_heads(page, 0..self.n_heads, n_tokens, digests)
     }
 
-    /// Whether some heads of `page` are what their digests say.
+    /// Whether some heads of `page` match `digests`.
     pub fn verify_heads(&self, page: &[u8], heads: Range<usize>, n_tokens: u16, digests: &[Digest]) -> bool {
         digests.len() == heads.len()
             && heads.zip(digests).all(|(head, digest)| self.digest(page, head, n_tokens) == *digest)
     }
 
-    /// Without the number of heads.
+    /// The shape of one head's share of the page.
     pub fn head_shape(&self) -> HeadShape {
         HeadShape { n_parts: self.n_parts, head_bytes: self.head_bytes }
     }

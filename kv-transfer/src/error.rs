@@ -1,4 +1,4 @@
-//! Why KV did not travel, and what to do about it.
+//! The errors of a KV transfer, and their verdicts.
 
 use std::io;
 use std::sync::Arc;
@@ -10,22 +10,22 @@ use kernels::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
 use types::{Refusal, RefusalKind, Verdict, in_full};
 
-/// Why KV did not travel. Cheap to clone: both the sender and the arrival of one transfer hold it.
+/// The reason why a transfer failed. Cheap to clone: the sender and the arrival of one transfer both hold it.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TransferError {
     #[error("no connector is called {name:?}; there are {known}")]
     UnknownConnector { name: String, known: String },
-    #[error("listen on {addr}")]
+    #[error("cannot listen on {addr}")]
     Listen { addr: String, source: Arc<io::Error> },
-    #[error("connect to {addr}")]
+    #[error("cannot connect to {addr}")]
     Connect { addr: String, source: Arc<io::Error> },
-    #[error("share memory with another process")]
+    #[error("cannot share memory with another process")]
     Share { source: Arc<MemoryError> },
-    #[error("map the peer's memory")]
+    #[error("cannot map the peer's memory")]
     Map { source: Arc<PeerMemoryError> },
-    #[error("the GPU does not do it")]
+    #[error("the GPU operation failed")]
     Device { source: Arc<CudaError> },
-    #[error("RDMA does not do it")]
+    #[error("RDMA is not available")]
     Rdma { source: Arc<VerbsError> },
     #[error("the connection is lost")]
     ConnectionLost { source: Arc<io::Error> },
@@ -44,40 +44,40 @@ pub enum TransferError {
     WrongDestination(String),
     #[error("no such landing")]
     UnknownLanding,
-    #[error("the grant is not the landing's")]
+    #[error("the grant does not match the landing")]
     WrongGrant,
     #[error("the landing belongs to another life of the node")]
     WrongEpoch,
-    #[error("the landing was opened before")]
+    #[error("the landing is already open or was opened before")]
     AlreadyOpened,
     #[error("the landing's deadline has passed")]
     Expired,
     #[error("too many landings or connections")]
     TooMany,
-    /// The two sides disagree about what the transfer is made of: length, layout or model.
+    /// The two sides have different values for the transfer's length, layout or model.
     #[error("the peer refuses: {0}")]
     Mismatch(String),
 
-    /// The other side gave the transfer up.
-    #[error("the peer cancelled")]
+    /// The other side cancelled the transfer.
+    #[error("the peer cancelled the transfer")]
     Cancelled,
-    /// The other side failed in a way that has no name here.
+    /// The other side failed with an error that has no variant here.
     #[error("the peer failed: {0}")]
     Peer(String),
-    /// The layers were never computed.
+    /// The step that computes the layers failed.
     #[error("the step that computes this KV failed")]
     FenceBroken,
     /// The producer of the KV ended without a handoff.
     #[error("the sequence ended before its first token")]
     Unfinished,
-    /// Bytes arrived wrong, and wrong again when they were fetched once more.
+    /// Pages arrived wrong, and again when they were sent once more.
     #[error("{pages} pages arrived corrupted twice")]
     Corrupted { pages: usize },
     #[error("the connector is closed")]
     Closed,
 
     /// The caller asked for something that the contract forbids.
-    #[error("not a part of this transfer: {0}")]
+    #[error("invalid request: {0}")]
     BadRequest(String),
     #[error("{sent} of {wanted} pages were sent before finish")]
     Incomplete { sent: usize, wanted: usize },
@@ -85,31 +85,31 @@ pub enum TransferError {
     Memory(String),
 }
 
-/// Why bytes are not a frame.
+/// The reason why bytes are not a valid frame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    #[error("{needed} bytes are needed, {given} are there")]
+    #[error("incomplete frame: {given} of {needed} bytes")]
     Incomplete { needed: usize, given: usize },
     #[error("not a frame of this protocol")]
     Magic,
     #[error("unknown kind {0}")]
     Kind(u8),
-    #[error("reserved bytes are set")]
+    #[error("reserved bytes are not zero")]
     Reserved,
-    #[error("a body of {len} bytes, {max} are allowed")]
+    #[error("the body of {len} bytes exceeds the limit of {max}")]
     BodyTooLong { len: usize, max: usize },
-    #[error("a payload of {len} bytes, {max} are allowed")]
+    #[error("the payload of {len} bytes exceeds the limit of {max}")]
     PayloadTooLong { len: usize, max: usize },
-    #[error("the checksum does not fit")]
+    #[error("the checksum is wrong")]
     Checksum,
     #[error("the body is malformed: {0}")]
     Body(&'static str),
-    #[error("{0} is not expected here")]
+    #[error("unexpected frame: {0}")]
     Unexpected(&'static str),
 }
 
 impl TransferError {
-    /// What the caller should do.
+    /// The caller's next step.
     pub fn verdict(&self) -> Verdict {
         match self.refusal_kind() {
             None => Verdict::Bug,
@@ -117,12 +117,12 @@ impl TransferError {
         }
     }
 
-    /// Whether the only cause is that this machine lacks the wire's hardware. The operator need not act.
+    /// Whether the only cause is that this machine lacks the hardware. The operator need not act.
     pub fn is_of_the_machine(&self) -> bool {
         matches!(self, Self::Rdma { source } if matches!(**source, VerbsError::NoDevice))
     }
 
-    /// The word under which a node answers with this error; `None` for what is our own bug.
+    /// The code with which a node answers this error; `None` for a bug of our own.
     fn refusal_kind(&self) -> Option<RefusalKind> {
         use TransferError as E;
         match self {
@@ -144,7 +144,7 @@ impl TransferError {
         }
     }
 
-    /// One word, for metrics and logs.
+    /// The code for metrics and logs.
     pub fn word(&self) -> &'static str {
         self.refusal_kind().map_or("bug", RefusalKind::code)
     }
@@ -153,7 +153,7 @@ impl TransferError {
         Self::Device { source: Arc::new(source) }
     }
 
-    /// What only says that there is no connection any more is a lost connection, as on every other wire.
+    /// Maps an error that only reports a broken connection to `ConnectionLost`, as the other wires do.
     #[cfg(feature = "rdma")]
     pub(crate) fn rdma(source: VerbsError) -> Self {
         match source {

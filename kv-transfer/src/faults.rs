@@ -1,33 +1,34 @@
-//! Faults that a test plays on a wire, between the digest and the peer.
+//! Faults that a test injects into a wire, after the digests are computed.
 //!
-//! Every connector asks its [`Faults`] once per frame of KV what shall become of it. In production there are none and
-//! the answer costs one comparison. `connectors::flaky::Flaky` is the way to set them.
+//! Every connector asks its [`Faults`] once per KV frame whether a fault applies. In production there are none, and
+//! the check costs one comparison. `connectors::flaky::Flaky` sets them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// One fault: what, from which byte on, and how often.
+/// One fault: its kind, the first byte that it applies to, and the number of frames that it applies to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     pub kind: FaultKind,
-    /// The byte whose frame is hit, counted in the KV that leaves from when the fault comes first in line, however large frames are.
+    /// The fault hits the frame with this byte. Bytes are counted in the KV sent since the fault became the first in
+    /// the queue, so the size of frames does not matter.
     pub after_bytes: u64,
-    /// Frames that are hit, from that one on.
+    /// The number of consecutive frames that are hit.
     pub times: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FaultKind {
-    /// One bit of the frame's KV is flipped behind the digest. Counted modulo the frame's bits.
+    /// Flips one bit of the frame's KV after the digest is computed. The number is taken modulo the frame's bits.
     FlipBit(u64),
     /// The first digest of the frame is wrong.
     WrongDigest,
-    /// The connection is lost before the frame is written.
+    /// The connection breaks before the frame is written.
     Lose,
-    /// The frame leaves late.
+    /// The frame is sent late.
     Delay(Duration),
-    /// The frame, and all that waits behind it, never leaves.
+    /// The frame is never sent, nor is any frame behind it.
     Stall,
     /// The frame is sent twice.
     Duplicate,
@@ -50,10 +51,10 @@ impl Fault {
     }
 }
 
-/// The faults of one connector, played in the order in which they were injected. Clones are the same faults.
+/// The faults of one connector, applied in the order of injection. Clones share their faults.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
-    /// `None` is production: there is nothing to lock. Held for one look, never across an await.
+    /// `None` in production: then there is no lock to take. The lock is never held across an await.
     programme: Option<Arc<Mutex<Programme>>>,
 }
 
@@ -65,12 +66,12 @@ struct Programme {
 }
 
 impl Faults {
-    /// No faults, ever.
+    /// Faults that cannot be injected into: production.
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// No faults yet.
+    /// An empty list that tests inject faults into.
     pub fn programmable() -> Self {
         Self { programme: Some(Arc::default()) }
     }
@@ -88,7 +89,7 @@ impl Faults {
         programme.lock().unwrap_or_else(PoisonError::into_inner).n_hit
     }
 
-    /// What happens to a frame of `bytes` bytes of KV that is about to leave.
+    /// The fault of the next frame, which carries `bytes` bytes of KV.
     pub(crate) fn next(&self, bytes: usize) -> Option<FaultKind> {
         self.programme.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner).next(bytes as u64)
     }

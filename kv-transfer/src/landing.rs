@@ -1,10 +1,10 @@
-//! A landing on the node that granted it: from the grant to the arrival, or to the failure.
+//! A landing on the node that granted it: from the grant to the arrival or the failure.
 //!
-//! Every wire fills an [`OpenLanding`] the same way: it is opened once, spans are claimed, written and verified, and the
-//! handoff ends it. It ends once, and the lease moves: into [`ArrivedKv`], or back to the pool.
+//! Every wire fills an [`OpenLanding`] the same way. A sender opens it once. Spans are claimed, written and verified,
+//! and the handoff completes it. It ends once, and its lease moves into [`ArrivedKv`] or back to the pool.
 //!
-//! Its three parts: what a sender must show (`credentials`), the gate over the lease (`lease_gate`), and how far the
-//! transfer is (`progress`).
+//! Its three parts are the check of the sender's credentials (`credentials`), the gate over the lease (`lease_gate`),
+//! and the progress of the transfer (`progress`).
 
 mod credentials;
 mod lease_gate;
@@ -41,7 +41,7 @@ use crate::quiet::Quiet;
 use crate::reshard::{Heads, Lane};
 use crate::runs::Runs;
 
-/// A proof of quiet that takes longer than this is a matter for a human.
+/// A proof of quiet that takes longer than this is logged as a warning, because an operator has to look.
 const PROOF_IS_LATE_AFTER: Duration = Duration::from_secs(10);
 
 /// One landing. Shared by its [`Arrival`](crate::Arrival), its timer, and the code that fills it.
@@ -49,12 +49,12 @@ const PROOF_IS_LATE_AFTER: Duration = Duration::from_secs(10);
 pub struct OpenLanding {
     landing: Landing,
     demands: Demands,
-    /// Shapes of the pages of one rank, by group and layer.
+    /// The page shapes of one rank, by group and layer.
     shapes: Vec<Vec<PageShape>>,
-    /// Known once a sender is let in.
+    /// Set when a sender is admitted.
     lanes: OnceLock<Lanes>,
     memory: KvMemory,
-    /// Whether spans must bring digests.
+    /// Whether spans must have digests.
     verifies: bool,
     since: Instant,
     lease: LeaseGate,
@@ -82,7 +82,7 @@ pub(crate) fn bad_request(why: &str) -> TransferError {
 // === impl OpenLanding ===
 
 impl OpenLanding {
-    /// `table` forgets the landing when its arrival is gone. Must be called within a runtime.
+    /// When the arrival is gone, `table` removes the landing. Must be called within a runtime.
     pub(crate) fn new(
         landing: Landing,
         lease: BlockLease,
@@ -124,24 +124,24 @@ impl OpenLanding {
     /// The lanes between the sender's ranks and this side's.
     ///
     /// # Panics
-    /// If no sender was let in yet.
+    /// If no sender was admitted yet.
     pub(crate) fn lanes(&self) -> &Lanes {
         self.lanes.get().expect("a landing is filled by a sender that it let in")
     }
 
-    /// The heads of a lane in a page of this side.
+    /// The heads that a lane fills in a page of this side.
     pub(crate) fn heads(&self, lane: Lane, group: GroupIdx, layer_pos: u16) -> Heads {
         let shape = self.landing.layout.group(group).layers[usize::from(layer_pos)];
         self.lanes().heads(shape.n_kv_heads, lane).to
     }
 
-    /// Where this side wants a part of a span.
+    /// The places in this side's memory of a part of a span.
     pub(crate) fn runs(&self, span: &LaneSpan) -> Runs {
         let table = &self.landing.tables[usize::from(span.group.0)];
         Runs::wanted(&self.landing.layout, self.lanes(), table, span)
     }
 
-    /// Lets one sender in, once, if it shows what it must.
+    /// Admits one sender, once, if its credentials are right.
     pub(crate) fn admit(&self, shown: &Credentials, opener: Arc<dyn Opener>) -> Result<(), TransferError> {
         self.demands.check(shown, &self.landing)?;
         let lanes = Lanes::between(shown.tp_size, &self.landing.layout);
@@ -152,7 +152,7 @@ impl OpenLanding {
         Ok(())
     }
 
-    /// Marks a span's pages as being written by the caller, who must then say [`arrived`](Self::arrived).
+    /// Marks a span's pages as being written by the caller, who must then call [`arrived`](Self::arrived).
     pub(crate) fn claim(&self, span: &LaneSpan, n_digests: usize) -> Result<Claim, TransferError> {
         let mut progress = self.progress();
         let may_be_bare = n_digests == 0 && !self.verifies;
@@ -162,9 +162,9 @@ impl OpenLanding {
         Ok(progress.claim(span))
     }
 
-    /// Like [`claim`](Self::claim), for a span whose digests follow.
+    /// Like [`claim`](Self::claim), for a span whose digests are sent later.
     pub(crate) fn claim_promised(&self, span: &LaneSpan) -> Result<Claim, TransferError> {
-        // Asked before digests are counted: a span that is not part of the transfer has none.
+        // Checked first, because digests can be counted only for a span that is part of the transfer.
         let is_part = self.progress().pages.contains(span);
         self.claim(span, if is_part { self.n_digests(span) } else { 0 })
     }
@@ -174,10 +174,10 @@ impl OpenLanding {
         span.layers.clone().map(heads).sum::<usize>() * span.blocks.len()
     }
 
-    /// Runs `attempt` on the memory while the landing is open; `None` once it is closed.
+    /// Runs `attempt` on the memory while the landing is open; returns `None` once it is closed.
     ///
-    /// Only here may a wire touch the landing's pages. `attempt` borrows pages and gives them back before it returns,
-    /// and never waits; so when the landing is closed, no page of it is borrowed and none will be.
+    /// A wire may touch the landing's pages only here. `attempt` borrows pages, returns them before it ends, and
+    /// never waits. So a closed landing has no borrowed page, and none can be borrowed later.
     pub(crate) fn while_open<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<T> {
         let attempt = || attempt(&self.memory);
         match self.lanes.get().is_some_and(Lanes::share_pages) {
@@ -186,9 +186,9 @@ impl OpenLanding {
         }
     }
 
-    /// Like [`while_open`](Self::while_open), for an attempt that starts device copies which outlast it.
+    /// Like [`while_open`](Self::while_open), for an attempt that starts device copies which continue after it.
     ///
-    /// The landing's blocks are not reused before the copy is done, however the landing ends.
+    /// The landing's blocks are not reused before the copies are done, whatever ends the landing.
     pub(crate) fn begin_copy<T>(&self, attempt: impl FnOnce(&KvMemory) -> T) -> Option<(T, PendingCopy)> {
         self.while_open(|memory| {
             let pending_copy = self.lease.begin_copy();
@@ -196,7 +196,7 @@ impl OpenLanding {
         })
     }
 
-    /// Whether a lane's part of one page is what its digests say. Call it within [`while_open`](Self::while_open).
+    /// Whether a lane's part of one page matches its digests. Call it within [`while_open`](Self::while_open).
     pub(crate) fn verify(
         &self,
         memory: &KvMemory,
@@ -211,7 +211,8 @@ impl OpenLanding {
         Ok(self.shape(page.group, page.layer_pos).verify_heads(&bytes, heads, n_tokens, digests))
     }
 
-    /// A claimed span is written. The pages in `wrong` did not pass; the caller has them sent again if this is `Ok`.
+    /// Records that a claimed span is written. The pages in `wrong` failed verification. If this returns `Ok`, the
+    /// caller requests them again.
     pub(crate) fn arrived(
         &self,
         span: &LaneSpan,
@@ -234,7 +235,7 @@ impl OpenLanding {
         Ok(())
     }
 
-    /// The sender has nothing more to send. What it sent may still be under way on other streams.
+    /// The sender has sent everything. Some of it may still be in flight on other streams.
     pub(crate) fn handed_off(&self, handoff: Handoff) -> Result<(), TransferError> {
         if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
             return Err(TransferError::Mismatch("the handoff is for another sequence".to_owned()));
@@ -262,7 +263,7 @@ impl OpenLanding {
         self.tell(progress, Ok(()));
     }
 
-    /// Ends the landing without success. The first end counts; later ones change nothing.
+    /// Ends the landing without success. Only the first end takes effect.
     pub(crate) fn fail(&self, error: TransferError) {
         let Some(lease) = self.lease.close() else { return };
         self.metrics.failed(&self.landing.wire.scheme, &error);
@@ -281,18 +282,18 @@ impl OpenLanding {
         }
     }
 
-    /// Gives the blocks back: at once if the wire is quiet, otherwise once it is proven to be.
+    /// Returns the blocks to the pool: at once if the wire is quiet, otherwise after the proof.
     fn retire(&self, lease: BlockLease) {
         let Some(quiet) = self.lease.unproven() else { return drop(lease) };
         let n_blocks = lease.n_blocks();
         let transfer = self.landing.transfer;
-        info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "quarantined");
+        info!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks quarantined");
         let quarantine = lease.quarantine(quiet.awaited());
         let counted = self.metrics.quarantined(n_blocks);
         let _entered = self.runtime.enter();
         let release = async move {
             if timeout(PROOF_IS_LATE_AFTER, quiet.proven()).await.is_err() {
-                warn!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "still quarantined");
+                warn!(%transfer, blocks = n_blocks, awaited = quiet.awaited(), "blocks still quarantined");
                 quiet.proven().await;
             }
             quarantine.release();
@@ -305,7 +306,7 @@ impl OpenLanding {
         self.lease.needs_proof(quiet);
     }
 
-    /// Ends when the landing has, or something has arrived. May also end early.
+    /// Waits until `is_over` is true; checks it after each change of the landing. May also return early.
     pub(crate) async fn changed_since(&self, is_over: impl Fn(&Self) -> bool) {
         loop {
             let changed = self.changed.notified();
@@ -328,15 +329,15 @@ impl OpenLanding {
         (progress.pages.n_verified(), progress.pages.total())
     }
 
-    /// How it ended, if it has. An arrival is handed out once.
+    /// The result, if the landing has ended. `Arrived` is returned once.
     pub(crate) fn take_outcome(&self) -> Option<Outcome> {
         self.progress().take_outcome()
     }
 
-    /// The landing's arrival is gone.
+    /// Called when the landing's arrival is dropped.
     pub(crate) fn leave(&self) {
         self.fail(TransferError::Cancelled);
-        // KV that arrived and was never asked for goes back now, and not when the last wire forgets the landing.
+        // KV that arrived but was not taken is released now, not when the last wire drops the landing.
         drop(self.take_outcome());
         if let Some(table) = self.table.upgrade() {
             table.forget(self.landing.transfer);
@@ -353,12 +354,12 @@ impl OpenLanding {
 pub struct PageAt {
     pub group: GroupIdx,
     pub layer_pos: u16,
-    /// Its block's ordinal in the sequence.
+    /// The block's ordinal in the sequence.
     pub block: u32,
 }
 
 impl PageAt {
-    /// All pages of a span, in the wire's order.
+    /// All pages of a span, in the order in which the wire sends them.
     pub fn all(span: &KvSpan) -> impl Iterator<Item = Self> + use<> {
         let (group, blocks) = (span.group, span.blocks.clone());
         let row = move |layer_pos| blocks.clone().map(move |block| Self { group, layer_pos, block });

@@ -11,7 +11,8 @@ use crate::connector::{ConnectorParts, LandRequest};
 use crate::error::TransferError;
 use crate::landing::{Credentials, OpenLanding, Opener, bad_request};
 
-/// Landings that one connector has at once. A decode node runs hundreds of sequences; this is far beyond.
+/// Landings that one connector may have at once. A decode node runs hundreds of sequences, so this is far above
+/// normal use.
 const LANDINGS_MAX: usize = 16 << 10;
 
 /// One connector's landings.
@@ -24,7 +25,7 @@ pub struct Landings {
 pub(crate) struct Table {
     parts: ConnectorParts,
     wire: WireAddress,
-    /// An entry lives as long as its arrival. Held for a look-up, never across an await.
+    /// An entry lives as long as its arrival. Locked for a look-up only, never across an await.
     open: Mutex<BTreeMap<TransferId, Weak<OpenLanding>>>,
 }
 
@@ -93,7 +94,8 @@ impl Landings {
         Ok(())
     }
 
-    /// Lets one sender in. Everything is checked before a byte moves; nothing is said about landings it has no right to.
+    /// Admits one sender to its landing. All checks come before any KV moves. A sender learns nothing about a landing
+    /// that it has no right to.
     pub(crate) fn open(
         &self,
         transfer: TransferId,
@@ -106,7 +108,7 @@ impl Landings {
         Ok(open)
     }
 
-    /// Fails all landings: the connector is going away.
+    /// Fails all landings, because the connector is being dropped.
     pub(crate) fn close(&self) {
         let open: Vec<_> = self.table.open().values().filter_map(Weak::upgrade).collect();
         for landing in open {
@@ -116,7 +118,7 @@ impl Landings {
 }
 
 impl Table {
-    /// The landing's arrival is gone.
+    /// Removes a landing whose arrival is gone.
     pub(crate) fn forget(&self, transfer: TransferId) {
         self.open().remove(&transfer);
     }

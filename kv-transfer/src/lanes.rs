@@ -1,8 +1,8 @@
-//! The lanes of one transfer, and the parts of spans that go on them.
+//! The lanes of one transfer, and the parts of spans that they carry.
 //!
-//! A span names layers and blocks of a sequence, and its sender need not know of ranks. On the wire it is parts: for
-//! each pair of ranks that have heads in common, what the one has for the other. Between nodes of one rank each, or of
-//! any number on both sides, a part is whole pages; otherwise it is some heads of each.
+//! A span names layers and blocks of a sequence; its sender need not know about ranks. On the wire a span is split
+//! into parts, one for each pair of ranks that have heads in common. Between nodes with equal numbers of ranks a part
+//! is whole pages; otherwise it is some heads of each page.
 //! See `docs/decisions/0012-ranks-share-outputs.md`.
 
 use std::ops::Deref;
@@ -13,7 +13,8 @@ use types::{KvLayout, KvSpan};
 
 use crate::reshard::{Lane, LaneHeads, ReshardError, Spread, lanes};
 
-/// What one rank of the sender has of a span for one rank of the receiver. It is a span, and more.
+/// The part of a span that one lane carries, from one rank of the sender to one rank of the receiver. Dereferences to
+/// the span.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LaneSpan {
     pub lane: Lane,
@@ -37,12 +38,12 @@ pub struct Lanes {
 }
 
 impl Lanes {
-    /// Those of nodes that have one rank each.
+    /// The one lane between nodes that have one rank each.
     pub fn only() -> Self {
         Self { all: [Lane::ONLY].into(), from_tp: 1, to_tp: 1 }
     }
 
-    /// The lanes between `from_tp` ranks and the ranks of `to`. The sender's layout is the same but for them.
+    /// The lanes between `from_tp` ranks and the ranks of `to`. The sender's layout equals `to` except for its ranks.
     pub fn between(from_tp: u16, to: &KvLayout) -> Result<Self, ReshardError> {
         let to_tp = to.shard.tp_size;
         let mut shapes = to.groups.iter().flat_map(|group| &group.layers);
@@ -69,18 +70,18 @@ impl Lanes {
         self.all.is_empty()
     }
 
-    /// Which one it is; `None` if it is none of them.
+    /// The index of `lane`; `None` if the transfer has no such lane.
     pub fn position(&self, lane: Lane) -> Option<usize> {
         self.all.iter().position(|known| *known == lane)
     }
 
-    /// Which heads of a layer go on a lane.
+    /// The heads of a layer that one lane carries.
     pub fn heads(&self, n_kv_heads: u16, lane: Lane) -> LaneHeads {
         let spread = |tp_size| Spread { n_heads: n_kv_heads, tp_size };
         LaneHeads::between(spread(self.from_tp), spread(self.to_tp), lane)
     }
 
-    /// The most heads of a layer that go on one lane.
+    /// The largest number of heads of a layer that one lane carries.
     pub fn widest(&self, n_kv_heads: u16) -> usize {
         let heads = self.all.iter().map(|lane| usize::from(self.heads(n_kv_heads, *lane).to.n));
         heads.max().unwrap_or(0)

@@ -1,13 +1,17 @@
 //! Moves the KV of one sequence from one node's memory into another's.
 //!
-//! `CONTRACT.md` beside this crate's manifest says what each side may rely on, with the test that pins each sentence.
+//! `CONTRACT.md` beside this crate's manifest lists the guarantees to both sides, with the test that checks each of
+//! them.
 //!
-//! Suggested reading order: the traits ([`connector`]), waiting for KV ([`arrival`]), what a landing is on the node
-//! that granted it ([`landing`]) and why its blocks come back only once the wire is quiet ([`quiet`]); which pages are
-//! there (`pages`) and how one knows that they are right ([`digest`]); the sender's side (`outgoing`), and the threads on which both run (`wire_threads`); which ranks have
-//! what for which of the other side's ([`reshard`], [`lanes`]) and how that lies in memory (`runs`); then the wires
-//! themselves ([`mod@connectors`]), the suite that each of them passes (`conformance`) and the faults that can be
-//! played on them ([`faults`]).
+//! Suggested reading order:
+//!
+//! - the traits ([`connector`]), and waiting for KV ([`arrival`])
+//! - a landing on the node that granted it ([`landing`]), and why its blocks return only once the wire is quiet
+//!   ([`quiet`])
+//! - the state of each page (`pages`) and its verification ([`digest`])
+//! - the sender's side (`outgoing`), and the threads that serve both sides (`wire_threads`)
+//! - the lanes between ranks ([`reshard`], [`lanes`]), and their bytes in memory (`runs`)
+//! - the wires ([`mod@connectors`]), the test suite of every wire (`conformance`), and fault injection ([`faults`])
 #![forbid(unsafe_code)]
 
 pub mod connector;

@@ -1,4 +1,4 @@
-//! What an operator sees of KV transfer.
+//! The metrics of KV transfer.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use types::{Landing, Scheme};
 
 use crate::error::TransferError;
 
-/// Buckets from a slow network to a fast one between two GPUs.
+/// The buckets cover a slow network up to a fast link between two GPUs.
 const GIGABYTES_PER_SECOND: &[f64] = &[0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0];
 
-/// All metrics of this crate. Cheap to clone: clones count together.
+/// All metrics of this crate. Cheap to clone: clones share their counters.
 #[derive(Clone, Debug)]
 pub struct TransferMetrics {
     transfers: IntCounterVec,
@@ -64,7 +64,7 @@ impl TransferMetrics {
         self.count(scheme, "in", error.word());
     }
 
-    /// A sender has ended, in success if there is no error.
+    /// Counts the end of a sender: a success if there is no error.
     pub(crate) fn sent(&self, landing: &Landing, error: Option<&TransferError>) {
         let scheme = &landing.wire.scheme;
         let Some(error) = error else {
@@ -81,7 +81,7 @@ impl TransferMetrics {
         }
     }
 
-    /// Counts the blocks for as long as the value lives.
+    /// Counts the blocks as quarantined while the returned value lives.
     pub(crate) fn quarantined(&self, blocks: usize) -> QuarantinedBlocks {
         let blocks = blocks as i64;
         self.quarantined.add(blocks);
@@ -98,13 +98,13 @@ impl TransferMetrics {
 }
 
 impl Default for TransferMetrics {
-    /// Metrics that no page shows.
+    /// Metrics that are not exported.
     fn default() -> Self {
         Self::new(&Metrics::new("unseen"))
     }
 }
 
-/// Blocks that are in quarantine.
+/// Blocks in quarantine. The drop ends their count.
 #[derive(Debug)]
 pub(crate) struct QuarantinedBlocks {
     gauge: IntGauge,
@@ -117,7 +117,7 @@ impl Drop for QuarantinedBlocks {
     }
 }
 
-/// Bytes that one rank wants.
+/// The bytes that one rank receives.
 pub(crate) fn wanted_bytes(landing: &Landing) -> u64 {
     let layout = &landing.layout;
     let block_bytes: usize = layout.group_indices().map(|group| layout.block_bytes(group)).sum();

@@ -1,8 +1,8 @@
-//! The sender's side of a transfer, the same for every wire: a queue of spans, a task that waits for their fences and
+//! The sender's side of a transfer, shared by all wires: a queue of spans, a task that waits for their fences and
 //! cuts them into frames, and one outcome.
 //!
-//! The task is the reason why `send` does not wait for a fence, and why a prompt whose layers are late holds up
-//! no other prompt: each transfer waits alone, and only frames that can leave at once compete for the wire.
+//! With a task per transfer, `send` need not wait for a fence, and a prompt whose layers are late does not delay
+//! other prompts. Only frames that can be sent at once compete for the wire.
 
 use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
@@ -26,41 +26,41 @@ use crate::pending_copies::PendingCopies;
 use crate::reshard::Lane;
 use crate::settings::{Taper, TransferSettings};
 
-/// Spans that wait for their fence or for the wire, per transfer.
+/// Limit of queued spans per transfer, which wait for their fence or for the wire.
 const SPANS_QUEUED_MAX: usize = 16;
-/// Requests to send pages again that wait, per transfer.
+/// Limit of queued refetch requests per transfer.
 const REFETCHES_QUEUED_MAX: usize = 64;
-/// Pages in one frame: bounds its digests.
+/// Limit of pages in one frame, which bounds its digests.
 pub(crate) const FRAME_PAGES_MAX: usize = 1024;
-/// Digests in one frame: eight bytes each must fit into the frame's body.
+/// Limit of digests in one frame: eight bytes each must fit into the frame's body.
 pub(crate) const FRAME_DIGESTS_MAX: usize = 8192;
 
-/// What a wire does for the transfers that go over it.
+/// The operations that each wire implements for outgoing transfers.
 #[async_trait]
 pub(crate) trait Wire: Debug + Send + Sync + 'static {
-    /// Puts some computed pages on the wire; waits for room, not for arrival. `from` is held until they have left.
+    /// Sends some computed pages. Waits for room, not for arrival. `from` is held until they are sent.
     async fn put(
         &self,
         out: &Arc<Outgoing>,
         piece: LaneSpan,
         from: Arc<BlockLease>,
     ) -> Result<(), TransferError>;
-    /// Says that everything was put.
+    /// Reports to the receiver that everything was sent.
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError>;
-    /// Tells the peer that no more will come. Never waits; called once per transfer, however it ended.
+    /// Notifies the peer that the transfer has ended. Never waits; called once per transfer, whatever the outcome.
     fn leave(&self, out: &Outgoing, unfinished: Option<&TransferError>);
 }
 
-/// One transfer on its way out: what the wire, the pump and the sender share.
+/// One outgoing transfer: the state that the wire, the pump and the sender share.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) landing: Landing,
     pub(crate) lanes: Lanes,
     outcome: OnceLock<Result<(), TransferError>>,
-    /// Notified once, when there is an outcome. It wakes its waiters in order, so that a simulation can be repeated.
+    /// Notified once, when there is an outcome. It wakes waiters in order, so that a simulation is repeatable.
     settled: Notify,
     refetches: mpsc::Sender<Vec<LaneSpan>>,
-    /// Frames of KV that wait for the wire or are on it.
+    /// KV frames that are queued for the wire or being sent.
     pub(crate) pending_copies: Arc<PendingCopies>,
 }
 
@@ -84,14 +84,14 @@ impl Outgoing {
         self.landing.transfer
     }
 
-    /// The first outcome counts.
+    /// Sets the outcome. Only the first one counts.
     pub(crate) fn settle(&self, outcome: Result<(), TransferError>) {
         if self.outcome.set(outcome).is_ok() {
             self.settled.notify_waiters();
         }
     }
 
-    /// Pages arrived wrong.
+    /// Requests that pages which arrived wrong are sent again.
     pub(crate) fn refetch(&self, lane: Lane, spans: Vec<KvSpan>) {
         let spans = spans.into_iter().map(|span| LaneSpan { lane, span }).collect();
         if self.refetches.try_send(spans).is_err() {
@@ -126,14 +126,14 @@ impl Opener for Outgoing {
     }
 }
 
-/// Where the pump learns what to send again.
+/// The pump's queue of pages to send again.
 #[derive(Debug)]
 pub(crate) struct Refetches(mpsc::Receiver<Vec<LaneSpan>>);
 
-// === what every wire checks before it opens ===
+// === checks of every wire before it opens a landing ===
 
-/// The landing that a destination is, if it is one of this wire's and means the same KV as this node's; and the lanes
-/// from this node's ranks to the landing's.
+/// Returns the landing in `to` and the lanes from this node's ranks to the landing's. Refuses a destination of
+/// another connector, and one whose layout or model differs from this node's.
 pub(crate) fn landing_of(
     to: &Destination,
     scheme: &Scheme,
@@ -150,7 +150,7 @@ pub(crate) fn landing_of(
     Ok((landing.clone(), lanes))
 }
 
-/// The two sides may have different numbers of ranks, and differ in nothing else.
+/// The layouts may differ in their numbers of ranks only.
 fn agree(ours: &KvLayout, theirs: &KvLayout) -> Result<Lanes, TransferError> {
     if ours.is_same_but_for_ranks(theirs) {
         let lanes = Lanes::between(ours.shard.tp_size, theirs);
@@ -225,7 +225,7 @@ impl SpanCheck {
             return Err(TransferError::Incomplete { sent, wanted });
         }
         if (handoff.transfer, handoff.n_tokens) != (self.landing.transfer, self.landing.n_tokens) {
-            return Err(bad_request("a handoff of another sequence"));
+            return Err(bad_request("the handoff is of another sequence"));
         }
         Ok(())
     }
@@ -239,7 +239,7 @@ pub(crate) struct Sender {
     jobs: mpsc::Sender<Job>,
     check: SpanCheck,
     metrics: TransferMetrics,
-    /// Ends with the sender, and with it every lease that waits in the queue.
+    /// Dropping the sender ends it, and releases every lease that waits in the queue.
     #[expect(dead_code, reason = "held for its Drop")]
     pump: Task<()>,
 }
@@ -260,12 +260,12 @@ impl Sender {
         Box::new(Self { out, wire, jobs, check, metrics: parts.metrics.clone(), pump })
     }
 
-    /// Waits for room in the queue, or for the transfer's end.
+    /// Waits for room in the queue, or for the end of the transfer.
     async fn room(&self) -> Result<mpsc::OwnedPermit<Job>, TransferError> {
         tokio::select! {
             biased;
             _ = self.out.settled() => Err(self.why_over()),
-            // The pump lets go of its end once there is an outcome, be it between the two looks.
+            // The pump closes its end of the queue when there is an outcome, even between these two checks.
             room = self.jobs.clone().reserve_owned() => room.map_err(|_| self.why_over()),
         }
     }
@@ -314,7 +314,7 @@ impl Drop for Sender {
 
 // === the pump ===
 
-/// Takes one transfer's spans from the queue to the wire, in order.
+/// The task that sends one transfer's spans from the queue, in order.
 #[derive(Debug)]
 struct Pump {
     out: Arc<Outgoing>,
@@ -322,7 +322,8 @@ struct Pump {
     frame_bytes: usize,
     tall_frames: bool,
     taper: Option<Taper>,
-    /// What was put, to be put again if it arrives wrong. Holds the leases until the receiver has verified.
+    /// The spans that were sent, to be sent again if pages arrive wrong. Holds their leases until the receiver has
+    /// verified them.
     sent: Vec<SpanJob>,
 }
 
@@ -371,7 +372,7 @@ impl Pump {
         }
     }
 
-    /// Puts layers as they are finished: as many at once as are computed, at least one.
+    /// Sends layers as they are computed: all consecutive layers that are ready at once, at least one.
     async fn put_when_ready(&mut self, job: SpanJob) -> Result<(), TransferError> {
         self.sent.push(job.clone());
         let mut first = job.span.layers.start;
@@ -384,7 +385,7 @@ impl Pump {
         Ok(())
     }
 
-    /// Waits for the layer at `first`; the end of the run of computed layers that begins there.
+    /// Waits for the layer at `first`, and returns the end of the run of computed layers that begins there.
     async fn computed_until(&self, job: &SpanJob, first: u16) -> Result<u16, TransferError> {
         let layers = &self.out.landing.layout.group(job.span.group).layers;
         let done_when = |pos: u16| layers[usize::from(pos)].layer + 1;
@@ -397,7 +398,7 @@ impl Pump {
         Ok(rest.find(|pos| !job.ready.is_open(done_when(*pos))).unwrap_or(job.span.layers.end))
     }
 
-    /// Puts a span on all lanes, piece by piece, so that all ranks send at the same time.
+    /// Sends a span on all lanes, piece by piece, so that all ranks send at the same time.
     async fn put(&self, span: KvSpan, from: &Arc<BlockLease>) -> Result<(), TransferError> {
         self.put_on(self.out.lanes.all(), span, from).await
     }
@@ -421,7 +422,7 @@ impl Pump {
         Ok(())
     }
 
-    /// Cuts a span into pieces. A lane's part of each piece fits into one frame.
+    /// Cuts a span into pieces. Each lane's part of a piece fits into one frame.
     fn cut(&self, span: &KvSpan) -> Vec<KvSpan> {
         let Outgoing { landing, lanes, .. } = &*self.out;
         let layers = &landing.layout.group(span.group).layers;
@@ -443,11 +444,13 @@ impl Pump {
             let holds = |job: &&SpanJob| covers(&job.span, &span);
             let Some(job) = self.sent.iter().find(holds) else {
                 return Err(TransferError::Mismatch(
-                    "pages were asked for again that were never sent".to_owned(),
+                    "the receiver asked again for pages that were never sent".to_owned(),
                 ));
             };
             if self.out.lanes.position(lane).is_none() {
-                return Err(TransferError::Mismatch("pages were asked for again on no lane".to_owned()));
+                return Err(TransferError::Mismatch(
+                    "the receiver asked again for pages on an unknown lane".to_owned(),
+                ));
             }
             self.put_on(&[lane], span, &Arc::clone(&job.from)).await?;
         }
@@ -471,8 +474,8 @@ fn covers(sent: &KvSpan, asked: &KvSpan) -> bool {
         && asked.blocks.end <= sent.blocks.end
 }
 
-/// How many pages, with this number of heads on one lane, fit into one frame with their digests. Where there are several
-/// lanes, a page may be two pieces of memory, K and V.
+/// The number of pages that fit into one frame with their digests, if a lane carries at most `heads_max` heads. With
+/// several lanes, a page may be two pieces of memory, K and V.
 fn frame_pages(heads_max: usize, n_lanes: usize) -> usize {
     let pages_max = if n_lanes > 1 { FRAME_PAGES_MAX / 2 } else { FRAME_PAGES_MAX };
     (FRAME_DIGESTS_MAX / heads_max.max(1)).clamp(1, pages_max)

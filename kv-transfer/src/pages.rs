@@ -1,7 +1,7 @@
-//! Which pages of a transfer are where: not there, on their way, or in place and verified.
+//! The state of each page of a transfer: missing, on its way, or verified.
 //!
-//! A page is one layer's share of a block. Only wanted pages count; held ones are not part of the transfer. Where ranks
-//! send, a page counts once for each lane on which some of it goes.
+//! A page is one layer's share of a block. Only wanted pages count; held pages are not part of the transfer. With
+//! several lanes, a page counts once for each lane that carries a part of it.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::settings::Taper;
 struct PageIndex {
     wanted: Range<u32>,
     lanes: Lanes,
-    /// Layers of all groups before each group, and of all groups at the end.
+    /// For each group, the number of layers in all earlier groups; at the end, the number of all layers.
     layers_before: Vec<usize>,
 }
 
@@ -42,7 +42,7 @@ impl PageIndex {
             && span.blocks.end <= self.wanted.end
     }
 
-    /// The numbers of one layer of a span's pages.
+    /// The page numbers of one layer of a span.
     fn row(&self, lane: usize, group: GroupIdx, layer_pos: u16, blocks: &Range<u32>) -> Range<usize> {
         let layer = self.layers_before[usize::from(group.0)] + usize::from(layer_pos);
         let row = layer * self.lanes.len() + lane;
@@ -56,7 +56,7 @@ impl PageIndex {
 enum PageState {
     Missing,
     OnItsWay,
-    /// Arrived wrong once, and asked for again.
+    /// Arrived wrong once, and was requested again.
     MissingAgain,
     OnItsWayAgain,
     Verified,
@@ -82,7 +82,7 @@ impl Pages {
         self.states.len()
     }
 
-    /// Pages that were ever on their way.
+    /// Pages that were claimed at least once.
     pub(crate) fn n_claimed(&self) -> usize {
         self.n_claimed
     }
@@ -95,12 +95,13 @@ impl Pages {
         self.n_verified == self.total()
     }
 
-    /// Whether the span names wanted pages, on a lane that there is, and nothing else.
+    /// Whether the span names wanted pages only, on a lane of this transfer.
     pub(crate) fn contains(&self, span: &LaneSpan) -> bool {
         self.index.contains(span)
     }
 
-    /// The pages are on their way now: true. If any of them is so already, or has arrived, nothing changes: false.
+    /// Marks the pages as on their way and returns true. If any of them is on its way already or has arrived, changes
+    /// nothing and returns false.
     pub(crate) fn claim(&mut self, span: &LaneSpan) -> bool {
         let rows = self.rows(span);
         let is_free = |row: &Range<usize>| {
@@ -120,9 +121,9 @@ impl Pages {
         true
     }
 
-    /// All pages of a claimed span are in place and verified, except the wrong ones, which are of the same lane.
+    /// Marks all pages of a claimed span as verified, except the wrong ones, which are on the same lane.
     ///
-    /// Returns how many of the wrong ones are so for the second time.
+    /// Returns the number of pages that are wrong for the second time.
     pub(crate) fn arrived(&mut self, span: &LaneSpan, wrong: &[KvSpan]) -> usize {
         let of_lane = |wrong: &KvSpan| self.rows(&LaneSpan { lane: span.lane, span: wrong.clone() });
         let wrong: Vec<usize> = wrong.iter().flat_map(of_lane).flatten().collect();
@@ -141,12 +142,12 @@ impl Pages {
         again
     }
 
-    /// How many of some pages are in one state: all are counted, which is faster than to stop at the first that is not.
+    /// The number of pages in one state. Counting all is faster than stopping at the first mismatch.
     fn n_in(&self, row: &Range<usize>, state: PageState) -> usize {
         self.states[row.clone()].iter().filter(|one| **one == state).count()
     }
 
-    /// The numbers of a span's pages, layer by layer.
+    /// The page numbers of a span, layer by layer.
     fn rows(&self, span: &LaneSpan) -> Vec<Range<usize>> {
         let lane = self.index.lanes.position(span.lane).unwrap_or(0);
         let row = |layer_pos| self.index.row(lane, span.group, layer_pos, &span.blocks);
@@ -154,7 +155,7 @@ impl Pages {
     }
 }
 
-/// The part of a span that the receiver wants; `None` if it holds all of it already.
+/// The part of a span that the receiver wants; `None` if it holds all of it.
 pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
     let wanted = landing.wanted_blocks();
     let blocks = span.blocks.start.max(wanted.start)..span.blocks.end;
@@ -162,9 +163,9 @@ pub(crate) fn wanted_part(span: KvSpan, landing: &Landing) -> Option<KvSpan> {
 }
 
 /// Cuts a span into pieces of at most `bytes_max` bytes and `pages_max` pages, but at least one page each.
-/// `page_bytes` says how long a page of each of its layers is.
+/// `page_bytes` returns the page size of a layer.
 ///
-/// Pieces keep the order of layers. Where a layer's part is small, one piece holds several layers.
+/// Pieces keep the order of layers. If a layer's part is small, one piece holds several layers.
 ///
 /// | layers × blocks, 4 pages a piece | pieces |
 /// |---|---|
@@ -193,12 +194,13 @@ pub(crate) fn cut(
     pieces
 }
 
-/// Like [`cut`], into pieces of few blocks and all layers, as far as one block of all layers fits.
+/// Like [`cut`], but each piece has few blocks and all layers. Falls back to [`cut`] if one block of all layers does
+/// not fit.
 ///
 /// | 40 blocks, at most 8 a piece | pieces |
 /// |---|---|
-/// | as they are | 8, 8, 8, 8, 8 |
-/// | tapered, first a quarter of 8, a third of the rest at most, a quarter of 8 at least | 2, 4, 8, 8, 6, 4, 2, 2, 2, 2 |
+/// | without a taper | 8, 8, 8, 8, 8 |
+/// | first piece: 1/4 of 8; later ones: at most 1/3 of the rest, at least 1/4 of 8 | 2, 4, 8, 8, 6, 4, 2, 2, 2, 2 |
 pub(crate) fn cut_tall(
     page_bytes: impl Fn(u16) -> usize,
     span: &KvSpan,
@@ -220,17 +222,17 @@ pub(crate) fn cut_tall(
     pieces
 }
 
-/// How many blocks each piece has.
+/// Computes the number of blocks of each piece.
 struct Sizes {
     max: u32,
     least: u32,
-    /// What the next one may have, as far as those before it go.
+    /// The limit of the next piece. It doubles with each piece.
     grown: u32,
     share: u32,
 }
 
 impl Sizes {
-    /// Two pieces are not many.
+    /// The taper applies only if there are more than two full pieces.
     fn new(max: u32, n_blocks: u32, taper: Option<Taper>) -> Self {
         match taper.filter(|_| n_blocks > 2 * max) {
             None => Self { max, least: max, grown: max, share: 1 },
@@ -257,7 +259,7 @@ fn one_layer(span: &KvSpan, layer: u16, n_blocks: usize) -> impl Iterator<Item =
     })
 }
 
-/// The end of the longest run of layers from `first` on that fits into one piece.
+/// The end of the longest run of layers from `first` that fits into one piece.
 fn last_layer(
     page_bytes: impl Fn(u16) -> usize,
     span: &KvSpan,

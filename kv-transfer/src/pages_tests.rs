@@ -26,7 +26,7 @@ fn span(layers: Range<u16>, blocks: Range<u32>) -> KvSpan {
     KvSpan { group: GroupIdx(0), blocks, layers }
 }
 
-/// On the only lane that there is.
+/// The span on the only lane.
 fn only(span: KvSpan) -> LaneSpan {
     LaneSpan { lane: Lane::ONLY, span }
 }
@@ -77,7 +77,7 @@ fn only_wanted_pages_belong_to_a_transfer() {
     assert_eq!(wanted_part(span(0..1, 0..1), &landing(40, 16)), None);
 }
 
-/// The receiver's one rank gets half of each page from each of the sender's two.
+/// The receiver's one rank gets half of each page from each of the sender's two ranks.
 #[test]
 fn a_page_is_whole_when_all_lanes_have_brought_their_part() {
     let landing = Landing { layout: KvLayout::uniform(16, KvDtype::F32, 3, 2, 4), ..landing(32, 0) };
@@ -144,7 +144,7 @@ fn tall_pieces_have_all_layers_of_few_blocks() {
     }
     let few_pages = cut_tall(|_| 512, &span(0..3, 2..4), (1 << 20, 4), None);
     assert_eq!(few_pages, [span(0..3, 2..3), span(0..3, 3..4)]);
-    // Not even one block of all layers fits: as others do it.
+    // One block of all layers does not fit, so the span is cut as in `cut`.
     assert_eq!(
         cut_tall(|_| 512, &span(0..2, 2..4), (512, 100), None),
         cut(|_| 512, &span(0..2, 2..4), 512, 100)
@@ -165,7 +165,7 @@ fn of_many_pieces_the_first_and_the_last_are_small() {
     assert_eq!(sizes_of(40, 3), [2, 4, 8, 8, 6, 4, 2, 2, 2, 2]);
     assert_eq!(sizes_of(40, 1), [2, 4, 8, 8, 8, 8, 2]);
     assert_eq!(sizes_of(17, 2), [2, 4, 5, 3, 2, 1]);
-    // Two are not many.
+    // Two pieces are not tapered.
     assert_eq!(sizes_of(16, 3), [8, 8]);
     assert_eq!(sizes_of(1, 3), [1]);
     assert!(sizes_of(0, 3).is_empty());

@@ -1,7 +1,7 @@
-//! Counts the copies that a device has under way for one landing, or for one outgoing transfer.
+//! Counts the device copies in progress for one landing or one outgoing transfer.
 //!
-//! The processor copies under a landing's lock, so a closed landing is quiet. A device copies for some microseconds after
-//! the call that starts it returned. Each such copy is a [`PendingCopy`], counted until it is dropped.
+//! The CPU copies under a landing's lock, so a closed landing is quiet. A device copy continues for some microseconds
+//! after the call that starts it has returned. Each such copy is a [`PendingCopy`], counted until it is dropped.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,14 +11,14 @@ use tokio::sync::Notify;
 
 use crate::quiet::Quiet;
 
-/// How many copies are under way.
+/// The number of copies in progress.
 #[derive(Debug, Default)]
 pub(crate) struct PendingCopies {
     n: AtomicUsize,
     landed: Notify,
 }
 
-/// One copy under way. Drop it when the device has reported that it is done.
+/// One copy in progress. Drop it when the device has reported that it is done.
 #[derive(Debug)]
 #[must_use = "a pending copy that is not held counts as done"]
 pub(crate) struct PendingCopy {
@@ -43,12 +43,13 @@ impl Drop for PendingCopy {
 #[async_trait]
 impl Quiet for PendingCopies {
     fn awaited(&self) -> &'static str {
-        "a copy under way on this node's GPU"
+        "a copy in progress on this node's GPU"
     }
 
-    /// No copy can begin once the landing is closed.
+    /// No copy can begin after the landing is closed.
     fn revoke(&self) -> bool {
-        // A read-modify-write is ordered with every `begin`: a copy that begins after this call sees all writes before it.
+        // A read-modify-write is ordered with every `begin`: a copy that begins after this call sees all writes
+        // before it.
         self.n.fetch_add(0, Ordering::AcqRel) == 0
     }
 
@@ -56,7 +57,7 @@ impl Quiet for PendingCopies {
         loop {
             let landed = self.landed.notified();
             tokio::pin!(landed);
-            // Before the look, so that no change falls between the two.
+            // Registers before the check, so that no notification is missed between the two.
             landed.as_mut().enable();
             if self.revoke() {
                 return;

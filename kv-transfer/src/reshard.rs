@@ -1,9 +1,9 @@
-//! From how the sender's ranks hold a sequence's KV, and how the receiver's ranks want it, to a list of copies.
+//! Computes the list of copies from the sender's sharding of a sequence's KV to the receiver's.
 //!
-//! Pure: no memory, no wire. A wire on which each side knows its own pages only, as on all links, goes by the [`lanes`];
-//! one side's part of a lane is found in each page by [`Heads`]. A page of one layer is `[K|V][kv_head][token][dim]`, so what one rank has for another is,
-//! in each block, one run for K and one for V; where blocks are neighbours on both sides and all heads go the same way,
-//! runs grow together into few long ones.
+//! This file has no memory and no wire. On all links each side knows its own pages only and uses the [`lanes`];
+//! [`Heads`] locates one side's part of a lane in each page. A page of one layer is `[K|V][kv_head][token][dim]`. So
+//! one rank's data for another is, in each block, one run for K and one for V. If blocks are neighbours on both sides
+//! and all heads go the same way, runs merge into few long ones.
 //!
 //! | sender → receiver, 8 heads | copies for one layer of a run of blocks |
 //! |---|---|
@@ -17,18 +17,19 @@ use std::ops::Range;
 use types::BlockIdx;
 use types::layout::RANKS_MAX;
 
-/// How one side spreads a model over its ranks.
+/// The distribution of a model over the ranks of one side.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
     /// KV heads of the whole model.
     pub n_heads: u16,
-    /// Ranks of each stage. Divides the heads, or is a multiple of them: then several ranks hold the same head.
+    /// Ranks of each stage. It divides the number of heads, or is a multiple of it: then several ranks hold the same
+    /// head.
     pub tp_size: u16,
-    /// Which layers of the model each pipeline stage holds.
+    /// The layers of the model that each pipeline stage holds.
     pub stages: Vec<Range<u16>>,
 }
 
-/// How one layer's heads lie on the ranks of one side.
+/// The distribution of one layer's heads over the ranks of one side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
     pub n_heads: u16,
@@ -36,14 +37,14 @@ pub struct Spread {
     pub tp_size: u16,
 }
 
-/// From which tensor-parallel rank of the sender to which of the receiver some KV goes.
+/// A pair of tensor-parallel ranks: the sender's and the receiver's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Lane {
     pub from: u16,
     pub to: u16,
 }
 
-/// The heads that go on one lane: neighbours on both sides.
+/// The heads that one lane carries. They are neighbours on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneHeads {
     pub lane: Lane,
@@ -56,7 +57,7 @@ pub struct LaneHeads {
 pub struct Heads {
     pub first: u16,
     pub n: u16,
-    /// Heads that the page has.
+    /// All heads of the page.
     pub of: u16,
 }
 
@@ -67,16 +68,16 @@ pub struct RankIdx {
     pub tp_rank: u16,
 }
 
-/// The heads' share of a page: what [`PageShape`](crate::digest::PageShape) says, without the number of heads.
+/// The size of one head's share of a page: [`PageShape`](crate::digest::PageShape) without the number of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadShape {
-    /// K and V, or the latent vector alone.
+    /// 2 for K and V, 1 for a latent vector.
     pub n_parts: usize,
-    /// Bytes of one head's K, or V, in one block.
+    /// Bytes of one head's K or V in one block.
     pub head_bytes: usize,
 }
 
-/// One side of a transfer: its sharding, and where the sequence's blocks lie. A block has the same place on all ranks.
+/// One side of a transfer: its sharding and the sequence's block table. A block has the same index on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Side<'a> {
     pub sharding: &'a Sharding,
@@ -90,33 +91,33 @@ pub struct Copy {
     pub layer: u16,
     pub from: RankIdx,
     pub to: RankIdx,
-    /// Where the bytes start in the sender's region of this layer.
+    /// The offset in the sender's region of this layer.
     pub from_offset: usize,
-    /// Where they start in the receiver's.
+    /// The offset in the receiver's region of this layer.
     pub to_offset: usize,
     pub bytes: usize,
 }
 
-/// Two sides that cannot exchange KV, however one copies.
+/// The reason why two sides cannot exchange KV.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReshardError {
     #[error("{n_heads} KV heads do not spread over {tp_size} ranks")]
     Uneven { n_heads: u16, tp_size: u16 },
     #[error("the sender has {from} KV heads, the receiver {to}")]
     OtherHeads { from: u16, to: u16 },
-    #[error("layers {one} and {other} would go between other pairs of ranks")]
+    #[error("layers {one} and {other} need different pairs of ranks")]
     LayersDiffer { one: u16, other: u16 },
-    #[error("layer {0} is in no stage of one side")]
+    #[error("layer {0} is missing on one side")]
     NoSuchLayer(u16),
     #[error("blocks {blocks:?} are not in both tables")]
     NoSuchBlocks { blocks: Range<u32> },
 }
 
-/// The copies that bring `layers` of `blocks` from one side to the other, each byte once: in the receiver's order, the
-/// neighbouring ones merged.
+/// The copies that move `layers` of `blocks` from one side to the other. Each byte is copied once; copies are in the
+/// receiver's order, and neighbouring ones are merged.
 ///
-/// Every rank of the receiver gets all of its heads, also those that other ranks get too. Where several ranks of the
-/// sender hold a head, receivers take turns among them.
+/// Every rank of the receiver gets all its heads, including those that other ranks also get. If several ranks of the
+/// sender hold a head, the receiving ranks use them in turn.
 pub fn reshard(
     shape: HeadShape,
     from: Side<'_>,
@@ -139,7 +140,8 @@ pub fn reshard(
     Ok(copies)
 }
 
-/// Every lane between two sides, in the receiver's order: each of its ranks gets each of its heads from one rank.
+/// All lanes between two sides, in the receiver's order. Each rank of the receiver gets each of its heads from one
+/// rank.
 pub fn lanes(from: Spread, to: Spread) -> Result<Vec<LaneHeads>, ReshardError> {
     from.check()?;
     to.check()?;
@@ -149,7 +151,7 @@ pub fn lanes(from: Spread, to: Spread) -> Result<Vec<LaneHeads>, ReshardError> {
     Ok((0..to.tp_size).flat_map(|tp_rank| lanes_to(from, to, tp_rank)).collect())
 }
 
-/// Who sends what to one rank of the receiver: its heads, in order, each from one rank.
+/// The lanes to one rank of the receiver: its heads in order, each from one rank.
 fn lanes_to(from: Spread, to: Spread, to_rank: u16) -> Vec<LaneHeads> {
     let wanted = to.heads_of(to_rank);
     let mut lanes = Vec::new();
@@ -219,7 +221,7 @@ impl Spread {
         first..first + self.n_holders()
     }
 
-    /// How many ranks hold the same head.
+    /// The number of ranks that hold the same head.
     fn n_holders(self) -> u16 {
         (self.tp_size / self.n_heads).max(1)
     }
@@ -228,12 +230,12 @@ impl Spread {
 // === impl Lane ===
 
 impl Lane {
-    /// The only one, between nodes of one rank each.
+    /// The only lane between nodes with one rank each.
     pub const ONLY: Self = Self { from: 0, to: 0 };
 }
 
 impl LaneHeads {
-    /// What both ends of a lane hold. None, if it is no lane.
+    /// The heads that both ends of a lane hold; no heads if the ranks have none in common.
     pub fn between(from: Spread, to: Spread, lane: Lane) -> Self {
         let (held, wanted) = (from.heads_of(lane.from), to.heads_of(lane.to));
         let first = held.start.max(wanted.start);
@@ -244,7 +246,7 @@ impl LaneHeads {
 }
 
 impl Heads {
-    /// Whether the page has no others.
+    /// Whether these are all heads of the page.
     pub fn are_all(self) -> bool {
         self.n == self.of
     }
@@ -253,13 +255,13 @@ impl Heads {
         usize::from(self.first)..usize::from(self.first + self.n)
     }
 
-    /// Where the heads' K (part 0) or V (part 1) starts in a page.
+    /// The offset in a page of the heads' K (part 0) or V (part 1).
     pub fn offset(self, shape: HeadShape, part: usize) -> usize {
         (part * usize::from(self.of) + usize::from(self.first)) * shape.head_bytes
     }
 }
 
-/// One layer's way from one rank to another.
+/// The data of one layer that goes from one rank to another.
 struct Way {
     shape: HeadShape,
     layer: u16,
@@ -296,7 +298,7 @@ impl Way {
     }
 }
 
-/// Adds a copy, or lengthens the last one by it.
+/// Adds a copy, or extends the last one by it.
 fn append(copies: &mut Vec<Copy>, next: Copy) {
     match copies.last_mut() {
         Some(last) if last.goes_on_with(&next) => last.bytes += next.bytes,

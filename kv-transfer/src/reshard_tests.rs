@@ -13,7 +13,7 @@ fn table(places: impl IntoIterator<Item = u32>) -> Vec<BlockIdx> {
 /// The regions of all ranks of one side, by rank and layer.
 type Memory = BTreeMap<(RankIdx, u16), Vec<u16>>;
 
-/// What a cell of a page holds: which layer, block, part, head and byte it is. Zero is nothing.
+/// The content of a cell of a page: it identifies the layer, block, part, head and byte. Zero is empty.
 fn mark(layer: u16, block: usize, part: usize, head: u16, byte: usize) -> u16 {
     let place = [usize::from(layer), block, part, usize::from(head), byte];
     let hash = place.iter().fold(7u64, |hash, n| (hash ^ *n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -24,7 +24,7 @@ fn n_places(table: &[BlockIdx]) -> usize {
     table.iter().map(|place| place.0 as usize + 1).max().unwrap_or(0)
 }
 
-/// Regions in which every wanted cell is what `cell` says, and all others are zero.
+/// Regions in which every wanted cell has the content of `cell`, and all others are zero.
 fn memory(
     shape: HeadShape,
     side: Side<'_>,
@@ -62,7 +62,7 @@ fn fill(shape: HeadShape, heads: &Range<u16>, layer: u16, block: usize, page: &m
     }
 }
 
-/// Does what the list says, and counts how often each cell is written.
+/// Executes the copies, and counts the writes to each cell.
 fn carry_out(copies: &[Copy], near: &Memory, far: &mut Memory) {
     for copy in copies {
         let source = &near[&(copy.from, copy.layer)][copy.from_offset..copy.from_offset + copy.bytes];
@@ -151,7 +151,7 @@ fn what_cannot_be_is_refused() {
     assert_eq!(refused(&eight, &eight, 0..1, 1..3), ReshardError::NoSuchLayer(2));
 }
 
-/// Heads, and a number of ranks that divides them or is a multiple of them.
+/// A number of heads, and a number of ranks that divides it or is a multiple of it.
 fn sharding(n_heads: u16, n_layers: u16) -> impl Strategy<Value = Sharding> {
     let sizes: Vec<u16> =
         (1..=4 * n_heads).filter(|tp| n_heads.is_multiple_of(*tp) || tp.is_multiple_of(n_heads)).collect();
@@ -162,7 +162,7 @@ fn sharding(n_heads: u16, n_layers: u16) -> impl Strategy<Value = Sharding> {
     })
 }
 
-/// A sequence's blocks: runs of neighbours, anywhere, none twice.
+/// A sequence's blocks: runs of neighbours, at any place, without repetition.
 fn places(n_blocks: usize) -> impl Strategy<Value = Vec<BlockIdx>> {
     (Just((0..n_blocks as u32 + 6).collect::<Vec<_>>()), any::<bool>()).prop_flat_map(
         move |(all, shuffled)| {
@@ -193,8 +193,8 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    /// Any pair of shardings, any blocks, any layers: every wanted byte is in its place, was written once, and nothing
-    /// else was written.
+    /// For any two shardings, any blocks and any layers: every wanted byte is in its place and was written once, and
+    /// nothing else was written.
     #[test]
     fn every_byte_arrives_exactly_once((shape, from, to, blocks, layers) in case()) {
         let (from, to) = (Side { sharding: &from.0, table: &from.1 }, Side { sharding: &to.0, table: &to.1 });

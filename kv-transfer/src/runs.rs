@@ -1,12 +1,13 @@
-//! Hot path. A span as runs of neighbouring blocks: where its bytes lie in one node's memory, in the wire's order.
+//! Hot path. A span as runs of neighbouring blocks: the location of its bytes in one node's memory, in the wire's
+//! order.
 //!
-//! The wire's order is layer by layer and block by block. The two sides' tables differ, so each cuts the same bytes
-//! into its own runs: where blocks are neighbours, a layer is one slice, however many blocks it has. Where ranks send,
-//! the bytes are those of one [lane](crate::lanes), and a side whose pages have other heads, too, has a slice of K and
-//! one of V in each page.
+//! The wire's order is layer by layer and block by block. The two sides have different block tables, so each side
+//! cuts the same bytes into its own runs. If blocks are neighbours, a layer is one slice, however many blocks it has.
+//! With several ranks, the bytes are those of one [lane](crate::lanes). A side whose pages also have other heads has
+//! a slice of K and a slice of V in each page.
 //!
-//! Pages are borrowed for one attempt to read or write and never while a task waits. So a wire that stands still
-//! holds no page, and a landing that is closed between two attempts is quiet at once.
+//! Pages are borrowed for one attempt to read or write, never while a task waits. So a stalled wire holds no page,
+//! and a landing that is closed between two attempts is quiet at once.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::ops::Range;
@@ -19,12 +20,12 @@ use crate::digest::PageShape;
 use crate::lanes::{LaneSpan, Lanes};
 use crate::reshard::{HeadShape, Heads};
 
-/// Slices handed to the kernel in one call. Linux takes at most 1024.
+/// Slices in one system call. Linux accepts at most 1024.
 const SLICES_MAX: usize = 64;
-/// Bytes moved in one attempt: bounds the time for which a landing's lock is held.
+/// Bytes moved in one attempt. This bounds the time for which a landing's lock is held.
 const ATTEMPT_BYTES_MAX: usize = 1 << 20;
 
-/// Neighbouring bytes of a memory that both sides see.
+/// Contiguous bytes in a memory that both sides can access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     pub offset: u64,
@@ -35,23 +36,23 @@ pub struct Piece {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Run {
     layer_pos: u16,
-    /// Places in the pool.
+    /// Block indices in the pool.
     blocks: Range<u32>,
-    /// Where it starts in the span's bytes.
+    /// The offset of the run in the span's bytes.
     start: usize,
     bytes: usize,
-    /// `None`: all that is borrowed is meant.
+    /// `None`: the run covers all borrowed bytes.
     some: Option<SomeHeads>,
 }
 
-/// Where the heads of a lane lie in a page that has others, too.
+/// The heads of a lane in a page that also has other heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SomeHeads {
     heads: Heads,
     shape: HeadShape,
 }
 
-/// A part of a span as it lies in one rank's memory.
+/// A part of a span, located in one rank's memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
     rank: u16,
@@ -61,13 +62,13 @@ pub(crate) struct Runs {
 }
 
 impl Runs {
-    /// Where the sender has it. `layout` is the sender's own, `table` its block table of the span's group.
+    /// The part in the sender's memory. `layout` is the sender's, and `table` its block table of the span's group.
     pub(crate) fn sent(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).from;
         Self::new(layout, span.lane.from, table, span, heads)
     }
 
-    /// Where the receiver wants it, by its own layout and table.
+    /// The part in the receiver's memory, by the receiver's layout and table.
     pub(crate) fn wanted(layout: &KvLayout, lanes: &Lanes, table: &[BlockIdx], span: &LaneSpan) -> Self {
         let heads = |shape: LayerShape| lanes.heads(shape.n_kv_heads, span.lane).to;
         Self::new(layout, span.lane.to, table, span, heads)
@@ -94,7 +95,7 @@ impl Runs {
         runs
     }
 
-    /// Whole pages: neighbours are one slice.
+    /// Adds whole pages; neighbouring pages are one slice.
     fn add_pages(&mut self, layer_pos: u16, blocks: &[BlockIdx], page_bytes: usize) {
         for neighbours in blocks.chunk_by(|a, b| a.0 + 1 == b.0) {
             let blocks = neighbours[0].0..neighbours[0].0 + neighbours.len() as u32;
@@ -103,7 +104,7 @@ impl Runs {
         }
     }
 
-    /// Some heads of each page: a slice of K and one of V.
+    /// Adds some heads of each page: a slice of K and a slice of V.
     fn add_heads(&mut self, layer_pos: u16, blocks: &[BlockIdx], some: SomeHeads) {
         for block in blocks {
             let blocks = block.0..block.0 + 1;
@@ -120,13 +121,13 @@ impl Runs {
         self.bytes
     }
 
-    /// Where the slices lie in the rank's memory, or in its file.
+    /// The locations of the slices in the rank's memory, or in its file.
     pub(crate) fn pieces(&self, memory: &KvMemory) -> Vec<Piece> {
         let memory = memory.rank(self.rank);
         self.places(|layer_pos, page| memory.offset(self.group, layer_pos, page))
     }
 
-    /// Where the slices lie, in a memory in which a layer's page of a block starts where `start_of` says.
+    /// The locations of the slices, in a memory where `start_of` returns the start of a layer's page of a block.
     pub(crate) fn places(&self, start_of: impl Fn(u16, u32) -> u64) -> Vec<Piece> {
         let pieces = |run: &Run| {
             let start = start_of(run.layer_pos, run.blocks.start);
@@ -139,7 +140,7 @@ impl Runs {
         self.runs.iter().flat_map(pieces).collect()
     }
 
-    /// Borrows what lies at `offset` and behind it, as far as one attempt may go.
+    /// Borrows the pages from `offset` on, up to the limit of one attempt.
     pub(crate) fn read<'m>(&self, memory: &'m KvMemory, offset: usize) -> Result<ReadSlices<'m>, PageBusy> {
         let (runs, mut skip) = self.attempt(offset);
         let memory = memory.rank(self.rank);
@@ -151,7 +152,7 @@ impl Runs {
         Ok(ReadSlices { pages })
     }
 
-    /// Like [`read`](Self::read), but borrows the pages to write.
+    /// Like [`read`](Self::read), but borrows the pages for writing.
     pub(crate) fn write<'m>(&self, memory: &'m KvMemory, offset: usize) -> Result<WriteSlices<'m>, PageBusy> {
         let (runs, mut skip) = self.attempt(offset);
         let memory = memory.rank(self.rank);
@@ -163,7 +164,7 @@ impl Runs {
         Ok(WriteSlices { pages })
     }
 
-    /// The runs of one attempt, and how many bytes of the first are done.
+    /// The runs of one attempt, and the number of bytes of the first run that are already done.
     fn attempt(&self, offset: usize) -> (&[Run], usize) {
         let first = self.runs.partition_point(|run| run.start + run.bytes <= offset);
         let rest = &self.runs[first..];
@@ -180,7 +181,7 @@ impl Run {
         self.some.map_or(1, |some| some.shape.n_parts)
     }
 
-    /// The slices of what is borrowed, without the first `skip` bytes of them.
+    /// The slices of the borrowed pages, without their first `skip` bytes.
     fn slices(&self, mut skip: usize) -> Slices {
         let mut slices = [0..0, 0..0];
         for (nth, slice) in slices.iter_mut().enumerate().take(self.n_slices()) {
@@ -204,13 +205,13 @@ impl SomeHeads {
     }
 }
 
-/// Borrowed pages to read from, and which slices of each are meant.
+/// Borrowed pages to read from, and the slices in each.
 #[derive(Debug)]
 pub(crate) struct ReadSlices<'m> {
     pages: Vec<(PageRef<'m>, Slices)>,
 }
 
-/// One slice, or K and V; what is empty is none.
+/// One slice, or one of K and one of V. An empty range is no slice.
 type Slices = [Range<usize>; 2];
 
 fn non_empty(slices: &Slices) -> impl Iterator<Item = &Range<usize>> {
@@ -229,7 +230,7 @@ impl ReadSlices<'_> {
     }
 }
 
-/// Borrowed pages to write into, and which slices of each are meant.
+/// Borrowed pages to write into, and the slices in each.
 #[derive(Debug)]
 pub(crate) struct WriteSlices<'m> {
     pages: Vec<(PageMut<'m>, Slices)>,

@@ -28,7 +28,7 @@ fn neighbours_are_one_run_in_each_layer() {
     assert_eq!(runs.bytes(), 8 * 512);
 }
 
-/// Gathers a span from one memory and scatters it into another, in odd bites.
+/// Gathers a span from one memory and scatters it into another, in odd amounts.
 #[test]
 fn what_is_gathered_is_scattered() {
     let (near, far) = (KvMemory::host(layout(), 8).unwrap(), KvMemory::host(layout(), 8).unwrap());
@@ -54,7 +54,7 @@ fn what_is_gathered_is_scattered() {
     }
 }
 
-/// Copies what fits from the first slice into the first slice, but an odd number of bytes.
+/// Copies from the first slice into the first slice what fits, but an odd number of bytes.
 fn copy_some(from: &ReadSlices<'_>, to: &mut WriteSlices<'_>) -> usize {
     let mut sources = Vec::new();
     from.append_to(&mut sources);
@@ -64,7 +64,8 @@ fn copy_some(from: &ReadSlices<'_>, to: &mut WriteSlices<'_>) -> usize {
     n
 }
 
-/// Where each byte of a part is on both sides, as [`reshard`] says of the whole span: rank, offset in the layer.
+/// The place of each byte of a part on both sides, computed by [`reshard`] for the whole span: rank, and offset in
+/// the layer.
 fn moved_by_reshard(tables: (&[BlockIdx], &[BlockIdx]), (from_tp, to_tp): (u16, u16)) -> Vec<[usize; 4]> {
     let (near, far) = (Sharding::tensor_parallel(4, from_tp, 1), Sharding::tensor_parallel(4, to_tp, 1));
     let (from, to) = (Side { sharding: &near, table: tables.0 }, Side { sharding: &far, table: tables.1 });
@@ -128,7 +129,7 @@ fn equal_ranks_send_runs_as_one_rank_does() {
     }
 }
 
-/// Half of the heads of one memory, into a rank of another, in odd bites.
+/// Copies half of the heads of one memory into a rank of another, in odd amounts.
 #[test]
 fn some_heads_are_gathered_and_scattered() {
     let (near, far) = (spread(1), spread(2));

@@ -1,4 +1,4 @@
-//! What an operator can say about KV transfer.
+//! The settings of KV transfer.
 
 use std::time::Duration;
 
@@ -12,48 +12,48 @@ pub struct TransferSettings {
     pub listen: String,
     /// The host that peers are told to connect to. Empty: the one in `listen`, which must then not be `0.0.0.0`.
     pub advertise: String,
-    /// TCP streams to each peer. Two keep two cores busy; more help where one flow is shaped.
+    /// TCP streams to each peer. Two keep two cores busy; more help where single flows are rate-limited.
     pub streams: u16,
-    /// How long a peer may be silent, or a read or write stand still, before the wire is taken for dead.
+    /// The time without progress, on a silent peer or in a read or write, after which the wire is considered dead.
     pub stall_ms: u64,
-    /// The most KV in one frame: small enough to stay in a core's cache from digest to copy.
+    /// Limit of KV bytes in one frame: small enough to stay in a core's cache from digest to copy.
     pub frame_bytes: usize,
-    /// Multiprocessors of a GPU on which KV is moved and digested. 0: as many as the connector was measured best with,
-    /// 16 for cuda-ipc and 32 for a message of nccl.
+    /// Multiprocessors of a GPU that move and digest KV. 0: the number that was measured best for the connector, 16
+    /// for cuda-ipc and 32 for a message of nccl.
     pub gpu_multiprocessors: u32,
-    /// Microseconds that cuda-ipc and nccl look for what comes next, on threads of their own, before those sleep. 0: they
-    /// have none, and every hop wakes one of the process's.
+    /// Microseconds for which the own threads of cuda-ipc and nccl spin for the next event before they sleep. 0:
+    /// there are no such threads, and each event wakes a thread of the process.
     pub spin_us: u64,
-    /// `host:port` on which the rdma connector meets its peers. Empty: the host of `listen`, and a port that is free.
+    /// `host:port` on which the rdma connector listens for its peers. Empty: the host of `listen` and a free port.
     pub rdma_listen: String,
-    /// `device`, `device:port` or `device:port:gid`, the last being an index. Empty: the first port that is up and has an
-    /// address that can be routed to.
+    /// `device`, `device:port` or `device:port:gid`; the last part is an index. Empty: the first port that is up and
+    /// has a routable address.
     pub rdma_device: String,
-    /// Whether a frame is few blocks of all layers that are computed, and not all blocks of few layers: for wires that copy
+    /// Whether a frame has few blocks of all computed layers, not all blocks of few layers: for wires that copy
     /// rectangles. Set by the connector.
     #[serde(skip)]
     pub tall_frames: bool,
-    /// How the first and the last of many tall frames are made smaller, so that the wait is short for the first and for what
-    /// becomes of the last. `None`: as the connector was measured best with.
+    /// How the first and last of many tall frames are made smaller, so that the first frame leaves early and little
+    /// is left to do after the last one. `None`: the value that was measured best for the connector.
     #[serde(skip)]
     pub taper: Option<Taper>,
-    /// NCCL communicators of a pair, used in turns: two at most, and one where NCCL is older than 2.27. Fewer only
-    /// to measure what the second one gives: a node has no such setting.
+    /// NCCL communicators of a pair, used in turn: at most two, and one if NCCL is older than 2.27. Fewer only to
+    /// measure the gain of the second one: a node has no such setting.
     #[serde(skip, default = "two")]
     pub nccl_queues: usize,
-    /// Whether digests are made and compared. Off only to measure what they cost: a node has no such setting.
+    /// Whether digests are computed and compared. Off only to measure their cost: a node has no such setting.
     #[serde(skip, default = "on")]
     pub digests: bool,
 }
 
-/// In a row of frames the first are small, each twice as large as the one before; the last ones are shares of what is left.
+/// The sizes of consecutive frames: the first are small and double each time, and the last are shares of the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Taper {
-    /// The first frame is this part of the largest.
+    /// The first frame is the largest size divided by this.
     pub first_part: u32,
-    /// The smallest of the last ones is this part of the largest.
+    /// The smallest of the last frames is the largest size divided by this.
     pub least_part: u32,
-    /// A frame is no more than this part of what is left.
+    /// A frame is at most the rest divided by this.
     pub share: u32,
 }
 

@@ -1,10 +1,10 @@
-//! Where a connector's tasks run: on the process's runtime, or on threads of the connector's own.
+//! The threads of a connector's tasks: the process's runtime, or threads of the connector's own.
 //!
-//! Between GPUs a gigabyte takes three milliseconds, and a thread that has gone to sleep takes some ten microseconds to wake
-//! up, several times in a transfer. On a thread of their own, tasks and the sockets between them are looked after in turns;
-//! and after everything that happens the thread looks for what comes next, again and again, for a bounded time, before it
-//! goes to sleep. It costs one core for that long, and no thread that computes waits for it. Each GPU of a
-//! node has two such threads: one is enough for a wire between two GPUs, and not where ranks share pages.
+//! Between GPUs a gigabyte takes three milliseconds. A sleeping thread takes some ten microseconds to wake up,
+//! several times in a transfer. A thread of the connector's own runs its tasks and polls their sockets. After each
+//! event it spins for a bounded time before it sleeps. This costs one core for that time, and no thread that computes
+//! waits for it. Each GPU of a node has two such threads: one is enough for a wire between two GPUs, but not where
+//! ranks share pages.
 //! See `docs/decisions/0017-a-thread-that-stays-awake.md`.
 
 use std::fmt;
@@ -21,9 +21,9 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::error::TransferError;
 use crate::landing::bad_request;
 
-/// For each GPU.
+/// Threads for each GPU.
 const THREADS: u16 = 2;
-/// The longest spin: a thread wakes up in far less time.
+/// The longest permitted spin. A sleeping thread wakes up in far less time.
 const AWAKE_MAX: Duration = Duration::from_secs(1);
 
 /// See the module. Cheap to clone; the threads end when the last clone is dropped.
@@ -31,7 +31,7 @@ const AWAKE_MAX: Duration = Duration::from_secs(1);
 pub(crate) struct WireThreads {
     /// Empty: tasks run on the caller's runtime.
     threads: Arc<[WireThread]>,
-    /// Which one new tasks are on.
+    /// The index of the thread that runs new tasks.
     nth: usize,
 }
 
@@ -42,24 +42,24 @@ struct WireThread {
     ended: DropGuard,
 }
 
-/// Until when the thread spins.
+/// The time until which the thread spins.
 #[derive(Debug)]
 struct SpinWindow {
     began: Instant,
     length: Duration,
-    /// Nanoseconds since the beginning.
+    /// Nanoseconds since `began`.
     until: AtomicU64,
     woken: Notify,
 }
 
 impl WireThreads {
-    /// The runtime that the caller is in.
+    /// Uses the caller's runtime.
     pub(crate) fn shared() -> Self {
         Self { threads: [].into(), nth: 0 }
     }
 
-    /// Threads for this number of GPUs, which spin for this time after each event; `shared` if that is no time
-    /// at all. They are in the gate.
+    /// Starts the threads for `n_gpus` GPUs. They spin for `awake` after each event; if it is zero, this is `shared`.
+    /// The threads hold the gate.
     pub(crate) fn start(n_gpus: u16, awake: Duration, gate: &Gate) -> Result<Self, TransferError> {
         if awake.is_zero() {
             return Ok(Self::shared());
@@ -71,12 +71,12 @@ impl WireThreads {
         Ok(Self { threads: threads.collect::<Result<_, _>>()?, nth: 0 })
     }
 
-    /// The same threads; new tasks start on thread `nth` (modulo their number).
+    /// A handle whose new tasks run on thread `nth`, modulo the number of threads.
     pub(crate) fn nth(&self, nth: usize) -> Self {
         Self { threads: Arc::clone(&self.threads), nth: nth % self.threads.len().max(1) }
     }
 
-    /// Runs `start`, whose tasks and sockets then belong to this thread.
+    /// Runs `start`. The tasks and sockets that it creates belong to this thread.
     pub(crate) fn at<T>(&self, start: impl FnOnce() -> T) -> T {
         let _entered = self.threads.get(self.nth).map(|own| own.runtime.enter());
         start()
@@ -96,7 +96,7 @@ impl WireThreads {
         task.await.map_err(|_| TransferError::Closed)?
     }
 
-    /// Call it after each event: the threads spin for the next one before they sleep.
+    /// Called after each event: the threads spin for the next event before they sleep.
     pub(crate) fn keep_awake(&self) {
         self.threads.iter().for_each(|own| own.spin.prolong());
     }
@@ -110,11 +110,11 @@ impl WireThread {
         let spin = Arc::new(SpinWindow::of(awake));
         let (keeps, until) = (Arc::clone(&spin), ended.clone());
         let serve = move || {
-            #[allow(clippy::disallowed_methods, reason = "this task is the thread's, and ends with it")]
+            #[allow(clippy::disallowed_methods, reason = "this task belongs to the thread and ends with it")]
             let keeping = runtime.spawn(async move { keeps.keep().await });
             runtime.block_on(until.cancelled());
             keeping.abort();
-            // The remaining tasks belong to connections that are dropped already.
+            // The remaining tasks belong to connections that are already dropped.
             runtime.shutdown_background();
             drop(inside);
         };
@@ -140,7 +140,8 @@ impl SpinWindow {
         }
     }
 
-    /// Yields in a loop while the window is open: the thread does not sleep, and polls its sockets between two yields.
+    /// Yields in a loop while the window is open. So the thread does not sleep, and it polls its sockets between two
+    /// yields.
     async fn keep(&self) {
         loop {
             self.woken.notified().await;

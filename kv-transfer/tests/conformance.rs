@@ -37,7 +37,7 @@ async fn shm_on_many_threads() {
     conformance(|parts| built("shm", parts)).await;
 }
 
-/// The same where pages cannot be seen by other processes.
+/// The pages cannot be shared with other processes.
 #[tokio::test]
 async fn shm_through_a_stage() {
     let staged = |parts| async { shm::listen_staged(parts).await.expect("a folder for sockets") };
@@ -65,11 +65,11 @@ async fn shm_between_ranks_through_a_stage() {
     conformance_of_ranks(move |parts| async move { staged(parts).await as Arc<dyn KvConnector> }).await;
 }
 
-/// Without NCCL and without GPUs. Cards run the same suite in `examples/gpu_conformance`.
+/// Uses the test double, without NCCL and GPUs. `examples/gpu_conformance` runs the same suite on GPUs.
 async fn over_the_double(double: Double, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
-    // The suite wants transfers of many frames; messages are many times larger than the setting.
+    // The suite needs transfers of many frames; messages are many times larger than the setting.
     parts.settings.frame_bytes = 8;
-    // Both nodes' threads are in one process: awake for long, they would only take the processors from each other.
+    // Both nodes' threads are in one process. With a long spin they would only take the CPU from each other.
     parts.settings.spin_us = 20;
     nccl::listen_double(parts, &double).await.expect("a free port")
 }
@@ -89,14 +89,14 @@ async fn nccl_on_many_threads() {
     nccl_over_the_double().await;
 }
 
-/// A queue for each two ranks that have something for each other.
+/// There is a queue for each pair of ranks with common heads.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nccl_between_ranks() {
     let double = Double::default();
     conformance_of_ranks(move |parts| over_the_double(double.clone(), parts)).await;
 }
 
-/// Without faults of its own: the suite's are played by the connector inside.
+/// The wrapper adds no faults; the connector inside applies the suite's faults.
 #[tokio::test(start_paused = true)]
 async fn flaky_loopback() {
     conformance(|parts| async {

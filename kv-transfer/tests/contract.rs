@@ -1,4 +1,4 @@
-//! `CONTRACT.md` names tests. They exist, and every case of the suite is named.
+//! The tests that `CONTRACT.md` names exist, and every case of the suite is named there.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ fn all_sources() -> String {
     found.iter().map(read).collect()
 }
 
-/// What stands between backticks within square brackets.
+/// The names in backticks within square brackets.
 fn named_tests() -> BTreeSet<String> {
     let contract = read("CONTRACT.md");
     let claims = contract.split('[').skip(1).filter_map(|rest| rest.split_once(']')).map(|(claim, _)| claim);
@@ -53,7 +53,7 @@ fn every_case_of_the_suite_is_named_in_the_contract() {
     assert!(unnamed.is_empty(), "the contract does not say why these cases exist: {unnamed:?}");
 }
 
-/// A case that is written but not on the list would run nowhere.
+/// A case that is not in the list would never run.
 #[test]
 fn every_case_is_on_the_list() {
     let list = read("src/conformance/mod.rs");
@@ -65,12 +65,12 @@ fn every_case_is_on_the_list() {
     }
 }
 
-/// Every sentence outside of the two framing sections, and of the advice at the end, has its test.
+/// Every sentence has a test, except in the two framing sections and in the advice at the end.
 #[test]
 fn every_claim_names_a_test() {
     let contract = read("CONTRACT.md");
     let claims =
-        contract.split("\n## ").skip(1).filter(|section| !section.starts_with("What a caller gets wrong"));
+        contract.split("\n## ").skip(1).filter(|section| !section.starts_with("Common errors of callers"));
     for section in claims {
         let (title, body) = section.split_once('\n').expect("a title has a text");
         let named = body.lines().filter(|line| line.contains("[`")).count();
@@ -111,7 +111,7 @@ fn no_source_file_is_longer_than_600_lines() {
     assert!(long.is_empty(), "{long:?}");
 }
 
-/// The toy wire of the tests is `connectors/toy.rs`, and this is all that the rest of the crate says of it.
+/// The toy wire of the tests is `connectors/toy.rs`. The rest of the crate has only these lines for it.
 #[test]
 fn a_new_wire_is_one_file_and_its_line_in_the_list() {
     let mut found = Vec::new();

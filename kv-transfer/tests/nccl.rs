@@ -1,4 +1,4 @@
-//! What the queues of each pair of nodes promise, over the double: no GPU and no NCCL are here.
+//! The promises of the queues of each pair of nodes, with the test double instead of a GPU and NCCL.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,13 +21,13 @@ async fn pair_over(double: &Double) -> Pair {
     pair_of(double, (QUEUES, QUEUES)).await
 }
 
-/// A pair with the most queues that the sender and the receiver allow.
+/// A pair with the limits of queues of the sender and of the receiver.
 async fn pair_of(double: &Double, (of_sender, of_receiver): (usize, usize)) -> Pair {
     let double = double.clone();
     let make: Make = Arc::new(move |parts: ConnectorParts| {
         let (double, settings) = (double.clone(), parts.settings.clone());
         let nccl_queues = if parts.node.as_str() == "decode" { of_receiver } else { of_sender };
-        // A message is many times larger than the setting: these are of a few pages.
+        // A message is many times larger than the setting; these messages have a few pages.
         let settings = TransferSettings { stall_ms: STALL_MS, frame_bytes: 16, nccl_queues, ..settings };
         let parts = ConnectorParts { settings, ..parts };
         Box::pin(async move {
@@ -37,7 +37,7 @@ async fn pair_of(double: &Double, (of_sender, of_receiver): (usize, usize)) -> P
     Pair::new(&make).await
 }
 
-/// Named where it is called: there is more than one wait in each test.
+/// The panic names the caller, because each test has more than one wait.
 #[track_caller]
 fn in_time<T>(what: impl Future<Output = T>) -> impl Future<Output = T> {
     let caller = std::panic::Location::caller();
@@ -47,7 +47,7 @@ fn in_time<T>(what: impl Future<Output = T>) -> impl Future<Output = T> {
     }
 }
 
-/// Ends of pairs are seen to by threads of their own.
+/// Waits for the threads that end pairs.
 async fn until(what: impl Fn() -> bool) {
     in_time(async {
         while !what() {
@@ -57,7 +57,7 @@ async fn until(what: impl Fn() -> bool) {
     .await;
 }
 
-/// The receiver gives up after a few turns. Messages under way then still arrive, and are dropped.
+/// The receiver cancels after a few polls. Messages in progress still arrive, and are dropped.
 async fn cancelled(pair: &Pair, nth: u64) {
     let from = pair.prefill.computed(N_TOKENS, nth);
     let (landing, arrival) = pair.land(N_TOKENS);
@@ -115,7 +115,7 @@ async fn a_message_that_stands_still_costs_the_pair_and_the_next_transfer_has_a_
     assert_eq!(double.n_queues(), 2 * QUEUES);
 }
 
-/// A landing's pages are written by this node alone, out of a slot: that they are quiet does not hang on the peer.
+/// This node alone writes a landing's pages, out of a slot, so they are quiet without the peer.
 #[tokio::test]
 async fn blocks_are_free_at_once_although_messages_stand_still() {
     let double = Double::default();
@@ -179,7 +179,7 @@ async fn a_pair_has_as_many_queues_as_both_its_nodes_can_have() {
     }
 }
 
-/// What a peer says first is not what the other end expects.
+/// The first bytes of a peer are invalid.
 #[tokio::test]
 async fn pairs_of_no_queue_or_of_more_than_were_offered_are_refused() {
     let double = Double::default();

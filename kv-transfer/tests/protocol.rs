@@ -1,4 +1,4 @@
-//! What the tcp connector makes of peers that speak another version, break the protocol, or repeat what was said.
+//! The tcp connector's reaction to peers that use another version, break the protocol, or replay frames.
 
 mod puppet;
 
@@ -44,7 +44,7 @@ async fn version_3_to_4_is_spoken_as_3() {
     assert_a_transfer(&pair, &mut puppet).await;
 }
 
-/// From the opening to the last word, by a puppet that is linked.
+/// A whole transfer, sent by a linked puppet.
 async fn assert_a_transfer(pair: &Pair, puppet: &mut Puppet) {
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
@@ -73,9 +73,9 @@ async fn sender_names_both_ranges_too() {
     assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..3, the peer 7..9");
 }
 
-// === what is not a frame ===
+// === invalid frames ===
 
-/// The connection is closed, one line says why, and everyone else is served.
+/// The connection is closed, one log line has the reason, and all other peers are served.
 async fn is_refused(bytes: &[u8], after_hello: bool, reason: &str) {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
@@ -116,22 +116,26 @@ async fn garbage_is_refused() {
 
 #[tokio::test]
 async fn oversized_lengths_are_refused_before_their_bytes_come() {
-    is_refused(&with(8, u32::MAX)[..HEADER_BYTES], true, "a body of 4294967295 bytes, 81984 are allowed")
-        .await;
+    is_refused(
+        &with(8, u32::MAX)[..HEADER_BYTES],
+        true,
+        "the body of 4294967295 bytes exceeds the limit of 81984",
+    )
+    .await;
     let payload = PAYLOAD_BYTES_MAX as u32 + 1;
-    is_refused(&with(12, payload)[..HEADER_BYTES], true, "a payload of 16777217 bytes").await;
+    is_refused(&with(12, payload)[..HEADER_BYTES], true, "the payload of 16777217 bytes").await;
 }
 
 #[tokio::test]
 async fn flipped_header_bit_is_refused() {
     let mut bytes = encoded(&Frame::of_link(Body::Alive));
     bytes[20] ^= 1;
-    is_refused(&bytes, true, "the checksum does not fit").await;
+    is_refused(&bytes, true, "the checksum is wrong").await;
 }
 
 #[tokio::test]
 async fn frames_out_of_place_are_refused() {
-    is_refused(&encoded(&Frame::of_link(Body::Alive)), false, "anything before a hello").await;
+    is_refused(&encoded(&Frame::of_link(Body::Alive)), false, "a first frame that is not a hello").await;
     is_refused(&encoded(&Frame::of_link(Body::Done)), true, "a frame that only receivers send").await;
 }
 
@@ -148,7 +152,7 @@ async fn a_stream_without_its_link_is_closed() {
     assert_serves_on(&pair).await;
     assert_eq!(refusals(&capture), Vec::<String>::new());
     let lines: Vec<_> = capture.lines().into_iter().map(|line| line.to_string()).collect();
-    assert!(lines.iter().any(|line| line.contains("its link has ended, or never began")), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains("its link has ended or never existed")), "{lines:?}");
 }
 
 #[tokio::test]
@@ -184,7 +188,7 @@ async fn span_on_no_lane_loses_the_link() {
     assert_serves_on(&pair).await;
 }
 
-/// Cut off at every length, and then silent or gone.
+/// The frame is cut off at every length, and then the peer is silent or gone.
 #[tokio::test]
 async fn truncated_frames_leave_nothing() {
     let pair = tcp_pair().await;
@@ -205,7 +209,7 @@ async fn truncated_frames_leave_nothing() {
 
 // === rights ===
 
-/// The code and the words of a refusal.
+/// The text of a refusal.
 async fn refused(pair: &Pair, landing: &Landing, shown: Credentials) -> String {
     let mut puppet = Puppet::linked(&pair.decode).await;
     puppet.say_of(landing.transfer, Body::Open(shown)).await;
@@ -221,7 +225,7 @@ async fn receiver_checks_rights_itself() {
     let (landing, _arrival) = pair.land(N_TOKENS);
     let right = credentials(&landing);
     for (shown, reason) in [
-        (Credentials { grant: Grant::from_bytes([0; 16]), ..right }, "the grant is not the landing's"),
+        (Credentials { grant: Grant::from_bytes([0; 16]), ..right }, "the grant does not match the landing"),
         (Credentials { epoch: Epoch(1), ..right }, "the landing belongs to another life of the node"),
         (Credentials { layout: 0, ..right }, "the two sides' layouts differ"),
         (Credentials { fingerprint: 0, ..right }, "the two sides' models differ"),
@@ -236,7 +240,7 @@ async fn receiver_checks_rights_itself() {
     assert_eq!(refused(&pair, &unknown, right).await, "no such landing");
 }
 
-/// An attacker records a whole transfer and plays it back: while it runs, and after it.
+/// An attacker records a whole transfer and replays it, during the transfer and after it.
 #[tokio::test]
 async fn replayed_frames_are_refused() {
     let pair = tcp_pair().await;
@@ -248,7 +252,7 @@ async fn replayed_frames_are_refused() {
     let spans = whole(&landing);
     sender.send(&landing, spans[0].clone(), &pair.prefill, &first).await;
     in_time(arrival.progress(0)).await;
-    // The opening, from another link; spans from a link that opened nothing; a span again, with other KV.
+    // Replays the opening from another link, spans from a link that opened nothing, and a span with other KV.
     assert!(matches!(thief.open(&landing).await, Some(Body::Failed { .. })));
     for span in &spans {
         thief.send(&landing, span.clone(), &pair.prefill, &second).await;

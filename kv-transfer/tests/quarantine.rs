@@ -86,7 +86,7 @@ async fn arrival_nobody_asked_for_gives_its_blocks_back() {
     assert!(pair.decode.is_at_baseline());
 }
 
-/// A worker's thread knows nothing of the runtime, and drops arrivals all the same.
+/// A worker's thread is outside of the runtime, and may drop arrivals.
 #[tokio::test]
 async fn arrival_may_be_dropped_outside_the_runtime() {
     let proof = CancellationToken::new();

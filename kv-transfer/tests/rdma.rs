@@ -1,6 +1,6 @@
 //! The rdma connector over real verbs: in the VM of `tests/rdma-vm`, over Soft-RoCE.
 //!
-//! The ports that it may use are named in `TEST_RDMA_PORTS`, as `rxe1 rxe2`. Elsewhere these tests are ignored.
+//! `TEST_RDMA_PORTS` names the ports to use, such as `rxe1 rxe2`. Without it these tests are ignored.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use baton_kv_transfer::conformance::node::expect_slowness;
 use baton_kv_transfer::conformance::{conformance, conformance_between};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
 
-/// The VM's processor is emulated, and shares the machine's with whatever else runs there.
+/// The VM's CPU is emulated, and shares the machine with other work.
 const SLOWER: u32 = 5;
 
 /// The ports of two nodes.
 fn ports() -> [String; 2] {
     let named = std::env::var("TEST_RDMA_PORTS").expect("tests/rdma-vm names the ports in TEST_RDMA_PORTS");
-    // Which case it is at: in a VM that is all there is to see.
+    // Logs the running case, because a VM shows nothing else.
     let cases = tracing_subscriber::fmt().with_env_filter("warn,baton_kv_transfer::conformance=info");
     let _ = cases.without_time().with_ansi(false).with_writer(std::io::stderr).try_init();
     expect_slowness(SLOWER);
@@ -37,7 +37,7 @@ async fn rdma() {
     conformance(move |parts| built(ports.clone(), parts)).await;
 }
 
-/// All of them share one connection's queue pairs, and each has memory of its own.
+/// All transfers share one connection's queue pairs, and each rank has its own memory.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn rdma_between_ranks() {

@@ -1,4 +1,4 @@
-//! What only shared memory promises: no peer can change this side's pages.
+//! The promise of shared memory alone: no peer can change this side's pages.
 
 use std::fs::File;
 use std::io::{IoSlice, Read as _, Write as _};
@@ -34,7 +34,7 @@ async fn in_time<T>(what: impl Future<Output = T>) -> T {
 async fn blocks_are_free_at_once_although_the_sender_stands_still() {
     let pair = shm_pair().await;
     let from = pair.prefill.computed(N_TOKENS, 1);
-    // In the second group's KV: the first one's arrives.
+    // The fault is in the KV of the second group; that of the first one arrives.
     pair.prefill.parts.faults.inject(Fault::once(FaultKind::Stall).after(6_000).times(u32::MAX));
     let (landing, arrival) = pair.land(N_TOKENS);
     let mut sender = pair.open(&landing).await.expect("granted");
@@ -46,7 +46,7 @@ async fn blocks_are_free_at_once_although_the_sender_stands_still() {
     assert!(pair.decode.is_at_baseline(), "only this side writes its pages");
 }
 
-/// The sender has given its blocks to another sequence, and the receiver reads on: it must notice.
+/// The sender has reused its blocks for another sequence while the receiver reads: the receiver must detect it.
 #[tokio::test]
 async fn pages_that_were_reused_are_never_delivered() {
     let pair = shm_pair().await;
@@ -98,12 +98,12 @@ async fn another_wires_address_is_not_reached() {
     assert!(!pair.prefill.connector.reaches(&other));
 }
 
-// === a puppet that shows what it likes ===
+// === a puppet that shares any memory ===
 
 struct Puppet(UnixStream);
 
 impl Puppet {
-    /// Connects and shows these files. Blocking: call it where that does not matter.
+    /// Connects and passes these files. Blocking: call it only on a thread that may block.
     fn connect(endpoint: &str, greeting: u8, files: &[BorrowedFd<'_>]) -> Self {
         let stream = UnixStream::connect(endpoint).expect("the socket is open");
         stream.set_read_timeout(Some(WITHIN)).expect("a timeout");
@@ -135,7 +135,7 @@ impl Puppet {
         }
     }
 
-    /// Opens a landing as its rightful sender does.
+    /// Opens a landing as its sender does.
     fn open(&mut self, landing: &Landing) {
         let hello =
             Hello { protocol: PROTOCOL, node: NodeId::new("puppet"), epoch: Epoch(1), link: 77, stream: 0 };

@@ -1,4 +1,5 @@
-//! What only the tcp connector promises: blocks that are free at once, wires that are found dead, bits that flip.
+//! The promises of the tcp connector alone: blocks that are free at once, detection of dead wires, and of flipped
+//! bits.
 
 mod puppet;
 
@@ -22,7 +23,7 @@ const N_TOKENS: u32 = 8 * BLOCK_TOKENS;
 
 // === the proof of quiet ===
 
-/// The sender stops in the middle of a page, as a process does that is sent SIGSTOP, and the request is cancelled.
+/// The sender stops in the middle of a page, as after SIGSTOP, and the request is cancelled.
 #[tokio::test]
 async fn blocks_are_free_at_once_although_the_sender_stands_still_in_a_frame() {
     let pair = tcp_pair().await;
@@ -34,13 +35,14 @@ async fn blocks_are_free_at_once_although_the_sender_stands_still_in_a_frame() {
     let frame = span_frame(&landing, span, &pair.prefill, &from);
     let middle = frame.len() / 2 + 13;
     puppet.write(&frame[..middle]).await;
-    // The first pages of the frame are in place only when the frame ends; a byte of the last one read is proof enough.
+    // The first pages of the frame are verified only when the frame ends, so the test waits for a byte of the last
+    // page read.
     in_time(first_page_written(&pair, &landing)).await;
 
     drop(arrival);
     assert!(pair.decode.is_at_baseline(), "the drop has returned, so the blocks are back");
 
-    // Another sequence gets the blocks and writes them. What the sender still says does not reach it.
+    // Another sequence gets the blocks and writes them. Later bytes of the sender do not reach it.
     let next = pair.decode.computed(N_TOKENS, 2);
     puppet.write(&frame[middle..]).await;
     let Some(Body::Failed { .. }) = puppet.hear().await else { panic!("the sender was not told") };
@@ -48,13 +50,13 @@ async fn blocks_are_free_at_once_although_the_sender_stands_still_in_a_frame() {
     pair.decode.assert_holds(&next, N_TOKENS, 2);
 }
 
-/// Until the landing's first page holds something else than what a fresh room does.
+/// Waits until the landing's first page differs from fresh memory.
 async fn first_page_written(pair: &Pair, landing: &Landing) {
     let place = landing.tables[0][0].0;
     let mut interval = tokio::time::interval(Duration::from_millis(1));
     loop {
         interval.tick().await;
-        // The receiver may be writing right now; then there is nothing to be read.
+        // The receiver may be writing now; then the page cannot be read.
         let Ok(page) = pair.decode.parts.memory.read(types::GroupIdx(0), 0, place..place + 1) else {
             continue;
         };
@@ -64,7 +66,7 @@ async fn first_page_written(pair: &Pair, landing: &Landing) {
     }
 }
 
-/// The link of a cancelled transfer is as good as new for the next one.
+/// The link of a cancelled transfer still serves the next one.
 async fn assert_alive_link_serves(pair: &Pair, puppet: &mut Puppet, from: &BlockLease) {
     let (landing, arrival) = pair.land(N_TOKENS);
     assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
@@ -75,7 +77,7 @@ async fn assert_alive_link_serves(pair: &Pair, puppet: &mut Puppet, from: &Block
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
 }
 
-// === wires that are dead ===
+// === dead wires ===
 
 #[tokio::test]
 async fn sender_that_falls_silent_fails_its_landings_before_their_deadline() {
@@ -90,8 +92,8 @@ async fn sender_that_falls_silent_fails_its_landings_before_their_deadline() {
     in_time(pair.at_baseline()).await;
 }
 
-/// Found by simulation: a sender said that it lived as often as its own patience asked for, which was too seldom for a
-/// receiver with less of it, and every link between the two died while nothing was sent.
+/// Regression test. A sender sent heartbeats at the rate of its own stall time, too rarely for a receiver with a
+/// shorter one. So every idle link between the two was lost.
 #[tokio::test]
 async fn a_patient_sender_keeps_a_link_to_an_impatient_receiver() {
     let mut pair = Pair::new(&make_tcp_with_stall(1_000)).await;
@@ -99,7 +101,7 @@ async fn a_patient_sender_keeps_a_link_to_an_impatient_receiver() {
     let (landing, arrival) = pair.land(N_TOKENS);
     let from = pair.prefill.computed(N_TOKENS, 1);
     let mut sender = pair.open(&landing).await.expect("accepted");
-    // Longer than the receiver's patience: the KV is being computed.
+    // Longer than the receiver's stall time: the KV is still being computed.
     tokio::time::sleep(Duration::from_millis(2_200)).await;
     for span in whole(&landing) {
         sender.send(span, Arc::clone(&from), LayerFence::open()).await.expect("the link lives");
@@ -108,20 +110,20 @@ async fn a_patient_sender_keeps_a_link_to_an_impatient_receiver() {
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
 }
 
-/// A receiver that accepts and then neither reads nor says anything.
+/// The receiver accepts and then neither reads nor sends anything.
 #[tokio::test]
 async fn receiver_that_falls_silent_fails_its_senders() {
     check_silent_receiver(false).await;
 }
 
-/// A receiver that says that it lives, but does not read: the wire is full, and stays so.
+/// The receiver sends heartbeats but does not read, so the wire stays full.
 #[tokio::test]
 async fn receiver_that_stops_reading_fails_its_senders() {
     check_silent_receiver(true).await;
 }
 
 async fn check_silent_receiver(says_that_it_lives: bool) {
-    // 64 MiB: more than sockets take without a reader.
+    // 64 MiB: more than sockets buffer without a reader.
     let layout = KvLayout::uniform(16, KvDtype::Bf16, 1, 8, 128);
     let parts = Node::parts("prefill", layout.clone());
     let settings = TransferSettings { stall_ms: 300, streams: 1, ..TransferSettings::default() };
@@ -164,7 +166,7 @@ async fn silent_receiver(listener: &TcpListener, landing: &Landing, says_that_it
     }
 }
 
-/// A landing whose address is a puppet's.
+/// A landing with the address of a puppet.
 fn land_at(decode: &Node, at: SocketAddr, n_tokens: u32) -> (Landing, Arrival) {
     let world = &decode.parts.world;
     let request = LandRequest {
@@ -198,7 +200,7 @@ async fn restart_at_the_same_address_is_a_new_node_at_once() {
     let parts = ConnectorParts { epoch: parts.world.epoch(), settings, ..parts };
     let again = in_time(Node::new(&make_once_free(), parts)).await;
     assert_eq!(again.connector.address(), address);
-    // The prefill node may not even have noticed that its link is dead: the new epoch tells it.
+    // The prefill node may not have noticed that its link is dead: the new epoch reveals it.
     let (landing, arrival) = land_on(&again);
     let from = pair.prefill.computed(N_TOKENS, 1);
     in_time(pair.deliver(&landing, &from)).await.expect("delivered");
@@ -212,7 +214,7 @@ fn land_on(node: &Node) -> (Landing, Arrival) {
     land_at(node, at, N_TOKENS)
 }
 
-/// The port is free once the tasks of the earlier life have ended.
+/// The port is free after the tasks of the earlier life have ended.
 fn make_once_free() -> Make {
     Arc::new(|parts: ConnectorParts| {
         Box::pin(async move {
@@ -228,7 +230,7 @@ fn make_once_free() -> Make {
 
 // === bits ===
 
-/// Flips one bit of what goes through, `at` bytes into the stream, and otherwise passes everything on.
+/// Flips one bit of the forwarded bytes, `at` bytes into the stream, and forwards everything else.
 struct FlippingProxy {
     listener: TcpListener,
     target: String,
@@ -264,7 +266,7 @@ impl FlippingProxy {
     }
 }
 
-/// One bit anywhere on the wire: hello, headers, digests, KV, handoff. The KV arrives right, or not at all.
+/// A bit is flipped anywhere on the wire: hello, headers, digests, KV, handoff. The KV arrives right, or not at all.
 #[tokio::test]
 async fn a_bit_flipped_anywhere_on_the_wire_is_caught() {
     let make: Make = Arc::new(|parts: ConnectorParts| {
@@ -276,7 +278,7 @@ async fn a_bit_flipped_anywhere_on_the_wire_is_caught() {
     let n_tokens = 2 * BLOCK_TOKENS;
     let (mut arrived, mut failed) = (0, 0);
     for nth in 0..1_000 {
-        // A new pair of links each time, so that the offset counts from the hello on.
+        // A new pair of nodes each time, so that the offset counts from the hello on.
         let pair = Pair::new(&make).await;
         let from = pair.prefill.computed(n_tokens, nth);
         let (mut landing, arrival) = pair.land(n_tokens);
@@ -302,8 +304,8 @@ async fn a_bit_flipped_anywhere_on_the_wire_is_caught() {
     );
 }
 
-/// What the receiver has when the sender's part has ended. A landing that was never opened, because the bit hit the
-/// hello, or that is still waiting, has nothing.
+/// The receiver's state when the sender's part has ended. A landing that was never opened, because the bit hit the
+/// hello, or that still waits, has nothing.
 async fn transferred(
     pair: &Pair,
     landing: &Landing,

@@ -1,13 +1,14 @@
-//! The demonstration model: a part of the executable, so that the first command needs neither a download nor a checkout.
+//! The demonstration model. It is part of the executable, so that the first command needs neither a download nor a
+//! checkout.
 //!
-//! Nodes map weights from files, so it is unpacked once into the user's cache. What is found there is compared, byte for
-//! byte, before it is used: a cleaner may have been at it, and a shared folder is not to be trusted.
+//! Nodes map weights from files, so the model is unpacked once into the user's cache. Existing files are compared
+//! byte for byte before use: a cleaner may have changed them, and a shared folder is not trusted.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-/// A file of the model: its name, and what is in it.
+/// A file of the model: its name and its content.
 type Bundled = (&'static str, &'static [u8]);
 
 macro_rules! bundled {
@@ -25,15 +26,15 @@ const FILES: &[Bundled] = bundled![
     "tokenizer_config.json",
 ];
 
-/// Nowhere could it be unpacked.
+/// The model could not be unpacked into any cache folder.
 #[derive(Debug, thiserror::Error)]
-#[error("unpack the demo model to {}", folder.display())]
+#[error("cannot unpack the demo model to {}", folder.display())]
 pub struct UnpackError {
     folder: PathBuf,
     source: io::Error,
 }
 
-/// Where caches are kept, best first. Containers may have no home, or one that is read-only.
+/// The cache folders, best first. A container may have no home, or a read-only one.
 pub fn cache_folders() -> Vec<PathBuf> {
     let folder = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let caches = [
@@ -44,7 +45,7 @@ pub fn cache_folders() -> Vec<PathBuf> {
     caches.into_iter().flatten().map(|cache| cache.join("baton")).collect()
 }
 
-/// The model's folder, in the first of `caches` that takes it.
+/// The model's folder, in the first of `caches` that is writable.
 pub fn unpacked(caches: &[PathBuf]) -> Result<PathBuf, UnpackError> {
     let mut first_failure = None;
     for cache in caches {
@@ -57,7 +58,7 @@ pub fn unpacked(caches: &[PathBuf]) -> Result<PathBuf, UnpackError> {
     Err(first_failure.expect("there is always a folder for temporary files"))
 }
 
-/// Another version's model lies in another folder.
+/// The digest is part of the folder's name, so other versions use other folders.
 fn digest() -> String {
     let mut hasher = blake3::Hasher::new();
     for (name, bytes) in FILES {
@@ -72,7 +73,7 @@ fn unpack(folder: &Path) -> io::Result<()> {
     }
     let parent = folder.parent().expect("it lies in a cache");
     fs::create_dir_all(parent)?;
-    // Dropped, it is removed, unless it has taken its place by then.
+    // The drop removes this folder, unless it was renamed to its final name.
     let temporary = tempfile::Builder::new().prefix("demo-").tempdir_in(parent)?;
     write(temporary.path())?;
     take_place(temporary.path(), folder)
@@ -91,7 +92,8 @@ fn write(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// No reader ever sees half a folder. Another process may have been quicker: then its folder is used.
+/// Renames the complete folder, so that no reader sees a partial one. If another process was faster, its folder is
+/// used.
 fn take_place(temporary: &Path, folder: &Path) -> io::Result<()> {
     if fs::rename(temporary, folder).is_ok() || is_whole(folder) {
         return Ok(());
@@ -129,7 +131,7 @@ mod tests {
         let folder = unpacked(&[file.join("baton"), cache.path().to_owned()]).expect("unpacked");
         assert!(folder.starts_with(cache.path()) && is_whole(&folder));
         let error = unpacked(&[file.join("baton")]).expect_err("nowhere");
-        assert!(error.to_string().starts_with("unpack the demo model to "), "{error}");
+        assert!(error.to_string().starts_with("cannot unpack the demo model to "), "{error}");
     }
 
     #[test]

@@ -1,11 +1,12 @@
-//! One model's folder in the cache, as `huggingface_hub` lays it out, so that both find what the other has fetched.
+//! One model's folder in the cache, in the layout of `huggingface_hub`, so that each tool finds the downloads of the
+//! other.
 //!
 //! ```text
-//! models--org--name/blobs/<etag>                  contents, each once
-//! models--org--name/blobs/<etag>.incomplete       a download that is not over
-//! models--org--name/refs/<revision>               the commit that a branch or tag was seen at
-//! models--org--name/snapshots/<commit>/<file>     links to the contents
-//! .locks/models--org--name/<etag>.lock            held while that content is fetched
+//! models--org--name/blobs/<etag>                   contents, each once
+//! models--org--name/blobs/<etag>.incomplete        an unfinished download
+//! models--org--name/refs/<revision>                the last known commit of a branch or tag
+//! models--org--name/snapshots/<commit>/<file>      links to the contents
+//! .locks/models--org--name/<etag>.lock             held while that content is downloaded
 //! ```
 
 use std::fs::{self, File, TryLockError};
@@ -19,18 +20,18 @@ use crate::error::HubError;
 use crate::id::{ModelId, is_commit};
 use crate::needed;
 
-/// How long another process may keep us waiting for what it fetches. Then it is stuck, or its line is.
+/// The longest wait for another process that downloads the same content. After that it is considered stuck.
 const LOCK_WITHIN: Duration = Duration::from_secs(3600);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Where one model is kept.
+/// The cache folder of one model.
 #[derive(Clone, Debug)]
 pub struct ModelCache {
     folder: PathBuf,
     locks: PathBuf,
 }
 
-/// Held while a content is fetched. Dropping it lets others in.
+/// Held during the download of a content. The drop releases it.
 #[derive(Debug)]
 pub(crate) struct Lock(#[expect(dead_code, reason = "closing the file unlocks it")] File);
 
@@ -44,7 +45,7 @@ impl ModelCache {
         self.folder.join("snapshots").join(commit)
     }
 
-    /// The commit that a revision was last seen at.
+    /// The commit at which a revision was last seen.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_owned());
@@ -53,13 +54,13 @@ impl ModelCache {
         Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
     }
 
-    /// The snapshot of a revision, if all that is needed of it is here.
+    /// The snapshot of a revision, if it has all needed files.
     pub fn complete(&self, revision: &str) -> Option<PathBuf> {
         let snapshot = self.snapshot(&self.commit(revision)?);
         needed::is_complete(&snapshot).then_some(snapshot)
     }
 
-    /// Remembers what a branch or tag means now.
+    /// Records the current commit of a branch or tag.
     pub(crate) fn refer(&self, revision: &str, commit: &str) -> Result<(), HubError> {
         if is_commit(revision) {
             return Ok(());
@@ -85,7 +86,7 @@ impl ModelCache {
         Ok(partial)
     }
 
-    /// Lets `file` of the commit be the content `etag`.
+    /// Links `file` of the commit to the content `etag`.
     pub(crate) fn link(&self, commit: &str, file: &str, etag: &str) -> Result<(), HubError> {
         let link = self.snapshot(commit).join(file);
         make_parent(&link)?;
@@ -95,7 +96,7 @@ impl ModelCache {
         }
     }
 
-    /// Waits until no other process fetches this content.
+    /// Waits until no other process downloads this content.
     pub(crate) async fn lock(&self, etag: &str) -> Result<Lock, HubError> {
         let path = self.locks.join(format!("{etag}.lock"));
         make_parent(&path)?;

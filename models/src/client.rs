@@ -1,4 +1,4 @@
-//! The wire to a hub: HTTP with redirects, and a token that only the hub itself gets to see.
+//! HTTP requests to a hub, with redirects. The token is sent to the hub only.
 
 use std::time::Duration;
 
@@ -18,17 +18,17 @@ use crate::error::HubError;
 use crate::settings::HubSettings;
 use crate::trust;
 
-/// How long a hub, or the store it sends us to, may say nothing.
+/// The longest silence of a hub, or of the store that it redirects to.
 pub(crate) const SILENT_MAX: Duration = Duration::from_secs(30);
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 const REDIRECTS_MAX: usize = 5;
-/// The longest answer that is read as a whole: a list of files.
+/// The largest response that is read as a whole: a list of files.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 const AGENT: &str = concat!("baton/", env!("CARGO_PKG_VERSION"));
 
 type Http = HyperClient<HttpsConnector<HttpConnector>, Empty<Bytes>>;
 
-/// Speaks to one hub.
+/// A client of one hub.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     http: Http,
@@ -36,10 +36,11 @@ pub(crate) struct Client {
     authorization: Option<HeaderValue>,
 }
 
-/// Which answers that point elsewhere are followed.
+/// The redirects to follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Follow {
-    /// Those to another path of the hub, as after a model was renamed. One that leads away is the answer itself.
+    /// Redirects to another path of the hub, as after a model was renamed. A redirect to another server is returned
+    /// as the response.
     OnHub,
     Anywhere,
 }
@@ -59,7 +60,7 @@ impl Client {
         })
     }
 
-    /// An address on the hub. `path` begins with a slash and is encoded already.
+    /// An address on the hub. `path` begins with a slash and is already encoded.
     pub(crate) fn url(&self, path: &str) -> Result<Uri, HubError> {
         let base = self.endpoint.to_string();
         let url = format!("{}{path}", base.trim_end_matches('/'));
@@ -67,14 +68,14 @@ impl Client {
             .map_err(|error: http::uri::InvalidUri| HubError::Answer { url, reason: error.to_string() })
     }
 
-    /// The headers of the answer, whatever its status.
+    /// The status and headers of the response.
     pub(crate) async fn head(&self, url: &Uri) -> Result<(StatusCode, HeaderMap), HubError> {
         let (_, response) = self.send(&Method::HEAD, url, None, Follow::OnHub).await?;
         let (parts, _) = response.into_parts();
         Ok((parts.status, parts.headers))
     }
 
-    /// A short answer as a whole.
+    /// A short response as a whole.
     pub(crate) async fn text(&self, url: &Uri) -> Result<(StatusCode, HeaderMap, Bytes), HubError> {
         let (url, response) = self.send(&Method::GET, url, None, Follow::Anywhere).await?;
         let (parts, body) = response.into_parts();
@@ -107,10 +108,7 @@ impl Client {
                 _ => return Ok((url, response)),
             }
         }
-        Err(HubError::Answer {
-            url: url.to_string(),
-            reason: "it sends from one place to another".to_owned(),
-        })
+        Err(HubError::Answer { url: url.to_string(), reason: "too many redirects".to_owned() })
     }
 
     async fn once(
@@ -119,7 +117,7 @@ impl Client {
         url: &Uri,
         range: Option<&HeaderValue>,
     ) -> Result<Response<Incoming>, HubError> {
-        // Lengths and ranges are those of the content itself only if no server compresses it.
+        // Lengths and ranges refer to the content itself only if no server compresses it.
         let mut request = Request::builder()
             .method(method)
             .uri(url)
@@ -153,7 +151,7 @@ fn is_http(uri: &Uri) -> bool {
     matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()
 }
 
-/// Where an answer points to, if it does.
+/// The target of a redirect; `None` for other responses.
 fn elsewhere(url: &Uri, response: &Response<Incoming>) -> Option<Uri> {
     if !response.status().is_redirection() {
         return None;
@@ -179,7 +177,7 @@ pub(crate) fn unreachable(url: &Uri, error: impl std::error::Error + Send + Sync
     }
 }
 
-/// Without the query: stores put signatures into it.
+/// The address without its query, because stores put signatures into it.
 pub(crate) fn shown(url: &Uri) -> String {
     let url = url.to_string();
     url.split('?').next().unwrap_or_default().to_owned()

@@ -1,14 +1,15 @@
-//! What a hub's etag says of a content: its SHA-256, or git's name for it.
+//! The digest in a hub's etag: the content's SHA-256, or its git object id.
 
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
-/// Digests a content as it comes. Contents whose etag is no digest are only measured.
+/// Digests a content while it arrives. If the etag is not a digest, the content is not verified.
 pub(crate) struct Digest {
     context: Option<Context>,
 }
 
 impl Digest {
-    /// Large files are named by their SHA-256, small ones as git names them: the SHA-1 of a header and the content.
+    /// Large files have their SHA-256 as etag. Small ones have their git object id: the SHA-1 of a header and the
+    /// content.
     pub(crate) fn of(etag: &str, n_bytes: u64) -> Self {
         let is_hex = etag.bytes().all(|byte| byte.is_ascii_hexdigit());
         let context = match etag.len() {

@@ -1,4 +1,4 @@
-//! One file: from where an earlier try ended to its last byte, checked.
+//! Downloads one file: continues an earlier partial download to the end, and verifies it.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, Read as _, Seek as _, Write as _};
@@ -18,23 +18,23 @@ use crate::digest::Digest;
 use crate::error::HubError;
 use crate::progress::{Meter, Progress};
 
-/// Tries in a row that may fail without a byte between them.
+/// Limit of consecutive attempts that fail without receiving a byte.
 const TRIES_MAX: u32 = 5;
-/// The pause after the first failed try; it doubles with each.
+/// The pause after the first failed attempt; it doubles with each attempt.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// A content on the hub.
+/// A file's content on the hub.
 #[derive(Clone, Debug)]
 pub(crate) struct Content {
-    /// The file's name, for people.
+    /// The file's name, for messages.
     pub(crate) name: String,
     pub(crate) url: Uri,
-    /// Names the content, and mostly is its digest.
+    /// Identifies the content. It is usually the digest.
     pub(crate) etag: String,
     pub(crate) n_bytes: u64,
 }
 
-/// Fetches a content into the cache, unless it is there. Others who want it meanwhile wait for this one.
+/// Downloads a content into the cache, unless it is there. Other tasks that want it meanwhile wait for this download.
 pub(crate) async fn download(
     client: &Client,
     cache: &ModelCache,
@@ -51,9 +51,9 @@ pub(crate) async fn download(
     }
     let path = cache.partial(&content.etag)?;
     let whole = match complete(client, content, &path, progress).await {
-        // What an earlier process left may be what is wrong.
+        // The damaged part may come from an earlier process.
         Err(HubError::Damaged { file }) => {
-            warn!(file, "arrived damaged, fetching it again from its first byte");
+            warn!(file, "download damaged, starting again from the first byte");
             complete(client, content, &path, progress).await
         }
         whole => whole,
@@ -62,7 +62,7 @@ pub(crate) async fn download(
     fs::rename(&path, &blob).map_err(HubError::io(&blob))
 }
 
-/// Fetches what the partial file lacks, over as many connections as it takes.
+/// Downloads the missing part of the file, over several connections if necessary.
 async fn complete(
     client: &Client,
     content: &Content,
@@ -89,7 +89,7 @@ async fn complete(
     partial.checked(content)
 }
 
-/// A file whose end may be missing. Dropped, it stays where it is, for the next try.
+/// A partially downloaded file. The drop keeps it for the next attempt.
 struct Partial {
     path: PathBuf,
     file: File,
@@ -98,7 +98,7 @@ struct Partial {
 }
 
 impl Partial {
-    /// Takes up what an earlier try has left.
+    /// Opens the file, and continues after the bytes of an earlier attempt.
     fn open(path: &Path, content: &Content) -> Result<Self, HubError> {
         let file = File::options().create(true).read(true).append(true).open(path);
         let file = file.map_err(HubError::io(path))?;
@@ -131,12 +131,12 @@ impl Partial {
         Ok(())
     }
 
-    /// One connection's worth.
+    /// Downloads until the connection ends.
     async fn append(&mut self, client: &Client, content: &Content, meter: &Meter) -> Result<(), HubError> {
         let (url, response) = client.content(&content.url, self.n_bytes).await?;
         match response.status() {
             StatusCode::PARTIAL_CONTENT if starts_at(&response, self.n_bytes) => {}
-            // It does not do ranges, or what we have is no beginning of what it has.
+            // The server does not support ranges, or the bytes here are no prefix of its content.
             StatusCode::OK | StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE
                 if self.n_bytes > 0 =>
             {
@@ -176,7 +176,7 @@ impl Partial {
         Ok(())
     }
 
-    /// The whole content, safe on the disk and what the hub says it is. Otherwise it is thrown away.
+    /// Checks that the content is complete, on disk and equal to the hub's digest. Otherwise removes it.
     fn checked(mut self, content: &Content) -> Result<(), HubError> {
         let digest = std::mem::replace(&mut self.digest, Digest::of("", 0));
         if !digest.is(&content.etag) {
@@ -186,13 +186,13 @@ impl Partial {
     }
 
     fn damaged(&self, content: &Content) -> HubError {
-        // If it cannot be removed, the next try finds it damaged again.
+        // If it cannot be removed, the next attempt finds it damaged again.
         let _ = fs::remove_file(&self.path);
         HubError::Damaged { file: content.name.clone() }
     }
 }
 
-/// Whether a partial answer goes on where we are.
+/// Whether a partial response starts at byte `first`.
 fn starts_at(response: &Response<Incoming>, first: u64) -> bool {
     let range = response.headers().get(CONTENT_RANGE).and_then(|range| range.to_str().ok());
     let start = range.and_then(|range| range.strip_prefix("bytes ")?.split_once('-')?.0.parse::<u64>().ok());

@@ -1,4 +1,4 @@
-//! Why a model was not fetched, in sentences for the one who asked for it.
+//! The errors of a model's download, as sentences for its user.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,23 +8,23 @@ use http::StatusCode;
 
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    #[error("the hub's address {endpoint:?} is none: it begins with http:// or https://")]
+    #[error("the hub's address {endpoint:?} is invalid: it must begin with http:// or https://")]
     Endpoint { endpoint: String },
-    #[error("no certificate of an authority is in {}: {reason}", path.display())]
+    #[error("no CA certificate is in {}: {reason}", path.display())]
     Authorities { path: PathBuf, reason: String },
-    #[error("set up TLS")]
+    #[error("cannot set up TLS")]
     Tls(#[source] rustls::Error),
     #[error(
-        "{url} is not trusted: {why}. An authority other than those of this machine is named by SSL_CERT_FILE, a PEM file"
+        "{url} is not trusted: {why}. For an authority that this machine does not know, set SSL_CERT_FILE to a PEM file"
     )]
     Untrusted { url: String, why: rustls::CertificateError },
     #[error("cannot reach {url}")]
     Unreachable { url: String, source: Box<dyn std::error::Error + Send + Sync> },
-    #[error("{url} said nothing for {waited:?}")]
+    #[error("{url} sent nothing for {waited:?}")]
     Silent { url: String, waited: Duration },
     #[error("{id} is not on {endpoint}, or it is private: set HF_TOKEN to a token that may read it")]
     Unauthorized { id: String, endpoint: String },
-    #[error("{id} is gated: ask for access at {endpoint}/{id}, and set HF_TOKEN to a token of yours")]
+    #[error("{id} is gated: ask for access at {endpoint}/{id}, and set HF_TOKEN to your token")]
     Gated { id: String, endpoint: String },
     #[error("{id} is not on {endpoint}")]
     UnknownModel { id: String, endpoint: String },
@@ -32,26 +32,26 @@ pub enum HubError {
     UnknownRevision { id: String, revision: String },
     #[error("{url} answered {status}{}", said(.message))]
     Status { url: String, status: StatusCode, message: String },
-    #[error("{url} answered with something else than a hub does: {reason}")]
+    #[error("{url} sent an invalid answer: {reason}")]
     Answer { url: String, reason: String },
     #[error(
-        "{id} has its weights as GGUF, which is not read: name the model's repository with safetensors, often the same name without -GGUF"
+        "{id} has weights in GGUF, which is not supported: use the model's repository with safetensors, often the same name without -GGUF"
     )]
     Gguf { id: String },
-    #[error("{id} has no config.json, and so cannot be served")]
+    #[error("{id} cannot be served, because it has no config.json")]
     NoConfig { id: String },
-    /// Judged by its `config.json`, before its weights are fetched.
+    /// Decided by its `config.json`, before the weights are downloaded.
     #[error("{id} cannot be served")]
     Refused { id: String, source: Box<dyn std::error::Error + Send + Sync> },
-    #[error("{id} has no weights as safetensors: other formats are not read")]
+    #[error("{id} has no safetensors weights: other formats are not supported")]
     NoWeights { id: String },
-    #[error("{file} arrived damaged: it is not what the hub says it is")]
+    #[error("{file} arrived damaged: its digest differs from the hub's")]
     Damaged { file: String },
     #[error("{id} is not in the cache {}, and HF_HUB_OFFLINE is set", cache.display())]
     Offline { id: String, cache: PathBuf },
     #[error("another process has held {} for {waited:?}", path.display())]
     Locked { path: PathBuf, waited: Duration },
-    #[error("use {}", path.display())]
+    #[error("cannot use {}", path.display())]
     Io { path: PathBuf, source: io::Error },
 }
 
@@ -60,12 +60,12 @@ fn said(message: &str) -> String {
 }
 
 impl HubError {
-    /// For `map_err`: what happened to this file or folder.
+    /// For `map_err`: wraps an I/O error of this file or folder.
     pub(crate) fn io(path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
-    /// Whether the same request may go well a little later: it is the way to the hub that fails, or the hub itself.
+    /// Whether the same request may succeed a little later, because the network or the hub failed.
     pub(crate) fn may_pass(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Silent { .. } => true,

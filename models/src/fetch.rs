@@ -1,4 +1,4 @@
-//! The whole way: ask what a revision means, fetch what is needed of it, and link it into a snapshot.
+//! The whole download: resolves a revision, downloads the needed files, and links them into a snapshot.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -18,10 +18,10 @@ use crate::needed;
 use crate::progress::Progress;
 use crate::settings::HubSettings;
 
-/// Files that are fetched at one time.
+/// Files that are downloaded in parallel.
 const FILES_AT_ONCE: usize = 4;
 
-/// A hub, and the cache of what was fetched from it.
+/// A hub, and the cache of its downloads.
 #[derive(Debug)]
 pub struct Hub {
     settings: HubSettings,
@@ -29,13 +29,13 @@ pub struct Hub {
     judge: ConfigJudge,
 }
 
-/// Says whether the model of a `config.json`, given its path and its bytes, can be served, and why not.
+/// Decides whether the model of a `config.json`, given by path and content, can be served. The error says why not.
 pub type ConfigJudge = fn(&Path, &[u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
-/// What the hub says of a revision.
+/// The hub's description of a revision.
 #[derive(Debug, Deserialize)]
 struct Revision {
-    /// The commit that it means now.
+    /// The current commit of the revision.
     sha: String,
     siblings: Vec<Sibling>,
 }
@@ -46,22 +46,22 @@ struct Sibling {
 }
 
 impl Hub {
-    /// Fetches any model.
+    /// Accepts any model.
     pub fn new(settings: HubSettings) -> Result<Self, HubError> {
         Ok(Self { client: Client::new(&settings)?, settings, judge: |_, _| Ok(()) })
     }
 
-    /// The same, but a model is fetched only if `judge` accepts its `config.json`, which is fetched first.
+    /// Downloads a model only if `judge` accepts its `config.json`, which is downloaded first.
     #[must_use]
     pub fn judged_by(self, judge: ConfigJudge) -> Self {
         Self { judge, ..self }
     }
 
-    /// The folder of a model: `config.json`, tokenizer, chat template, safetensors. Fetches what is missing of it.
+    /// Returns the folder of a model: `config.json`, tokenizer, chat template, safetensors. Downloads missing files.
     ///
-    /// A commit that is here whole is not asked for again. A branch or tag is asked for what it means now; if the hub
-    /// cannot be reached, what it meant last time is used, with a warning. Cancelled, a fetch goes on the next time
-    /// where it was.
+    /// For a commit that is complete in the cache, the hub is not asked. A branch or tag is resolved at the hub. If
+    /// the hub cannot be reached, the last known commit is used, with a warning. If the call is cancelled, the next
+    /// one continues the download.
     pub async fn fetch(&self, id: &ModelId) -> Result<PathBuf, HubError> {
         let cache = ModelCache::new(&self.settings.cache, id);
         let cached = cache.complete(id.revision());
@@ -76,7 +76,7 @@ impl Hub {
             (Err(error), Some(snapshot))
                 if error.may_pass() || matches!(error, HubError::Untrusted { .. }) =>
             {
-                warn!(model = %id, %error, "hub not reached, using what was fetched before");
+                warn!(model = %id, %error, "hub not reached, using the cached model");
                 Ok(snapshot)
             }
             (updated, _) => updated,
@@ -97,11 +97,11 @@ impl Hub {
         let weights = weights.ok_or_else(|| HubError::NoWeights { id: id.to_string() })?;
         job.files(weights.iter().map(String::as_str)).await?;
         cache.refer(id.revision(), &revision.sha)?;
-        info!(model = %id, commit = revision.sha, folder = %snapshot.display(), "model is here");
+        info!(model = %id, commit = revision.sha, folder = %snapshot.display(), "model ready");
         Ok(snapshot)
     }
 
-    /// Asks the judge about the `config.json` in `file`.
+    /// Passes the `config.json` in `file` to the judge.
     fn judge_config(&self, id: &ModelId, file: &Path) -> Result<(), HubError> {
         let config = std::fs::read(file).map_err(HubError::io(file))?;
         (self.judge)(file, &config).map_err(|source| HubError::Refused { id: id.to_string(), source })
@@ -116,10 +116,10 @@ impl Hub {
         }
         let answer = |reason: String| HubError::Answer { url: url.to_string(), reason };
         let revision: Revision = serde_json::from_slice(&body).map_err(|error| answer(error.to_string()))?;
-        if is_commit(&revision.sha) { Ok(revision) } else { Err(answer("its commit is none".to_owned())) }
+        if is_commit(&revision.sha) { Ok(revision) } else { Err(answer("it names no commit".to_owned())) }
     }
 
-    /// What a status means, with the word that the hub puts beside it.
+    /// The error for a status and the hub's error code.
     fn refusal(&self, id: &ModelId, url: &http::Uri, status: StatusCode, headers: &HeaderMap) -> HubError {
         let said = |name: &str| text_of(headers, name).unwrap_or_default();
         let (model, endpoint) = (id.repository(), self.settings.endpoint.clone());
@@ -135,7 +135,7 @@ impl Hub {
     }
 }
 
-/// The files of one commit.
+/// The download of one commit's files.
 struct Job<'a> {
     hub: &'a Hub,
     id: &'a ModelId,
@@ -158,7 +158,7 @@ impl Job<'_> {
         self.cache.link(self.commit, name, &content.etag)
     }
 
-    /// What the hub says of a file, without sending it.
+    /// The etag and length of a file, from a HEAD request.
     async fn content(&self, name: &str) -> Result<Content, HubError> {
         let path = format!("/{}/resolve/{}/{}", self.id.repository(), self.commit, encoded(name));
         let url = self.hub.client.url(&path)?;
@@ -183,14 +183,14 @@ fn text_of(headers: &HeaderMap, name: &str) -> Option<String> {
     headers.get(name)?.to_str().ok().map(str::to_owned)
 }
 
-/// An etag without its quotes, if it can be a file's name.
+/// An etag without quotes; `None` if it cannot be a file name.
 fn plain_etag(etag: &str) -> Option<String> {
     let etag = etag.trim_start_matches("W/").trim_matches('"');
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     ((1..=128).contains(&etag.len()) && etag.bytes().all(plain)).then(|| etag.to_owned())
 }
 
-/// Percent-encoded as one step of a path.
+/// Percent-encodes the text as one segment of a path.
 fn encoded(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
     text.bytes()

@@ -1,12 +1,12 @@
-//! `org/name@revision`: which model, and which state of it.
+//! The id of a model and its revision: `org/name@revision`.
 
 use std::fmt;
 
-/// The longest part of an id. The hub itself takes 96.
+/// The longest part of an id, as on the hub.
 const PART_BYTES_MAX: usize = 96;
 const REVISION_BYTES_MAX: usize = 256;
 
-/// The revision that is meant where none is named.
+/// The revision if none is given.
 pub const MAIN: &str = "main";
 
 /// A model on a hub.
@@ -19,7 +19,7 @@ pub struct ModelId {
 }
 
 impl ModelId {
-    /// Reads `org/name` or `org/name@revision`. `None`: the text is something else, such as a path.
+    /// Parses `org/name` or `org/name@revision`. `None` if the text is something else, such as a path.
     pub fn parse(text: &str) -> Option<Self> {
         let (repository, revision) = text.split_once('@').unwrap_or((text, MAIN));
         let (organization, name) = repository.split_once('/')?;
@@ -59,7 +59,7 @@ fn is_part(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     let edge = |byte: Option<&u8>| byte.is_some_and(|byte| !b"-.".contains(byte));
     let bytes = text.as_bytes();
-    // Two dashes separate the parts of a folder's name, and two dots lead out of it.
+    // Two dashes separate the parts of a folder's name, and two dots would lead out of it.
     let ambiguous = text.contains("--") || text.contains("..");
     bytes.len() <= PART_BYTES_MAX
         && bytes.iter().copied().all(plain)
@@ -68,7 +68,7 @@ fn is_part(text: &str) -> bool {
         && !ambiguous
 }
 
-/// Like git's rule, as far as it matters: a revision is a path below `refs/`.
+/// A subset of git's rule: a revision is a path below `refs/`.
 fn is_revision(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./+".contains(&byte);
     let sane_step = |step: &str| !step.is_empty() && !step.starts_with('.');
@@ -77,7 +77,7 @@ fn is_revision(text: &str) -> bool {
         && text.split('/').all(sane_step)
 }
 
-/// Whether a revision is a commit's full name, which never comes to mean another state.
+/// Whether a revision is a full commit id, whose content never changes.
 pub(crate) fn is_commit(revision: &str) -> bool {
     revision.len() == 40
         && revision.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))

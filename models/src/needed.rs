@@ -1,4 +1,4 @@
-//! Which of a repository's files are needed: what a router and a node read, and nothing else.
+//! Selects the files of a repository that a router and a node read.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::error::HubError;
 
-/// Small files: those of them that there are.
+/// Small files; each is optional.
 const SMALL: [&str; 7] = [
     CONFIG,
     "generation_config.json",
@@ -19,7 +19,7 @@ const SMALL: [&str; 7] = [
     INDEX,
 ];
 pub(crate) const CONFIG: &str = "config.json";
-/// Names the shards of weights that do not fit into one file.
+/// The file that names the shards, if the weights are in several files.
 pub const INDEX: &str = "model.safetensors.index.json";
 const WEIGHTS: &str = "model.safetensors";
 
@@ -29,12 +29,12 @@ struct Index {
     weight_map: std::collections::BTreeMap<String, String>,
 }
 
-/// The small files among `there`.
+/// The small files in `there`.
 pub(crate) fn small(there: &BTreeSet<String>) -> impl Iterator<Item = &str> {
     SMALL.into_iter().filter_map(|name| there.get(name)).map(String::as_str)
 }
 
-/// The files with weights: those that the index names, or else the one. `None`: the repository has none of this kind.
+/// The files with weights: the shards of the index, or the single file. `None` if the repository has no safetensors.
 pub(crate) fn weights(snapshot: &Path, there: &BTreeSet<String>) -> Option<BTreeSet<String>> {
     if there.contains(INDEX) {
         return shards(snapshot).filter(|shards| shards.is_subset(there));
@@ -42,7 +42,7 @@ pub(crate) fn weights(snapshot: &Path, there: &BTreeSet<String>) -> Option<BTree
     there.get(WEIGHTS).map(|weights| BTreeSet::from([weights.clone()]))
 }
 
-/// Whether the repository may hold a model that can be read, as far as its files' names say.
+/// Checks by the file names whether the repository may hold a readable model.
 pub(crate) fn check_names(id: &str, there: &BTreeSet<String>) -> Result<(), HubError> {
     let id = id.to_owned();
     let has_safetensors = there.contains(INDEX) || there.contains(WEIGHTS);
@@ -64,7 +64,7 @@ fn shards(snapshot: &Path) -> Option<BTreeSet<String>> {
     (!shards.is_empty() && shards.iter().all(plain)).then_some(shards)
 }
 
-/// Whether a snapshot has all that a node needs, as far as can be told without asking the hub.
+/// Whether a snapshot has all files that a node needs, checked without the hub.
 pub(crate) fn is_complete(snapshot: &Path) -> bool {
     let there = |name: &str| snapshot.join(name).exists();
     let weights = if there(INDEX) { shards(snapshot) } else { Some(BTreeSet::from([WEIGHTS.to_owned()])) };

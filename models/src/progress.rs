@@ -1,4 +1,4 @@
-//! What the one who waits gets to see: a bar for each file, or a line where there is no terminal.
+//! Progress output: a bar for each file, or a line per file if there is no terminal.
 
 use std::io::IsTerminal as _;
 
@@ -13,7 +13,7 @@ pub(crate) struct Progress {
     terminal: bool,
 }
 
-/// One file's bar. It goes away with the value.
+/// One file's bar. The drop removes it.
 #[derive(Debug)]
 pub(crate) struct Meter(ProgressBar);
 
@@ -22,7 +22,7 @@ impl Progress {
         Self { bars: MultiProgress::new(), terminal: std::io::stderr().is_terminal() }
     }
 
-    /// `n_there` of `n_bytes` were fetched by an earlier try.
+    /// `n_there` of `n_bytes` are already downloaded by an earlier attempt.
     pub(crate) fn file(&self, name: &str, n_bytes: u64, n_there: u64) -> Meter {
         if !self.terminal {
             let rest = HumanBytes(n_bytes - n_there.min(n_bytes));

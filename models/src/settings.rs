@@ -1,4 +1,4 @@
-//! Which hub, who asks, and where models are kept: the variables that the hub's own tools read.
+//! The hub, the token and the cache folder, from the environment variables of the hub's own tools.
 
 use std::ffi::OsString;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// How to fetch.
+/// The settings of a download.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubSettings {
     /// `https://host`, without a slash at its end.
@@ -15,23 +15,23 @@ pub struct HubSettings {
     pub token: Option<String>,
     /// The folder that holds `models--org--name`.
     pub cache: PathBuf,
-    /// Only what the cache holds already.
+    /// Use the cache only, without network.
     pub offline: bool,
-    /// In place of the machine's, where any are named.
+    /// Authorities to trust instead of the machine's, if any are set.
     pub authorities: Authorities,
 }
 
-/// Where those are who vouch for the hub.
+/// The certificate authorities to trust.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Authorities {
-    /// In PEM. It must hold some.
+    /// A PEM file, which must hold at least one certificate.
     pub file: Option<PathBuf>,
-    /// Files of that kind. There may be none in it where a file is named.
+    /// A folder of such files. It may be empty if `file` is set.
     pub folder: Option<PathBuf>,
 }
 
 impl std::fmt::Debug for HubSettings {
-    /// Without the token.
+    /// The token is not printed.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("HubSettings")
             .field("endpoint", &self.endpoint)
@@ -43,8 +43,8 @@ impl std::fmt::Debug for HubSettings {
 }
 
 impl HubSettings {
-    /// From `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and `HF_HUB_OFFLINE`; and
-    /// `SSL_CERT_FILE` and `SSL_CERT_DIR`, as OpenSSL has them.
+    /// Reads `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and `HF_HUB_OFFLINE`, and
+    /// OpenSSL's `SSL_CERT_FILE` and `SSL_CERT_DIR`.
     pub fn from_env(env: impl Fn(&str) -> Option<OsString>) -> Self {
         let env = |name: &str| env(name).filter(|value| !value.is_empty());
         let text = |name: &str| env(name).and_then(|value| value.into_string().ok());
@@ -67,7 +67,7 @@ impl HubSettings {
     }
 }
 
-/// Where the hub's tools keep everything.
+/// The folder in which the hub's tools keep all their files.
 fn hub_home(env: &impl Fn(&str) -> Option<OsString>) -> PathBuf {
     let user_cache = || match env("XDG_CACHE_HOME") {
         Some(cache) => PathBuf::from(cache),

@@ -1,4 +1,4 @@
-//! Whose word is taken for who a hub is.
+//! The certificate authorities that identify a hub.
 
 use std::error::Error;
 use std::io;
@@ -10,8 +10,8 @@ use rustls::{CertificateError, ClientConfig, RootCertStore};
 use crate::error::HubError;
 use crate::settings::Authorities;
 
-/// The authorities that are named; else the machine's own, which a company may have added to; else, where a machine has
-/// none, those that browsers trust.
+/// TLS with the authorities in the settings. Otherwise with the machine's own, which may include a company's. If the
+/// machine has none, with those that browsers trust.
 pub(crate) fn tls(named: &Authorities) -> Result<HttpsConnectorBuilder<WantsSchemes>, HubError> {
     let (ring, builder) = (rustls::crypto::ring::default_provider, HttpsConnectorBuilder::new);
     if let Some(roots) = roots(named)? {
@@ -39,14 +39,14 @@ fn roots(Authorities { file, folder }: &Authorities) -> Result<Option<RootCertSt
     Ok((!roots.is_empty()).then_some(roots))
 }
 
-/// Why a certificate was not accepted, if that is what the error is about.
+/// The reason why a certificate was refused, if that is the cause of the error.
 pub(crate) fn refusal(error: &(dyn Error + 'static)) -> Option<CertificateError> {
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(rustls::Error::InvalidCertificate(why)) = error.downcast_ref() {
             return Some(why.clone());
         }
-        // An I/O error speaks for the one inside of it, and names as its source that one's.
+        // An I/O error stands for its inner error, and its source is the inner error's source.
         let inside = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         next = inside.map(|inside| inside as &(dyn Error + 'static)).or_else(|| error.source());
     }

@@ -1,4 +1,4 @@
-//! Fetching from a small hub that behaves, and misbehaves, as the real one.
+//! Downloads from a fake hub with the behaviour and the failures of the real one.
 
 mod support;
 
@@ -45,7 +45,7 @@ fn names(folder: impl AsRef<Path>) -> Vec<String> {
     names
 }
 
-/// The sentence and its causes.
+/// The error and its causes.
 fn sentence(error: &HubError) -> String {
     let (mut line, mut cause) = (error.to_string(), error.source());
     while let Some(error) = cause {
@@ -119,7 +119,7 @@ async fn a_cut_wire_costs_only_what_had_not_come() {
     assert!(firsts[0] <= 60_000 && firsts[0] < firsts[1] && firsts[1] <= 70_000, "{firsts:?}");
 }
 
-/// What a process that was killed has left.
+/// Leaves a partial file, as a killed process does.
 fn leave(cache: &Path, bytes: &[u8]) -> PathBuf {
     let blobs = cache.join("models--org--name/blobs");
     fs::create_dir_all(&blobs).expect("made");
@@ -154,7 +154,7 @@ async fn a_damaged_file_is_fetched_once_more_and_never_kept() {
     let (fake, cache) = (FakeHub::new(&files()).await, tempfile::tempdir().expect("a folder"));
     fake.state().damage = true;
     let error = fetched(&fake.client(cache.path()), "org/name").await.expect_err("damaged");
-    assert_eq!(error.to_string(), "model.safetensors arrived damaged: it is not what the hub says it is");
+    assert_eq!(error.to_string(), "model.safetensors arrived damaged: its digest differs from the hub's");
     assert_eq!(fake.heard().iter().filter(|heard| heard.starts_with("store")).count(), 2);
     let blobs = names(cache.path().join("models--org--name/blobs"));
     assert!(blobs.iter().all(|name| !name.starts_with(&sha256(WEIGHTS))), "{blobs:?}");
@@ -196,7 +196,7 @@ async fn the_token_is_shown_to_the_hub_alone() {
     assert!(matches!(error, HubError::Unauthorized { .. }), "{error}");
     let with_token = HubSettings { token: Some("secret".to_owned()), ..fake.settings(cache.path()) };
     let hub = Hub::new(with_token).expect("an address");
-    // The store would have panicked, and broken the connection, had it seen the token.
+    // The store panics, and breaks the connection, if it gets the token.
     fetched(&hub, "org/name").await.expect("fetched");
 }
 
@@ -237,7 +237,7 @@ async fn a_model_without_safetensors_is_refused() {
     let files: Vec<(&str, &[u8])> = vec![("config.json", CONFIG), ("pytorch_model.bin", b"x")];
     let (fake, cache) = (FakeHub::new(&files).await, tempfile::tempdir().expect("a folder"));
     let error = fetched(&fake.client(cache.path()), "org/name").await.expect_err("no weights");
-    assert_eq!(error.to_string(), "org/name has no weights as safetensors: other formats are not read");
+    assert_eq!(error.to_string(), "org/name has no safetensors weights: other formats are not supported");
 }
 
 #[tokio::test]
@@ -258,8 +258,8 @@ async fn gguf_and_a_missing_config_have_their_own_sentences() {
     let gguf: Vec<(&str, &[u8])> = vec![("config.json", CONFIG), ("model-q4.gguf", b"x")];
     let bare: Vec<(&str, &[u8])> = vec![("model.safetensors", WEIGHTS)];
     for (files, expected) in [
-        (gguf, "org/name has its weights as GGUF, which is not read: "),
-        (bare, "org/name has no config.json"),
+        (gguf, "org/name has weights in GGUF, which is not supported: "),
+        (bare, "org/name cannot be served, because it has no config.json"),
     ] {
         let (fake, cache) = (FakeHub::new(&files).await, tempfile::tempdir().expect("a folder"));
         let error = fetched(&fake.client(cache.path()), "org/name").await.expect_err("refused");
@@ -297,10 +297,10 @@ fn an_address_that_is_none_is_refused() {
         authorities: Authorities::default(),
     };
     let error = Hub::new(settings).expect_err("no scheme");
-    assert!(error.to_string().contains("begins with http:// or https://"), "{error}");
+    assert!(error.to_string().contains("begin with http:// or https://"), "{error}");
 }
 
-/// What is fetched by TLS, with these authorities in place of the machine's.
+/// Downloads over TLS, with these authorities instead of the machine's.
 async fn fetched_by_tls(
     fake: &FakeHub,
     front: &Front,
@@ -368,10 +368,7 @@ async fn authorities_that_are_none_are_named() {
         let authorities = Authorities { file: Some(path.clone()), folder };
         let error = fetched_by_tls(&fake, &front, authorities).await.expect_err("not trusted");
         let said = sentence(&error);
-        assert!(
-            said.starts_with(&format!("no certificate of an authority is in {}", path.display())),
-            "{said}"
-        );
+        assert!(said.starts_with(&format!("no CA certificate is in {}", path.display())), "{said}");
         assert!(said.contains(why), "{said}");
     }
 }

@@ -42,7 +42,8 @@ impl Candidate {
         self.n_tokens() == 1
     }
 
-    /// How many tokens a chunk of at most `room` tokens has: all that is left, or up to a block edge.
+    /// The number of tokens of a chunk of at most `room` tokens: all remaining tokens, or as many as end at a block
+    /// edge.
     fn chunk(&self, room: usize, block_tokens: usize) -> usize {
         if self.n_tokens() <= room {
             return self.n_tokens();
@@ -52,10 +53,10 @@ impl Candidate {
     }
 }
 
-/// Fills a step: running sequences first, one token each, then prompts in chunks until the budget is spent.
+/// Fills a step: running sequences first, one token each, then prompts in chunks until the budget is used up.
 ///
-/// Both in order of rank. A prompt for which less than a block of the budget is left gets nothing, and so does
-/// all behind it, so that short prompts do not overtake a long one step after step.
+/// Both are in order of rank. If less than a block of the budget is left for a prompt, neither it nor any later
+/// prompt gets tokens. So short prompts do not overtake a long one in step after step.
 pub fn plan(candidates: &[Candidate], budget: Budget) -> Vec<Share> {
     let mut in_line: Vec<&Candidate> = candidates.iter().filter(|one| one.n_tokens() > 0).collect();
     in_line.sort_unstable_by_key(|candidate| (!candidate.is_running(), candidate.rank));
@@ -82,7 +83,7 @@ mod tests {
 
     /// (id, priority, start, end)
     type Row = (u64, i8, usize, usize);
-    /// What it shows, who is there, tokens and rows of a step, and who gets how many tokens.
+    /// The name, the candidates, the limits of tokens and rows, and the expected shares.
     type Case = (&'static str, &'static [Row], usize, usize, &'static [(u64, usize)]);
 
     fn candidate((id, priority, start, end): Row) -> Candidate {

@@ -1,8 +1,8 @@
-//! Runs a worker: the only place of this crate that waits.
+//! Runs a worker. This is the only file of this crate that waits.
 //!
-//! In production a worker has an OS thread of its own, and a runtime on it that knows only timers, so that a step that
-//! takes a second delays no sockets. In a simulation it is a task among others; the backend's costs are
-//! then waits on the virtual clock. Both run the same loop.
+//! In production a worker has its own OS thread, with a runtime that has timers only, so that a step of a second
+//! delays no sockets. In a simulation it is a task, and the backend's costs are waits on the virtual clock. Both run
+//! the same loop.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -18,25 +18,25 @@ use crate::handle::WorkerHandle;
 use crate::inbox::Inbox;
 use crate::worker::{Event, Next, Worker, WorkerParts};
 
-/// How often a worker without sequences says that it is alive.
+/// The interval at which a worker without sequences reports its load.
 const IDLE_BEAT: Duration = Duration::from_secs(1);
 
 /// The resolution of a runtime's timers. A thread sleeps for shorter waits.
 const TIMER_TICK: Duration = Duration::from_millis(1);
 
-/// How a driver waits.
+/// The way in which a driver waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Clock {
-    /// By sleeping on its own thread, exact to the microsecond.
+    /// Sleeps on its own thread, exact to the microsecond.
     Thread,
-    /// By the runtime's timers, which a simulation can control.
+    /// Uses the runtime's timers, which a simulation can control.
     Runtime,
 }
 
-/// A worker that does not run yet. Dropping it ends the worker as if it had died.
+/// A worker that is not yet running. Dropping it ends the worker as if it had died.
 #[derive(Debug)]
 pub struct Driver {
-    /// Before the worker, so that nothing can be submitted when the worker's sequences end.
+    /// Declared before the worker, so that nothing can be submitted when the worker's sequences end.
     death_report: DeathReport,
     worker: Worker,
     inbox: Arc<Inbox>,
@@ -49,7 +49,7 @@ pub struct WorkerThread {
     thread: JoinHandle<Box<dyn Backend>>,
 }
 
-/// Makes a worker. It does nothing until it is driven.
+/// Makes a worker. It does nothing until its driver runs.
 pub fn worker(parts: WorkerParts) -> Result<(WorkerHandle, Driver), SchedulerError> {
     let (world, settings) = (parts.world.clone(), parts.settings);
     let pool: BlockPool = parts.pool.clone();
@@ -61,7 +61,7 @@ pub fn worker(parts: WorkerParts) -> Result<(WorkerHandle, Driver), SchedulerErr
 }
 
 impl Driver {
-    /// Drives the worker on a thread of its own, as in production.
+    /// Runs the worker on its own thread, as in production.
     pub fn on_thread(self) -> Result<WorkerThread, SchedulerError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
         let runtime = runtime.map_err(SchedulerError::Thread)?;
@@ -70,9 +70,9 @@ impl Driver {
         Ok(WorkerThread { thread: thread.map_err(SchedulerError::Thread)? })
     }
 
-    /// Drives the worker as a task, as in a simulation: the same loop, on the caller's clock. The backend must be one
-    /// that only models its costs, or the caller's thread is blocked for every step. Drained, the worker has no more use
-    /// for its backend, which is the answer.
+    /// Runs the worker as a task, as in a simulation: the same loop on the caller's clock. The backend must only
+    /// model its costs, otherwise every step blocks the caller's thread. After the drain, the worker returns its
+    /// backend.
     pub async fn drive_simulated(self) -> Box<dyn Backend> {
         self.drive(Clock::Runtime).await
     }
@@ -116,7 +116,7 @@ impl Driver {
     async fn collect(&mut self, due: Option<Instant>) {
         match due {
             Some(due) => sleep_until(due).await,
-            // A loop that never waits would keep a simulation's other tasks from running.
+            // A loop that never waits would prevent the other tasks of a simulation from running.
             None => tokio::task::yield_now().await,
         }
         self.worker.apply(Event::Collect);
@@ -132,7 +132,7 @@ impl Driver {
             self.report();
         }
         let until = until.unwrap_or_else(|| Instant::now() + IDLE_BEAT);
-        // What the last launch tried in vain has given blocks back too; that is no news.
+        // The last launch may have given blocks back in vain. That is no reason to wake up.
         self.freed.mark_unchanged();
         tokio::select! {
             biased;
@@ -151,8 +151,8 @@ impl Driver {
 }
 
 impl WorkerThread {
-    /// Waits until the thread has ended; after [`WorkerHandle::stopped`] that is at once. The answer is the backend, which
-    /// is free for other use; `None` if the thread has panicked, and the backend is lost.
+    /// Waits until the thread has ended; after [`WorkerHandle::stopped`] it returns at once. Returns the backend for
+    /// further use, or `None` if the thread has panicked and the backend is lost.
     pub fn join(self) -> Option<Box<dyn Backend>> {
         self.thread.join().ok()
     }
@@ -161,7 +161,7 @@ impl WorkerThread {
 /// Reports the worker's death if the loop ends early: by a panic, or because its task was dropped.
 #[derive(Debug)]
 struct DeathReport {
-    /// `None` once the loop has ended by itself, and has told of it.
+    /// `None` once the loop has ended normally and has reported it.
     inbox: Option<Arc<Inbox>>,
 }
 

@@ -8,7 +8,7 @@ pub enum SchedulerError {
     Settings(String),
     #[error("the pool has {pool} blocks, the backend's memory {memory}")]
     PoolSize { pool: u32, memory: u32 },
-    #[error("start the worker's thread")]
+    #[error("cannot start the worker's thread")]
     Thread(#[source] std::io::Error),
 }
 

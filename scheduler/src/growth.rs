@@ -1,29 +1,29 @@
 //! Room for sequences that grow: the blocks that are kept free, and the sequence to preempt if there are none.
 //!
-//! A running sequence needs a block more every `block_tokens` steps. Admission keeps a reserve so that this seldom
-//! fails; when it fails, the last in line is preempted: it gives its blocks back and is computed again later. Only
-//! those behind the needy one give way, so the first in line, which no one is before, always gets what it needs from
-//! the blocks in this worker's hands.
+//! A running sequence needs one more block every `block_tokens` steps. Admission keeps a reserve so that this rarely
+//! fails. If it fails, the last sequence in the line is preempted: it releases its blocks and is computed again
+//! later. A sequence can preempt only later ones in the line. So the first one in the line can get all blocks that
+//! this worker's sequences hold.
 //!
-//! Blocks in other hands (landings, wires that still read) cannot be taken away. So that they do not stop the first in
-//! line either, those who lease blocks for them leave it all that it can ever need.
+//! Blocks held by others (landings, wires that still read) cannot be taken away. So reservations for landings leave
+//! free all blocks that the first one in the line can still need.
 
 use chassis::guards::{Guard, stands};
 
 use crate::rank::{Rank, SequenceId};
 
-/// A sequence that holds blocks, as far as growth is concerned.
+/// The data of a sequence with blocks that growth decisions need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grower {
     pub id: SequenceId,
     pub rank: Rank,
     /// Blocks per group that it may still need until it ends.
     pub blocks_left: usize,
-    /// A wire reads its blocks: giving them up would free nothing now.
+    /// A wire reads its blocks, so preempting it would free none now.
     pub is_shared: bool,
 }
 
-/// Blocks per group that admission leaves free: a little for each.
+/// Blocks per group that admission leaves free: a few for each sequence.
 pub fn reserve(growers: &[Grower], each: usize) -> usize {
     if !stands(Guard::GrowthReserve) {
         return 0;
@@ -31,14 +31,14 @@ pub fn reserve(growers: &[Grower], each: usize) -> usize {
     growers.iter().map(|grower| grower.blocks_left.min(each)).sum()
 }
 
-/// Blocks per group to be left free by leases that cannot be taken away: all that the first in line can still need,
-/// and a little for each other one.
+/// Blocks per group that leases for landings leave free: all that the first one in the line can still need, and a few
+/// for each other sequence.
 pub fn lasting_reserve(growers: &[Grower], each: usize) -> usize {
     let first = growers.iter().min_by_key(|grower| grower.rank).filter(|_| stands(Guard::GrowthReserve));
     reserve(growers, each) + first.map_or(0, |first| first.blocks_left.saturating_sub(each))
 }
 
-/// The sequence to preempt for `needy`: the last one behind it in line whose blocks would become free.
+/// The sequence to preempt for `needy`: the last one behind it in the line whose blocks would become free.
 pub fn victim(growers: &[Grower], needy: Rank) -> Option<SequenceId> {
     let behind = growers.iter().filter(|grower| grower.rank > needy && !grower.is_shared);
     behind.max_by_key(|grower| grower.rank).map(|grower| grower.id)

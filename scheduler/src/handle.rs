@@ -11,7 +11,8 @@ use crate::load::WorkerLoad;
 use crate::rank::SequenceId;
 use crate::submission::NewSequence;
 
-/// Submits work to a worker. Cheap to clone; when the last clone is dropped, the worker finishes its sequences and stops.
+/// Submits work to a worker. Cheap to clone. When the last clone is dropped, the worker finishes its sequences and
+/// stops.
 #[derive(Clone, Debug)]
 pub struct WorkerHandle {
     shared: Arc<DrainOnDrop>,
@@ -38,16 +39,16 @@ impl WorkerHandle {
         Self { shared: Arc::new(DrainOnDrop { inbox }) }
     }
 
-    /// Hands a sequence in. Once it is accepted, its sink is ended exactly once, whatever happens; if it is refused,
-    /// the sink is dropped without a call.
+    /// Submits a sequence. If it is accepted, its sink is ended exactly once, in every case. If it is refused, the
+    /// sink is dropped without a call.
     pub fn submit(&self, new: NewSequence) -> Result<Ticket, Refusal> {
         let id = self.shared.inbox.submit(new)?;
         Ok(Ticket { inbox: Arc::clone(&self.shared.inbox), id })
     }
 
-    /// Room for KV that another node sends. Waits in the worker's line until it is the request's turn and all of the room
-    /// is there. Refused when the line is full, the deadline passes, the worker drains or dies. Dropping the future leaves
-    /// the line.
+    /// Requests room for KV that another node sends. Waits in the worker's line until it is the request's turn and
+    /// all of the room is available. Refused if the line is full, the deadline passes, or the worker drains or dies.
+    /// Dropping the future leaves the line.
     pub async fn room(&self, request: RoomRequest) -> Result<GrantedRoom, Refusal> {
         let inbox = &self.shared.inbox;
         let (id, answered) = match inbox.ask_room(request)? {
@@ -65,22 +66,22 @@ impl WorkerHandle {
         }
     }
 
-    /// The worker's load. It changes every turn: a reader that passes it on sets the pace itself.
+    /// The worker's load. It changes on every turn, so a reader that forwards it must limit its rate.
     pub fn load(&self) -> watch::Receiver<WorkerLoad> {
         self.shared.inbox.load()
     }
 
-    /// Whether the worker works. Readiness is this.
+    /// The worker's state, which decides readiness.
     pub fn state(&self) -> watch::Receiver<WorkerState> {
         self.shared.inbox.state()
     }
 
-    /// Takes no new work from now on; what runs goes on. [`stopped`](Self::stopped) says when it is over.
+    /// Stops accepting new work; running sequences continue. [`stopped`](Self::stopped) waits for the end.
     pub fn drain(&self) {
         self.shared.inbox.drain();
     }
 
-    /// Ends when the worker has, drained or dead. Put a deadline around it. Cancel-safe.
+    /// Waits until the worker is drained or dead. The caller must add a deadline. Cancel-safe.
     pub async fn stopped(&self) -> WorkerState {
         let mut state = self.state();
         let is_over = |state: &WorkerState| matches!(state, WorkerState::Stopped | WorkerState::Dead(_));
@@ -88,7 +89,7 @@ impl WorkerHandle {
         last.unwrap_or(WorkerState::Stopped)
     }
 
-    /// Wakes the worker after a sink got room again.
+    /// Wakes the worker after a sink has room again.
     pub fn nudge(&self) {
         self.shared.inbox.nudge();
     }

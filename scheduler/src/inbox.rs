@@ -1,7 +1,8 @@
-//! The queue between callers and the worker: submissions that the worker has not taken, and the load that callers see.
+//! The queue between callers and the worker: submissions that the worker has not taken, and the load that callers
+//! see.
 //!
-//! A submission is refused by the load that the worker reported last plus what was accepted since, so that a burst
-//! between two turns of the worker is counted too.
+//! A submission is accepted or refused by the load that the worker last reported, plus the submissions accepted
+//! since. So a burst between two turns of the worker is counted too.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -21,15 +22,16 @@ use crate::sink::SinkGuard;
 use crate::submission::{NewSequence, SequenceLimits, Submission};
 use crate::worker::{Event, Worker};
 
-/// Whether a worker works.
+/// The state of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WorkerState {
     Running,
     /// It accepts no new work and finishes its sequences.
     Draining,
-    /// Drained: everything has ended, and the worker with it.
+    /// Drained: all sequences and the worker have ended.
     Stopped,
-    /// Its backend is lost, or it panicked. Everything it had was ended with a refusal. The process should be replaced.
+    /// Its backend is lost, or it panicked. All its sequences were ended with a refusal. The process should be
+    /// replaced.
     Dead(Arc<str>),
 }
 
@@ -51,14 +53,14 @@ pub(crate) struct Inbox {
 /// Submissions that the worker has not taken.
 #[derive(Debug, Default)]
 struct Queues {
-    /// Bounded: those without room by `waiting_max`, those with room by the blocks that they hold.
+    /// Bounded: fresh ones by `waiting_max`, arrived ones by the blocks that they hold.
     submissions: VecDeque<Submission>,
-    /// Requests for room that wait. Bounded by `waiting_max`.
+    /// Waiting requests for room. Bounded by `waiting_max`.
     waiters: VecDeque<RoomWaiter>,
-    /// Bounded: each sequence is cancelled once.
+    /// Bounded, because each sequence is cancelled once.
     cancelled: Vec<SequenceId>,
     n_made: u64,
-    /// Accepted since the worker last reported.
+    /// Accepted since the worker's last report.
     unreported: Unreported,
     costs: StepCosts,
 }
@@ -67,14 +69,14 @@ struct Queues {
 #[derive(Debug)]
 pub(crate) enum RoomAnswer {
     Granted(GrantedRoom),
-    /// It waits in the line under this id; the answer comes through the receiver.
+    /// The request waits in the line under this id. The answer comes through the receiver.
     Waits(SequenceId, oneshot::Receiver<Result<GrantedRoom, Refusal>>),
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Unreported {
     queued: Backlog,
-    /// Taken by the worker, which has not reported since.
+    /// Taken by the worker since its last report.
     taken: Backlog,
 }
 
@@ -84,7 +86,7 @@ struct Backlog {
     n_tokens: u64,
 }
 
-// === impl Inbox: for those who submit ===
+// === impl Inbox: for callers ===
 
 impl Inbox {
     pub(crate) fn new(worker: &Worker, pool: BlockPool, world: World, settings: SchedulerSettings) -> Self {
@@ -101,13 +103,13 @@ impl Inbox {
         }
     }
 
-    /// Accepts a sequence, or refuses it. The sink of a refused one gets no call.
+    /// Accepts or refuses a sequence. The sink of a refused one gets no call.
     pub(crate) fn submit(&self, new: NewSequence) -> Result<SequenceId, Refusal> {
         let sequence_limits = SequenceLimits::of(&new, &self.model, self.n_blocks)?;
         let submitted = self.world.now();
         check_deadline(new.prompt.deadline, submitted)?;
         let mut queues = self.queues();
-        // Under the queues' lock, so that nothing is accepted after the worker looked for the last time.
+        // Checked under the lock of the queues, so that nothing is accepted after the worker's last check.
         self.check_open()?;
         self.check_queue(&new, &queues)?;
         let id = queues.next_id();
@@ -127,8 +129,8 @@ impl Inbox {
         Ok(id)
     }
 
-    /// Grants room at once if nothing waits and all of it is there. Otherwise the request joins the line; if the line is
-    /// full, it is refused.
+    /// Grants room at once if no request waits and all of it is available. Otherwise the request joins the line; if
+    /// the line is full, it is refused.
     pub(crate) fn ask_room(&self, request: RoomRequest) -> Result<RoomAnswer, Refusal> {
         let submitted = self.world.now();
         check_deadline(request.deadline, submitted)?;
@@ -153,7 +155,7 @@ impl Inbox {
         Ok(RoomAnswer::Waits(id, answered))
     }
 
-    /// Why nothing new is taken.
+    /// Returns the refusal if the worker accepts nothing new.
     pub(crate) fn check_open(&self) -> Result<(), Refusal> {
         match &*self.state.borrow() {
             WorkerState::Running => Ok(()),
@@ -166,7 +168,7 @@ impl Inbox {
         }
     }
 
-    /// A sequence whose KV has arrived is always admitted: a refusal would waste the transfer.
+    /// A sequence whose KV has arrived is always accepted: a refusal would waste the transfer.
     fn check_queue(&self, new: &NewSequence, queues: &Queues) -> Result<(), Refusal> {
         if !new.source.is_fresh() {
             return Ok(());
@@ -224,7 +226,7 @@ impl Inbox {
 // === impl Inbox: for the worker ===
 
 impl Inbox {
-    /// Everything new, in order: cancellations last, for they may be of what was just submitted.
+    /// All new events, in order. Cancellations come last, because they may be of sequences that were just submitted.
     pub(crate) fn take(&self) -> Vec<Event> {
         let mut queues = self.queues();
         let submissions = std::mem::take(&mut queues.submissions);
@@ -237,7 +239,7 @@ impl Inbox {
         submissions.chain(waiters).chain(cancelled.into_iter().map(Event::Cancel)).collect()
     }
 
-    /// Whether the worker may stop, which it then has: it was drained, and nothing came in before that.
+    /// Stops the worker if it was drained and nothing came in before that. Returns whether it is stopped.
     pub(crate) fn stop(&self) -> bool {
         let queues = self.queues();
         let may_stop = *self.state.borrow() == WorkerState::Draining
@@ -249,7 +251,7 @@ impl Inbox {
         may_stop
     }
 
-    /// The worker is dead. What was handed in and not taken is ended.
+    /// Marks the worker as dead, and ends all submissions that it has not taken.
     pub(crate) fn die(&self, reason: &str) {
         let mut queues = self.queues();
         self.state.send_replace(WorkerState::Dead(reason.into()));
@@ -265,7 +267,7 @@ impl Inbox {
         self.load.send_replace(load);
     }
 
-    /// Returns when there is something new, or was since the last call. Cancel-safe.
+    /// Waits until there is something new since the last call. Cancel-safe.
     pub(crate) async fn rings(&self) {
         self.bell.notified().await;
     }

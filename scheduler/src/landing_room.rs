@@ -1,4 +1,4 @@
-//! KV room for a prompt whose KV another node sends. It waits in the worker's line, as fresh prompts do.
+//! KV room for a prompt whose KV another node sends. The request waits in the worker's line, as fresh prompts do.
 
 use chassis::counted::{Counted, Counter};
 use kv_cache::{BlockLease, BlockPool, Holder};
@@ -10,30 +10,30 @@ use types::{BlockHash, Deadline, Refusal, RefusalKind};
 use crate::rank::{Rank, SequenceId};
 use crate::settings::SchedulerSettings;
 
-/// What a prompt needs before its KV can be sent here.
+/// The needs of a prompt before its KV can be sent here.
 #[derive(Clone, Debug)]
 pub struct RoomRequest {
     pub holder: Holder,
     pub priority: Priority,
     pub deadline: Deadline,
-    /// Hashes of the prompt's full blocks that may come from the prefix cache, in order.
+    /// Hashes of the prompt's full blocks that may be taken from the prefix cache, in order.
     pub hashes: Vec<BlockHash>,
     /// Blocks per layer group that the whole prompt needs.
     pub n_blocks: usize,
-    /// Counts the landings that are open.
+    /// The counter of open landings.
     pub landings: Counter,
-    /// Landings that may be open at one time.
+    /// The limit of open landings.
     pub landings_max: u32,
 }
 
-/// Room for a prompt's KV. Dropping it gives the blocks and the landing back.
+/// Room for a prompt's KV. The drop releases the blocks and the landing.
 #[derive(Debug)]
 pub struct GrantedRoom {
     /// Blocks for the whole prompt, the cached ones first.
     pub lease: BlockLease,
-    /// Blocks per layer group, from the front, whose KV is cached.
+    /// Leading blocks per layer group whose KV is cached.
     pub cached_blocks: usize,
-    /// One of the open landings.
+    /// The place of this landing in the counter of open landings.
     pub landing: Counted,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct RoomWaiter {
 }
 
 impl RoomRequest {
-    /// Takes the room if all of it is there and `kept` blocks, over all `n_groups` layer groups, are left free.
+    /// Takes the room if all of it is available and `kept` blocks, in all `n_groups` layer groups, remain free.
     pub(crate) fn grant(&self, pool: &BlockPool, n_groups: usize, kept: usize) -> Option<GrantedRoom> {
         let landing = self.landings.enter(self.landings_max)?;
         let cached = pool.adopt(&self.hashes, self.holder.clone());
@@ -71,13 +71,13 @@ impl RoomWaiter {
         self.request.deadline.instant().into()
     }
 
-    /// The requester may have left: then what it was given comes back at once.
+    /// Sends the answer. If the requester is gone, the room is released at once.
     pub(crate) fn answer(self, answer: Result<GrantedRoom, Refusal>) {
         let _ = self.answer.send(answer);
     }
 }
 
-/// Every place in the line is taken.
+/// The refusal when the line is full.
 pub(crate) fn line_is_full(n_waiting: usize) -> Refusal {
     Refusal::new(RefusalKind::Full, format!("{n_waiting} prompts wait for KV room already"))
 }

@@ -1,4 +1,4 @@
-//! A step that was launched and is not collected.
+//! A step that was launched and is not yet collected.
 
 use engine::Launched;
 use tokio::time::Instant;
@@ -12,12 +12,12 @@ pub(crate) struct LaunchedStep {
     /// In the batch's order.
     pub(crate) rows: Vec<StepRow>,
     pub(crate) launched_at: Instant,
-    /// When a step that is only modelled ends.
+    /// The end of a step whose duration is only modelled.
     pub(crate) due: Option<Instant>,
-    /// It was launched late on purpose; the end of the step before shows how late.
+    /// The step was launched late on purpose. The end of the previous step shows the remaining margin.
     pub(crate) is_late: bool,
-    /// Blocks of sequences that ended or were preempted while this step was under way. It may still write into them,
-    /// so they go back when it is collected and no sooner.
+    /// Blocks of sequences that ended or were preempted while this step was running. The step may still write into
+    /// them, so they are released only when it is collected.
     pub(crate) held: Vec<Room>,
 }
 
@@ -28,7 +28,7 @@ pub(crate) struct StepRow {
 }
 
 impl LaunchedStep {
-    /// `before`: the step that runs on the device ahead of this one.
+    /// `before`: the step that the device runs before this one.
     pub(crate) fn new(
         launched: Launched,
         rows: Vec<StepRow>,

@@ -1,20 +1,20 @@
-//! How long before the end of one step the next is launched.
+//! The time between the launch of a step and the end of the running one.
 //!
-//! With a step always queued behind the running one, a new prompt waits for the end of both. A step that is launched
-//! shortly before the running one ends costs the device nothing, and takes the prompts that arrived meanwhile. The lead
-//! is learnt from the time that the running step had left when the next one was queued behind it.
+//! If a step is always queued behind the running one, a new prompt waits for the end of both. A step that is launched
+//! shortly before the running one ends costs the device nothing, and includes the prompts that arrived meanwhile. The
+//! lead is adapted to the time that the running step had left when the next one was queued.
 //! See `docs/decisions/0014-launch-late.md`.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Less time than this is too little: with a slightly slower thread the device would idle.
+/// The smallest safe margin: with less, a slightly slower thread would let the device idle.
 const TIGHT: Duration = Duration::from_micros(100);
 const FIRST: Duration = Duration::from_millis(2);
 const LEAST: Duration = Duration::from_micros(200);
 const MOST: Duration = Duration::from_millis(50);
-/// Added after one tight launch; the others subtract `NARROWER` each.
+/// Added after a tight launch; each other launch subtracts `NARROWER`.
 const WIDER: Duration = Duration::from_micros(256);
 const NARROWER: Duration = Duration::from_micros(4);
 
@@ -28,12 +28,12 @@ impl Default for LaunchLead {
 }
 
 impl LaunchLead {
-    /// When to launch behind a step that ends at `end`.
+    /// The time of the launch behind a step that ends at `end`.
     pub(crate) fn before(self, end: Instant) -> Option<Instant> {
         end.checked_sub(self.0)
     }
 
-    /// Learns from the time that was left of the running step. Returns whether that was too little.
+    /// Adapts the lead to the time that the running step had left. Returns whether that was too little.
     pub(crate) fn learn(&mut self, spare: Duration) -> bool {
         let is_tight = spare < TIGHT;
         let next = if is_tight { self.0 + WIDER } else { self.0.saturating_sub(NARROWER) };
@@ -46,7 +46,8 @@ impl LaunchLead {
 mod tests {
     use super::*;
 
-    /// Steps of 6 ms and up to `jitter` less: what lead comes of it, and how many of the last thousand were tight.
+    /// Simulates steps of 6 ms or up to `jitter` less. Returns the lead, and the number of tight launches among the
+    /// last thousand.
     fn after(jitter: Duration, launch_takes: Duration) -> (Duration, usize) {
         let mut lead = LaunchLead::default();
         let mut n_tight = 0;

@@ -1,8 +1,11 @@
 //! Decides which tokens each step computes, and runs the loop.
 //!
-//! Suggested reading order: submissions ([`submission`], [`landing_room`], [`handle`]) and results ([`sink`]); the pure
-//! parts: order ([`rank`]), batching ([`batcher`]), preemption ([`growth`]), predictions ([`load`]); a sequence's life (`sequence`, `room`); a step's (`launched_step`, `lead`); the state machine ([`worker`]) and
-//! the loop that runs it ([`driver`]).
+//! Suggested reading order:
+//!
+//! - submissions ([`submission`], [`landing_room`], [`handle`]) and results ([`sink`])
+//! - pure functions: order ([`rank`]), batching ([`batcher`]), preemption ([`growth`]), predictions ([`load`])
+//! - the state of a sequence (`sequence`, `room`) and of a step (`launched_step`, `lead`)
+//! - the state machine ([`worker`]) and the loop that runs it ([`driver`])
 #![forbid(unsafe_code)]
 
 pub mod submission;

@@ -1,4 +1,4 @@
-//! The duration of a worker's steps, learnt from earlier steps, and predictions from it.
+//! Learns the duration of a worker's steps from earlier steps, and predicts queueing times.
 
 use std::time::Duration;
 
@@ -7,22 +7,22 @@ use types::NodeLoad;
 
 use crate::launched_step::StepRow;
 
-/// The weight of a new observation in a fading mean.
+/// The weight of a new observation in a decaying mean.
 const NEWS: f64 = 0.05;
-/// Below this variance of the number of rows, the steps seen do not tell what one row more costs.
+/// Below this variance of the number of rows, the observed steps do not show the cost of one more row.
 const ROWS_VARIANCE_MIN: f64 = 0.25;
 
-/// A worker's load, and what the watchdog and reservations need besides.
+/// A worker's load, with additional values for the watchdog and for reservations.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerLoad {
     pub node: NodeLoad,
-    /// Blocks, over all groups, that are to be left free for sequences that grow. Other reservations in this pool (for
-    /// landings) leave them free.
+    /// Blocks, in all groups, to leave free for growing sequences. Other reservations in this pool (for landings)
+    /// leave them free.
     pub growth_reserve_blocks: u32,
-    /// When a step last ended, or the worker last had nothing to do.
+    /// The time at which a step last ended, or the worker last had nothing to do.
     pub last_progress: Instant,
-    /// When this was told. A worker tells its load on every turn, and once a second when it has nothing to do; one
-    /// that does not is inside a step of its engine.
+    /// The time of this report. A worker reports on every turn, and once a second when it is idle. A worker that does
+    /// not report is inside a step of its engine.
     pub last_turn: Instant,
 }
 
@@ -35,23 +35,23 @@ pub struct StepShape {
     pub n_prefill_tokens: usize,
 }
 
-/// The time of a step as a function of what is in it.
+/// The time of a step as a function of its contents.
 ///
-/// Steps without prompts teach a line, time over rows, older steps counting less and less. What a step with prompts
-/// takes longer than that line says is the prompts' cost.
+/// Steps without prompts are fitted by a line, time over rows, with decaying weights. The additional time of a step
+/// with prompts is the cost of the prompts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepCosts {
     running: Line,
     prefill_token_ms: Mean,
 }
 
-/// A mean in which older values fade.
+/// A mean with decaying weights.
 #[derive(Clone, Copy, Debug, Default)]
 struct Mean {
     value: Option<f64>,
 }
 
-/// A line through points, fitted to their fading means.
+/// A line through points, fitted to their decaying means.
 #[derive(Clone, Copy, Debug, Default)]
 struct Line {
     x: Mean,
@@ -81,12 +81,13 @@ impl StepCosts {
         self.prefill_token_ms.learn(of_prompts / step.n_prefill_tokens as f64);
     }
 
-    /// A step of running sequences only.
+    /// The time of a step of running sequences only.
     pub fn running_ms(&self, n_running: usize) -> f64 {
         if n_running == 0 { 0.0 } else { self.running.at(n_running as f64) }
     }
 
-    /// The time until `n_tokens` prompt tokens are computed beside `n_running` sequences, `step_tokens_max` a step at most.
+    /// The time until `n_tokens` prompt tokens are computed beside `n_running` sequences, with at most
+    /// `step_tokens_max` tokens per step.
     pub fn queue_ms(&self, n_tokens: u64, n_running: usize, step_tokens_max: usize) -> f64 {
         let of_prompts = n_tokens as f64 * self.prefill_token_ms.get();
         let tokens_a_step = step_tokens_max.saturating_sub(n_running).max(1);
@@ -120,8 +121,8 @@ impl Line {
         (self.y.get() + self.slope() * (x - self.x.get())).max(0.0)
     }
 
-    /// Never negative, and never steeper than a line through the origin: a row more does not make a step shorter, and
-    /// a step has a cost of its own.
+    /// Never negative, and never steeper than a line through the origin: one more row does not make a step shorter,
+    /// and a step has a fixed cost.
     fn slope(&self) -> f64 {
         let (x, y) = (self.x.get(), self.y.get());
         let variance = self.xx.get() - x * x;
@@ -136,7 +137,7 @@ impl Line {
 mod tests {
     use super::*;
 
-    /// 5 ms, 0.1 ms a row, 0.05 ms a prompt token.
+    /// 5 ms, plus 0.1 ms per row and 0.05 ms per prompt token.
     fn took(n_running: usize, n_prefill_tokens: usize) -> Duration {
         Duration::from_secs_f64((5.0 + 0.1 * n_running as f64 + 0.05 * n_prefill_tokens as f64) / 1e3)
     }

@@ -22,7 +22,7 @@ pub struct SchedulerMetrics {
     pub(crate) discarded_rows: IntCounter,
     pub(crate) preemptions: IntCounter,
     pub(crate) failed_steps: IntCounter,
-    /// Steps behind which the next one stood late, or all but late.
+    /// Steps whose launch came after, or shortly before, the end of the previous step.
     pub(crate) tight_launches: IntCounter,
     pub(crate) queue_seconds: Histogram,
     pub(crate) room_wait_seconds: Histogram,
@@ -48,7 +48,7 @@ impl SchedulerMetrics {
             failed_steps: metrics.counter("failed_steps_total", "Steps that the backend failed."),
             tight_launches: metrics.counter(
                 "tight_launches_total",
-                "Steps launched when the step before had ended, or was about to: more than a few in a hundred, and the device stands still.",
+                "Steps launched after, or shortly before, the end of the previous one: above a few percent the device idles.",
             ),
             queue_seconds: metrics
                 .latency("queue_seconds", "From a sequence's submission to its first step."),

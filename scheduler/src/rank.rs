@@ -5,16 +5,16 @@ use std::time::Duration;
 
 use types::prompt::Priority;
 
-/// Names a sequence within one worker, in the order of arrival.
+/// Identifies a sequence within one worker. Ids are in the order of arrival.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct SequenceId(pub u64);
 
-/// A place in line: the smaller comes first. No two sequences share one.
+/// A place in the line: the smaller rank comes first. No two sequences have the same rank.
 ///
-/// Higher priority first, and among equals the earlier arrival. A sequence older than the bound goes before all
-/// younger ones, in order of arrival alone, so a stream of urgent prompts cannot starve the others: the wait of
-/// each is bounded by the work that was there before it. Age only grows and those past the bound are in line by
-/// arrival, so two sequences cannot take turns in evicting each other.
+/// A higher priority comes first, and among equals the earlier arrival. A sequence older than the age bound comes
+/// before all younger ones, in order of arrival alone. So a stream of urgent prompts cannot starve the others: the
+/// wait of each is bounded by the work that came before it. Age only grows, and sequences past the bound are ordered
+/// by arrival, so two sequences cannot preempt each other in turn.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Rank {
     class: Reverse<Class>,
@@ -27,9 +27,9 @@ enum Class {
     Aged,
 }
 
-/// A place among those that wait for KV room: the smaller comes first.
+/// A place among the sequences and requests that wait for KV room: the smaller one comes first.
 ///
-/// A preempted sequence comes before everything that has not run yet, because its client has tokens already.
+/// A preempted sequence comes before all that have not run yet, because its client already has tokens.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Turn {
     is_new: bool,

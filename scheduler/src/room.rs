@@ -5,16 +5,16 @@ use std::sync::Arc;
 use kv_cache::BlockLease;
 use types::{BlockHash, BlockIdx, GroupIdx};
 
-/// A sequence's blocks, from its first token on. Dropping it gives them back, unless a wire still reads them.
+/// A sequence's blocks, from its first token on. The drop releases them, unless a wire still reads them.
 #[derive(Debug)]
 pub(crate) struct Room {
-    /// What sinks share. While they do, it cannot be made longer.
+    /// The lease that sinks share. While they hold it, it cannot be extended.
     lease: Arc<BlockLease>,
-    /// What was added meanwhile.
+    /// Blocks that were added while the lease was shared.
     grown: Option<BlockLease>,
-    /// Per group, the blocks of both.
+    /// Per group, the blocks of both leases.
     tables: Vec<Vec<BlockIdx>>,
-    /// Blocks that others can find. They are written no more.
+    /// Blocks that others can find. They are no longer written.
     n_published: usize,
 }
 
@@ -34,17 +34,17 @@ impl Room {
         self.tables.iter().map(Vec::as_slice)
     }
 
-    /// What a sink is given: the blocks that were there at first.
+    /// The lease for a sink, without blocks that were added while it was shared.
     pub(crate) fn lease(&self) -> &Arc<BlockLease> {
         &self.lease
     }
 
-    /// Whether a sink holds on to the blocks, so that dropping this would free none.
+    /// Whether a sink holds the blocks, so that dropping this would free none.
     pub(crate) fn is_shared(&self) -> bool {
         Arc::strong_count(&self.lease) > 1
     }
 
-    /// The same room with more blocks behind.
+    /// Adds blocks at the end.
     pub(crate) fn grow(mut self, more: BlockLease) -> Self {
         for (group, table) in (0..).map(GroupIdx).zip(&mut self.tables) {
             table.extend_from_slice(more.table(group));
@@ -59,9 +59,9 @@ impl Room {
         }
     }
 
-    /// Gives back the blocks that a sliding window has left behind: those before `first_seen`.
+    /// Gives back the blocks that a sliding window has passed: those before `first_seen`.
     ///
-    /// A wire may be reading the blocks that a sink shares, so those of a shared room stay until it is not.
+    /// A wire may be reading blocks that a sink shares, so the blocks of a shared room stay for now.
     pub(crate) fn give_back(&mut self, first_seen: impl Fn(GroupIdx) -> usize) {
         let Some(lease) = Arc::get_mut(&mut self.lease) else { return };
         for (group, table) in (0..).map(GroupIdx).zip(&mut self.tables) {
@@ -71,9 +71,10 @@ impl Room {
         }
     }
 
-    /// The first `hashes.len()` blocks are full and right: others may find them.
+    /// Publishes the first `hashes.len()` blocks, which are full and valid.
     ///
-    /// Blocks that were added while a sink held the others wait for the room to grow again without one.
+    /// Blocks that were added while the lease was shared are published later, after the room has grown without a
+    /// sink.
     pub(crate) fn publish(&mut self, hashes: &[BlockHash]) {
         let n_full = hashes.len().min(self.lease.n_blocks());
         for (ordinal, hash) in hashes.iter().enumerate().take(n_full).skip(self.n_published) {

@@ -1,4 +1,4 @@
-//! A sequence: one prompt's life inside one worker.
+//! A sequence: the state of one prompt inside one worker.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::room::Room;
 use crate::sink::{SequenceEnd, SinkGuard, StepTiming};
 use crate::submission::{SequenceLimits, Source, Submission};
 
-/// A sequence in the worker's hands: *placed* when it has blocks, and waiting when it has none.
+/// A sequence of a worker. It is *placed* if it has blocks, and waiting if it has none.
 ///
 /// Its positions, from the first token on:
 ///
@@ -38,19 +38,19 @@ pub(crate) struct Sequence {
     sink_guard: SinkGuard,
     tokens: Vec<TokenId>,
     hashes: Hashes,
-    /// Blocks that others may find: those within the narrowest window, or all.
+    /// Limit of published blocks: those within the narrowest window, or all.
     publish_max: usize,
     room: Option<Room>,
     n_computed: usize,
     n_confirmed: usize,
-    /// Tokens that launched steps sample.
+    /// Tokens that launched steps are sampling.
     n_pending: usize,
     /// Its rows in launched steps.
     n_rows_in_flight: usize,
     n_steps_sent: usize,
-    /// Blocks that the sink was told of.
+    /// Blocks that the sink has received.
     n_blocks_sent: usize,
-    /// What the first placement found in the cache; `None` before it.
+    /// The tokens that the first placement found in the cache; `None` before it.
     cached_tokens: Option<u32>,
     submitted: Instant,
     started: Option<Instant>,
@@ -64,18 +64,18 @@ struct Hashes {
     hashes: Vec<BlockHash>,
 }
 
-/// What comes after a token.
+/// The effect of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum After {
     More,
-    /// It was the last one that is wanted here.
+    /// It was the last token that is wanted here.
     End(Option<FinishReason>),
 }
 
 // === impl Sequence: its life ===
 
 impl Sequence {
-    /// Takes in what was submitted. A sequence whose KV arrived has its blocks already.
+    /// Makes a sequence from a submission. If its KV arrived, it already has its blocks.
     pub(crate) fn new(submission: Submission, layout: &KvLayout) -> Self {
         let Submission { id, prompt, source, sink_guard, sequence_limits, span, submitted } = submission;
         let mut sequence = Self {
@@ -104,7 +104,7 @@ impl Sequence {
         sequence
     }
 
-    /// All of the prompt's KV came from elsewhere, and counts neither as cached nor as computed.
+    /// Takes in arrived KV. It counts neither as cached nor as computed.
     fn arrive(&mut self, lease: BlockLease, first: &Step, layout: &KvLayout) {
         self.cached_tokens = Some(0);
         self.place(lease, self.prompt.tokens.len(), layout);
@@ -112,7 +112,7 @@ impl Sequence {
         self.publish();
     }
 
-    /// Gives it blocks, in which the KV of the first `n_computed` tokens is in place.
+    /// Gives the sequence its blocks. The KV of the first `n_computed` tokens is in them.
     pub(crate) fn place(&mut self, mut lease: BlockLease, n_computed: usize, layout: &KvLayout) {
         lease.rename(self.holder());
         let n_groups = layout.groups.len();
@@ -128,14 +128,14 @@ impl Sequence {
         self.room = self.room.take().map(|room| room.grow(more));
     }
 
-    /// Takes its blocks away. What is known of its tokens stays; all KV is to be computed again.
+    /// Removes its blocks. Its tokens stay known; all KV must be computed again.
     pub(crate) fn unplace(&mut self) -> Option<Room> {
         self.n_computed = 0;
         self.n_confirmed = 0;
         self.room.take()
     }
 
-    /// Ends it. Its blocks are returned for the caller to keep until no launched step uses them.
+    /// Ends it. Returns its blocks, which the caller keeps until no launched step uses them.
     pub(crate) fn end(self, end: SequenceEnd) -> Option<Room> {
         self.sink_guard.end(end);
         self.room
@@ -146,25 +146,25 @@ impl Sequence {
     }
 }
 
-// === impl Sequence: what it needs ===
+// === impl Sequence: its needs ===
 
 impl Sequence {
     pub(crate) fn rank(&self, now: Instant, bound: Duration) -> Rank {
         Rank::new(self.prompt.priority, self.id, self.age(now), bound)
     }
 
-    /// How the sequence ended before it began: its first token, which arrived with it, was the last.
+    /// The result of a sequence whose first token, which arrived with it, was the last one.
     pub(crate) fn ended_on_arrival(&self) -> Option<SequenceEnd> {
         let is_over = self.sequence_limits.steps_max == 0;
         is_over.then(|| self.finished(self.sequence_limits.finish.or(Some(FinishReason::Length))))
     }
 
-    /// Since its submission.
+    /// The time since its submission.
     pub(crate) fn age(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.submitted)
     }
 
-    /// It had blocks before. Without blocks now, it was preempted.
+    /// Whether it had blocks before. If it has none now, it was preempted.
     pub(crate) fn has_run(&self) -> bool {
         self.cached_tokens.is_some()
     }
@@ -181,20 +181,20 @@ impl Sequence {
         self.prompt.deadline.instant().into()
     }
 
-    /// Whether it could be in the next step: it has blocks, more tokens are wanted of it than the steps in flight
-    /// bring, and its sink takes them.
+    /// Whether it could be in the next step: it has blocks, it wants more tokens than the steps in flight bring, and
+    /// its sink has room.
     pub(crate) fn is_runnable(&self) -> bool {
         let wants_more = self.n_steps_sent + self.n_pending < self.sequence_limits.steps_max;
         self.is_placed() && wants_more && self.sink_guard.has_room()
     }
 
-    /// What it could do in the next step.
+    /// Its candidacy for the next step.
     pub(crate) fn candidate(&self, rank: Rank) -> Option<Candidate> {
         let (id, start, end) = (self.id, self.n_computed, self.n_known());
         self.is_runnable().then_some(Candidate { id, rank, start, end })
     }
 
-    /// Blocks per group that it lacks for the tokens that are known or in flight.
+    /// Missing blocks per group for the tokens that are known or in flight.
     pub(crate) fn blocks_missing(&self, layout: &KvLayout) -> usize {
         layout.blocks_for(self.n_known()).saturating_sub(self.n_blocks())
     }
@@ -220,8 +220,8 @@ impl Sequence {
             .saturating_sub(layout.blocks_for(self.tokens.len()))
     }
 
-    /// The hashes of all blocks that it could take from the cache: the last token is always computed, because what
-    /// follows it is sampled from that computation.
+    /// The hashes of all blocks that it could take from the cache. The last token is always computed, because the
+    /// next token is sampled from that computation.
     pub(crate) fn adoptable(&mut self) -> &[BlockHash] {
         let n_computed = usize::from(stands(Guard::LastToken));
         let n_blocks = (self.tokens.len() - n_computed) / self.hashes.block_tokens;
@@ -232,7 +232,7 @@ impl Sequence {
         self.tokens.len()
     }
 
-    /// Tokens of a prompt that are to be computed still; a running sequence has none.
+    /// Tokens of a prompt that are not yet computed; a running sequence has none.
     pub(crate) fn n_queued_tokens(&self) -> usize {
         match self.n_known() - self.n_computed {
             1 if self.is_placed() => 0,
@@ -257,7 +257,7 @@ impl Sequence {
 // === impl Sequence: its rows ===
 
 impl Sequence {
-    /// Its blocks, one table per group. None if it is not placed.
+    /// Its blocks, one table per group; empty if it is not placed.
     pub(crate) fn tables(&self) -> impl Iterator<Item = &[BlockIdx]> {
         self.room.iter().flat_map(Room::tables)
     }
@@ -273,7 +273,7 @@ impl Sequence {
         Row { slot: SlotId(self.id.0), input, start, tables, sample }
     }
 
-    /// Whether its next `n_tokens` are the last ones known, so that another is to be sampled.
+    /// Whether its next `n_tokens` end at the last known token, so that a new token is sampled.
     fn samples(&self, n_tokens: usize) -> bool {
         self.n_computed + n_tokens == self.n_known()
     }
@@ -288,7 +288,7 @@ impl Sequence {
         }
     }
 
-    /// A row of it was launched. The first time, this returns how long that took.
+    /// Records a launched row. For the first one, returns the time since the submission.
     pub(crate) fn launched(
         &mut self,
         n_tokens: usize,
@@ -310,12 +310,12 @@ impl Sequence {
         queued
     }
 
-    /// A row of it was collected, well or not.
+    /// Records a collected row, successful or not.
     pub(crate) fn row_collected(&mut self) {
         self.n_rows_in_flight -= 1;
     }
 
-    /// The KV of its next `n_tokens` is in place, unless the blocks were taken away meanwhile.
+    /// Records that the KV of its next `n_tokens` is in place, unless its blocks were removed meanwhile.
     pub(crate) fn confirm(&mut self, n_tokens: usize, layout: &KvLayout) {
         if self.is_placed() {
             self.n_confirmed += n_tokens;
@@ -324,7 +324,7 @@ impl Sequence {
         }
     }
 
-    /// Takes in the token that a collected row sampled, and sends it.
+    /// Takes the token that a collected row sampled, and sends it to the sink.
     pub(crate) fn accept(&mut self, sampled: Sampled, model: &ModelInfo, now: Instant) -> After {
         let index = self.next_index();
         let Sampled { token, logprobs } = sampled;
@@ -349,7 +349,7 @@ impl Sequence {
         (is_full || index + 1 >= stop.max_tokens).then_some(FinishReason::Length)
     }
 
-    /// The index of the next step to be sent.
+    /// The index of the next step to send.
     fn next_index(&self) -> u32 {
         self.sequence_limits.first_index + self.n_steps_sent as u32
     }
@@ -374,10 +374,10 @@ impl Sequence {
 // === impl Sequence: its KV ===
 
 impl Sequence {
-    /// Tells the sink of the prompt's blocks that are computed, or will be when `fence` opens, each block once.
+    /// Passes the prompt's blocks that are computed, or will be when `fence` opens, to the sink, each block once.
     ///
-    /// It is sent once, also if the sequence was preempted in between: what was sent from the earlier blocks stays
-    /// valid, and the sender holds those blocks.
+    /// A preemption in between does not repeat a block: KV that was sent from the earlier blocks stays valid, and the
+    /// sender holds those blocks.
     fn send_kv(&mut self, fence: &LayerFence, layout: &KvLayout) {
         let goal = self.sequence_limits.kv_tokens;
         let is_whole = self.n_computed >= goal;
@@ -395,9 +395,9 @@ impl Sequence {
         self.n_blocks_sent = n_blocks;
     }
 
-    /// Lets others find the blocks that are full and in place, and that every group of layers still sees whole.
+    /// Publishes the blocks that are full and in place, and that no group's window has passed.
     ///
-    /// Past the narrowest window nothing is published: what is found there would lack what the window left behind.
+    /// Nothing is published past the narrowest window, because blocks before it would be missing in the cache.
     fn publish(&mut self) {
         let n_full = (self.n_confirmed / self.hashes.block_tokens).min(self.publish_max);
         if let Some(room) = &mut self.room {
@@ -405,15 +405,14 @@ impl Sequence {
         }
     }
 
-    /// Gives back the blocks that no step looks at any more, nor one that is in flight: those start past what is
-    /// confirmed.
+    /// Gives back the blocks that no step reads any more. Steps in flight start after the confirmed positions.
     fn give_back(&mut self, layout: &KvLayout) {
         let (Some(room), true) = (&mut self.room, self.publish_max < usize::MAX) else { return };
         room.give_back(|group| layout.first_block_seen(group, self.n_confirmed));
     }
 }
 
-/// What a sequence that ran out of time ends with.
+/// The result of a sequence whose deadline has passed.
 pub(crate) fn deadline_passed() -> SequenceEnd {
     SequenceEnd::Failed(Refusal::new(RefusalKind::Deadline, "the deadline passed"))
 }
@@ -425,7 +424,7 @@ impl Hashes {
         Self { hasher: BlockHasher::new(&prompt.tenant, block_tokens), block_tokens, hashes: Vec::new() }
     }
 
-    /// The hashes of all full blocks of `tokens`, which are those of the last call and perhaps more.
+    /// The hashes of all full blocks of `tokens`, which begin with the tokens of the last call.
     fn of(&mut self, tokens: &[TokenId]) -> &[BlockHash] {
         for block in tokens.chunks_exact(self.block_tokens).skip(self.hashes.len()) {
             self.hashes.push(self.hasher.next(block));

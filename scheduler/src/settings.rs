@@ -8,24 +8,24 @@ use crate::error::SchedulerError;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SchedulerSettings {
-    /// Tokens that one step computes at most. Larger: prompts are done sooner; smaller: running sequences are
-    /// disturbed less.
+    /// Limit of tokens in one step. A larger limit finishes prompts sooner; a smaller one disturbs running sequences
+    /// less.
     pub step_tokens_max: usize,
-    /// Sequences that hold blocks for running, and rows of a step.
+    /// Limit of sequences that hold blocks, and of rows in a step.
     pub sequences_max: usize,
-    /// Fresh prompts that wait for room. More are refused.
+    /// Limit of fresh prompts that wait for room. Further ones are refused.
     pub waiting_max: usize,
-    /// Predicted work that may be queued before a fresh prompt. Beyond it, the prompt is refused: it waits better in
-    /// the router, which may find another node.
+    /// Limit of the predicted work that is queued before a fresh prompt. Beyond it the prompt is refused, because the
+    /// router may find another node.
     pub queue_ms_max: f64,
     /// The age from which a sequence goes before all younger ones, whatever their priority.
     pub age_bound: Duration,
-    /// Blocks per group that admission leaves free for each running sequence, to grow into.
+    /// Blocks per group that admission leaves free for the growth of each running sequence.
     pub growth_blocks: usize,
     /// 2 launches a step before the previous one is collected; 1 does not.
     pub steps_in_flight_max: usize,
-    /// On a device that runs by itself, a step is launched shortly before the one before it ends, so that it takes the
-    /// prompts that arrive meanwhile. Otherwise as soon as there is room for it.
+    /// Whether to launch a step shortly before the previous one ends, on a device that runs by itself, so that it
+    /// includes prompts that arrive meanwhile. If false, a step is launched as soon as there is room for it.
     pub launch_late: bool,
 }
 
@@ -45,7 +45,7 @@ impl Default for SchedulerSettings {
 }
 
 impl SchedulerSettings {
-    /// Refuses settings under which something could wait for ever.
+    /// Refuses settings under which a sequence could wait for ever.
     pub fn check(&self, block_tokens: usize) -> Result<(), SchedulerError> {
         let refuse = |reason: String| Err(SchedulerError::Settings(reason));
         if self.sequences_max == 0 {

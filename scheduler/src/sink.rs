@@ -7,39 +7,41 @@ use std::time::Duration;
 use kv_cache::{BlockLease, LayerFence};
 use types::{FinishReason, KvSpan, Refusal, RefusalKind, Step, Usage};
 
-/// Steps, or chunks of KV, that may still come after [`Sink::has_room`] last said yes: those of the steps in flight.
+/// Limit of steps, or chunks of KV, that may come after [`Sink::has_room`] last returned true: those of the steps in
+/// flight.
 pub const SINK_SLACK: usize = 2;
 
 /// Takes a sequence's results: a stream of tokens to a client, or an outbox of KV to another node.
 ///
-/// **Who calls it.** The worker, on its own thread, between two steps. No call may wait: a sink hands over to a
-/// bounded queue and says by [`has_room`](Self::has_room) when that is full.
+/// **Caller.** The worker, on its own thread, between two steps. No call may wait: a sink passes results to a bounded
+/// queue, and [`has_room`](Self::has_room) reports whether that is full.
 ///
-/// **In which order.** `kv` for the cached prefix, if there is one; `kv` for each chunk of the prompt as it is
-/// launched; `step` for each token; last, and exactly once, `end`. Between them `has_room`, at any time.
-/// After `end` nothing comes. A sink is also ended, with a refusal, when the worker dies.
+/// **Order.** `kv` for the cached prefix, if there is one; `kv` for each chunk of the prompt when it is launched;
+/// `step` for each token; last, and exactly once, `end`. `has_room` may be called at any time before `end`. No call
+/// comes after `end`. A sink is also ended, with a refusal, when the worker dies.
 ///
-/// **Who owns what.** The lease in `kv` is shared: its blocks are kept until the last clone is dropped, also when the
-/// sequence has ended. It is to be dropped as soon as the KV has been read, for other sequences may need the blocks.
-/// Only a sink whose sequence wants one step may keep it past `step`: a sequence that goes on writes into the last,
+/// **Ownership.** The lease in `kv` is shared: its blocks are kept until the last clone is dropped, even if the
+/// sequence has ended. Drop it as soon as the KV has been read, because other sequences may need the blocks. A sink
+/// may keep it past `step` only if its sequence wants one step: a sequence that continues writes into the last,
 /// partial block.
 pub trait Sink: Debug + Send {
-    /// Whether it takes what another step brings. It must have room for [`SINK_SLACK`] more when it says so.
+    /// Whether the sink accepts the results of another step. If it returns true, it must have room for [`SINK_SLACK`]
+    /// more.
     ///
-    /// While it has no room, nothing of the sequence is computed. The caller that makes room again calls
-    /// [`WorkerHandle::nudge`](crate::WorkerHandle::nudge).
+    /// While it has no room, no step of the sequence is computed. When there is room again, the owner of the sink
+    /// calls [`WorkerHandle::nudge`](crate::WorkerHandle::nudge).
     fn has_room(&self) -> bool;
 
-    /// Whole blocks of the prompt, and with its last chunk the partial one, are computed as `ready` opens.
+    /// Whole blocks of the prompt, and with its last chunk the partial one. They are computed when `ready` opens.
     ///
-    /// Blocks come in order, each once, all layers together; a cached prefix comes first, with an open fence.
-    /// `lease.table(span.group)` covers the sequence from its first block, `span.blocks` are ordinals in it.
+    /// Blocks come in order, each once, with all layers. A cached prefix comes first, with an open fence.
+    /// `lease.table(span.group)` covers the sequence from its first block; `span.blocks` are ordinals in it.
     fn kv(&mut self, span: KvSpan, lease: Arc<BlockLease>, ready: LayerFence);
 
     /// One more token.
     fn step(&mut self, step: Step, timing: StepTiming);
 
-    /// The sequence is over. Blocks that only steps in flight still use come back a moment later.
+    /// The sequence has ended. Blocks that steps in flight still use are released a moment later.
     fn end(self: Box<Self>, end: SequenceEnd);
 }
 
@@ -47,16 +49,17 @@ pub trait Sink: Debug + Send {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepTiming {
     pub usage: Usage,
-    /// From its submission to the launch of its first step.
+    /// The time from the submission to the launch of the first step.
     pub queued: Duration,
-    /// From there to this token.
+    /// The time from that launch to this token.
     pub computed: Duration,
 }
 
-/// How a sequence ended.
+/// The result of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SequenceEnd {
-    /// All tokens that were wanted were sent. `finish` is the last one's: `None` if the sequence is to go on elsewhere.
+    /// All wanted tokens were sent. `finish` is that of the last one: `None` if the sequence continues on another
+    /// node.
     Finished {
         finish: Option<FinishReason>,
         usage: Usage,
@@ -64,10 +67,10 @@ pub enum SequenceEnd {
     Failed(Refusal),
 }
 
-/// Holds a sink, and ends it exactly once, on drop at the latest.
+/// Holds a sink, and ends it exactly once, in its drop at the latest.
 #[derive(Debug)]
 pub(crate) struct SinkGuard {
-    /// `None` once it was ended.
+    /// `None` once the sink was ended.
     sink: Option<Box<dyn Sink>>,
 }
 

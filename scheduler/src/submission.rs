@@ -8,41 +8,41 @@ use types::{FinishReason, ModelInfo, Prompt, Refusal, RefusalKind, Step};
 use crate::rank::SequenceId;
 use crate::sink::{Sink, SinkGuard};
 
-/// A sequence to run. Only its source and sink show what it is for (an outbox, a stream).
+/// A sequence to run. Its source and its sink define its purpose (an outbox, a stream).
 #[derive(Debug)]
 pub struct NewSequence {
     pub prompt: Prompt,
     pub source: Source,
     pub sink: Box<dyn Sink>,
-    /// 1 for a sequence that goes on elsewhere, `u32::MAX` for all there are.
+    /// 1 for a sequence that continues on another node, `u32::MAX` for no limit.
     pub steps_wanted: u32,
 }
 
-/// Where a sequence comes from.
+/// The origin of a sequence's KV.
 #[derive(Debug)]
 pub enum Source {
-    /// The worker looks for a cached prefix, and reserves room.
+    /// The worker uses a cached prefix, and reserves the room.
     Fresh,
-    /// All KV of the prompt is in `lease`, verified, and `first` is the token after it, which the client has already.
+    /// All KV of the prompt is in `lease`, verified. `first` is the token after it, which the client already has.
     Arrived { lease: BlockLease, first: Step },
 }
 
-/// How far a sequence may go, by its own rules and the node's limits.
+/// The limits of a sequence, by its own parameters and the node's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SequenceLimits {
     /// The index of the first step that this worker sends.
     pub(crate) first_index: u32,
-    /// Steps that it sends at most. Zero: an arrived sequence whose first token was its last.
+    /// Limit of steps that it sends. Zero: an arrived sequence whose first token was its last.
     pub(crate) steps_max: usize,
-    /// Tokens whose KV it can ever hold here: the last one needs none.
+    /// Limit of tokens whose KV it holds here. The last token needs none.
     pub(crate) tokens_max: usize,
-    /// Tokens of KV that its sink is told of.
+    /// Tokens of KV that its sink receives.
     pub(crate) kv_tokens: usize,
-    /// How the arrived first token ended the sequence, if it did.
+    /// The finish reason of the arrived first token, if that ended the sequence.
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// A sequence that was accepted.
+/// An accepted sequence.
 #[derive(Debug)]
 pub(crate) struct Submission {
     pub(crate) id: SequenceId,
@@ -57,7 +57,7 @@ pub(crate) struct Submission {
 // === impl Source ===
 
 impl Source {
-    /// Whether the worker must find the room.
+    /// Whether the worker must reserve the room.
     pub(crate) fn is_fresh(&self) -> bool {
         matches!(self, Self::Fresh)
     }
@@ -131,7 +131,8 @@ impl SequenceLimits {
         let for_prompt = model.layout.blocks_for(prompt.tokens.len());
         match source {
             Source::Arrived { lease, .. } if lease.n_blocks() < for_prompt => {
-                let reason = format!("a lease of {} blocks for a prompt of {for_prompt}", lease.n_blocks());
+                let reason =
+                    format!("the lease has {} blocks, the prompt needs {for_prompt}", lease.n_blocks());
                 Err(Refusal::new(RefusalKind::Failed, reason))
             }
             _ => Ok(()),
@@ -139,7 +140,7 @@ impl SequenceLimits {
     }
 }
 
-/// The least of what the client, the context and the caller allow.
+/// The minimum of the limits of the client, the context and the caller.
 fn steps_max(
     prompt: &Prompt,
     next_index: u32,
@@ -157,7 +158,7 @@ mod tests {
     use super::*;
     use crate::testing::{Recorder, blocks, model, prompt};
 
-    /// Context 64, 16 tokens a block.
+    /// A context of 64 tokens, and 16 tokens per block.
     fn sequence_limits(
         n_tokens: usize,
         n_generated: usize,
@@ -232,6 +233,6 @@ mod tests {
         let (sink, _) = Recorder::new();
         let new = NewSequence { prompt: prompt("r", 17, 1), source, sink: Box::new(sink), steps_wanted: 1 };
         let refusal = SequenceLimits::of(&new, &model(64), 3).expect_err("17 tokens, one block");
-        assert_eq!(refusal.reason, "a lease of 1 blocks for a prompt of 2");
+        assert_eq!(refusal.reason, "the lease has 1 blocks, the prompt needs 2");
     }
 }

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: a small mock, a sink that remembers, and a worker to turn by hand.
+//! Shared helpers of this crate's tests: a small mock, a recording sink, and a worker that tests step by hand.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -22,12 +22,12 @@ use crate::submission::{NewSequence, SequenceLimits, Source, Submission};
 use crate::worker::{Event, Next, Worker, WorkerParts};
 
 pub(crate) const BLOCK_TOKENS: usize = 4;
-/// Turns after which a worker that has not come to rest never will.
+/// The number of turns after which a worker that is still busy fails the test.
 const TURNS_MAX: usize = 20_000;
 
 // === models, prompts, blocks ===
 
-/// Two layers, four tokens a block, and a sequence ends of itself after some thirty tokens.
+/// Two layers and four tokens a block. A sequence ends by itself after some thirty tokens.
 pub(crate) fn small() -> MockSettings {
     let toml = "
         context_tokens = 256
@@ -51,7 +51,7 @@ pub(crate) fn model(context_tokens: u32) -> ModelInfo {
     Mock::new("mock", settings, 4, Pace::Modelled).expect("memory for a few blocks").model().clone()
 }
 
-/// A lease of `n_blocks` of a pool that serves nothing else.
+/// A lease of `n_blocks` from a pool without other users.
 pub(crate) fn blocks(n_blocks: usize) -> BlockLease {
     let pool = BlockPool::new(&model(64).layout, n_blocks as u32);
     pool.reserve(n_blocks, holder("lease")).expect("the pool is empty")
@@ -61,7 +61,7 @@ pub(crate) fn holder(request: &str) -> Holder {
     Holder { what: Holding::Landing, request: RequestId::new(request) }
 }
 
-/// A greedy prompt of letters; prompts of one id begin alike.
+/// A greedy prompt of letters; prompts with the same id have a common prefix.
 pub(crate) fn prompt(id: &str, n_tokens: usize, max_tokens: u32) -> Prompt {
     let seed = id.bytes().map(usize::from).sum::<usize>();
     let tokens = (0..n_tokens).map(|nth| TokenId(65 + ((nth * 7 + seed) % 26) as u32)).collect();
@@ -82,7 +82,7 @@ pub(crate) fn deadline_in(within: Duration) -> Deadline {
     Deadline::at((Instant::now() + within).into_std())
 }
 
-// === a sink that remembers ===
+// === a recording sink ===
 
 #[derive(Debug)]
 pub(crate) struct Recorder {
@@ -94,11 +94,11 @@ pub(crate) struct Record {
     pub(crate) steps: Vec<Step>,
     pub(crate) timings: Vec<StepTiming>,
     pub(crate) spans: Vec<(KvSpan, LayerFence)>,
-    /// What `kv` brought, as long as the test keeps it.
+    /// The leases of `kv`, as long as the test keeps them.
     pub(crate) leases: Vec<Arc<BlockLease>>,
     pub(crate) end: Option<SequenceEnd>,
     pub(crate) is_full: bool,
-    /// Keeps no lease.
+    /// The sink keeps no lease.
     pub(crate) is_stream: bool,
 }
 
@@ -112,7 +112,7 @@ impl Recorder {
         (Self { record: Arc::clone(&record) }, Recorded(record))
     }
 
-    /// One that keeps no leases.
+    /// A recorder that keeps no leases.
     pub(crate) fn stream() -> (Self, Recorded) {
         let (recorder, recorded) = Self::new();
         recorded.get().is_stream = true;
@@ -137,7 +137,7 @@ impl Recorded {
         self.get().end.is_some()
     }
 
-    /// The refusal that it ended with.
+    /// The refusal that ended the sequence.
     pub(crate) fn refusal(&self) -> Option<RefusalKind> {
         match &self.get().end {
             Some(SequenceEnd::Failed(refusal)) => Some(refusal.kind),
@@ -145,7 +145,7 @@ impl Recorded {
         }
     }
 
-    /// Whether it ended well.
+    /// Whether the sequence ended with success.
     pub(crate) fn is_finished(&self) -> bool {
         matches!(self.get().end, Some(SequenceEnd::Finished { .. }))
     }
@@ -177,7 +177,7 @@ impl Sink for Recorder {
     }
 }
 
-// === a worker that is turned by hand ===
+// === a worker that tests step by hand ===
 
 #[derive(Debug)]
 pub(crate) struct Rig {
@@ -208,7 +208,7 @@ impl Rig {
         Self { worker: worker.expect("right settings"), pool, memory, metrics, model, n_submitted: 0 }
     }
 
-    /// Submits to the worker without its inbox, which has tests of its own.
+    /// Submits to the worker directly, without its inbox, which has its own tests.
     pub(crate) fn submit(&mut self, new: NewSequence) -> Result<SequenceId, Refusal> {
         let sequence_limits = SequenceLimits::of(&new, &self.model, self.memory.n_blocks())?;
         let id = self.next_id();
@@ -224,7 +224,7 @@ impl Rig {
         SequenceId(self.n_submitted)
     }
 
-    /// Submits a fresh prompt whose steps are all wanted.
+    /// Submits a fresh prompt that wants all steps.
     pub(crate) fn stream(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
         let (sink, recorded) = Recorder::stream();
         let source = Source::Fresh;
@@ -232,7 +232,7 @@ impl Rig {
         (self.submit(new).expect("it fits"), recorded)
     }
 
-    /// Submits a fresh prompt whose KV and first step are wanted.
+    /// Submits a fresh prompt that wants KV and the first step.
     pub(crate) fn outbox(&mut self, prompt: Prompt) -> (SequenceId, Recorded) {
         let (sink, recorded) = Recorder::new();
         let source = Source::Fresh;
@@ -244,7 +244,7 @@ impl Rig {
         self.worker.apply(Event::Cancel(id));
     }
 
-    /// Up to and with the next collect. False: there is nothing to run.
+    /// Runs one turn, including the next collect. Returns false if there is nothing to run.
     pub(crate) fn turn(&mut self) -> bool {
         let has_launched = self.launch();
         if has_launched {
@@ -253,7 +253,7 @@ impl Rig {
         has_launched
     }
 
-    /// Launches as many steps as may be in flight. False: none is.
+    /// Launches steps up to the limit. Returns false if no step is in flight.
     pub(crate) fn launch(&mut self) -> bool {
         loop {
             self.worker.apply(Event::Launch);
@@ -265,7 +265,7 @@ impl Rig {
         }
     }
 
-    /// A turn during which another holder takes all free blocks, writes into them, and finds them untouched.
+    /// Runs a turn while another holder takes all free blocks, writes into them, and checks that they stay unchanged.
     pub(crate) fn turn_with_intruder(&mut self) {
         let has_launched = self.launch();
         let n_free = self.pool.counts().free as usize / self.model.layout.groups.len();
@@ -295,7 +295,7 @@ impl Rig {
         groups.flat_map(|group| lease.table(group).iter().map(move |block| (group, *block))).collect()
     }
 
-    /// Until there is nothing to run.
+    /// Runs until there is nothing to run.
     pub(crate) fn settle(&mut self) {
         for _ in 0..TURNS_MAX {
             if !self.turn() {
@@ -305,7 +305,7 @@ impl Rig {
         panic!("the worker does not come to rest");
     }
 
-    /// Everything has ended, and every block is back.
+    /// Checks that all sequences have ended and all blocks are free.
     pub(crate) fn assert_at_baseline(&mut self) {
         assert!(self.worker.is_idle(), "sequences are left: {:?}", self.worker.load().node);
         self.worker.apply(Event::Idle);
@@ -321,12 +321,12 @@ impl Rig {
     }
 }
 
-/// Settings under which nothing is ever short.
+/// Settings under which no limit is reached.
 pub(crate) fn roomy() -> SchedulerSettings {
     SchedulerSettings { step_tokens_max: 512, sequences_max: 64, ..SchedulerSettings::default() }
 }
 
-/// All tokens of a prompt that runs alone, a step at a time, from a pool that holds it whole.
+/// All tokens of a prompt that runs alone, one step at a time, in a pool that is large enough.
 pub(crate) fn alone(prompt: &Prompt) -> Vec<TokenId> {
     let mut rig = Rig::new(128, SchedulerSettings { steps_in_flight_max: 1, ..roomy() });
     let (_, recorded) = rig.stream(prompt.clone());
@@ -335,7 +335,7 @@ pub(crate) fn alone(prompt: &Prompt) -> Vec<TokenId> {
     recorded.tokens()
 }
 
-/// A prompt's KV and first step, as another node makes them, put into blocks of this pool.
+/// A prompt's KV and first step from another node, in blocks of this pool.
 ///
 /// `None` if there is no room for it.
 pub(crate) fn arrived(rig: &Rig, prompt: &Prompt) -> Option<Source> {

@@ -1,8 +1,8 @@
-//! The worker: all sequences of one node, and the one place that changes them.
+//! The worker: all sequences of one node, and the only code that changes them.
 //!
-//! It is a state machine. `Worker::apply` takes one event at a time, waits for nothing but the backend, and needs no
-//! runtime; `Worker::next` names the event that it waits for. The [`driver`](crate::driver) calls them, and chooses thread
-//! and clock.
+//! It is a state machine. `Worker::apply` takes one event at a time, waits only for the backend, and needs no
+//! runtime. `Worker::next` returns the event that it needs next. The [`driver`](crate::driver) calls them, and
+//! chooses thread and clock.
 //!
 //! `launching` allocates blocks and launches steps, `collecting` applies their results.
 
@@ -35,7 +35,7 @@ use crate::settings::SchedulerSettings;
 use crate::sink::SequenceEnd;
 use crate::submission::Submission;
 
-/// How often a worker that has sequences, and can run none of them, looks again: a sink may have room, or the pool.
+/// The interval at which a worker checks its sequences if it can run none: a sink or the pool may have room again.
 const BLOCKED_POLL: Duration = Duration::from_millis(20);
 
 /// The parts of a worker.
@@ -54,24 +54,24 @@ pub(crate) enum Event {
     Submit(Box<Submission>),
     /// A request for room joins the line.
     Wait(Box<RoomWaiter>),
-    /// The sequence, or the request for room, is not wanted any more.
+    /// The sequence, or the request for room, is cancelled.
     Cancel(SequenceId),
-    /// Time to end what is overdue, and to launch a step if there is one.
+    /// Ends overdue sequences, and launches a step if there is one.
     Launch,
-    /// The oldest launched step is to be collected. This waits for the device.
+    /// Collects the oldest launched step. This waits for the device.
     Collect,
-    /// There has been nothing to do for a moment.
+    /// The worker has been idle for a moment.
     Idle,
 }
 
-/// What a worker wants next.
+/// The event that a worker needs next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// `Launch` at once: another step fits behind the one that was just launched.
+    /// `Launch` at once: one more step fits behind the one that was just launched.
     Launch,
     /// `Collect`, but not before this time if the step is only modelled.
     Collect(Option<Instant>),
-    /// Any event; at the latest at this time, `Launch`. `None`: there are no sequences.
+    /// Any event, and `Launch` at this time at the latest. `None`: there are no sequences.
     Wait(Option<Instant>),
 }
 
@@ -83,9 +83,9 @@ pub(crate) struct Worker {
     settings: SchedulerSettings,
     metrics: SchedulerMetrics,
     model: ModelInfo,
-    /// In order of arrival.
+    /// Ordered by arrival.
     sequences: BTreeMap<SequenceId, Sequence>,
-    /// Requests for room that wait in line with the sequences that have none, in order of arrival.
+    /// Requests for room, ordered by arrival. They wait in one line with the sequences without blocks.
     waiters: BTreeMap<SequenceId, RoomWaiter>,
     /// Launched steps, oldest first.
     flights: VecDeque<LaunchedStep>,
@@ -93,13 +93,13 @@ pub(crate) struct Worker {
     costs: StepCosts,
     lead: LaunchLead,
     steps_total: u64,
-    /// When the step collected last ended, and how long the device was busy with it.
+    /// The end of the last collected step, and the time that it took on the device.
     last_step: Option<Instant>,
     last_took: Duration,
     last_progress: Instant,
-    /// The pool's integrity was checked since something last ran.
+    /// Whether the pool's integrity was checked since the last step.
     is_checked: bool,
-    /// Why the backend is of no use any more.
+    /// The reason why the backend cannot be used any more.
     lost: Option<String>,
 }
 
@@ -134,12 +134,12 @@ impl Worker {
         })
     }
 
-    /// Returns the backend. All sequences have ended.
+    /// Returns the backend after all sequences have ended.
     pub(crate) fn into_backend(self) -> Box<dyn Backend> {
         self.backend
     }
 
-    /// Applies one event. Nothing else changes the worker.
+    /// Applies one event. No other method changes the worker.
     pub(crate) fn apply(&mut self, event: Event) {
         match event {
             Event::Submit(submission) => self.submit(*submission),
@@ -160,7 +160,7 @@ impl Worker {
         }
     }
 
-    /// When a step is best launched behind the one that runs. `None`: as soon as there is room for it.
+    /// The best time to launch a step behind the running one. `None`: as soon as there is room for it.
     pub(crate) fn launch_at(&self) -> Option<Instant> {
         let runs_late = self.settings.launch_late && self.backend.runs_by_itself();
         if !runs_late || self.flights.len() != 1 {
@@ -169,7 +169,7 @@ impl Worker {
         self.lead.before(self.end_of(self.flights.front()?)?)
     }
 
-    /// When a step without prompts ends, as far as that is known.
+    /// The expected end of a step without prompts, if it is known.
     fn end_of(&self, flight: &LaunchedStep) -> Option<Instant> {
         let StepShape { n_running, n_prefill_tokens } = StepShape::of(&flight.rows);
         let mean = Duration::from_secs_f64(self.costs.running_ms(n_running) / 1e3);
@@ -177,11 +177,11 @@ impl Worker {
             return None;
         }
         let began = self.last_step.map_or(flight.launched_at, |last| last.max(flight.launched_at));
-        // One step that took a second raises the mean for many that do not.
+        // One step of a second raises the mean for many short ones.
         Some(flight.due.unwrap_or_else(|| began + mean.min(self.last_took)))
     }
 
-    /// When to look again if nothing happens.
+    /// The time of the next check if no event comes.
     fn next_look(&self) -> Option<Instant> {
         let of_waiters = self.waiters.values().map(RoomWaiter::deadline);
         let next_deadline = self.sequences.values().map(Sequence::deadline).chain(of_waiters).min();
@@ -234,7 +234,7 @@ impl Worker {
         self.end(id, SequenceEnd::Failed(Refusal::new(RefusalKind::Cancelled, "cancelled")));
     }
 
-    /// Ends what is overdue, whether or not there is anything new.
+    /// Ends overdue sequences and requests.
     fn reap(&mut self, now: Instant) {
         let is_late = |sequence: &&Sequence| sequence.deadline() <= now && stands(Guard::DeadlineReaper);
         let late: Vec<SequenceId> =
@@ -248,7 +248,7 @@ impl Worker {
         }
     }
 
-    /// Ends a sequence, if it is there still. Its blocks go back when no launched step uses them.
+    /// Ends a sequence, if it still exists. Its blocks are released when no launched step uses them.
     fn end(&mut self, id: SequenceId, end: SequenceEnd) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         self.metrics.ended(&end);
@@ -260,7 +260,7 @@ impl Worker {
         }
     }
 
-    /// Nothing can be computed any more: ends everything.
+    /// Ends all sequences, because the backend is lost.
     fn lose(&mut self, reason: &str) {
         if self.lost.is_none() {
             error!(reason, "backend lost");

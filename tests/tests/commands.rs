@@ -117,7 +117,7 @@ async fn up_listens_at_a_host_name_and_chat_takes_its_address_in_every_form() {
     }
     up.signal(up.pid(), Signal::INT);
     assert_eq!(up.stop_code(), Some(0));
-    assert!(up.log().contains("stopping: requests under way end first"), "{}", up.log());
+    assert!(up.log().contains("stopping: running requests end first"), "{}", up.log());
 }
 
 #[test]
@@ -163,7 +163,7 @@ async fn ctrl_c_while_a_model_is_fetched_says_so() {
         interrupt(&child);
         let (code, text) = ended(child).await;
         assert_eq!(code, Some(4), "{command}: {text}");
-        assert!(text.contains("stopped before the model was here"), "{command}: {text}");
+        assert!(text.contains("stopped before the model was downloaded"), "{command}: {text}");
     }
 }
 
@@ -219,8 +219,8 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
     put(&other, "config.json", "{\"architectures\": [\"GptForCausalLM\"]}");
     let path = |folder: &TempDir, name: &str| folder.path().join(name).display().to_string();
     for (model, both, expected) in [
-        (path(&gguf, ""), true, "has no config.json: GGUF is not read"),
-        (path(&gguf, "model-q4.gguf"), true, "is a file: GGUF is not read"),
+        (path(&gguf, ""), true, "has no config.json: GGUF is not supported"),
+        (path(&gguf, "model-q4.gguf"), true, "is a file: GGUF is not supported"),
         (path(&bare, ""), true, "has no config.json: it is not a model's folder"),
         (path(&bare, "README.md"), true, "is a file: a model is a folder"),
         (

@@ -155,7 +155,7 @@ async fn connectors_that_are_out_are_named_with_their_reason() {
         ("[transfer]\nconnectors = [\"tcp\"]\n", "shm", "transfer.connectors is tcp"),
     ] {
         let (_, report) = doctor(&file(&folder, "node.toml", text));
-        let wanted = format!("{connector}: out: {reason}");
+        let wanted = format!("{connector}: not available: {reason}");
         let said = group(&report, "connectors").iter().any(|finding| finding["found"] == wanted.as_str());
         assert!(said, "{wanted} in {report}");
     }

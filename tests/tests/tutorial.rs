@@ -134,7 +134,7 @@ async fn processes_are_started_by_hand() {
     let output = laptop.run(&commands.text);
     assert!(output.status.success(), "{}", text(&output));
     assert!(
-        text(&output).contains("valid router") && text(&output).contains("all is well"),
+        text(&output).contains("valid router") && text(&output).contains("no problems found"),
         "{}",
         text(&output)
     );

@@ -1,4 +1,4 @@
-//! What can be typed behind `baton bench engine`.
+//! The arguments of `baton bench engine`.
 
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use engine::measure::{Offline, SamplingMode, Workload};
 use engine::{CpuSettings, CudaSettings, Device, LoadFormat, StepLimits};
 use types::KvDtype;
 
-/// The bundled model and the smallest ones that there are of each architecture.
+/// The bundled model and the smallest test model of each architecture.
 const CHECK_FOLDERS: &[&str] = &[
     "engine/tests/models/llama",
     "engine/tests/models/llama3",
@@ -21,22 +21,22 @@ const CHECK_FOLDERS: &[&str] = &[
     "models/demo",
 ];
 
-/// Measure the engine by itself: decode steps, first tokens, many requests at once, and the device's limits.
+/// Measure the engine alone: decode steps, first tokens, many requests at once, and the device's limits.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EngineArgs {
     /// A model's folder; a `config.json` alone is enough for random weights.
     #[arg(long, default_value = "bench/shapes/llama-3.1-8b", value_name = "FOLDER")]
     pub(crate) model: PathBuf,
-    /// What computes: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.
+    /// The device: `auto`, `cpu`, `cuda`, or `cuda:N` for a certain GPU.
     #[arg(long, default_value = "auto", value_name = "DEVICE")]
     pub(crate) device: Device,
     /// Number of tensor-parallel ranks: GPUs from the device's number on, or groups of threads.
     #[arg(long, default_value_t = NonZero::<u16>::MIN, value_name = "RANKS")]
     pub(crate) tp: NonZero<u16>,
-    /// Where weights come from.
+    /// The source of the weights.
     #[arg(long, value_enum, default_value_t = Weights::Dummy)]
     pub(crate) weights: Weights,
-    /// What becomes of the layers' weights as they are loaded, or written.
+    /// Quantization of the layers' weights when they are loaded or written.
     #[arg(long, value_enum, default_value_t = Quantized::No)]
     pub(crate) quantize: Quantized,
     /// The number type of KV.
@@ -45,10 +45,10 @@ pub(crate) struct EngineArgs {
     /// Memory for KV.
     #[arg(long, default_value = "48GiB", value_name = "BYTES")]
     pub(crate) kv_memory: ByteSize,
-    /// Rows of the decode steps that are measured.
+    /// Rows of the measured decode steps.
     #[arg(long, value_delimiter = ',', default_value = "1,8,32,64,128,256", value_name = "N,…")]
     pub(crate) batches: Vec<usize>,
-    /// Draw their tokens in these ways, one after the other.
+    /// The ways to sample their tokens, measured one after the other.
     #[arg(
         long,
         value_enum,
@@ -60,75 +60,77 @@ pub(crate) struct EngineArgs {
     /// Tokens of each sequence before its first decode step.
     #[arg(long, default_value_t = 1024, value_name = "N")]
     pub(crate) context: usize,
-    /// Prompts whose first token is waited for, one at a time.
+    /// Lengths of prompts whose time to first token is measured, one at a time.
     #[arg(long, value_delimiter = ',', default_value = "2048,8192", value_name = "N,…")]
     pub(crate) prompts: Vec<usize>,
-    /// Requests that are there all at once; 0 leaves this out.
+    /// Number of requests that start at the same time; 0 skips this measurement.
     #[arg(long, default_value_t = 512, value_name = "N")]
     pub(crate) requests: usize,
-    /// Tokens of each of them.
+    /// Prompt tokens of each of these requests.
     #[arg(long, default_value_t = 1024, value_name = "N")]
     pub(crate) request_prompt: usize,
-    /// Tokens that each of them asks for.
+    /// Output tokens of each of these requests.
     #[arg(long, default_value_t = 128, value_name = "N")]
     pub(crate) request_output: usize,
-    /// Tokens of a step of theirs.
+    /// Limit of tokens in one step of these requests.
     #[arg(long, default_value_t = 8192, value_name = "N")]
     pub(crate) request_step_tokens: usize,
-    /// The most tokens of a step.
+    /// Limit of tokens in one step.
     #[arg(long, default_value_t = 8192, value_name = "N")]
     pub(crate) step_tokens: usize,
-    /// The most sequences of a step.
+    /// Limit of sequences in one step.
     #[arg(long, default_value_t = 256, value_name = "N")]
     pub(crate) rows: usize,
-    /// Say where the time of a decode step goes, too. On a GPU.
+    /// Also report the parts of the time of a decode step. On a GPU only.
     #[arg(long)]
     pub(crate) profile: bool,
-    /// Compare the GPU with the CPU instead, alone, in company, in chunks; and, deterministic, with itself, exactly. With
-    /// `--deterministic` the named model is compared with itself and nothing else.
+    /// Instead, compare the GPU's results with the CPU's for sequences alone, in batches and in chunks, and compare
+    /// deterministic results with themselves, bit by bit. With `--deterministic` only the named model is compared,
+    /// with itself.
     #[arg(long)]
     pub(crate) check: bool,
-    /// Let it sleep and wake this many times instead: how long that takes, what memory it gives, and whether the tokens are
-    /// the same afterwards.
+    /// Instead, let the engine sleep and wake this many times, and report the times, the released memory, and whether
+    /// the tokens are the same afterwards.
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(crate) naps: usize,
-    /// Write made-up weights of the model's shape into this folder instead, as a checkpoint: to measure how fast it is
-    /// loaded, by `--model FOLDER --weights safetensors`. With `--weights safetensors`, the model's own.
+    /// Instead, write random weights of the model's shape into this folder, as a checkpoint, to measure loading with
+    /// `--model FOLDER --weights safetensors`. With `--weights safetensors`, write the model's own weights.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) write_weights: Option<PathBuf>,
-    /// Compute every row the same in any company, for comparison: what `model.deterministic` is for nodes. On a GPU.
+    /// Compute each row with the same result in every batch, as `model.deterministic` does for nodes, for comparison.
+    /// On a GPU only.
     #[arg(long)]
     pub(crate) deterministic: bool,
-    /// Launch each kernel of a decode step by itself instead of recorded steps, for comparison.
+    /// Launch each kernel of a decode step separately instead of recorded steps, for comparison.
     #[arg(long)]
     pub(crate) no_graphs: bool,
-    /// The folder of CUDA's libraries, if they are not where the loader looks.
+    /// The folder of CUDA's libraries, if they are not in the loader's folders.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) cuda_libraries: Option<PathBuf>,
-    /// Kernels for this kind of GPU: `sm_90a` are Hopper's own, `sm_90` what every GPU has.
+    /// Compile kernels for this GPU architecture: `sm_90a` for Hopper only, `sm_90` for every GPU.
     #[arg(long, value_name = "ARCH")]
     pub(crate) arch: Option<String>,
-    /// The file that everything found is written to, as JSON.
+    /// Write all results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
-    /// The commit that the report names, where there is no repository to ask.
+    /// The commit for the report, if there is no repository to read it from.
     #[arg(long, value_name = "NAME")]
     pub(crate) commit: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Weights {
-    /// Random ones, from the config alone.
+    /// Random weights, from the config alone.
     Dummy,
-    /// The folder's own.
+    /// The weights in the folder.
     Safetensors,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Quantized {
-    /// They stay as they are.
+    /// Weights are not changed.
     No,
-    /// 8 bits a weight, and a scale for each row.
+    /// 8 bits per weight, and a scale for each row.
     Fp8,
 }
 
@@ -140,11 +142,11 @@ pub(crate) enum Kv {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Draws {
-    /// The likeliest.
+    /// The most likely token.
     Greedy,
     /// Temperature 0.8, top-p 0.9.
     TopP,
-    /// The same with a repetition and a presence penalty.
+    /// The same with a repetition penalty and a presence penalty.
     Penalties,
 }
 
@@ -223,7 +225,7 @@ impl EngineArgs {
         }
     }
 
-    /// The named model if one was named, else all that are kept for this.
+    /// The named model if `--weights safetensors` is given, otherwise all test models.
     pub(crate) fn check_folders(&self) -> Vec<PathBuf> {
         match self.weights {
             Weights::Safetensors => vec![self.model.clone()],

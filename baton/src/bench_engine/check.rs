@@ -1,4 +1,4 @@
-//! Whether the GPU says what the CPU says.
+//! Compares the GPU's results with the CPU's.
 
 use std::path::Path;
 
@@ -10,29 +10,31 @@ use types::{KvDtype, TokenId};
 use super::args::EngineArgs;
 use crate::exit::Failed;
 
-/// KV of a model on trial.
+/// KV memory of a checked model.
 const KV_BYTES: usize = 64 << 20;
 /// Tokens after each prompt.
 const N_STEPS: usize = 24;
-/// Enough for the longest golden prompt at once.
+/// Enough for the longest golden prompt in one step.
 const LIMITS: StepLimits = StepLimits { tokens: 2048, rows: 256 };
-/// What bf16 makes of logits that the CPU has in f32: rounded to 8 bits in every layer, which shows most in models as
-/// narrow as these. One and a half times the worst lead that was seen to be lost (`docs/measurements`).
+/// The tolerance for bf16, compared with f32 on the CPU. Numbers are rounded to 8 bits in every layer, which matters
+/// most in narrow models such as these. It is 1.5 times the largest margin that was seen to be lost
+/// (`docs/measurements`).
 const TOLERANCE: Tolerance = Tolerance { epsilon: 0.5, logprob: 0.5, logprob_share: 0.05 };
 
-/// The same with KV in FP8: a number that differs in its last bits before it is rounded to 3 may differ by an eighth after.
+/// The tolerance with KV in FP8: numbers that differ in their last bits before the rounding to 3 bits may differ by
+/// an eighth after it.
 const TOLERANCE_OF_KV: Tolerance = Tolerance { epsilon: 1.1, logprob: 5.5, logprob_share: 0.05 };
 
-/// KV of a model that is compared with itself: as many sequences as a crowd has.
+/// KV memory of a model that is compared with itself: enough for the sequences of the largest batch.
 const ALIKE_KV_BYTES: usize = 24 << 30;
-/// Prompts that it is compared over: a few tokens, some chunks of attention, and what lies on and beside their edges.
+/// Lengths of its prompts: a few tokens, some chunks of attention, and lengths at and beside the edges of chunks.
 const ALIKE_PROMPTS: [u32; 6] = [1, 33, 130, 512, 513, 1100];
 
 /// One model's comparison.
 #[derive(Debug, Serialize)]
 pub(super) struct Checked {
     model: String,
-    /// What it was compared with.
+    /// The reference of the comparison.
     with: &'static str,
     tolerance: Tolerance,
     recorded: Comparison,
@@ -59,7 +61,8 @@ impl Checked {
     }
 }
 
-/// A model against the CPU with KV in f32, or in 8 bits as its own is: its steps recorded, and each kernel launched by itself.
+/// Compares a model with the CPU, with KV in f32, or in 8 bits if the model's KV is: once with recorded steps, and
+/// once with each kernel launched separately.
 pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
     let (kv_dtype, tolerance) = match args.kv_dtype() {
         KvDtype::Fp8E4m3 => (KvDtype::Fp8E4m3, TOLERANCE_OF_KV),
@@ -79,10 +82,10 @@ pub(super) fn check(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed>
     Ok(Checked { model, with: "the CPU", tolerance, recorded, launched })
 }
 
-/// What sleep and wake are held to.
+/// Runs the conformance suite of sleep and wake.
 ///
 /// # Panics
-/// Where they do not keep it.
+/// If a case fails.
 pub(super) fn check_sleep(folder: &Path, args: &EngineArgs) {
     let settings = CudaSettings { load_format: LoadFormat::Safetensors, limits: LIMITS, ..args.cuda() };
     engine::conformance::sleep::suite(&|| {
@@ -91,7 +94,7 @@ pub(super) fn check_sleep(folder: &Path, args: &EngineArgs) {
     });
 }
 
-/// A model that is to be the same in any company against itself, to the last bit.
+/// Compares a deterministic model with itself in other batches, bit by bit.
 pub(super) fn check_alike(folder: &Path, args: &EngineArgs) -> Result<Checked, Failed> {
     let settings = CudaSettings { deterministic: true, ..args.cuda() };
     let (settings, kv_bytes) = match args.deterministic {
@@ -134,7 +137,7 @@ struct GoldenPrompt {
     prompt_ids: Vec<u32>,
 }
 
-/// The golden prompts of a model that has some; else any tokens.
+/// The golden prompts of a model that has some; otherwise arbitrary tokens.
 fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, Failed> {
     let tokens = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
     if let Ok(bytes) = std::fs::read(folder.join("golden.json")) {
@@ -146,7 +149,7 @@ fn prompts(folder: &Path, vocab: u32) -> Result<Vec<Vec<TokenId>>, Failed> {
     Ok([5, 33, 16, 100].map(|len| any(len, vocab)).to_vec())
 }
 
-/// Any tokens, others for each length.
+/// Arbitrary tokens, different for each length.
 fn any(len: u32, vocab: u32) -> Vec<TokenId> {
     (0..len).map(|nth| TokenId((nth * 7 + len) % vocab)).collect()
 }

@@ -1,4 +1,4 @@
-//! `baton bench engine`: how fast the engine is by itself, beside what the device can do at most.
+//! `baton bench engine`: the speed of the engine alone, beside the limits of the device.
 
 mod args;
 mod check;
@@ -20,7 +20,7 @@ use opened::Opened;
 
 use crate::exit::Failed;
 
-/// Everything that one run found.
+/// All results of one run.
 #[derive(Debug, Serialize)]
 struct Report {
     command: String,
@@ -30,9 +30,9 @@ struct Report {
     device: String,
     /// Seconds until the first step could be launched.
     open_s: f64,
-    /// On a GPU: how long the weights alone took.
+    /// The loading time of the weights alone, on a GPU.
     loaded: Option<Loaded>,
-    /// Decode steps that were recorded at the start, and after it.
+    /// Decode steps that were recorded at the start, and later.
     recorded: Option<(usize, usize)>,
     limits: Option<CudaLimits>,
     measured: Option<Measured>,
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, Failed> {
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// A checkpoint to be loaded, with all cores at work.
+/// Writes a checkpoint, with all cores.
 fn write_weights(args: &EngineArgs, folder: &Path) -> Result<ExitCode, Failed> {
     let started = tokio::time::Instant::now();
     let form = match args.quantize {
@@ -114,7 +114,7 @@ fn checked(args: &EngineArgs) -> Result<Report, Failed> {
     for folder in args.check_folders() {
         report.add(check::check(&folder, args)?);
         check::check_sleep(&folder, args);
-        // Several GPUs add up in an order of their own.
+        // Several GPUs add numbers in another order.
         if args.cuda().ranks.get() == 1 {
             report.add(check::check_alike(&folder, args)?);
         }

@@ -1,4 +1,4 @@
-//! A backend that is measured, and what only a GPU can tell of itself.
+//! An open backend for measurements, with functions that only a GPU has.
 
 use engine::backend::cuda::{CudaLimits, DecodeProfile, Loaded};
 use engine::{Backend, CpuBackend, CudaBackend, Device};

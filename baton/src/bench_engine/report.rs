@@ -1,4 +1,4 @@
-//! What was found, as text.
+//! The results as text.
 
 use std::io::Write as _;
 
@@ -7,7 +7,7 @@ use engine::measure::Measured;
 
 use super::Report;
 
-/// Results go to standard output; a reader who has left is no error.
+/// Writes results to standard output. A reader that has closed the pipe is no error.
 pub(super) fn say(report: &Report) {
     let mut text = String::new();
     if let Some(Loaded { bytes, seconds }) = report.loaded {
@@ -24,7 +24,7 @@ pub(super) fn say(report: &Report) {
     let _ = write!(std::io::stdout().lock(), "{text}");
 }
 
-/// What is about the run and not its result.
+/// Writes a message about the run, which is no result, to standard error.
 pub(super) fn tell(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

@@ -20,34 +20,34 @@ pub(crate) struct TransferArgs {
         default_value = "16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB,1GiB,4GiB"
     )]
     pub(crate) sizes: Vec<ByteSize>,
-    /// How the blocks lie, on both sides
+    /// The places of the blocks, on both sides
     #[arg(long, value_enum, value_delimiter = ',', default_value = "contiguous,scattered")]
     pub(crate) blocks: Vec<Blocks>,
-    /// How layers are handed in
+    /// The way in which layers are passed to the connector
     #[arg(long, value_enum, value_delimiter = ',', default_value = "at-once,streamed")]
     pub(crate) layers: Vec<Layers>,
-    /// Whether pages are verified. Off is for measuring only: nodes have no such setting
+    /// Whether pages are verified. Off is for measurements only: nodes have no such setting
     #[arg(long, value_enum, value_delimiter = ',', default_value = "on,off")]
     pub(crate) digests: Vec<Digests>,
-    /// Where KV lies. Connectors between GPUs have it there in any case, on the first and the second GPU
+    /// The memory of the KV. Connectors between GPUs always use the first and the second GPU
     #[arg(long, value_enum, default_value = "host")]
     pub(crate) memory: Memory,
     /// Streams of the connector, and of the plain copy
     #[arg(long, default_value_t = 2)]
     pub(crate) streams: u16,
-    /// About how long each combination is measured
+    /// The approximate time for each combination
     #[arg(long, default_value_t = 2.0, value_name = "SECONDS")]
     pub(crate) seconds: f64,
-    /// Where the numbers go, as JSON
+    /// Write the numbers to this file, as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
-    /// Where the page with the plots goes
+    /// Write the page with the plots to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
-    /// Where the plots alone go
+    /// Write the plots alone to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
-    /// Measure nothing: put together what earlier runs on one machine have written with --out
+    /// Measure nothing: combine files that earlier runs on one machine have written with --out
     #[arg(long, value_delimiter = ',', value_name = "FILES")]
     pub(crate) from: Vec<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! The two GPUs of a machine between which KV is moved.
+//! The two GPUs of a machine that KV is moved between.
 
 use std::sync::OnceLock;
 
@@ -11,14 +11,14 @@ use crate::exit::Failed;
 
 static CARDS: OnceLock<[Card; 2]> = OnceLock::new();
 
-/// Which of the two.
+/// One of the two GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     Near,
     Far,
 }
 
-/// Memory of one of them. Opening both takes as long as compiling their kernels.
+/// Memory of one of the GPUs. The first call opens both, which takes as long as compiling their kernels.
 pub(super) fn memory(side: Side, layout: KvLayout, n_blocks: u32) -> Result<KvMemory, Failed> {
     let cards = match CARDS.get() {
         Some(cards) => cards,
@@ -34,7 +34,7 @@ fn open(ordinal: usize) -> Result<Card, Failed> {
     Card::open(ordinal, None, &Cache::none()).map_err(failed)
 }
 
-/// A plain copy from the one to the other: by the copy engines, in one piece.
+/// A plain copy from one GPU to the other: by the copy engines, in one piece.
 #[derive(Debug)]
 pub struct PlainCopy {
     courier: Courier,
@@ -50,7 +50,7 @@ impl PlainCopy {
         Ok(Self { courier: Courier::new(far.memory(), CourierSize::default()).map_err(failed)?, remote })
     }
 
-    /// Copies the first `bytes`.
+    /// Copies the first `bytes` bytes.
     pub(super) fn copy(&self, far: &KvMemory, bytes: usize) -> Result<(), Failed> {
         let far = far.on_card().ok_or_else(|| not_moved("KV is not on a GPU"))?;
         self.courier.copy_plainly(&self.remote, far.memory(), bytes).map_err(failed)

@@ -1,27 +1,28 @@
-//! What is varied: how many bytes, where they lie, how they are handed in, and whether they are verified.
+//! The parameters of a case: the bytes, the places of the blocks, the order of layers, and whether pages are
+//! verified.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use types::{KvDtype, KvLayout};
 
-/// Bytes of one layer's share of a block, where the message is large enough: Llama 3.1 8B has 64 KiB.
+/// Bytes of one layer's share of a block, if the message is large enough. Llama 3.1 8B has 64 KiB.
 const PAGE_BYTES_MAX: u64 = 64 << 10;
 const N_LAYERS_MAX: u64 = 32;
 const BLOCK_TOKENS: u16 = 16;
 /// Bytes of one head of 128 numbers of two bytes, K and V, in one block.
 const HEAD_BYTES: u64 = 2 * 128 * 2 * BLOCK_TOKENS as u64;
 
-/// Where a sequence's blocks lie.
+/// The places of a sequence's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Blocks {
-    /// All of them neighbours, on both sides.
+    /// All blocks are neighbours, on both sides.
     Contiguous,
-    /// None of them, on either side.
+    /// No two blocks are neighbours, on either side.
     Scattered,
 }
 
-/// How KV is handed to the connector.
+/// The way in which KV is passed to the connector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Layers {
@@ -38,17 +39,17 @@ pub enum Digests {
     Off,
 }
 
-/// Where KV lies, on both sides.
+/// The memory of the KV, on both sides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Memory {
     #[default]
     Host,
-    /// On the first GPU of this machine, and on the second.
+    /// The first GPU of this machine, and the second.
     Gpus,
 }
 
-/// One thing to measure.
+/// One measurement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
     pub connector: String,
@@ -69,7 +70,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// `None` if `bytes` is no whole number of pages of at least one head.
+    /// `None` if `bytes` is not a whole number of pages with at least one head.
     pub fn of(bytes: u64) -> Option<Self> {
         let page_bytes = bytes.min(PAGE_BYTES_MAX);
         if bytes == 0 || !page_bytes.is_multiple_of(HEAD_BYTES) || !bytes.is_multiple_of(page_bytes) {

@@ -1,6 +1,6 @@
-//! What lies on the near side before a transfer, and whether it lies on the far side afterwards.
+//! Fills the near side before a transfer, and compares the far side afterwards.
 //!
-//! By all of the machine's threads: gigabytes on two sides take longer to fill and to compare than to move.
+//! All threads of the machine are used, because filling and comparing gigabytes takes longer than moving them.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,27 +10,27 @@ use kv_cache::KvMemory;
 use crate::bench_transfer::ends::{GROUP, Run, failed};
 use crate::exit::Failed;
 
-/// Blocks of a layer that are looked at, or written, at once: a copy of this number goes from and to a GPU in one piece.
+/// Limit of blocks of a layer that are read or written at once. Such a number of blocks is one copy from or to a GPU.
 const BLOCKS_AT_ONCE: u32 = 256;
 
-/// Writes every page with bytes that differ from page to page.
+/// Fills every page with bytes that differ from page to page.
 pub(super) fn fill(memory: &KvMemory) -> Result<(), Failed> {
     write_all(memory, |layer, first, bytes| {
         let seed = u64::from(layer) << 32 | u64::from(first);
-        // Whole numbers of words: a page is at least one head of 128 numbers.
+        // The length is a multiple of the word size, because a page has at least one head of 128 numbers.
         for (word, nth) in bytes.chunks_exact_mut(8).zip(seed << 16..) {
             word.copy_from_slice(&mixed(nth).to_le_bytes());
         }
     })
 }
 
-/// Writes every page, so that none is first touched while the clock runs.
+/// Writes every page, so that no page is touched for the first time during the measurement.
 pub(super) fn touch(memory: &KvMemory) -> Result<(), Failed> {
-    // A GPU's memory is all there from the start.
+    // The memory of a GPU is allocated completely at the start.
     if memory.is_on_cards() { Ok(()) } else { write_all(memory, |_, _, bytes| bytes.fill(0)) }
 }
 
-/// Numbers that have nothing to do with their neighbours.
+/// A mixing function, so that neighbouring numbers are unrelated.
 fn mixed(nth: u64) -> u64 {
     let spread = nth.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     spread ^ spread >> 29
@@ -48,7 +48,7 @@ fn write_all(memory: &KvMemory, write: impl Fn(u16, u32, &mut [u8]) + Sync) -> R
     })
 }
 
-/// Whether all of these runs hold the same bytes on both sides.
+/// Whether all of these runs have the same bytes on both sides.
 pub(super) fn are_equal(near: &KvMemory, far: &KvMemory, runs: &[Run]) -> Result<bool, Failed> {
     let pieces: Vec<Run> = runs.iter().flat_map(cut).collect();
     let differ = AtomicBool::new(false);
@@ -69,7 +69,7 @@ pub(super) fn are_equal(near: &KvMemory, far: &KvMemory, runs: &[Run]) -> Result
     Ok(!differ.into_inner())
 }
 
-/// A run in pieces of at most [`BLOCKS_AT_ONCE`].
+/// Cuts a run into pieces of at most [`BLOCKS_AT_ONCE`].
 fn cut(run: &Run) -> impl Iterator<Item = Run> + use<> {
     let Run { layer, near, far } = run.clone();
     (0..near.len() as u32).step_by(BLOCKS_AT_ONCE as usize).map(move |done| {
@@ -79,7 +79,7 @@ fn cut(run: &Run) -> impl Iterator<Item = Run> + use<> {
     })
 }
 
-/// Pieces that lie close together on both sides, so that they are read at once with what is between them.
+/// Groups pieces that are close together on both sides. Each group is read at once, including the blocks between.
 fn windows(mut pieces: &[Run]) -> Vec<&[Run]> {
     let mut windows = Vec::new();
     while !pieces.is_empty() {
@@ -102,7 +102,7 @@ fn covered(runs: &[Run], of: impl Fn(&Run) -> &Range<u32>) -> Range<u32> {
     first..runs.iter().map(|run| of(run).end).max().unwrap_or(0)
 }
 
-/// Does one thing with each of `all`; the first error counts.
+/// Calls `act` for each of `all` on all threads, and returns the first error.
 fn by_all_threads<T: Sync>(all: &[T], act: impl Fn(&T) -> Result<(), Failed> + Sync) -> Result<(), Failed> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -114,7 +114,7 @@ fn by_all_threads<T: Sync>(all: &[T], act: impl Fn(&T) -> Result<(), Failed> + S
     let n_threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..n_threads).map(|_| scope.spawn(work)).collect();
-        let joined = threads.into_iter().map(|thread| thread.join().expect("looking does not panic"));
+        let joined = threads.into_iter().map(|thread| thread.join().expect("a comparison does not panic"));
         joined.fold(Ok(()), Result::and)
     })
 }
@@ -129,7 +129,7 @@ mod tests {
         KvMemory::host(KvLayout::uniform(16, KvDtype::Bf16, 2, 1, 8), n_blocks).expect("a few pages")
     }
 
-    /// Every second block of one side, and of the other all in the opposite order: nothing is a neighbour.
+    /// Every second block of one side, and blocks of the other side in reverse order: no two are neighbours.
     fn scattered(n: u32) -> Vec<Run> {
         let run = |layer, nth: u32| Run { layer, near: 2 * nth..2 * nth + 1, far: n - 1 - nth..n - nth };
         (0..2).flat_map(|layer| (0..n).map(move |nth| run(layer, nth))).collect()
@@ -174,7 +174,7 @@ mod tests {
         let sizes: Vec<usize> = pieces.iter().map(|piece| piece.near.len()).collect();
         assert_eq!(sizes, [256, 256, 256, 232]);
         assert_eq!(windows(&pieces).len(), 4);
-        // 128 of every second block are within 255; 256 on the other side would be, too.
+        // 128 of every second block are within 255 blocks. The other side alone would allow 256.
         let sizes: Vec<usize> = windows(&scattered(300)).iter().map(|window| window.len()).collect();
         assert_eq!(sizes, [128, 128, 44, 128, 128, 44]);
     }

@@ -1,4 +1,4 @@
-//! Two nodes with memory of their own, and the blocks between which KV goes.
+//! Two nodes with their own memory, and the blocks that KV moves between.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::bench_transfer::case::{Blocks, Case, Digests, Layers, Memory, Shape};
 use crate::bench_transfer::contents;
 use crate::exit::Failed;
 
-/// All layers are alike.
+/// All layers have the same shape.
 pub(super) const GROUP: GroupIdx = GroupIdx(0);
 const LANDING_FOR: Duration = Duration::from_secs(120);
-/// What the connectors have under way is done by then.
+/// The deadline for the end of the connectors' work.
 const CLOSES_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
@@ -27,7 +27,7 @@ struct End {
     memory: KvMemory,
     pool: BlockPool,
     connector: Arc<dyn KvConnector>,
-    /// Blocks that stand between the others.
+    /// The blocks between the others.
     #[expect(dead_code, reason = "held for its Drop")]
     between: Vec<BlockLease>,
 }
@@ -64,9 +64,9 @@ impl Ends {
         Ok(Self { shape, layers: case.layers, world, gate, near, far, from })
     }
 
-    /// One transfer, from the question for a landing to the word that all of it is there.
+    /// Runs one transfer, from the request for a landing to the report that all KV has arrived.
     ///
-    /// Answers the far blocks that it lies in.
+    /// Returns the far blocks of the KV.
     pub async fn transfer(&self) -> Result<BlockLease, Failed> {
         let request = LandRequest {
             transfer: self.world.transfer_id(),
@@ -87,8 +87,8 @@ impl Ends {
         arrival.settle().await.map(|arrived| arrived.lease).map_err(failed)
     }
 
-    /// Waits until the connectors' tasks and threads have ended: one that a process leaves behind when it exits still uses
-    /// a GPU whose driver is gone.
+    /// Waits until the connectors' tasks and threads have ended. A thread that still runs when the process exits
+    /// would use a GPU whose driver is unloaded.
     pub async fn close(self) -> Result<(), Failed> {
         let gate = self.gate.clone();
         drop(self);
@@ -103,7 +103,7 @@ impl Ends {
         }
     }
 
-    /// The same bytes, for a plain copy: with the far blocks that a transfer would get.
+    /// The runs of a plain copy of the same bytes, to the far blocks that a transfer would get.
     pub fn runs(&self) -> Result<(Vec<Run>, BlockLease), Failed> {
         let room = self.far.room(self.shape.n_blocks)?;
         Ok((self.runs_to(&room), room))
@@ -131,7 +131,7 @@ impl Ends {
         (&self.near.memory, &self.far.memory)
     }
 
-    /// Whether these far blocks hold what the near ones hold.
+    /// Whether these far blocks have the content of the near ones.
     pub fn are_equal(&self, room: &BlockLease) -> Result<bool, Failed> {
         contents::are_equal(&self.near.memory, &self.far.memory, &self.runs_to(room))
     }
@@ -201,7 +201,7 @@ pub(super) fn failed(error: impl std::error::Error) -> Failed {
     not_moved(types::in_full(&error))
 }
 
-/// Why KV did not move.
+/// The error of a transfer.
 pub(super) fn not_moved(reason: impl std::fmt::Display) -> Failed {
-    Failed::work(format!("move KV: {reason}"))
+    Failed::work(format!("cannot move KV: {reason}"))
 }

@@ -1,4 +1,4 @@
-//! One case measured: plain copy and connector in turns, so that a machine that is busy is busy for both.
+//! Measures one case: plain copy and connector in turn, so that other load on the machine affects both.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,14 +11,14 @@ use crate::bench_transfer::ends::{Ends, not_moved};
 use crate::bench_transfer::plain::Plain;
 use crate::exit::Failed;
 
-/// Fewer pairs have no median to speak of.
+/// The smallest number of pairs for a meaningful median.
 pub const N_PAIRS_MIN: usize = 5;
-/// A small message is over before the clock has moved much; more than this many teach nothing new.
+/// Limit of pairs. A small message takes little time, and more pairs give no more information.
 const N_PAIRS_MAX: usize = 400;
-/// Pairs that are not counted: connections are made, and mappings touched for the first time.
+/// Pairs that are not counted: they make connections, and touch mappings for the first time.
 const N_WARM: usize = 2;
 
-/// What came out of one case.
+/// The results of one case.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Measured {
     #[serde(flatten)]
@@ -28,15 +28,15 @@ pub struct Measured {
     pub rate: f64,
     /// The rate of the median plain copy.
     pub plain_rate: f64,
-    /// Median over the pairs of plain time by connector time, and the quartiles.
+    /// The median over the pairs of plain time divided by connector time; the quartiles follow.
     pub ratio: f64,
     pub ratio_low: f64,
     pub ratio_high: f64,
-    /// The latency of one transfer, from the request for a landing to the notice that all is there.
+    /// The latency of one transfer, from the request for a landing to the report that all KV has arrived.
     pub latency_us_p50: f64,
     pub latency_us_p90: f64,
     pub plain_us_p50: f64,
-    /// Processor time of the median transfer, all threads together.
+    /// CPU time of the median transfer, all threads together.
     #[serde(default)]
     pub processor_us_p50: f64,
     #[serde(default)]
@@ -65,7 +65,7 @@ pub async fn measure(case: &Case, within: Duration) -> Result<Measured, Failed> 
     Ok(summary(case, &pairs))
 }
 
-/// One transfer is looked at byte by byte, before anything else has copied to the far side.
+/// Compares one transfer byte by byte, before anything else is copied to the far side.
 async fn check(ends: &Ends) -> Result<(), Failed> {
     let room = ends.transfer().await?;
     if ends.are_equal(&room)? { Ok(()) } else { Err(not_moved("KV arrived wrong")) }
@@ -77,11 +77,11 @@ struct Pair {
     connector: Took,
 }
 
-/// Seconds that something took.
+/// The seconds of one operation.
 #[derive(Clone, Copy, Debug)]
 struct Took {
     wall: f64,
-    /// The time of all of the process's threads.
+    /// The CPU time of all threads of the process.
     processor: f64,
 }
 
@@ -142,7 +142,7 @@ fn summary(case: &Case, pairs: &[Pair]) -> Measured {
     }
 }
 
-/// The value below which this share of sorted values lies: the nearest one.
+/// The quantile `share` of sorted values: the nearest value.
 fn at(sorted: &[f64], share: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * share).round() as usize]
 }

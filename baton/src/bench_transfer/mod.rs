@@ -1,8 +1,9 @@
-//! `baton bench transfer`: how fast connectors move KV, against plain copies of the same bytes on the same path.
+//! `baton bench transfer`: the KV transfer rate of connectors, compared with plain copies of the same bytes on the
+//! same path.
 //!
-//! Suggested reading order: what is varied ([`case`]), KV in GPU memory ([`cards`]), the two nodes between which KV moves
-//! ([`ends`]), the contents of their blocks before and after ([`contents`]), the plain copy ([`plain`]), the measurement of
-//! both in turns ([`mod@measure`]) and the report ([`report`]).
+//! Suggested reading order: the parameters ([`case`]), KV in GPU memory ([`cards`]), the two nodes ([`ends`]), the
+//! contents of their blocks before and after ([`contents`]), the plain copy ([`plain`]), the measurement of both in
+//! turn ([`mod@measure`]) and the report ([`report`]).
 
 mod args;
 mod cards;
@@ -86,14 +87,15 @@ fn cases(args: &TransferArgs) -> Vec<Case> {
     cases
 }
 
-/// Connectors that no host memory will do for.
+/// Connectors that do not work with host memory.
 const BETWEEN_GPUS: &[&str] = &["cuda-ipc", "nccl"];
 
 fn memory_of(connector: &str, wanted: Memory) -> Memory {
     if BETWEEN_GPUS.contains(&connector) { Memory::Gpus } else { wanted }
 }
 
-/// A node's connectors run on as many threads as there are cores; the harness around them has one.
+/// A node's connectors use as many threads as there are cores, but the caller's runtime has one. So this starts
+/// another runtime.
 fn on_threads(case: Case, within: Duration) -> Result<Measured, Failed> {
     let measured = std::thread::spawn(move || {
         let runtime = tokio::runtime::Runtime::new().map_err(Failed::work)?;

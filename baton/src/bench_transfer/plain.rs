@@ -1,7 +1,8 @@
-//! The same bytes without a connector: what the path itself can do with as many streams.
+//! Moves the same bytes without a connector, to measure the path itself with the same number of streams.
 //!
-//! For tcp, a vectored send and receive over as many sockets; for everything within one host, as many threads that
-//! copy from page to page; between GPUs, one copy of all bytes in one piece, wherever the blocks lie.
+//! For tcp, a vectored send and receive over the same number of sockets. For all connectors within one host, the same
+//! number of threads that copy from page to page. Between GPUs, one copy of all bytes in one piece, for any places of
+//! the blocks.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -17,12 +18,12 @@ use crate::bench_transfer::case::{Case, Memory};
 use crate::bench_transfer::ends::{Ends, GROUP, Run, failed, not_moved};
 use crate::exit::Failed;
 
-/// Slices in one call to the kernel.
+/// Slices in one system call.
 const SLICES: usize = 64;
-/// A contiguous run is cut for the socket, as one would who wants both ends to be busy.
+/// A contiguous run is cut into slices of this size, so that both ends of a socket are busy.
 const SLICE_BYTES: usize = 64 << 10;
 
-/// Which plain copy a connector is held against.
+/// The plain copy that a connector is compared with.
 #[derive(Debug)]
 pub enum Plain {
     Sockets(Sockets),
@@ -30,7 +31,7 @@ pub enum Plain {
     Cards(Box<PlainCopy>),
 }
 
-/// Connected once: making connections is not what is measured.
+/// Connected once, because connection setup is not measured.
 #[derive(Debug)]
 pub struct Sockets {
     pairs: Vec<(TcpStream, TcpStream)>,
@@ -59,7 +60,7 @@ impl Plain {
         Ok(Self::Sockets(Sockets { pairs }))
     }
 
-    /// Copies everything once.
+    /// Copies all bytes once.
     pub async fn copy(&mut self, ends: &Ends, runs: &Arc<[Run]>, _room: &BlockLease) -> Result<(), Failed> {
         match self {
             Self::Threads { streams } => copy_by_threads(ends, runs, usize::from(*streams)),
@@ -69,7 +70,7 @@ impl Plain {
     }
 }
 
-/// The n-th of `n_streams` streams' share of the runs.
+/// The runs of stream `nth` of `n_streams`.
 fn share(runs: &[Run], nth: usize, n_streams: usize) -> impl Iterator<Item = &Run> {
     runs.iter().skip(nth).step_by(n_streams)
 }
@@ -112,7 +113,7 @@ impl Sockets {
         self.pair_up(outs, ins)
     }
 
-    /// The halves come back in any order; who belongs to whom is in their addresses.
+    /// Pairs the halves by their addresses, because they come back in any order.
     fn pair_up(&mut self, outs: Vec<TcpStream>, mut ins: Vec<TcpStream>) -> Result<(), Failed> {
         for out in outs {
             let addr = out.local_addr().map_err(Failed::work)?;
@@ -184,7 +185,7 @@ async fn receive(
     }
 }
 
-/// At most [`SLICES`] slices, without the `done` bytes at the front.
+/// At most [`SLICES`] slices, without the first `done` bytes.
 fn sliced<'a>(pages: impl Iterator<Item = &'a [u8]>, done: usize) -> impl Iterator<Item = &'a [u8]> {
     let rest = pages.enumerate().map(move |(nth, page)| &page[if nth == 0 { done } else { 0 }..]);
     rest.flat_map(|page| page.chunks(SLICE_BYTES)).take(SLICES)
@@ -195,7 +196,7 @@ fn sliced_mut<'a>(pages: &'a mut VecDeque<PageMut<'_>>, done: usize) -> Vec<IoSl
     rest.flat_map(|page| page.chunks_mut(SLICE_BYTES)).take(SLICES).map(IoSliceMut::new).collect()
 }
 
-/// Takes away the pages that are done; how many bytes are done of the first that stays.
+/// Removes the pages that are done. Returns the number of done bytes of the first remaining page.
 fn advance<P>(pages: &mut VecDeque<P>, mut done: usize, len: impl Fn(&P) -> usize) -> usize {
     while let Some(first) = pages.front().map(&len).filter(|len| *len <= done) {
         done -= first;

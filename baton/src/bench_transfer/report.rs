@@ -1,4 +1,4 @@
-//! What is said of a run: a file, a table and a plot.
+//! The reports of a run: a file, a table and plots.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use bench::report::picture::picture;
 use bench::report::plot::{Axis, Curve, Plot, Scale, Style, escape};
 use bench::report::table::Table;
 
-/// All cases of one run, and where it was.
+/// All cases of one run, and the description of the machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TransferReport {
     pub command: String,
@@ -23,11 +23,11 @@ pub struct TransferReport {
     pub measured: Vec<Measured>,
 }
 
-/// Runs on one machine that are told as one: a long list of cases is measured a few at a time.
+/// Runs on one machine that are reported together, because a long list of cases is measured a few at a time.
 #[derive(Clone, Debug)]
 pub struct TransferReports(Vec<TransferReport>);
 
-/// What a file holds.
+/// The content of a file.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 enum Written {
@@ -57,7 +57,7 @@ impl From<TransferReport> for TransferReports {
 }
 
 impl TransferReports {
-    /// What these files hold, in their order.
+    /// The reports in these files, in their order.
     pub fn read(paths: &[PathBuf]) -> Result<Self, Failed> {
         let mut runs = Vec::new();
         for path in paths {
@@ -75,7 +75,7 @@ impl TransferReports {
         let machines = self.0.windows(2).map(|runs| (&runs[0].machine, &runs[1].machine));
         let place = |machine: &Machine| (machine.cpu.clone(), machine.n_cores, machine.gpus.clone());
         if machines.into_iter().any(|(one, other)| place(one) != place(other)) {
-            return Err(Failed::usage("these numbers are of different machines"));
+            return Err(Failed::usage("these files are from different machines"));
         }
         let cases: Vec<&Case> = self.measured().map(|measured| &measured.case).collect();
         match cases.iter().enumerate().find(|(nth, case)| cases[..*nth].contains(case)) {
@@ -93,7 +93,7 @@ impl TransferReports {
         write_text(path, &(text + "\n")).map_err(Failed::work)
     }
 
-    /// A sentence for each run.
+    /// One sentence for each run.
     pub fn provenance(&self) -> Vec<String> {
         self.0.iter().map(TransferReport::provenance).collect()
     }
@@ -132,7 +132,7 @@ impl TransferReports {
         picture(&self.plots())
     }
 
-    /// Rates over sizes, one plot for each way in which blocks lie.
+    /// Rates over sizes, one plot for each placement of blocks.
     fn plots(&self) -> Vec<Plot> {
         let plots = [Blocks::Contiguous, Blocks::Scattered].map(|blocks| self.plot(blocks));
         plots.into_iter().filter(|plot| !plot.curves.is_empty()).collect()

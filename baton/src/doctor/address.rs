@@ -1,4 +1,4 @@
-//! Whether others can reach a node at the address that it announces.
+//! Checks whether other machines can reach a node at the address that it announces.
 
 use crate::process_file::ProcessFile;
 
@@ -21,7 +21,10 @@ fn announced(listen: &str, advertise: Option<&str>) -> Finding {
         Some(host) => Finding::ok(GROUP, format!("announces itself as {host}")),
         None if listens_everywhere(listen) => Finding::bad(
             GROUP,
-            format!("listens on {} and would announce that; no other host can connect to it", listen),
+            format!(
+                "listens on {} and would announce this address, to which no other host can connect",
+                listen
+            ),
             "set node.advertise to this machine's address or name (in Kubernetes: BATON_NODE__ADVERTISE from status.podIP)",
         ),
         None if listen.starts_with("127.") || listen.starts_with("localhost:") => Finding::note(

@@ -1,4 +1,5 @@
-//! Whether this machine's clock can be right. No lease hangs on it, but logs of several machines are read together.
+//! Checks whether this machine's clock is plausible. Leases do not depend on it, but logs of several machines are
+//! compared by time.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -7,13 +8,13 @@ use chassis::World;
 use super::finding::Finding;
 
 const GROUP: &str = "clock";
-const ADVICE: &str = "synchronise it (chrony, systemd-timesyncd): requests go on, but logs and traces of several machines will not line up";
+const ADVICE: &str = "synchronise it (chrony, systemd-timesyncd): requests still work, but logs and traces of several machines cannot be compared";
 
 pub(super) fn look() -> Vec<Finding> {
     vec![plausible(World::real().unix_time(), built())]
 }
 
-/// When this executable was written: no clock that is right shows an earlier time.
+/// The modification time of this executable. A correct clock never shows an earlier time.
 fn built() -> Option<Duration> {
     let written = std::env::current_exe().ok()?.metadata().ok()?.modified().ok()?;
     written.duration_since(UNIX_EPOCH).ok()
@@ -25,11 +26,13 @@ fn plausible(now: Duration, built: Option<Duration>) -> Finding {
             let behind = (built - now).as_secs();
             Finding::warn(
                 GROUP,
-                format!("it is at least {behind} s behind: before this executable was built"),
+                format!(
+                    "the clock is at least {behind} s behind: it shows a time before this executable was built"
+                ),
                 ADVICE,
             )
         }
-        _ => Finding::ok(GROUP, "not before this executable was built"),
+        _ => Finding::ok(GROUP, "the time is after the build of this executable"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Which connectors the process would have here, and why not the others: they are built as it would, over a little memory.
+//! Checks which connectors work for the process on this machine, by building them with a little memory.
 
 use chassis::{Gate, World};
 use engine::Device;
@@ -14,7 +14,7 @@ use super::finding::Finding;
 const GROUP: &str = "connectors";
 const N_BLOCKS: u32 = 4;
 
-/// Where the process would have its KV.
+/// The kind of memory that holds the process's KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KvPlace {
     Host,
@@ -36,7 +36,13 @@ pub(super) async fn look(process: &ProcessFile) -> Vec<Finding> {
 async fn built(names: &[String], settings: &TransferSettings, place: KvPlace) -> Vec<Finding> {
     let parts = match parts(settings) {
         Ok(parts) => parts,
-        Err(error) => return vec![Finding::bad(GROUP, format!("no memory to try: {error}"), "free some")],
+        Err(error) => {
+            return vec![Finding::bad(
+                GROUP,
+                format!("no memory for the check of connectors: {error}"),
+                "free some memory",
+            )];
+        }
     };
     match Connectors::build(names, &node::host::host_id(), &parts).await {
         Ok(connectors) => {
@@ -46,13 +52,13 @@ async fn built(names: &[String], settings: &TransferSettings, place: KvPlace) ->
         Err(error) => {
             let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
             let found = format!("{}: {error}{}", names.join(", "), cause.unwrap_or_default());
-            let advice = "what transfer.connectors names must work; `auto` goes on with what does";
+            let advice = "every connector in transfer.connectors must work; `auto` uses only those that do";
             vec![Finding::bad(GROUP, found, advice)]
         }
     }
 }
 
-/// On a port of its own: the process may run already.
+/// Uses ports of its own, because the process may be running.
 fn parts(settings: &TransferSettings) -> Result<ConnectorParts, String> {
     let world = World::real();
     Ok(ConnectorParts {
@@ -74,24 +80,24 @@ fn parts(settings: &TransferSettings) -> Result<ConnectorParts, String> {
 }
 
 fn works(scheme: &str) -> Finding {
-    Finding::ok(GROUP, format!("{scheme}: can be used here; --peer tries it with another node"))
+    Finding::ok(GROUP, format!("{scheme}: can be used here; --peer tests it with another node"))
 }
 
-/// What is between GPUs cannot be tried without the GPU's memory.
+/// Connectors between GPUs cannot be tested without memory of a GPU.
 fn is_out(missing: &MissingWire, place: KvPlace) -> Finding {
     let MissingWire { scheme, why } = missing;
     if place == KvPlace::PerhapsGpu && ["cuda-ipc", "nccl"].contains(&scheme.as_str()) {
-        let found = format!("{scheme}: out, unless the node computes on a GPU");
+        let found = format!("{scheme}: not available, unless the node computes on a GPU");
         return Finding::note(
             GROUP,
             found,
-            "see what is said of the GPU; the node's log and /debug/cluster say it for sure",
+            "see the findings for the GPU; the node's log and /debug/cluster show the result",
         );
     }
     Finding::note(
         GROUP,
-        format!("{scheme}: out: {why}"),
-        "nothing, if the others are enough: docs/connectors.md says what each needs",
+        format!("{scheme}: not available: {why}"),
+        "nothing to do if the others are enough; docs/connectors.md lists the requirements of each",
     )
 }
 
@@ -109,10 +115,13 @@ mod tests {
     async fn what_is_out_is_said_with_its_reason() {
         let findings = found(&["auto"]).await;
         let says = |text: &str| findings.iter().any(|finding| finding.found.contains(text));
-        assert!(says("tcp: can be used") && says("cuda-ipc: out: its KV is not on a GPU"), "{findings:?}");
+        assert!(
+            says("tcp: can be used") && says("cuda-ipc: not available: its KV is not on a GPU"),
+            "{findings:?}"
+        );
         let narrow = found(&["tcp"]).await;
         let says = |text: &str| narrow.iter().any(|finding| finding.found.contains(text));
-        assert!(says("shm: out: transfer.connectors is tcp"), "{narrow:?}");
+        assert!(says("shm: not available: transfer.connectors is tcp"), "{narrow:?}");
     }
 
     #[tokio::test]

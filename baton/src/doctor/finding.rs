@@ -1,17 +1,17 @@
-//! One thing that was looked at, how it is, and what to do about it.
+//! A finding: the result of one check, and advice.
 
 use serde::Serialize;
 
-/// How bad it is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Level {
     Ok,
-    /// Nothing is wrong; something is not there that some would expect.
+    /// No error; something is missing that a user may expect.
     Note,
-    /// It serves, but not as well as it could, or not for long.
+    /// The process can serve, but with restrictions.
     Warn,
-    /// It does not serve.
+    /// The process cannot serve.
     Bad,
 }
 
@@ -26,7 +26,7 @@ impl Level {
     }
 }
 
-/// `advice` is never empty: a finding that leaves one alone with it is of no use.
+/// The result of one check. `advice` is never empty: every finding tells the user what to do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
     pub(super) group: &'static str,

@@ -1,20 +1,20 @@
-//! GPUs, their driver and the libraries that the GPU backend loads at run time.
+//! Checks GPUs, their driver and the libraries that the GPU backend loads at run time.
 
 use std::path::{Path, PathBuf};
 
 use super::finding::Finding;
 
 const GROUP: &str = "gpu";
-const USED: &str = "a node computes on it where model.device is `auto` or `cuda`";
+const USED: &str = "a node with model.device = `auto` or `cuda` computes on it";
 const NOT_USED: &str =
-    "a node computes on the CPU where model.device is `auto`, and does not start where it is `cuda`";
-/// What each library is for.
+    "a node with model.device = `auto` computes on the CPU, and one with `cuda` does not start";
+/// The purpose of each library.
 const LIBRARIES: &[(&str, &str)] = &[
-    ("libcuda.so.1", "the driver's half of CUDA"),
-    ("libnvrtc.so", "compiles kernels for the card at hand"),
+    ("libcuda.so.1", "the CUDA driver API"),
+    ("libnvrtc.so", "compiles kernels for the GPU"),
     ("libcublasLt.so", "matrix products"),
 ];
-/// Where the loader looks, besides LD_LIBRARY_PATH.
+/// The folders that the loader searches, besides LD_LIBRARY_PATH.
 const FOLDERS: &[&str] = &[
     "/lib64",
     "/usr/lib64",
@@ -35,12 +35,12 @@ pub(super) fn look() -> Vec<Finding> {
     findings
 }
 
-/// What the driver of this machine's GPUs says of itself.
+/// The version line of this machine's GPU driver.
 pub(super) fn driver_here() -> Option<String> {
     driver(Path::new("/proc/driver/nvidia/version"))
 }
 
-/// The driver's own line about itself.
+/// The driver's version line.
 fn driver(version: &Path) -> Option<String> {
     let text = std::fs::read_to_string(version).ok()?;
     text.lines().next().map(|line| line.trim_start_matches("NVRM version:").trim().to_owned())
@@ -51,13 +51,13 @@ fn n_gpus() -> usize {
     entries.map_or(0, |entries| entries.flatten().count())
 }
 
-/// Files are looked for and not loaded: a library that does harm when it is loaded must not harm a doctor.
+/// Files are searched but not loaded, because loading a broken library could crash the doctor.
 fn found_or_not(library: &str, what_for: &str) -> Finding {
     match find(library, &folders()) {
         Some(path) => Finding::note(GROUP, format!("{} ({what_for})", path.display()), USED),
         None => Finding::note(
             GROUP,
-            format!("{library} ({what_for}) is not where the loader looks"),
+            format!("{library} ({what_for}) was not found in the loader's folders"),
             format!("install it, or put its folder into LD_LIBRARY_PATH; without it {NOT_USED}"),
         ),
     }

@@ -1,4 +1,4 @@
-//! What the machine, or the container, lets a process have: shared memory, locked memory, open files.
+//! Checks the limits of the machine or container: shared memory, locked memory, open files.
 
 use rustix::process::{Resource, getrlimit};
 
@@ -6,7 +6,7 @@ use super::finding::Finding;
 
 const GROUP: &str = "host";
 const SHM: &str = "/dev/shm";
-/// Every client and every peer is a socket: the default of many shells, 1024, is soon spent.
+/// Every client and every peer needs a socket, so the default of many shells, 1024, is too low.
 const FILES_MIN: u64 = 4096;
 
 pub(super) fn look() -> Vec<Finding> {
@@ -19,29 +19,31 @@ fn shared_memory() -> Finding {
     shm_of(may_write.err(), file.err())
 }
 
-/// The connector `shm` puts a socket there and no KV: its size does not matter. Memory of a node is shown by a file
-/// without a name.
+/// The connector `shm` puts sockets in this folder but no KV, so the folder's size does not matter. A node shares its
+/// memory through a file without a name.
 fn shm_of(folder: Option<rustix::io::Errno>, file: Option<rustix::io::Errno>) -> Finding {
     if let Some(error) = folder {
-        let advice = "the connector shm needs it, for sockets; without, nodes of one host use tcp. Mount a tmpfs there; containers that shall share memory mount the same one";
-        return Finding::warn(GROUP, format!("no file can be made in {SHM}: {error}"), advice);
+        let advice = "the connector shm needs it for sockets; without it, nodes of one host use tcp. Mount a tmpfs there; containers that share memory must mount the same one";
+        return Finding::warn(GROUP, format!("cannot create a file in {SHM}: {error}"), advice);
     }
     match file {
         Some(error) => Finding::warn(
             GROUP,
-            format!("memory cannot be shown to other processes: {error}"),
-            "allow memfd_create (seccomp); without, the connector shm copies twice",
+            format!("memory cannot be shared with other processes: {error}"),
+            "allow memfd_create (seccomp); without it, the connector shm copies twice",
         ),
-        None => Finding::ok(GROUP, format!("nodes that see this {SHM} can share memory, whatever its size")),
+        None => {
+            Finding::ok(GROUP, format!("nodes with this {SHM} can share memory; its size does not matter"))
+        }
     }
 }
 
 fn locked_memory() -> Finding {
     match getrlimit(Resource::Memlock).current {
-        None => Finding::ok(GROUP, "memory may be locked without limit"),
+        None => Finding::ok(GROUP, "no limit on locked memory"),
         Some(bytes) => Finding::note(
             GROUP,
-            format!("{} KiB of memory may be locked", bytes >> 10),
+            format!("at most {} KiB of memory can be locked", bytes >> 10),
             "tcp locks none; RDMA registers all KV memory: `ulimit -l unlimited` (docker: --ulimit memlock=-1, Kubernetes: the runtime's limit)",
         ),
     }
@@ -51,11 +53,11 @@ fn open_files() -> Finding {
     match getrlimit(Resource::Nofile).current {
         Some(files) if files < FILES_MIN => Finding::warn(
             GROUP,
-            format!("{files} files may be open at once; every client is one"),
+            format!("at most {files} files can be open at once; every client needs one"),
             format!("raise the limit to {FILES_MIN} or more: `ulimit -n`, or LimitNOFILE in a systemd unit"),
         ),
-        Some(files) => Finding::ok(GROUP, format!("{files} files may be open at once")),
-        None => Finding::ok(GROUP, "files may be open without limit"),
+        Some(files) => Finding::ok(GROUP, format!("at most {files} files can be open at once")),
+        None => Finding::ok(GROUP, "no limit on open files"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Whether the process has what it proves its identity with.
+//! Checks whether the process can prove its identity to the cluster.
 
 use chassis::World;
 use types::in_full;
@@ -10,19 +10,19 @@ use super::finding::Finding;
 
 const GROUP: &str = "identity";
 
-/// The world that the other groups look around in, with the cluster's secret if it can be read.
+/// Returns the world for the other checks, with the cluster's secret if it can be read.
 pub(super) fn look(process: &ProcessFile) -> (World, Vec<Finding>) {
     let cluster = process.cluster();
     let identity = match cluster.identity() {
         Ok(identity) => identity,
         Err(error) => {
-            let advice = "put the file there that `cluster.secret_file` names, the same on all machines of the cluster";
+            let advice = "create the file that `cluster.secret_file` names, with the same content on all machines of the cluster";
             return (World::real(), vec![Finding::bad(GROUP, in_full(&error), advice)]);
         }
     };
     let world = World::real().with_identity(identity);
     let finding = match identity::check(process) {
-        Err(error) => Finding::bad(GROUP, in_full(&error), "set one of the two"),
+        Err(error) => Finding::bad(GROUP, in_full(&error), "set one of the two settings"),
         Ok(()) if cluster.insecure => Finding::warn(
             GROUP,
             "cluster.insecure = true: every machine that reaches the ports can read and change prompts",

@@ -1,6 +1,6 @@
-//! `baton doctor`: looks at this machine, and at what a process's file asks of it, and says what to do.
+//! `baton doctor`: checks this machine and the requirements of a process's file, and gives advice.
 //!
-//! Suggested reading order: what is found ([`finding`]), then one file per group of findings.
+//! Suggested reading order: a finding ([`finding`]), then one file per group of findings.
 
 mod finding;
 mod report;
@@ -27,7 +27,7 @@ use crate::{interrupt, output};
 
 use finding::{Finding, Level};
 
-/// Ends with 0 if nothing stands in the way of serving, with 1 otherwise; warnings alone are 0.
+/// Exits with 1 if a finding prevents serving, otherwise with 0, even with warnings.
 pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
     interrupt::says("interrupted: nothing was changed")?;
     let process = match &args.config {
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failed> {
     Ok(if broken { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// All groups, what a process needs first, before what only some connectors need.
+/// All groups. The requirements of every process come first, then those of some connectors only.
 async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
     let mut findings = ports::look(process);
     findings.extend(address::look(process));

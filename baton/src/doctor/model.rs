@@ -1,4 +1,4 @@
-//! Whether the model is where it is said to be, and its KV fits.
+//! Checks whether the model exists at its configured path, and whether its KV fits into memory.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::process_file::ProcessFile;
 use super::finding::Finding;
 
 const GROUP: &str = "model";
-/// What a model's folder must hold, besides its weights.
+/// Files that a model's folder must have, besides its weights.
 const FILES: &[&str] = &["config.json", "tokenizer.json"];
 
 pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
@@ -20,7 +20,7 @@ pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
         ProcessFile::Node(config) => {
             vec![model(&config.engine.model), kv_room(config.engine.kv)]
         }
-        // It reads no model: the nodes say whose KV it keeps.
+        // A pool node reads no model: the other nodes announce the model whose KV it keeps.
         ProcessFile::Pool(config) => {
             config.memory.bytes().map(|bytes| kv_memory("pool.memory", bytes)).into_iter().collect()
         }
@@ -37,9 +37,9 @@ fn model(name: &str) -> Finding {
 
 fn placed(name: &str) -> Finding {
     match Place::of(name) {
-        Ok(Place::Bundled) => Finding::ok(GROUP, format!("{name}: a part of this executable")),
+        Ok(Place::Bundled) => Finding::ok(GROUP, format!("{name}: bundled in this executable")),
         Ok(Place::Hub(id)) => {
-            Finding::ok(GROUP, format!("{id}: fetched from the hub before the process serves"))
+            Finding::ok(GROUP, format!("{id}: downloaded from the hub when the process starts"))
         }
         Ok(Place::Here) | Err(_) => folder(Path::new(name)),
     }
@@ -54,7 +54,7 @@ fn mock_file(file: &str) -> Finding {
     }
 }
 
-/// A folder as Hugging Face has them.
+/// A folder in the format of Hugging Face.
 fn folder(folder: &Path) -> Finding {
     let shown = folder.display();
     if let Some(found) = not_a_model(folder) {
@@ -62,22 +62,22 @@ fn folder(folder: &Path) -> Finding {
     }
     if !folder.is_dir() {
         let found = format!("{shown}: no such folder");
-        return Finding::bad(
-            GROUP,
-            found,
-            "set model.path to the model's folder, or mount the volume it lies on",
-        );
+        return Finding::bad(GROUP, found, "set model.path to the model's folder, or mount its volume");
     }
     let missing: Vec<&str> = FILES.iter().copied().filter(|file| !folder.join(file).is_file()).collect();
     if !missing.is_empty() {
         let found = format!("{shown}: {} missing", missing.join(", "));
-        return Finding::bad(GROUP, found, "fetch the whole model again; a download may have been cut short");
+        return Finding::bad(
+            GROUP,
+            found,
+            "download the whole model again; a download may have been interrupted",
+        );
     }
     if !has_weights(folder) {
         let found = format!("{shown}: no .safetensors file");
-        return Finding::bad(GROUP, found, "fetch the weights in safetensors form");
+        return Finding::bad(GROUP, found, "download the weights as safetensors");
     }
-    Finding::ok(GROUP, format!("{shown}: configuration, tokenizer and weights are there"))
+    Finding::ok(GROUP, format!("{shown}: configuration, tokenizer and weights found"))
 }
 
 fn has_weights(folder: &Path) -> bool {
@@ -111,9 +111,11 @@ fn kv_memory(setting: &str, wanted: u64) -> Finding {
             GROUP,
             format!("{setting} is {} MiB of {} MiB available", wanted >> 20, available >> 20),
         ),
-        None => {
-            Finding::note(GROUP, "/proc/meminfo does not say how much memory is available", "look yourself")
-        }
+        None => Finding::note(
+            GROUP,
+            "/proc/meminfo does not say how much memory is available",
+            "check the memory of this machine yourself",
+        ),
     }
 }
 
@@ -134,9 +136,9 @@ mod tests {
         let put = |file: &str| std::fs::write(here.path().join(file), "{}").expect("written");
         assert!(model(&name).found.contains("has no config.json: it is not a model's folder"));
         put("weights.gguf");
-        assert!(model(&name).found.contains("GGUF is not read"));
+        assert!(model(&name).found.contains("GGUF is not supported"));
         let file = format!("{name}/weights.gguf");
-        assert!(model(&file).found.contains("is a file: GGUF is not read"), "{}", model(&file).found);
+        assert!(model(&file).found.contains("is a file: GGUF is not supported"), "{}", model(&file).found);
         put("config.json");
         assert!(model(&name).found.contains("tokenizer.json missing"));
         put("tokenizer.json");

@@ -1,4 +1,4 @@
-//! Whether the process can listen where it is told to.
+//! Checks whether the process can listen on its configured addresses.
 
 use std::io::ErrorKind;
 use std::net::TcpListener;
@@ -26,7 +26,7 @@ pub(super) fn look(process: &ProcessFile) -> Vec<Finding> {
     listens.into_iter().map(|(setting, addr)| port(setting, addr)).collect()
 }
 
-/// Listens for a moment: nothing else tells for sure.
+/// Listens for a moment, because only that shows whether the address is free.
 fn port(setting: &'static str, addr: &str) -> Finding {
     match TcpListener::bind(addr) {
         Ok(_) if addr.ends_with(":0") => Finding::ok(GROUP, format!("{setting} {addr}: takes a free port")),
@@ -41,7 +41,7 @@ fn advice(setting: &str, kind: ErrorKind) -> String {
     match kind {
         ErrorKind::AddrInUse => {
             format!(
-                "someone listens there: stop them (`ss -ltnp` names them), or set {setting} to another port"
+                "another process listens there: stop it (`ss -ltnp` shows it), or set {setting} to another port"
             )
         }
         ErrorKind::PermissionDenied => {

@@ -1,4 +1,4 @@
-//! RDMA devices, their ports, and the GID by which a peer would reach them.
+//! Checks RDMA devices, their ports, and the GID that a peer would connect to.
 
 #[cfg(feature = "rdma")]
 use std::path::Path;
@@ -26,28 +26,30 @@ pub(super) fn look() -> Vec<Finding> {
     findings
 }
 
-/// Whether KV on a GPU can go over rdma, as far as can be seen without a GPU's library. `driver`: its own line about
-/// itself.
+/// Checks whether KV on a GPU can go over rdma, without a GPU's library. `driver` is the version line of the GPU
+/// driver.
 #[cfg(feature = "rdma")]
 fn gpu_memory(driver: Option<&str>, knows_dmabuf: impl Fn() -> Result<(), String>) -> Option<Finding> {
-    let does_not =
-        |why: &str, advice| Finding::note(GROUP, format!("KV on a GPU does not go over rdma: {why}"), advice);
+    let does_not = |why: &str, advice| {
+        Finding::note(GROUP, format!("KV on a GPU cannot be sent over rdma: {why}"), advice)
+    };
     let driver = driver?;
     Some(match knows_dmabuf() {
         Err(why) => does_not(&why, "install rdma-core 34 or later"),
         Ok(()) if !driver.contains("Open Kernel Module") => {
-            let advice = "install it with open kernel modules, which give GPU memory to other devices";
+            let advice =
+                "install the driver with open kernel modules, which share GPU memory with other devices";
             does_not(&format!("the driver is {driver}"), advice)
         }
         Ok(()) => Finding::note(
             GROUP,
-            "KV on a GPU may go over rdma (dmabuf)",
-            "whether the RDMA device's driver takes it, a node says when it starts",
+            "rdma may be able to send KV on a GPU (dmabuf)",
+            "a node reports at its start whether the RDMA device's driver supports it",
         ),
     })
 }
 
-/// `opens` tries a device by its name, and says why it cannot be used.
+/// `opens` opens a device by its name, and returns the reason if that fails.
 #[cfg(feature = "rdma")]
 fn look_in(devices: &Path, opens: impl Fn(&str) -> Result<(), String>) -> Vec<Finding> {
     let devices = folders(devices);
@@ -86,7 +88,7 @@ fn describe(device: &str, port: &Path) -> Finding {
         ),
         None => Finding::warn(
             GROUP,
-            format!("{name} is active on {link} and has no GID that a peer could route to"),
+            format!("{name} is active on {link} and has no routable GID"),
             "give its network interface an IP address (RoCE v2 takes its GID from it)",
         ),
     }
@@ -135,7 +137,7 @@ mod tests {
         let found = |driver, knows: Result<(), &str>| {
             gpu_memory(Some(driver), || knows.map_err(str::to_owned)).expect("there is a GPU").found
         };
-        assert_eq!(found(open, Ok(())), "KV on a GPU may go over rdma (dmabuf)");
+        assert_eq!(found(open, Ok(())), "rdma may be able to send KV on a GPU (dmabuf)");
         assert!(found(closed, Ok(())).contains("the driver is NVIDIA UNIX x86_64"));
         assert!(found(open, Err("libibverbs is too old")).contains("libibverbs is too old"));
     }

@@ -1,4 +1,4 @@
-//! Whether the registry answers, and who is in it.
+//! Checks whether the registry answers, and lists its members.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::process_file::ProcessFile;
 use super::finding::Finding;
 
 const GROUP: &str = "registry";
-/// A registry that takes longer is of no use at start either.
+/// A registry that takes longer is also too slow when a process starts.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) async fn look(process: &ProcessFile, world: &World) -> Vec<Finding> {
@@ -60,17 +60,17 @@ fn who(members: &[NodeInfo]) -> String {
         n => format!("{n} pool nodes"),
     };
     let (prefill, decode) = (count(Role::prefills), count(Role::decodes));
-    format!("{prefill} prefill and {decode} decode nodes and {pool} are in it")
+    format!("it has {prefill} prefill and {decode} decode nodes and {pool}")
 }
 
-/// What a node that is there has said it goes without.
+/// The connectors that a member announces as not available.
 fn goes_without(node: &NodeInfo) -> Vec<Finding> {
     let note = |missing: &MissingWire| {
-        let found = format!("{} goes without {}: {}", node.id, missing.scheme, missing.why);
+        let found = format!("{} has no {}: {}", node.id, missing.scheme, missing.why);
         Finding::note(
             GROUP,
             found,
-            "nothing, if others carry its KV: /debug/cluster of the router says which",
+            "nothing to do if it has other connectors: /debug/cluster of the router lists them",
         )
     };
     node.without.iter().map(note).collect()
@@ -79,7 +79,7 @@ fn goes_without(node: &NodeInfo) -> Vec<Finding> {
 fn advice(url: &str, trouble: Trouble) -> String {
     let is_etcd = url.starts_with("etcd");
     match trouble {
-        Trouble::Address => "correct registry.url, or put the file there that it names".to_owned(),
+        Trouble::Address => "correct registry.url, or create the file that it names".to_owned(),
         Trouble::Password => {
             "correct the user and the password in registry.url, or in the file that its password_file names"
                 .to_owned()
@@ -91,7 +91,7 @@ fn advice(url: &str, trouble: Trouble) -> String {
             "give this process the same cluster.secret_file as the router, and synchronize the clocks".to_owned()
         }
         Trouble::Certificate => {
-            "ca= names the authority of etcd's certificate, cert= and key= the client certificate that etcd asks for, server_name= the name in etcd's certificate; without ca= there is no TLS"
+            "set ca= to the CA of etcd's certificate, cert= and key= to the client certificate that etcd requires, server_name= to the name in etcd's certificate; without ca= there is no TLS"
                 .to_owned()
         }
         Trouble::Unreachable => {
@@ -100,7 +100,7 @@ fn advice(url: &str, trouble: Trouble) -> String {
             } else {
                 "the router runs, that this is its gRPC port"
             };
-            format!("see that {who}, that registry.url names it, and that no firewall or NetworkPolicy is between")
+            format!("check that {who}, that registry.url names it, and that no firewall or NetworkPolicy blocks it")
         }
     }
 }

@@ -1,10 +1,10 @@
-//! Findings for people, and for programs.
+//! Output of findings for people and for programs.
 
 use serde_json::json;
 
 use super::finding::{Finding, Level};
 
-/// One line per finding, with what to do under those that ask for it.
+/// One line per finding, with advice below those that need it.
 pub(super) fn table(findings: &[Finding]) -> String {
     let mut table = String::new();
     for Finding { group, level, found, advice } in findings {
@@ -16,7 +16,7 @@ pub(super) fn table(findings: &[Finding]) -> String {
     table + &format!("\n{}\n", verdict(findings))
 }
 
-/// One object: `ok`, and `findings` with `group`, `level`, `found` and `advice` each.
+/// One object: `ok`, and `findings`, each with `group`, `level`, `found` and `advice`.
 pub(super) fn json(findings: &[Finding]) -> String {
     let ok = count(findings, Level::Bad) == 0;
     format!("{}\n", json!({ "ok": ok, "findings": findings }))
@@ -24,9 +24,9 @@ pub(super) fn json(findings: &[Finding]) -> String {
 
 fn verdict(findings: &[Finding]) -> String {
     match (count(findings, Level::Bad), count(findings, Level::Warn)) {
-        (0, 0) => "all is well".to_owned(),
-        (0, warnings) => format!("nothing stands in the way; {warnings} to look at"),
-        (bad, warnings) => format!("{bad} in the way, {warnings} to look at"),
+        (0, 0) => "no problems found".to_owned(),
+        (0, warnings) => format!("no errors, warnings: {warnings}"),
+        (bad, warnings) => format!("errors: {bad}, warnings: {warnings}"),
     }
 }
 
@@ -44,8 +44,8 @@ mod tests {
         let note = Finding::note("gpu", "none", "take a CPU model");
         let warn = Finding::warn("host", "small", "enlarge it");
         let bad = Finding::bad("ports", "taken", "take another");
-        assert_eq!(verdict(&[ok.clone(), note]), "all is well");
-        assert_eq!(verdict(&[ok, warn.clone()]), "nothing stands in the way; 1 to look at");
-        assert_eq!(verdict(&[bad, warn]), "1 in the way, 1 to look at");
+        assert_eq!(verdict(&[ok.clone(), note]), "no problems found");
+        assert_eq!(verdict(&[ok, warn.clone()]), "no errors, warnings: 1");
+        assert_eq!(verdict(&[bad, warn]), "errors: 1, warnings: 1");
     }
 }

@@ -49,7 +49,7 @@ async fn a_reader_is_woken() {
     assert_eq!(event, NumberedEvent { number: 1, event: BlockEvent::Stored(hashes([5])) });
 }
 
-/// What a mirror of the index does with the events. It also checks what a mirror relies on.
+/// A mirror of the index that applies the events. It also checks the guarantees of events.
 #[derive(Debug, Default)]
 pub(crate) struct Mirror {
     pub(crate) hashes: BTreeSet<BlockHash>,

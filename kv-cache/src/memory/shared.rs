@@ -1,4 +1,4 @@
-//! What another process, or a device, needs to reach this node's KV where it lies.
+//! Access to this node's KV for other processes and for devices.
 
 use std::os::fd::BorrowedFd;
 
@@ -15,8 +15,8 @@ impl KvMemory {
 }
 
 impl<'a> RankMemory<'a> {
-    /// The file that another process maps to read all of the rank's pages. `None`: the memory is this process's alone, and
-    /// KV must be copied for others to see it.
+    /// The file that another process maps to read all of the rank's pages. `None` if the memory cannot be shared:
+    /// then KV must be copied for others.
     pub fn file(&self) -> Option<BorrowedFd<'a>> {
         match self.pages {
             Pages::Host(pages) => pages.file(),
@@ -24,7 +24,7 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// The memory that all of the rank's pages lie in, for devices that reach it by themselves. `None`: it is a card's.
+    /// The host memory of all of the rank's pages, for devices that access it directly. `None` if it is GPU memory.
     pub fn on_host(&self) -> Option<&'a HostMemory> {
         match self.pages {
             Pages::Host(pages) => Some(pages),
@@ -32,7 +32,7 @@ impl<'a> RankMemory<'a> {
         }
     }
 
-    /// Which of the memory's regions a layer lies in. Nodes of one layout number them alike.
+    /// The index of the memory region of a layer. Nodes with the same layout use the same indexes.
     ///
     /// # Panics
     /// If the group or the layer does not exist.
@@ -40,8 +40,8 @@ impl<'a> RankMemory<'a> {
         self.regions.of_layer(group, layer_pos)
     }
 
-    /// Where one layer's share of a block starts in the rank's memory, and so in its [`file`](Self::file) if it has one.
-    /// Neighbouring blocks are neighbours there.
+    /// The offset of one layer's share of a block in the rank's memory, and in its [`file`](Self::file) if it has
+    /// one. Neighbouring blocks are neighbours there.
     ///
     /// # Panics
     /// If the group, the layer or the block does not exist.

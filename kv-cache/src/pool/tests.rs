@@ -36,7 +36,7 @@ fn prompt_of(tenant: &str, tokens: &str) -> Vec<BlockHash> {
     BlockHasher::hashes(&TenantId::new(tenant), 1, &tokens)
 }
 
-/// Leases a whole sequence, what is cached first, and publishes all of it.
+/// Leases a whole sequence, the cached blocks first, and publishes all of it.
 fn run(pool: &BlockPool, hashes: &[BlockHash]) -> BlockLease {
     let cached = pool.adopt(hashes, holder());
     let fresh = pool.reserve(hashes.len() - cached.n_blocks(), holder()).expect("there is room");
@@ -55,7 +55,7 @@ fn table(lease: &BlockLease) -> Vec<u32> {
     lease.table(GroupIdx(0)).iter().map(|block| block.0).collect()
 }
 
-/// Free, leased, cached, quarantined; after a look at the state.
+/// Free, leased, cached and quarantined blocks, after an integrity check.
 fn counts(pool: &BlockPool) -> [u32; 4] {
     assert_eq!(pool.integrity(), Ok(()));
     let counts = pool.counts();
@@ -234,7 +234,7 @@ fn the_longest_unused_leaves_go_first() {
     drop(run(&pool, &prompt("xyz")));
     assert_eq!(cached(&pool, &prompt("ab")), 2, "and that is a use");
     for (n, abc, xyz) in [(1, 2, 3), (2, 2, 2), (3, 2, 1), (4, 2, 0), (5, 1, 0), (6, 0, 0)] {
-        // Evicts one more than the last time: what was reserved then is free again.
+        // Evicts one block more than the last call: the blocks that were reserved then are free again.
         drop(pool.reserve(n, holder()).expect("all can be evicted"));
         let known = |prompt: &[BlockHash]| pool.shared.state().index().longest(prompt);
         assert_eq!((known(&prompt("abc")), known(&prompt("xyz"))), (abc, xyz), "after room for {n}");
@@ -393,7 +393,7 @@ async fn who_waits_for_room_is_woken() {
     assert!(pool.reserve(2, holder()).is_ok());
 }
 
-/// Threads take, publish, share and drop; at the end nothing is missing.
+/// Threads adopt, publish, share and drop. At the end no block is missing.
 #[test]
 fn threads_leave_the_pool_whole() {
     let pool = pool(32);

@@ -1,17 +1,17 @@
-//! The suite that every connector passes, over the memory of two GPUs, and how fast `cuda-ipc` and `nccl` move KV between
+//! Runs the conformance suite over the memory of two GPUs, and measures the speed of `cuda-ipc` and `nccl` between
 //! them, beside a plain copy and NCCL alone.
 //!
 //! ```text
 //! gpu_conformance [--nvrtc FOLDER] [--out FILE] [--walks FILE] [--only measure|ways|alone|suite] [--wire NAME] [--commit NAME]
 //! ```
 //!
-//! JSON to the file, every step of one transfer of each kind to the other, a summary to stderr; fails where the suite does.
-//! `ways` are those of `nccl`, held against each other and against NCCL alone in turn; `alone` is NCCL without the connector;
-//! of `suite`, `--wire` is the only one that it sees to.
+//! Writes JSON to `--out`, every step of one transfer of each kind to `--walks`, and a summary to stderr. Fails if
+//! the suite fails. `ways` compares variants of `nccl` with each other and with NCCL alone, in turn. `alone` is NCCL
+//! without the connector. `--wire` limits the suite to one wire.
 //!
-//! Nodes that send are on the first GPU, those that receive on the second. The ranks of nodes that have several are on all in
-//! turn, those that receive from the second on: of four GPUs, two ranks that send are on the first two, and two that receive
-//! on the last.
+//! Sending nodes are on the first GPU, receiving nodes on the second. The ranks of nodes with several ranks use all
+//! GPUs in turn; those of receivers start from the second GPU. With four GPUs, two sending ranks are on the first
+//! two, and two receiving ranks on the last.
 
 mod marks;
 mod measure;
@@ -34,29 +34,29 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 use types::KvLayout;
 
-/// Wires that are run over memory of GPUs, and the setting for frames: frames of one page, tall ones, and a wire that goes
-/// by copies of the host.
+/// Wires that run over GPU memory, and the frame setting: frames of one page, tall frames, and a wire that copies
+/// through the host.
 const RUNS: &[(&str, usize)] = &[("cuda-ipc", 11), ("cuda-ipc", 22), ("nccl", 8), ("tcp", 1024)];
 
-/// Nodes of the suite to whom KV is sent: they are on the second GPU, all others on the first.
+/// Nodes of the suite that receive KV. They are on the second GPU, all others on the first.
 const RECEIVERS: &[&str] = &["decode", "mortal"];
 
-/// Joining a pair takes NCCL a second or two, more than the suite's wires may stand still.
+/// NCCL takes a second or two to join a pair, more than the stall time of the suite's wires.
 const NCCL_STALL_MS: u64 = 10_000;
 
-/// Ranks of the nodes that send, and of those that receive.
+/// Ranks of the sending nodes, and of the receiving nodes.
 const RANKS: &[(u16, u16)] = &[(2, 2), (1, 2), (2, 1), (4, 2), (2, 4), (8, 2)];
 
-/// For `nccl`, which needs two different GPUs for each pair: with two GPUs, none sends to itself.
+/// For `nccl`, which needs two different GPUs for each pair: with two GPUs, no GPU sends to itself.
 const RANKS_BY_NCCL: &[(u16, u16)] = &[(2, 2)];
 
-/// Wires that are run between nodes of several ranks.
+/// Wires that run between nodes with several ranks.
 const RUNS_OF_RANKS: &[Run] = &[(("cuda-ipc", 11), RANKS), (("nccl", 8), RANKS_BY_NCCL)];
 
-/// A wire, the setting for its frames, and how many ranks send and receive.
+/// A wire, its frame setting, and the numbers of sending and receiving ranks.
 type Run = ((&'static str, usize), &'static [(u16, u16)]);
 
-/// What can be asked for alone.
+/// The values of `--only`.
 const PARTS: &[&str] = &["measure", "ways", "alone", "suite"];
 
 const CARDS_MAX: usize = 4;
@@ -64,7 +64,7 @@ static CARDS: OnceLock<Vec<Card>> = OnceLock::new();
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Memory of the cards that a node of this name is on.
+/// Memory of the GPUs of the node with this name.
 pub(crate) fn memory(name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     let cards = CARDS.get().expect("the cards are opened first");
     let n_ranks = usize::from(layout.shard.tp_size);
@@ -83,7 +83,7 @@ struct Args {
     nvrtc: Option<PathBuf>,
     out: Option<PathBuf>,
     walks: Option<PathBuf>,
-    /// One of the parts; all otherwise.
+    /// The part to run; `None` for all.
     only: Option<String>,
     wire: Option<String>,
     commit: Option<String>,
@@ -169,17 +169,17 @@ fn run(args: &Args) -> Outcome<bool> {
     for ((wire, _), passed) in &of_ranks {
         eprintln!("conformance of ranks, {wire}: {}", if *passed { "passed" } else { "FAILED" });
     }
-    // What was not run has not passed.
+    // A suite that did not run has not passed.
     let has_run = !is_wanted("suite") || !suites.is_empty();
     Ok(has_run && suites.iter().chain(&of_ranks).all(|(_, passed)| *passed))
 }
 
-/// Runs all cases; a case that fails has said so.
+/// Runs all cases. A case that fails prints its error.
 fn passes(runtime: &Runtime, (wire, frame_bytes): (&'static str, usize)) -> bool {
     ends_well(runtime, conformance(move |parts| made(wire, frame_bytes, parts)))
 }
 
-/// The same between nodes of several ranks, where they share heads.
+/// Runs the suite between nodes with several ranks that share heads.
 fn ranks_pass(
     runtime: &Runtime,
     (wire, frame_bytes): (&'static str, usize),
@@ -194,7 +194,7 @@ fn told(suites: &[((&str, usize), bool)]) -> Value {
 }
 
 async fn made(wire: &'static str, frame_bytes: usize, mut parts: ConnectorParts) -> Arc<dyn KvConnector> {
-    // The suite wants transfers of many frames; a card's are many times larger than the setting.
+    // The suite needs transfers of many frames; a GPU's frames are many times larger than the setting.
     parts.settings.frame_bytes = frame_bytes;
     if wire == "nccl" {
         parts.settings.stall_ms = parts.settings.stall_ms.max(NCCL_STALL_MS);

@@ -1,4 +1,4 @@
-//! When what happens on the walk of one transfer: the events of target `walk`, on the host's clock.
+//! Records the times of the steps of one transfer: the events of target `walk`, on the host's clock.
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Write as _};
@@ -12,10 +12,10 @@ use tracing_subscriber::layer::{Context, Layer};
 
 use crate::now;
 
-/// One event: when, its message, and its fields.
+/// One event: its time, its message, and its fields.
 type Mark = (Instant, String, String);
 
-/// What has happened since the last [`begin`]; `None` if it is not recorded. Held for a push.
+/// The events since the last [`begin`]; `None` if events are not recorded. Held for a push.
 static MARKS: Mutex<Option<Vec<Mark>>> = Mutex::new(None);
 
 fn marks() -> MutexGuard<'static, Option<Vec<Mark>>> {
@@ -26,12 +26,12 @@ pub(crate) fn begin() {
     *marks() = Some(Vec::with_capacity(4096));
 }
 
-/// All since then, the last first forgotten.
+/// Ends the recording, and returns all events.
 pub(crate) fn end() -> Vec<Mark> {
     marks().take().unwrap_or_default()
 }
 
-/// Keeps the walk's events.
+/// Records the events of target `walk`.
 pub(crate) struct Keeper;
 
 impl<S: Subscriber> Layer<S> for Keeper {
@@ -62,7 +62,7 @@ impl Visit for QuietReports {
     }
 }
 
-/// The number of events of each kind, and when the first and the last came, in microseconds since `start`.
+/// The number of events of each kind, and the times of the first and the last one, in microseconds since `start`.
 pub(crate) fn told(start: Instant, marks: &[Mark]) -> Value {
     let mut kinds: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for (at, message, fields) in marks {
@@ -82,7 +82,7 @@ pub(crate) fn told(start: Instant, marks: &[Mark]) -> Value {
     json!(lines.into_iter().map(line).collect::<Vec<_>>())
 }
 
-/// All of them, one a line.
+/// All events, one per line.
 pub(crate) fn whole(start: Instant, marks: &[Mark]) -> Value {
     let line = |(at, message, fields): &Mark| {
         let us = at.saturating_duration_since(start).as_secs_f64() * 1e6;

@@ -1,4 +1,5 @@
-//! The KV of 8,192 tokens of Llama-3.1-8B, 1 GiB, from one GPU to the other: through the whole connector, and plainly.
+//! Measures the transfer of the KV of 8,192 tokens of Llama-3.1-8B, 1 GiB, from one GPU to the other: through the
+//! connector, and as a plain copy.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,19 +17,19 @@ use crate::{Outcome, marks, memory, now};
 
 const N_TOKENS: u32 = 8192;
 const N_SENT: u32 = N_TOKENS / 16;
-/// Twice what is sent, so that there is something to scatter over.
+/// Twice the blocks that are sent, so that blocks can be scattered.
 pub(crate) const N_BLOCKS: u32 = 2 * N_SENT;
 pub(crate) const ROUNDS: usize = 15;
-/// Before those that are timed.
+/// Rounds before the timed ones.
 pub(crate) const WARM_UP: usize = 3;
-/// Transfers whose every step is reported, after those that are timed.
+/// Transfers whose steps are all reported, after the timed ones.
 const MARKED: usize = 3;
 const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy)]
 pub(crate) struct How {
     pub(crate) wire: &'static str,
-    /// The factor by which its frames are larger than the setting.
+    /// The factor by which the wire's frames are larger than the setting.
     pub(crate) frames_larger: usize,
     pub(crate) digests: bool,
     pub(crate) is_scattered: bool,
@@ -37,15 +38,15 @@ pub(crate) struct How {
     pub(crate) ranks: (u16, u16),
     pub(crate) spin_us: u64,
     pub(crate) taper: Option<Taper>,
-    /// The most queues of a pair of nccl's.
+    /// Limit of the queues of a pair of nccl.
     pub(crate) nccl_queues: usize,
 }
 
-/// From the first `send` to the arrival, and to the sender's knowledge of it.
+/// Times from the first `send` to the arrival, and to the end of the sender's `finish`.
 struct Took {
     arrival: Duration,
     finish: Duration,
-    /// The marks of the last of some further transfers.
+    /// The marks of the last additional transfer.
     marks: Value,
     walk: Value,
 }
@@ -96,12 +97,12 @@ impl Side {
         self.pool.reserve(n_blocks, holder).expect("there is room")
     }
 
-    /// For one sequence, and what lies between them.
+    /// Blocks for one sequence, and the blocks between them.
     pub(crate) fn blocks(&self, how: How) -> (BlockLease, Vec<BlockLease>) {
         if how.is_scattered { self.scattered() } else { (self.lease(N_SENT as usize), vec![]) }
     }
 
-    /// Blocks without neighbours, and what lies between them.
+    /// Blocks without neighbours, and the blocks between them.
     fn scattered(&self) -> (BlockLease, Vec<BlockLease>) {
         let singles: Vec<_> = (0..N_BLOCKS).map(|_| self.lease(1)).collect();
         let (free, kept): (Vec<_>, Vec<_>) =
@@ -110,7 +111,7 @@ impl Side {
         (self.lease(N_SENT as usize), kept.into_iter().map(|(_, lease)| lease).collect())
     }
 
-    /// No block of it is leased any more: the last transfer's are given back by a task.
+    /// Waits until no block is leased. A task returns the last transfer's blocks.
     pub(crate) async fn is_free(&self) -> Outcome<()> {
         let mut freed = self.pool.freed();
         let back = async {
@@ -121,7 +122,7 @@ impl Side {
         Ok(tokio::time::timeout(ENDS_WITHIN, back).await?)
     }
 
-    /// Nothing of it goes on beside what is measured next.
+    /// Ends the connector and its tasks, so that they do not disturb the next measurement.
     pub(crate) async fn ends(self) -> Outcome<()> {
         let Self { parts, wire, .. } = self;
         drop(wire);
@@ -129,7 +130,7 @@ impl Side {
     }
 }
 
-/// Numbers that do not repeat within a layer.
+/// Fills the memory with numbers that do not repeat within a layer.
 pub(crate) fn fill(memory: &KvMemory) {
     for (layer, rank) in (0..32).flat_map(|layer| (0..memory.n_ranks()).map(move |rank| (layer, rank))) {
         let mut pages = memory.rank(rank).write(GroupIdx(0), layer, 0..N_BLOCKS).expect("no other borrow");
@@ -156,7 +157,7 @@ const IPC: How = How {
 pub(crate) const NCCL: How =
     How { wire: "nccl", frames_larger: 128, frame_bytes: 64 << 20, multiprocessors: 32, ..IPC };
 
-/// What is measured: wires as they are by default, and what becomes of them if something is otherwise.
+/// The measured variants: the wires with their defaults, and with one setting changed.
 fn ways() -> Vec<How> {
     let with_digests = [
         IPC,
@@ -181,19 +182,19 @@ fn sent_bytes() -> usize {
     N_SENT as usize * layout().block_bytes(GroupIdx(0))
 }
 
-/// Gigabytes a second, if one sequence takes this time.
+/// Gigabytes per second, if one sequence takes this time.
 pub(crate) fn rate(took: Duration) -> f64 {
     sent_bytes() as f64 / took.as_secs_f64() / 1e9
 }
 
-/// Between nodes of several ranks, in memory of their own.
+/// Measures nodes with several ranks, in memory of their own.
 async fn through_ranks((near, far): (Outcome<KvMemory>, Outcome<KvMemory>), how: How) -> Outcome<Took> {
     let (near, far) = (near?, far?);
     fill(&near);
     through_connector(&near, &far, how).await
 }
 
-/// What was measured, and all steps of one transfer for each way.
+/// The measurements, and all steps of one transfer for each variant.
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
@@ -242,7 +243,7 @@ fn plainly(near: &KvMemory, far: &KvMemory) -> Outcome<f64> {
     Ok(rate(median(took.split_off(WARM_UP))))
 }
 
-/// All layers are computed already.
+/// Measures a transfer whose layers are all computed already.
 async fn through_connector(near: &KvMemory, far: &KvMemory, how: How) -> Outcome<Took> {
     let (prefill, decode) = (side("prefill", near, how).await?, side("decode", far, how).await?);
     let (from, _between) = prefill.blocks(how);
@@ -310,7 +311,7 @@ pub(crate) async fn marked(
     Ok((marks::told(one.start, &seen), marks::whole(one.start, &seen)))
 }
 
-/// Every byte of every layer.
+/// Compares every byte of every layer.
 fn check(near: &KvMemory, far: &KvMemory, from: &BlockLease, to: &BlockLease) {
     let group = GroupIdx(0);
     for layer in 0..32 {

@@ -1,5 +1,5 @@
-//! What can be otherwise about nccl's messages, each way against the others and against NCCL alone: all in one process, in
-//! turn, because two runs differ by more than two ways.
+//! Compares variants of nccl's messages with each other and with NCCL alone. All run in turn in one process, because
+//! two runs differ by more than two variants.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -13,24 +13,24 @@ use crate::measure::{How, N_BLOCKS, NCCL, ROUNDS, WARM_UP, fill, layout, marked,
 use crate::nccl::rates;
 use crate::{Outcome, memory, now};
 
-/// How often each way is made anew, with all others in between.
+/// The number of times that each variant is set up again, with all others in between.
 const REPEATS: usize = 5;
-/// NCCL alone with the buffer that the connector is held against.
+/// NCCL alone, with the buffer size of the comparison.
 const CONTIGUOUS: &[usize] = &[1 << 30];
 
-/// One way, and what was measured of it: neighbours and scattered blocks.
+/// One variant and its results: neighbouring blocks and scattered blocks.
 struct Row {
     name: &'static str,
     how: How,
     seen: [Seen; 2],
-    /// Seconds that the first transfer between two nodes takes, contact included, once for each repeat.
+    /// Seconds of the first transfer between two nodes, connection included, once for each repeat.
     first: Vec<f64>,
     error: Option<String>,
 }
 
 #[derive(Default)]
 struct Seen {
-    /// Gigabytes a second to the arrival, and to the sender's knowledge of it, once for each repeat.
+    /// Gigabytes per second to the arrival, and to the end of the sender's `finish`, once for each repeat.
     arrived: Vec<f64>,
     finished: Vec<f64>,
     /// The marks of one of the last transfers.
@@ -55,7 +55,8 @@ fn rows() -> Vec<Row> {
     all.into_iter().map(row).collect()
 }
 
-/// All ways, `REPEATS` times, and every step of a transfer of each; the table goes to stderr as well.
+/// Runs all variants `REPEATS` times. Returns the results and every step of a transfer of each, and prints the table
+/// to stderr.
 pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
     let (near, far) = (memory("prefill", layout(), N_BLOCKS), memory("decode", layout(), N_BLOCKS));
     fill(&near);
@@ -66,7 +67,7 @@ pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
             if let Err(error) = row.measure(&near, &far).await {
                 row.error = Some(error.to_string());
             }
-            // In case that the run is cut short.
+            // Printed for the case that the run is interrupted.
             eprintln!("{} {:.1?} {:.1?}", row.name, row.seen[0].arrived, row.seen[1].arrived);
         }
     }
@@ -82,7 +83,7 @@ pub(crate) async fn all() -> Outcome<(Value, Vec<Value>)> {
 }
 
 impl Row {
-    /// Neighbours, and then scattered blocks.
+    /// The measurement with neighbouring blocks, and with scattered blocks.
     fn hows(&self) -> [How; 2] {
         [false, true].map(|is_scattered| How { is_scattered, ..self.how })
     }

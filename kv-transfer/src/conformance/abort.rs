@@ -1,4 +1,4 @@
-//! Either side may give up, or die, at any stage: the other one learns of it, and nothing leaks.
+//! Either side may cancel a transfer, or die, at any stage. The other side gets an error, and nothing leaks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,11 +14,11 @@ use crate::error::TransferError;
 
 const N_TOKENS: u32 = 20 * BLOCK_TOKENS;
 
-/// How far a transfer has come when it is given up.
+/// The stage at which a transfer is cancelled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Stage {
     Opened,
-    /// One page, of a layer that is computed.
+    /// One page of a computed layer is sent.
     SomeSent,
     /// All pages wait for layers that are not computed.
     FenceClosed,
@@ -88,8 +88,8 @@ pub async fn arrival_dropped_at_every_stage(pair: Arc<Pair>) {
     }
 }
 
-/// What `send` says once the word has come through, however late it comes: nothing is computed, so that queues fill up, and
-/// the call that finds no room waits for it.
+/// Calls `send` until the cancellation arrives, and returns its error. No layer is computed, so the queue fills up,
+/// and the call that finds no room waits for it.
 async fn refused_send(pair: &Pair, landing: &Landing, sender: &mut dyn KvSender) -> TransferError {
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (_signal, fence) = FenceSignal::new();
@@ -118,12 +118,12 @@ pub async fn broken_fence_fails_both_sides(pair: Arc<Pair>) {
 }
 
 pub async fn deadline_fails_both_sides(pair: Arc<Pair>) {
-    // First contact is not what the deadline is for: on some wires it takes as long.
+    // One transfer before the test makes the connection, which can take as long as the deadline on some wires.
     pair.transfer(BLOCK_TOKENS, 2).await;
     let from = pair.prefill.computed(N_TOKENS, 3);
     let (landing, arrival) = pair.land_for(N_TOKENS, here(Duration::from_millis(300)));
     let (_signal, fence) = FenceSignal::new();
-    // On a machine that has other things to do, the time may be over before all has been said.
+    // On a loaded machine the deadline may pass before everything is sent.
     let deliver = async {
         let mut sender = pair.open(&landing).await?;
         for span in whole(&landing) {
@@ -133,7 +133,7 @@ pub async fn deadline_fails_both_sides(pair: Arc<Pair>) {
     };
     let error = deliver.await.expect_err("nothing was computed in time");
     assert!(matches!(error, TransferError::Expired), "{error}");
-    // The arrival was not polled, and yet its blocks are back.
+    // The arrival was not polled, but its blocks are back.
     pair.decode.at_baseline().await;
     assert!(matches!(arrival.settle().await, Err(TransferError::Expired)));
 }
@@ -150,7 +150,7 @@ pub async fn receiver_dies(pair: Arc<Pair>) {
     drop(connector);
     let error = arrival.settle().await.expect_err("its connector is gone");
     assert!(matches!(error, TransferError::Closed), "{error}");
-    // At once where the processor writes; a card may be in the middle of a copy.
+    // The blocks are free at once if the CPU writes; a GPU may be in the middle of a copy.
     let mut freed = pool.freed();
     while pool.counts().free != pool.counts().total {
         freed.changed().await.expect("the landing's lease comes back");
@@ -187,7 +187,7 @@ pub async fn sender_dies(pair: Arc<Pair>) {
     pair.transfer(N_TOKENS, 7).await;
 }
 
-/// A caller that goes away while it waits for the receiver's answer.
+/// The caller is dropped while it waits for the receiver's answer.
 pub async fn cancelled_open_leaves_nothing(pair: Arc<Pair>) {
     for n_polls in 0..4 {
         let (landing, arrival) = pair.land(N_TOKENS);

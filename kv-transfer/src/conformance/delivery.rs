@@ -1,4 +1,4 @@
-//! KV arrives: all of it, right, and only then.
+//! KV arrives complete and correct, and is reported only then.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ pub async fn spans_arrive_in_any_order(pair: Arc<Pair>) {
     let (landing, arrival) = pair.land(n_tokens);
     let mut spans = pages(&landing);
     spans.reverse();
-    // An odd stride that shares no factor with the number of pages visits every one of them.
+    // An odd stride that has no common factor with the number of pages visits every page.
     let n = spans.len();
     let stride = (n / 2..n).find(|stride| gcd(*stride, n) == 1).expect("n - 1 shares none");
     let mut sender = pair.open(&landing).await.expect("granted");
@@ -80,7 +80,7 @@ pub async fn nothing_to_send_is_a_transfer(pair: Arc<Pair>) {
     assert_eq!(kv.bytes, 0);
 }
 
-/// Both pools are full of holes, and not the same ones.
+/// Both pools have holes, in different places.
 pub async fn neighbours_need_not_be_neighbours_there(pair: Arc<Pair>) {
     let near = pair.prefill.perforate(2);
     let far = pair.decode.perforate(1);
@@ -97,7 +97,7 @@ pub async fn layers_leave_as_they_are_computed(pair: Arc<Pair>) {
     for span in whole(&landing) {
         sender.send(span, Arc::clone(&from), fence.clone()).await.expect("room");
     }
-    // Layers 0, 2 and 4 are the first group; layer 0 can leave although nothing else is computed.
+    // Layers 0, 2 and 4 are the first group. Layer 0 can be sent although no other layer is computed.
     signal.layers_done(1);
     let first_layer = 5;
     arrival.progress(first_layer - 1).await;
@@ -122,7 +122,7 @@ pub async fn send_waits_for_room_and_not_for_the_fence(pair: Arc<Pair>) {
     let mut sender = pair.open(&landing).await.expect("granted");
     let mut rest = pages(&landing).into_iter();
     let mut n_taken = 0;
-    // Nothing is computed yet, so the queue fills up; the call that finds no room waits, and is repeated.
+    // No layer is computed yet, so the queue fills up. The call that finds no room waits, and is repeated.
     let refused = loop {
         let span = rest.next().expect("a queue is bounded, and smaller than this transfer");
         let mut send = Box::pin(sender.send(span.clone(), Arc::clone(&from), fence.clone()));
@@ -174,7 +174,7 @@ pub async fn handoff_arrives_last_and_whole(pair: Arc<Pair>) {
     assert_eq!(arrived.expect("arrived").handoff, handoff(&landing));
 }
 
-/// 64 at once, every third of them given up by one side or the other.
+/// 64 transfers at once; one side or the other cancels every third of them.
 pub async fn interleaved_transfers_do_not_mix(pair: Arc<Pair>) {
     join_all((0..64).map(|nth| one_of_many(Arc::clone(&pair), nth))).await;
 }
@@ -192,7 +192,7 @@ async fn arrival_is_dropped(pair: &Pair, n_tokens: u32, nth: u64) {
     let from = pair.prefill.computed(n_tokens, nth);
     let (landing, arrival) = pair.land(n_tokens);
     let mut deliver = Box::pin(pair.deliver(&landing, &from));
-    // A few turns each, so that the drops meet transfers at different stages.
+    // Each transfer is polled a few times, so that the drops occur at different stages.
     for _ in 0..nth % 7 {
         if let std::task::Poll::Ready(delivered) = poll!(&mut deliver) {
             return delivered.expect("it was faster than the drop");

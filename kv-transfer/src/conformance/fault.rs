@@ -1,4 +1,4 @@
-//! A wire that spoils, doubles, delays, loses or swallows KV never delivers wrong KV, and never holds anyone up.
+//! A wire that corrupts, duplicates, delays or loses KV never delivers wrong KV, and never blocks a caller for ever.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::faults::{Fault, FaultKind};
 
 const N_TOKENS: u32 = 20 * BLOCK_TOKENS;
 
-/// One transfer whose frames are hit on their way, and that arrives nevertheless.
+/// A transfer arrives although a fault hits one of its frames.
 async fn survives(pair: &Pair, fault: Fault) {
     let (faults, before) = (&pair.prefill.parts.faults, pair.prefill.parts.faults.n_hit());
     faults.inject(fault.clone());
@@ -24,7 +24,7 @@ pub async fn flipped_bit_is_refetched(pair: Arc<Pair>) {
     }
 }
 
-/// The first page is hit whenever it is sent.
+/// The fault hits the first page every time it is sent.
 pub async fn flipped_bit_twice_is_a_failure(pair: Arc<Pair>) {
     pair.prefill.parts.faults.inject(Fault::once(FaultKind::FlipBit(0)).times(u32::MAX));
     let from = pair.prefill.computed(BLOCK_TOKENS, 2);
@@ -63,7 +63,8 @@ pub async fn lost_connection_fails_both_and_heals(pair: Arc<Pair>) {
     }
 }
 
-/// Neither side hears anything any more. Both have a typed outcome by the landing's deadline, or by the stall time.
+/// Neither side receives anything any more. Both get a typed error by the landing's deadline, or after the stall
+/// time.
 pub async fn stalled_wire_fails_in_time(pair: Arc<Pair>) {
     let parts = Node::parts("stalling", layout());
     let (faults, world) = (parts.faults.clone(), parts.world.clone());
@@ -93,7 +94,7 @@ fn with_stall(parts: ConnectorParts, stall_ms: u64) -> ConnectorParts {
     ConnectorParts { settings, ..parts }
 }
 
-/// A bit that depends on the transfer, in any of its frames.
+/// The flipped bit depends on the transfer, and may be in any of its frames.
 pub async fn a_thousand_flipped_bits_are_caught(pair: Arc<Pair>) {
     const N_TRANSFERS: u64 = 1_000;
     let n_tokens = 4 * BLOCK_TOKENS;

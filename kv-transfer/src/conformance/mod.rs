@@ -1,7 +1,7 @@
-//! The suite that every connector passes: what `CONTRACT.md` says of all wires.
+//! The suite that every connector passes: the promises of `CONTRACT.md` for all wires.
 //!
-//! Each case starts with two fresh nodes, and ends with both pools whole and at their baseline. A connector's own
-//! test calls [`conformance`] and then pins what only its wire promises.
+//! Each case starts with two fresh nodes, and ends with both pools complete and at their baseline. A connector's own
+//! test calls [`conformance`] and then checks the promises of its wire alone.
 
 pub mod abort;
 pub mod delivery;
@@ -17,10 +17,10 @@ use std::time::Duration;
 use self::node::{Make, Pair};
 use crate::connector::{ConnectorParts, KvConnector};
 
-/// How long one case may take, with a margin for slow machines.
+/// The deadline of one case, with a margin for slow machines.
 pub const CASE_WITHIN: Duration = Duration::from_secs(60);
 
-/// Cases that are left out, with the reason: none.
+/// The cases that are left out of the whole suite: none.
 const WHOLE_SUITE: &[(&str, &str)] = &[];
 
 macro_rules! cases {
@@ -41,7 +41,7 @@ macro_rules! cases {
 /// Runs every case on connectors that `make` builds.
 ///
 /// # Panics
-/// With the case's name, where the connector does not do what the contract says.
+/// With the case's name, if the connector breaks the contract.
 pub async fn conformance<F>(make: impl Fn(ConnectorParts) -> F + Send + Sync + 'static)
 where
     F: Future<Output = Arc<dyn KvConnector>> + Send + 'static,
@@ -49,7 +49,7 @@ where
     conformance_without(WHOLE_SUITE, make).await;
 }
 
-/// The same for what is no wire by itself: all cases but these, each with the reason why it makes no sense there.
+/// Like [`conformance`], but leaves out some cases, each with the reason why it does not apply.
 ///
 /// # Panics
 /// Like [`conformance`], and if there is no such case.
@@ -112,7 +112,7 @@ pub async fn conformance_without<F>(
 /// The ranks of the prefill node and of the decode node. There are four heads: with eight ranks, two hold each head.
 pub const SIZES: &[(u16, u16)] = &[(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4), (8, 2), (2, 8)];
 
-/// Runs what can differ where ranks share heads, on connectors that carry the KV of several.
+/// Runs the cases that depend on ranks, on connectors that carry the KV of several ranks.
 ///
 /// # Panics
 /// Like [`conformance`].
@@ -123,7 +123,7 @@ where
     conformance_between(SIZES, make).await;
 }
 
-/// The same, between these numbers of ranks alone.
+/// Like [`conformance_of_ranks`], but only between these numbers of ranks.
 ///
 /// # Panics
 /// Like [`conformance`].

@@ -1,4 +1,4 @@
-//! Two nodes with KV that can be recognised, for conformance cases.
+//! Two nodes with recognisable KV, for conformance cases.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -30,19 +30,19 @@ pub type Make = Arc<dyn Fn(ConnectorParts) -> BoxFuture<'static, Arc<dyn KvConne
 
 pub const BLOCK_TOKENS: u32 = 4;
 const N_BLOCKS: u32 = 1024;
-/// What blocks hold that nothing was written into.
+/// The content of blocks that nothing was written into.
 const STALE: u8 = 0xee;
-/// The suite's landings live this long, unless a case says otherwise.
+/// The lifetime of the suite's landings, unless a case sets another one.
 const LANDING_FOR: Duration = Duration::from_secs(30);
 const BASELINE_WITHIN: Duration = Duration::from_secs(20);
 
-/// Where a node of this name has its memory.
+/// Allocates the memory of the node with this name.
 pub type Place = fn(&str, KvLayout, u32) -> KvMemory;
 
-/// Set where the suite runs over a device's memory, before it starts; the host's otherwise.
+/// Set before the suite starts if it runs over a device's memory. Otherwise host memory is used.
 static PLACE: OnceLock<Place> = OnceLock::new();
 
-/// From here on, all nodes of this process have their memory there.
+/// Sets the memory of all nodes that this process creates later.
 ///
 /// # Panics
 /// If it was called before.
@@ -50,10 +50,10 @@ pub fn lie_in(place: Place) {
     assert!(PLACE.set(place).is_ok(), "the suite's nodes have one place");
 }
 
-/// How many times slower than others the machine is that the suite runs on.
+/// The factor by which this machine is slower than others.
 static SLOWER: AtomicU32 = AtomicU32::new(1);
 
-/// Multiplies all time limits of the suite from here on: for a machine that is emulated.
+/// Multiplies all later time limits of the suite, for an emulated machine.
 pub fn expect_slowness(times: u32) {
     SLOWER.store(times.max(1), Ordering::Relaxed);
 }
@@ -67,20 +67,20 @@ fn host(_name: &str, layout: KvLayout, n_blocks: u32) -> KvMemory {
     KvMemory::host(layout, n_blocks).expect("a few hundred KiB can be mapped")
 }
 
-/// Two groups of layers; one has layers of two widths: enough for a wire to get something wrong.
+/// Two groups of layers, and one of them has layers of two widths: enough variety to reveal errors of a wire.
 pub fn layout() -> KvLayout {
     layout_of(2)
 }
 
-/// The same with `n_heads`, shared by `tp_size` ranks.
+/// Like [`layout`], but with `SHARED_HEADS` KV heads on `tp_size` ranks.
 ///
 /// # Panics
-/// If they cannot share them.
+/// If the ranks cannot share the heads.
 pub fn spread_layout(tp_size: u16) -> KvLayout {
     layout_of(SHARED_HEADS).over_ranks(tp_size).expect("the one number divides the other")
 }
 
-/// KV heads of nodes that have ranks.
+/// KV heads of nodes with several ranks.
 const SHARED_HEADS: u16 = 4;
 
 fn layout_of(n_kv_heads: u16) -> KvLayout {
@@ -97,7 +97,7 @@ pub fn fingerprint() -> Fingerprint {
     Fingerprint::new([("weights".to_owned(), "conformance".to_owned())])
 }
 
-/// Small frames, so that small transfers have many; and as much patience as a machine needs that has other things to do.
+/// Small frames, so that small transfers have many, and a stall time that suits a loaded machine.
 pub fn settings() -> TransferSettings {
     let stall_ms = here(Duration::from_secs(10)).as_millis() as u64;
     TransferSettings { frame_bytes: 1024, stall_ms, ..TransferSettings::default() }
@@ -134,7 +134,7 @@ impl Node {
         }
     }
 
-    /// Fresh blocks, full of what was there before.
+    /// Fresh blocks with stale content.
     pub fn room(&self, n_tokens: u32) -> BlockLease {
         let n_blocks = self.parts.memory.layout().blocks_for(n_tokens as usize);
         let holder = Holder { what: Holding::Landing, request: RequestId::new("conformance") };
@@ -167,7 +167,7 @@ impl Node {
         }
     }
 
-    /// Every valid token of the sequence is what it should be.
+    /// Checks every valid token of the sequence.
     pub fn assert_holds(&self, lease: &BlockLease, n_tokens: u32, sequence: u64) {
         for share in shares(self.parts.memory.layout()) {
             for block in 0..n_tokens.div_ceil(BLOCK_TOKENS) {
@@ -191,7 +191,7 @@ impl Node {
         }
     }
 
-    /// Takes all blocks but some without free neighbours, or with at most `hole_blocks` in a row.
+    /// Leases all blocks except holes, each with `hole_blocks` free neighbours.
     pub fn perforate(&self, hole_blocks: u32) -> Vec<BlockLease> {
         const N_HOLES: usize = 24;
         let some = (0..2 * N_HOLES).map(|_| self.room(hole_blocks * BLOCK_TOKENS)).collect::<Vec<_>>();
@@ -201,7 +201,7 @@ impl Node {
         solid.chain([rest]).collect()
     }
 
-    /// All blocks are back, and the books are right.
+    /// Waits until all blocks are free, and checks the pool.
     pub async fn at_baseline(&self) {
         let mut freed = self.pool.freed();
         let back = async {
@@ -216,7 +216,7 @@ impl Node {
         self.pool.integrity().unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 
-    /// Without its connector, nothing of it goes on.
+    /// Drops the connector, and waits until the node's tasks have ended.
     async fn ends(self) {
         let Self { parts, connector, .. } = self;
         drop(connector);
@@ -234,17 +234,17 @@ impl Node {
 struct LayerShare {
     group: GroupIdx,
     layer_pos: u16,
-    /// Its number in the model.
+    /// The layer's number in the model.
     layer: u16,
     rank: u16,
     /// The shape of the rank's pages.
     shape: PageShape,
-    /// The first of the rank's heads, and how many the model has.
+    /// The first of the rank's heads, and the number of heads of the model.
     heads: (usize, usize),
 }
 
 impl LayerShare {
-    /// Where a byte of the rank's page would be in a page of one rank that has all heads.
+    /// The offset that a byte of the rank's page has in a page of one rank with all heads.
     fn in_whole_page(&self, at: usize) -> usize {
         let (run, byte) = (at / self.shape.head_bytes, at % self.shape.head_bytes);
         let (part, head) = (run / self.shape.n_heads, self.heads.0 + run % self.shape.n_heads);
@@ -270,7 +270,7 @@ fn shares(layout: &KvLayout) -> Vec<LayerShare> {
     shares
 }
 
-/// KV in which every wrong place shows.
+/// A byte of KV that depends on its place, so that a wrong place is detected.
 fn kv_byte(sequence: u64, layer: u16, block: u32, byte: usize) -> u8 {
     let place = sequence << 40 ^ u64::from(layer) << 32 ^ u64::from(block) << 16 ^ byte as u64;
     (place.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
@@ -284,7 +284,7 @@ pub struct Pair {
     pub decode: Node,
 }
 
-/// For `Debug`: a function has nothing to show.
+/// A wrapper for `Debug`, because a function has no debug output.
 struct MakeShown(Make);
 
 impl std::fmt::Debug for MakeShown {
@@ -373,7 +373,7 @@ impl Pair {
     }
 }
 
-/// All of a sequence, one span for each group. Held blocks are named too: the sender passes over them.
+/// All pages of a sequence, one span for each group. Held blocks are included: the sender skips them.
 pub fn whole(landing: &Landing) -> Vec<KvSpan> {
     let n_blocks = landing.n_tokens.div_ceil(BLOCK_TOKENS);
     let span = |group: GroupIdx| {
@@ -383,7 +383,7 @@ pub fn whole(landing: &Landing) -> Vec<KvSpan> {
     landing.layout.group_indices().map(span).collect()
 }
 
-/// Every page of a sequence by itself.
+/// Each page of a sequence as its own span.
 pub fn pages(landing: &Landing) -> Vec<KvSpan> {
     whole(landing).iter().flat_map(crate::landing::PageAt::all).map(crate::landing::PageAt::span).collect()
 }

@@ -1,4 +1,4 @@
-//! Nodes whose ranks share heads, as many on both sides or not.
+//! Nodes with several ranks, with equal or different numbers on the two sides.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::arrival::ArrivalStatus;
 use crate::error::TransferError;
 use crate::lanes::Lanes;
 
-/// Whatever the address says of the other side's ranks: nothing moves if they cannot share the heads.
+/// The address may name any number of ranks: no byte moves if the ranks cannot share the heads.
 pub async fn ranks_that_cannot_share_are_refused(pair: Arc<Pair>) {
     let (mut landing, mut arrival) = pair.land(BLOCK_TOKENS);
     landing.layout.shard.tp_size = 3;
@@ -21,7 +21,7 @@ pub async fn ranks_that_cannot_share_are_refused(pair: Arc<Pair>) {
     assert!(matches!(arrival.poll(), ArrivalStatus::Waiting { received: 0, .. }));
 }
 
-/// A layer is on all lanes before the next one is computed.
+/// Each layer is sent on all lanes before the next one is computed.
 pub async fn each_layer_of_all_ranks_leaves_as_it_is_computed(pair: Arc<Pair>) {
     let n_tokens = 3 * BLOCK_TOKENS;
     let from = pair.prefill.computed(n_tokens, 6);

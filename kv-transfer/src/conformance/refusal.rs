@@ -1,4 +1,4 @@
-//! What is refused, and that it is refused before a byte moves.
+//! Refusals, and that they come before any byte moves.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::error::TransferError;
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
 
-/// A landing that is asked for with a changed address is refused, and is not harmed by that.
+/// Opening a landing with a changed address is refused, and does not harm the landing.
 async fn refuses(
     pair: &Pair,
     change: impl FnOnce(&mut Landing),
@@ -55,7 +55,7 @@ pub async fn wrong_epoch(pair: Arc<Pair>) {
     refuses(&pair, wrong, |error| matches!(error, TransferError::WrongEpoch)).await;
 }
 
-/// The difference is spelled out, and it is also found by a receiver whose sender did not look.
+/// The sender reports the exact difference. The receiver also refuses if its sender did not check.
 pub async fn other_model(pair: Arc<Pair>) {
     let other = Fingerprint::new([("weights".to_owned(), "another".to_owned())]);
     let claimed = |landing: &mut Landing| landing.fingerprint = other.clone();
@@ -74,7 +74,7 @@ pub async fn other_layout(pair: Arc<Pair>) {
     careless(&pair, &third, |landing| landing.layout = other.clone()).await;
 }
 
-/// A sender that is shown an address in its own image is refused by the receiver.
+/// The landing is changed so that the sender's own check passes. The receiver must refuse it.
 async fn careless(pair: &Pair, sender: &Node, change: impl FnOnce(&mut Landing)) {
     let (mut landing, mut arrival) = pair.land(N_TOKENS);
     change(&mut landing);

@@ -1,4 +1,4 @@
-//! Any connector, with faults that a test programmes.
+//! A wrapper around any connector, for tests that inject faults.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,20 +13,20 @@ use crate::error::TransferError;
 use crate::faults::{Fault, Faults};
 use crate::quiet::Quiet;
 
-/// A connector that behaves until it is told not to.
+/// A connector that works normally until a test injects faults.
 ///
-/// Faults between digest and peer are played by the connector inside, through [`ConnectorParts::faults`]; what this
-/// wrapper adds is a wire that cannot prove that it is quiet.
+/// The connector inside applies faults between digest and peer, through [`ConnectorParts::faults`]. This wrapper adds
+/// a wire that cannot prove that it is quiet.
 #[derive(Debug)]
 pub struct Flaky<T: ?Sized> {
     faults: Faults,
-    /// Held for a look, never across an await.
+    /// Held for one read or write, never across an await.
     unproven_until: Mutex<Option<CancellationToken>>,
     inner: Arc<T>,
 }
 
 impl Flaky<dyn KvConnector> {
-    /// The connector of this name, with a programme of faults that is still empty.
+    /// Builds the connector of this name, with an empty list of faults.
     pub async fn build(name: &str, parts: ConnectorParts) -> Result<Arc<Self>, TransferError> {
         let faults = Faults::programmable();
         let inner = connectors::build(name, ConnectorParts { faults: faults.clone(), ..parts }).await?;
@@ -40,12 +40,12 @@ impl Flaky<dyn KvConnector> {
 }
 
 impl<T: KvConnector + ?Sized> Flaky<T> {
-    /// Plays a fault on KV that this side sends.
+    /// Injects a fault into KV that this side sends.
     pub fn inject(&self, fault: Fault) {
         self.faults.inject(fault);
     }
 
-    /// From now on, the blocks of a landing that fails are in quarantine until `until` is cancelled.
+    /// Keeps the blocks of every landing that fails from now on in quarantine until `until` is cancelled.
     pub fn cannot_prove_quiet(&self, until: CancellationToken) {
         *self.unproven_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(until);
     }
@@ -82,7 +82,7 @@ impl<T: KvConnector + ?Sized> KvConnector for Flaky<T> {
     }
 }
 
-/// A wire whose silence the test decides about.
+/// A proof of quiet that the test gives by cancelling `until`.
 #[derive(Debug)]
 struct Unproven {
     until: CancellationToken,
@@ -91,7 +91,7 @@ struct Unproven {
 #[async_trait]
 impl Quiet for Unproven {
     fn awaited(&self) -> &'static str {
-        "a flaky wire's word"
+        "the proof of a flaky wire"
     }
 
     fn revoke(&self) -> bool {

@@ -1,4 +1,4 @@
-//! KV from one node's memory to another's within one process: a copy, verified like every other wire's bytes.
+//! Copies KV from one node's memory to another's within one process, and verifies it as every other wire does.
 //!
 //! It has no sockets and no tasks of its own, so a test can run it on a paused clock.
 
@@ -27,8 +27,8 @@ pub const SCHEME: &str = "loopback";
 pub(super) const WIRE: WireKind =
     WireKind { name: SCHEME, build: |parts| Box::pin(async { Ok(Loopback::shared(parts)) }), auto: Auto::No };
 
-/// The address space of this wire is the process, so the list of who is reachable belongs to the process too.
-/// Held for a look-up, never across an await.
+/// The connectors of this process that can be reached, by endpoint. An address is valid within the process, so the
+/// table is global. Held for a look-up, never across an await.
 static REACHABLE: Mutex<Option<HashMap<String, Weak<Loopback>>>> = Mutex::new(None);
 static NEXT_ENDPOINT: AtomicU64 = AtomicU64::new(0);
 
@@ -41,7 +41,7 @@ pub struct Loopback {
 }
 
 impl Loopback {
-    /// Makes it and lets others of this process reach it for as long as it lives.
+    /// Builds the connector. Others in this process can reach it while it lives.
     pub fn shared(parts: ConnectorParts) -> Arc<dyn KvConnector> {
         let number = NEXT_ENDPOINT.fetch_add(1, Ordering::Relaxed);
         let address = WireAddress {
@@ -103,7 +103,7 @@ impl Drop for Loopback {
     }
 }
 
-/// The wire of one transfer.
+/// One outgoing transfer.
 #[derive(Debug)]
 struct Copying {
     parts: ConnectorParts,
@@ -149,18 +149,18 @@ impl Wire for Copying {
 }
 
 impl Copying {
-    /// What a broken connection does to both ends.
+    /// Fails both ends, as a broken connection does.
     fn lost(&self) -> TransferError {
         let error = TransferError::lost_because("a fault was injected");
         self.target.fail(error.clone());
         error
     }
 
-    /// Copies, verifies, and copies once more what was wrong.
+    /// Copies and verifies the pages, and copies wrong pages once more.
     async fn copy(&self, span: &SpanOut, fault: Option<FaultKind>) -> Result<(), TransferError> {
         for wrong in self.copy_once(span, fault)? {
             let again = span.page(wrong);
-            // The fault hook is asked again: a refetched page takes the same wire.
+            // The fault list is checked again, because a refetched page takes the same wire.
             let fault = self.parts.faults.next(again.runs(&self.parts).bytes());
             self.copy_once(&again, fault)?;
             tokio::task::yield_now().await;
@@ -168,7 +168,7 @@ impl Copying {
         Ok(())
     }
 
-    /// The pages that did not pass.
+    /// Copies and verifies the pages once. Returns the pages that failed verification.
     fn copy_once(&self, span: &SpanOut, mut fault: Option<FaultKind>) -> Result<Vec<KvSpan>, TransferError> {
         let mut digests = span.digests(&self.parts)?;
         if self.target.claim(&span.piece, digests.len())? == Claim::Skip {
@@ -216,7 +216,7 @@ impl Copying {
     }
 }
 
-/// Copies a page's KV to where it is wanted.
+/// Copies the KV of a page into the receiver's memory.
 fn copy_in(memory: &KvMemory, runs: &Runs, mut bytes: &[u8]) -> Result<(), TransferError> {
     let mut pages = runs.write(memory, 0).map_err(busy)?;
     for mut slice in pages.slices() {

@@ -1,4 +1,4 @@
-//! The wires, by name. A new one is a file with its [`WireKind`], named here by its `mod` and its line in `WIRES`.
+//! The wires, by name. A new wire is one file with its [`WireKind`], a `mod` line here and a line in `WIRES`.
 
 pub mod cuda_ipc;
 #[cfg(any(test, feature = "test-support"))]
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use crate::connector::{ConnectorParts, KvConnector, WireKind};
 use crate::error::TransferError;
 
-/// Every wire that this crate has, the fastest first.
+/// All wires of this crate, the fastest first.
 const WIRES: &[WireKind] = &[
     loopback::WIRE,
     cuda_ipc::WIRE,
@@ -33,7 +33,7 @@ const WIRES: &[WireKind] = &[
     toy::WIRE,
 ];
 
-/// Every wire that this crate has, the fastest first.
+/// All wires of this crate, the fastest first.
 pub fn connectors() -> &'static [WireKind] {
     WIRES
 }
@@ -43,7 +43,7 @@ pub fn names() -> Vec<&'static str> {
     WIRES.iter().map(|wire| wire.name).collect()
 }
 
-/// Builds the wire of this name.
+/// Builds the connector of this name.
 pub async fn build(name: &str, parts: ConnectorParts) -> Result<Arc<dyn KvConnector>, TransferError> {
     match WIRES.iter().find(|wire| wire.name == name) {
         Some(wire) => (wire.build)(parts).await,

@@ -1,6 +1,6 @@
-//! KV over TCP: works everywhere, and straight out of and into block memory.
+//! KV over TCP. It works on every network, and reads and writes block memory without an intermediate copy.
 //!
-//! A [link](super::link) whose streams are sockets, and whose frames bring their KV along.
+//! A [link](super::link) whose streams are sockets, and whose frames carry their KV inline.
 
 use std::io;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::Needed,
 };
 
-/// Listens as the settings say.
+/// Listens on the address in the settings.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     let addr = &parts.settings.listen;
     let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
@@ -44,7 +44,7 @@ pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, Transfe
     over(listener, endpoint, parts)
 }
 
-/// Serves an address that is bound already.
+/// Serves an address that is already bound.
 fn over(
     listener: Box<dyn Listener>,
     endpoint: String,
@@ -52,7 +52,7 @@ fn over(
 ) -> Result<Arc<LinkConnector>, TransferError> {
     check_pages(&parts)?;
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
-    info!(endpoint = address.endpoint, "kv transfer by tcp");
+    info!(endpoint = address.endpoint, "tcp connector listens");
     let send_path = |parts: &ConnectorParts| Ok(Arc::new(Sockets { world: parts.world.clone() }) as _);
     let port = Port { listener, world: parts.world.clone() };
     Ok(LinkConnector::start(
@@ -64,7 +64,7 @@ fn over(
     ))
 }
 
-/// A port on which streams come in.
+/// A port that accepts streams.
 #[derive(Debug)]
 struct Port {
     listener: Box<dyn Listener>,
@@ -85,7 +85,7 @@ impl StreamAcceptor for Port {
     }
 }
 
-/// The host that peers are told; IPv6 addresses keep their brackets.
+/// The host that peers connect to. IPv6 addresses keep their brackets.
 pub(super) fn advertised_host(parts: &ConnectorParts) -> String {
     if !parts.settings.advertise.is_empty() {
         return parts.settings.advertise.clone();
@@ -118,7 +118,7 @@ impl KvPath for InlineKv {
     }
 }
 
-/// The sender's end: streams that carry KV themselves.
+/// The sender's end: the streams carry the KV.
 #[derive(Debug)]
 struct Sockets {
     world: World,

@@ -1,4 +1,5 @@
-//! A wire for a test: KV goes as messages through a table of this process. It shows that a new wire is one file.
+//! A wire for a test: KV goes as messages through a table in this process. The test shows that a new wire is one
+//! file.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -35,7 +36,7 @@ pub(super) const WIRE: WireKind = WireKind {
 
 /// The mailboxes of this process, by the number that a stream begins with. Held for a look-up.
 static MAILBOXES: Mutex<BTreeMap<u64, Weak<Mailbox>>> = Mutex::new(BTreeMap::new());
-/// Bytes of KV that were taken out of mailboxes.
+/// Bytes of KV taken out of mailboxes.
 static BYTES_TAKEN: AtomicU64 = AtomicU64::new(0);
 
 async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
@@ -51,7 +52,7 @@ async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferErr
     ))
 }
 
-/// The messages of one link that were sent and not taken.
+/// The messages of one link that were sent and not yet taken.
 #[derive(Debug, Default)]
 struct Mailbox {
     /// Held for a look-up, never across an await.
@@ -154,7 +155,7 @@ impl StreamAcceptor for Port {
             let mut id = [0; 8];
             stream.read_exact(&mut id).await.map_err(TransferError::lost)?;
             let mailbox = mailboxes().get(&u64::from_le_bytes(id)).and_then(Weak::upgrade);
-            let mailbox = mailbox.ok_or(FrameError::Unexpected("the number of no mailbox"))?;
+            let mailbox = mailbox.ok_or(FrameError::Unexpected("an unknown mailbox number"))?;
             Ok(Incoming { stream, kv_path: Some(Arc::new(ToyPath(mailbox))), handshake_permit: None })
         };
         Ok((from.to_string(), Box::pin(greeted)))
@@ -176,14 +177,14 @@ impl KvPath for ToyPath {
             return Err(wrong_place());
         };
         let message = self.0.messages().remove(&number);
-        let message = message.ok_or(FrameError::Unexpected("a message that is not there"))?;
+        let message = message.ok_or(FrameError::Unexpected("an unknown message number"))?;
         BYTES_TAKEN.fetch_add(message.len() as u64, Ordering::Relaxed);
         let Some(landing) = landing else { return Ok(Receipt::dropped()) };
         lay_in(&landing, &span, &message, &digests.here()?).map(Receipt::Done)
     }
 }
 
-/// Copies a message into the landing's pages. Returns those that did not pass.
+/// Copies a message into the landing's pages. Returns the pages that failed verification.
 fn lay_in(
     landing: &OpenLanding,
     span: &LaneSpan,
@@ -192,7 +193,7 @@ fn lay_in(
 ) -> Result<Vec<KvSpan>, TransferError> {
     let (claim, runs) = (landing.claim(span, digests.len())?, landing.runs(span));
     if runs.bytes() != message.len() {
-        return Err(FrameError::Body("the message is not as long as its span").into());
+        return Err(FrameError::Body("the message does not have the length of its span").into());
     }
     if claim == Claim::Skip {
         return Ok(Vec::new());

@@ -1,7 +1,7 @@
 //! Unix sockets between two processes of one machine, and file descriptors passed over them.
 //!
-//! A socket in a folder that both see. Its name is drawn anew in each life of a node, so an address of an earlier life
-//! leads nowhere. The first bytes of a stream can bring files.
+//! The socket is in a folder that both processes see. Its name is random in each life of a node, so an address of an
+//! earlier life cannot be connected to. The first bytes of a stream can carry files.
 
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -19,12 +19,12 @@ use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use types::layout::RANKS_MAX;
 
-/// Files that come with a greeting.
+/// Limit of files that come with a greeting.
 const FILES_MAX: usize = 1 + RANKS_MAX as usize;
-/// Sockets of earlier lives that one start takes away.
+/// Limit of stale sockets that one start removes.
 const SWEPT_MAX: usize = 1024;
 
-/// A name in the folder, taken away when it is dropped.
+/// A socket's file in the folder. The drop removes it.
 #[derive(Debug)]
 pub(in crate::connectors) struct Socket {
     path: PathBuf,
@@ -43,9 +43,10 @@ impl Drop for Socket {
     }
 }
 
-/// Listens under a name made of `draw`, for processes of the same user.
+/// Listens under a name made from `draw`, for processes of the same user.
 ///
-/// Whatever has such a name is listening, or is what a killed process left behind: it gets its name only once it listens.
+/// The socket is renamed to its final name only after it listens. So a socket with such a name is either in use or
+/// left behind by a killed process.
 pub(in crate::connectors) fn bind(folder: &Path, draw: u64) -> io::Result<(UnixListener, Socket)> {
     sweep(folder)?;
     let early = Socket { path: folder.join(format!(".baton-{draw:016x}")) };
@@ -62,7 +63,7 @@ fn sweep(folder: &Path) -> io::Result<()> {
         let name = entry.file_name();
         let is_ours = name.to_str().is_some_and(|name| name.starts_with("baton-") && name.ends_with(".sock"));
         if is_ours && is_dead(&entry.path()) {
-            // Another start may have been faster.
+            // Another process may have removed it first.
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -109,14 +110,14 @@ fn greet(stream: &UnixStream, greeting: &[u8], files: &[BorrowedFd<'_>]) -> io::
 
 // === the receiver's side ===
 
-/// Who comes, for the log, and the stream.
+/// Accepts a stream. Returns the peer's process id, for the log, and the stream.
 pub(in crate::connectors) async fn accepted(listener: &UnixListener) -> io::Result<(String, UnixStream)> {
     let (stream, _) = listener.accept().await?;
     let from = stream.peer_cred().ok().and_then(|peer| peer.pid());
     Ok((from.map_or_else(|| "a process".to_owned(), |pid| format!("process {pid}")), stream))
 }
 
-/// The first bytes of a stream, and the files that came with them.
+/// Reads the first bytes of a stream, and the files that came with them.
 pub(in crate::connectors) async fn received<const N: usize>(
     stream: &UnixStream,
 ) -> io::Result<([u8; N], Vec<OwnedFd>)> {
@@ -130,7 +131,7 @@ fn receive<const N: usize>(stream: &UnixStream) -> io::Result<([u8; N], Vec<Owne
     let into = &mut [IoSliceMut::new(&mut greeting)];
     let received = rustix::net::recvmsg(stream, into, &mut attached, RecvFlags::CMSG_CLOEXEC)?;
     if received.bytes == 0 {
-        return Err(io::Error::other("the peer only looked whether the socket is in use"));
+        return Err(io::Error::other("the peer only checked whether the socket is in use"));
     }
     if received.bytes != N {
         return Err(io::Error::other("the peer does not speak this protocol"));

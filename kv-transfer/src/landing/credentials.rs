@@ -1,4 +1,4 @@
-//! What a sender shows to be let into a landing, and the receiver's check of it.
+//! The credentials that a sender shows to open a landing, and the receiver's check.
 
 use chassis::guards::{Guard, stands};
 use types::{Epoch, Fingerprint, Grant, KvLayout, Landing};
@@ -6,14 +6,14 @@ use types::{Epoch, Fingerprint, Grant, KvLayout, Landing};
 use super::summary;
 use crate::error::TransferError;
 
-/// What a sender shows to be let in.
+/// The values that a sender shows to open a landing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Credentials {
     pub grant: Grant,
     pub epoch: Epoch,
     pub n_tokens: u32,
     pub held_tokens: u32,
-    /// The ranks that share the sender's heads.
+    /// The number of ranks of the sender.
     pub tp_size: u16,
     /// Summaries of the sender's own layout and fingerprint.
     pub layout: u64,
@@ -21,7 +21,8 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// What a node with this layout and fingerprint shows. They are its own, and not those that the landing claims.
+    /// The credentials of a node with this layout and fingerprint. Both are the node's own, not copied from the
+    /// landing.
     pub fn new(landing: &Landing, layout: &KvLayout, fingerprint: &Fingerprint) -> Self {
         Self {
             grant: landing.grant,
@@ -35,7 +36,7 @@ impl Credentials {
     }
 }
 
-/// What a landing demands of its sender.
+/// The summaries that a sender of this landing must show.
 #[derive(Debug)]
 pub(super) struct Demands {
     layout: u64,
@@ -50,7 +51,7 @@ impl Demands {
         }
     }
 
-    /// Refuses a sender without the grant, of another life of the node, or with another layout, model or length.
+    /// Refuses a sender with a wrong grant, a grant of another life of the node, or another layout, model or length.
     pub(super) fn check(&self, shown: &Credentials, landing: &Landing) -> Result<(), TransferError> {
         if shown.grant != landing.grant && stands(Guard::Grant) {
             return Err(TransferError::WrongGrant);

@@ -1,7 +1,7 @@
 //! The gate over a landing's lease: open for writers until the landing ends.
 //!
-//! A writer goes through it for one attempt. Closing it waits for the attempts under way and takes the lease out, so
-//! no page of a closed landing is borrowed. Copies that a device makes outside of the gate are counted.
+//! A writer passes it for one attempt. Closing it waits for the attempts in progress and takes the lease out, so no
+//! page of a closed landing is borrowed. Device copies continue outside of the gate and are counted.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
@@ -14,14 +14,14 @@ use crate::quiet::Quiet;
 /// See the module.
 #[derive(Debug)]
 pub(super) struct LeaseGate {
-    /// A writer holds it shared and finds the lease in it; the code that ends the landing takes the lease out. Held for
-    /// one attempt to copy, never across an await.
+    /// Writers hold it shared, and check that the lease is in it. The code that ends the landing takes the lease out.
+    /// Held for one attempt to copy, never across an await.
     lease: RwLock<Option<BlockLease>>,
-    /// Held for one attempt to copy where several lanes lead into the same pages, which are borrowed whole.
+    /// Held for one attempt to copy if several lanes write into the same pages, because a page is borrowed whole.
     turn: Mutex<()>,
     /// Copies that a GPU of this node makes outside of the lock.
     pending_copies: Arc<PendingCopies>,
-    /// The proof of a wire whose peer writes.
+    /// The proof of a wire where the peer writes.
     quiet: OnceLock<Arc<dyn Quiet>>,
 }
 
@@ -41,18 +41,18 @@ impl LeaseGate {
         (lease.is_some() || !stands(Guard::Quiet)).then(attempt)
     }
 
-    /// The same, one attempt at a time.
+    /// Like [`while_open`](Self::while_open), but one attempt at a time.
     pub(super) fn in_turn<T>(&self, attempt: impl FnOnce() -> T) -> Option<T> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.while_open(attempt)
     }
 
-    /// Counts a copy that outlasts its attempt.
+    /// Counts a copy that continues after its attempt.
     pub(super) fn begin_copy(&self) -> PendingCopy {
         self.pending_copies.begin()
     }
 
-    /// Closes the gate to writers, after the attempts under way have ended. The first close gets the lease.
+    /// Closes the gate to writers, after the attempts in progress have ended. The first call returns the lease.
     pub(super) fn close(&self) -> Option<BlockLease> {
         self.lease.write().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -61,7 +61,7 @@ impl LeaseGate {
         assert!(self.quiet.set(quiet).is_ok(), "a landing has one proof of quiet");
     }
 
-    /// The proof that is outstanding. A wire has one of the two: a peer that writes, or a GPU of this node.
+    /// The outstanding proof, if any. A wire has one kind of it: the peer's writes, or copies of a GPU of this node.
     pub(super) fn unproven(&self) -> Option<Arc<dyn Quiet>> {
         let ours: Arc<dyn Quiet> = Arc::clone(&self.pending_copies) as _;
         let of_wire = self.quiet.get().map_or(ours, Arc::clone);

@@ -1,4 +1,4 @@
-//! How far a landing is: its pages, its handoff, its sender, and how it ended.
+//! The progress of a landing: its pages, its handoff, its sender, and its outcome.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use crate::error::TransferError;
 use crate::lanes::LaneSpan;
 use crate::pages::Pages;
 
-/// The sender's side of a landing: told once how it ended.
+/// The sender's side of a landing. It is notified once, when the landing ends.
 pub trait Opener: Debug + Send + Sync {
-    /// Called from wherever the landing ended, also from a drop: must not wait.
+    /// Called from the code that ends the landing, which may be a drop: must not wait.
     fn ended(&self, transfer: TransferId, outcome: Result<(), &TransferError>);
 }
 
@@ -32,17 +32,17 @@ pub(super) struct Progress {
 #[derive(Debug)]
 pub(crate) enum Outcome {
     Arrived(ArrivedKv),
-    /// The arrival has been handed out.
+    /// The arrival has been returned already.
     Taken,
     Failed(TransferError),
 }
 
-/// What to do with a span that comes in.
+/// The decision about an incoming span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
     /// The pages are claimed for this frame: write them.
     Write,
-    /// It is a repetition, or the landing has ended: read it off the wire and forget it.
+    /// The span is a repetition, or the landing has ended: read the bytes and drop them.
     Skip,
 }
 
@@ -53,7 +53,7 @@ impl Progress {
         Self { pages, first_byte: None, bytes: 0, handoff: None, opener: None, outcome: None }
     }
 
-    /// Enters the sender, once.
+    /// Registers the sender, once.
     pub(super) fn let_in(&mut self, opener: Arc<dyn Opener>) -> Result<(), TransferError> {
         match &self.outcome {
             Some(Outcome::Failed(error)) => Err(error.clone()),
@@ -66,7 +66,7 @@ impl Progress {
         }
     }
 
-    /// Claims a span's pages, if they are wanted still.
+    /// Claims a span's pages if they are still wanted.
     pub(super) fn claim(&mut self, span: &LaneSpan) -> Claim {
         if self.outcome.is_some() || !self.pages.claim(span) {
             return Claim::Skip;
@@ -75,12 +75,12 @@ impl Progress {
         Claim::Write
     }
 
-    /// Whether nothing is missing.
+    /// Whether all pages are verified and the handoff has come.
     pub(super) fn is_whole(&self) -> bool {
         self.pages.all_verified() && self.handoff.is_some()
     }
 
-    /// How the landing ended, if it has. An arrival is handed out once.
+    /// The outcome, if the landing has ended. `Arrived` is returned once.
     pub(super) fn take_outcome(&mut self) -> Option<Outcome> {
         match &self.outcome {
             None => None,

@@ -1,7 +1,8 @@
-//! Layout and fingerprint in eight bytes each: enough to refuse a sender that disagrees.
+//! Summaries of layout and fingerprint, eight bytes each, to refuse a sender with other values.
 //!
-//! The landing itself carries both in full, so that its sender can spell the difference out; this is the receiver's
-//! check that the sender did look. How many ranks share a layout's heads is not part of it: each side has its own.
+//! The landing carries both in full, so that its sender can report the exact difference. The summaries let the
+//! receiver check that the sender compared them. The number of ranks is not part of the summary, because each side
+//! has its own.
 
 use std::fmt::Write;
 

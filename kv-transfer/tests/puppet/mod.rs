@@ -1,4 +1,4 @@
-//! A peer that speaks the tcp connector's protocol by hand, and says what a test tells it to.
+//! A peer that speaks the tcp connector's protocol under the control of a test.
 #![allow(dead_code, reason = "each test file uses its own part of the puppet")]
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use types::node::ProtocolRange;
 use types::{Epoch, KvSpan, Landing, NodeId, TransferId};
 
-/// No wait in these tests is longer.
+/// The deadline of every wait in these tests.
 pub const WITHIN: Duration = Duration::from_secs(20);
 
 pub async fn in_time<T>(future: impl Future<Output = T>) -> T {
@@ -26,7 +26,7 @@ pub fn make_tcp() -> Make {
     Arc::new(|parts| Box::pin(async { build("tcp", parts).await.expect("a free port") }))
 }
 
-/// Two nodes whose wires are taken for dead after `stall_ms`.
+/// Two nodes whose wires have the stall time `stall_ms`.
 pub fn make_tcp_with_stall(stall_ms: u64) -> Make {
     Arc::new(move |parts: ConnectorParts| {
         let settings = TransferSettings { stall_ms, ..parts.settings.clone() };
@@ -51,7 +51,7 @@ impl Puppet {
         Self { socket: in_time(TcpStream::connect(endpoint)).await.expect("it listens") }
     }
 
-    /// A stream 0 whose hello was welcome.
+    /// A stream 0 whose hello was accepted.
     pub async fn linked(node: &Node) -> Self {
         let mut puppet = Self::connect(node).await;
         puppet.say(Body::Hello(hello(3, 3))).await;
@@ -71,7 +71,7 @@ impl Puppet {
         in_time(self.socket.write_all(bytes)).await.expect("the peer reads");
     }
 
-    /// The next thing that the peer says, other than that it lives; `None` once it has closed the connection.
+    /// The peer's next frame other than a heartbeat; `None` once it has closed the connection.
     pub async fn hear(&mut self) -> Option<Body> {
         loop {
             match in_time(self.next()).await? {
@@ -110,7 +110,7 @@ impl Puppet {
 
 pub fn hello(min: u16, max: u16) -> Hello {
     let protocol = ProtocolRange { min, max };
-    // The link's number: tests of one process must not meet in one link.
+    // A random link number, because tests of one process must not share a link.
     let link = chassis::World::real().draw();
     Hello { protocol, node: NodeId::new("puppet"), epoch: Epoch(1), link, stream: 0 }
 }

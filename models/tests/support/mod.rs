@@ -1,4 +1,4 @@
-//! A small hub on this machine: the paths, headers and redirects of the real one, and its ways to go wrong.
+//! A fake hub on this machine, with the paths, headers, redirects and failures of the real one.
 
 pub mod tls;
 
@@ -21,22 +21,22 @@ use serde_json::json;
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const OLD: &str = "89abcdef0123456789abcdef0123456789abcdef";
 
-/// How the hub behaves. Changed by the tests while it runs.
+/// The behaviour of the fake hub. Tests change it while it runs.
 #[derive(Debug, Default)]
 pub struct FakeHubState {
-    /// Contents by name. Those of safetensors lie in a store elsewhere.
+    /// Contents by name. Safetensors are in the store.
     pub files: BTreeMap<String, Vec<u8>>,
-    /// Answers every question with this status and error code.
+    /// Answers every request with this status and error code.
     pub refuse: Option<(StatusCode, &'static str)>,
-    /// The token without which nothing is answered.
+    /// The token that every request needs.
     pub token: Option<&'static str>,
-    /// The store's next answers end after this number of bytes.
+    /// The store's next responses end after this number of bytes.
     pub cuts: Vec<usize>,
-    /// The store sends everything from the first byte, whatever it is asked for.
+    /// The store ignores ranges and sends everything.
     pub no_ranges: bool,
-    /// The store sends other bytes than those that the hub promises.
+    /// The store sends bytes that do not match the etag.
     pub damage: bool,
-    /// What was asked, in order.
+    /// The requests, in order.
     pub heard: Vec<String>,
 }
 
@@ -88,7 +88,7 @@ impl FakeHub {
         Hub::new(self.settings(cache)).expect("an address")
     }
 
-    /// The questions since the last time, and forgets them.
+    /// Returns the requests since the last call.
     pub fn heard(&self) -> Vec<String> {
         std::mem::take(&mut self.state().heard)
     }
@@ -97,7 +97,7 @@ impl FakeHub {
         self.state().heard.push(what);
     }
 
-    /// `Err` is the refusal that the state ask for.
+    /// `Err` is the refusal that the state requires.
     fn admitted(&self, headers: &HeaderMap) -> Result<(), Box<Response>> {
         let state = self.state();
         let shown = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
@@ -162,7 +162,7 @@ async fn revision(
     Json(json!({ "id": "org/name", "sha": commit, "siblings": siblings })).into_response()
 }
 
-/// Small files move to another path of the hub, large ones to the store.
+/// Redirects small files to another path of the hub, and large ones to the store.
 async fn resolve(
     State(fake): State<FakeHub>,
     Path((org, name, commit, file)): Path<(String, String, String, String)>,
@@ -225,13 +225,13 @@ async fn blob(State(fake): State<FakeHub>, Path(digest): Path<String>, request: 
     (status, about, cut_off(bytes, cut)).into_response()
 }
 
-/// The first `n` bytes; the connection breaks after them if there are more.
+/// The first `n` bytes. If there are more, the connection breaks after them.
 fn cut_off(bytes: Vec<u8>, n: usize) -> Body {
     if bytes.len() <= n {
         return Body::from(bytes);
     }
     let first = stream::iter([Ok(Bytes::from(bytes).slice(..n))]);
-    // What was written is sent when the body makes its server wait.
+    // The server sends written bytes only when the body makes it wait.
     let cut = stream::once(async {
         tokio::task::yield_now().await;
         Err(std::io::Error::other("the wire was cut"))

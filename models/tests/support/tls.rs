@@ -1,4 +1,4 @@
-//! TLS in front of the small hub, with a certificate of an authority of its own.
+//! TLS in front of the fake hub, with a certificate of a test authority.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ pub struct Front {
 }
 
 impl Front {
-    /// In front of `hub`, with a certificate for this name.
+    /// Starts TLS in front of `hub`, with a certificate for `name`.
     pub async fn of(hub: SocketAddr, name: &str) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let mut params = CertificateParams::new([]).expect("no names");
@@ -62,7 +62,7 @@ async fn serve(listener: TcpListener, tls: TlsAcceptor, hub: SocketAddr) {
         let (stream, _) = listener.accept().await.expect("a socket");
         let tls = tls.clone();
         let pass = async move {
-            // One who does not trust us hangs up.
+            // A client that does not trust the certificate closes the connection.
             let mut near = tls.accept(stream).await?;
             copy_bidirectional(&mut near, &mut TcpStream::connect(hub).await?).await
         };

@@ -1,4 +1,4 @@
-//! The worker as others meet it: through its handle, turned by its driver, on a clock that stands still when all wait.
+//! Tests of the worker through its handle, with its driver, on a clock that advances only when all tasks wait.
 
 use chassis::metrics::Metrics;
 use chassis::{Gate, Task, World, spawn_guarded};
@@ -43,7 +43,7 @@ fn prepare(backend: impl Backend, settings: SchedulerSettings) -> (WorkerHandle,
     (handle, driver, pool)
 }
 
-/// A mock whose steps take 10 ms, and 1 ms a prompt token.
+/// A mock whose steps take 10 ms, plus 1 ms per prompt token.
 fn costly() -> Mock {
     let mut settings = small();
     settings.cost.step_ms = 10.0;
@@ -65,7 +65,7 @@ fn submit(handle: &WorkerHandle, prompt: Prompt) -> Result<(Ticket, Recorded), R
     Ok((ticket, recorded))
 }
 
-/// Until `is_so`, asked whenever the worker has turned.
+/// Waits until `is_so`, which is checked after each turn of the worker.
 async fn until(handle: &WorkerHandle, is_so: impl Fn() -> bool) {
     let mut load = handle.load();
     let waiting = async {
@@ -319,7 +319,7 @@ async fn a_refused_sink_hears_nothing() {
     assert!(!recorded.has_ended());
 }
 
-/// How long a short prompt that comes in the middle of a step waits for its token.
+/// The time that a short prompt, submitted in the middle of a step, waits for its token.
 async fn joins_after(settings: SchedulerSettings) -> Duration {
     let node = start(costly(), settings);
     let (_running, recorded) = submit(&node.handle, endless("a", 20, 60)).expect("let in");
@@ -353,7 +353,7 @@ async fn launching_late_costs_the_device_nothing() {
     assert_eq!(began.elapsed(), Duration::from_millis(30 + 199 * 10), "the device was never idle");
 }
 
-/// The one test with a thread and a clock that runs: what production does.
+/// The only test with a thread and a real clock, as in production.
 #[tokio::test]
 async fn a_thread_of_its_own() {
     let mut settings = MockSettings { ..small() };
@@ -372,6 +372,6 @@ async fn a_thread_of_its_own() {
         assert_eq!(recorded.tokens(), alone(&endless(&format!("p{nth}"), 20, 20)));
     }
     assert_eq!(pool.counts().leased, 0);
-    // A collect that came late makes the step after it look short, so no more than this is sure.
+    // A late collect makes the next step look short, so only this is certain.
     assert!(handle.load().borrow().node.step_ms > 0.0);
 }

@@ -1,5 +1,5 @@
 //! Hot path.
-//! Collects a step: its tokens go to the sinks, and its blocks are given back or published.
+//! Collects a step: sends its tokens to the sinks, and releases or publishes its blocks.
 
 use std::time::Duration;
 
@@ -37,7 +37,8 @@ impl Worker {
         drop(held);
     }
 
-    /// How much of a step was left when the next one stood behind it: until it was `due`, or as long as it was `waited` for.
+    /// Records the rest of a step at the time when the next one was launched: until it was `due`, or as long as the
+    /// worker `waited` for it.
     fn note_launch_behind(&mut self, due: Option<Instant>, waited: Duration) {
         let Some(next) = self.flights.front().filter(|next| next.is_late) else { return };
         let spare = due.map_or(waited, |due| due.saturating_duration_since(next.launched_at));
@@ -46,7 +47,7 @@ impl Worker {
         }
     }
 
-    /// The time that the device spent on this step: from its launch, or from the end of the step before.
+    /// Records the device's time for this step: from its launch, or from the end of the previous step.
     fn note_step(&mut self, shape: StepShape, launched_at: Instant, now: Instant) {
         let began = self.last_step.map_or(launched_at, |last| last.max(launched_at));
         let took = now.saturating_duration_since(began);
@@ -65,7 +66,7 @@ impl Worker {
 
     fn take_in(&mut self, row: StepRow, outcome: Result<Option<Sampled>, RowError>, now: Instant) {
         let Some(sequence) = self.sequences.get_mut(&row.id) else {
-            // It ended while this step was under way: its last token, or its client's patience.
+            // The sequence ended while this step was running, by its last token or by a cancellation.
             self.metrics.discarded_rows.inc();
             return;
         };
@@ -92,7 +93,7 @@ impl Worker {
         self.end(row.id, failed(reason.to_string()));
     }
 
-    /// No row of the step has a token, and its KV is not to be read: all its sequences end.
+    /// Ends all sequences of a failed step: no row has a token, and its KV must not be read.
     pub(super) fn fail_step(&mut self, rows: &[StepRow], error: &engine::BackendError) {
         warn!(%error, n_rows = rows.len(), "step failed");
         self.metrics.failed_steps.inc();

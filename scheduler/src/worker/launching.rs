@@ -1,7 +1,7 @@
 //! Hot path.
-//! Launching a step: which sequences get blocks, which wait, and which run.
+//! Launches a step: chooses the sequences that get blocks, that wait, and that run.
 //!
-//! One call to the pool asks for blocks and gets them. Decided here are only the order of these calls, the blocks to
+//! One call to the pool requests blocks and gets them. This file decides only the order of these calls, the blocks to
 //! leave free, and the sequence to preempt.
 
 use engine::{Launched, Row, StepBatch};
@@ -38,7 +38,7 @@ impl Worker {
         sequence.rank(now, self.settings.age_bound)
     }
 
-    /// The sequences that `wanted` picks, first in line first.
+    /// The sequences for which `wanted` is true, in order of rank.
     fn line(&self, now: Instant, wanted: impl Fn(&Sequence) -> bool) -> Vec<(Rank, SequenceId)> {
         let picked = self.sequences.values().filter(|sequence| wanted(sequence));
         let mut line: Vec<_> = picked.map(|sequence| (self.rank(sequence, now), sequence.id)).collect();
@@ -50,7 +50,7 @@ impl Worker {
 // === impl Worker: growth ===
 
 impl Worker {
-    /// Gets blocks for running sequences that need more. Returns those that must do without for now.
+    /// Gets blocks for running sequences that need more. Returns the sequences that got none.
     fn grow(&mut self, now: Instant) -> Vec<SequenceId> {
         let lacks_room =
             |sequence: &Sequence| sequence.is_runnable() && sequence.blocks_missing(self.layout()) > 0;
@@ -64,12 +64,14 @@ impl Worker {
         stalled
     }
 
-    /// Ends with success, or when there is no sequence left to preempt.
+    /// Gets blocks for one sequence, and preempts others until it has them. Returns false if no other sequence can be
+    /// preempted.
     fn make_room(&mut self, id: SequenceId, rank: Rank, now: Instant) -> bool {
         loop {
             match self.grow_one(id) {
                 GrowthResult::Enough => return true,
-                // Blocks are on their way back already; preempting more would not bring them sooner.
+                // Running steps already hold blocks that will be released. Preempting more would not free them
+                // sooner.
                 GrowthResult::NoRoom if self.flights.iter().any(|flight| !flight.held.is_empty()) => {
                     return false;
                 }
@@ -83,7 +85,7 @@ impl Worker {
 
     fn grow_one(&mut self, id: SequenceId) -> GrowthResult {
         let Some(sequence) = self.sequences.get_mut(&id).filter(|sequence| sequence.is_placed()) else {
-            // It gave way itself meanwhile.
+            // It was preempted itself meanwhile.
             return GrowthResult::Enough;
         };
         match self.pool.reserve(sequence.blocks_missing(&self.model.layout), sequence.holder()) {
@@ -95,7 +97,7 @@ impl Worker {
         }
     }
 
-    /// Takes a sequence's blocks away. It waits, at its old place in line, and is computed again.
+    /// Releases a sequence's blocks. It waits at its old place in the line, and is computed again.
     fn preempt(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         self.metrics.preemptions.inc();
@@ -115,9 +117,10 @@ enum GrowthResult {
 // === impl Worker: admission ===
 
 impl Worker {
-    /// Gives blocks to waiting sequences and to requests for room, first in line first.
+    /// Gives blocks to waiting sequences and to requests for room, in the order of the line.
     ///
-    /// The first that does not fit holds up all behind it, so that a stream of small prompts does not starve a large one.
+    /// The first one that does not fit holds up all later ones, so that a stream of small prompts does not starve a
+    /// large one.
     fn admit(&mut self, now: Instant) {
         let n_placed = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         if n_placed == self.sequences.len() && self.waiters.is_empty() {
@@ -137,7 +140,7 @@ impl Worker {
         }
     }
 
-    /// Everything that waits for room, first in line first.
+    /// All sequences and requests that wait for room, in order.
     fn admission_line(&self, now: Instant) -> Vec<(Turn, SequenceId)> {
         let unplaced = self.sequences.values().filter(|sequence| !sequence.is_placed());
         let of_sequences = unplaced.map(|sequence| {
@@ -153,7 +156,7 @@ impl Worker {
         line
     }
 
-    /// Grants a request its room if all of it is there, besides what running sequences still need.
+    /// Grants a request its room if all of it is available, beside the blocks that running sequences still need.
     fn grant_room(&mut self, id: SequenceId, now: Instant) -> bool {
         let n_groups = self.layout().groups.len();
         let kept = growth::lasting_reserve(&self.growers(now), self.settings.growth_blocks) * n_groups;
@@ -176,7 +179,7 @@ impl Worker {
             // It was preempted, and its last token is still being sampled.
             return false;
         }
-        // Where no other sequence runs, none will free blocks: the reserve is not kept.
+        // If no other sequence runs, none will free blocks, so no reserve is kept.
         let reserve = match growers.is_empty() {
             true => 0,
             false => growth::reserve(&growers, each) + sequence.growth_after_placement(layout).min(each),

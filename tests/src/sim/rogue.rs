@@ -87,7 +87,7 @@ async fn try_it(
 /// A landing may be over already. But who lies about one that is not learns of his lie, and nothing else.
 fn is_kept_out(answer: &Body) -> bool {
     let Body::Failed { detail, .. } = answer else { return false };
-    ["the grant is not the landing's", "another life of the node", "no such landing"]
+    ["the grant does not match the landing", "another life of the node", "no such landing"]
         .iter()
         .any(|reason| detail.contains(reason))
 }

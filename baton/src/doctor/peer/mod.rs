@@ -1,8 +1,7 @@
-//! Sends KV to another node for real, over each wire that both ends have, and says how fast it went.
+//! Sends KV to another node over each wire that both ends have, and reports the rate.
 //!
-//! It does what a prefill node does: it asks a decode node for a landing, fills it, and hands over. The first token that
-//! it hands over is marked as the last one, so the node gives the blocks back at once: nothing is decoded, and nothing
-//! is put into a cache.
+//! It works as a prefill node does: it asks a decode node for a landing, fills it, and hands off. It marks the first
+//! token as the last one, so the node releases the blocks at once. Nothing is decoded, and nothing is cached.
 
 mod trial;
 
@@ -15,10 +14,10 @@ use super::finding::Finding;
 use trial::{Peer, Trial, TrialError};
 
 const GROUP: &str = "peer";
-/// One wire may take this long over all of its transfers, first contact included.
+/// The deadline for all transfers on one wire, connection included.
 const WIRE_WITHIN: Duration = Duration::from_secs(20);
 
-/// Tries every wire to the decode node at `addr`.
+/// Tests every wire to the decode node at `addr`.
 pub(super) async fn look(addr: &str, world: World) -> Vec<Finding> {
     let peer = Peer::new(channel(&world, addr, RpcLimits::default()), world);
     let mut findings = Vec::new();
@@ -39,7 +38,7 @@ fn moved(addr: &str, scheme: &str, trial: &Trial) -> Finding {
     Finding::ok(
         GROUP,
         format!(
-            "{addr} over {scheme}: {rate:.2} GB/s ({mib:.1} MiB in {best_ms:.1} ms, the best of {}, verified there)",
+            "{addr} over {scheme}: {rate:.2} GB/s ({mib:.1} MiB in {best_ms:.1} ms, the best of {}, verified by the node)",
             trial.n_transfers
         ),
     )
@@ -58,20 +57,20 @@ fn failed(addr: &str, scheme: &str, error: &TrialError) -> Finding {
     match error {
         TrialError::NotInCommon(_) => Finding::note(
             GROUP,
-            format!("{addr} over {scheme}: not a wire that both ends have"),
+            format!("{addr} over {scheme}: not available on both ends"),
             format!(
-                "add \"{scheme}\" to that node's `connectors` if it is meant to be; some only work within one host"
+                "add \"{scheme}\" to that node's `connectors` if you want it; some connectors work only within one host"
             ),
         ),
         TrialError::NotHere(_) => Finding::note(
             GROUP,
             format!("{addr} over {scheme}: {error}"),
-            "nothing to do, unless this machine is meant to have what is missing",
+            "nothing to do, unless this machine should have the missing hardware or library",
         ),
         _ => Finding::bad(
             GROUP,
             format!("{addr} over {scheme}: {error}"),
-            "see that the wire's own port is open between the two machines, and what that node's log says at this time",
+            "check that the wire's port is open between the two machines, and check that node's log",
         ),
     }
 }
@@ -80,7 +79,7 @@ fn silent(addr: &str, scheme: &str) -> Finding {
     Finding::bad(
         GROUP,
         format!("{addr} over {scheme}: no transfer ended within {WIRE_WITHIN:?}"),
-        "packets are dropped in between: open the wire's own port (`transfer.listen`) and see that the MTU is the same all the way",
+        "packets may be dropped on the way: open the wire's port (`transfer.listen`) and check that the MTU is the same on the whole path",
     )
 }
 

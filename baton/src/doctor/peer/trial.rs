@@ -18,7 +18,7 @@ use types::{
     Sampling, Scheme, Step, TenantId,
 };
 
-/// Enough for a rate, and little enough for any node. A node with less room gets less.
+/// Enough KV for a rate, and small enough for any node. A node with less room gets less.
 const BYTES_WANTED: usize = 64 << 20;
 const N_TOKENS_MAX: u32 = 8192;
 const N_TRANSFERS: usize = 5;
@@ -31,7 +31,7 @@ pub(super) struct Peer {
     world: World,
 }
 
-/// What came of it.
+/// The result of the transfers.
 #[derive(Debug)]
 pub(super) struct Trial {
     pub(super) bytes: u64,
@@ -41,30 +41,30 @@ pub(super) struct Trial {
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TrialError {
-    #[error("it does not answer as a decode node: {0}")]
+    #[error("the node does not answer as a decode node: {0}")]
     Peer(Box<tonic::Status>),
     #[error("no wire in common: {0}")]
     NotInCommon(Refusal),
-    #[error("it refuses: {0}")]
+    #[error("the node refuses: {0}")]
     Refused(Refusal),
-    #[error("this machine does not have it: {0}")]
+    #[error("not available on this machine: {0}")]
     NotHere(TransferError),
     #[error("the transfer failed: {0}")]
     Transfer(#[from] TransferError),
-    #[error("no memory for what is to be sent: {0}")]
+    #[error("no memory for the KV to send: {0}")]
     Memory(String),
-    #[error("it answers {0}, where a landing should be")]
+    #[error("the node answered {0} instead of a landing")]
     Nonsense(String),
 }
 
 impl TrialError {
-    /// Whether another wire would fail the same way.
+    /// Whether every other wire would fail with the same error.
     pub(super) fn concerns_the_peer(&self) -> bool {
         matches!(self, Self::Peer(_))
     }
 }
 
-/// Finds out what the node's KV looks like, makes as much of it as is worth timing, and sends it a few times.
+/// Gets the node's KV layout, creates enough KV for a measurement, and sends it a few times.
 pub(super) async fn run(peer: &Peer, scheme: &'static str) -> Result<Trial, TrialError> {
     let (first, _) = peer.ask(scheme, 1).await?;
     let mut n_tokens = tokens_worth(&first.layout, BYTES_WANTED);
@@ -106,7 +106,7 @@ impl Peer {
         Self { channel, world }
     }
 
-    /// Asks for a landing. The stream is its life: dropped, the node takes the landing back.
+    /// Asks for a landing. Dropping the returned stream releases the landing on the node.
     async fn ask(&self, scheme: &str, n_tokens: u32) -> Result<(Landing, Events), TrialError> {
         let prompt = self.prompt(n_tokens);
         let request = v1::DecodeRequest {
@@ -127,7 +127,7 @@ impl Peer {
         }
     }
 
-    /// One token to generate, and that one comes with the KV.
+    /// A prompt with one token to generate, which is sent with the KV.
     fn prompt(&self, n_tokens: u32) -> Prompt {
         Prompt {
             id: self.world.request_id(),
@@ -154,13 +154,13 @@ fn refused(refusal: Refusal) -> TrialError {
     }
 }
 
-/// This machine, as a prefill node with one wire would describe itself. No peer connects to it.
+/// This machine in the form of a prefill node with one wire. No peer connects to it.
 fn this_machine(scheme: &str) -> v1::Peer {
     let wire = v1::WireAddress { scheme: scheme.to_owned(), endpoint: String::new(), within_host: false };
     v1::Peer { node: "doctor".to_owned(), host: node::host::host_id(), wires: vec![wire] }
 }
 
-/// KV of the right shape, and the wire that it travels on.
+/// KV of the right shape, and the connector that sends it.
 #[derive(Debug)]
 struct Sender {
     connector: Arc<dyn KvConnector>,
@@ -198,7 +198,7 @@ impl Sender {
         Ok(Self { connector, from: Arc::new(from), bytes, world: peer.world.clone() })
     }
 
-    /// Fills one landing, and waits until the node says that what arrived is what was sent.
+    /// Fills one landing, and waits until the node confirms that the KV arrived unchanged.
     async fn send(&self, landing: Landing, _events: Events) -> Result<Duration, TrialError> {
         let (transfer, n_tokens) = (landing.transfer, landing.n_tokens);
         let spans = spans(&landing);
@@ -219,7 +219,7 @@ fn page_bytes_sent(landing: &Landing) -> u64 {
     of_a_block as u64 * landing.wanted_blocks().len() as u64
 }
 
-/// Layer by layer, as a prefill node sends it.
+/// The spans layer by layer, as a prefill node sends them.
 fn spans(landing: &Landing) -> Vec<KvSpan> {
     let of_group = |group: types::GroupIdx| {
         let n_layers = landing.layout.group(group).layers.len() as u16;

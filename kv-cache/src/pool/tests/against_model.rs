@@ -1,4 +1,4 @@
-//! Random lives of a pool, beside the model.
+//! Random operations on a pool, compared with the model.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -10,13 +10,13 @@ use crate::lease::Quarantine;
 
 /// Few kept events, so that readers lag.
 const EVENTS_KEPT: usize = 3;
-/// Two letters and two tenants: prompts that share a lot, and prompts that must not.
+/// Prompts of two letters for two tenants: some prompts share much, and some must not share.
 const TOKENS_MAX: usize = 6;
 
-/// One thing that is done to a pool. Numbers choose among what there is at that moment.
+/// One operation on a pool. Its numbers select among the current holds.
 #[derive(Clone, Debug)]
 enum Op {
-    /// Adopt what is cached of a prompt and reserve the rest.
+    /// Adopt the cached part of a prompt and reserve the rest.
     Start {
         tenant: bool,
         tokens: Vec<bool>,
@@ -39,7 +39,7 @@ enum Op {
     Release {
         nth: usize,
     },
-    /// The lazy reader of events reads.
+    /// Let the lazy reader of events read.
     Read,
 }
 
@@ -69,7 +69,7 @@ proptest! {
     }
 }
 
-/// The pool and the model, with the values that stand for the model's holds, in the same order.
+/// The pool and the model, with the values for the model's holds, in the same order.
 struct Pair {
     pool: BlockPool,
     model: Model,
@@ -79,7 +79,7 @@ struct Pair {
 }
 
 struct Held {
-    /// All hashes of the prompt; growth beyond it has none.
+    /// All hashes of the prompt. Blocks beyond the prompt have none.
     prompt: Vec<BlockHash>,
     right: Right,
 }
@@ -127,7 +127,7 @@ impl Pair {
         }
     }
 
-    /// Reserves more for a lease; what comes must have been free, or have been evicted as the model says.
+    /// Reserves more for a lease. The new blocks must have been free, or evicted as in the model.
     fn grow_nth(&mut self, nth: usize, n_blocks: usize) {
         let fresh = self.pool.reserve(n_blocks, holder());
         assert_eq!(fresh.is_ok(), self.model.make_room(n_blocks), "room for {n_blocks}");
@@ -166,7 +166,7 @@ impl Pair {
         }
     }
 
-    /// Turns a lease into something else.
+    /// Replaces a lease with another value.
     fn replace(&mut self, nth: usize, change: impl FnOnce(BlockLease) -> Right) {
         let Held { prompt, right } = self.held.remove(nth);
         let right = match right {
@@ -176,7 +176,7 @@ impl Pair {
         self.held.insert(nth, Held { prompt, right });
     }
 
-    /// One of the leases, or of the quarantines, if there are any.
+    /// Selects one of the leases, or of the quarantines, if there are any.
     fn pick(&self, nth: usize, quarantined: bool) -> Option<usize> {
         let of_kind = |nth: &usize| self.model.holds[*nth].quarantined == quarantined;
         let candidates: Vec<usize> = (0..self.model.holds.len()).filter(of_kind).collect();
@@ -193,7 +193,7 @@ impl Pair {
         assert!(self.eager.1.hashes.iter().eq(self.model.index.keys()), "the index, by its events");
     }
 
-    /// Every block comes back, and a reader that lagged catches up.
+    /// Ends all holds. Every block comes back, and a reader that lagged catches up.
     fn end(mut self) {
         while !self.held.is_empty() {
             self.end_one(0, self.model.holds[0].quarantined);

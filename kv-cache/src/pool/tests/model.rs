@@ -1,4 +1,4 @@
-//! What the pool should do, written down as simply as can be: sets, scans and nothing kept twice.
+//! A model of the pool in the simplest form: sets, scans, and no redundant state.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use types::{BlockCounts, BlockHash};
 
 use crate::record::BlockState;
 
-/// One lease or quarantine: block numbers of all groups, place by place, and the hashes published so far.
+/// One lease or quarantine: the block numbers of all groups, place by place, and the hashes published so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ModelHold {
     pub(super) blocks: Vec<Vec<u32>>,
@@ -60,14 +60,14 @@ impl Model {
         }
     }
 
-    /// The cached prefix, as a hold that is not in the state yet.
+    /// The cached prefix, as a hold that is not yet in the state.
     pub(super) fn cached_prefix(&self, hashes: &[BlockHash]) -> ModelHold {
         let found = hashes.iter().map_while(|hash| Some((*hash, self.index.get(hash)?.blocks.clone())));
         let (hashes, blocks) = found.unzip();
         ModelHold { blocks, hashes, quarantined: false }
     }
 
-    /// Makes room as a reservation would, or says that there is none.
+    /// Makes room as a reservation would. Returns false if there is not enough.
     pub(super) fn make_room(&mut self, n_blocks: usize) -> bool {
         let wanted = (n_blocks * self.n_groups) as u32;
         if wanted > self.counts().available() {

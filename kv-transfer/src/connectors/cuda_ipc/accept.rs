@@ -1,4 +1,4 @@
-//! How a receiver comes by the memory of a sender's cards: with the first bytes of a link's first stream.
+//! The handshake of a link: the first bytes of its first stream pass the memory of the sender's GPUs to the receiver.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -22,24 +22,24 @@ use crate::error::TransferError;
 use crate::lanes::Lanes;
 use crate::reshard::Lane;
 
-/// What a stream begins with. How large the memory is whose descriptor comes with it follows: of each of the cards, whose
-/// shares are equal, in the order of their ranks. No descriptors come with any stream but the first.
+/// The first byte of a stream. The size of each GPU's memory follows; the GPUs' shares are equal. The first stream
+/// also carries a file descriptor for each GPU, in the order of the ranks.
 const GREETING: u8 = b'C';
 const GREETING_BYTES: usize = 9;
 
-/// Connects, and shows the memory of some cards, or none.
+/// Connects, and passes the memory of some GPUs, or none.
 pub(super) async fn connect(path: &str, memory: &[(OwnedFd, usize)]) -> io::Result<Stream> {
     let mut greeting = [GREETING; GREETING_BYTES];
     let bytes = memory.first().map_or(0, |(_, bytes)| *bytes);
     if memory.iter().any(|card| card.1 != bytes) {
-        return Err(io::Error::other("the ranks' shares of the KV are not equal"));
+        return Err(io::Error::other("the ranks' shares of the KV differ in size"));
     }
     greeting[1..].copy_from_slice(&(bytes as u64).to_le_bytes());
     let files: Vec<_> = memory.iter().map(|(fd, _)| fd.as_fd()).collect();
     unix::greeting(path, &greeting, &files).await
 }
 
-/// Where streams come in.
+/// Accepts the streams of this wire.
 #[derive(Debug)]
 pub(super) struct GpuAcceptor {
     pub(super) listener: UnixListener,
@@ -66,7 +66,7 @@ async fn greeted(
     let (greeting, files) = unix::received::<GREETING_BYTES>(&stream).await.map_err(TransferError::lost)?;
     let (first, bytes) = greeting.split_first_chunk::<1>().expect("a greeting is longer");
     if *first != [GREETING] {
-        return Err(FrameError::Unexpected("another greeting").into());
+        return Err(FrameError::Unexpected("a greeting of another wire").into());
     }
     let mut stream = Stream::other(stream);
     link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;
@@ -78,8 +78,8 @@ async fn greeted(
     Ok(Incoming { stream, kv_path, handshake_permit: None })
 }
 
-/// Maps each of the sender's cards for those of this side that want something of it. It takes the driver its time: on a
-/// thread that may wait.
+/// Maps each of the sender's GPUs for the GPUs of this side that need data from it. The driver takes a while, so this
+/// runs on a blocking thread.
 async fn mapped(
     files: Vec<OwnedFd>,
     bytes: u64,
@@ -87,7 +87,8 @@ async fn mapped(
     copy_threads: CopyThreads,
 ) -> Result<CudaIpcPath, TransferError> {
     let import = move || {
-        let bytes = usize::try_from(bytes).map_err(|_| FrameError::Body("more memory than there can be"))?;
+        let bytes =
+            usize::try_from(bytes).map_err(|_| FrameError::Body("the memory size is out of range"))?;
         let lanes = Lanes::between(files.len() as u16, memory.layout());
         let lanes = lanes.map_err(|error| TransferError::Layout(error.to_string()))?;
         let import = |lane: &Lane| {

@@ -1,14 +1,14 @@
-//! KV from one GPU to another of the same machine: the receiver's GPU copies it out of the sender's memory.
+//! KV between two GPUs of the same machine: the receiver's GPU copies it from the sender's memory.
 //!
-//! A [link](super::link) over Unix sockets, as [`shm`] has one. The sender gives the receiver a file descriptor
-//! of each of its cards' memory, once for each link; frames say where their KV lies in it, and a card of the receiver's pulls it over
-//! NVLink, by its copy engines where the KV lies in large pieces and by a kernel where it does not. What the KV must be is
-//! said a moment later: the sender's card makes the digests while the receiver's copies. So no process writes into another's memory: that a landing is quiet is this side's own
-//! knowledge, and a sender that is stopped or killed in the middle of it can do no harm. Its memory lives for as long as
-//! the receiver has it mapped. See `docs/decisions/0010-gpus-pull.md`.
+//! A [link](super::link) over Unix sockets, as in [`shm`]. The sender passes a file descriptor of each GPU's memory
+//! to the receiver, once for each link. Frames name the place of their KV in it. A GPU of the receiver copies it over
+//! NVLink: with its copy engines if the pieces are large, otherwise with a kernel. The digests follow a moment later,
+//! because the sender's GPU computes them while the receiver's GPU copies. So no process writes into another's
+//! memory, this side can prove by itself that a landing is quiet, and a sender that stops or dies during a copy does
+//! no harm. Its memory exists as long as the receiver has it mapped. See `docs/decisions/0010-gpus-pull.md`.
 //!
-//! Suggested reading order: how two processes find each other (`accept`), who waits for a card (`copy_thread`), pages as a card
-//! is told of them (`pages`), the sender (`send`) and the receiver (`receive`).
+//! Suggested reading order: connecting two processes (`accept`), the thread that waits for a GPU (`copy_thread`),
+//! pages in the form for a GPU (`pages`), the sender (`send`) and the receiver (`receive`).
 
 mod accept;
 
@@ -42,17 +42,18 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfOnGpus,
 };
 
-/// The factor by which a card's frames are larger than the setting: the notice of a frame costs as much time as a megabyte.
+/// The factor by which frames are larger than the setting. The message for one frame takes as long as the copy of a
+/// megabyte.
 const FRAMES_LARGER: usize = 96;
-/// They keep the wire full, and prompts hardly notice that they are gone.
+/// Enough to saturate the wire, while prompts are hardly slowed down.
 const MULTIPROCESSORS: u32 = 16;
-/// From 8 MiB on, which is on its way while the next ones are told of; and shares of what is left, so that all lanes of the
-/// card are done at about the same time, and the last digests soon after.
+/// The first frame has 8 MiB, and is copied while the next ones are announced. The last frames are shares of the
+/// rest, so that all lanes of the GPU end at about the same time, and the last digests soon after.
 const TAPER: Taper = Taper { first_part: 6, least_part: 6, share: 4 };
-/// Frames of a link that are under way at one time: a stream has one.
+/// Frames of a link in progress at one time: each stream has one.
 const STREAMS: u16 = 6;
 
-/// Listens beside `shm`. Refused where the KV is not on a card, or cannot be moved 16 bytes at a time.
+/// Listens beside `shm`. Fails if the KV is not on a GPU, or cannot be moved 16 bytes at a time.
 pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
     check_pages(&parts)?;
@@ -69,7 +70,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint: socket.endpoint(), within_host: true };
     let (world, memory) = (parts.world.clone(), parts.memory.clone());
     let door = GpuAcceptor { listener, world, memory, copy_threads: copy_threads.clone() };
-    info!(endpoint = address.endpoint, "kv transfer between GPUs");
+    info!(endpoint = address.endpoint, "cuda-ipc connector listens");
     let send_path = move |parts: &ConnectorParts| CudaIpcSendPath::over(parts, copy_threads.clone());
     Ok(LinkConnector::start(
         parts,

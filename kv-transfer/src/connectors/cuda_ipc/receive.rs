@@ -1,4 +1,4 @@
-//! Hot path. What a receiver sees of a sender's cards, and how it pulls KV from there.
+//! Hot path. The receiver's view of a sender's GPUs, and the copies from there.
 
 use std::sync::Arc;
 
@@ -20,10 +20,10 @@ use crate::landing::{Claim, OpenLanding};
 use crate::lanes::LaneSpan;
 use crate::reshard::Lane;
 
-/// A sender's memory, mapped for as long as its link lives.
+/// A sender's memory, mapped as long as its link lives.
 #[derive(Debug)]
 pub(super) struct CudaIpcPath {
-    /// For each lane the card that sends on it, as the card sees it that receives.
+    /// For each lane, the memory of the sending GPU, mapped for the receiving GPU.
     remotes: Vec<(Lane, Arc<RemoteMemory>)>,
     copy_threads: CopyThreads,
 }
@@ -35,7 +35,7 @@ impl CudaIpcPath {
 
     fn remote(&self, lane: Lane) -> Result<&RemoteMemory, FrameError> {
         let found = self.remotes.iter().find(|(of, _)| *of == lane);
-        found.map(|(_, remote)| &**remote).ok_or(FrameError::Unexpected("KV of a card that was not shown"))
+        found.map(|(_, remote)| &**remote).ok_or(FrameError::Unexpected("KV of a GPU that is not shared"))
     }
 
     /// Copies pages of one shape from the sender's GPU and returns the digests of the copies; `None` once the landing is closed.
@@ -68,9 +68,9 @@ impl Drop for CudaIpcPath {
 }
 
 impl CudaIpcPath {
-    /// Copies a span into the landing's pages and verifies it. Does not wait for its digests before it copies.
+    /// Copies a span into the landing's pages and verifies it. The copy does not wait for the digests.
     ///
-    /// Dropped in the middle, it leaves the card to its copies, which the landing waits for.
+    /// If this future is dropped, the GPU continues its copies, and the landing waits for them.
     async fn fetch(
         &self,
         landing: &OpenLanding,
@@ -97,7 +97,7 @@ impl CudaIpcPath {
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
         check_count(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);
-        // A landing that has just failed has nothing to ask for.
+        // A landing that has just failed requests nothing again.
         Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
     }
 }
@@ -119,7 +119,7 @@ impl KvPath for CudaIpcPath {
     }
 }
 
-/// The pages here, and where each of them lies at the sender.
+/// The copy jobs of a frame: the pages on this side, and the location of each at the sender.
 fn errands(
     landing: &OpenLanding,
     span: &LaneSpan,

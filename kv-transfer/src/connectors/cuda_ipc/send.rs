@@ -1,4 +1,4 @@
-//! Hot path. What a sender shows: its cards' memory, and where in it the KV of each frame lies.
+//! Hot path. The sender: shares its GPUs' memory, and sends the place of each frame's KV.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,8 +28,9 @@ pub(super) struct CudaIpcSendPath {
     world: World,
     memory: KvMemory,
     copy_threads: CopyThreads,
-    /// Bits of this node's own pages that faults have flipped: KV cannot be spoilt on its way, because it is not sent. They
-    /// are put right before the next frame leaves. Held while pages are spoilt or put right, never across an await.
+    /// Bits of this node's own pages that faults have flipped. KV cannot be corrupted on its way, because it is not
+    /// sent. The bits are restored before the next frame is sent. Held while bits are flipped or restored, never
+    /// across an await.
     flipped: Mutex<Vec<Flipped>>,
 }
 
@@ -49,7 +50,7 @@ impl CudaIpcSendPath {
         Ok(Arc::new(Self { world, memory, copy_threads, flipped: Mutex::default() }))
     }
 
-    /// Some pages of a rank's, and where they lie.
+    /// The pages of a span, and their location in the shared memory.
     fn pages(&self, span: &SpanOut) -> Result<(Vec<UniformPages>, Vec<Piece>), TransferError> {
         let card = card_of(&self.memory, span.piece.lane.from)?;
         let (all, mut pieces) = (sent(&self.memory, span)?, Vec::new());
@@ -57,7 +58,7 @@ impl CudaIpcSendPath {
         Ok((all, pieces))
     }
 
-    /// Digests are made by the card, where the pages are.
+    /// The digests, computed by the GPU that holds the pages.
     async fn digests(&self, span: &SpanOut, all: &[UniformPages]) -> Result<Vec<Digest>, TransferError> {
         let rank = span.piece.lane.from;
         let (card, copy_thread) = (card_of(&self.memory, rank)?, self.copy_threads.of(rank));
@@ -71,7 +72,7 @@ impl CudaIpcSendPath {
         Ok(digests)
     }
 
-    /// Shows the pages, and says what they are once that is known: the receiver copies meanwhile.
+    /// Sends the location of the pages, and their digests when these are computed. The receiver copies meanwhile.
     async fn show(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
         let (all, pieces) = self.pages(span)?;
         writer.write(&shown(span, pieces, None)).await?;
@@ -82,7 +83,7 @@ impl CudaIpcSendPath {
         writer.write(&said(span, digests)).await
     }
 
-    /// The same as one frame, where nothing is said of the pages.
+    /// Sends the location of the pages in one frame without digests.
     async fn show_bare(&self, writer: &mut FrameWriter, span: &SpanOut) -> Result<(), TransferError> {
         let (_, pieces) = self.pages(span)?;
         writer.write(&shown(span, pieces, Some(Vec::new()))).await
@@ -123,7 +124,7 @@ impl CudaIpcSendPath {
         span: &SpanOut,
     ) -> Result<(), TransferError> {
         let (all, pieces) = self.pages(span)?;
-        // Made before anything is spoilt.
+        // Computed before the fault corrupts the pages.
         let mut digests = self.digests(span, &all).await?;
         match fault {
             FaultKind::Lose => return Err(TransferError::lost_because("a fault was injected")),
@@ -143,7 +144,7 @@ impl CudaIpcSendPath {
 
 #[async_trait]
 impl KvSendPath for CudaIpcSendPath {
-    /// The first stream brings the memory.
+    /// The first stream carries the memory.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
         let show = |rank| {
             let card = card_of(&self.memory, rank).map_err(io::Error::other)?;

@@ -1,4 +1,4 @@
-//! Who waits for a card, so that no task has to: a thread behind a courier.
+//! A thread that waits for the copy jobs of a GPU, so that no task has to block.
 
 use std::sync::Arc;
 
@@ -12,17 +12,18 @@ use super::pages::card_of;
 use crate::error::TransferError;
 use crate::pending_copies::PendingCopy;
 
-/// Errands that one connector has under way.
+/// Limit of copy jobs in progress of one connector.
 const ERRANDS_MAX: usize = 64;
 
-/// A courier, and the thread that waits for its errands. The thread ends when this is dropped and all are done.
+/// A GPU's [`Courier`], and the thread that waits for its copy jobs. The thread ends when this is dropped and all
+/// jobs are done.
 #[derive(Debug)]
 pub(in crate::connectors) struct CopyThread {
     courier: Arc<Courier>,
     waiting: mpsc::Sender<Job>,
 }
 
-/// One for each of a node's cards. Cheap to clone.
+/// One copy thread for each GPU of the node. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(in crate::connectors) struct CopyThreads(Arc<[CopyThread]>);
 
@@ -43,28 +44,28 @@ impl CopyThreads {
     }
 }
 
-/// What is done on the thread, because it waits for the card.
+/// The work of the thread, which waits for the GPU.
 #[derive(Debug)]
 enum Job {
     Take {
         errand: Errand,
         answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
-        /// Dropped when the copy job is done, also if the answer is not awaited any more.
+        /// Dropped when the copy job is done, even if the answer is no longer awaited.
         pending_copy: Option<PendingCopy>,
     },
     Unmap(Arc<RemoteMemory>),
 }
 
-/// A copy job that the GPU is doing.
+/// A copy job in progress on the GPU.
 #[derive(Debug)]
 pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, CudaError>>);
 
-/// Room for one errand.
+/// Room for one copy job.
 #[derive(Debug)]
 pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
 
 impl CopyThread {
-    /// For the card of one rank. Its thread is in the gate.
+    /// Starts the thread for the GPU of one rank. The thread holds the gate.
     pub(in crate::connectors) fn start(
         memory: &KvMemory,
         rank: u16,
@@ -90,20 +91,20 @@ impl CopyThread {
         &self.courier
     }
 
-    /// Waits until an errand more may be under way.
+    /// Waits until one more copy job may start.
     pub(in crate::connectors) async fn room(&self) -> Result<Room<'_>, TransferError> {
         self.waiting.reserve().await.map(Room).map_err(|_| TransferError::Closed)
     }
 
-    /// Gives a peer's memory back, which waits until the card does not use it.
+    /// Releases a peer's memory on the thread, because that waits until the GPU no longer uses it.
     pub(in crate::connectors) fn unmap(&self, remote: Arc<RemoteMemory>) {
-        // Where there is no room it happens when this drops it, here and now.
+        // If the queue is full, the memory is released here, when this call drops it.
         let _ = self.waiting.try_send(Job::Unmap(remote));
     }
 }
 
 impl Room<'_> {
-    /// Waits for an errand: its digests. The errand and its pending copy go on if this future is dropped.
+    /// Waits for a copy job and returns its digests. The job and its pending copy continue if this future is dropped.
     pub(in crate::connectors) async fn take(
         self,
         errand: Errand,
@@ -112,7 +113,7 @@ impl Room<'_> {
         self.fill(errand, pending_copy).digests().await
     }
 
-    /// The same, to be waited for later.
+    /// Like [`take`](Self::take), but the caller waits later.
     pub(in crate::connectors) fn fill(self, errand: Errand, pending_copy: Option<PendingCopy>) -> UnderWay {
         let (answer, answered) = oneshot::channel();
         self.0.send(Job::Take { errand, answer, pending_copy });

@@ -1,4 +1,5 @@
-//! What the connectors between GPUs share: a thread that waits for copy jobs, and pages as a GPU is told of them.
+//! The code that the connectors between GPUs share: a thread that waits for copy jobs, and the format of pages for a
+//! GPU.
 
 pub(super) mod copy_thread;
 pub(super) mod pages;

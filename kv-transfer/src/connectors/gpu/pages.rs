@@ -1,4 +1,4 @@
-//! Hot path. A span's pages as a card is told of them.
+//! Hot path. The pages of a span, in the form that a GPU's copy job takes.
 
 use kernels::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
@@ -12,25 +12,25 @@ use crate::landing::{OpenLanding, bad_request};
 use crate::lanes::{LaneSpan, Lanes};
 use crate::reshard::{Heads, LaneHeads};
 
-/// Bytes that a GPU moves at once.
+/// Bytes that a GPU moves in one operation.
 const VECTOR_BYTES: usize = 16;
 
 /// Neighbouring layers of a span whose pages have the same shape: one copy job takes them.
 #[derive(Debug)]
 pub(in crate::connectors) struct UniformPages {
-    /// What of each page here goes on the span's lane.
+    /// The part of each page on this side that the span's lane carries.
     here: PageRuns,
-    /// The same of the pages at the other side.
+    /// The same part of each page on the other side.
     there: PageRuns,
-    /// Region and page, layer by layer.
+    /// Region and page of each block, layer by layer.
     pub(in crate::connectors) places: Vec<(u32, u32)>,
     n_blocks: usize,
-    /// The block of the span that is filled in part, and how many bytes of each of its runs are valid.
+    /// The partly filled block of the span, and the number of valid bytes in each of its runs.
     partial: Option<(usize, usize)>,
 }
 
-/// Refuses memory whose pages no card can move. Where a token is not a multiple of 16 bytes either, which no real model's
-/// is, a sequence whose last block is filled in part is refused by the courier.
+/// Refuses memory whose pages a GPU cannot move. The `Courier` refuses a sequence with a
+/// partly filled last block if a token is not a multiple of 16 bytes, which no real model has.
 pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferError> {
     let layout = memory.layout();
     for group in layout.group_indices() {
@@ -44,12 +44,12 @@ pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferErro
     Ok(())
 }
 
-/// The card that one rank's KV lies on.
+/// The GPU that holds one rank's KV.
 pub(in crate::connectors) fn card_of(memory: &KvMemory, rank: u16) -> Result<OnCard<'_>, TransferError> {
     memory.rank(rank).on_card().ok_or_else(|| bad_request("this node's KV is not on a GPU"))
 }
 
-/// One side of a lane: the pages here are those of one of its ranks.
+/// One side of a lane. Its pages are those of one rank.
 #[derive(Clone, Copy)]
 struct Side<'a> {
     card: OnCard<'a>,
@@ -58,7 +58,7 @@ struct Side<'a> {
     heads: fn(LaneHeads) -> (Heads, Heads),
 }
 
-/// What a span's lane takes of this node's pages, in runs of layers whose pages have the same shape.
+/// The parts of this node's pages that a span's lane sends, in runs of layers whose pages have the same shape.
 pub(in crate::connectors) fn sent(
     memory: &KvMemory,
     span: &SpanOut,
@@ -68,7 +68,7 @@ pub(in crate::connectors) fn sent(
     Ok(uniform_pages(side, &span.out.lanes, &span.out.landing, &span.piece))
 }
 
-/// What a span's lane brings of this node's pages.
+/// The parts of this node's pages that a span's lane fills.
 pub(in crate::connectors) fn wanted(
     landing: &OpenLanding,
     span: &LaneSpan,
@@ -79,7 +79,7 @@ pub(in crate::connectors) fn wanted(
     Ok(uniform_pages(side, landing.lanes(), landing.landing(), span))
 }
 
-/// Both sides' layouts are one but for the ranks: what of a head lies in a block is the same here and there.
+/// The two layouts differ in their ranks only, so a head's share of a block has the same form on both sides.
 fn uniform_pages(side: Side<'_>, lanes: &Lanes, landing: &Landing, span: &LaneSpan) -> Vec<UniformPages> {
     let mut all: Vec<UniformPages> = Vec::new();
     for layer_pos in span.layers.clone() {
@@ -125,18 +125,18 @@ impl UniformPages {
         SomePages { places, n_of_layer: *n_blocks, runs: *here, partial: *partial }
     }
 
-    /// What is meant of each page at the other side.
+    /// The part of each page on the other side.
     pub(in crate::connectors) fn there(&self) -> PageRuns {
         self.there
     }
 
-    /// Bytes that go on the lane.
+    /// Bytes on the lane.
     pub(in crate::connectors) fn bytes(&self) -> usize {
         self.places.len() * self.here.moved_bytes()
     }
 
-    /// Where the pages lie in what this node shows of its card, neighbours together. They are whole, whatever of them goes
-    /// on the lane.
+    /// Adds the location of the pages in the GPU memory that this node shares; neighbouring pages are one piece.
+    /// Pages are whole, even if the lane carries a part of them.
     pub(in crate::connectors) fn pieces(&self, card: OnCard<'_>, pieces: &mut Vec<Piece>) {
         let bytes = self.here.page_bytes() as u32;
         for (region, page) in &self.places {
@@ -155,7 +155,8 @@ fn follows(last: &Piece, offset: u64) -> bool {
     last.offset + u64::from(last.bytes) == offset
 }
 
-/// Where each page lies in what a peer shows, from the pieces of a frame: the inverse of [`UniformPages::pieces`].
+/// The location of each page in a peer's shared memory, from the pieces of a frame: the inverse of
+/// [`UniformPages::pieces`].
 pub(in crate::connectors) struct Offsets<'a> {
     pieces: std::slice::Iter<'a, Piece>,
     rest: Piece,
@@ -166,7 +167,7 @@ impl<'a> Offsets<'a> {
         Self { pieces: pieces.iter(), rest: Piece { offset: 0, bytes: 0 } }
     }
 
-    /// The offset of the next page of `page_bytes`; `None` if no piece holds it whole.
+    /// The offset of the next page of `page_bytes`; `None` if no piece holds the whole page.
     pub(in crate::connectors) fn next(&mut self, page_bytes: usize) -> Option<u64> {
         let bytes = u32::try_from(page_bytes).ok()?;
         if self.rest.bytes == 0 {
@@ -183,7 +184,7 @@ impl<'a> Offsets<'a> {
     }
 }
 
-/// The page that holds one bit of what a span's lane takes, counted in the wire's order, and the bit's place there.
+/// The page that holds one bit of a span's lane, counted in the wire's order, and the bit's position in the page.
 pub(in crate::connectors) fn page_of_bit(
     layout: &KvLayout,
     lanes: &Lanes,
@@ -220,7 +221,7 @@ mod tests {
     use super::*;
     use crate::runs::Runs;
 
-    /// The same place as the wire's other runs have it, for every byte of what each lane takes.
+    /// Compares with the runs of the other wires, for every byte on each lane.
     #[test]
     fn a_bit_of_a_lane_is_in_one_of_its_heads() {
         for (from_tp, to_tp) in [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)] {

@@ -1,4 +1,4 @@
-//! How a wire accepts streams: the trait that each wire implements, and what it hands to the receiver.
+//! Accepting streams: the trait that each wire implements, and the value that it passes to the receiver.
 
 use std::fmt::Debug;
 use std::io;
@@ -16,13 +16,13 @@ use crate::error::TransferError;
 #[derive(Debug)]
 pub(in crate::connectors) struct Incoming {
     pub(in crate::connectors) stream: Stream,
-    /// What takes the link's KV in. The first stream of a link brings it.
+    /// Receives the link's KV. Set by the first stream of a link.
     pub(in crate::connectors) kv_path: Option<Arc<dyn KvPath>>,
     /// Bounds the peers that have not sent their hello yet. The receiver drops it after the hello.
     pub(in crate::connectors) handshake_permit: Option<OwnedSemaphorePermit>,
 }
 
-/// The wire's own greetings on a new stream. The receiver gives it a deadline.
+/// The wire's own handshake on a new stream. The receiver gives it a deadline.
 pub(in crate::connectors) type Handshake = BoxFuture<'static, Result<Incoming, TransferError>>;
 
 /// A listening address of one wire.

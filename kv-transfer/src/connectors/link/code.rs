@@ -1,4 +1,4 @@
-//! How a failure crosses the wire: a number that keeps its meaning, and words for humans.
+//! Errors on the wire: a code with a fixed meaning, and a text for humans.
 
 use types::in_full;
 

@@ -17,7 +17,7 @@ use crate::error::TransferError;
 use crate::landings::Landings;
 use crate::wire_threads::WireThreads;
 
-/// What `tcp`, `shm` and `cuda-ipc` are once they listen: they differ in their doors and in what their links go over.
+/// The connector of every wire that uses links. Wires differ in their acceptors and in their send paths.
 #[derive(Debug)]
 pub struct LinkConnector {
     address: WireAddress,
@@ -62,7 +62,8 @@ impl KvConnector for LinkConnector {
         self.address.clone()
     }
 
-    /// Within one machine: whether the peer's socket is in the folder that this side sees, and may be connected to.
+    /// For a wire within one machine: whether the peer's socket is in a folder that this process sees, and this
+    /// process may connect to it.
     fn reaches(&self, wire: &WireAddress) -> bool {
         let is_seen = || rustix::fs::access(&wire.endpoint, Access::WRITE_OK).is_ok();
         wire.scheme == self.address.scheme && (self.socket.is_none() || is_seen())

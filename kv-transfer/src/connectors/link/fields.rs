@@ -9,13 +9,13 @@ use crate::digest::Digest;
 use crate::error::FrameError;
 use crate::runs::Piece;
 
-/// Pieces that one span can lie in.
+/// Limit of pieces of one span.
 pub(super) const PIECES_MAX: usize = 1024;
-/// The longest text in a frame; longer ones are cut.
+/// Limit of a text in a frame; longer texts are cut.
 const TEXT_BYTES_MAX: usize = 1024;
-/// The longest node id.
+/// Limit of a node id.
 const NODE_BYTES_MAX: usize = 255;
-/// Alternatives beside a chosen token.
+/// Limit of alternatives to a chosen token.
 const LOGPROBS_MAX: usize = 128;
 
 /// Reads fields from the front of a slice, and never past its end.
@@ -29,7 +29,7 @@ impl<'a> Reader<'a> {
         Self { rest: bytes }
     }
 
-    /// Nothing may be left over.
+    /// Checks that no bytes are left.
     pub(super) fn end(&self) -> Result<(), FrameError> {
         if self.rest.is_empty() { Ok(()) } else { Err(FrameError::Body("it is too long")) }
     }
@@ -117,12 +117,12 @@ impl<'a> Reader<'a> {
     pub(super) fn piece(&mut self) -> Result<Piece, FrameError> {
         let piece = Piece { offset: self.u64()?, bytes: self.u32()? };
         match piece.bytes == 0 || piece.offset.checked_add(piece.bytes.into()).is_none() {
-            true => Err(FrameError::Body("a piece is nowhere")),
+            true => Err(FrameError::Body("a piece is empty or out of range")),
             false => Ok(piece),
         }
     }
 
-    /// All that is left, as digests.
+    /// Reads all remaining bytes as digests.
     pub(super) fn digests(&mut self) -> Result<Vec<Digest>, FrameError> {
         let (digests, rest) = self.rest.as_chunks::<8>();
         if !rest.is_empty() {
@@ -156,12 +156,12 @@ impl<'a> Reader<'a> {
                     (0..n_top).map(|_| Ok((TokenId(self.u32()?), self.f32()?))).collect::<Result<_, _>>()?;
                 Ok(Some(Logprobs { chosen, top }))
             }
-            _ => Err(FrameError::Body("logprobs are neither there nor absent")),
+            _ => Err(FrameError::Body("the logprobs flag is invalid")),
         }
     }
 }
 
-/// Appends fields to a buffer. Each method mirrors the [`Reader`]'s of the same name.
+/// Appends fields to a buffer. Each method mirrors the method of the same name of [`Reader`].
 #[derive(Debug)]
 pub(super) struct Writer<'a> {
     bytes: &'a mut Vec<u8>,
@@ -268,7 +268,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// The longest front of `text` that fits and ends on a character's edge.
+/// The longest prefix of `text` that fits and ends at a character boundary.
 fn cut(text: &str, bytes_max: usize) -> &str {
     &text[..text.floor_char_boundary(bytes_max)]
 }

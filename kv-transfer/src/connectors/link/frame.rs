@@ -1,20 +1,20 @@
-//! What travels on a stream: a fixed header, a small body, and behind a [`Body::Kv`] perhaps the KV itself.
+//! The format of a frame: a fixed header, a small body, and for an inline [`Body::Kv`] the KV itself.
 //!
-//! This file knows bytes and nothing else: no I/O, no landings, no versions but one. Every length is checked
-//! against its bound before anything is allocated, and a checksum covers header and body; the KV behind them has
-//! its own digests.
+//! This file only parses and writes bytes: it does no I/O and has no landings, and it knows one version. Every length
+//! is checked against its limit before anything is allocated. A checksum covers header and body; the KV after them
+//! has its own digests.
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
 //! | 0 | 4 | magic, `BTKV` |
 //! | 4 | 1 | kind |
-//! | 5 | 1 | the sender's rank whose KV this is about; in KV, digests and refetches, zero elsewhere |
-//! | 6 | 1 | the receiver's rank that it is for, likewise |
+//! | 5 | 1 | the sender's rank of this KV, in KV, digests and refetches; zero elsewhere |
+//! | 6 | 1 | the receiver's rank of this KV, in KV, digests and refetches; zero elsewhere |
 //! | 7 | 1 | zero |
 //! | 8 | 4 | length of the body |
-//! | 12 | 4 | length of the payload: KV that is inline |
-//! | 16 | 16 | transfer, zero where there is none |
-//! | 32 | 8 | XXH3-64 of the 32 bytes before and of the body |
+//! | 12 | 4 | length of the payload: inline KV |
+//! | 16 | 16 | transfer, or zero if there is none |
+//! | 32 | 8 | XXH3-64 of the preceding 32 bytes and the body |
 //!
 //! All numbers are little-endian.
 
@@ -34,88 +34,88 @@ pub const HEADER_BYTES: usize = 40;
 const CHECKED_BYTES: usize = 32;
 const MAGIC: [u8; 4] = *b"BTKV";
 
-/// The longest body of KV: its span, where it lies, and 8 bytes per digest. The digests alone may be as long.
+/// The longest body of KV: its span, its place, and 8 bytes per digest. A body of digests may have the same length.
 pub const KV_BODY_BYTES_MAX: usize = (64 << 10) + (16 << 10) + 64;
 /// The longest body of any other frame.
 pub const SMALL_BODY_BYTES_MAX: usize = 16 << 10;
-/// The longest payload. A page must fit.
+/// The longest payload. A page must fit into it.
 pub const PAYLOAD_BYTES_MAX: usize = 16 << 20;
-/// Pages that one `Refetch` can name.
+/// Limit of spans in one `Refetch`.
 pub const REFETCH_SPANS_MAX: usize = 512;
 
 /// One frame, without its payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Frame {
     pub transfer: TransferId,
-    /// Between which ranks KV goes.
+    /// The pair of ranks that the KV moves between.
     pub lane: Lane,
     pub body: Body,
-    /// Bytes of KV that follow: zero unless KV is inline.
+    /// Bytes of KV after the frame: zero unless KV is inline.
     pub payload_bytes: usize,
 }
 
-/// What a frame says. The arrow tells who says it.
+/// The content of a frame. The arrow shows its direction.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Body {
     /// sender → receiver: the first frame of every stream.
     Hello(Hello),
-    /// receiver → sender: this stream may be used.
+    /// receiver → sender: the stream is accepted.
     Welcome { version: u16, node: NodeId, epoch: Epoch },
-    /// receiver → sender: no version in common. The last frame of its stream.
+    /// receiver → sender: there is no version in common. The last frame of its stream.
     Incompatible { protocol: ProtocolRange },
-    /// sender → receiver: asks to fill a landing.
+    /// sender → receiver: a request to open a landing.
     Open(Credentials),
-    /// receiver → sender: the landing is yours.
+    /// receiver → sender: the landing is open for this sender.
     Accepted,
-    /// sender → receiver: some pages, or a lane's heads of them, and where their KV lies, layer by layer and block by block.
-    /// Without digests, they follow on the same stream as [`Body::Digests`].
+    /// sender → receiver: some pages, or a lane's heads of them, and the place of their KV, layer by layer and block
+    /// by block. If `digests` is `None`, they follow on the same stream as [`Body::Digests`].
     Kv { span: KvSpan, digests: Option<Vec<Digest>>, place: KvPlace },
-    /// sender → receiver: nothing is missing that was not sent.
+    /// sender → receiver: every wanted page was sent.
     Handoff(Handoff),
-    /// receiver → sender: these pages arrived wrong on this lane; once more.
+    /// receiver → sender: these pages of this lane arrived wrong; send them again.
     Refetch { spans: Vec<KvSpan> },
-    /// receiver → sender: all of it is in place and verified.
+    /// receiver → sender: all pages are in place and verified.
     Done,
     /// both ways: the transfer has ended without success.
     Failed { code: u8, detail: String },
     /// sender → receiver: the digests of the oldest frame of this stream whose digests are outstanding.
     Digests { span: KvSpan, digests: Vec<Digest> },
-    /// receiver → sender: what lay in this slot of the stage is not needed any more.
+    /// receiver → sender: the KV in this slot of the stage is no longer needed.
     Taken { slot: u16 },
-    /// sender → receiver: of a transfer that has ended without success, its device writes nothing any more.
+    /// sender → receiver: the transfer has ended without success, and the sender's device no longer writes.
     Quiet,
-    /// both ways, unasked: this side lives. Neither waits for the other's, which may be stuck behind much KV.
+    /// both ways: a heartbeat. Each side sends it on its own, because an answer could be stuck behind much KV.
     Alive,
 }
 
-/// Where the KV of a frame lies.
+/// The location of a frame's KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum KvPlace {
-    /// On the stream, behind the frame.
+    /// On the stream, after the frame.
     Inline,
     /// In pieces of the memory that the sender's rank shares with the receiver.
     Pieces(Vec<Piece>),
-    /// In a slot of the sender's stage. The sender reuses it after a [`Body::Taken`].
+    /// In a slot of the sender's stage. The sender reuses the slot after a [`Body::Taken`].
     Slot { slot: u16, piece: Piece },
-    /// In a message of the queue between the two ranks. Messages of a queue are numbered from 0 on, without a gap.
+    /// In a message of the queue between the two ranks. The messages of a queue are numbered from 0 without gaps.
     Message { number: u64, bytes: u32 },
-    /// In the receiver's pages: the sender's device writes it there. It is in place once the receiver's device has this
-    /// number.
+    /// In the receiver's pages, written by the sender's device. The KV is in place once the receiver's device has
+    /// received this number.
     Written { number: u32 },
 }
 
-/// The sender's node, and the stream and link that this connection is.
+/// The sender's node, and the number of this stream and link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub protocol: ProtocolRange,
     pub node: NodeId,
     pub epoch: Epoch,
-    /// Drawn by the sender: its streams to one receiver share it.
+    /// A random number, shared by all streams of one sender to one receiver.
     pub link: u64,
     pub stream: u16,
 }
 
-/// The kinds on the wire. A number, once given, keeps its meaning: 6, 12, 14, 16, 18 and 19 were KV before version 3.
+/// The kinds on the wire. A number keeps its meaning for ever: 6, 12, 14, 16, 18 and 19 were KV before version 3.
 mod kind {
     pub(super) const HELLO: u8 = 1;
     pub(super) const WELCOME: u8 = 2;
@@ -133,7 +133,7 @@ mod kind {
     pub(super) const KV: u8 = 20;
 }
 
-/// Parses one whole frame, header and body, from the front of `bytes`. What follows it is not looked at.
+/// Parses one frame, header and body, from the front of `bytes`. Ignores all bytes after it.
 pub fn parse(bytes: &[u8]) -> Result<Frame, FrameError> {
     let header = Header::parse(bytes)?;
     let whole = HEADER_BYTES + header.body_bytes;
@@ -142,7 +142,7 @@ pub fn parse(bytes: &[u8]) -> Result<Frame, FrameError> {
     header.frame(body)
 }
 
-/// A header whose lengths were checked; its checksum can only be checked with the body.
+/// A header with valid lengths. Its checksum can be checked only with the body.
 #[derive(Clone, Copy, Debug)]
 pub struct Header {
     kind: u8,
@@ -177,7 +177,7 @@ impl Header {
         Ok(Self { kind, body_bytes, payload_bytes, lane, transfer, checksum, checked })
     }
 
-    /// The frame that this header and its body make.
+    /// Returns the frame of this header and `body`.
     pub fn frame(&self, body: &[u8]) -> Result<Frame, FrameError> {
         if checksum(&self.checked, body) != self.checksum {
             return Err(FrameError::Checksum);
@@ -186,7 +186,7 @@ impl Header {
         let body = parse_body(self.kind, self.transfer, &mut fields)?;
         fields.end()?;
         if self.payload_bytes > 0 && !matches!(body, Body::Kv { place: KvPlace::Inline, .. }) {
-            return Err(FrameError::Body("a payload behind KV that is not inline"));
+            return Err(FrameError::Body("a payload after KV that is not inline"));
         }
         Ok(Frame { transfer: self.transfer, lane: self.lane, body, payload_bytes: self.payload_bytes })
     }
@@ -241,12 +241,12 @@ fn parse_kv(fields: &mut Reader<'_>) -> Result<Body, FrameError> {
     let digests = match fields.u8()? {
         0 => None,
         1 => Some(fields.digests()?),
-        _ => return Err(FrameError::Body("digests are neither here nor later")),
+        _ => return Err(FrameError::Body("the digest flag is invalid")),
     };
     Ok(Body::Kv { span, digests, place })
 }
 
-/// The places on the wire. A number, once given, keeps its meaning.
+/// The places on the wire. A number keeps its meaning for ever.
 mod place {
     pub(super) const INLINE: u8 = 0;
     pub(super) const PIECES: u8 = 1;
@@ -293,7 +293,7 @@ impl Frame {
         Self { transfer, lane: Lane::ONLY, body, payload_bytes: 0 }
     }
 
-    /// About KV that goes between these ranks.
+    /// Sets the pair of ranks that the KV moves between.
     #[must_use]
     pub fn on(self, lane: Lane) -> Self {
         Self { lane, ..self }

@@ -1,4 +1,4 @@
-//! The digests that a sender gives for a frame, now or later, and their comparison with the pages.
+//! The digests of a frame, which come with it or later, and their comparison with the pages.
 
 use tokio::sync::oneshot;
 use types::layout::RANKS_MAX;
@@ -10,26 +10,26 @@ use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding, PageAt};
 use crate::lanes::LaneSpan;
 
-/// The digests of one frame's pages, as the sender made them.
+/// The sender's digests of one frame's pages.
 #[derive(Debug)]
 pub(in crate::connectors) enum FrameDigests {
-    /// They came with the frame. Empty where digests are turned off.
+    /// They came with the frame. Empty if digests are turned off.
     Here(Vec<Digest>),
     /// They follow on the same stream. The channel closes with the stream.
     Later(oneshot::Receiver<Vec<Digest>>),
 }
 
 impl FrameDigests {
-    /// Whether the pages are to be verified.
+    /// Whether the pages have to be verified.
     pub(in crate::connectors) fn are_expected(&self) -> bool {
         !matches!(self, Self::Here(digests) if digests.is_empty())
     }
 
-    /// The digests, which must be there.
+    /// Returns the digests; an error if they come later.
     pub(in crate::connectors) fn here(self) -> Result<Vec<Digest>, FrameError> {
         match self {
             Self::Here(digests) => Ok(digests),
-            Self::Later(_) => Err(FrameError::Unexpected("KV without its digests, on this wire")),
+            Self::Later(_) => Err(FrameError::Unexpected("KV without digests on this wire")),
         }
     }
 
@@ -42,7 +42,7 @@ impl FrameDigests {
     }
 }
 
-/// Frames of one stream whose digests are outstanding: two on each lane, and one that has just come.
+/// Limit of frames of one stream whose digests are outstanding: two on each lane, and the newest one.
 pub(super) const PENDING_DIGESTS_MAX: usize = 2 * RANKS_MAX as usize + 1;
 
 /// A frame whose digests have not come yet.
@@ -54,7 +54,7 @@ pub(super) struct PendingDigests {
 }
 
 impl PendingDigests {
-    /// The frame's entry in the stream's queue, and the digests that its fetch waits for.
+    /// Returns the frame's entry in the stream's queue, and the digests that its fetch waits for.
     pub(super) fn of(transfer: TransferId, span: &LaneSpan) -> (Self, FrameDigests) {
         let (digests, said) = oneshot::channel();
         (Self { transfer, span: span.clone(), digests }, FrameDigests::Later(said))
@@ -67,16 +67,16 @@ impl PendingDigests {
         digests: Vec<Digest>,
     ) -> Result<(), FrameError> {
         if (self.transfer, &self.span) != (transfer, span) {
-            return Err(FrameError::Unexpected("digests of other pages than were shown"));
+            return Err(FrameError::Unexpected("digests of pages other than those of the oldest KV frame"));
         }
-        // The fetch may have ended with the landing.
+        // The receiver of the digests may have ended with the landing.
         let _ = self.digests.send(digests);
         Ok(())
     }
 }
 
 impl OpenLanding {
-    /// Claims a span whose digests are here or follow.
+    /// Claims a span whose digests came with the frame or come later.
     pub(in crate::connectors) fn claim_frame(
         &self,
         span: &LaneSpan,
@@ -89,16 +89,16 @@ impl OpenLanding {
     }
 }
 
-/// Refuses digests of another number of heads than the frame has.
+/// Refuses digests whose number differs from the number of heads in the frame.
 pub(in crate::connectors) fn check_count(said: &[Digest], here: &[Digest]) -> Result<(), FrameError> {
     match said.len() == here.len() {
         true => Ok(()),
-        false => Err(FrameError::Body("not as many digests as were promised")),
+        false => Err(FrameError::Body("the number of digests is wrong")),
     }
 }
 
-/// The pages of a span whose digests differ from the sender's. Both lists have a digest for each head of each page, or are
-/// empty.
+/// The pages of a span whose digests differ from the sender's. Each list has a digest for each head of each page, or
+/// is empty.
 pub(in crate::connectors) fn differing(
     landing: &OpenLanding,
     span: &LaneSpan,

@@ -113,7 +113,7 @@ fn only_inline_kv_has_a_payload() {
     }
 }
 
-/// Digests of 8192 heads and 1024 pieces, which is the most that a sender puts into one frame.
+/// Digests of 8192 heads and 1024 pieces: the most that a sender puts into one frame.
 #[test]
 fn the_largest_kv_frame_fits() {
     let pieces = KvPlace::Pieces(vec![Piece { offset: 64, bytes: 32 }; PIECES_MAX]);
@@ -190,7 +190,7 @@ proptest! {
         prop_assert!(parse(&bytes).is_err());
     }
 
-    /// Past the checksum, which random bytes do not get through, a body must still never panic.
+    /// Random bytes do not pass the checksum, so this test parses bodies without it: no body may panic.
     #[test]
     fn no_body_panics(kind in 0u8..32, body in proptest::collection::vec(any::<u8>(), 0..256)) {
         let _ = parse_body(kind, TransferId(0), &mut Reader::new(&body));

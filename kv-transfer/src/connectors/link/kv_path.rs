@@ -1,4 +1,4 @@
-//! How the KV of a link's frames comes in: the trait that each wire implements for the receiver's end.
+//! The receiver's end of KV in frames: the trait that each wire implements.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -14,45 +14,47 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 
-/// One frame of KV.
+/// One KV frame.
 #[derive(Debug)]
 pub(in crate::connectors) struct KvFrame {
     pub(in crate::connectors) span: LaneSpan,
     pub(in crate::connectors) digests: FrameDigests,
     pub(in crate::connectors) place: KvPlace,
-    /// Bytes of KV behind the frame on its stream.
+    /// Bytes of KV that follow the frame on its stream.
     pub(in crate::connectors) payload_bytes: usize,
 }
 
-/// What has become of a frame's KV. Both end with the pages that did not pass, which the receiver asks for again.
+/// The result for a frame's KV. Both variants end with the pages that failed verification, which the receiver
+/// requests again.
 pub(in crate::connectors) enum Receipt {
-    /// It is verified, or dropped.
+    /// The KV is verified, or dropped.
     Done(Vec<KvSpan>),
-    /// It is on its way. The receiver waits for it on a task of its own while it reads the next frames.
+    /// The KV is on its way. A task waits for it while the receiver reads the next frames.
     Pending(BoxFuture<'static, Result<Vec<KvSpan>, TransferError>>),
 }
 
 impl Receipt {
-    /// The KV is not wanted any more.
+    /// The KV is no longer wanted.
     pub(in crate::connectors) fn dropped() -> Self {
         Self::Done(Vec::new())
     }
 }
 
-/// The receiver's end of one wire: what takes KV from where a frame says that it lies, and verifies it.
+/// The receiver's end of one wire: takes KV from the place that a frame names, and verifies it.
 ///
-/// One value for each link; the link's first stream brings it. The receiver calls [`receive`](Self::receive) for each
-/// frame of KV, from the tasks of all streams of the link. An error ends the link.
+/// There is one value for each link, made by the link's first stream. The receiver calls [`receive`](Self::receive)
+/// for each KV frame, from the tasks of all streams of the link. An error ends the link.
 ///
-/// The other methods have defaults for wires whose receiver does the copying: a landing that is closed is quiet then.
-/// Where the sender's device writes, [`opened`](Self::opened) gives the landing a proof of quiet, and `sender_is_quiet`
-/// and `revoke` make it hold.
+/// The other methods have defaults for wires where the receiver copies: a closed landing is then quiet. If the
+/// sender's device writes, [`opened`](Self::opened) gives the landing a proof of quiet, and `sender_is_quiet` and
+/// `revoke` fulfil it.
 #[async_trait]
 pub(in crate::connectors) trait KvPath: Debug + Send + Sync + 'static {
-    /// Takes one frame's KV into the landing. `None`: the landing is over or unknown, and the KV is dropped.
+    /// Takes one frame's KV into the landing. If `landing` is `None`, the landing is over or unknown, and the KV is
+    /// dropped.
     ///
-    /// Reads the payload off the stream if there is one. Does not wait for KV that is on another way, nor for digests that
-    /// follow on the stream: that is what [`Receipt::Pending`] is for. It may wait for room. Not cancel-safe.
+    /// Reads the payload, if any, from the stream. Does not wait for KV outside of the stream or for digests that
+    /// come later: it returns [`Receipt::Pending`] for these. It may wait for room. Not cancel-safe.
     async fn receive(
         self: Arc<Self>,
         frame: KvFrame,
@@ -60,22 +62,23 @@ pub(in crate::connectors) trait KvPath: Debug + Send + Sync + 'static {
         reader: &mut FrameReader,
     ) -> Result<Receipt, TransferError>;
 
-    /// Pairs of ranks that move KV independently of each other: each may have some frames pending.
+    /// Pairs of ranks that move KV independently. Each may have some frames pending.
     fn n_lanes(&self) -> usize {
         1
     }
 
-    /// A sender was let into this landing. Never waits.
+    /// Called when a sender was admitted to this landing. Never waits.
     fn opened(&self, _landing: &OpenLanding) {}
 
-    /// The sender's device is done with the pages of this transfer: its sender has said so, or all KV has arrived.
+    /// Called when the sender's device no longer writes pages of this transfer: the sender has reported it, or all KV
+    /// has arrived.
     fn sender_is_quiet(&self, _transfer: TransferId) {}
 
-    /// The link has ended. When this returns, the sender's device writes nothing here any more.
+    /// Called when the link has ended. When it returns, the sender's device can no longer write here.
     fn revoke(&self) {}
 }
 
-/// The refusal of KV in a place that a wire does not have.
+/// The error for KV in a place that a wire does not support.
 pub(in crate::connectors) fn wrong_place() -> TransferError {
     FrameError::Unexpected("KV in a place that this wire does not have").into()
 }

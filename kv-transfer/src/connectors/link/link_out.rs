@@ -1,10 +1,10 @@
 //! The sender's end of a link: all streams to one receiver, and the transfers that share them.
 //!
-//! KV frames of all transfers wait in one short queue from which every stream takes the next one as soon as it can
-//! write, so a slow stream delays its own frame only. Control frames have a queue of their own, on stream 0, and
-//! overtake. The receiver needs no order: it counts pages.
+//! KV frames of all transfers wait in one short queue. Each stream takes the next frame when it can write, so a slow
+//! stream delays only its own frame. Control frames have their own queue on stream 0 and overtake KV. The receiver
+//! needs no order, because it counts pages.
 //!
-//! A link lives or dies as a whole: a stream that is lost, or a peer that is silent, fails every transfer on it.
+//! A link fails as a whole: a lost stream or a silent peer fails every transfer on it.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -33,18 +33,18 @@ use crate::outgoing::{Outgoing, Wire};
 use crate::quiet::Quiet as _;
 use crate::wire_threads::WireThreads;
 
-/// KV frames that wait for a stream, per stream: enough that none runs dry while a pump wakes up.
+/// Limit of queued KV frames per stream: enough that no stream is idle while a pump wakes up.
 const FRAMES_QUEUED_PER_STREAM: usize = 2;
-/// Streams of one link.
+/// Limit of streams of one link.
 pub(super) const STREAMS_MAX: u16 = 64;
-/// Control frames that wait. Each transfer has at most a few.
+/// Limit of queued control frames. Each transfer has at most a few.
 const CONTROL_QUEUED_MAX: usize = 1024;
-/// A side says that it lives this many times within the time after which it is taken for dead.
+/// The number of heartbeats within the time after which a silent side is considered dead.
 const ALIVE_PER_STALL: u32 = 4;
-/// The longest silence of this side, however patient it is: its peer may be set to be less so.
+/// The longest time between two heartbeats of this side. A peer may have a shorter stall time than this side.
 const SILENT_MAX: Duration = Duration::from_millis(200);
 
-/// Who is at the other end.
+/// The node at the other end of a link, and its epoch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Peer {
     pub(super) node: NodeId,
@@ -64,18 +64,18 @@ pub(super) struct Link {
 
 type Halves = (FrameReader, FrameWriter);
 
-/// What the link's tasks share.
+/// The state that the link's tasks share.
 #[derive(Debug)]
 struct Shared {
     parts: ConnectorParts,
     wire_threads: WireThreads,
     send_path: Arc<dyn KvSendPath>,
     endpoint: String,
-    /// The end of the queue from which the streams take their frames.
+    /// The receiving end of the queue of KV frames, shared by all streams.
     spans: async_channel::Receiver<SpanOut>,
     /// Held for a look-up, never across an await.
     transfers: Mutex<BTreeMap<TransferId, Transfer>>,
-    /// For what is to be said later, if the link is still there then.
+    /// Sends control frames later, if the link still exists then.
     control: mpsc::WeakSender<Frame>,
     lost: OnceLock<TransferError>,
     closed: CancellationToken,
@@ -84,7 +84,7 @@ struct Shared {
 #[derive(Debug)]
 struct Transfer {
     out: Arc<Outgoing>,
-    /// Until the receiver has answered the `Open`.
+    /// Set until the receiver has answered the `Open`.
     answer: Option<oneshot::Sender<Result<(), TransferError>>>,
 }
 
@@ -144,7 +144,7 @@ impl Link {
         self.shared.closed.is_cancelled()
     }
 
-    /// Asks the receiver for a landing, and waits for its answer.
+    /// Asks the receiver to open a landing, and waits for its answer.
     pub(super) async fn open(&self, out: &Arc<Outgoing>) -> Result<(), TransferError> {
         let (answer, answered) = oneshot::channel();
         self.shared.enter(Transfer { out: Arc::clone(out), answer: Some(answer) })?;
@@ -176,7 +176,7 @@ impl Wire for Link {
 
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {
         if self.shared.send_path.writes() {
-            // The handoff is also this side's word that its device is done with the receiver's pages.
+            // The handoff also reports that this side's device no longer writes the receiver's pages.
             out.pending_copies.proven().await;
         }
         self.say(Frame::new(out.transfer(), Body::Handoff(handoff))).await
@@ -188,7 +188,7 @@ impl Wire for Link {
         let (code, detail) = code::encode(error);
         let failed = Frame::new(out.transfer(), Body::Failed { code, detail });
         if let Err(mpsc::error::TrySendError::Full(_)) = self.control.try_send(failed) {
-            self.shared.lose(TransferError::lost_because("too many control frames wait"));
+            self.shared.lose(TransferError::lost_because("the queue of control frames is full"));
         }
         self.shared.say_when_quiet(out);
     }
@@ -208,22 +208,24 @@ impl Shared {
             Entry::Occupied(_) => return Err(TransferError::AlreadyOpened),
             Entry::Vacant(free) => free.insert(transfer),
         };
-        // Looked at after the insertion: either this sees the loss, or the loss sees the transfer.
+        // Checked after the insertion: either this call sees the loss, or `lose` sees the transfer.
         if self.closed.is_cancelled() { Err(self.why_lost()) } else { Ok(()) }
     }
 
-    /// Whether it was there. A second opening of a transfer does not remove the first.
+    /// Removes the transfer and returns whether it was present. A second opening of a transfer does not remove the
+    /// first.
     fn remove(&self, out: &Outgoing) -> bool {
         let mut transfers = self.transfers();
         let known = transfers.get(&out.transfer()).is_some_and(|known| std::ptr::eq(&*known.out, out));
         known && transfers.remove(&out.transfer()).is_some()
     }
 
-    /// Ends the link and every transfer on it. The first reason counts.
+    /// Ends the link and every transfer on it. The first error is kept.
     fn lose(&self, error: TransferError) {
         let error = self.lost.get_or_init(|| error).clone();
         self.closed.cancel();
-        // A closed queue keeps what is in it. The leases in these frames must not wait for the next link to this peer.
+        // A closed queue keeps its frames. Their leases must not wait for the next link to this peer, so the queue is
+        // emptied.
         self.spans.close();
         while self.spans.try_recv().is_ok() {}
         self.send_path.close();
@@ -234,7 +236,7 @@ impl Shared {
                 endpoint = self.endpoint,
                 transfers = transfers.len(),
                 error = in_full(&error),
-                "lost link"
+                "link lost"
             );
         }
         for out in transfers {
@@ -242,7 +244,8 @@ impl Shared {
         }
     }
 
-    /// Tells the receiver once nothing of a failed transfer is under way any more: it keeps the pages back until then.
+    /// Notifies the receiver when no write of a failed transfer is left. The receiver keeps the pages back until
+    /// then.
     fn say_when_quiet(&self, out: &Outgoing) {
         if !self.send_path.writes() {
             return;
@@ -252,11 +255,11 @@ impl Shared {
         let say = async move {
             pending_copies.proven().await;
             if let Some(control) = control.upgrade() {
-                // A link that is lost by now says it by its end.
+                // On a lost link this fails, and the end of the link is the notification.
                 let _ = control.send(Frame::new(transfer, Body::Quiet)).await;
             }
         };
-        self.wire_threads.at(|| spawn_guarded(&self.parts.gate, "quiet word", say)).detach();
+        self.wire_threads.at(|| spawn_guarded(&self.parts.gate, "quiet report", say)).detach();
     }
 
     fn why_lost(&self) -> TransferError {
@@ -275,7 +278,8 @@ impl Shared {
         let shared = Arc::clone(self);
         spawn_guarded(&self.parts.gate, "kv stream out", async move {
             let is_first = control.is_some();
-            // Both live until the reason of the loss is set: a task that finds its queue closed asks for it.
+            // Both futures live until the reason of the loss is set, because a task that finds its queue closed reads
+            // the reason.
             let (writing, reading) = (shared.write_all(writer, control), shared.read_all(reader, is_first));
             tokio::pin!(writing, reading);
             let ended = tokio::select! {
@@ -285,7 +289,9 @@ impl Shared {
                 ended = &mut writing => ended,
                 ended = &mut reading => ended,
             };
-            shared.lose(ended.err().unwrap_or_else(|| TransferError::lost_because("the peer closed it")));
+            shared.lose(
+                ended.err().unwrap_or_else(|| TransferError::lost_because("the peer closed the stream")),
+            );
         })
     }
 
@@ -303,7 +309,7 @@ impl Shared {
         }
     }
 
-    /// Stream 0: control frames go before KV, and this side says that it lives.
+    /// Stream 0: control frames go before KV, and heartbeats are sent.
     async fn write_first(
         &self,
         writer: &mut FrameWriter,
@@ -327,7 +333,7 @@ impl Shared {
         if self.spans.is_empty() { self.send_path.write_rest(writer).await } else { Ok(()) }
     }
 
-    /// Answers come on stream 0. On the others only the end of the stream can come.
+    /// Answers come on stream 0. On the other streams only the end of the stream can come.
     async fn read_all(&self, mut reader: FrameReader, is_first: bool) -> Result<(), TransferError> {
         loop {
             let next = if is_first { reader.next_in_time().await? } else { reader.next().await? };
@@ -352,7 +358,7 @@ impl Shared {
         Ok(())
     }
 
-    /// An answer to the `Open`, or a failure later on.
+    /// Handles an answer to the `Open`, or a later failure.
     fn answer(&self, id: TransferId, answer: Result<(), TransferError>) {
         self.with(id, |transfer| match (transfer.answer.take(), answer) {
             (Some(waiting), answer) => {
@@ -367,11 +373,11 @@ impl Shared {
         });
     }
 
-    /// Answers to transfers that are over are late, not wrong.
+    /// Calls `act` for a transfer of this link. An answer to a transfer that is over is late, not wrong.
     fn with(&self, id: TransferId, act: impl FnOnce(&mut Transfer)) {
         match self.transfers().get_mut(&id) {
             Some(transfer) => act(transfer),
-            None => debug!(transfer = %id, "late answer"),
+            None => debug!(transfer = %id, "answer dropped: its transfer is over"),
         }
     }
 }
@@ -385,7 +391,7 @@ pub(super) fn alive_interval(stall: Duration) -> tokio::time::Interval {
 
 // === making a stream ===
 
-/// What all streams of one link are made from.
+/// The parameters of all streams of one link.
 struct Maker<'a> {
     endpoint: &'a str,
     parts: &'a ConnectorParts,
@@ -394,7 +400,7 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// Makes one stream. Answers the peer.
+    /// Makes one stream, and returns the peer that answered.
     async fn stream(&self, stream: u16) -> Result<(Peer, Halves), TransferError> {
         let (parts, stall) = (self.parts, self.parts.settings.stall());
         let refused =
@@ -410,7 +416,7 @@ impl Maker<'_> {
     }
 }
 
-/// The peer that has answered, in a version that this side speaks.
+/// Returns the peer if it answered with a version that this side supports.
 fn welcomed(answer: Option<Frame>) -> Result<Peer, TransferError> {
     match answer.map(|frame| frame.body) {
         Some(Body::Welcome { version, node, epoch }) if (PROTOCOL.min..=PROTOCOL.max).contains(&version) => {

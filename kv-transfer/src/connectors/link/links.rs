@@ -13,15 +13,15 @@ use crate::error::TransferError;
 use crate::outgoing::{Outgoing, Sender, landing_of};
 use crate::wire_threads::WireThreads;
 
-/// Peers that this side sends to.
+/// Limit of peers that this side sends to.
 const PEERS_MAX: usize = 4096;
 
-/// Makes what a new link goes over.
+/// Makes the send path of a new link.
 pub(in crate::connectors) type MakeSendPath =
     dyn Fn(&ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> + Send + Sync;
 
-/// A peer's link, if there is one. The lock is async: the task that makes the link holds it, and the others wait for it
-/// instead of making their own.
+/// A peer's link, if there is one. The lock is async: the task that makes the link holds it, and the others wait for
+/// it instead of making their own.
 type LinkSlot = Arc<tokio::sync::Mutex<Option<Arc<Link>>>>;
 
 /// See the module.
@@ -29,7 +29,8 @@ pub(in crate::connectors) struct Links {
     parts: ConnectorParts,
     wire_threads: WireThreads,
     send_path: Box<MakeSendPath>,
-    /// By endpoint. Held for a look-up, never across an await; what is in an entry is.
+    /// By endpoint. The table is locked for a look-up, never across an await. The locks of its entries are held
+    /// across awaits.
     links: Mutex<HashMap<String, LinkSlot>>,
 }
 
@@ -42,7 +43,7 @@ impl Links {
         Self { parts, wire_threads, send_path, links: Mutex::default() }
     }
 
-    /// Asks for a landing to be filled over a link to its node.
+    /// Opens a landing over a link to its node.
     pub(in crate::connectors) async fn open(
         &self,
         to: &Destination,
@@ -51,7 +52,8 @@ impl Links {
         let (landing, lanes) = landing_of(to, scheme, &self.parts)?;
         let link = self.link_to(&landing).await?;
         let (out, refetches) = Outgoing::new(landing, lanes);
-        // Made before the answer is there: if this future is dropped, the sender's drop tells the receiver.
+        // The sender is made before the answer comes. So if this future is dropped, the drop of the sender notifies
+        // the receiver.
         let start = || Sender::start(Arc::clone(&out), refetches, Arc::clone(&link) as _, &self.parts);
         let sender = self.wire_threads.at(start);
         match link.open(&out).await {
@@ -63,7 +65,7 @@ impl Links {
         }
     }
 
-    /// A living link to the node that listens at `endpoint` now.
+    /// Returns a working link to the node that listens at `endpoint` now.
     async fn link(&self, endpoint: &str) -> Result<Arc<Link>, TransferError> {
         let slot = self.slot(endpoint)?;
         let mut slot = slot.lock().await;
@@ -79,7 +81,7 @@ impl Links {
         Ok(Arc::clone(slot.insert(Arc::new(link))))
     }
 
-    /// A living link to this very life of the node. One to an earlier life is not waited for: it is made anew.
+    /// Returns a working link to the landing's life of the node. A link to an earlier life is replaced at once.
     async fn link_to(&self, landing: &Landing) -> Result<Arc<Link>, TransferError> {
         let wanted = Peer { node: landing.node.clone(), epoch: landing.epoch };
         let endpoint = &landing.wire.endpoint;

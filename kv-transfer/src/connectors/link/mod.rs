@@ -1,13 +1,13 @@
-//! Links of frames between two nodes: what the wires have in common that speak over streams.
+//! Links of frames between two nodes: the code that all wires over streams share.
 //!
-//! Suggested reading order: what travels ([`frame`]), how it is read and written (`stream`), what each wire brings
-//! (`send_path` for the sender's end, `kv_path` for the receiver's), what a connector makes of it ([`connector`]), the
-//! sender's end (`links`, `link_out`, `span_out`) and the receiver's (`accept`, `receiver`, `span_in`). Neither end knows
-//! which wire it is.
+//! Suggested reading order: frames ([`frame`]), their reading and writing (`stream`), the traits that each wire
+//! implements (`send_path` for the sender's end, `kv_path` for the receiver's), the connector ([`connector`]), the
+//! sender's end (`links`, `link_out`, `span_out`) and the receiver's end (`accept`, `receiver`, `span_in`). Neither
+//! end depends on the wire.
 //!
-//! Where the receiver does the writing, proof of quiet is in its own hands: see
-//! [`OpenLanding::while_open`](crate::landing::OpenLanding). Where the sender's device does, it is the sender's report, or
-//! the end of its right to write.
+//! If the receiver writes, it can prove by itself that the wire is quiet: see
+//! [`OpenLanding::while_open`](crate::landing::OpenLanding). If the sender's device writes, the proof is the sender's
+//! report, or the end of its right to write.
 
 pub mod frame;
 mod fields;
@@ -30,7 +30,7 @@ use crate::connector::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
 
-/// The largest page, which must fit into one frame as the setting for frames must.
+/// Returns the size of the largest page. Refuses pages and `frame_bytes` settings that do not fit into one frame.
 pub(super) fn check_pages(parts: &ConnectorParts) -> Result<usize, TransferError> {
     let layout = parts.memory.layout();
     let shapes = layout.groups.iter().flat_map(|group| &group.layers);

@@ -1,8 +1,8 @@
-//! The pieces in which a frame's KV lies, taken from the front.
+//! The pieces of a frame's KV, read from the front.
 
 use super::frame::Piece;
 
-/// The pieces of one frame, and how much of the first is taken.
+/// The pieces of one frame, and the number of bytes of the first piece that are taken.
 #[derive(Debug)]
 pub(in crate::connectors) struct Pieces<'a> {
     rest: &'a [Piece],
@@ -14,13 +14,13 @@ impl<'a> Pieces<'a> {
         Self { rest: pieces, done: 0 }
     }
 
-    /// How many bytes lie together from here on; `None` at the end.
+    /// The number of contiguous bytes from here on; `None` at the end.
     #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "for wires that know both sides' pieces"))]
     pub(in crate::connectors) fn rest(&self) -> Option<usize> {
         Some(self.rest.first()?.bytes as usize - self.done)
     }
 
-    /// The next bytes, at most `bytes` of them: where they are, and how many.
+    /// Takes at most `bytes` contiguous bytes. Returns their offset and number.
     pub(in crate::connectors) fn next(&mut self, bytes: usize) -> Option<(u64, usize)> {
         let piece = self.rest.first()?;
         let (offset, n) = (piece.offset + self.done as u64, bytes.min(piece.bytes as usize - self.done));

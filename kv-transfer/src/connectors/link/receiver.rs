@@ -1,9 +1,9 @@
 //! The receiver's end of links: accepts streams, lets senders open landings, and fills them.
 //!
-//! It knows no wire: each link has a [`KvPath`], which takes the KV of its frames in.
+//! It does not depend on the wire: each link has a [`KvPath`], which receives the KV of its frames.
 //!
-//! Nothing that a peer sends makes this side allocate more than a frame's bounds, or wait longer than the stall time.
-//! A peer that breaks the protocol loses its link and costs one log line. Other links are not affected.
+//! No input from a peer makes this side allocate more than a frame's limits, or wait longer than the stall time. A
+//! peer that breaks the protocol loses its link and causes one log line. Other links are not affected.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::Display;
@@ -34,9 +34,9 @@ use crate::lanes::LaneSpan;
 use crate::reshard::Lane;
 use crate::wire_threads::WireThreads;
 
-/// Streams of all peers at once.
+/// Limit of streams, all peers together.
 const STREAMS_OF_ALL_MAX: usize = 4096;
-/// Answers that wait to be written, per link. A peer that does not read them loses its link.
+/// Limit of queued answers per link. A peer that does not read them loses its link.
 const ANSWERS_QUEUED_MAX: usize = 4096;
 
 /// Serves streams until it is dropped or `closed` is cancelled.
@@ -48,27 +48,27 @@ pub(in crate::connectors) struct Receiver {
     closed: CancellationToken,
     /// Held for a look-up, never across an await.
     links: Mutex<HashMap<u64, Arc<LinkIn>>>,
-    /// Streams accepted so far: they are spread over the threads in turn.
+    /// Streams accepted so far: the threads take them in turn.
     n_streams: AtomicUsize,
     room: Arc<Semaphore>,
 }
 
-/// Frames of one link whose KV is on its way, for each lane that moves KV independently.
+/// Limit of frames of one link whose KV is on its way, for each lane that moves KV independently.
 const FETCHES_MAX: usize = 8;
 
-/// One peer's link, as long as its stream 0 lives.
+/// One peer's link. It lives as long as its stream 0.
 #[derive(Debug)]
 struct LinkIn {
     gate: Gate,
     wire_threads: WireThreads,
     fetches: Arc<Semaphore>,
-    /// Fetches started so far: they are spread over the threads in turn.
+    /// Fetches started so far: the threads take them in turn.
     n_fetches: AtomicUsize,
     peer: NodeId,
     kv_path: Arc<dyn KvPath>,
     answers: mpsc::Sender<Frame>,
     gone: CancellationToken,
-    /// The landings that this link has opened, and that have not ended. Held for a look-up, never across an await.
+    /// The landings that this link has opened and that have not ended. Held for a look-up, never across an await.
     landings: Mutex<BTreeMap<TransferId, Arc<OpenLanding>>>,
 }
 
@@ -95,7 +95,7 @@ impl Receiver {
 
     /// Fails all landings and ends all streams.
     pub(in crate::connectors) fn close(&self) {
-        // In this order: a stream that ends must not be the first to say why its landings fail.
+        // The landings are closed first, so that their error is `Closed` and not the end of a stream.
         self.landings.close();
         self.closed.cancel();
     }
@@ -108,8 +108,8 @@ impl Receiver {
                 match door.accept().await {
                     Ok((from, arriving)) => self.start(from, arriving),
                     Err(error) => {
-                        // Out of file descriptors, most likely: others will be closed in time.
-                        warn!(%error, "accept kv stream");
+                        // Most likely the process is out of file descriptors. Others are closed in time.
+                        warn!(%error, "cannot accept kv stream, trying again");
                         tokio::time::sleep(self.parts.settings.stall() / 10).await;
                     }
                 }
@@ -143,7 +143,7 @@ impl Receiver {
         let (mut reader, mut writer) = (FrameReader::new(reader, stall), FrameWriter::new(writer, stall));
         let hello = match reader.next_in_time().await? {
             Some(Frame { body: Body::Hello(hello), .. }) => hello,
-            Some(_) => return Err(FrameError::Unexpected("anything before a hello").into()),
+            Some(_) => return Err(FrameError::Unexpected("a first frame that is not a hello").into()),
             None => return Ok(()),
         };
         drop(handshake_permit);
@@ -162,7 +162,7 @@ impl Receiver {
         }
     }
 
-    /// Stream 0 makes the link, carries its answers, and takes it along when it ends.
+    /// Stream 0 makes the link and carries its answers. When it ends, the link ends.
     async fn serve_first(
         &self,
         hello: &Hello,
@@ -201,13 +201,13 @@ impl Receiver {
         mut reader: FrameReader,
         mut writer: FrameWriter,
     ) -> Result<(), TransferError> {
-        // A link can end while the sender still makes its other streams: no fault of theirs.
+        // A link can end while the sender still makes its other streams. That is no protocol error.
         let link = self.links().get(&hello.link).cloned();
-        let link = link.ok_or_else(|| TransferError::lost_because("its link has ended, or never began"))?;
+        let link = link.ok_or_else(|| TransferError::lost_because("its link has ended or never existed"))?;
         if link.peer != hello.node || hello.stream >= STREAMS_MAX {
             return Err(FrameError::Unexpected("a stream that its link does not have").into());
         }
-        // However this stream ends, its link ends with it.
+        // When this stream ends for any reason, its link ends too.
         let _gone = link.gone.clone().drop_guard();
         writer.write(&welcome).await?;
         tokio::select! {
@@ -247,7 +247,7 @@ impl Receiver {
     }
 }
 
-/// A link is in the table. Leaving it fails its landings.
+/// An entry in the table of links. The drop removes the link and fails its landings.
 struct Entered<'a> {
     receiver: &'a Receiver,
     id: u64,
@@ -277,7 +277,7 @@ fn log_end(from: impl Display, ended: Result<(), TransferError>) {
 // === impl LinkIn ===
 
 impl LinkIn {
-    /// Takes frames until the stream ends. Landings can be opened where `landings` is given.
+    /// Reads frames until the stream ends. Landings can be opened if `landings` is set.
     async fn read_all(
         self: &Arc<Self>,
         reader: &mut FrameReader,
@@ -299,7 +299,9 @@ impl LinkIn {
                     self.take_kv(reader, transfer, frame).await?;
                 }
                 (Body::Digests { span, digests }, _) => {
-                    let owed = owed.pop_front().ok_or(FrameError::Unexpected("digests of nothing"))?;
+                    let owed = owed
+                        .pop_front()
+                        .ok_or(FrameError::Unexpected("digests without a waiting KV frame"))?;
                     owed.deliver(transfer, &LaneSpan { lane, span }, digests)?;
                 }
                 (Body::Quiet, Some(_)) => self.kv_path.sender_is_quiet(transfer),
@@ -323,7 +325,7 @@ impl LinkIn {
                 self.kv_path.opened(&landing);
                 self.answer(transfer, Body::Accepted);
                 self.landings().insert(transfer, Arc::clone(&landing));
-                // The landing may have ended before the insertion: remove it here then.
+                // The landing may have ended before the insertion. If so, it is removed here.
                 if landing.is_over() {
                     self.landings().remove(&transfer);
                 }
@@ -350,7 +352,8 @@ impl LinkIn {
         Ok(())
     }
 
-    /// Waits for one frame's KV while the next frames are read. Waits first while enough others are waited for.
+    /// Waits for one frame's KV on a task of its own, while the next frames are read. If too many fetches run, waits
+    /// for one of them first.
     async fn start_fetch(
         self: &Arc<Self>,
         taken: Taken,
@@ -371,7 +374,7 @@ impl LinkIn {
         wire_threads.at(|| spawn_guarded(&self.gate, "kv fetch", fetch)).detach();
     }
 
-    /// The KV of a frame is taken: asks for the pages that did not pass, and gives the slot back.
+    /// Requests the pages that failed verification, and frees the slot of the frame.
     fn finish(&self, taken: &Taken, wrong: &[KvSpan]) {
         let Taken { transfer, lane, slot } = *taken;
         for spans in wrong.chunks(REFETCH_SPANS_MAX) {
@@ -383,13 +386,13 @@ impl LinkIn {
         }
     }
 
-    /// Ends the link, because of what a frame's KV was.
+    /// Ends the link, because a frame's KV is lost or invalid.
     fn refuse(&self, error: &TransferError) {
         match error {
             TransferError::ConnectionLost { .. } => {
-                info!(peer = %self.peer, error = in_full(error), "lost kv of a link");
+                info!(peer = %self.peer, error = in_full(error), "kv link lost");
             }
-            error => warn!(peer = %self.peer, error = in_full(error), "refused kv of a link"),
+            error => warn!(peer = %self.peer, error = in_full(error), "refused kv link"),
         }
         self.gone.cancel();
     }
@@ -401,7 +404,7 @@ impl LinkIn {
     fn with(&self, transfer: TransferId, act: impl FnOnce(&OpenLanding)) {
         match self.landing(transfer) {
             Some(landing) => act(&landing),
-            None => debug!(%transfer, "late frame"),
+            None => debug!(%transfer, "frame dropped: its landing is over or unknown"),
         }
     }
 
@@ -418,10 +421,10 @@ impl LinkIn {
     fn fail_all(&self) {
         let landings: Vec<_> = std::mem::take(&mut *self.landings()).into_values().collect();
         if !landings.is_empty() {
-            info!(peer = %self.peer, landings = landings.len(), "link lost");
+            info!(peer = %self.peer, landings = landings.len(), "link lost, its landings fail");
         }
         for landing in landings {
-            landing.fail(TransferError::lost_because("the sender's link is gone"));
+            landing.fail(TransferError::lost_because("the sender's link has ended"));
         }
     }
 
@@ -446,12 +449,12 @@ impl Opener for LinkIn {
     }
 }
 
-/// A frame of KV that was read, for the answers to it.
+/// The fields of a KV frame that its answers need.
 #[derive(Clone, Copy, Debug)]
 struct Taken {
     transfer: TransferId,
     lane: Lane,
-    /// Of the sender's stage.
+    /// The slot of the sender's stage.
     slot: Option<u16>,
 }
 
@@ -462,7 +465,7 @@ fn slot_of(place: &KvPlace) -> Option<u16> {
     }
 }
 
-/// The digests of a frame, or the promise of them, which is put in the stream's queue.
+/// Returns the digests of a frame. If they come later, adds an entry to the stream's queue.
 fn digests_of(
     transfer: TransferId,
     span: &LaneSpan,

@@ -1,4 +1,4 @@
-//! How the KV of a link's frames goes out: the trait that each wire implements for the sender's end.
+//! The sender's end of KV in frames: the trait that each wire implements.
 
 use std::fmt::Debug;
 use std::io;
@@ -18,8 +18,8 @@ pub(in crate::connectors) trait KvSendPath: Debug + Send + Sync + 'static {
     /// Makes one stream. The caller gives it a deadline.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream>;
 
-    /// Writes one frame of KV, unless its transfer is over by now; or begins with it, and writes it with one of the next.
-    /// Not cancel-safe.
+    /// Writes one KV frame, unless its transfer is already over. A wire may start the frame here and write it in a
+    /// later call. Not cancel-safe.
     async fn write_span(
         &self,
         writer: &mut FrameWriter,
@@ -27,27 +27,27 @@ pub(in crate::connectors) trait KvSendPath: Debug + Send + Sync + 'static {
         span: SpanOut,
     ) -> Result<(), TransferError>;
 
-    /// No frame waits for its turn: what was begun with is written. Not cancel-safe.
+    /// Writes all frames that were started. Called when no further frame is queued. Not cancel-safe.
     async fn write_rest(&self, _writer: &mut FrameWriter) -> Result<(), TransferError> {
         Ok(())
     }
 
-    /// The receiver does not need this slot any more.
+    /// Called when the receiver no longer needs this slot.
     fn taken(&self, _slot: u16) -> Result<(), FrameError> {
         Err(FrameError::Unexpected("a slot of a stage that this wire does not have"))
     }
 
-    /// Whether this side's device writes into the receiver's pages. Then the receiver does not reuse them before it is
-    /// told that the device is done, and a handoff waits for it.
+    /// Whether this side's device writes into the receiver's pages. If so, the receiver does not reuse them before
+    /// this side reports that the device is done, and a handoff waits for that.
     fn writes(&self) -> bool {
         false
     }
 
-    /// Ends when what the link goes over is broken; never, where the streams are all that there is.
+    /// Returns when the transport below the streams is broken. Never returns if there is no such transport.
     async fn broken(&self) -> TransferError {
         std::future::pending().await
     }
 
-    /// The link is lost: whatever is under way is given up, and holds no lease any more.
+    /// Called when the link is lost: cancels all work in progress and releases its leases.
     fn close(&self) {}
 }

@@ -1,4 +1,4 @@
-//! Hot path. One frame of KV coming in: read straight into the landing's pages, and verified while it is in the cache.
+//! Hot path. Receives one KV frame: reads it into the landing's pages, and verifies it while it is in the cache.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -16,11 +16,11 @@ use crate::landing::{Claim, OpenLanding, PageAt};
 use crate::lanes::LaneSpan;
 use crate::runs::Runs;
 
-/// Reads a span's KV. Returns the pages that did not pass, and are to be sent again.
+/// Reads a span's KV. Returns the pages that failed verification, which must be sent again.
 ///
-/// Each attempt to read takes its pages, reads what is there, verifies the pages that are full now, and gives all of
-/// them back before it waits for more; and it does so under the landing's lock. So when the landing ends, in the
-/// middle of a frame or not, no page is in use; what is left of the frame goes to scratch.
+/// Each attempt borrows its pages, reads the bytes that are available, verifies the pages that are now complete, and
+/// returns all pages before it waits for more. It does this under the landing's lock. So when the landing ends, even
+/// in the middle of a frame, no page is in use. The rest of the frame is read into a scratch buffer.
 pub(in crate::connectors) async fn read_span(
     reader: &mut FrameReader,
     landing: &OpenLanding,
@@ -31,7 +31,7 @@ pub(in crate::connectors) async fn read_span(
     let claim = landing.claim(span, digests.len())?;
     let runs = landing.runs(span);
     if runs.bytes() != payload_bytes {
-        return Err(FrameError::Body("the payload is not as long as its span").into());
+        return Err(FrameError::Body("the payload does not have the length of its span").into());
     }
     if claim == Claim::Skip {
         reader.skip(payload_bytes).await?;
@@ -58,12 +58,12 @@ impl SpanIn<'_> {
                 return Ok(Vec::new());
             }
         }
-        // A landing that has just failed has nothing to ask for.
+        // A landing that has just failed requests nothing again.
         let wrong = self.checker.wrong;
         Ok(self.landing.arrived(span, self.offset, &wrong).map(|()| wrong).unwrap_or_default())
     }
 
-    /// `None` once the landing is closed.
+    /// Reads some bytes; `None` once the landing is closed.
     fn poll_some(
         &mut self,
         cx: &mut Context<'_>,
@@ -94,16 +94,17 @@ pub(in crate::connectors) fn busy(busy: kv_cache::PageBusy) -> TransferError {
     TransferError::Memory(busy.to_string())
 }
 
-/// Verifies a span's pages, in order, as they become full.
+/// Verifies a span's pages, in order, as they become complete.
 pub(in crate::connectors) struct Checker<'a> {
     span: &'a LaneSpan,
     digests: &'a [Digest],
-    /// Pages that were looked at, and where the last of them ends.
+    /// The number of checked pages, and of the bytes up to the end of the last one.
     n_checked: usize,
     bytes_checked: usize,
-    /// What the parts of heads of the next pages hash to, in the wire's order, where they were hashed on their way.
+    /// The hashes of the parts of heads of the next pages, in the wire's order, for data that was hashed during its
+    /// copy.
     hashed: VecDeque<Option<u64>>,
-    /// Those of one page.
+    /// The hashes of one page.
     of_page: Vec<u64>,
     pub(in crate::connectors) wrong: Vec<KvSpan>,
 }
@@ -114,21 +115,22 @@ impl<'a> Checker<'a> {
         Self { span, digests, n_checked: 0, bytes_checked: 0, hashed, of_page, wrong }
     }
 
-    /// Whether there is anything to compare with.
+    /// Whether there are digests to compare with.
     pub(in crate::connectors) fn verifies(&self) -> bool {
         !self.digests.is_empty()
     }
 
-    /// The next part of a head was hashed while it came, or was not. For all parts of a span, or for none.
+    /// Adds the hash of the next part of a head; `None` if it was not hashed during its copy. Call it for all parts
+    /// of a span, or for none.
     pub(in crate::connectors) fn hashed(&mut self, hash: Option<u64>) {
         if self.hashed.is_empty() {
-            // K and V of every head, at most: it grows once.
+            // K and V of every head at most, so one allocation is enough.
             self.hashed.reserve(2 * self.digests.len());
         }
         self.hashed.push_back(hash);
     }
 
-    /// Looks at the pages that end before `offset`. Without digests there is nothing to compare with.
+    /// Verifies the pages that end at or before `offset`. Does nothing without digests.
     pub(in crate::connectors) fn check_until(
         &mut self,
         offset: usize,
@@ -162,7 +164,7 @@ impl<'a> Checker<'a> {
         Ok(())
     }
 
-    /// Whether the next page is what its digests say; `None` if some of it was not hashed on its way.
+    /// Whether the next page matches its digests; `None` if a part of it was not hashed during its copy.
     fn passes_as_hashed(&mut self, n_parts: usize, digests: &[Digest]) -> Option<bool> {
         let n_heads = digests.len();
         self.of_page.clear();

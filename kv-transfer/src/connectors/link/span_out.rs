@@ -1,4 +1,4 @@
-//! Hot path. One frame of KV on its way out: digested while it comes into the cache, written while it is there.
+//! Hot path. Sends one KV frame: computes its digests, and writes it while it is in the cache.
 
 use std::sync::Arc;
 
@@ -17,18 +17,18 @@ use crate::outgoing::Outgoing;
 use crate::pending_copies::PendingCopy;
 use crate::runs::Runs;
 
-/// Pages that wait for a stream. Holds their lease until they have left.
+/// Pages that wait for a stream. Holds their lease until they are sent.
 #[derive(Debug)]
 pub(in crate::connectors) struct SpanOut {
     pub(in crate::connectors) out: Arc<Outgoing>,
     pub(in crate::connectors) piece: LaneSpan,
     pub(in crate::connectors) from: Arc<BlockLease>,
-    /// Until this has landed, the transfer may still be written to.
+    /// The transfer may be written to until this is dropped.
     #[expect(dead_code, reason = "held for its Drop")]
     pub(in crate::connectors) pending_copy: PendingCopy,
 }
 
-/// Writes one frame of KV on the stream itself, unless its transfer is over by now.
+/// Writes one KV frame on the stream itself, unless its transfer is already over.
 pub(in crate::connectors) async fn write_span(
     writer: &mut FrameWriter,
     parts: &ConnectorParts,
@@ -48,20 +48,20 @@ pub(in crate::connectors) async fn write_span(
 }
 
 impl SpanOut {
-    /// Where the pages lie in this node's memory.
+    /// The location of the pages in this node's memory.
     pub(in crate::connectors) fn runs(&self, parts: &ConnectorParts) -> Runs {
         let table = self.from.table(self.piece.group);
         Runs::sent(parts.memory.layout(), &self.out.lanes, table, &self.piece)
     }
 
-    /// One page of them, or a part that lies within them.
+    /// One page of the span, or a part within the span.
     pub(in crate::connectors) fn page(&self, span: KvSpan) -> Self {
         let piece = LaneSpan { lane: self.piece.lane, span };
         let (out, from) = (Arc::clone(&self.out), Arc::clone(&self.from));
         Self { pending_copy: out.pending_copies.begin(), out, piece, from }
     }
 
-    /// What goes on the span's lane.
+    /// The number of bytes on the span's lane.
     pub(in crate::connectors) fn bytes(&self, parts: &ConnectorParts) -> usize {
         let layout = parts.memory.layout();
         let page_bytes = |layer_pos: u16| {
@@ -73,7 +73,7 @@ impl SpanOut {
         self.piece.layers.clone().map(page_bytes).sum::<usize>() * self.piece.blocks.len()
     }
 
-    /// None at all where digests are turned off.
+    /// The digests; empty if digests are turned off.
     pub(in crate::connectors) fn digests(
         &self,
         parts: &ConnectorParts,
@@ -138,7 +138,7 @@ pub(in crate::connectors) fn corrupt_first(digests: &mut [Digest]) {
     }
 }
 
-/// A copy of the KV, to be spoilt.
+/// A copy of the KV, for a fault that corrupts it.
 fn copied(memory: &KvMemory, runs: &Runs) -> Result<Vec<u8>, TransferError> {
     let mut copy = vec![0; runs.bytes()];
     copy_out(memory, runs, &mut copy)?;

@@ -1,4 +1,4 @@
-//! Hot path. Frames over one stream: the small part through a buffer, KV straight from and to its pages.
+//! Hot path. Frames over one stream: headers and bodies through a buffer, KV directly from and to its pages.
 
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
@@ -14,10 +14,10 @@ use super::frame::{Frame, HEADER_BYTES, Header};
 use crate::error::TransferError;
 use crate::runs::Runs;
 
-/// The buffer for KV that is read and dropped.
+/// The size of the buffer for KV that is read and dropped.
 const SCRATCH_BYTES: usize = 64 << 10;
 
-/// Bounds one step of I/O: `stall` without progress, and the wire is dead.
+/// Bounds one step of I/O. Without progress for `stall`, the wire is considered dead.
 pub(in crate::connectors) async fn within<T>(
     stall: Duration,
     what: &'static str,
@@ -51,7 +51,7 @@ impl FrameReader {
         self.stall
     }
 
-    /// The next frame; `None` where the peer ended the stream between two frames. Not cancel-safe.
+    /// The next frame; `None` if the peer ended the stream between two frames. Not cancel-safe.
     pub(super) async fn next(&mut self) -> Result<Option<Frame>, TransferError> {
         let mut header = [0; HEADER_BYTES];
         let first = self.half.read(&mut header).await.map_err(TransferError::lost)?;
@@ -68,12 +68,12 @@ impl FrameReader {
         .await
     }
 
-    /// Like [`next`](Self::next), for a peer that speaks at least every `stall`, be it only to say that it lives.
+    /// Like [`next`](Self::next), for a peer that sends at least a heartbeat in every `stall`.
     pub(super) async fn next_in_time(&mut self) -> Result<Option<Frame>, TransferError> {
         within(self.stall, "the peer", self.next()).await
     }
 
-    /// Reads KV off the wire and forgets it.
+    /// Reads KV from the wire and drops it.
     pub(in crate::connectors) async fn skip(&mut self, mut bytes: usize) -> Result<(), TransferError> {
         self.scratch.resize(SCRATCH_BYTES, 0);
         while bytes > 0 {
@@ -105,9 +105,9 @@ impl FrameWriter {
         within(self.stall, "writing a frame", step).await
     }
 
-    /// Writes a span and its KV, straight out of its pages. Not cancel-safe.
+    /// Writes a span's frame and its KV, directly from its pages. Not cancel-safe.
     ///
-    /// Pages are borrowed for each attempt and not while the wire is full.
+    /// Pages are borrowed for each attempt, and never while the wire is full.
     pub(super) async fn write_span(
         &mut self,
         frame: &Frame,
@@ -143,7 +143,7 @@ impl FrameWriter {
         Poll::Ready(n.map_err(TransferError::lost))
     }
 
-    /// Writes bytes as they are: for faults that are played on the wire.
+    /// Writes a frame with a copied payload, for faults that are injected into the wire.
     pub(super) async fn write_copy(&mut self, frame: &Frame, payload: &[u8]) -> Result<(), TransferError> {
         self.write(frame).await?;
         let step = async { self.half.write_all(payload).await.map_err(TransferError::lost) };

@@ -1,4 +1,4 @@
-//! How the two ends of a pair find each other: with the first bytes of their link's stream.
+//! The handshake of a pair: the first bytes of its link's stream.
 
 use std::io;
 use std::sync::Arc;
@@ -21,17 +21,18 @@ use crate::connectors::link::frame::FrameError;
 use crate::error::TransferError;
 use crate::lanes::Lanes;
 
-/// What a stream begins with. How many ranks the sender has follows, and how many queues a pair of its may have; the
-/// receiver says how many ranks it has, and how many queues a pair has then, which are no more; and then come the ids of all
-/// queues of the pairs, one pair for each lane between them, in their order.
+/// The first byte of a stream. The sender's number of ranks and its limit of queues for a pair follow. The receiver
+/// answers with its number of ranks and the number of queues of a pair, which is not above that limit. Then the
+/// sender sends the ids of all queues, for one pair per lane, in the order of the lanes.
 const GREETING: u8 = b'Q';
 const GREETING_BYTES: usize = 4;
 const ANSWER_BYTES: usize = 3;
 
-/// Strangers at one time that have slots on a GPU and a thread of NCCL's here, which a greeting is enough for.
+/// Limit of unfinished handshakes that hold slots on a GPU and a thread of NCCL, because a greeting is enough to get
+/// them.
 const HANDSHAKES_MAX: usize = 8;
 
-/// Learns which lanes there are, takes their slots, and says who the other ends of their pairs are.
+/// Determines the lanes, takes their slots, and sends the ids of their queues.
 pub(super) async fn greet(
     stream: &mut Stream,
     layout: &KvLayout,
@@ -44,7 +45,7 @@ pub(super) async fn greet(
     stream.read_exact(&mut answer).await?;
     let [low, high, n_queues] = answer;
     if !(1..=offered).contains(&n_queues) {
-        return Err(io::Error::other("the answer is pairs of more queues than were offered, or of none"));
+        return Err(io::Error::other("the peer answered with an invalid number of queues"));
     }
     let shard = Shard { tp_size: u16::from_le_bytes([low, high]), ..layout.shard };
     let lanes = Lanes::between(ours, &KvLayout { shard, ..layout.clone() }).map_err(io::Error::other)?;
@@ -55,7 +56,7 @@ pub(super) async fn greet(
     Ok((stages, ids))
 }
 
-/// Where streams come in.
+/// Accepts the streams of this wire.
 #[derive(Debug)]
 pub(super) struct PairAcceptor {
     listener: Box<dyn Listener>,
@@ -109,7 +110,7 @@ async fn greeted(
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting).await.map_err(TransferError::lost)?;
     let [GREETING, low, high, n_queues] = greeting else {
-        return Err(FrameError::Unexpected("another greeting").into());
+        return Err(FrameError::Unexpected("a greeting of another wire").into());
     };
     if n_queues == 0 {
         return Err(FrameError::Unexpected("pairs without a queue").into());
@@ -142,7 +143,7 @@ mod tests {
     use super::super::double::Double;
     use super::*;
 
-    /// A node without memory for slots, which counts the ids that it made.
+    /// A node without memory for slots. It counts the ids that it made.
     #[derive(Debug, Default)]
     struct Full {
         n_ids: AtomicUsize,
@@ -163,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Slots in host memory, and how often they were taken.
+    /// A backend with slots in host memory. It counts the stages that it made.
     #[derive(Debug)]
     struct Counted {
         backend: Box<dyn NcclBackend>,
@@ -207,7 +208,7 @@ mod tests {
             );
             (near, Box::pin(greeted))
         };
-        // Neither says more than the first bytes.
+        // Each sends its first bytes only.
         let ((mut near, mut first), (mut other, mut second)) = (stranger(), stranger());
         for near in [&mut near, &mut other] {
             near.write_all(&[GREETING, 1, 0, 1]).await.expect("the other end is here");

@@ -1,4 +1,4 @@
-//! What the connector needs of a card and of NCCL: little enough that host memory can stand in for both.
+//! The operations of a GPU and of NCCL that the connector needs. Host memory can replace both in tests.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -13,46 +13,46 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 
-/// Queues of a pair, at most.
+/// Limit of queues of a pair.
 pub(super) const QUEUES_MAX: usize = 2;
 
-/// What the two ends of a queue find each other by.
+/// The size of the id by which the two ends of a queue find each other.
 pub(super) const ID_BYTES: usize = 128;
 pub(super) type QueueId = [u8; ID_BYTES];
 
-/// Those of a pair's queues, at least one. The receiver learns them from the sender's greeting.
+/// The ids of a pair's queues, at least one. The receiver gets them in the handshake.
 pub(super) type PairId = Vec<QueueId>;
 
-/// Which end of a pair this is.
+/// The end of a pair that this node is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     Sender,
     Receiver,
 }
 
-/// One node's way to have communicators.
+/// Creates the communicators of one node.
 pub(super) trait NcclBackend: Debug + Send + Sync {
-    /// How many queues the next pair of this node's has at most, and no less than one.
+    /// The limit of queues for this node's next pair, at least one.
     fn n_queues(&self) -> usize;
 
-    /// For one queue of a pair that this node is the sender of.
+    /// A new id, for one queue of a pair whose sender is this node.
     fn id(&self) -> Result<QueueId, TransferError>;
 
-    /// Slots for one pair, beside the KV of this rank.
+    /// Slots for one pair, in the memory that holds this rank's KV.
     fn stage(&self, rank: u16) -> Result<Arc<dyn Stage>, TransferError>;
 }
 
-/// The slots of one end of a pair, between which messages go.
+/// The slots of one end of a pair. Messages go from slot to slot.
 #[async_trait]
 pub(super) trait Stage: Debug + Send + Sync {
     fn n_slots(&self) -> usize;
     fn slot_bytes(&self) -> usize;
 
-    /// Begins to lay a span's pages into a slot, one after the other.
+    /// Starts to gather a span's pages into a slot, one after the other.
     async fn gather(&self, slot: usize, span: &SpanOut, digests: bool) -> Result<Gathering, TransferError>;
 
-    /// Lays what is in a slot into a landing's pages. Answers their digests as they are there; `None` once the landing is
-    /// closed, and then no page was touched.
+    /// Scatters a slot into a landing's pages, and returns their digests. Returns `None`, without touching a page, if
+    /// the landing is closed.
     async fn scatter(
         &self,
         slot: usize,
@@ -61,23 +61,23 @@ pub(super) trait Stage: Debug + Send + Sync {
         digests: bool,
     ) -> Result<Option<Vec<Digest>>, TransferError>;
 
-    /// Spoils one bit of a slot: a fault that a test plays.
+    /// Flips one bit of a slot, for a fault that a test injects.
     fn flip(&self, slot: usize, bit: usize) -> Result<(), TransferError>;
 
-    /// Begins to join one queue of a pair, with messages between these slots. Called on the pair's own thread.
+    /// Starts to join one queue of a pair, with messages between these slots. Called on the pair's own thread.
     fn join(self: Arc<Self>, id: QueueId, end: End) -> Result<Box<dyn Communicator>, TransferError>;
 }
 
-/// Pages on their way into a slot.
+/// Pages that are being gathered into a slot.
 #[derive(Debug)]
 pub(super) enum Gathering {
-    /// What a card is at, and when it has done it.
+    /// The GPU's copy jobs, and the events that mark their ends.
     UnderWay(Vec<(UnderWay, ErrandDone)>),
     Done(Vec<Digest>),
 }
 
 impl Gathering {
-    /// What a message waits for that is queued now.
+    /// The copy jobs that a message must wait for.
     pub(super) fn before(&self) -> Vec<ErrandDone> {
         match self {
             Self::Done(_) => Vec::new(),
@@ -85,7 +85,7 @@ impl Gathering {
         }
     }
 
-    /// Waits until all pages are there: their digests, or none where they were not wanted.
+    /// Waits until all pages are gathered. Returns their digests, or none if they were not requested.
     pub(super) async fn digests(self) -> Result<Vec<Digest>, TransferError> {
         let parts = match self {
             Self::Done(digests) => return Ok(digests),
@@ -99,31 +99,31 @@ impl Gathering {
     }
 }
 
-/// One end of one of a pair's queues of messages. It belongs to one thread, and none of its methods waits.
+/// One end of one queue of a pair. It belongs to one thread, and no method waits.
 ///
 /// ```text
 /// right:  send, is_settled until true, send, is_settled until true, …; n_done at any time
 /// wrong:  send, send
 /// ```
 ///
-/// Dropped, it is given up: whatever was under way, from then on no slot is read or written.
+/// The drop aborts it: after that no slot is read or written.
 pub(super) trait Communicator: Debug + Send {
-    /// Whether the last call, or the joining, has come to its end: the next call may be made. A message may be under way
-    /// still.
+    /// Whether the last call, or the joining, has finished, so that the next call may be made. A message may still be
+    /// in progress.
     fn is_settled(&mut self) -> Result<bool, TransferError>;
 
-    /// Queues a slot's first bytes, which are there once the errands `before` it are done: the card waits for them.
+    /// Queues the first bytes of a slot. The GPU waits for the copy jobs `before` first.
     fn send(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError>;
 
-    /// Queues the arrival of the next message, which is as long.
+    /// Queues the receipt of the next message, which has the same length.
     fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;
 
-    /// How many messages are done that were not counted before. They are done in their order.
+    /// The number of messages that are done since the last call. They are done in order.
     fn n_done(&mut self) -> Result<usize, TransferError>;
 
-    /// Begins to end it in good order: nothing is under way.
+    /// Starts an orderly end. Nothing may be in progress.
     fn finalize(&mut self) -> Result<(), TransferError>;
 
-    /// Ends it, once that has settled.
+    /// Destroys it, after [`finalize`](Self::finalize) has settled.
     fn destroy(self: Box<Self>);
 }

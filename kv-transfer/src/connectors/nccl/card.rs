@@ -1,4 +1,4 @@
-//! Hot path. NCCL between cards.
+//! Hot path. NCCL between GPUs.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,25 +20,26 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::lanes::LaneSpan;
 
-/// One message is on its way while the next two are gathered, one more is ready to go, and the last is scattered.
+/// One message is in transfer, the next two are being gathered, one is ready, and the last one is being scattered.
 const N_SLOTS: usize = 5;
 
-/// A message is gathered and scattered by this number of multiprocessors: with 16 that takes longer than to send it.
+/// Multiprocessors that gather and scatter a message. With 16, this takes longer than the transfer.
 const MULTIPROCESSORS: u32 = 32;
 
-/// The pairs of each card that have more than one queue. NCCL has a message wait for its peer on some 16 multiprocessors: if
-/// those of all pairs did not fit on a card any more, cards could wait for each other in a circle, until a pair is given up.
+/// Limit of a GPU's pairs with more than one queue. An NCCL message that waits for its peer occupies some 16
+/// multiprocessors. If those of all pairs did not fit on a GPU, GPUs could wait for each other in a circle until a
+/// pair is aborted.
 const PAIRS_OF_SEVERAL: usize = 4;
 
-/// One node's cards.
+/// The GPUs of one node.
 #[derive(Debug)]
 pub(super) struct GpuBackend {
     memory: KvMemory,
     copy_threads: CopyThreads,
     slot_bytes: usize,
-    /// Queues of a pair while there are few pairs.
+    /// Queues of a pair, while there are few pairs.
     n_queues: usize,
-    /// Held by each pair.
+    /// Each pair holds a clone, so the reference count is the number of pairs.
     pairs: Arc<()>,
 }
 
@@ -73,15 +74,15 @@ impl NcclBackend for GpuBackend {
     }
 }
 
-/// Slots of the card, and the kernels that fill and empty them.
+/// Slots on a GPU, and the kernels that fill and empty them.
 #[derive(Debug)]
 struct CardStage {
     memory: KvMemory,
     copy_threads: CopyThreads,
-    /// Whose card it is.
+    /// The rank of the GPU.
     rank: u16,
     slots: Arc<Slots>,
-    /// One more.
+    /// Held so that this pair is counted.
     #[expect(dead_code, reason = "held to be counted")]
     pair: Arc<()>,
 }
@@ -151,12 +152,12 @@ impl Stage for CardStage {
     }
 }
 
-/// A communicator, and the messages that it has under way.
+/// A communicator, and its messages in progress.
 #[derive(Debug)]
 struct OverNccl {
     inner: nccl::Communicator,
     end: End,
-    /// The last message was queued, but the call has not settled when anyone last asked.
+    /// The last message was queued, but its call had not settled at the last check.
     is_unmarked: bool,
     messages: VecDeque<Message>,
 }
@@ -183,7 +184,7 @@ impl Communicator for OverNccl {
     }
 
     fn n_done(&mut self) -> Result<usize, TransferError> {
-        // A peer that has failed is known here before any of its messages is.
+        // The check fails if the peer has failed, before any of its messages is reported.
         self.is_settled()?;
         let mut n_done = 0;
         while let Some(first) = self.messages.front_mut() {
@@ -201,7 +202,7 @@ impl Communicator for OverNccl {
     }
 
     fn destroy(self: Box<Self>) {
-        // What it still holds is given up with it, if it refuses.
+        // If it fails, the resources are released by the drop.
         let _ = self.inner.destroy();
     }
 }

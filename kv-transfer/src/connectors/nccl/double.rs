@@ -1,7 +1,8 @@
-//! The double of NCCL and of a card: slots and messages are host memory of this process. For tests, and nothing else.
+//! A test double of NCCL and of a GPU: slots and messages are in this process's host memory.
 //!
-//! It keeps what the connector builds on: messages come in the order in which both ends ask for them, one that is not asked
-//! for waits, and one whose other end is gone never comes. It can be made to stand still.
+//! It keeps the properties that the connector relies on: messages are delivered in the order in which both ends ask
+//! for them, an unrequested message waits, and a message whose other end is gone never comes. Tests can make it
+//! stall.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -22,7 +23,7 @@ use crate::runs::Runs;
 
 const N_SLOTS: usize = 3;
 
-/// The way between nodes of one process. Clones are the same.
+/// The queues between the nodes of one process. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Double {
     inner: Arc<Inner>,
@@ -38,12 +39,12 @@ struct Inner {
     n_ended: AtomicUsize,
 }
 
-/// What is between the two ends of one of a pair's queues.
+/// The state between the two ends of one queue.
 #[derive(Debug, Default)]
 struct Queue {
     n_joined: usize,
     messages: VecDeque<Vec<u8>>,
-    /// Messages that were sent, and that were received, of those that the end was not told of.
+    /// Messages that were sent or received, and not yet reported to that end.
     n_sent: usize,
     n_received: usize,
 }
@@ -53,22 +54,22 @@ impl Double {
         HostBackend { double: self.clone(), memory: memory.clone(), slot_bytes, n_queues }
     }
 
-    /// From here on, no message is done, or all that wait are.
+    /// Stalls all messages, or lets all waiting ones finish.
     pub fn stand_still(&self, stands_still: bool) {
         self.inner.stands_still.store(stands_still, Ordering::Release);
     }
 
-    /// Ends of queues that were given up: what NCCL calls to abort.
+    /// Ends of queues that were aborted.
     pub fn n_given_up(&self) -> usize {
         self.inner.n_given_up.load(Ordering::Acquire)
     }
 
-    /// Ends of queues that have ended in good order.
+    /// Ends of queues that ended in good order.
     pub fn n_ended(&self) -> usize {
         self.inner.n_ended.load(Ordering::Acquire)
     }
 
-    /// Queues that there have ever been.
+    /// Queues that were ever created.
     pub fn n_queues(&self) -> usize {
         locked(&self.inner.queues).len()
     }
@@ -78,7 +79,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One node's way to the others.
+/// The backend of one node.
 #[derive(Debug)]
 pub(super) struct HostBackend {
     double: Double,
@@ -111,7 +112,7 @@ struct HostStage {
     double: Double,
     memory: KvMemory,
     slot_bytes: usize,
-    /// Each is one owner's at a time; the lock says so to the compiler.
+    /// Each slot has one owner at a time; the lock is for the compiler.
     slots: Vec<Mutex<Vec<u8>>>,
 }
 
@@ -201,20 +202,20 @@ struct HostCommunicator {
     stage: Arc<HostStage>,
     queue: Arc<Mutex<Queue>>,
     end: End,
-    /// Where the next messages go, and how long they are to be.
+    /// The slots and lengths of the next messages.
     wanted: VecDeque<(usize, usize)>,
-    /// A call settles when it is asked for the second time.
+    /// A call settles at the second check.
     is_called: bool,
     is_over: bool,
 }
 
 impl HostCommunicator {
-    /// Lays messages that are there where they were asked for.
+    /// Copies available messages into the slots that wait for them.
     fn take(&mut self, queue: &mut Queue) -> Result<(), TransferError> {
         while let Some((slot, bytes)) = self.wanted.front().copied() {
             let Some(message) = queue.messages.pop_front() else { break };
             if message.len() != bytes {
-                return Err(TransferError::lost_because("a message of another length than was asked for"));
+                return Err(TransferError::lost_because("a message has an unexpected length"));
             }
             locked(&self.stage.slots[slot])[..bytes].copy_from_slice(&message);
             self.wanted.pop_front();

@@ -1,20 +1,20 @@
-//! KV from one GPU to another by NCCL: wherever it finds a way, on one host or across.
+//! KV from one GPU to another by NCCL, on one host or between hosts.
 //!
-//! A [link](super::link) with one stream, over TCP, tells what comes; the KV itself comes as messages of a queue that the
-//! pair of nodes has for itself (`pair_queue`): two communicators used in turns, made with the link and ended with it, so that
-//! neither end's next life meets them. NCCL knows no names: the two ends must ask for messages in the same order. So the
-//! sender numbers them in its frames, and the receiver asks for them in that order, whatever has become of their transfers:
-//! a message that is not wanted any more is received all the same, and forgotten.
+//! A [link](super::link) with one stream, over TCP, announces the KV. The KV itself comes as messages of a queue that
+//! belongs to this pair of nodes (`pair_queue`). A queue is two communicators used in turn, made with the link and
+//! ended with it, so a restarted node never meets old ones. NCCL messages have no names: both ends must ask for them
+//! in the same order. So the sender numbers them in its frames, and the receiver asks for them in that order, even if
+//! their transfer has ended: it receives an unwanted message and drops it.
 //!
-//! NCCL never sees a page. A message goes from a slot of the sender's card, into which a kernel has gathered and digested
-//! pages, to a slot of the receiver's, from which a kernel scatters and digests them. So a landing is quiet when this node's
-//! own kernels are done, as with `cuda-ipc`, and a transfer that is cancelled costs no communicator. Those are given
-//! up only where the peer is dead or stands still, and what was under way is tried again with a new one. See
+//! NCCL never accesses a page. A kernel on the sender's GPU gathers and digests pages into a slot. The message goes
+//! from this slot to a slot of the receiver's GPU, and a kernel there scatters and digests the pages. So a landing is
+//! quiet when this node's own kernels are done, as with `cuda-ipc`, and a cancelled transfer costs no communicator.
+//! Communicators are aborted only if the peer is dead or stalls; later transfers use new ones. See
 //! `docs/decisions/0023-nccl-between-slots.md`.
 //!
-//! Suggested reading order: what is needed of the card and of NCCL (`backend`), the queue of a pair (`pair_queue`), who sees to it
-//! (`thread`, `round_robin`), how two processes find each other (`accept`), the sender (`send`) and the receiver (`receive`);
-//! then NCCL on cards (`card`), and the double over host memory with which tests see to the rest (`double`).
+//! Suggested reading order: the operations of the GPU and of NCCL (`backend`), the queue of a pair (`pair_queue`),
+//! its thread (`thread`, `round_robin`), the handshake (`accept`), the sender (`send`) and the receiver (`receive`);
+//! then NCCL on GPUs (`card`), and the test double in host memory (`double`).
 
 mod card;
 mod accept;
@@ -53,14 +53,15 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfOnGpus,
 };
 
-/// The factor by which a message is larger than the setting for frames: it takes NCCL some microseconds to begin one.
+/// The factor by which a message is larger than the frame setting. NCCL needs some microseconds to start one.
 const MESSAGES_LARGER: usize = 128;
 
-/// Each message costs NCCL some microseconds, so few are small: the last ones, which are scattered when all has come. The
-/// first is gathered in the time that NCCL takes to launch it.
+/// Each message costs NCCL some microseconds, so only the last ones are small: they are scattered after everything
+/// has come. The first one is gathered while NCCL launches it.
 const TAPER: Taper = Taper { first_part: 1, least_part: 4, share: 2 };
 
-/// Listens beside `tcp`. Refused where the KV is not on a card, cannot be moved 16 bytes at a time, or there is no NCCL.
+/// Listens beside `tcp`. Fails if the KV is not on a GPU, if it cannot be moved 16 bytes at a time, or if there is no
+/// NCCL.
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     super::gpu::pages::check(&parts.memory)?;
     let bytes = slot_bytes(&parts)?;
@@ -68,7 +69,7 @@ pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, Transfe
     listen_over(parts, backend).await
 }
 
-/// The same without a GPU and without NCCL: pages, slots and messages of the double, which is host memory.
+/// Like [`listen`], but without a GPU and NCCL: slots and messages are those of the double, in host memory.
 pub async fn listen_double(
     parts: ConnectorParts,
     double: &Double,
@@ -90,7 +91,7 @@ async fn listen_over(
     let host = host(&parts.settings.listen).to_owned();
     let wire_threads = WireThreads::start(parts.memory.n_ranks(), parts.settings.awake(), &parts.gate)?;
     let refused = |source| TransferError::Listen { addr: host.clone(), source: Arc::new(source) };
-    // The port of the setting is tcp's.
+    // The port in the setting belongs to the tcp connector.
     let (net, addr) = (Arc::clone(parts.world.net()), format!("{host}:0"));
     let listen = async move { Ok(net.listen(&addr).await) };
     let listener = wire_threads.run(&parts.gate, "kv port", listen).await?.map_err(refused)?;
@@ -101,14 +102,14 @@ async fn listen_over(
         endpoint: format!("{advertised}:{port}"),
         within_host: false,
     };
-    info!(endpoint = address.endpoint, "kv transfer by nccl");
+    info!(endpoint = address.endpoint, "nccl connector listens");
     let door = PairAcceptor::new(listener, Arc::clone(&backend), &parts);
     let send_path =
         move |parts: &ConnectorParts| Ok(Arc::new(NcclSendPath::new(parts, Arc::clone(&backend))) as _);
     Ok(LinkConnector::start(parts, wire_threads, (address, None), Box::new(door), Box::new(send_path)))
 }
 
-/// What one slot has to hold: a frame's KV, or the largest page.
+/// The size of a slot: a frame's KV, or the largest page.
 fn slot_bytes(parts: &ConnectorParts) -> Result<usize, TransferError> {
     let largest = check_pages(parts)?;
     Ok(parts.settings.frame_bytes.saturating_mul(MESSAGES_LARGER).max(largest).next_multiple_of(SLOT_ALIGN))
@@ -119,7 +120,7 @@ fn n_queues(parts: &ConnectorParts) -> usize {
     parts.settings.nccl_queues.clamp(1, QUEUES_MAX)
 }
 
-/// Slots begin on edges that any kernel likes.
+/// The alignment of slots, which suits every kernel.
 const SLOT_ALIGN: usize = 256;
 
 /// The host of `host:port`; IPv6 addresses keep their brackets.

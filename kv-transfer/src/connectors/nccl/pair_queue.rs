@@ -1,4 +1,4 @@
-//! One end of a pair's queue: its slots, and messages in the order in which they are put there.
+//! One end of a pair's queue: its slots, and its messages in order.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use crate::connector::ConnectorParts;
 use crate::connectors::link::stream::within;
 use crate::error::TransferError;
 
-/// Messages that wait for their turn. Each has a slot, so there are never more.
+/// Limit of queued messages. Each has a slot, so there are never more.
 const JOBS_MAX: usize = 16;
 
-/// What the connector says of its pairs' threads.
+/// The settings of the threads of a connector's pairs.
 #[derive(Clone, Debug)]
 pub(super) struct PairSettings {
-    /// How long a message may stand still.
+    /// The time without progress after which a message has stalled.
     stall: Duration,
-    /// How long a thread looks for the next one before it sleeps.
+    /// The time for which a thread spins for the next message before it sleeps.
     awake: Duration,
-    /// They are in it.
+    /// The gate that the threads hold.
     gate: Gate,
 }
 
@@ -37,7 +37,7 @@ impl PairSettings {
     }
 }
 
-/// How a pair stands.
+/// The state of a pair.
 #[derive(Clone, Debug)]
 pub(super) enum PairState {
     Joining,
@@ -45,7 +45,7 @@ pub(super) enum PairState {
     Lost(TransferError),
 }
 
-/// See the module. Dropped, its communicators end: in good order where nothing is under way.
+/// See the module. The drop ends its communicators: in good order if nothing is in progress.
 #[derive(Debug)]
 pub struct PairQueue {
     stage: Arc<dyn Stage>,
@@ -56,7 +56,7 @@ pub struct PairQueue {
     stall: Duration,
 }
 
-/// The right to one slot. Dropped, it is free for the next message.
+/// The right to use one slot. The drop frees the slot for the next message.
 #[derive(Debug)]
 pub(super) struct Slot {
     pub(super) nth: usize,
@@ -65,7 +65,7 @@ pub(super) struct Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        // The channel has room for all slots; if it is closed, the slots are not needed.
+        // The channel has room for all slots. If it is closed, the slots are no longer needed.
         let _ = self.give_back.try_send(self.nth);
     }
 }
@@ -105,13 +105,13 @@ impl PairQueue {
         self.until(|pair_state| matches!(pair_state, PairState::Ready)).await
     }
 
-    /// A message will be put soon: the thread wakes up for it.
+    /// Wakes up the thread, because a message follows soon.
     pub(super) fn expect(&self) {
-        // Where there is no room it has enough to do already.
+        // If the queue is full, the thread is already awake.
         let _ = self.jobs.try_send(Job::Wake);
     }
 
-    /// Waits for a free slot, not longer than a message may stand still.
+    /// Waits for a free slot, at most for the stall time.
     pub(super) async fn slot(&self) -> Result<Slot, TransferError> {
         let free = async {
             tokio::select! {
@@ -124,8 +124,9 @@ impl PairQueue {
         Ok(Slot { nth, give_back: self.give_back.clone() })
     }
 
-    /// Puts a message into the queue: `bytes`, from or into this slot, behind these errands. Calls count in their
-    /// order. The answer comes when the message is done; the slot is taken until then, whether anyone waits or not.
+    /// Queues a message of `bytes` from or into this slot, after the copy jobs `before`. Messages go in the order of
+    /// the calls. The returned channel reports when the message is done. The slot is in use until then, even if the
+    /// channel is dropped.
     pub(super) async fn put(
         &self,
         slot: Arc<Slot>,
@@ -139,12 +140,12 @@ impl PairQueue {
         Ok(answer)
     }
 
-    /// Ends when the pair is lost: why.
+    /// Waits until the pair is lost, and returns the error.
     pub(super) async fn lost(&self) -> TransferError {
         self.until(|_| false).await.err().unwrap_or(TransferError::Closed)
     }
 
-    /// Ends when the pair stands so, or is lost.
+    /// Waits until the state satisfies `is_so`, or the pair is lost.
     async fn until(&self, is_so: impl Fn(&PairState) -> bool) -> Result<(), TransferError> {
         let mut pair_state = self.pair_state.clone();
         let seen = pair_state.wait_for(|now| is_so(now) || matches!(now, PairState::Lost(_))).await;

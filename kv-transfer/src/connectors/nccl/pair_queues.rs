@@ -1,4 +1,4 @@
-//! All queues of one link: one for each lane.
+//! The queues of one link: one for each lane.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use crate::reshard::Lane;
 #[derive(Debug)]
 pub(super) struct PairQueues(Vec<LaneQueue>);
 
-/// One of them, and the messages that have been numbered.
+/// The queue of one lane, and the number of its numbered messages.
 #[derive(Debug)]
 pub(super) struct LaneQueue {
     lane: Lane,
@@ -24,8 +24,8 @@ pub(super) struct LaneQueue {
     n_messages: AtomicU64,
 }
 
-/// The slots of one end, for each lane. Both ends have theirs before there are ids: an id waits for both to join, and one
-/// that is not joined costs NCCL a thread and a port for good.
+/// The slots of one end, for each lane. Both ends take their slots before ids are made: an id waits for both ends to
+/// join, and an id that is not joined costs NCCL a thread and a port for ever.
 #[derive(Debug)]
 pub(super) struct Stages {
     end: End,
@@ -44,14 +44,14 @@ impl Stages {
         Ok(Self { end, of_lanes: lanes.all().iter().map(stage).collect::<Result<_, TransferError>>()? })
     }
 
-    /// How many lanes there are.
+    /// The number of lanes.
     pub(super) fn len(&self) -> usize {
         self.of_lanes.len()
     }
 }
 
 impl PairQueues {
-    /// Joins the pairs of these ids, one for each lane in their order.
+    /// Joins the pairs of these ids, one for each lane, in the order of the lanes.
     pub(super) fn start(
         stages: Stages,
         ids: &[PairId],
@@ -67,31 +67,31 @@ impl PairQueues {
 
     pub(super) fn of(&self, lane: Lane) -> Result<&LaneQueue, FrameError> {
         let found = self.0.iter().find(|line| line.lane == lane);
-        found.ok_or(FrameError::Unexpected("a message between ranks that have none for each other"))
+        found.ok_or(FrameError::Unexpected("a message on an unknown lane"))
     }
 
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Waits until both ends of all have joined.
+    /// Waits until both ends of all queues have joined.
     pub(super) async fn ready(&self) -> Result<(), TransferError> {
         try_join_all(self.0.iter().map(|line| line.pair_queue.ready())).await.map(|_| ())
     }
 
-    /// Ends when one of them is lost: why.
+    /// Waits until one queue is lost, and returns the error.
     pub(super) async fn lost(&self) -> TransferError {
         select_all(self.0.iter().map(|line| Box::pin(line.pair_queue.lost()))).await.0
     }
 
-    /// Messages will be put soon.
+    /// Wakes up the threads, because messages follow soon.
     pub(super) fn expect(&self) {
         self.0.iter().for_each(|line| line.pair_queue.expect());
     }
 }
 
 impl LaneQueue {
-    /// The next one's.
+    /// The number of the next message.
     pub(super) fn number(&self) -> u64 {
         self.n_messages.fetch_add(1, Ordering::Relaxed)
     }

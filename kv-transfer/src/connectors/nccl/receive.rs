@@ -1,4 +1,5 @@
-//! Hot path. The receiver's end of a pair: asks for messages in the order of the sender's frames, and lays them into pages.
+//! Hot path. The receiver's end of a pair: asks for messages in the order of the sender's frames, and scatters them
+//! into pages.
 
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ use crate::reshard::Lane;
 #[derive(Debug)]
 pub(super) struct NcclPath(pub(super) PairQueues);
 
-/// A message that was asked for. Dropped, it is received all the same, and forgotten.
+/// A message that was asked for. If this is dropped, the message is still received, and then dropped.
 #[derive(Debug)]
 struct Posted {
     pair_queue: Arc<PairQueue>,
@@ -32,16 +33,15 @@ struct Posted {
 }
 
 impl NcclPath {
-    /// Asks for the message of this number, which must be the next one of its lane, of `bytes`. Waits for room, not for the
-    /// message.
+    /// Asks for a message of `bytes`; `number` must be the next one of the lane. Waits for room, not for the message.
     async fn post(&self, lane: Lane, number: u64, bytes: u32) -> Result<Posted, TransferError> {
         let (line, bytes) = (self.0.of(lane)?, bytes as usize);
         if line.number() != number {
-            return Err(FrameError::Unexpected("a message out of its turn").into());
+            return Err(FrameError::Unexpected("a message number out of order").into());
         }
         let pair_queue = Arc::clone(&line.pair_queue);
         if bytes == 0 || bytes > pair_queue.stage().slot_bytes() {
-            return Err(FrameError::Body("a message of a length that no slot has").into());
+            return Err(FrameError::Body("the message is empty or longer than a slot").into());
         }
         let slot = Arc::new(pair_queue.slot().await?);
         let received = pair_queue.put(Arc::clone(&slot), bytes, Vec::new()).await?;
@@ -76,7 +76,8 @@ impl KvPath for NcclPath {
 }
 
 impl Posted {
-    /// Waits for the message, lays it into the landing's pages and verifies them. Does not wait for the digests before that.
+    /// Waits for the message, scatters it into the landing's pages and verifies them. The scatter does not wait for
+    /// the digests.
     async fn fetch(
         self,
         landing: &OpenLanding,
@@ -85,7 +86,7 @@ impl Posted {
     ) -> Result<Vec<KvSpan>, TransferError> {
         let claim = landing.claim_frame(span, &digests)?;
         if landing.runs(span).bytes() != self.bytes {
-            return Err(FrameError::Body("the message is not as long as its span").into());
+            return Err(FrameError::Body("the message does not have the length of its span").into());
         }
         self.received.await.map_err(|_| TransferError::Closed)??;
         if claim == Claim::Skip {
@@ -100,7 +101,7 @@ impl Posted {
         let Some(said) = digests.wait().await else { return Ok(Vec::new()) };
         check_count(&said, &here)?;
         let wrong = differing(landing, span, &said, &here);
-        // A landing that has just failed has nothing to ask for.
+        // A landing that has just failed requests nothing again.
         Ok(landing.arrived(span, self.bytes, &wrong).map(|()| wrong).unwrap_or_default())
     }
 }

@@ -1,8 +1,8 @@
-//! Hot path. The queues of one end of a pair, used in turns: the next message starts while the one before ends.
+//! Hot path. The queues of one end of a pair, used in turn: the next message starts while the previous one ends.
 //!
-//! One thread makes the calls of all of them, each when the one before has settled. So the messages of both ends reach their
-//! cards in one order, and of those that are not done the oldest is at the front of both: NCCL promises no more of
-//! communicators on one card, whose streams may share one of the card's own queues.
+//! One thread makes the calls of all queues, each after the previous call has settled. So the messages of both ends
+//! reach their GPUs in one order, and the oldest unfinished message is at the front on both GPUs. NCCL guarantees no
+//! more for communicators on one GPU, whose streams may share a hardware queue.
 
 use std::collections::VecDeque;
 use std::thread::Builder;
@@ -12,17 +12,17 @@ use kernels::cuda::ErrandDone;
 use super::backend::Communicator;
 use crate::error::TransferError;
 
-/// See the module. The methods are those of one queue.
+/// See the module. Its methods correspond to those of one queue.
 #[derive(Debug)]
 pub(super) struct RoundRobin {
     queues: Vec<QueueState>,
-    /// Whose turn it is.
+    /// The index of the next queue to use.
     next: usize,
-    /// Whose each message is that was not told done.
+    /// For each message in progress, the index of its queue.
     under_way: VecDeque<usize>,
 }
 
-/// One queue, and its messages that are done where an earlier one of another queue is not.
+/// One queue, and the number of its finished messages that wait for an earlier message of another queue.
 #[derive(Debug)]
 struct QueueState {
     queue: Box<dyn Communicator>,
@@ -31,7 +31,7 @@ struct QueueState {
 
 impl RoundRobin {
     /// # Panics
-    /// If there are none.
+    /// If `queues` is empty.
     pub(super) fn new(queues: Vec<Box<dyn Communicator>>) -> Self {
         assert!(!queues.is_empty(), "a pair has a queue");
         let queues = queues.into_iter().map(|queue| QueueState { queue, n_done: 0 }).collect();
@@ -42,7 +42,7 @@ impl RoundRobin {
         self.queues.len()
     }
 
-    /// Whether all of them are settled.
+    /// Whether all queues have settled.
     pub(super) fn is_settled(&mut self) -> Result<bool, TransferError> {
         for turn in &mut self.queues {
             if !turn.queue.is_settled()? {
@@ -72,7 +72,7 @@ impl RoundRobin {
         &mut *self.queues[nth].queue
     }
 
-    /// In the order of all.
+    /// The number of finished messages, in the order of all queues.
     pub(super) fn n_done(&mut self) -> Result<usize, TransferError> {
         for turn in &mut self.queues {
             turn.n_done += turn.queue.n_done()?;
@@ -98,12 +98,12 @@ impl RoundRobin {
 }
 
 impl Drop for RoundRobin {
-    /// All are given up at once: what one has under way may wait on the card behind a message of another.
+    /// Drops all queues at the same time, because a message of one may wait on the GPU behind a message of another.
     fn drop(&mut self) {
         std::thread::scope(|scope| {
             for turn in self.queues.drain(..) {
                 let dropped = Builder::new().name("kv pair ends".to_owned());
-                // Where there is no thread to be had it is dropped here, one after the other.
+                // If no thread can be started, the queue is dropped here, one after the other.
                 let _ = dropped.spawn_scoped(scope, move || drop(turn));
             }
         });
@@ -130,7 +130,7 @@ mod tests {
     struct PairState {
         unsettled: bool,
         fails: bool,
-        /// Messages done and not counted yet.
+        /// Messages that are done and not yet counted.
         n_done: usize,
     }
 
@@ -178,7 +178,7 @@ mod tests {
     }
 
     impl Drop for Fake {
-        /// Waits for the other one to be dropped as well.
+        /// Waits until the other queue is dropped as well.
         fn drop(&mut self) {
             let (log, changed) = &*self.log;
             let mut log = log.lock().unwrap();

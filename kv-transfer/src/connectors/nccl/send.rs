@@ -1,7 +1,7 @@
-//! Hot path. The sender's end of a pair: frames that name their KV by its number in the queue.
+//! Hot path. The sender's end of a pair. Its frames name their KV by the number of a message.
 //!
-//! A frame and its message leave as soon as a slot is being filled: the card sends when that is done. What the pages must
-//! be follows.
+//! A frame and its message are sent while the slot is still being filled: the GPU sends the message after that. The
+//! digests of the pages follow.
 
 use std::collections::VecDeque;
 use std::io;
@@ -33,14 +33,14 @@ pub(super) struct NcclSendPath {
     layout: KvLayout,
     backend: Arc<dyn NcclBackend>,
     pair_settings: PairSettings,
-    /// From the first stream on.
+    /// Set by the first stream.
     pair_queues: OnceLock<PairQueues>,
-    /// Frames that are gathered, in their order, until it is said what they must be; none once the link is closed. Held for a look,
-    /// never across an await.
+    /// Frames being gathered whose digests are not yet sent, in order; `None` once the link is closed. Held for one
+    /// read or write, never across an await.
     gathering: Mutex<Option<VecDeque<Gathered>>>,
 }
 
-/// A frame whose KV is on its way into a slot, or there.
+/// A frame whose KV is being gathered into a slot, or is gathered.
 #[derive(Debug)]
 struct Gathered {
     span: SpanOut,
@@ -49,14 +49,14 @@ struct Gathered {
 }
 
 impl Gathered {
-    /// Waits until it is there: what it is.
+    /// Waits until the KV is gathered, and returns its digests.
     async fn done(self) -> Result<(Self, Vec<Digest>), TransferError> {
         let digests = self.gathering.digests().await?;
         Ok((Self { gathering: Gathering::Done(Vec::new()), ..self }, digests))
     }
 }
 
-/// Messages of a lane that are under way before what they must be is known.
+/// Limit of a lane's messages whose digests are not yet sent.
 const GATHERING_MAX: usize = 2;
 
 impl NcclSendPath {
@@ -79,7 +79,7 @@ impl NcclSendPath {
         Ok(self.pair_queues()?.of(span.piece.lane)?)
     }
 
-    /// Begins to gather a span into a slot.
+    /// Starts to gather a span into a slot.
     async fn gather(&self, parts: &ConnectorParts, span: SpanOut) -> Result<(Gathered, Slot), TransferError> {
         let (pair_queue, bytes) = (&self.line(&span)?.pair_queue, span.bytes(parts));
         pair_queue.expect();
@@ -114,9 +114,9 @@ impl NcclSendPath {
         self.gathering.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The frame, and then the message that it names. One stream writes, so their orders are the same.
+    /// Writes the frame, and then queues its message. One stream writes, so both have the same order.
     ///
-    /// `None`: what the pages must be is said later.
+    /// If `digests` is `None`, they are sent later.
     async fn put(
         &self,
         writer: &mut FrameWriter,
@@ -166,7 +166,7 @@ impl NcclSendPath {
 
 #[async_trait]
 impl KvSendPath for NcclSendPath {
-    /// The pairs are joined before the link is there, so that the first transfer does not wait for it.
+    /// The pairs are joined before the link exists, so that the first transfer does not wait for that.
     async fn connect(&self, endpoint: &str, _stream: u16) -> io::Result<Stream> {
         let mut stream = link::dial(&self.world, endpoint).await?;
         let (stages, ids) = accept::greet(&mut stream, &self.layout, &*self.backend).await?;
@@ -205,7 +205,7 @@ impl KvSendPath for NcclSendPath {
         self.send_digests_but(0, writer).await
     }
 
-    /// What is received is scattered by the receiver.
+    /// Returns when a queue of the pair is lost.
     async fn broken(&self) -> TransferError {
         match self.pair_queues() {
             Ok(pair_queues) => pair_queues.lost().await,

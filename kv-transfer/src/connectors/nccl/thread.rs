@@ -1,5 +1,4 @@
-//! Hot path. Who looks after the communicators of a pair: a thread, because they want their calls one at a time and have to
-//! be asked how they are.
+//! Hot path. The thread of a pair's communicators, which need one call at a time and must be polled.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,19 +16,21 @@ use super::pair_queue::{PairState, Slot};
 use super::round_robin::RoundRobin;
 use crate::error::TransferError;
 
-/// Joining takes the library some seconds the first time. Callers have deadlines of their own and may wait again.
+/// The deadline for joining, which takes the library some seconds the first time. Callers have their own deadlines
+/// and may wait again.
 const JOIN_WITHIN: Duration = Duration::from_secs(60);
-/// A peer that has gone away takes no part in a good end.
+/// The deadline for an orderly end. A peer that is gone does not take part in it.
 const END_WITHIN: Duration = Duration::from_millis(500);
-/// The first message of every queue: the way between the two is made when it is first needed.
+/// The size of the first message of every queue. NCCL makes the connection when it is first needed.
 const GREETING_BYTES: usize = 16;
-/// How long the thread looks at messages under way without a pause: longer than it takes one to follow another.
+/// The time for which the thread polls messages in progress without a pause: longer than the time between two
+/// messages.
 const LOOKS_FOR: Duration = Duration::from_micros(500);
 const PAUSE: Duration = Duration::from_micros(50);
 
 #[derive(Debug)]
 pub(super) enum Job {
-    /// A message comes soon.
+    /// A message follows soon.
     Wake,
     Message(Message),
 }
@@ -39,24 +40,24 @@ pub(super) enum Job {
 pub(super) struct Message {
     pub(super) slot: Arc<Slot>,
     pub(super) bytes: usize,
-    /// What has to be done before, if it is sent.
+    /// The copy jobs that must end before the message is sent.
     pub(super) before: Vec<ErrandDone>,
     pub(super) done: oneshot::Sender<Result<(), TransferError>>,
 }
 
-/// What the thread is given.
+/// The parameters of the thread.
 #[derive(Debug)]
 pub(super) struct PairThread {
     pub(super) stage: Arc<dyn Stage>,
     pub(super) id: PairId,
     pub(super) end: End,
     pub(super) stall: Duration,
-    /// How long it looks for the next message before it sleeps.
+    /// The time for which the thread spins for the next message before it sleeps.
     pub(super) awake: Duration,
     pub(super) queue: mpsc::Receiver<Job>,
 }
 
-/// The queues of a pair, and what they have under way.
+/// The queues of a pair, and their messages in progress.
 struct Pair {
     round_robin: RoundRobin,
     end: End,
@@ -64,11 +65,11 @@ struct Pair {
     awake: Duration,
     queue: mpsc::Receiver<Job>,
     under_way: VecDeque<Message>,
-    /// When something was last done, or begun with nothing before it.
+    /// The last time at which a message was done, or was started while no other was in progress.
     moved: Instant,
-    /// When a message was last promised.
+    /// The last time at which a message was announced.
     roused: Instant,
-    /// Since when the queue of messages is closed.
+    /// The time at which the queue of messages was found closed.
     closed_since: Option<Instant>,
 }
 
@@ -82,8 +83,8 @@ impl PairThread {
         });
         match &ended {
             Ok(()) => debug!(?end, "pair ended"),
-            // The pair queue is dropped: its users do not need the reason.
-            Err(error) if tell.is_closed() => debug!(?end, error = in_full(error), "pair given up"),
+            // The pair queue is dropped, so its users do not need the reason.
+            Err(error) if tell.is_closed() => debug!(?end, error = in_full(error), "pair aborted"),
             Err(error) => info!(?end, error = in_full(error), "pair lost"),
         }
         tell.send_replace(PairState::Lost(ended.err().unwrap_or(TransferError::Closed)));
@@ -112,7 +113,8 @@ impl PairThread {
 }
 
 impl Pair {
-    /// No message uses the first slot before the pair is ready.
+    /// Sends a first message on each queue. It may use slot 0, because no other message does before the pair is
+    /// ready.
     fn greet(&mut self) -> Result<(), TransferError> {
         for _ in 0..self.round_robin.n_queues() {
             self.begin(0, GREETING_BYTES, &[])?;
@@ -137,7 +139,7 @@ impl Pair {
         Ok(())
     }
 
-    /// The next message; `None` where there will be none. Sees to those under way meanwhile.
+    /// The next message; `None` if there will be none. Polls the messages in progress meanwhile.
     fn next(&mut self) -> Result<Option<Message>, TransferError> {
         loop {
             match self.queue.try_recv() {
@@ -173,13 +175,13 @@ impl Pair {
         Ok(())
     }
 
-    /// Answers messages that are done. Fails if none was done for the stall time, or the pair queue is dropped.
+    /// Reports messages that are done. Fails if none was done for the stall time, or if the pair queue is dropped.
     fn look_again(&mut self) -> Result<(), TransferError> {
         if !self.under_way.is_empty() {
             let n_done = self.round_robin.n_done()?;
             for job in self.under_way.drain(..n_done) {
                 trace!(target: "walk", end = ?self.end, "message done");
-                // The fetch may have ended with the landing.
+                // The receiver of the report may have ended with the landing.
                 let _ = job.done.send(Ok(()));
             }
             if n_done > 0 {
@@ -188,7 +190,7 @@ impl Pair {
             }
         }
         if self.queue.is_closed() && self.queue.is_empty() {
-            // The peer may have wait of the last message's end a moment before.
+            // The peer may have learned the end of the last message a moment earlier, so this end waits briefly.
             let since = *self.closed_since.get_or_insert_with(Instant::now);
             if since.elapsed() > END_WITHIN {
                 return Err(TransferError::Closed);
@@ -208,7 +210,7 @@ impl Pair {
         }
     }
 
-    /// A peer that does not come along is not waited for: then the communicators are given up.
+    /// Ends the communicators in good order. If the peer does not take part in time, they are aborted.
     fn end_well(mut self) {
         let began = Instant::now();
         let mut finalized = self.round_robin.finalize().is_ok();

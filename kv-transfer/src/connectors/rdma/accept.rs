@@ -1,4 +1,4 @@
-//! Where streams come in: the first one of a link brings the sender's queue pairs, and takes this side's back.
+//! Accepts streams. The first stream of a link exchanges the two sides' queue pairs.
 
 use std::io;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::connectors::link::accept::{Handshake, Incoming, StreamAcceptor};
 use crate::connectors::link::frame::FrameError;
 use crate::error::TransferError;
 
-/// A port on which streams come in.
+/// A port that accepts streams.
 #[derive(Debug)]
 pub(super) struct Port {
     listener: Box<dyn Listener>,

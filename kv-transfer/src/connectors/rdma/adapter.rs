@@ -1,4 +1,4 @@
-//! What one connector has of a device: it is opened, and this node's memory is registered with it, once.
+//! A connector's RDMA device: opened once, with this node's memory registered once.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use crate::connector::ConnectorParts;
 use crate::error::TransferError;
 use crate::landing::bad_request;
 
-/// A packet that is lost costs 134 ms at most, unless later ones show sooner that it is.
+/// A lost packet is sent again after 134 ms at most, or earlier if later packets reveal the loss.
 const TIMEOUT_MAX: u8 = 15;
-/// A packet is sent again as often as a device can.
+/// The number of times that a packet is sent again: the maximum of the device.
 pub(super) const RETRIES: u8 = 7;
 
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub(super) struct Adapter {
     pub(super) device: Device,
     pub(super) domain: Domain,
     pub(super) ranks: Vec<RankHere>,
-    /// Where the memory is a card's: who looks at it.
+    /// Computes digests on the GPU, if the memory is on a GPU.
     pub(super) card: Option<CardLook>,
     pub(super) gid: [u8; 16],
     pub(super) lid: u16,
@@ -37,7 +37,7 @@ pub(super) struct Adapter {
 #[derive(Debug)]
 pub(super) struct RankHere {
     pub(super) region: Region,
-    /// Where its regions start, as a peer's device names it.
+    /// The start addresses of its regions, as a peer's device uses them.
     pub(super) starts: Vec<u64>,
 }
 
@@ -47,7 +47,7 @@ impl Adapter {
         if folders(Path::new(DEVICES)).is_empty() {
             return Err(TransferError::rdma(VerbsError::NoDevice));
         }
-        // Asked before a port is chosen: without the library, that is what is to be said.
+        // Checked before a port is chosen, so that a missing library is reported as such.
         Device::names().map_err(TransferError::rdma)?;
         let port = wanted.find(Path::new(DEVICES))?;
         let device = Device::open(&port.device).map_err(TransferError::rdma)?;
@@ -81,12 +81,12 @@ impl Adapter {
         if pair.room() == room {
             Ok(pair)
         } else {
-            Err(bad_request("the RDMA device's queues are too short"))
+            Err(bad_request("the RDMA device's queues are too short for one frame"))
         }
     }
 }
 
-/// Host memory as it is, a card's by dmabuf.
+/// Registers host memory directly, and GPU memory by dmabuf.
 fn registered(domain: &Domain, memory: &KvMemory, tp_rank: u16) -> Result<RankHere, TransferError> {
     if let Some(card) = memory.on_card() {
         let memory = card.memory();
@@ -102,7 +102,7 @@ fn registered(domain: &Domain, memory: &KvMemory, tp_rank: u16) -> Result<RankHe
     Ok(RankHere { starts: (0..memory.n_regions()).map(start).collect(), region })
 }
 
-/// The longest time between two attempts with which the peer is given up within the stall time.
+/// The longest time between two attempts such that all attempts end within the stall time.
 fn timeout_within(stall: Duration) -> u8 {
     const UNIT: Duration = Duration::from_nanos(4096);
     let within = |exponent: &u8| UNIT * (1 << exponent) * (u32::from(RETRIES) + 1) <= stall;

@@ -1,4 +1,4 @@
-//! Hot path. Pages on a card, which the device reads and writes past the processor: the card itself makes their digests.
+//! Hot path. Pages on a GPU, which the RDMA device reads and writes without the CPU. The GPU computes their digests.
 
 use chassis::Gate;
 use kernels::cuda::CourierSize;
@@ -12,7 +12,7 @@ use crate::error::TransferError;
 use crate::landing::{OpenLanding, bad_request};
 use crate::lanes::LaneSpan;
 
-/// Looks at one card's pages.
+/// Computes digests of one GPU's pages.
 #[derive(Debug)]
 pub(super) struct CardLook {
     memory: KvMemory,
@@ -20,15 +20,15 @@ pub(super) struct CardLook {
 }
 
 impl CardLook {
-    /// Refused where pages are not such as a card can digest.
+    /// Fails if the GPU cannot digest pages of this layout.
     pub(super) fn at(memory: &KvMemory, gate: &Gate) -> Result<Self, TransferError> {
         pages::check(memory)?;
         let copy_thread = CopyThread::start(memory, 0, CourierSize::default(), gate)?;
         Ok(Self { memory: memory.clone(), copy_thread })
     }
 
-    /// What the pages of a span are that is about to be written; `None` where only some heads of each page are meant,
-    /// which the processor digests in a copy.
+    /// The digests of a span that is about to be written. `None` if lanes carry some heads of each page; then the CPU
+    /// digests a copy.
     pub(super) async fn sent(&self, span: &SpanOut) -> Result<Option<Vec<Digest>>, TransferError> {
         if span.out.lanes.len() > 1 {
             return Ok(None);
@@ -42,9 +42,9 @@ impl CardLook {
         Ok(Some(digests.into_iter().map(Digest).collect()))
     }
 
-    /// What the pages of a span are that a peer's device has written here; `None` as above.
+    /// The digests of a span that a peer's device has written here; `None` as in [`sent`](Self::sent).
     ///
-    /// A landing that has ended has no pages any more: then there are no digests.
+    /// A landing that has ended has no pages, so it has no digests.
     pub(super) async fn written(
         &self,
         landing: &OpenLanding,
@@ -66,7 +66,7 @@ impl CardLook {
     }
 }
 
-/// The card's side of memory that lies on one. A connector that moves no other is not made without.
+/// The GPU of this memory. Called only for a connector that moves GPU memory.
 fn on_card(memory: &KvMemory) -> Result<OnCard<'_>, TransferError> {
     match memory.on_card() {
         Some(card) => Ok(card),

@@ -1,4 +1,4 @@
-//! The first bytes of a link's first stream: where both ends' queue pairs are, and where the receiver's memory lies.
+//! The first bytes of a link's first stream: the addresses of both ends' queue pairs, and of the receiver's memory.
 //!
 //! | who | bytes |
 //! |---|---|
@@ -6,9 +6,9 @@
 //! | both, then | GID (16), LID (2), largest packet (2) |
 //! | both, then, each queue pair | its number (4), its first packet (4) |
 //! | receiver, then, each rank | key of its memory (4), number of regions (2) |
-//! | receiver, then, each region of it | where it starts (8) |
+//! | receiver, then, each region of it | start address (8) |
 //!
-//! All numbers are little-endian. Other streams of the link bring the first line alone, and get no answer.
+//! All numbers are little-endian. Other streams of the link send the first line only, and get no answer.
 
 use std::io;
 
@@ -17,15 +17,15 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use types::layout::RANKS_MAX;
 
 const MAGIC: [u8; 4] = *b"BTRD";
-/// Queue pairs of one link.
+/// Limit of queue pairs of one link.
 pub(super) const PAIRS_MAX: u16 = 8;
-/// Regions of one rank's memory: a model has fewer layers.
+/// Limit of regions of one rank's memory. A model has fewer layers.
 const REGIONS_MAX: u16 = 8192;
 
-/// What a stream begins with.
+/// The first bytes of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct First {
-    /// The stream's number; in an answer, how many ranks there are.
+    /// The stream's number; in an answer, the number of ranks.
     pub(super) n: u16,
     pub(super) pairs: u16,
 }
@@ -35,7 +35,7 @@ pub(super) struct First {
 pub(super) struct End {
     pub(super) pairs: Vec<Address>,
     pub(super) mtu: u32,
-    /// The memory that the other end may write into: the receiver's.
+    /// The memory that the other end may write into. Only a receiver has it.
     pub(super) ranks: Vec<RankThere>,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct End {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RankThere {
     pub(super) key: u32,
-    /// Where its regions start, as the other end's device names it.
+    /// The start addresses of its regions, as the other end's device uses them.
     pub(super) starts: Vec<u64>,
 }
 
@@ -60,7 +60,7 @@ pub(super) async fn write_first(to: &mut (impl AsyncWrite + Unpin), first: First
     to.write_all(&bytes).await
 }
 
-/// The rest of a sender's greeting.
+/// Reads the rest of a sender's greeting.
 pub(super) async fn read_end(from: &mut (impl AsyncRead + Unpin), pairs: u16) -> io::Result<End> {
     let mut gid = [0; 16];
     from.read_exact(&mut gid).await?;
@@ -73,7 +73,7 @@ pub(super) async fn read_end(from: &mut (impl AsyncRead + Unpin), pairs: u16) ->
     Ok(end)
 }
 
-/// A receiver's whole answer.
+/// Reads a receiver's whole answer.
 pub(super) async fn read_answer(from: &mut (impl AsyncRead + Unpin), pairs: u16) -> io::Result<End> {
     let first = read_first(from).await?;
     if first.n > RANKS_MAX || first.pairs != pairs {
@@ -98,7 +98,7 @@ async fn read_rank(from: &mut (impl AsyncRead + Unpin)) -> io::Result<RankThere>
     Ok(RankThere { key, starts })
 }
 
-/// A sender's greeting on its first stream, which has no ranks; or a receiver's answer.
+/// Writes a sender's greeting, which has no ranks, or a receiver's answer.
 pub(super) async fn write_end(to: &mut (impl AsyncWrite + Unpin), end: &End) -> io::Result<()> {
     let mut bytes = Vec::new();
     put_first(&mut bytes, First { n: end.ranks.len() as u16, pairs: end.pairs.len() as u16 });

@@ -1,13 +1,14 @@
-//! KV from one machine's memory into another's: the sender's device writes it where it belongs.
+//! KV between the memories of two machines: the sender's RDMA device writes it into the receiver's pages.
 //!
-//! A [link](super::link) over TCP, on which frames say which pages were written and what their digests are, and beside it
-//! some queue pairs over which the KV itself goes, as one-sided writes whose last one brings a number. Memory is
-//! registered once, for the pool: a card's by dmabuf, so that the device reaches it without a copy. A landing that fails keeps its blocks back until the sender's word that its device is
-//! done with them, or until this side's queue pairs are destroyed: see `docs/decisions/0011-rdma-by-hand.md`.
+//! A [link](super::link) over TCP carries frames that name the written pages and their digests. The KV itself goes
+//! over queue pairs, as one-sided writes; the last write of a frame carries a number. Memory is registered once, for
+//! the whole pool. GPU memory is registered by dmabuf, so that the device reaches it without a copy. A failed landing
+//! keeps its blocks until the sender reports that its device is done with them, or until this side's queue pairs are
+//! destroyed: see `docs/decisions/0011-rdma-by-hand.md`.
 //!
-//! Suggested reading order: the port of a device (`port`), what a connector has of it (`adapter`), how two ends
-//! find each other (`greeting`), queue pairs (`pairs`) and what they have done (`watch`), the sender (`send`,
-//! `under_way`) and the receiver (`receive`, `verify`, `quiet_reports`), and digests of pages on a GPU (`card`).
+//! Suggested reading order: the port of a device (`port`), a connector's device (`adapter`), the handshake
+//! (`greeting`), queue pairs (`pairs`) and their completions (`watch`), the sender (`send`, `under_way`) and the
+//! receiver (`receive`, `verify`, `quiet_reports`), and digests of pages on a GPU (`card`).
 
 mod adapter;
 mod card;
@@ -46,7 +47,7 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfItWorks,
 };
 
-/// Opens a device and listens as the settings say. Refused, with the reason, where there is no device or no library.
+/// Opens a device and listens as the settings say. Fails with the reason if there is no device or no library.
 pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     check_pages(&parts)?;
     let adapter = Arc::new(Adapter::open(&parts)?);
@@ -60,7 +61,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
         endpoint: format!("{}:{port}", advertised_host(&parts)),
         within_host: false,
     };
-    info!(endpoint = address.endpoint, device = %adapter.port, "kv transfer by rdma");
+    info!(endpoint = address.endpoint, device = %adapter.port, "rdma connector listens");
     let door = Port::new(listener, Arc::clone(&adapter), &parts);
     let send_path = move |parts: &ConnectorParts| Ok(RdmaSendPath::over(parts, Arc::clone(&adapter)) as _);
     Ok(LinkConnector::start(
@@ -72,7 +73,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     ))
 }
 
-/// Where peers are met: as said, or where the node listens for the others, at any port.
+/// The listening address: the setting, or the host of the node's other listener with any port.
 fn listen_on(settings: &TransferSettings) -> String {
     if !settings.rdma_listen.is_empty() {
         return settings.rdma_listen.clone();

@@ -1,4 +1,4 @@
-//! Queue pairs of one link: made, told to the other end, connected, and destroyed all at once.
+//! The queue pairs of one link: created, exchanged with the other end, connected, and destroyed together.
 
 use kernels::verbs::{Address, Completions, PathTo, QueuePair, Room};
 
@@ -6,12 +6,13 @@ use super::adapter::{Adapter, RETRIES};
 use super::greeting::{End, RankThere};
 use crate::error::TransferError;
 
-/// A peer without room for a number is asked for ever: a peer that is gone shows by its silence on the link.
+/// The number of retries when a peer has no room for a number: without limit. A peer that is gone is detected by its
+/// silence on the link.
 const FOR_EVER: u8 = 7;
-/// Packets are numbered with 24 bits.
+/// Packet numbers have 24 bits.
 const PACKET_BITS: u64 = (1 << 24) - 1;
 
-/// One end of a link's queue pairs, made and not connected yet.
+/// One end of a link's queue pairs, created and not yet connected.
 #[derive(Debug)]
 pub(super) struct Pairs {
     pub(super) pairs: Vec<QueuePair>,
@@ -20,21 +21,22 @@ pub(super) struct Pairs {
 }
 
 impl Pairs {
-    /// `draw` gives the packets' first numbers: an old packet must not be taken for one of this connection's.
+    /// `draw` returns the first packet numbers. They are random, so that an old packet is not accepted by this
+    /// connection.
     pub(super) fn new(
         adapter: &Adapter,
         n: u16,
         room: Room,
         draw: impl Fn() -> u64,
     ) -> Result<Self, TransferError> {
-        // An error gives every request a completion of its own.
+        // After an error, every request has its own completion.
         let completions = adapter.completions(u32::from(n) * (room.writes + room.receives))?;
         let pairs = (0..n).map(|_| adapter.queue_pair(&completions, room)).collect::<Result<Vec<_>, _>>()?;
         let first_packets = (0..n).map(|_| (draw() & PACKET_BITS) as u32).collect();
         Ok(Self { pairs, completions, first_packets })
     }
 
-    /// What the other end is told. `ranks`: the memory that it may write into.
+    /// The description for the other end. `ranks`: the memory that it may write into.
     pub(super) fn end(&self, adapter: &Adapter, ranks: Vec<RankThere>) -> End {
         let address = |(pair, first_packet): (&QueuePair, &u32)| Address {
             gid: adapter.gid,
@@ -46,7 +48,7 @@ impl Pairs {
         End { pairs, mtu: adapter.mtu, ranks }
     }
 
-    /// Connects each to one of the other end's.
+    /// Connects each queue pair to one of the other end's.
     pub(super) fn connect(&self, adapter: &Adapter, to: &End) -> Result<(), TransferError> {
         for ((pair, first_packet), peer) in self.pairs.iter().zip(&self.first_packets).zip(&to.pairs) {
             let path = PathTo {

@@ -1,4 +1,4 @@
-//! Selects the RDMA port, and its address, over which KV goes.
+//! Selects the RDMA port, and its address, for KV.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use types::in_full;
 use crate::error::TransferError;
 use crate::landing::bad_request;
 
-/// Where the system lists its devices.
+/// The system's list of RDMA devices.
 pub const DEVICES: &str = "/sys/class/infiniband";
 
 /// One port of one device, and one of its addresses.
@@ -30,7 +30,7 @@ pub struct Gid {
     pub kind: String,
 }
 
-/// What was configured: the device's name, and as much of the rest as was said.
+/// The configured device and, if given, its port and address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
     device: Option<String>,
@@ -53,7 +53,7 @@ impl Wanted {
         Ok(Self { device, port, gid_index })
     }
 
-    /// The first port that is wanted, is up, and has an address.
+    /// The first port that matches, is up, and has an address.
     pub fn find(&self, devices: &Path) -> Result<PortAt, TransferError> {
         let device = |path: &PathBuf| self.device.as_ref().is_none_or(|name| name_of(path) == *name);
         let ports =
@@ -78,7 +78,7 @@ impl Wanted {
         match (&self.device, seen) {
             (None, 0) => "there is no RDMA device on this machine".to_owned(),
             (Some(name), 0) => format!("there is no RDMA device {name} with such a port"),
-            (_, _) => "no RDMA port is up and has an address that can be routed to".to_owned(),
+            (_, _) => "no RDMA port is up and has a routable address".to_owned(),
         }
     }
 }
@@ -104,7 +104,7 @@ fn gid(port: &Path, path: &Path) -> Option<Gid> {
     (!is_empty).then(|| Some(Gid { index: index.parse().ok()?, text, kind }))?
 }
 
-/// What is in a folder, sorted.
+/// The entries of a folder, sorted.
 pub fn folders(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -112,17 +112,18 @@ pub fn folders(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Whether a device can be used by this process: the library is there, and the system gives it away. If not, why.
+/// Whether this process can use the device: the library is present, and the system permits it. The error says why
+/// not.
 pub fn opens(device: &str) -> Result<(), String> {
     Device::open(device).map(|_| ()).map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
-/// Whether memory of other devices, such as a GPU's, can be registered, as far as the library goes. If not, why.
+/// Whether the library can register memory of other devices, such as GPUs. The error says why not.
 pub fn knows_dmabuf() -> Result<(), String> {
     kernels::verbs::knows_dmabuf().map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
-/// What the system says of a port: `4: ACTIVE`. `port` is its folder, as everywhere.
+/// The state of a port, such as `4: ACTIVE`. `port` is its folder, as in the other functions.
 pub fn state(port: &Path) -> String {
     read(&port.join("state"))
 }

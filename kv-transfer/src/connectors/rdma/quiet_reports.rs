@@ -1,7 +1,7 @@
 //! Reports that a sender's device no longer writes into a landing.
 //!
-//! A failed landing keeps its blocks in quarantine until its sender reports that its device is done, or until the link's
-//! end has taken the sender's right to write away.
+//! A failed landing keeps its blocks in quarantine until its sender reports that its device is done, or until the end
+//! of the link has revoked the sender's right to write.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use types::TransferId;
 
 use crate::quiet::Quiet;
 
-/// The reports that one link's sender has still to send: one for each landing that it opened.
+/// The outstanding reports of one link's sender: one for each landing that it opened.
 #[derive(Debug, Default)]
 pub(super) struct QuietReports {
     state: Mutex<State>,
@@ -23,7 +23,7 @@ pub(super) struct QuietReports {
 #[derive(Debug, Default)]
 struct State {
     owed: BTreeMap<TransferId, Arc<QuietReport>>,
-    /// The right to write is gone: no report is needed.
+    /// The sender has no right to write any more: no report is needed.
     close: bool,
 }
 
@@ -47,14 +47,14 @@ impl QuietReports {
         word
     }
 
-    /// The sender has sent its report. A report for an unknown transfer is late, and ignored.
+    /// Marks a report as received. A report for an unknown transfer is late, and ignored.
     pub(super) fn received(&self, transfer: TransferId) {
         if let Some(word) = self.state().owed.remove(&transfer) {
             word.mark();
         }
     }
 
-    /// The sender cannot write any more: all reports count as received.
+    /// The sender can no longer write: all reports count as received.
     pub(super) fn close(&self) {
         let owed = {
             let mut state = self.state();
@@ -79,10 +79,11 @@ impl QuietReport {
 #[async_trait]
 impl Quiet for QuietReport {
     fn awaited(&self) -> &'static str {
-        "the sender's word that its device is done"
+        "the sender's report that its device is done"
     }
 
-    /// One transfer's right cannot be taken away without that of all others of its link; so it waits.
+    /// Access of one transfer cannot be revoked without that of all others of its link, so this only checks for the
+    /// report.
     fn revoke(&self) -> bool {
         self.said.load(Ordering::Acquire)
     }

@@ -1,4 +1,4 @@
-//! Hot path. The receiver's end of a link's queue pairs: which numbers have come.
+//! Hot path. The receiver's end of a link's queue pairs: receives the numbers of the written frames.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,19 +22,19 @@ use crate::connectors::link::stream::FrameReader;
 use crate::error::TransferError;
 use crate::landing::OpenLanding;
 
-/// Numbers that one queue pair takes before this side has looked.
+/// Limit of numbers that one queue pair receives before this side polls it.
 const RECEIVES: u32 = 256;
-/// Numbers whose frames are still on their way. A sender is never so far ahead of its own frames.
+/// Limit of numbers whose frames have not come. A sender is never so far ahead of its own frames.
 const NUMBERS_MAX: usize = 64 << 10;
 
-/// What a sender may write here, and has written.
+/// The memory that a sender may write into, and the numbers that it has written.
 #[derive(Debug)]
 pub(super) struct RdmaPath {
     adapter: Arc<Adapter>,
     numbers: Arc<Numbers>,
-    /// Taken out to be destroyed. Held for a look-up, never across an await.
+    /// Empty once the queue pairs are destroyed. Held for a look-up, never across an await.
     pairs: Arc<Mutex<Vec<QueuePair>>>,
-    /// What the sender has still to report of landings that its device writes into.
+    /// The outstanding reports of landings that the sender's device writes into.
     reports: QuietReports,
     #[expect(dead_code, reason = "held for its Drop")]
     watching: Task<()>,
@@ -43,7 +43,7 @@ pub(super) struct RdmaPath {
 /// The numbers that came before their frames.
 #[derive(Debug, Default)]
 struct Numbers {
-    /// Held for a look, never across an await.
+    /// Held for one read or write, never across an await.
     state: Mutex<State>,
     changed: Notify,
 }
@@ -55,7 +55,7 @@ struct State {
 }
 
 impl RdmaPath {
-    /// Queue pairs that are connected to the sender's, and what it is to be told of them.
+    /// Creates queue pairs, connects them to the sender's, and returns their description for the sender.
     pub(super) fn of(
         adapter: &Arc<Adapter>,
         parts: &ConnectorParts,
@@ -82,7 +82,7 @@ impl RdmaPath {
 
 #[async_trait]
 impl KvPath for RdmaPath {
-    /// A number is waited for even if its landing is over: the device gives it once.
+    /// Waits for the number even if its landing is over, because the device delivers each number once.
     async fn receive(
         self: Arc<Self>,
         frame: KvFrame,
@@ -116,7 +116,7 @@ impl KvPath for RdmaPath {
     }
 }
 
-/// What the watching task does with completions.
+/// Handles completions for the watching task.
 #[derive(Debug)]
 struct Taking {
     numbers: Arc<Numbers>,
@@ -130,7 +130,7 @@ impl Taking {
             Ok(Done::Written) => return Ok(()),
             Ok(Done::Received { number }) => self.numbers.come(number)?,
         }
-        // Room for the next one. Without queue pairs there will be none.
+        // Makes room for the next number. Without queue pairs there will be none.
         match locked(&self.pairs).get(completion.id as usize) {
             Some(pair) => pair.receive(completion.id).map_err(TransferError::rdma),
             None => Ok(()),
@@ -142,14 +142,15 @@ impl Numbers {
     fn come(&self, number: u32) -> Result<(), TransferError> {
         let mut state = self.state();
         if state.come.len() >= NUMBERS_MAX || !state.come.insert(number) {
-            return Err(FrameError::Unexpected("more numbers than frames").into());
+            return Err(FrameError::Unexpected("numbers without frames").into());
         }
         drop(state);
         self.changed.notify_waiters();
         Ok(())
     }
 
-    /// Waits until the sender's device has given this number: what it wrote before is in place then. Cancel-safe.
+    /// Waits until the sender's device has delivered this number: everything that it wrote before is then in place.
+    /// Cancel-safe.
     async fn wait(&self, number: u32) -> Result<(), TransferError> {
         loop {
             let changed = self.changed.notified();
@@ -170,7 +171,7 @@ impl Numbers {
         }
     }
 
-    /// The first reason counts.
+    /// Sets the error that all waiting calls get. Only the first one is kept.
     fn lose(&self, error: TransferError) {
         self.state().lost.get_or_insert(error);
         self.changed.notify_waiters();

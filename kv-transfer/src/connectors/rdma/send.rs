@@ -1,4 +1,4 @@
-//! Hot path. The sender's end of a link's queue pairs: has KV written where it belongs, and says which.
+//! Hot path. The sender's end of a link's queue pairs: writes KV into the receiver's pages, and announces each frame.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -30,7 +30,8 @@ use crate::outgoing::FRAME_PAGES_MAX;
 use crate::reshard::Lane;
 use crate::runs::Runs;
 
-/// Writes of one queue pair that are under way: room for a frame whose pages lie apart, each in a part of K and one of V.
+/// Limit of writes in progress on one queue pair: room for a frame of scattered pages, each in a part of K and a part
+/// of V.
 const WRITES_MAX: u32 = 2 * FRAME_PAGES_MAX as u32;
 
 /// The sender's side of one link.
@@ -38,13 +39,13 @@ const WRITES_MAX: u32 = 2 * FRAME_PAGES_MAX as u32;
 pub(super) struct RdmaSendPath {
     parts: ConnectorParts,
     adapter: Arc<Adapter>,
-    /// Since the first stream has met the receiver.
+    /// Set when the first stream has connected to the receiver.
     connected: OnceLock<Connected>,
     under_way: Arc<UnderWay>,
     next: AtomicU32,
 }
 
-/// Queue pairs that are connected, and where they lead.
+/// Connected queue pairs, and the receiver's memory.
 #[derive(Debug)]
 struct Connected {
     pairs: Vec<Pair>,
@@ -64,10 +65,10 @@ impl RdmaSendPath {
         })
     }
 
-    /// Makes queue pairs, one for each stream, and connects them to the receiver's.
+    /// Creates queue pairs, one for each stream, and connects them to the receiver's.
     async fn meet(&self, stream: &mut Stream) -> Result<(), TransferError> {
         let (world, adapter) = (&self.parts.world, &*self.adapter);
-        // Nothing is received here, but a queue of no length is one that some devices do not make.
+        // Nothing is received here, but some devices do not create an empty receive queue.
         let room = Room { writes: WRITES_MAX, receives: 1 };
         let n = self.parts.settings.streams.clamp(1, PAIRS_MAX);
         let made = Pairs::new(adapter, n, room, || world.draw())?;
@@ -75,7 +76,7 @@ impl RdmaSendPath {
         let there = read_answer(stream, n).await.map_err(TransferError::lost)?;
         let n_regions = self.adapter.ranks.first().map_or(0, |rank| rank.starts.len());
         if there.ranks.iter().any(|rank| rank.starts.len() != n_regions) {
-            return Err(FrameError::Unexpected("memory of another layout").into());
+            return Err(FrameError::Unexpected("memory of a different layout").into());
         }
         made.connect(adapter, &there)?;
         let (completions, under_way) = (made.completions, Arc::clone(&self.under_way));
@@ -87,16 +88,17 @@ impl RdmaSendPath {
         let connected = Connected { pairs, there, watching };
         self.connected
             .set(connected)
-            .map_err(|_| TransferError::lost_because("a link meets its receiver once"))
+            .map_err(|_| TransferError::lost_because("a link connects to its receiver once"))
     }
 
     fn connected(&self) -> Result<&Connected, TransferError> {
         self.connected.get().ok_or_else(|| TransferError::lost_because("the link has no queue pairs"))
     }
 
-    /// Has the device write a span's pages. Answers the number that says that they are there; `done` is rung then.
+    /// Starts the device's writes of a span's pages. Returns the number that announces their completion; `done` is
+    /// notified at that time.
     ///
-    /// Waits for room in the queue. Dropped while it waits, it has written nothing.
+    /// Waits for room in the queue. If it is dropped while it waits, nothing is written.
     async fn write(&self, span: SpanOut, done: Option<oneshot::Sender<()>>) -> Result<u32, TransferError> {
         let connected = self.connected()?;
         let copies = self.copies(&connected.there, &span);
@@ -115,7 +117,7 @@ impl RdmaSendPath {
         written.map(|()| number)
     }
 
-    /// Made where the pages are; none at all where digests are turned off.
+    /// The digests, computed where the pages are; none if digests are turned off.
     async fn digests(&self, span: &SpanOut) -> Result<Vec<Digest>, TransferError> {
         let on_card = self.adapter.card.as_ref().filter(|_| self.parts.settings.digests);
         let made = match on_card {
@@ -125,7 +127,7 @@ impl RdmaSendPath {
         made.map_or_else(|| span.digests(&self.parts), Ok)
     }
 
-    /// From where in this side's memory to where in the receiver's: what lies together on both sides is one copy.
+    /// The copies from this side's memory to the receiver's. Bytes that are contiguous on both sides are one copy.
     fn copies(&self, there: &End, span: &SpanOut) -> Vec<Copy> {
         let (group, lane) = (span.piece.group, span.piece.lane);
         let here = span.runs(&self.parts).pieces(&self.parts.memory);
@@ -140,7 +142,7 @@ impl RdmaSendPath {
         joined(&here, &wanted.places(start_of))
     }
 
-    /// One frame's KV, and then the frame.
+    /// Writes one frame's KV, and then sends the frame.
     async fn send(
         &self,
         writer: &mut FrameWriter,
@@ -172,7 +174,7 @@ impl RdmaSendPath {
         self.send(writer, span, digests).await
     }
 
-    /// Flips one bit of this side's own pages once they are not borrowed: another lane's digests may be in the making.
+    /// Flips one bit of this side's own pages when they are not borrowed: another lane's digests may be in progress.
     async fn flip(&self, runs: &Runs, bit: u64) -> Result<(), TransferError> {
         let byte = (bit / 8) as usize % runs.bytes();
         let flip_now = || {
@@ -189,7 +191,7 @@ impl RdmaSendPath {
         within(self.parts.settings.stall(), "a fault", flip).await
     }
 
-    /// The device takes KV from where it lies, so that is where a bit is flipped, and flipped back once it was taken.
+    /// The device reads the KV from the pages, so the bit is flipped there, and flipped back after the read.
     async fn send_flipped(
         &self,
         bit: u64,
@@ -202,7 +204,7 @@ impl RdmaSendPath {
         self.flip(&runs, bit).await?;
         let (done, is_done) = oneshot::channel();
         let number = self.write(span, Some(done)).await;
-        // Also if the write failed: the pages must be right for other readers.
+        // This runs even if the write failed, because the pages must be right for other readers.
         let _ = is_done.await;
         self.flip(&runs, bit).await?;
         writer.write(&frame(transfer, piece, number?, digests)).await
@@ -215,7 +217,7 @@ fn frame(transfer: TransferId, piece: LaneSpan, number: u32, digests: Vec<Digest
         .on(lane)
 }
 
-/// The same bytes in two ways of lying in pieces: cut wherever either of them ends.
+/// Joins two lists of pieces of the same bytes, and cuts at the end of every piece of either list.
 fn joined(here: &[Piece], there: &[Piece]) -> Vec<Copy> {
     let (mut here, mut there) = (Pieces::new(here), Pieces::new(there));
     let mut copies = Vec::new();
@@ -264,7 +266,8 @@ impl KvSendPath for RdmaSendPath {
         self.under_way.broken().await
     }
 
-    /// In this order: what is under way holds pages that the device reads for as long as there is a queue pair.
+    /// The queue pairs are destroyed before the frames in progress are released, because the device reads their pages
+    /// as long as a queue pair exists.
     fn close(&self) {
         self.under_way.lose(TransferError::Closed);
         self.connected.get().into_iter().flat_map(|connected| &connected.pairs).for_each(Pair::destroy);

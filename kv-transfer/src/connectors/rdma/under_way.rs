@@ -1,4 +1,4 @@
-//! Hot path. What a sender's device was told and has not done yet: its queue pairs, and the pages that they read.
+//! Hot path. The unfinished work of a sender's device: its queue pairs, and the pages that they read.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -19,7 +19,7 @@ pub(super) struct Pair {
     room: Arc<Semaphore>,
 }
 
-/// The frames whose KV is being written, and whether any more will be.
+/// The frames whose KV is being written, and whether more may follow.
 #[derive(Debug, Default)]
 pub(super) struct UnderWay {
     /// By number. Held for a look-up, never across an await.
@@ -28,14 +28,15 @@ pub(super) struct UnderWay {
     broken: CancellationToken,
 }
 
-/// One of them. Until the device is done with it, it holds the lease of its pages, its pending copy, and room in the queue.
+/// One frame in progress. Until the device is done with it, it holds the lease of its pages, its pending copy, and
+/// room in the queue.
 #[derive(Debug)]
 pub(super) struct FrameOut {
     #[expect(dead_code, reason = "held for its Drop")]
     pub(super) span: SpanOut,
     #[expect(dead_code, reason = "held for its Drop")]
     pub(super) room: OwnedSemaphorePermit,
-    /// Told when the write is done.
+    /// Notified when the write is done.
     pub(super) done: Option<oneshot::Sender<()>>,
 }
 
@@ -59,7 +60,7 @@ impl Pair {
         call(self.pair().as_ref().ok_or_else(destroyed)?).map_err(TransferError::rdma)
     }
 
-    /// From here on the device reads nothing for it any more.
+    /// After this call the device reads no page for this queue pair.
     pub(super) fn destroy(&self) {
         self.room.close();
         drop(self.pair().take());
@@ -77,7 +78,7 @@ fn destroyed() -> TransferError {
 // === impl UnderWay ===
 
 impl UnderWay {
-    /// Before the device is told.
+    /// Registers a frame, before the request goes to the device.
     pub(super) fn enter(&self, number: u32, frame: FrameOut) -> Result<(), TransferError> {
         let mut frames = self.frames();
         // Checked under the lock: either this call sees the loss, or `give_up` sees the frame.
@@ -90,13 +91,13 @@ impl UnderWay {
         }
     }
 
-    /// The device was not told after all.
+    /// Removes a frame whose request did not go to the device.
     pub(super) fn forget(&self, number: u32) {
         let forgotten = self.frames().remove(&u64::from(number));
         drop(forgotten);
     }
 
-    /// The device has done something, or gives the connection up.
+    /// Handles a completion. Fails if the device reports a failed request.
     pub(super) fn done(&self, completion: Completion) -> Result<(), TransferError> {
         if let Err(failure) = completion.outcome {
             return Err(TransferError::rdma(VerbsError::Failed(failure)));
@@ -109,7 +110,8 @@ impl UnderWay {
         Ok(())
     }
 
-    /// The first reason counts. What is under way stays so until it is [given up](Self::give_up).
+    /// Sets the error of the link; only the first one is kept. Frames in progress stay until they are
+    /// [released](Self::give_up).
     pub(super) fn lose(&self, error: TransferError) {
         let _ = self.lost.set(error);
         self.broken.cancel();
@@ -120,7 +122,7 @@ impl UnderWay {
         self.lost.get().cloned().unwrap_or(TransferError::Closed)
     }
 
-    /// Lets go of everything. Only once there is no queue pair that could read it.
+    /// Releases all frames. Call it only when no queue pair that could read their pages is left.
     pub(super) fn give_up(&self) {
         let given_up = std::mem::take(&mut *self.frames());
         drop(given_up);

@@ -1,4 +1,4 @@
-//! Hot path. One frame whose KV the sender's device has written where it belongs: verified there.
+//! Hot path. Verifies one frame that the sender's device has written into the pages.
 
 use types::KvSpan;
 
@@ -10,13 +10,13 @@ use crate::error::TransferError;
 use crate::landing::{Claim, OpenLanding};
 use crate::lanes::LaneSpan;
 
-/// Bytes that are verified before other tasks have their turn.
+/// Bytes that are verified before other tasks run.
 const BYTES_AT_ONCE: usize = 1 << 20;
 
-/// Verifies a span whose KV is in place. Answers the pages that did not pass, and are to be written again.
+/// Verifies a span whose KV is in place. Returns the pages that failed verification, which must be written again.
 ///
-/// A span is claimed once it is in place, so a page whose second copy is being written while its first is verified
-/// fails, and is written again. `card` makes the digests of pages on a GPU.
+/// A span is claimed once it is in place. So if a page is written for the second time while its first copy is
+/// verified, it fails and is written again. `card` computes the digests of pages on a GPU.
 pub(super) async fn take_written(
     landing: &OpenLanding,
     span: &LaneSpan,
@@ -42,12 +42,12 @@ pub(super) async fn take_written(
         }
         tokio::task::yield_now().await;
     }
-    // A landing that has just failed has nothing to ask for.
+    // A landing that has just failed requests nothing again.
     let wrong = checker.wrong;
     Ok(landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default())
 }
 
-/// Compares the sender's digests with those that the GPU made here.
+/// Compares the sender's digests with those that this side's GPU computed.
 fn compared(
     landing: &OpenLanding,
     span: &LaneSpan,
@@ -59,6 +59,6 @@ fn compared(
         return Vec::new();
     }
     let wrong = differing(landing, span, said, seen);
-    // A landing that has just failed has nothing to ask for.
+    // A landing that has just failed requests nothing again.
     landing.arrived(span, bytes, &wrong).map(|()| wrong).unwrap_or_default()
 }

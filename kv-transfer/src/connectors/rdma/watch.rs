@@ -1,4 +1,4 @@
-//! Hot path. Waits for completions, by their descriptor and never by asking again and again.
+//! Hot path. Waits for completions on their file descriptor, without polling.
 
 use std::convert::Infallible;
 
@@ -8,22 +8,19 @@ use tokio::io::unix::AsyncFd;
 
 use crate::error::TransferError;
 
-/// Gives every completion to `take`, until something fails.
+/// Passes every completion to `take`, until an error.
 pub(super) async fn watch(
     completions: Completions,
     mut take: impl FnMut(Completion) -> Result<(), TransferError>,
 ) -> Result<Infallible, TransferError> {
-    #[expect(
-        deprecated,
-        reason = "the other one is unsafe; this descriptor is open as long as what it is taken from"
-    )]
+    #[expect(deprecated, reason = "the other constructor is unsafe; the clone keeps this descriptor open")]
     let fd = AsyncFd::with_interest(completions.clone(), Interest::READABLE).map_err(TransferError::lost)?;
     let mut some = Vec::new();
     loop {
         let mut ready = fd.readable().await.map_err(TransferError::lost)?;
         while completions.take_word().map_err(TransferError::rdma)? {}
         ready.clear_ready();
-        // In this order: what comes after the arming brings a word, and what came before is taken now.
+        // Arming comes first: later completions then notify the descriptor, and earlier ones are taken now.
         completions.arm().map_err(TransferError::rdma)?;
         while completions.take(&mut some).map_err(TransferError::rdma)? > 0 {
             some.drain(..).try_for_each(&mut take)?;

@@ -1,6 +1,6 @@
-//! Shared-memory streams: the first byte of a stream comes with the files that the sender shows.
+//! Shared-memory streams: the first byte of a stream carries the file descriptors of the sender's memory.
 //!
-//! These are none, its stage, or its stage and the pages of each of its ranks.
+//! A stream carries no files, or the stage, or the stage and the pages of each rank.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -20,19 +20,19 @@ use crate::error::TransferError;
 
 /// The first byte of each stream.
 const GREETING: [u8; 1] = *b"B";
-/// What the receiver has not read yet of one stream: the words of a few frames.
+/// The send buffer of a stream: room for a few frames, because they carry no KV.
 ///
-/// So no sender is far ahead of its receiver. What it has digested is still in a cache when it is copied, and no stream has
-/// taken more frames than its receiver gets done while the others do theirs.
+/// So no sender is far ahead of its receiver. KV that was digested is still in a cache when it is copied, and frames
+/// are spread over the streams as their receivers finish them.
 const UNREAD_BYTES_MAX: usize = 4096;
-/// Connects, and shows `files`.
+/// Connects, and passes `files` to the receiver.
 pub(super) async fn connect(path: &str, files: &[BorrowedFd<'_>]) -> io::Result<Stream> {
     let stream = UnixStream::connect(path).await?;
     rustix::net::sockopt::set_socket_send_buffer_size(&stream, UNREAD_BYTES_MAX)?;
     greeted_by(stream, &GREETING, files).await
 }
 
-/// Where streams come in.
+/// Accepts the streams of this wire.
 #[derive(Debug)]
 pub(super) struct ShmAcceptor {
     pub(super) listener: UnixListener,
@@ -50,7 +50,7 @@ impl StreamAcceptor for ShmAcceptor {
 async fn greeted(stream: UnixStream, world: World) -> Result<Incoming, TransferError> {
     let (greeting, files) = received(&stream).await.map_err(TransferError::lost)?;
     if greeting != GREETING {
-        return Err(FrameError::Unexpected("another greeting").into());
+        return Err(FrameError::Unexpected("a greeting of another wire").into());
     }
     let mut stream = Stream::other(stream);
     link::admit(&world, &mut stream).await.map_err(TransferError::lost)?;

@@ -1,4 +1,5 @@
-//! Hot path. One frame whose KV lies in the sender's memory: copied from there into the landing's pages, and verified on its way.
+//! Hot path. Copies the KV of one frame from the sender's memory into the landing's pages, and verifies it during the
+//! copy.
 
 use kernels::{OutsidePeer, Parts, PeerMemory, Stores};
 use kv_cache::KvMemory;
@@ -14,21 +15,21 @@ use crate::lanes::LaneSpan;
 use crate::metrics::wanted_bytes;
 use crate::runs::Runs;
 
-/// A landing of up to this many bytes stays in the caches until it is read.
+/// A landing of up to this many bytes stays in the CPU caches until it is read.
 const CACHED_MAX: u64 = 8 << 20;
 
-/// The pieces of a memory that the sender shows, in which a frame's KV lies.
+/// The pieces of a sender's shared memory that hold a frame's KV.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shown<'a> {
     pub(super) memory: &'a PeerMemory,
     pub(super) pieces: &'a [Piece],
 }
 
-/// Copies a span's KV. Returns the pages that did not pass, and are to be sent again.
+/// Copies a span's KV. Returns the pages that failed verification, which must be sent again.
 ///
-/// The copy is this side's own doing, under the landing's lock: once the landing has ended, no copy into it begins, and
-/// whether the sender still lives does not matter. What the sender does to its pages in the meantime shows in the
-/// digests, which are made of the bytes that are stored, as they pass.
+/// This process copies, under the landing's lock. So no copy begins after the landing has ended, and it does not
+/// matter whether the sender is still alive. If the sender changes its pages meanwhile, the digests differ, because
+/// they are computed from the copied bytes.
 pub(super) fn copy_span(
     landing: &OpenLanding,
     span: &LaneSpan,
@@ -38,7 +39,7 @@ pub(super) fn copy_span(
     let claim = landing.claim(span, digests.len())?;
     let runs = landing.runs(span);
     if runs.bytes() != from.pieces.iter().map(|piece| piece.bytes as usize).sum::<usize>() {
-        return Err(FrameError::Body("the pieces are not as long as their span").into());
+        return Err(FrameError::Body("the pieces do not have the length of their span").into());
     }
     if claim == Claim::Skip {
         return Ok(Vec::new());
@@ -62,7 +63,7 @@ pub(super) fn copy_span(
     .all(span)
 }
 
-/// One page's heads: K and V of each are a part.
+/// The heads of one page. K and V of each head are one part each.
 #[derive(Clone, Copy, Debug)]
 struct Page {
     parts: Parts,
@@ -84,11 +85,11 @@ struct Copying<'a, P> {
     from: &'a PeerMemory,
     runs: Runs,
     pieces: Pieces<'a>,
-    /// Those that are still to come. None where nothing is verified.
+    /// The pages that are not yet started; none if nothing is verified.
     pages: P,
-    /// What is missing of the one that is being copied.
+    /// The rest of the page that is being copied.
     page: Option<Page>,
-    /// Bytes that are in place of its next part.
+    /// Bytes of its next part that are in place.
     in_part: usize,
     stores: Stores,
     checker: Checker<'a>,
@@ -105,7 +106,7 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
                 Some(copied) => copied?,
             }
         }
-        // A landing that has just failed has nothing to ask for.
+        // A landing that has just failed requests nothing again.
         let wrong = self.checker.wrong;
         Ok(self.landing.arrived(span, self.offset, &wrong).map(|()| wrong).unwrap_or_default())
     }
@@ -139,7 +140,7 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
         Ok(())
     }
 
-    /// What is to be copied next, if it is to be hashed.
+    /// The rest of the page to copy next; `None` if pages are not verified.
     fn page(&mut self) -> Option<Page> {
         if self.page.is_none_or(|page| page.n == 0) {
             self.page = self.pages.next();
@@ -151,7 +152,7 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
         self.from.copy(offset, into).map_err(outside)
     }
 
-    /// Whole parts.
+    /// Copies and hashes whole parts.
     fn copy_hashed(&mut self, page: Page, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let n = into.len() / page.parts.bytes;
         let each = &mut |hash| self.checker.hashed(Some(hash));
@@ -160,7 +161,7 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
         Ok(())
     }
 
-    /// Pieces of parts, which no sender of ours cuts: their page is hashed where it lies.
+    /// Copies pieces of parts. Our senders do not cut parts, so this is rare; the page is hashed after the copy.
     fn copy_pieces(&mut self, page: Page, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         self.copy(offset, into)?;
         let bytes = self.in_part + into.len();
@@ -173,5 +174,5 @@ impl<P: Iterator<Item = Page>> Copying<'_, P> {
 }
 
 fn outside(_: OutsidePeer) -> TransferError {
-    FrameError::Body("a piece lies outside what is shown").into()
+    FrameError::Body("a piece lies outside of the shared memory").into()
 }

@@ -1,13 +1,13 @@
-//! KV between two processes of one machine: the receiver copies it out of the sender's own pages.
+//! KV between two processes of one machine: the receiver copies it from the sender's pages.
 //!
-//! A [link](super::link) over Unix sockets, on which frames say where their KV lies instead of bringing it. The sender
-//! shows the receiver the memory of its pages, to read and not to write, and the receiver copies from page to page: one
-//! copy, made by the owner of its target. So no process writes another's pages, proof of quiet is in the receiver's own
-//! hands, and a sender that is stopped or killed in the middle of it can do no harm: see
+//! A [link](super::link) over Unix sockets, whose frames name the place of their KV and do not carry it. The sender
+//! shares the memory of its pages with the receiver, read-only, and the receiver copies from page to page. There is
+//! one copy, made by the owner of its target. So no process writes another's pages, the receiver can prove by itself
+//! that the wire is quiet, and a sender that stops or dies during a copy does no harm: see
 //! `docs/decisions/0007-shared-memory-is-read.md`.
 //!
-//! Suggested reading order: how two processes find each other (`accept`), what the sender shows and how it points at it
-//! (`send`), KV that must be copied to be shown (`stage`), what the receiver sees (`receive`) and how it copies (`copy`).
+//! Suggested reading order: connecting two processes (`accept`), the sender (`send`), KV that must be copied to be
+//! shared (`stage`), the receiver (`receive`) and its copies (`copy`).
 
 mod accept;
 mod copy;
@@ -39,21 +39,21 @@ pub(super) const WIRE: WireKind = WireKind {
     auto: Auto::IfItWorks,
 };
 
-/// Where the sockets are: a folder that all processes see that may share memory. Nothing else is put there.
+/// The folder of the sockets. All processes that may share memory see it. Nothing else is put there.
 pub const FOLDER: &str = "/dev/shm";
 
-/// So much larger than other wires' are frames that only point at their KV: what they cost is a few words and wake-ups,
-/// and the KV of a few still stays in a core's cache from digest to copy.
+/// The factor by which frames are larger than on other wires. A frame carries no KV, so its cost is a short message
+/// and a wake-up. The KV of a few such frames still stays in a core's cache from digest to copy.
 const FRAMES_LARGER: usize = 2;
 
 /// Listens in [`FOLDER`].
 pub async fn listen(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     let in_place = parts.memory.has_files();
-    info!(in_place, "kv transfer by shared memory");
+    info!(in_place, "shm connector listens");
     over(parts, Box::new(ShmSendPath::in_place))
 }
 
-/// The same, but for senders whose KV others cannot see, for whatever reason: all of it goes through a stage.
+/// Like [`listen`], but all KV goes through a stage, as it does if the sender's pages cannot be shared.
 pub async fn listen_staged(parts: ConnectorParts) -> Result<Arc<LinkConnector>, TransferError> {
     over(parts, Box::new(ShmSendPath::staged))
 }

@@ -1,4 +1,4 @@
-//! Hot path. What the receiver sees of a sender: its stage, and its ranks' pages if they can be seen.
+//! Hot path. The receiver's view of a sender: its stage, and its ranks' pages if they are shared.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) struct ShmPath {
 }
 
 impl ShmPath {
-    /// The files that came with a greeting: none on all streams of a link but the first.
+    /// Maps the files of a greeting. All streams of a link but the first carry none.
     pub(super) fn of(files: Vec<OwnedFd>) -> Result<Option<Self>, TransferError> {
         let mut mapped = Vec::new();
         for file in files {
@@ -49,7 +49,7 @@ impl KvPath for ShmPath {
             _ => return Err(wrong_place()),
         };
         let Some(landing) = landing else { return Ok(Receipt::dropped()) };
-        let memory = memory.ok_or(FrameError::Unexpected("KV in pages that are not shown"))?;
+        let memory = memory.ok_or(FrameError::Unexpected("KV in pages that are not shared"))?;
         let from = Shown { memory, pieces: &pieces };
         copy_span(&landing, &span, &digests.here()?, from).map(Receipt::Done)
     }

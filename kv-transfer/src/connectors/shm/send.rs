@@ -1,4 +1,4 @@
-//! Hot path. What a sender shows a receiver: where its KV lies.
+//! Hot path. The sender: shares its memory with the receiver, and sends the place of each frame's KV.
 
 use std::io;
 use std::sync::Arc;
@@ -27,18 +27,18 @@ use crate::runs::Runs;
 pub(super) struct ShmSendPath {
     world: World,
     memory: KvMemory,
-    /// Whether the receiver sees the pages themselves.
+    /// Whether the receiver can read the pages themselves.
     in_place: bool,
     stage: Stage,
 }
 
 impl ShmSendPath {
-    /// Shows the pages, where the system lets others see them.
+    /// Shares the pages if the system lets other processes map them.
     pub(super) fn in_place(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
         Self::showing(parts, parts.memory.has_files())
     }
 
-    /// Shows nothing but copies, as a node on a GPU must.
+    /// Shares copies only, as a node on a GPU must.
     pub(super) fn staged(parts: &ConnectorParts) -> Result<Arc<dyn KvSendPath>, TransferError> {
         Self::showing(parts, false)
     }
@@ -53,7 +53,7 @@ impl ShmSendPath {
 
 #[async_trait]
 impl KvSendPath for ShmSendPath {
-    /// The first stream brings the files.
+    /// The first stream carries the files.
     async fn connect(&self, endpoint: &str, stream: u16) -> io::Result<Stream> {
         let n_shown = if self.in_place { self.memory.n_ranks() } else { 0 };
         let pages = (0..n_shown).filter_map(|tp_rank| self.memory.rank(tp_rank).file());
@@ -86,7 +86,7 @@ impl KvSendPath for ShmSendPath {
     }
 }
 
-/// One frame that is about to point at its KV.
+/// One frame that is about to be sent.
 struct Pointing<'a> {
     shown: &'a ShmSendPath,
     parts: &'a ConnectorParts,
@@ -128,7 +128,7 @@ impl Pointing<'_> {
             FaultKind::Delay(by) => tokio::time::sleep(by).await,
             FaultKind::Duplicate => writer.write(&self.frame().await?).await?,
             FaultKind::WrongDigest => corrupt_first(&mut self.digests),
-            // The sender's own pages stay whole: what is spoilt is a copy.
+            // The sender's own pages stay intact: the fault changes a copy.
             FaultKind::FlipBit(bit) => {
                 return writer.write(&self.staged(|copy| flip(copy, bit)).await?).await;
             }

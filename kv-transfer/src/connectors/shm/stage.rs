@@ -1,7 +1,7 @@
-//! A few slots that the receiver sees: for KV that must be copied to be shown.
+//! A few shared slots, for KV that must be copied to be shared.
 //!
-//! That is KV on a GPU, or in memory that the system would not make shareable. Such KV costs one copy more. The slots
-//! belong to one link and are free again when the receiver says so.
+//! This is KV on a GPU, or in memory that the system cannot share. It costs one additional copy. The slots belong to
+//! one link. A slot is free again when the receiver reports that it has copied it.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use kernels::{HostMemory, MemoryError, PageMut, RegionShape};
 
 use crate::connectors::link::frame::FrameError;
 
-/// Slots of one link: enough that copying in and copying out overlap on every stream.
+/// Slots of one link: enough that copies in and copies out overlap on every stream.
 const N_SLOTS: u16 = 16;
 
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// Memory is taken as slots are first used.
+    /// A slot takes memory when it is first used.
     pub(super) fn new(slot_bytes: usize) -> Result<Self, MemoryError> {
         let memory = HostMemory::shared(&[RegionShape { page_bytes: slot_bytes, n_pages: N_SLOTS.into() }])?;
         let (freed, free) = async_channel::bounded(N_SLOTS.into());
@@ -52,11 +52,11 @@ impl Stage {
         self.memory.file_offset(0, slot.into()) as u64
     }
 
-    /// The receiver has copied what was in it.
+    /// The receiver has copied the slot.
     pub(super) fn taken(&self, slot: u16) -> Result<(), FrameError> {
         let lent = self.lent.get(usize::from(slot));
         if !lent.is_some_and(|lent| lent.swap(false, Ordering::Relaxed)) {
-            return Err(FrameError::Unexpected("a slot that was not lent"));
+            return Err(FrameError::Unexpected("a slot that is not in use"));
         }
         self.freed.try_send(slot).expect("a slot is free once");
         Ok(())

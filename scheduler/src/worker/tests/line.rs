@@ -1,4 +1,4 @@
-//! The order in which KV room is given: to requests for room, beside sequences of the worker's own.
+//! The order in which requests for room and the worker's own sequences get KV room.
 
 use chassis::counted::Counter;
 use kv_cache::BlockLease;
@@ -180,7 +180,7 @@ struct One {
     priority: i8,
     /// The turn before which it comes.
     at: usize,
-    /// For how many turns it holds its room.
+    /// The number of turns for which it holds its room.
     holds: usize,
 }
 
@@ -199,7 +199,7 @@ fn grants(ones: &[One]) -> Vec<usize> {
     let mut answers: Vec<Option<Answer>> = ones.iter().map(|_| None).collect();
     let mut held: Vec<(usize, GrantedRoom)> = Vec::new();
     let mut granted_at = vec![usize::MAX; ones.len()];
-    // Every request is served alone in the worst case.
+    // In the worst case every request is served alone.
     for turn in 0..20 + 8 * ones.len() {
         held.retain(|(until, _)| *until > turn);
         for (one, answer) in ones.iter().zip(&mut answers).filter(|(one, _)| one.at == turn) {
@@ -222,7 +222,8 @@ fn grants(ones: &[One]) -> Vec<usize> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every request gets its room, and none before an earlier one of at least its priority, whatever their sizes are.
+    /// Every request gets its room, and none before an earlier request of at least its priority, whatever their sizes
+    /// are.
     #[test]
     fn no_request_is_overtaken_by_a_later_one(mut ones in proptest::collection::vec(one(), 1..16)) {
         ones.sort_by_key(|one| one.at);

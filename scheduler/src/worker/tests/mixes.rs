@@ -1,4 +1,4 @@
-//! Whatever else runs beside it: a sequence's tokens are those that it has alone, and all blocks come back.
+//! In any mix of sequences, each produces the same tokens as alone, and all blocks come back.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex};
@@ -26,7 +26,7 @@ struct Node {
 /// One sequence of a case.
 #[derive(Clone, Debug)]
 struct One {
-    /// Prompts of one family begin alike.
+    /// Prompts of one family have a common prefix.
     family: u8,
     n_tokens: usize,
     max_tokens: u32,
@@ -37,7 +37,7 @@ struct One {
     at: usize,
     /// The number of turns after which it is cancelled.
     cancelled_after: Option<usize>,
-    /// From when to when, in turns after its submission, its sink is full.
+    /// The range of turns after its submission in which its sink is full.
     full: Option<(usize, usize)>,
 }
 
@@ -45,7 +45,7 @@ struct One {
 enum Origin {
     Fresh,
     Arrived,
-    /// One step wanted; the sink keeps the KV for `keeps` turns.
+    /// One step is wanted; the sink keeps the KV for `keeps` turns.
     Outbox {
         keeps: usize,
     },
@@ -121,7 +121,7 @@ impl<'a> Case<'a> {
         Self { rig: Rig::new(node.n_blocks, settings), ones, running: ones.iter().map(|_| None).collect() }
     }
 
-    /// More turns than any sink is full, any lease kept or anything submitted later; then until it rests.
+    /// Runs more turns than any sink is full or any lease is kept, and until the worker is idle.
     fn run(mut self) {
         for turn in 0..80 {
             self.play(turn);
@@ -140,7 +140,7 @@ impl<'a> Case<'a> {
         self.rig.assert_at_baseline();
     }
 
-    /// What happens before this turn.
+    /// Applies the changes that come before this turn.
     fn play(&mut self, turn: usize) {
         for (one, running) in self.ones.iter().zip(&mut self.running) {
             if one.at == turn {
@@ -178,7 +178,7 @@ fn prompt_of(one: &One) -> Prompt {
     prompt
 }
 
-/// Hands it in, if there is room for what it brings.
+/// Submits it, if there is room for its arrived KV.
 fn submit(rig: &mut Rig, one: &One) -> Option<Running> {
     let prompt = prompt_of(one);
     let source = match one.origin {
@@ -209,7 +209,7 @@ fn check(one: &One, running: &Running) {
     check_spans(one, recorded, running.is_cancelled);
 }
 
-/// An outbox hears of every block once, in order.
+/// An outbox receives every block once, in order.
 fn check_spans(one: &One, recorded: &Recorded, is_cancelled: bool) {
     let record = recorded.get();
     let mut next = 0;
@@ -234,7 +234,7 @@ fn expected_of(one: &One) -> Vec<TokenId> {
     }
 }
 
-/// Cases repeat each other's prompts, and running one alone takes most of the time.
+/// Cached, because cases repeat each other's prompts, and running one alone takes most of the time.
 fn alone_once(one: &One) -> Arc<[TokenId]> {
     type Key = (u8, usize, u32, Option<u64>);
     static KNOWN: LazyLock<Mutex<HashMap<Key, Arc<[TokenId]>>>> = LazyLock::new(Mutex::default);
