@@ -1,6 +1,6 @@
-//! `docs/configuration.md` is made from the code: the settings with their doc comments, and the defaults themselves.
+//! The test makes `docs/configuration.md` from the code: the settings with their doc comments, and the defaults.
 //!
-//! `UPDATE_DOCS=1 cargo test -p baton-tests --test configuration` writes the page again.
+//! `UPDATE_DOCS=1 cargo test -p baton-tests --test configuration` writes the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use chassis::config::parse;
 use chassis::error::Origin;
 use serde_json::Value;
 
-/// Where settings are declared.
+/// The files that declare settings.
 const SOURCES: &[&str] = &[
     "node/src/config.rs",
     "router/src/config.rs",
@@ -169,7 +169,7 @@ fn of_node() -> Structs {
     declared(&[SOURCES[0], SOURCES[5], SOURCES[2], SOURCES[4], SOURCES[6]])
 }
 
-/// What a pool node has in common with other nodes is declared there.
+/// Settings that pool nodes share with other nodes are declared there.
 fn of_pool() -> Structs {
     declared(&[SOURCES[0], SOURCES[5], SOURCES[3], SOURCES[2], SOURCES[4], SOURCES[6]])
 }
@@ -215,7 +215,7 @@ fn few_settings_are_outside_expert() {
     }
 }
 
-/// The settings that the page names are those that a process reads, none more and none less.
+/// The page names exactly the settings that a process reads.
 #[test]
 fn every_setting_is_on_the_page() {
     fn leaves(name: &str, value: &Value, found: &mut BTreeSet<String>) {

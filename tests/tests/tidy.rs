@@ -52,7 +52,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
 /// Crates in which `unsafe` may stand, each block with its reason.
 const MAY_BE_UNSAFE: &[&str] = &["kernels"];
 
-/// Folders in the root: a reader takes them in at one look.
+/// The most folders in the root.
 const FOLDERS_MAX: usize = 22;
 
 fn root() -> PathBuf {
@@ -70,7 +70,7 @@ fn members() -> Vec<String> {
     members.iter().map(|member| member.as_str().expect("a name").to_owned()).collect()
 }
 
-/// All files of ours with one of these endings.
+/// All files of the tree with one of these endings.
 fn files(endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![root()];
@@ -277,7 +277,7 @@ fn the_protocol_page_knows_the_protocol() {
     );
 }
 
-/// What stands between backticks and looks like a path of this tree.
+/// Texts between backticks that look like a path of this tree.
 fn paths_in(page: &str) -> BTreeSet<String> {
     let looks_like_a_path = |word: &&str| {
         word.contains('/') && word.ends_with(".rs") && !word.contains([' ', '*', '{', '<', '…'])
@@ -340,7 +340,7 @@ fn every_decision_has_a_number_of_its_own() {
     assert_eq!(numbers, expected);
 }
 
-/// Functions, and what a test's macro makes into functions: `name => What,`.
+/// Functions, and tests that a macro makes: `name => What,`.
 fn named_in(text: &str) -> Vec<String> {
     let functions = text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next());
     let made = text.lines().filter_map(|line| line.trim().strip_suffix(',')?.split_once(" => "));
@@ -378,7 +378,7 @@ fn proofs_are_found_in_the_last_column() {
     assert_eq!(proofs_in("| `not_this` | `a_test`, `a/path_of.rs`, `b_2` |\n`nor_this`"), ["a_test", "b_2"]);
 }
 
-/// Why `./test.sh` does not run the test that begins at `line` of a file, if it does not.
+/// The reason why `./test.sh` does not run the test that begins at `line` of a file, if it does not.
 fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String> {
     let is_attribute = |text: &&&str| text.trim_start().starts_with(['#', '/']);
     let above = lines[..line].iter().rev().take_while(is_attribute);
@@ -402,7 +402,7 @@ fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String
 #[test]
 fn every_test_named_as_a_proof_is_run() {
     let script = read("test.sh");
-    // The verbs that run tests by default: lints enable features too, and `long` is not run by CI.
+    // The commands that run tests by default. Lints enable features too, and CI does not run `long`.
     let (_, tests) = script.split_once("run_test()").expect("it tests");
     let (script, _) = tests.split_once("run_long()").expect("`long` follows");
     let mut kept: BTreeMap<String, Option<String>> = BTreeMap::new();
@@ -411,7 +411,7 @@ fn every_test_named_as_a_proof_is_run() {
         for (nth, line) in lines.iter().enumerate() {
             for name in named_in(line) {
                 let reason = kept_from_running(&lines, nth, script);
-                // One definition of the name that is run is enough.
+                // It is enough if one definition of the name is run.
                 kept.entry(name)
                     .and_modify(|known| *known = known.take().and(reason.clone()))
                     .or_insert(reason);
