@@ -1,6 +1,31 @@
 //! Every record of a run in a few bytes: numbers as varints, deflated, as base64 inside the report.
 //!
-//! `docs/measurements/README.md` has the order of numbers, with Python code that reads it.
+//! The `outcome` is 0 for finished, 1 for cancelled, and 2 or more for a failure. Python code that reads the records:
+//!
+//! ```python
+//! import base64, json, zlib
+//!
+//! def records(path):
+//!     samples = json.load(open(path))["samples"]
+//!     data = zlib.decompress(base64.b64decode(samples["data"]), -15)
+//!     at = 0
+//!     def number():
+//!         nonlocal at
+//!         value = shift = 0
+//!         while True:
+//!             byte = data[at]; at += 1
+//!             value |= (byte & 127) << shift; shift += 7
+//!             if byte < 128: return value
+//!     names = ("index session turn slice intended_us lag_us sent_us prompt_tokens cached_tokens wanted_tokens "
+//!              "usage_tokens_plus_1 counted_by first_text_us_plus_1 end_us outcome").split()
+//!     for _ in range(samples["n_requests"]):
+//!         record = {name: number() for name in names}
+//!         if record["outcome"] >= 2: record["error"] = samples["errors"][number()]
+//!         record["chunks"], time = [], 0
+//!         for _ in range(number()):
+//!             time += number(); record["chunks"].append((time, number()))   # microseconds since intended, tokens
+//!         yield record
+//! ```
 
 use std::io::{Read, Write};
 
