@@ -109,7 +109,7 @@ fn configurations() {
     run("config", entries::config);
 }
 
-// === the words that are right ===
+// === valid inputs ===
 
 fn layout() -> KvLayout {
     KvLayout::uniform(4, KvDtype::F32, 2, 1, 2)

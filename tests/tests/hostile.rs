@@ -56,7 +56,7 @@ async fn intrude(addr: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     heard
 }
 
-// === what strangers say ===
+// === inputs ===
 
 fn http_giants() -> Vec<Vec<u8>> {
     let long_path = format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "a".repeat(2 << 20));
@@ -129,7 +129,7 @@ fn kv_words(link: u64) -> Vec<Vec<u8>> {
     vec![giant, half, twice, flipped, open(link + 4)]
 }
 
-// === what it costs ===
+// === the cost ===
 
 /// Memory and log lines of the processes before the attack.
 struct Before {

@@ -162,7 +162,7 @@ async fn a_cancel_storm(fleet: &Fleet) {
     client.ask(&Ask::new(vec![9; 100], 3)).await.expect("a probe is served");
 }
 
-// === nodes that die, and nodes that stand still ===
+// === killed and stopped nodes ===
 
 /// Longer than the allowed silence.
 async fn a_node_stands_still(fleet: &Fleet, name: &str) {

@@ -76,7 +76,7 @@ impl Pool {
                 self.computed.pop_front();
             }
             let before = self.computed[0];
-            // A node that is gone takes its seconds with it. PromQL's `rate` ignores such a decrease too.
+            // The sum decreases when a node is gone. PromQL's `rate` ignores such a decrease too.
             let computed = (now.1 - before.1).max(0.0);
             let took = (now.0 - before.0).as_secs_f64().max(PERIOD.as_secs_f64());
             [sum("queued_tokens", "") / QUEUED_TOKENS, computed / took / BUSY]

@@ -35,7 +35,7 @@ fn the_code_names_every_decision() {
 }
 
 #[test]
-fn every_measurement_links_its_data() {
+fn a_measurement_is_one_table_with_its_data() {
     let is_page = |path: &PathBuf| {
         path.extension().is_some_and(|ending| ending == "md") && !path.ends_with("README.md")
     };
@@ -43,7 +43,10 @@ fn every_measurement_links_its_data() {
     let pages: Vec<PathBuf> = folder.flatten().map(|entry| entry.path()).filter(is_page).collect();
     assert!(pages.len() > 10, "{pages:?}");
     for page in pages {
-        assert!(read(&page).contains(".json)"), "{}: no JSON with its numbers", page.display());
+        let text = read(&page);
+        assert!(text.contains(".json)"), "{}: no JSON with its numbers", page.display());
+        let n_tables = text.lines().filter(|line| line.starts_with("|---")).count();
+        assert_eq!(n_tables, 1, "{}: tables", page.display());
     }
 }
 
