@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs everything that CI runs: format, lints, docs, all tests.
-# As root on Debian or Ubuntu it installs what is missing; otherwise it names the packages and stops.
+# Installs the requirements of the tests and runs all that CI runs: format, lints, docs, tests.
+# It installs missing packages if it is root on Debian or Ubuntu; otherwise it names them and stops.
 # Usage: ./test.sh [fmt|lint|doc|test|rdma ...]   (all of them by default)
 #        ./test.sh long                           (soaks, fuzzing, many seeds: about an hour, not run by CI)
 set -euo pipefail
@@ -8,13 +8,13 @@ cd "$(dirname "$0")"
 
 say() { printf '\n== %s\n' "$*" >&2; }
 
-# package=command pairs; a package is missing when its command is.
+# package=command pairs. A package is missing if its command is.
 need_packages() {
     local missing=()
     command -v cc >/dev/null || missing+=(build-essential)
     command -v python3 >/dev/null || missing+=(python3)
     command -v curl >/dev/null || missing+=(curl)
-    # Hosts of their own, for the tests of networks.
+    # Network namespaces, for the network tests.
     command -v ip >/dev/null || missing+=(iproute2)
     python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
     [ ${#missing[@]} -eq 0 ] && return
@@ -33,8 +33,7 @@ need_rust() {
     exit 1
 }
 
-# In an environment of their own: the official client that users will point at the endpoint, and the schemas of the
-# Kubernetes API.
+# A virtual environment with the official client and the schemas of the Kubernetes API.
 need_python_packages() {
     export TEST_PYTHON="$PWD/.cache/python/bin/python"
     "$TEST_PYTHON" -c 'import openai, kubernetes_validate, jsonschema, yaml' 2>/dev/null && return
@@ -43,7 +42,8 @@ need_python_packages() {
     "$TEST_PYTHON" -m pip install --quiet --disable-pip-version-check -r tests/python/requirements.txt
 }
 
-# Helm as a library, for machines without helm. Its Python wants a newer Python than many have; the library does not.
+# Helm as a library, for machines without helm. The package requires a newer Python than many have; the library does
+# not.
 need_helm() {
     command -v helm >/dev/null || [ -d .cache/helm/helm_sdkpy ] && return
     say "installing helm"
@@ -51,7 +51,7 @@ need_helm() {
         --only-binary=:all: --ignore-requires-python helm-sdkpy==0.1.32
 }
 
-# NVIDIA's runtime compiler: it needs no GPU, so every kernel is compiled here for every card.
+# NVIDIA's runtime compiler. It needs no GPU, so every kernel is compiled for every supported GPU.
 need_nvrtc() {
     local found=(.cache/nvrtc/lib/python3*/site-packages/nvidia/cu13/lib/libnvrtc.so.13)
     if [ ! -e "${found[0]}" ]; then
@@ -87,18 +87,19 @@ run_test() {
     cargo build --quiet --package baton
     export TEST_EXECUTABLE="${CARGO_TARGET_DIR:-$PWD/target}/debug/baton"
     if cargo nextest --version >/dev/null 2>&1; then
-        # With the mutations (tests/tests/mutations.rs): in the same build, because the tests' features make it another
-        # than the executable's anyway.
+        # With the mutations (tests/tests/mutations.rs). They share one build with the tests, whose features differ
+        # from the executable's.
         cargo nextest run --workspace --features baton-tests/mutations --no-fail-fast
     else
-        # Whole clusters need the machine for themselves, one after the other.
+        # Tests of whole clusters run alone, one after the other.
         cargo test --workspace --exclude baton-tests --no-fail-fast
         cargo test --package baton-tests --features baton-tests/mutations --no-fail-fast -- --test-threads=1
     fi
     cargo test --workspace --doc --quiet
 }
 
-# The rdma connector by itself and between whole nodes, over Soft-RoCE in VMs. What it is made of is Debian's: elsewhere, say so and go on.
+# Tests the rdma connector alone and between whole nodes, over Soft-RoCE in VMs. It needs Debian's packages; elsewhere
+# it is skipped with a message.
 run_rdma() {
     say rdma
     if ! command -v apt-get >/dev/null || [ "$(uname -m)" != x86_64 ]; then
@@ -106,12 +107,12 @@ run_rdma() {
         echo "(linux-image-amd64, qemu-system-x86, busybox-static, ibverbs-providers, iproute2): tests/rdma-vm/README.md" >&2
         return
     fi
-    # An executable that has it left out must still build.
+    # The executable must also build without it.
     cargo check --quiet --package baton --no-default-features
     tests/rdma-vm/run.sh
 }
 
-# What takes longer than a test may: docs/failures.md. Each part has a length of its own, and any failure ends the run.
+# Long tests: docs/failures.md. Each part has a fixed length, and any failure ends the run.
 run_long() {
     say "long: etcd away for a minute"
     need_python_packages

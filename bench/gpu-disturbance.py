@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""How much longer a GPU takes for a prompt while the KV of it leaves over cuda-ipc, by the GPU's own events.
+"""Measures how much longer a GPU takes for a prompt while its KV leaves over cuda-ipc, by the GPU's own events.
 
 Usage: bench/gpu-disturbance.py BATON OUT.json [PROMPTS]     two GPUs, CUDA's libraries on the loader's path, no packages
 
-Clusters on the same first GPU are asked in turns, one prompt at a time: a prefill node that sends to a decode node on the
-second GPU, and a node that does both and sends nothing. What is compared is the time from the first layer's KV to the last's,
-pair by pair: the first layer has nothing to send yet, and what comes after the last layer is not the prompt's.
-MULTIPROCESSORS="16 64" compares senders with these values of expert.transfer.gpu_multiprocessors; 0, the default, is the connector's.
+Clusters on the same first GPU get prompts in turns, one at a time: a prefill node that sends to a decode node on the
+second GPU, and a node that does both and sends nothing. The times from the first layer's KV to the last layer's KV are
+compared pair by pair, because the first layer has nothing to send yet, and other work follows the last layer.
+MULTIPROCESSORS="16 64" compares senders with these values of expert.transfer.gpu_multiprocessors; 0 is the default.
 """
 import json, os, random, re, statistics, subprocess, sys, tempfile, time, urllib.request
 
 BATON, OUT, PROMPTS = sys.argv[1], sys.argv[2], int((sys.argv[3:] or [24])[0])
 SHAPE, TOKENS = os.environ.get("SHAPE", "bench/shapes/llama-3.1-8b"), int(os.environ.get("TOKENS", 8192))
-REST = 0.5  # between prompts: a card that has just computed is slowed down by its limit of power
+REST = 0.5  # seconds between prompts: after work a GPU is slowed down by its power limit
 LOGS = tempfile.mkdtemp(prefix="gpu-disturbance-")
 SENDERS = os.environ.get("MULTIPROCESSORS", "0").split()
 KEEPS = "keeps"
@@ -70,12 +70,12 @@ def ask(port, seed):
 
 
 def prompts(log):
-    """From the first layer's KV to the last's, of each step that was a whole prompt."""
+    """The time from the first layer's KV to the last layer's, for each step that was a whole prompt."""
     spans = []
     for line in open(f"{LOGS}/{log}.log", errors="replace"):
         found = re.search(r'"layers_ms":"\[(.*?)\]"', line)
         layers = [float(number) for number in found.group(1).split(",")] if found and found.group(1) else []
-        if layers and layers[-1] > 20:  # milliseconds: decode steps and short chunks are none
+        if layers and layers[-1] > 20:  # milliseconds: leaves out decode steps and short chunks
             spans.append(layers[-1] - layers[0])
     return spans
 
@@ -102,7 +102,7 @@ def main():
     finally:
         for process in processes:
             process.kill(), process.wait()
-    # The first ones make graphs, links and connections.
+    # The first ones create graphs, links and connections.
     keeps = prompts(f"{KEEPS}-both")[2:]
     senders = [compared(name, prompts(f"{name}-prefill")[2:], keeps) for name in SENDERS]
     with open(OUT, "w") as out:

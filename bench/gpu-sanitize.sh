@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# compute-sanitizer over every kernel, on a machine with a GPU: memcheck (accesses out of bounds) and racecheck (shared memory
-# that two threads touch in no order). The checks are gpu_check's, of the small sizes: each access costs a hundredfold.
-# Usage: bench/gpu-sanitize.sh OUT [EXAMPLES]     a log for each tool and part goes to OUT; the folder of gpu_check and gpu_wire
-# TOOLS and PARTS choose; `ranks` and `wire` need two GPUs, `many_rows` one of Hopper's kind. PATIENCE is what one of them may
-# take, in seconds. All parts of a tool run at once.
+# Runs compute-sanitizer over every kernel, on a machine with a GPU: memcheck (accesses out of bounds) and racecheck
+# (races in shared memory). The checks are those of gpu_check with small sizes, because each access takes a hundred
+# times as long.
+# Usage: bench/gpu-sanitize.sh OUT [EXAMPLES]     a log for each tool and part goes to OUT; EXAMPLES has gpu_check and
+# gpu_wire
+# TOOLS and PARTS choose; `ranks` and `wire` need two GPUs, `many_rows` a Hopper GPU. PATIENCE is the longest time of
+# one part in seconds. All parts of a tool run at once.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 examples=${2:-target/release/examples}
@@ -17,7 +19,7 @@ words_of() {
         *) words=("$examples/gpu_check" --measure no --small yes --cache "$out/cache" --only "$1") ;;
     esac
 }
-# Compiled once, and right without the tool: what it finds is then the kernels' own.
+# Compiled once, and correct without the tool: findings then come from the kernels.
 for part in $parts; do
     words_of "$part"
     timeout "${PATIENCE:-120}" "${words[@]}" >"$out/plain-$part.log" 2>&1 ||

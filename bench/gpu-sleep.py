@@ -1,28 +1,28 @@
 #!/usr/bin/env python3
-"""GPUs that sleep and wake, with real processes: KV over cuda-ipc before and after, and two nodes that share one GPU.
+"""Tests sleep and wake of GPUs with real processes: KV over cuda-ipc before and after, and two nodes that share one GPU.
 
 Usage: bench/gpu-sleep.py BATON OUT.json     two GPUs, CUDA's libraries on the loader's path, no packages
 
-First a prefill and a decode node on a GPU each: both sleep and wake in turn, what nvidia-smi counts goes down and comes
-back, and the same prompts get the same tokens over the same wire. Then two nodes that each take most of one GPU: the
-second comes while the first sleeps, the first cannot be woken beside it and says the sum, and takes its turn when the
-second sleeps. All nodes are deterministic: a cached prompt is computed in other shapes than a new one.
+First a prefill and a decode node have one GPU each. Both sleep and wake in turn, the memory in nvidia-smi goes down and
+up, and the same prompts get the same tokens over the same connector. Then two nodes each use most of one GPU: the second
+starts while the first sleeps, the first cannot wake beside it and reports the sizes, and wakes when the second sleeps.
+All nodes are deterministic, because a cached prompt is computed in other shapes than a new one.
 """
 import json, os, random, signal, subprocess, sys, tempfile, time, urllib.error, urllib.request
 
 BATON, OUT = sys.argv[1], sys.argv[2]
 SHAPE = os.environ.get("SHAPE", "bench/shapes/llama-3.2-1b")
 KV = os.environ.get("KV", "20GiB")
-MOST = os.environ.get("MOST", "90GiB")  # of one GPU, more than half
+MOST = os.environ.get("MOST", "90GiB")  # more than half of one GPU
 ROUTER, LOGS = "http://127.0.0.1:8000", tempfile.mkdtemp(prefix="gpu-sleep-")
 WITHIN, READY_WITHIN = 60, 120
-# Every token must be the same, whatever is cached by then.
+# Every token must be the same, whatever is cached.
 NODE = {"BATON_EXPERT__MODEL__LOAD_FORMAT": "dummy", "BATON_MODEL__DETERMINISTIC": "true"}
 report = {"command": " ".join(sys.argv), "shape": SHAPE, "checks": {}, "naps": [], "used_mib": []}
 
 
 def call(url, body=None, method=None):
-    """Status and JSON."""
+    """Sends a request; returns status and JSON."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
     try:
@@ -38,7 +38,7 @@ def check(name, holds, what=None):
 
 
 def used():
-    """MiB of each GPU, by anyone."""
+    """Used MiB of each GPU, by all processes."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     mib = [int(line) for line in subprocess.run(query, capture_output=True, text=True).stdout.split()]
     report["used_mib"].append(mib)
@@ -90,10 +90,10 @@ def stop(process):
 
 
 def nap(node, admin, gpu):
-    """Sleeps and wakes by the command line."""
+    """Lets a node sleep and wake by the command line."""
     before = used()
     asleep = baton("sleep", node)
-    time.sleep(1)  # the peer lets go of what it has mapped
+    time.sleep(1)  # the peer releases its mappings
     while_asleep = used()
     awake = baton("wake", f"http://{admin}")
     report["naps"].append({"node": node, "sleep": asleep, "wake": awake,
@@ -104,7 +104,7 @@ def nap(node, admin, gpu):
 
 
 def in_turn():
-    """A prefill and a decode node."""
+    """Tests a prefill and a decode node."""
     up = start("up", ["up", "--model", SHAPE, "--device", "cuda:0,cuda:1", "--kv-memory", KV, "--connector", "cuda-ipc"], **NODE)
     until("the cluster", lambda: all(n["state"] == "ready" for n in nodes().values()) and len(nodes()) == 2)
     expected = [ask(seed) for seed in range(6)]
@@ -121,7 +121,7 @@ def in_turn():
 
 
 def sharing():
-    """Two nodes that take most of one GPU each."""
+    """Tests two nodes that each use most of one GPU."""
     router = start("router", ["router"])
     node = lambda name: start(name, ["both"], BATON_NODE__ID=name, BATON_MODEL__PATH=SHAPE, BATON_MODEL__DEVICE="cuda:0",
                               BATON_MODEL__KV_MEMORY=MOST, BATON_TRANSFER__CONNECTORS='["tcp"]', **NODE)

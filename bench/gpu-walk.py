@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The walk between two GPUs, with real processes: equal tokens, cancelled requests, a node killed, stopped, and back.
+"""Tests requests between two GPUs with real processes: equal tokens, cancelled requests, killed and stopped nodes.
 
 Usage: bench/gpu-walk.py BATON OUT.json [CONNECTOR...]     two GPUs, CUDA's libraries on the loader's path, no packages
 
-Each connector gets a fresh prefill node on the first GPU and a fresh decode node on the second. Requests whose tokens are
-compared go one at a time, so that both sides compute in the same shapes; their prompts are never seen twice. What is
-compared with is one node on the first GPU that does both.
-Streams that a dead node cuts are computed on in other shapes: there a token may differ where the reference's lead between
-its two best is under NEAR, and what follows it is another text. With EXACT=1 all nodes are
-deterministic, and every token of every stream must be the reference's.
-TP="2 1" gives prefill nodes two GPUs and decode nodes one, from the ones of DEVICES="cuda:0 cuda:2" on; the reference is
-computed as decode nodes compute. Where the two numbers differ, sums do, too, and all tokens are compared as those of cut streams.
-NODES='{"BATON_MODEL__KV_DTYPE": "fp8"}' is what all nodes are told beyond that.
+Each connector gets a new prefill node on the first GPU and a new decode node on the second. Compared requests run one at
+a time, so that both sides compute in the same shapes, and their prompts are new. The reference is one node on the first
+GPU that does both.
+Streams of a dead node continue in other shapes. There a token may differ if the reference's lead between its two best is
+under NEAR, and another text follows. With EXACT=1 all nodes are deterministic, and every token must equal the reference.
+TP="2 1" gives prefill nodes two GPUs and decode nodes one, beginning with those of DEVICES="cuda:0 cuda:2". The reference
+has the ranks of decode nodes. If the two numbers differ, sums differ too, and all tokens are compared like those of
+continued streams.
+NODES='{"BATON_MODEL__KV_DTYPE": "fp8"}' adds settings for all nodes.
 """
 import json, os, random, signal, subprocess, sys, tempfile, threading, time, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ VOCABULARY = int(os.environ.get("VOCABULARY", 100_000))
 WITHIN, READY_WITHIN = 30, 150
 EXACT = bool(os.environ.get("EXACT"))
 NEAR, LONG = 0.0 if EXACT else 0.3, 600
-BROKEN = ["cuda-ipc", "nccl"]  # those whose nodes are also killed and stopped
+BROKEN = ["cuda-ipc", "nccl"]  # connectors whose nodes are also killed and stopped
 
 
 def fetch(path, body=None, timeout=WITHIN, **headers):
@@ -46,7 +46,7 @@ def model():
 
 
 def ask(seed, tokens=48, timeout=WITHIN):
-    """The tokens, or the word under which it failed."""
+    """The tokens, or the code of the error."""
     deadline = {"x-baton-timeout-ms": str(int(timeout * 1000))}
     try:
         body = {"model": model(), "prompt": prompt(seed), "max_tokens": tokens, "temperature": 0,
@@ -59,7 +59,7 @@ def ask(seed, tokens=48, timeout=WITHIN):
 
 
 def ask_with_leads(seed, tokens=LONG):
-    """The tokens, and by how much each of them was better than the next best."""
+    """The tokens, and the lead of each over the next best one."""
     body = {"model": model(), "prompt": prompt(seed), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, "logprobs": 2}
     choice = json.loads(fetch("/v1/completions", body))["choices"][0]
@@ -68,7 +68,7 @@ def ask_with_leads(seed, tokens=LONG):
 
 
 def agree(reference, seen):
-    """Whether two answers are one, or part where the reference's lead is small and sums may differ."""
+    """Whether two answers are equal, or first differ where the reference's lead is small."""
     wanted, leads = reference
     if isinstance(seen, str) or len(seen) != len(wanted):
         return False
@@ -140,7 +140,7 @@ class Cluster:
 
 
 def disturbed(cluster, seeds, disturb):
-    """Sixteen requests, and something that happens among them: how each of them ended."""
+    """Runs sixteen requests and a fault among them; returns how each ended."""
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(ask, seed, 200, 20) for seed in seeds]
         time.sleep(0.3)
@@ -155,7 +155,7 @@ def disturbed(cluster, seeds, disturb):
 
 
 def cut(connector, long):
-    """Two nodes of each kind, sixteen streams; one decode node dies, then one prefill node, while all of them run."""
+    """Two nodes of each kind and sixteen streams: one decode node dies, then one prefill node, while all streams run."""
     cluster = Cluster([("prefill-0", DEVICES[0]), ("decode-0", DEVICES[1]), ("prefill-1", DEVICES[0]), ("decode-1", DEVICES[1])], connector)
     try:
         with ThreadPoolExecutor(16) as pool:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Draws one request's way through the cluster, every moment named, from the logs of its processes on one machine.
+"""Draws the stages of one request from the logs of a cluster on one machine.
 
 The processes run with BATON_LOG__FORMAT=json BATON_LOG__LEVEL=warn,walk=trace, which writes a line for each mark of the
-walk; GPUs tell when they had each layer by their own events.
+walk. The times of layers come from events of the GPUs.
 
 Usage: bench/timeline.py OUT.svg LOG…              the request with the median hand-over gap
        bench/timeline.py OUT.svg --request ID LOG…
 
-In a cluster with a pool, KV goes to a pool node first. What that node says is not joined with the request: its marks are
-those of the same time, and those of other requests of that time are among them.
+In a cluster with a pool, KV goes to a pool node first. That node's marks do not name the request: all of its marks from
+the same time are drawn, also those of other requests.
 """
 import ast
 import json
@@ -36,7 +36,7 @@ POOL_MARKS = {"pages in place": "layers {layers} came", "layers to the wire": "l
 
 
 class Request:
-    """The marks of one request, by process and message; what of it lies elsewhere is found by its transfer."""
+    """The marks of one request, by process and message. Marks without its id are found by its transfer."""
 
     def __init__(self, name, all_marks):
         self.name = name
@@ -69,7 +69,7 @@ def layers_of(mark):
 
 
 def bars(request, all_marks):
-    """(row, from, to, kind, what): milliseconds since the request was accepted."""
+    """(row, from, to, kind, label), with milliseconds since the request was accepted."""
     zero = request.at("router", "accepted")
     at = lambda *what: request.at(*what) - zero
     first, second = at("router", "step returned", 0), at("router", "step returned", 1)
@@ -111,7 +111,7 @@ def bars(request, all_marks):
             yield 6, when - 0.25, when, "kv", f"layers {mark['layers']} computed"
         if mark["message"] == "step collected" and mark["process"] == "decode" and begun - 5 <= when <= second + 20:
             yield 3, when - mark["took_us"] / 1e3, when, "step", f"{mark['n_running']} sequences, {mark['took_us'] / 1e3:.2f} ms"
-        # The card tells when it had each layer; the host, when the step that ended with the first token was collected.
+        # The GPU reports the time of each layer. The host reports when it collected the step with the first token.
         if mark["message"] == "layers on the card" and mark["process"] == "prefill" and begun < when <= sampled + 5:
             layers = ast.literal_eval(mark["layers_ms"])
             start = when - layers[-1]

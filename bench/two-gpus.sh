@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill and one
-# decode node over each connector, two colocated nodes, and how much prompts disturb those who are being served.
+# Makes the table of docs/measurements/two-gpus.md, on a machine with two GPUs, from a built executable: one prefill
+# and one decode node over each connector, two colocated nodes, and the effect of prompts on running streams.
 # Usage: bench/two-gpus.sh OUT [BATON]       reports go to OUT, one JSON file each
-# PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "four" wants four GPUs, and in
-# DATA the Mooncake conversation trace: two prefill and two decode nodes against four colocated ones.
+# PARTS chooses: "ipc picture seeds colocated disturbance kills nccl tcp shm" by default. "four" needs four GPUs and
+# the Mooncake conversation trace in DATA: two prefill and two decode nodes against four colocated ones.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 baton=${2:-target/release/baton}
@@ -15,7 +15,7 @@ url=http://127.0.0.1:8000
 mkdir -p "$out"
 
 export BATON_EXPERT__MODEL__LOAD_FORMAT=dummy BATON_MODEL__KV_MEMORY=${KV_MEMORY:-40GiB}
-# A prompt is one step on a prefill node; nothing waits behind it there. What queues, queues in the node.
+# A prompt is one step on a prefill node. Waiting prompts queue in the node.
 export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192} BATON_EXPERT__SCHEDULER__QUEUE_MS_MAX=60000
 export BATON_LOG__LEVEL=${LEVEL:-warn}
 
@@ -28,11 +28,12 @@ node() { # ROLE DEVICE PORT [VARIABLE=VALUE…]
     pids+=($!)
 }
 
-# A router and the nodes that were named before; the first start on a card takes as long as it takes to measure products.
+# Starts a router beside the nodes started before. The first start on a GPU takes longer, because products are
+# measured.
 serve() { # NODES [VARIABLE=VALUE…]
     local n_nodes=$1
     shift
-    # What is said to nodes in the environment is nothing that a router knows.
+    # The variables for nodes are no settings of a router.
     env -i PATH="$PATH" HOME="${HOME:-/tmp}" BATON_LOG__LEVEL="$BATON_LOG__LEVEL" BATON_ROUTER__WAIT_MS=120000 "$@" \
         "$baton" router >>"$out/router.log" 2>&1 &
     pids+=($!)
@@ -59,7 +60,7 @@ bench() { # NAME ARGUMENT…
         >"$out/$name.txt" 2>&1
     local code=$?
     echo "== $name: $code" && tail -n 24 "$out/$name.txt"
-    # 3 is a report that says why it is not to be trusted.
+    # Exit code 3: the report explains why it is not valid.
     [ $code -eq 0 ] || [ $code -eq 3 ]
 }
 
@@ -79,7 +80,7 @@ pair() { # CONNECTOR
     serve 2
 }
 
-# 32 streams that decode all the time; then the same while a prompt comes every 400 ms and wants eight tokens.
+# 32 streams decode all the time, without and with a prompt of eight output tokens every 400 ms.
 disturbance() {
     local steady=(--concurrency 32 --requests 32 --input-tokens 1024 --output-tokens 2200)
     bench steady "${steady[@]}"
@@ -89,7 +90,7 @@ disturbance() {
     wait $!
 }
 
-# One request of the 3 req/s run, every moment named. Its nodes log each mark of the walk, so it is a run of its own.
+# Draws one request of the 3 req/s run. The nodes log each mark of the walk, so it is a separate run.
 picture() {
     local logs=(BATON_LOG__FORMAT=json BATON_LOG__LEVEL=warn,walk=trace)
     node prefill "${devices[0]}" picture 'BATON_TRANSFER__CONNECTORS=["cuda-ipc"]' "${logs[@]}"
@@ -99,7 +100,8 @@ picture() {
     bench/timeline.py "$out/one-request.svg" "$out/router.log" "$out"/*-picture.log
 }
 
-# Four GPUs: prefill and decode apart, and all four doing both, on a window of a recorded conversation trace.
+# Four GPUs: separate prefill and decode nodes, and four nodes that do both, on a window of a recorded conversation
+# trace.
 four() {
     local slow load
     devices=(${DEVICES:-cuda:0 cuda:1 cuda:2 cuda:3})
@@ -125,7 +127,7 @@ four() {
     done
 }
 
-# The same rate at other arrival times.
+# The same rate with other arrival times.
 seeds() { # RATE
     for seed in 2 3 4 5 6; do
         SEED=$seed bench "ipc-${1}rps-seed$seed" --rate "$1" --requests 60 --input-tokens "$prompt" \
@@ -155,7 +157,7 @@ for part in $parts; do
         tcp) pair tcp && rates tcp 3 ;;
         shm) pair shm && rates shm 3 ;;
         colocated)
-            # Prompts in chunks, as a node must that also decodes.
+            # Prompts in chunks, because the node also decodes.
             export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${COLOCATED_STEP_TOKENS:-2048}
             node both "${devices[0]}" 0 && node both "${devices[1]}" 1 && serve 2 && rates colocated $rates
             export BATON_EXPERT__SCHEDULER__STEP_TOKENS_MAX=${STEP_TOKENS:-8192}

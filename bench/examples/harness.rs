@@ -1,4 +1,4 @@
-//! `baton bench` as a program of its own, for work on the harness alone.
+//! `baton bench` as a separate program, for work on the harness alone.
 
 use std::process::ExitCode;
 

@@ -1,7 +1,7 @@
-//! Whether a difference is more than noise: intervals by resampling the measured units many times.
+//! Bootstrap intervals: resampling shows whether a difference is more than noise.
 //!
-//! The unit is what was independent: a request when two runs are compared, a pair of slices when two targets were
-//! measured interleaved. The gaps of one request stay together, since they share its fate.
+//! The unit is independent: a request when two runs are compared, a pair of slices when two targets were measured
+//! interleaved. The gaps of one request stay together, because they depend on each other.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ const BIN_LOW_MS: f64 = 1e-3;
 const N_BINS: usize = 4800;
 const INFINITE_BIN: usize = N_BINS - 1;
 
-/// What is compared of two sets of samples.
+/// The statistic to compare of two sets of samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Statistic {
     Mean,
@@ -28,7 +28,7 @@ pub enum Statistic {
 /// One side's samples, unit by unit.
 pub type Units = Vec<Vec<f64>>;
 
-/// One statistic of two sides, and how sure the ratio is.
+/// One statistic of two sides, with the interval of its ratio.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Contrast {
     pub name: String,
@@ -66,7 +66,7 @@ impl Contrast {
 pub enum Resampling {
     /// Each side by itself.
     Independent,
-    /// Unit `n` of both sides together: what disturbed one disturbed the other.
+    /// Unit `n` of both sides together, because the same disturbance may affect both.
     Paired,
 }
 

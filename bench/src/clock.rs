@@ -1,4 +1,4 @@
-//! Time as load needs it: a timer that fires within microseconds, and the date for a report.
+//! A timer that fires within microseconds, and the date for reports.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ impl PreciseTimer {
         Ok(Self { fd })
     }
 
-    /// Waits until `at`; returns at once when it has passed. Cancel-safe: the next call arms the timer anew.
+    /// Waits until `at`; returns at once if it has passed. Cancel-safe: the next call arms the timer again.
     pub async fn until(&mut self, at: Instant) {
         loop {
             let left = at.saturating_duration_since(Instant::now());
@@ -54,7 +54,7 @@ fn timespec(span: Duration) -> Timespec {
     Timespec { tv_sec: span.as_secs() as i64, tv_nsec: i64::from(span.subsec_nanos()) }
 }
 
-/// The date of now in UTC, as reports carry it: `2026-03-01T12:00:00Z`.
+/// The current date in UTC as in reports: `2026-03-01T12:00:00Z`.
 #[allow(
     clippy::disallowed_methods,
     reason = "a report's date is the one thing here that is not a measurement"

@@ -1,4 +1,4 @@
-//! What can go wrong before, between and after requests. A request that fails is not an error: it is a record.
+//! Errors before, between and after requests. A failed request is not an error but a record.
 
 use std::path::PathBuf;
 
@@ -40,7 +40,7 @@ impl BenchError {
         Self::Target { url: url.into(), reason: reason.to_string() }
     }
 
-    /// The whole chain in one line, as the command prints it.
+    /// The whole chain of causes in one line.
     pub fn in_full(&self) -> String {
         let mut text = self.to_string();
         let mut cause = std::error::Error::source(self);

@@ -1,8 +1,8 @@
-//! Load and truth: measures what an OpenAI-compatible server does to those who wait for its tokens.
+//! Measures latencies and throughput of OpenAI-compatible servers as their clients see them.
 //!
-//! Suggested reading order: what is seen ([`record`]) and what it means ([`metrics`]); what is sent ([`workload`]), by
-//! whom ([`client`]) and when ([`load`]); then [`report`], and [`command`] for what is typed. [`puppet`] is a server
-//! with programmed delays, against which all of it is held.
+//! Suggested reading order: the events of a request ([`record`]) and their [`metrics`]; the [`workload`], the
+//! [`client`] and the [`load`] loop; then [`report`], and [`command`] for the command line. [`puppet`] is a server
+//! with programmed delays, against which the harness is tested.
 #![forbid(unsafe_code)]
 
 pub mod record;

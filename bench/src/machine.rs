@@ -1,12 +1,11 @@
-//! Where a number was measured: without this it is not a number.
+//! The machine of a measurement. A number without it cannot be repeated.
 
 use std::path::Path;
 use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-/// The machine on which the harness ran. What the *server* ran on is for its own configuration to say, unless it is the
-/// same machine.
+/// The machine of the harness. The server may be on another one, which its own configuration describes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     pub cpu: String,
@@ -14,7 +13,7 @@ pub struct Machine {
     pub memory_gib: u64,
     pub gpus: Vec<String>,
     pub kernel: String,
-    /// The frequency governor of the first core, where there is one: a number at `powersave` is another number.
+    /// The frequency governor of the first core, if there is one: `powersave` changes the numbers.
     pub governor: Option<String>,
 }
 
@@ -31,7 +30,7 @@ impl Machine {
     }
 }
 
-/// The commit of the folder in which the command was typed, with `+` when files differ from it.
+/// The commit of the current folder, with `+` if files differ from it.
 pub fn commit() -> Option<String> {
     let hash = git(&["rev-parse", "--short=12", "HEAD"])?;
     let is_changed =
@@ -61,7 +60,7 @@ fn memory_gib() -> u64 {
     kib.unwrap_or(0) >> 20
 }
 
-/// From the driver's own pages, so that no library is needed.
+/// From the driver's files in /proc, without a library.
 fn gpus() -> Vec<String> {
     let cards = std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
     let mut names: Vec<_> =

@@ -1,4 +1,4 @@
-//! The bar: drawn by a thread of its own, so that a slow terminal costs the load nothing.
+//! The progress bar. It has its own thread, so that a slow terminal does not delay the load.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};

@@ -1,13 +1,13 @@
-//! Draws from a seed. Our own few lines and not a crate, because a seed written into a report must give the same
-//! run years later, and generators in crates change between versions.
+//! Random draws from a seed. The code is our own, because a seed in a report must give the same run years later, and
+//! generators in crates change between versions.
 
 /// A SplitMix64 generator: one word of state, good enough for load, and the same on every machine.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The stream named `stream` of `seed`: arrivals, lengths and contents draw from streams of their own,
-    /// so that changing one of them leaves the others as they were.
+    /// The stream named `stream` of `seed`. Arrivals, lengths and contents have streams of their own, so a change of
+    /// one leaves the others as they were.
     pub fn stream(seed: u64, stream: u64) -> Self {
         Self(mix(seed, stream))
     }
@@ -62,7 +62,7 @@ pub fn mix(seed: u64, value: u64) -> u64 {
 
 /// A random seed, for runs without `--seed`. It is written into the report.
 pub fn fresh_seed() -> u64 {
-    // Reports are read by tools whose numbers are doubles: stay where those are exact.
+    // Many tools read JSON numbers as doubles, so the seed stays in the range that they hold exactly.
     getrandom::u64().map_or(0x5eed, |word| word >> 16)
 }
 
@@ -110,7 +110,7 @@ mod tests {
         assert_ne!(draws(1, 2), draws(2, 2));
     }
 
-    /// The first words of seed 1 as they have always been: a report's seed must keep its meaning.
+    /// The first words of seed 1. They must never change, because reports have seeds.
     #[test]
     fn the_generator_never_changes() {
         let mut random = Random::stream(1, 0);

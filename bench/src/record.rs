@@ -1,54 +1,54 @@
-//! What was seen of one request: the events, as they came, and nothing computed from them.
+//! The recorded events of one request, without computed values.
 //!
-//! Every number in a report is a function of these records, and the records travel with the report,
-//! so a reader can compute any other number from them.
+//! Every number in a report is a function of these records. The report includes the records, so that a reader can
+//! compute other numbers.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// One request, from the moment at which it should have been sent.
+/// One request, from the time at which it should have been sent.
 ///
-/// All times but `intended_us` count from `intended_us`, so that waiting for the harness, for the connection and for
-/// the server are all part of what the user waits for.
+/// All times but `intended_us` count from `intended_us`, so waiting for the harness, for the connection and for the
+/// server is part of a user's wait.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RequestRecord {
     /// Position in the order of sending.
     pub index: u32,
-    /// Which conversation, and which turn of it.
+    /// The conversation, and the turn within it.
     pub session: u32,
     pub turn: u32,
     /// Which slice of an interleaved run; 0 in any other run.
     pub slice: u32,
-    /// When it should have been sent, since the run's start.
+    /// The intended send time, since the run's start.
     pub intended_us: u64,
-    /// When the harness began to send it: its own lag.
+    /// The time at which the harness began to send it: its own lag.
     pub lag_us: u32,
-    /// When the last byte of the request was handed to the kernel; the connection is part of it.
+    /// The time at which the last byte of the request was given to the kernel; it includes the connection.
     pub sent_us: u32,
     /// The server's count, or the planned number if the server sends none.
     pub prompt_tokens: u32,
     pub cached_tokens: u32,
     pub wanted_tokens: u32,
-    /// The server's own total, where it gave one.
+    /// The server's own total, if it sent one.
     pub usage_tokens: Option<u32>,
     pub counted_by: CountedBy,
     /// The first chunk whose text was not empty.
     pub first_text_us: Option<u32>,
     pub end_us: u32,
     pub outcome: Outcome,
-    /// Every chunk that carried a choice, empty ones included.
+    /// Every chunk with a choice, empty ones included.
     pub chunks: Vec<Chunk>,
 }
 
-/// One event of the stream and how many tokens it brought.
+/// One event of the stream with its number of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     pub at_us: u32,
     pub tokens: u32,
 }
 
-/// Where the number of tokens in a chunk comes from, best first.
+/// The source of the number of tokens in a chunk, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CountedBy {
@@ -56,9 +56,9 @@ pub enum CountedBy {
     TokenIds,
     /// The server sends its running total with every chunk.
     Usage,
-    /// Neither: a chunk with text counts as one token, and coalescing cannot be seen.
+    /// Neither: a chunk with text counts as one token. Several tokens in one chunk are not noticed.
     Chunks,
-    /// The server sends its total at the end only: it is spread evenly over the chunks with text.
+    /// The server sends its total only at the end. It is spread evenly over the chunks with text.
     Total,
 }
 
@@ -78,7 +78,7 @@ pub enum Outcome {
     Finished,
     /// Every one of its latencies is infinite.
     Failed(Failure),
-    /// Given up by the harness, as the workload asked. Chosen before it was sent, so leaving it out of the
+    /// Cancelled by the harness, as the workload asked. The choice is made before sending, so leaving it out of the
     /// latencies does not favour quick requests.
     Cancelled,
 }
@@ -95,14 +95,14 @@ pub enum FailureKind {
     Connect,
     /// A status other than 200.
     Status,
-    /// The stream ended, broke or turned to nonsense before its end.
+    /// The stream ended, broke or became invalid before its end.
     Broken,
     /// An error event inside the stream.
     ErrorEvent,
     /// Ended well, without a token.
     Empty,
     Timeout,
-    /// The harness itself could not: no descriptors or ports left. Makes the run invalid.
+    /// The harness ran out of descriptors or ports. This makes the run invalid.
     Harness,
 }
 
@@ -140,7 +140,7 @@ impl RequestRecord {
         }
     }
 
-    /// The chunks that brought tokens.
+    /// The chunks with tokens.
     pub fn deliveries(&self) -> impl Iterator<Item = Chunk> + '_ {
         self.chunks.iter().copied().filter(|chunk| chunk.tokens > 0)
     }
@@ -149,12 +149,12 @@ impl RequestRecord {
         self.chunks.iter().map(|chunk| chunk.tokens).sum()
     }
 
-    /// The server's total where there is one, else what was counted.
+    /// The server's total if there is one, else the counted tokens.
     pub fn output_tokens(&self) -> u32 {
         self.usage_tokens.unwrap_or_else(|| self.counted_tokens())
     }
 
-    /// When token number `ordinal` (from 0) was in the client's hands.
+    /// The time at which the client had token number `ordinal` (from 0).
     pub fn token_us(&self, ordinal: u32) -> Option<u32> {
         let mut seen = 0;
         for chunk in self.deliveries() {

@@ -1,23 +1,23 @@
-//! What faults cost: who was lost, and how long until users were served as before.
+//! The cost of faults: lost requests, and the time until service is as before.
 
 use crate::metrics::Objectives;
 use crate::record::RequestRecord;
 
-/// Users are served as before when attainment is back to this share of what it was.
+/// Service is as before when attainment is back to this share of its earlier value.
 const RECOVERED_SHARE: f64 = 0.95;
 /// Attainment is taken over stretches of this length.
 const STRETCH_US: u64 = 2_000_000;
 
-/// What one fault cost.
+/// The cost of one fault.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Requests under way when it was injected, that failed.
+    /// Requests that were running when it was injected, and failed.
     pub lost: usize,
     /// Seconds until attainment was back and stayed, up to the next fault; infinite when it was not.
     pub recovery_s: f64,
 }
 
-/// The cost of each fault, given when they were injected (ascending).
+/// The cost of each fault, from the times of injection (ascending).
 pub fn costs(records: &[RequestRecord], faults_us: &[u64], objectives: &Objectives) -> Vec<Cost> {
     let sent: Vec<_> = records.iter().filter(|record| !record.is_cancelled()).collect();
     let end_us = sent.iter().map(|record| record.intended_us + 1).max().unwrap_or(0);
@@ -37,9 +37,9 @@ fn lost(sent: &[&RequestRecord], at_us: u64) -> usize {
     sent.iter().filter(|record| under_way(record) && record.failure().is_some()).count()
 }
 
-/// From the fault to the last request that was not good in the last stretch that was worse than `wanted`. A stretch
-/// begins at each request, so that no grid decides what is seen. With less than a stretch left behind that request
-/// the end of the recovery is not known.
+/// From the fault to the last request that was not good in the last stretch with attainment below `wanted`. A stretch
+/// begins at each request, so no grid affects the result. If less than a stretch follows that request, the end of the
+/// recovery is not known.
 fn recovery(sent: &[&RequestRecord], at_us: u64, until_us: u64, wanted: f64, objectives: &Objectives) -> f64 {
     let starts =
         sent.iter().map(|record| record.intended_us).filter(|start| (at_us..until_us).contains(start));

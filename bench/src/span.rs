@@ -1,4 +1,4 @@
-//! Spans of time as they are typed and printed: `25ms`, `2s`, `1m`.
+//! Spans of time as users write and read them: `25ms`, `2s`, `1m`.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub fn parse_span(text: &str) -> Result<Duration, String> {
     if span > SPAN_MAX { Err(format!("`{text}` is longer than an hour")) } else { Ok(span) }
 }
 
-/// A number of milliseconds as a reader wants it: `0.43 ms`, `25.1 ms`, `2.30 s`, `never` for the infinite.
+/// Milliseconds for readers: `0.43 ms`, `25.1 ms`, `2.30 s`, `never` for the infinite.
 pub fn show_ms(ms: f64) -> String {
     match ms {
         ms if ms.is_nan() => "-".to_owned(),

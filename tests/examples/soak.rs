@@ -1,8 +1,8 @@
-//! Mixed load on real processes, and a fault every few seconds, for as long as is asked for.
+//! Mixed load on real processes, with a fault every few seconds, for a given time.
 //!
-//! `cargo run --release -p baton-tests --example soak -- [MINUTES]` (24 by default). Every answer is compared with what
-//! an undisturbed cluster answers; every request must end by its deadline with tokens or a typed error; at the end
-//! every block must be back, and memory must be what it was. It ends with 1 if anything of this is not so.
+//! `cargo run --release -p baton-tests --example soak -- [MINUTES]` (24 by default). Every answer is compared with
+//! that of an undisturbed cluster. Every request must end by its deadline with tokens or a typed error. At the end
+//! every block must be back, and memory must not have grown. Otherwise it ends with 1.
 #![allow(clippy::large_futures, reason = "one loop that is awaited once")]
 
 use std::collections::BTreeMap;
@@ -24,19 +24,19 @@ use tokio::time::{Instant, sleep, timeout};
 const MINUTES: u64 = 24;
 /// Clients at one time.
 const CLIENTS: usize = 12;
-/// What a request may take, and how much later it may end.
+/// The deadline of a request, and how much later it may end.
 const DEADLINE: Duration = Duration::from_secs(30);
 const LATE: Duration = Duration::from_secs(1);
-/// When memory is looked at first: caches are full by then.
+/// The time of the first memory sample: caches are full by then.
 const WARM: Duration = Duration::from_secs(240);
-/// How much more memory the processes that lived all the time may have than when they were warm.
+/// How much the memory of processes that were never restarted may grow after that.
 const GROWTH_MAX: f64 = 0.10;
 const GROWTH_SLACK_KIB: u64 = 8 << 10;
-/// Errors that a fault explains. A connection that just breaks is not among them.
+/// Errors that a fault explains. A broken connection is not among them.
 const TYPED: &[&str] =
     &["no_nodes", "deadline", "failed", "wire", "full", "queue", "draining", "overloaded", "landing"];
 
-/// What is asked, and what the answer is.
+/// A request and its expected answer.
 struct Known {
     ask: Ask,
     answer: Answer,
@@ -130,8 +130,8 @@ async fn ask(client: &Client, one: &Known, tally: &RequestCounts) {
 
 // === faults ===
 
-/// One fault on one node. The first of each kind is killed and restarted; the second only stopped, so that its memory
-/// can be watched all the time.
+/// One fault on one node. The first of each kind is killed and restarted. The second is only stopped, so that its
+/// memory can be measured all the time.
 async fn fault(fleet: &mut Fleet, chance: &mut Chance) -> String {
     let nth = chance.below(fleet.nodes.len() as u64) as usize;
     let pause = chance.millis(100..=7_000);
@@ -186,7 +186,7 @@ fn sizes(fleet: &Fleet) -> String {
     fleet.processes().into_iter().map(size).collect::<Vec<_>>().join(", ")
 }
 
-/// Memory of those who lived all the time is what it was when they were warm.
+/// The memory of processes that were never restarted has not grown.
 fn judge_memory(warm: &BTreeMap<String, u64>, now: &BTreeMap<String, u64>, tally: &RequestCounts) {
     for (name, before) in warm.iter().filter(|(name, _)| !name.ends_with("-0")) {
         let after = now[name];

@@ -1,11 +1,11 @@
-"""A bad cable: carries Ethernet frames between two interfaces with delay, loss and a rate, or in one direction only.
+"""A cable with faults: forwards Ethernet frames between two interfaces with delay, loss and a rate, or in one direction.
 
-It works in kernels without netem too. Offloads must be off at the sender (see `plain` below): a frame is then
-what would be on a wire, whole and with its checksums.
+It also works in kernels without netem. Offloads must be off at the sender (see `plain` below). Then a frame is complete,
+with its checksums, as on a real cable.
 
 Usage: cable.py carry NEAR FAR DELAY_MS LOSS BYTES_PER_SECOND SEED DIRECTION
        cable.py plain INTERFACE
-BYTES_PER_SECOND 0 is no limit; DIRECTION is both, or out: then nothing goes from FAR to NEAR.
+BYTES_PER_SECOND 0 is no limit. DIRECTION is both, or out: then no frame goes from FAR to NEAR.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import time
 
 ETH_P_ALL = 3
 PACKET_OUTGOING = 4
-# A switch's port holds so much, and drops what comes on top.
+# The capacity of a switch's port. Further frames are dropped.
 BACKLOG_MAX_S = 0.5
 
 SIOCETHTOOL = 0x8946
@@ -28,7 +28,7 @@ TX_CHECKSUMS, SEGMENTS, MERGED = 0x17, 0x1F, 0x24
 
 
 def plain(interface):
-    """Has the kernel do itself what it leaves to a network card: checksums, and cutting into frames."""
+    """Turns off the offloads of an interface: the kernel then computes checksums and cuts frames itself."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in (TX_CHECKSUMS, SEGMENTS, MERGED):
             value = ctypes.create_string_buffer(struct.pack("II", command, 0), 8)
@@ -36,7 +36,7 @@ def plain(interface):
 
 
 class Direction:
-    """Frames on their way from one end to the other."""
+    """Frames in transit in one direction."""
 
     def __init__(self, source, sink, delay_s, loss, rate, draw):
         self.source, self.sink = source, sink
@@ -44,7 +44,7 @@ class Direction:
         self.free_at = 0.0
 
     def due(self, frame, now):
-        """When the frame has arrived; None if it is lost."""
+        """The arrival time of a frame; None if it is lost."""
         if self.draw.random() < self.loss:
             return None
         start = max(now, self.free_at)
@@ -82,7 +82,7 @@ def carry(near, far, delay_ms, loss, rate, seed, direction):
             try:
                 sink.send(frame)
             except OSError as error:
-                # A port that is down, or full: the frame is lost, as it would be.
+                # The port is down or full: the frame is lost.
                 print(error, file=sys.stderr)
 
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs a command as in a container: on a host of its own (a network namespace), as an unprivileged user, in the
-# read-only root file system of an image, with no way to gain privileges.
+# read-only root file system of an image, without a way to get privileges.
 # Usage: enter.sh NAMESPACE ROOT COMMAND…
 set -eu
 namespace=$1 root=$2

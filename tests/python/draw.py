@@ -26,7 +26,7 @@ def sources():
 
 
 def comments(text):
-    """Comments of one file, with the number of their first line. Neighbouring comment lines are one comment."""
+    """Comments of one file, with the number of their first line. Adjacent comment lines are one comment."""
     block, first = [], 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         stripped = line.strip()

@@ -59,7 +59,7 @@ def sentence(crate):
 
 
 def graph():
-    """Each crate with the crates that it uses and that no other of them brings. `tests` uses all and is left out."""
+    """Each crate with the crates that it uses directly only. `tests` uses all crates and is left out."""
     crates = [crate for crate in members() if crate != "tests"]
     uses = {crate: dependencies(crate, crates) for crate in crates}
     table = allowed()
@@ -79,7 +79,7 @@ def graph():
 
 
 def levels(uses):
-    """How far a crate stands above the lowest one: each stands above all that it uses."""
+    """The row of a crate: above all crates that it uses."""
     found = {}
 
     def level(crate):
@@ -90,19 +90,19 @@ def levels(uses):
     for crate in uses:
         level(crate)
     users = {crate: [user for user in uses if crate in uses[user]] for crate in uses}
-    for crate in uses:  # a crate with nothing below it stands right below its users
+    for crate in uses:  # a crate that uses none stands right below its users
         if not uses[crate] and users[crate]:
             found[crate] = min(found[user] for user in users[crate]) - 1
     return found
 
 
-# Layers: boxes in rows, and a bend wherever an arrow passes a row.
+# Layers: boxes in rows, and a bend for each row that an arrow crosses.
 
 BOX, BEND, GAP, ROW, HEIGHT = 116, 10, 26, 92, 36
 
 
 def chains(uses, level):
-    """Rows of boxes and bends, and each arrow as the chain of what it passes."""
+    """Rows of boxes and bends, and each arrow as a chain through them."""
     rows = [sorted(crate for crate in uses if level[crate] == row) for row in range(max(level.values()) + 1)]
     arrows = []
     for user in sorted(uses):
@@ -126,7 +126,7 @@ def crossings(rows, arrows):
 
 
 def order(rows, arrows):
-    """Sorts each row by the middle of its neighbours, up and down, and keeps the order with the fewest crossings."""
+    """Sorts each row by the mean position of its neighbours, up and down, and keeps the order with the fewest crossings."""
     neighbours = {name: [] for row in rows for name in row}
     for arrow in arrows:
         for upper, lower in zip(arrow, arrow[1:]):
@@ -147,7 +147,7 @@ def width(name):
 
 
 def positions(rows, neighbours):
-    """The middle of each name: near the middle of its neighbours, and clear of the names beside it."""
+    """The position of each name: near the mean of its neighbours, without overlap."""
     at = {}
     for row in rows:
         edge = 0
@@ -178,7 +178,7 @@ def spread(row, wanted, at):
 
 
 def curve(points):
-    """A line through the points that passes every row upright."""
+    """A line through the points that crosses every row vertically."""
     path = f"M{points[0][0]},{points[0][1]}"
     for (x0, y0), (x1, y1) in zip(points, points[1:]):
         middle = (y0 + y1) / 2

@@ -1,4 +1,4 @@
-"""The official OpenAI client against a Baton endpoint, unmodified: what a user's program does.
+"""Uses the official OpenAI client, unmodified, with a Baton endpoint.
 
 Usage: openai_client.py http://127.0.0.1:8000/v1
 """

@@ -15,7 +15,7 @@ FIXTURES = Path(__file__).resolve().parents[2] / "router/src/text/template/fixtu
 
 
 class Generation(Extension):
-    """`{% generation %}`, which transformers adds: here only its body."""
+    """`{% generation %}`, an addition of transformers. Only its body is rendered."""
 
     tags = {"generation"}
 

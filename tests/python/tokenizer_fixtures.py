@@ -1,4 +1,4 @@
-"""Writes what Python's `tokenizers` makes of some texts, for router/src/text/tokenizer/tests.rs.
+"""Writes the results of Python's `tokenizers` for some texts, for router/src/text/tokenizer/tests.rs.
 
     pip install "tokenizers==0.23.*"
     python tests/python/tokenizer_fixtures.py
@@ -48,7 +48,7 @@ def write(name, tokenizer, specials):
 
 
 def llama_like():
-    """A tokenizer with the pipeline of Llama 2's, and of a size that can be kept."""
+    """A small tokenizer with the pipeline of Llama 2."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Boots the VM, runs one job in it, and ends with the job's status.
-# Usage: boot.sh CACHE JOB [SECONDS]   JOB: a folder that is laid over the VM's root; its /job/run is what is run.
-# Ends with 124 when the job takes too long, and with 125 when it is the VM that failed. The kernel's words: CACHE/serial-JOB.
+# Usage: boot.sh CACHE JOB [SECONDS]   JOB: a folder that is copied over the VM's root; its /job/run is started.
+# Exit code 124: the job took too long. 125: the VM failed. The kernel's log: CACHE/serial-JOB.
 set -euo pipefail
 
 cache=$1 job=$2 seconds=${3:-240}
@@ -20,7 +20,7 @@ host_lib=$cache/host/usr/lib/x86_64-linux-gnu
 export LD_LIBRARY_PATH=$host_lib:$cache/host/lib/x86_64-linux-gnu
 export QEMU_MODULE_DIR=$host_lib/qemu
 
-# The kernel unpacks archives in the order in which they follow each other.
+# The kernel unpacks archives in their order.
 pack() {
     local cpio=$cache/host/bin/cpio
     [ -x "$cpio" ] || cpio=$(command -v cpio)
@@ -28,7 +28,7 @@ pack() {
     (cd "$job" && find . | "$cpio" -o -H newc --quiet) >>"$work/initrd"
 }
 
-# Always emulated, even where there is /dev/kvm: some of those run none but their own kernels.
+# Always emulated, even with /dev/kvm: on some machines it only runs certain kernels.
 start() {
     local qemu=$cache/host/usr/bin/qemu-system-x86_64
     [ -x "$qemu" ] || qemu=$(command -v qemu-system-x86_64)
@@ -44,7 +44,7 @@ start() {
 
 booted() { grep -qa '^VM-BOOT' "$serial"; }
 
-# What the job says is shown while it says it.
+# Shows the job's output as it comes.
 wait_for_end() {
     local began=$SECONDS boot_seconds=60
     tail -c +1 -f "$work/out" --pid="$emulator" -s 0.2 2>/dev/null &
@@ -73,13 +73,13 @@ if [ -n "$late" ] && booted; then
     say "the job took more than $seconds seconds"
     exit 124
 fi
-# Both must say the same: a kernel that panics ends the emulator with 0.
+# Both must agree: a kernel that panics ends the emulator with 0.
 said=$(grep -a '^VM-EXIT' "$serial" | tail -1 | tr -dc 0-9 || true)
 case "$status:$said" in
     65:0) exit 0 ;;
     67:[1-9]*) grep -qa VM-BROKEN "$serial" || exit "$said" ;;
 esac
 say "the VM failed (emulator's status $status, said '$said'): $(cat "$work/errors")"
-# Where the kernel says what went wrong, it says so first, and then at length.
+# The kernel's error, if there is one, comes first, and then the whole log.
 grep -an -m 1 -A 80 'BUG: \|Oops: \|Kernel panic' "$serial" >&2 || tail -c 2000 "$serial" >&2
 exit 125

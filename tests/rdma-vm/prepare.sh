@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fetches what the VM is made of, and puts it together: an emulator, a kernel with Soft-RoCE, and a small root file system.
+# Fetches and assembles the parts of the VM: an emulator, a kernel with Soft-RoCE, and a small root file system.
 # Nothing is installed. Debian's packages are downloaded and unpacked into .cache/rdma-vm, once; root is not needed.
 # Usage: prepare.sh CACHE
 set -euo pipefail
@@ -9,10 +9,10 @@ cache=$1
 say() { printf 'rdma-vm: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# The emulator; what the root file system is made of and with. `-cloud-` kernels have no rdma_rxe.
+# The emulator, and the packages and tools of the root file system. `-cloud-` kernels have no rdma_rxe.
 programs=(qemu-system-x86 busybox-static cpio kmod libibverbs1 ibverbs-providers iproute2 xz-utils)
 
-# All packages that these need and this machine lacks, and these themselves: apt resolves, and installs nothing.
+# These packages, and their dependencies that this machine lacks. apt resolves them, and installs nothing.
 wanted() {
     apt-get -s install --no-install-recommends "${programs[@]}" | awk '$1 == "Inst" { print $2 }'
     printf '%s\n' "${programs[@]}"
@@ -52,7 +52,7 @@ unpack() {
     echo "$version" >"$cache/version"
 }
 
-# Unpacked here, and not by the guest: through its PVH note the plain ELF file boots five seconds faster.
+# Unpacked here instead of by the guest: the plain ELF file boots five seconds faster, by its PVH note.
 extract_kernel() {
     python3 - "$cache/kernel/boot/vmlinuz-$1" "$cache/vmlinux" <<'PYTHON'
 import lzma, struct, sys
@@ -76,12 +76,12 @@ find_file() {
     die "$1 is in none of the packages"
 }
 
-# Libraries that a program needs, of the unpacked packages or the machine's own.
+# The libraries that a program needs, from the unpacked packages or the machine.
 libraries_of() {
     LD_LIBRARY_PATH="$libs" ldd "$1" | grep -oE '/[^ ]+' || true
 }
 
-# Puts a program or library at its usual path, with all that it links to.
+# Puts a program or library at its usual path, with all its libraries.
 put() {
     local root=$1 path=$2 file library target
     file=$(find_file "$path")
@@ -93,7 +93,7 @@ put() {
     done
 }
 
-# In the order in which they must be loaded. rxe asks for "crc32" by a name that modprobe does not know of.
+# In loading order. rxe asks for "crc32", a name that modprobe does not know.
 modules() {
     local module tool
     tool=$(find_file /bin/kmod /usr/bin/kmod)
@@ -113,7 +113,7 @@ build_root() {
     while read -r module; do
         cp "$module" "$root/lib/modules/" && basename "$module" >>"$root/lib/modules/order"
     done <"$cache/modules"
-    # libibverbs loads its provider by itself, from these two places.
+    # libibverbs loads its provider from these two places.
     cp "$(find_file /etc/libibverbs.d/rxe.driver)" "$root/etc/libibverbs.d/"
     put "$root" "$lib/libibverbs.so.1"
     for module in "$cache/host$lib"/libibverbs/librxe-rdmav*.so "$lib"/libibverbs/librxe-rdmav*.so; do
@@ -137,5 +137,5 @@ mkdir -p "$cache"
 version=$(cat "$cache/version")
 [ -e "$cache/vmlinux" ] || extract_kernel "$version"
 build_root "$version"
-# What the root file system was made of does not take half a gigabyte from then on.
+# Marks the cache as made by these versions of the scripts.
 cat "$here/prepare.sh" "$here/init" >"$cache/built-by"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of the rdma connector in a VM that has RDMA devices, over Soft-RoCE. See README.md beside this file.
-# Usage: run.sh [NAME...]   these of the job's parts: verbs conformance walk; all of them where none is named
+# Runs the tests of the rdma connector in a VM with RDMA devices, over Soft-RoCE. See README.md beside this file.
+# Usage: run.sh [NAME...]   parts of the job: verbs conformance walk; all of them by default
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -11,7 +11,7 @@ parts=("$@")
 jobs=$(mktemp -d "${TMPDIR:-/tmp}/rdma-jobs.XXXXXX")
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$jobs"' EXIT
 
-# Puts a program into one of the VMs, without its debug information and with the libraries that it is linked to.
+# Puts a program into one of the VMs, without its debug information and with its libraries.
 put() {
     local job=$jobs/$1 library
     mkdir -p "$job/job"
@@ -21,7 +21,8 @@ put() {
     done
 }
 
-# The executable of an integration test. The whole workspace is built, so that the other tests' dependencies are used again.
+# The executable of an integration test. The whole workspace is built, so that its dependencies are shared with the
+# other tests.
 test_called() {
     cargo test --quiet --workspace --test "$1" --no-run --message-format=json \
         | grep -o '"executable":"[^"]*/'"$1"'-[^"]*"' | tail -1 | cut -d'"' -f4
@@ -36,7 +37,7 @@ if ! cat "$harness/prepare.sh" "$harness/init" | cmp -s - "$cache/built-by"; the
 fi
 flock -u 9
 
-# Two VMs, each on a core of its own: the wire by itself, and whole nodes.
+# Two VMs, each on its own core: one for the connector alone, one for whole nodes.
 for part in "${parts[@]}"; do
     vm=wire
     case $part in

@@ -1,4 +1,4 @@
-//! Prompts that tests use: many, unlike, and always the same.
+//! Prompts for tests: many different ones, always the same.
 
 /// `n` prompts of mixed lengths, the same for the same seed. Some share a beginning.
 pub fn prompts(seed: u64, n: usize, longest: usize) -> Vec<Vec<u32>> {

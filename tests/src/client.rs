@@ -1,4 +1,4 @@
-//! A client that sees every token: one connection per request, so that dropping it is a client that is gone.
+//! A client that sees every token. Each request has its own connection, so dropping it closes the connection.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,13 +15,13 @@ use tokio::task::JoinHandle;
 
 use crate::in_time;
 
-/// Talks to one endpoint.
+/// A client of one endpoint.
 #[derive(Clone, Debug)]
 pub struct Client {
     addr: SocketAddr,
 }
 
-/// What is asked for: a completion of token ids.
+/// A request: a completion of token ids.
 #[derive(Clone, Debug)]
 pub struct Ask {
     pub prompt: Vec<u32>,
@@ -30,7 +30,7 @@ pub struct Ask {
     pub extra: Value,
 }
 
-/// All tokens of an answer that has ended well.
+/// All tokens of a successful answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub tokens: Vec<u32>,
@@ -88,7 +88,7 @@ impl Client {
         Self { addr }
     }
 
-    /// A JSON page that must be there.
+    /// Fetches a JSON page that must exist.
     pub async fn get_json(&self, path: &str) -> Value {
         let (status, body) = self.get(path).await;
         assert_eq!(status, StatusCode::OK, "{path}: {body}");
@@ -103,14 +103,14 @@ impl Client {
         (status, String::from_utf8_lossy(&body).into_owned())
     }
 
-    /// What a counter on the metrics page has come to; 0 while it is not on it. `name` is with its labels.
+    /// The value of a counter on the metrics page; 0 while it is absent. `name` includes its labels.
     pub async fn counter(&self, name: &str) -> u64 {
         let page = self.get("/metrics").await.1;
         let of = |line: &str| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok();
         page.lines().find_map(of).unwrap_or(0)
     }
 
-    /// Bytes of KV that have arrived on a connector, as the router counts them.
+    /// Bytes of KV that have arrived over a connector, by the router's count.
     pub async fn kv_arrived(&self, connector: &str) -> u64 {
         self.counter(&format!("baton_router_kv_arrived_bytes_total{{connector=\"{connector}\"}}")).await
     }
@@ -136,11 +136,11 @@ impl Client {
         (status, headers, String::from_utf8_lossy(&body).into_owned())
     }
 
-    /// `n_askers` tasks send these requests in turn, over and over, while `happens` runs. Each answer must be as expected.
-    /// `happens` gets the number of requests asked so far.
+    /// `n_askers` tasks send these requests in turn, repeatedly, while `happens` runs. Each answer must equal the
+    /// expected one. `happens` gets the number of requests so far.
     ///
     /// # Panics
-    /// If an answer is another, or there is none.
+    /// If an answer differs, or there is none.
     pub async fn ask_while<T>(
         &self,
         n_askers: usize,
@@ -163,7 +163,7 @@ impl Client {
         tokio::join!(join_all((0..n_askers).map(|_| one())), happening).1
     }
 
-    /// Asks and waits for the whole answer, token by token.
+    /// Sends a request and waits for the whole answer, token by token.
     pub async fn ask(&self, ask: &Ask) -> Result<Answer, Failed> {
         in_time("an answer", async {
             let mut stream = self.stream(ask).await?;
@@ -176,7 +176,7 @@ impl Client {
         .await
     }
 
-    /// Asks, and returns with the stream's head. Dropping the stream is a client that is gone.
+    /// Sends a request, and returns with the stream's head. Dropping the stream closes the connection.
     pub async fn stream(&self, ask: &Ask) -> Result<Stream, Failed> {
         let mut request = Request::post("/v1/completions").header("host", "test");
         for (name, value) in &ask.headers {

@@ -1,11 +1,11 @@
-//! A real etcd, of a test's own: one process, or three that are one.
+//! A real etcd for one test: one process, or a cluster of three.
 
 use crate::free_addr;
 use std::process::{Child, Command, Stdio};
 
 use tempfile::TempDir;
 
-/// An etcd with a folder for each member that goes with it.
+/// An etcd with a folder for each member. Both end with the value.
 #[derive(Debug)]
 pub struct Etcd {
     members: Vec<Member>,
@@ -35,7 +35,7 @@ impl Etcd {
         etcd
     }
 
-    /// What a process of this cluster has as `registry.url`.
+    /// The `registry.url` of processes in this cluster.
     pub fn url(&self, cluster: &str) -> String {
         format!("etcd://{}/{cluster}", self.endpoints().join(","))
     }
@@ -45,7 +45,7 @@ impl Etcd {
         self.members.iter().map(|member| format!("127.0.0.1:{}", member.client)).collect()
     }
 
-    /// Kills all of it. Its data stay.
+    /// Kills all members. Their data stay.
     pub fn kill(&mut self) {
         (0..self.members.len()).for_each(|nth| self.kill_one(nth));
     }
@@ -54,13 +54,13 @@ impl Etcd {
         self.members[nth].kill();
     }
 
-    /// With the data that it had.
+    /// Starts again with the old data.
     pub fn restart(&mut self) {
         self.kill();
         (0..self.members.len()).for_each(|nth| self.spawn(nth));
     }
 
-    /// With none.
+    /// Starts again without data.
     pub fn restart_empty(&mut self) {
         self.kill();
         for member in &mut self.members {

@@ -1,10 +1,10 @@
-//! Where the programs are that the tests start.
+//! The paths of the programs that tests start.
 
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// `TEST_EXECUTABLE`, or else the one that cargo builds now.
+/// `TEST_EXECUTABLE`, or the executable that cargo builds now.
 pub fn baton() -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| std::env::var_os("TEST_EXECUTABLE").map_or_else(build, PathBuf::from)).clone()
@@ -23,7 +23,7 @@ fn build() -> PathBuf {
     test.parent().and_then(|deps| deps.parent()).expect("a test lies in target/<profile>/deps").join("baton")
 }
 
-/// The Python that `./test.sh` sets up: `TEST_PYTHON`, or else the one in the cache.
+/// The Python that `./test.sh` sets up: `TEST_PYTHON`, or the one in the cache.
 pub fn python() -> PathBuf {
     let cached = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.cache/python/bin/python");
     std::env::var_os("TEST_PYTHON").map_or_else(cached, PathBuf::from)

@@ -1,4 +1,4 @@
-//! A router with its registry, and nodes, each a process of its own whose every port is known: to be broken one by one.
+//! A router with its registry, and nodes. Each is a process with known ports, so that a test can stop them one by one.
 
 use std::net::SocketAddr;
 
@@ -9,7 +9,7 @@ use crate::client::Client;
 use crate::process::Process;
 use crate::{eventually, free_addr, in_time};
 
-/// A mock whose steps take time, so that there is always a stream in the middle.
+/// A mock whose steps take time, so that there are always unfinished streams.
 pub const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/paced.toml");
 
 /// Variables of a process's environment.
@@ -38,7 +38,7 @@ pub struct FleetNode {
 }
 
 impl Fleet {
-    /// Starts the given number of nodes of each kind for `model`. Returns once all of them are usable.
+    /// Starts the given number of nodes of each kind for `model`. Returns when all of them are usable.
     pub async fn start(model: &str, n_prefill: usize, n_decode: usize) -> Self {
         Self::start_with(model, n_prefill, n_decode, Vec::new()).await
     }
@@ -108,7 +108,7 @@ impl Fleet {
         Client::new(self.http)
     }
 
-    /// Waits until every node is usable, in the life that it is in.
+    /// Waits until every node is usable in its present life.
     pub async fn all_ready(&self) {
         let connect = async || tokio::net::TcpStream::connect(self.http).await.ok();
         eventually("the router to listen", connect).await;
@@ -139,7 +139,7 @@ impl Fleet {
         .await;
     }
 
-    /// The test is about to cause these warnings, in any process: parts of lines. Any other fails it.
+    /// Parts of warnings that the test is about to cause in any process. Other warnings fail the test.
     pub fn expect_log(&self, parts: &[&'static str]) {
         self.processes().into_iter().for_each(|(_, process)| process.expect_log(parts));
     }
@@ -183,7 +183,7 @@ impl FleetNode {
         Self { name, role, process, grpc, admin, kv }
     }
 
-    /// What its admin port says of its readiness: the status, and the reason if there is one.
+    /// The readiness on its admin port: the status, and the reason if there is one.
     pub async fn readiness(&self) -> (u16, String) {
         let (status, body) = in_time("an admin page", Client::new(self.admin).get("/ready")).await;
         (status.as_u16(), body)

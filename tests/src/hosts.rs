@@ -1,6 +1,6 @@
-//! Hosts on one machine: network namespaces on one switch. Each can be cut off and put back.
+//! Hosts on one machine: network namespaces on one switch. Each can be disconnected and connected again.
 //!
-//! It takes root. Everything is gone with the value, also when a test fails.
+//! It needs root. The value removes everything on drop, also when a test fails.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::Ipv4Addr;
@@ -55,7 +55,7 @@ impl Hosts {
         ip(&format!("-n {} link set port{idx} master switch up", self.switch()));
     }
 
-    /// The network namespace in which a host's processes run.
+    /// The network namespace of a host's processes.
     pub fn namespace_of(&self, name: &str) -> String {
         self.namespace(self.index(name))
     }
@@ -64,13 +64,13 @@ impl Hosts {
         addr(self.index(name))
     }
 
-    /// What each host has as `/etc/hosts`.
+    /// The `/etc/hosts` of every host.
     pub fn file(&self) -> String {
         let lines = self.names.iter().map(|name| format!("{} {name}\n", self.addr_of(name)));
         std::iter::once("127.0.0.1 localhost\n".to_owned()).chain(lines).collect()
     }
 
-    /// Cuts the host off without notice: packets are lost.
+    /// Disconnects the host without notice: packets are lost.
     pub fn cut(&self, name: &str) {
         ip(&format!("-n {} link set port{} down", self.switch(), self.index(name)));
     }
@@ -91,7 +91,7 @@ impl Hosts {
         FaultyLink { carrier: self.carry(idx, flaw), idx, hosts: self }
     }
 
-    /// Frames must be whole before a program can carry them.
+    /// Frames must be complete before a program can forward them.
     fn leave_nothing_to_the_network_card(&self) {
         for idx in 0..self.names.len() {
             run(Command::new("ip")
@@ -137,7 +137,7 @@ impl Hosts {
     }
 }
 
-/// What is wrong with a cable, in both directions.
+/// The faults of a cable, in both directions.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Flaw {
     pub delay_ms: u32,
@@ -145,11 +145,11 @@ pub struct Flaw {
     pub loss: f64,
     /// Zero is no limit.
     pub bytes_per_second: u32,
-    /// The host is heard, and hears nothing: its connections are half open.
+    /// The host sends but receives nothing: its connections are half open.
     pub deaf: bool,
 }
 
-/// Dropped, the host is on the switch again as it was.
+/// On drop the host is on the switch again without faults.
 #[derive(Debug)]
 pub struct FaultyLink<'a> {
     hosts: &'a Hosts,
@@ -158,7 +158,7 @@ pub struct FaultyLink<'a> {
 }
 
 impl FaultyLink<'_> {
-    /// Frames that have got from the host to the switch.
+    /// Frames that have reached the switch from the host.
     pub fn n_carried(&self) -> u64 {
         let output = Command::new("ip")
             .args(["-json", "-statistics", "-n", &self.hosts.switch(), "link", "show"])
@@ -186,7 +186,7 @@ fn cable() -> PathBuf {
 
 impl Drop for Hosts {
     fn drop(&mut self) {
-        // The test's own end of a pair goes with the switch's.
+        // Deleting the switch also deletes the test's end of a pair.
         let namespaces = (0..self.names.len()).map(|idx| self.namespace(idx));
         for namespace in namespaces.chain([self.switch()]) {
             let _ = Command::new("ip").args(["netns", "del", &namespace]).output();
@@ -194,7 +194,7 @@ impl Drop for Hosts {
     }
 }
 
-/// From the range that is kept for tests of networks.
+/// From the address range reserved for network tests.
 fn addr(idx: usize) -> Ipv4Addr {
     Ipv4Addr::new(198, 18, 77, 10 + idx as u8)
 }

@@ -1,4 +1,4 @@
-//! Starts whole clusters of real processes, talks to them as a client would, and breaks them.
+//! Starts whole clusters of real processes, sends requests as a client, and causes faults.
 #![forbid(unsafe_code)]
 #![allow(clippy::disallowed_methods, reason = "tests spawn as they please")]
 
@@ -26,10 +26,10 @@ pub use wire::Wire;
 
 use std::time::Duration;
 
-/// No test waits longer than this for anything.
+/// The longest wait of a test.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Ends `work` after [`PATIENCE`] with a panic that says what was waited for.
+/// Ends `work` after [`PATIENCE`] with a panic that names the wait.
 pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
     match tokio::time::timeout(PATIENCE, work).await {
         Ok(done) => done,
@@ -37,7 +37,7 @@ pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {
     }
 }
 
-/// Looks again and again until `look` finds something, for at most [`PATIENCE`].
+/// Calls `look` repeatedly until it returns a value, for at most [`PATIENCE`].
 pub async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
     let mut pause = tokio::time::interval(Duration::from_millis(20));
     in_time(what, async {

@@ -1,30 +1,30 @@
-//! What processes log, read by the tests: a warning or an error that a test does not expect fails it.
+//! Checks the logs of processes: a warning or an error that a test does not expect fails it.
 //!
-//! A test names what it is about to cause: `up.expect_log(&["status stream broke"])`. Everything else that is logged at
-//! `WARN` or `ERROR` fails the test.
+//! A test names the warnings that it causes: `up.expect_log(&["status stream broke"])`. Every other line at `WARN` or
+//! `ERROR` fails the test.
 
 use std::sync::{Mutex, PoisonError};
 
-/// What is said of a machine that tests run on.
+/// Warnings about machines on which tests run.
 const OF_THIS_MACHINE: &[&str] = &["no GPU is used: the CPU computes"];
-/// What a process may say that is stopped in the middle of something, as every test does at its end.
+/// Warnings of a process that is stopped while it works, as at the end of every test.
 const WHEN_STOPPED: &[&str] = &[
     "a port was closed with connections open",
     "connection closed with requests under way",
     "router tasks are still running",
 ];
-/// What others say of a node that is killed, and `baton up` of its child.
+/// Warnings about a killed node, from others and from `baton up`.
 ///
-/// A request that was routed just before may find the wires within the machine gone already, and take another.
+/// A request that was routed just before may find the node's shared memory gone, and use another connector.
 pub const A_NODE_DIES: &[&str] = &[
     "node ended",
     "status stream broke",
     "leases expired: members sent no keep-alive",
     "connector cannot be used, falling back",
 ];
-/// What a router says of a pool node that does not do its part, and that node of a link that was being made just then.
+/// Warnings of a router about a pool node that fails, and of that node about a link that was just being opened.
 pub const THE_POOL_FAILS: &[&str] = &["pool node failed", "refused kv stream"];
-/// What is said where a process is stopped with its connections open, by it and of it.
+/// Warnings about a process that is stopped with open connections, from it and from others.
 pub const A_NODE_STANDS_STILL: &[&str] = &[
     "status stream broke",
     "leases expired: members sent no keep-alive",
@@ -36,7 +36,7 @@ pub const A_NODE_STANDS_STILL: &[&str] = &[
     "the node makes no progress",
     "no request makes progress",
 ];
-/// What everybody says while there is no registry.
+/// Warnings of all processes while the registry is away.
 pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
     "registry unreachable",
     "registry watch failed",
@@ -45,10 +45,10 @@ pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
     "withdrawal failed, the member stays",
 ];
 
-/// What a router says of a model folder without a tokenizer.
+/// A router's warning about a model folder without a tokenizer.
 pub const NO_TOKENIZER: &[&str] = &["no tokenizer.json"];
 
-/// What one test expects to be warned of: parts of lines. Nothing, at first.
+/// The warnings that one test expects, as parts of lines. Empty at first.
 #[derive(Debug, Default)]
 pub struct Expected {
     parts: Mutex<Vec<&'static str>>,
@@ -59,7 +59,7 @@ impl Expected {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner).extend(parts);
     }
 
-    /// Fails the test, unless it fails already, if `log` has an unexpected alarm.
+    /// Fails the test, unless it is failing already, if `log` has an unexpected warning or error.
     ///
     /// # Panics
     /// With the lines.

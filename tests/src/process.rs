@@ -1,4 +1,4 @@
-//! One process of a cluster, started by hand as an orchestrator would: by role, and settings in its environment.
+//! One process of a cluster, started as by an orchestrator: with a role, and settings in its environment.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::logs::Expected;
 use crate::{eventually, executable, free_addr};
 
-/// Dropped, it is killed; a test that fails prints what it logged.
+/// A process. Drop kills it; a failing test prints its log.
 #[derive(Debug)]
 pub struct Process {
     role: &'static str,
@@ -17,11 +17,11 @@ pub struct Process {
     child: Child,
     log: PathBuf,
     expected: Expected,
-    /// What is judged: the log up to here, if something else ends before this does.
+    /// The end of the checked part of the log, if it is before the end of the log.
     judged: Option<String>,
 }
 
-/// A test that does not look at a router's admin port has none to name.
+/// The variable of a router's admin port. A router gets a free port if a test does not set it.
 const ADMIN: &str = "BATON_ROUTER__ADMIN";
 
 impl Process {
@@ -41,7 +41,7 @@ impl Process {
         Self { role, settings, child, log, expected: Expected::default(), judged: None }
     }
 
-    /// Asks it to stop, waits until it has, and starts it again at the same ports.
+    /// Stops it, waits for its end, and starts it again on the same ports.
     pub async fn restart(&mut self) {
         self.signal(Signal::TERM);
         let status =
@@ -50,13 +50,13 @@ impl Process {
         self.child = spawn(self.role, &self.settings, &self.log);
     }
 
-    /// Kills it without a word.
+    /// Kills it without a drain.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// A new life at the same ports, for one that was killed.
+    /// Starts a killed process again on the same ports.
     pub fn revive(&mut self) {
         self.kill();
         self.child = spawn(self.role, &self.settings, &self.log);
@@ -71,22 +71,22 @@ impl Process {
         self.child.id()
     }
 
-    /// Whether it has not ended by itself.
+    /// Whether it is still running.
     pub fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// The test is about to cause these warnings: parts of lines. Any other fails it.
+    /// Parts of warnings that the test is about to cause. Other warnings fail it.
     pub fn expect_log(&self, parts: &[&'static str]) {
         self.expected.add(parts);
     }
 
-    /// What it logs from now on is not judged: those that it speaks to are about to be ended.
+    /// Ends the check of its log, because the processes that it is connected to are about to end.
     pub fn judge_until_now(&mut self) {
         self.judged = Some(self.log());
     }
 
-    /// Everything that it logged in all its lives.
+    /// The log of all its lives.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! `baton up` as a value: started, looked at, broken, stopped.
+//! A running `baton up` in a test.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Seek as _};
@@ -14,7 +14,7 @@ use crate::client::Client;
 use crate::logs::Expected;
 use crate::{eventually, executable};
 
-/// A running cluster. Dropping it stops every process; a test that fails prints what they logged.
+/// A running cluster. Dropping it stops every process; a failing test prints their logs.
 #[derive(Debug)]
 pub struct Up {
     child: Child,
@@ -25,7 +25,7 @@ pub struct Up {
     expected: Expected,
 }
 
-/// A line of `/debug/cluster`.
+/// A node in `/debug/cluster`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     pub id: String,
@@ -43,12 +43,12 @@ impl Up {
         Self::start_with(args, &[]).await
     }
 
-    /// The same, with this connector and no other.
+    /// The same, with only this connector.
     pub async fn start_over(connector: &str, args: &[&str]) -> Self {
         Self::start(&[args, &["--connector", connector]].concat()).await
     }
 
-    /// The same, with variables in its environment. Without `--model` it serves the mock, whose KV cannot lie.
+    /// The same, with environment variables. Without `--model` it serves the mock, which detects wrong KV.
     pub async fn start_with(args: &[&str], env: &[(&str, &str)]) -> Self {
         let model: &[&str] = if args.contains(&"--model") { &[] } else { &["--model", "mock"] };
         let http: &[&str] = if args.contains(&"--http") { &[] } else { &["--http", "127.0.0.1:0"] };
@@ -84,7 +84,7 @@ impl Up {
         Client::new(self.http)
     }
 
-    /// The process that was started: the router's.
+    /// The process id of the router.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -126,23 +126,23 @@ impl Up {
         kill_process(pid_of(pid), signal).expect("the process is there");
     }
 
-    /// The test is about to cause these warnings: parts of lines. Any other fails it.
+    /// Parts of warnings that the test is about to cause. Other warnings fail it.
     pub fn expect_log(&self, parts: &[&'static str]) {
         self.expected.add(parts);
     }
 
-    /// Everything that its processes logged so far.
+    /// The log of all its processes so far.
     pub fn log(&self) -> String {
         text_of(self.log.as_file())
     }
 
-    /// Asks it to stop and waits until it has: the exit code.
+    /// Stops it and waits for its end: the exit code.
     pub async fn stop(&mut self) -> Option<i32> {
         self.signal(self.child.id(), Signal::TERM);
         eventually("baton up to stop", async || self.child.try_wait().expect("it is our child")).await.code()
     }
 
-    /// The exit code, once it has ended by itself.
+    /// The exit code, after it has ended by itself.
     pub fn stop_code(&mut self) -> Option<i32> {
         self.child.wait().ok().and_then(|status| status.code())
     }
@@ -153,7 +153,7 @@ impl Up {
     }
 }
 
-/// A zombie is not alive, and neither is a pid without a process.
+/// Neither a zombie nor an unknown pid is alive.
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());

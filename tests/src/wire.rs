@@ -1,4 +1,4 @@
-//! A TCP wire to a server that counts what goes over it, and can be cut.
+//! A TCP proxy in front of a server that counts bytes, and can be cut.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,12 +18,12 @@ pub struct Wire {
     forwarding: JoinHandle<()>,
 }
 
-/// What went over a wire so far.
+/// The counts of a wire so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traffic {
-    /// Connections that were tried, the server there or not.
+    /// Attempted connections, whether the server is there or not.
     pub connections: u64,
-    /// Both ways.
+    /// Bytes in both directions.
     pub bytes: u64,
 }
 

@@ -1,4 +1,4 @@
-//! A tiny random model of every architecture, through prefill → tcp → decode: as `transformers` computed it in float32.
+//! A tiny random model of every architecture, through prefill → tcp → decode, compared with `transformers` in float32.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use baton_tests::logs::NO_TOKENIZER;
 use baton_tests::{Client, Up};
 use serde_json::{Value, json};
 
-/// The share of a logit's size by which sums in another order may differ.
+/// The relative error of a logit from sums in another order.
 const TOLERANCE: f64 = 1e-4;
 
 fn folder(model: &str) -> PathBuf {
@@ -31,7 +31,7 @@ async fn completion(client: &Client, model: &str, golden: &Value) -> Value {
     answer["choices"][0].clone()
 }
 
-/// Log-probabilities differ from logits by a constant: compared are the differences to the best one.
+/// Log-probabilities differ from logits by a constant, so the differences to the best one are compared.
 fn check_logits(what: &str, found: &Value, expected: &Value) {
     let found: Vec<(usize, f64)> = found.as_object().expect("alternatives").iter().map(alternative).collect();
     assert_eq!(found.len(), 20, "{what}");

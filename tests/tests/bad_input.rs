@@ -1,11 +1,11 @@
-//! What clients get wrong: each a 400 in OpenAI's shape that names the field, and the next request works.
+//! Client errors: each is a 400 in OpenAI's form that names the field, and the next request works.
 
 use baton_tests::{Client, Up};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// Not sent as it is: each case changes one thing of it.
+/// A valid request. Each case changes one field.
 fn good() -> Value {
     json!({"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]})
 }
@@ -20,7 +20,7 @@ fn message(role: &str, content: &str) -> Vec<u8> {
     with("messages", json!([{"role": role, "content": content}]))
 }
 
-/// The body, the field that is to blame, the code, and something that the message says.
+/// The body, the wrong field, the code, and a part of the message.
 fn cases() -> Vec<(&'static str, Vec<u8>, &'static str, &'static str, &'static str)> {
     let long = message("user", &"to be or not to be ".repeat(2000));
     let huge = message("user", &"x".repeat(10_000_000));

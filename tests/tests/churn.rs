@@ -1,4 +1,4 @@
-//! Nodes come and go, again and again, while requests run: killed and started at the same address, back to back.
+//! Nodes are killed and started at the same address, repeatedly, while requests run.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use baton_tests::logs::A_NODE_DIES;
 use baton_tests::{Answer, Ask, Client, Up, in_time};
 use futures::future::join_all;
 
-/// Lives that end without a word.
+/// The number of lives that end by a kill.
 const KILLS: usize = 50;
 /// Streams at one time.
 const CLIENTS: usize = 6;
@@ -25,7 +25,7 @@ async fn churn(fleet: &mut Fleet) {
         let victim = 1 + 2 * (nth % 2);
         fleet.nodes[victim].process.kill();
         if nth % 3 == 0 {
-            // Sometimes it is missed first.
+            // In some rounds the router notices the end first.
             tokio::time::sleep(Duration::from_millis(300)).await;
         }
         fleet.nodes[victim].process.revive();

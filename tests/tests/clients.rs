@@ -1,4 +1,4 @@
-//! Clients that Baton did not write: the official OpenAI client, and gRPC reflection.
+//! Foreign clients: the official OpenAI client, and gRPC reflection.
 
 use std::process::Command;
 

@@ -1,4 +1,4 @@
-//! The commands as people type them: short addresses, pipes that close early, Ctrl-C, and too much memory.
+//! The command line: short addresses, pipes that close early, Ctrl-C, and too much memory.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
@@ -22,7 +22,7 @@ fn interrupt(child: &Child) {
     kill_process(Pid::from_raw(child.id() as i32).expect("a pid"), Signal::INT).expect("it runs");
 }
 
-/// The end of a child that is to end by itself: its exit code and what it wrote to standard error.
+/// Waits for the end of a child: its exit code and standard error.
 async fn ended(mut child: Child) -> (Option<i32>, String) {
     let status = eventually("the command to end", async || child.try_wait().expect("our child")).await;
     let mut text = String::new();
@@ -30,7 +30,7 @@ async fn ended(mut child: Child) -> (Option<i32>, String) {
     (status.code(), text)
 }
 
-/// Answers every connection with 200, and tells the path that was asked for.
+/// Answers every connection with 200, and returns the requested path.
 fn page() -> (SocketAddr, std::sync::mpsc::Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let addr = listener.local_addr().expect("bound");
@@ -144,7 +144,7 @@ async fn ctrl_c_in_a_conversation_says_so() {
     assert!(text.contains("interrupted"), "{text}");
 }
 
-/// A hub that accepts and never answers: every process that fetches a model says that it was stopped.
+/// A hub that accepts and never answers: every process that fetches a model logs that it was stopped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ctrl_c_while_a_model_is_fetched_says_so() {
     let hub = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -172,7 +172,7 @@ fn started(args: &[&str], env: &[(&str, &str)]) -> (Option<i32>, String) {
     (output.status.code(), stderr_of(&output))
 }
 
-/// F56: refused by the node itself, with both amounts and the setting, and not by the kernel's OOM killer.
+/// F56: the node itself refuses, with both amounts and the setting, before the kernel's OOM killer acts.
 #[test]
 fn more_kv_memory_than_there_is_is_refused_at_the_start() {
     for model in ["mock", "demo"] {
@@ -196,7 +196,7 @@ fn more_kv_memory_than_there_is_is_refused_at_the_start() {
     assert!(text.contains("all nodes together ask for") && text.contains("--kv-memory"), "{text}");
 }
 
-/// Each of two nodes could have it, and both cannot.
+/// Each of two nodes has enough memory alone, but not both together.
 #[test]
 fn kv_memory_of_all_nodes_of_up_is_added() {
     let ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"];

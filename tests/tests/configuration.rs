@@ -1,6 +1,6 @@
-//! `docs/configuration.md` is made from the code: the settings with their doc comments, and the defaults themselves.
+//! The test makes `docs/configuration.md` from the code: the settings with their doc comments, and the defaults.
 //!
-//! `UPDATE_DOCS=1 cargo test -p baton-tests --test configuration` writes the page again.
+//! `UPDATE_DOCS=1 cargo test -p baton-tests --test configuration` writes the page.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use chassis::config::parse;
 use chassis::error::Origin;
 use serde_json::Value;
 
-/// Where settings are declared.
+/// The files that declare settings.
 const SOURCES: &[&str] = &[
     "node/src/config.rs",
     "router/src/config.rs",
@@ -24,15 +24,13 @@ const SOURCES: &[&str] = &[
 const HEAD: &str = "\
 # Configuration
 
-Made from the code by the test `the_page_is_what_the_code_says`; change the doc comments there, not this page.
+The test `the_page_is_what_the_code_says` makes this page from the code: change the doc comments there.
 
-Every process has one TOML file, given with `--config FILE` or in `BATON_CONFIG`.
-A setting that is left out has its default; a setting that does not exist is refused, with the nearest name.
-`BATON_SECTION__KEY=value` in the environment overrides a setting (`BATON_EXPERT__TRANSFER__STREAMS=4` is `[expert.transfer] streams = 4`), and `BATON_LOG` the log level before anything is read.
-Settings under `[expert]` seldom need a change.
-Durations are integers with their unit in the name, amounts of memory are integers or `\"512MiB\"`, `\"4GiB\"`.
+Every process has one TOML file, given with `--config FILE` or in `BATON_CONFIG`. An unknown setting is refused, with the nearest name.
+`BATON_SECTION__KEY=value` in the environment overrides a setting (`BATON_EXPERT__TRANSFER__STREAMS=4` is `[expert.transfer] streams = 4`), and `BATON_LOG` the log level before any file is read.
+Settings under `[expert]` seldom need a change. Durations are integers with their unit in the name, amounts of memory are integers or `\"512MiB\"`, `\"4GiB\"`.
 
-`baton --check-config FILE…` says what is wrong with files of any process, `baton prefill --config FILE --check` also with what the environment overrides, and `baton doctor --config FILE` whether this machine can give what the file asks for.
+`baton --check-config FILE…` checks files of any process, `baton prefill --config FILE --check` also the environment, and `baton doctor --config FILE` the machine.
 ";
 
 fn root() -> PathBuf {
@@ -75,7 +73,7 @@ fn as_field(line: &str) -> Option<(String, String)> {
     Some((name.to_owned(), of_type.to_owned()))
 }
 
-/// The sections that are on the page already, each with the process whose they are.
+/// The sections that are on the page already, each with the process that it belongs to.
 type Written = BTreeMap<String, &'static str>;
 
 /// One process's sections: its raw configuration's fields, each a struct of settings. A section that an earlier process
@@ -88,14 +86,18 @@ fn process(
     defaults: &Value,
 ) -> String {
     let mut page = format!("\n## {title}\n");
+    let mut same: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for section in sections(raw, structs) {
         let table = table(&section, structs, defaults);
         match written.get(&table) {
-            Some(other) => write!(page, "\n### `[{}]`\n\nThe same as for {}.\n", section.name, lower(other)),
-            None => write!(page, "{table}"),
+            Some(other) => same.entry(other).or_default().push(format!("`[{}]`", section.name)),
+            None => page += &table,
         }
-        .expect("a string takes all");
         written.entry(table).or_insert(title);
+    }
+    for (other, sections) in same {
+        write!(page, "\nThe same as for {}: {}.\n", lower(other), sections.join(", "))
+            .expect("a string takes all");
     }
     page
 }
@@ -167,7 +169,7 @@ fn of_node() -> Structs {
     declared(&[SOURCES[0], SOURCES[5], SOURCES[2], SOURCES[4], SOURCES[6]])
 }
 
-/// What a pool node has in common with other nodes is declared there.
+/// Settings that pool nodes share with other nodes are declared there.
 fn of_pool() -> Structs {
     declared(&[SOURCES[0], SOURCES[5], SOURCES[3], SOURCES[2], SOURCES[4], SOURCES[6]])
 }
@@ -213,7 +215,7 @@ fn few_settings_are_outside_expert() {
     }
 }
 
-/// The settings that the page names are those that a process reads, none more and none less.
+/// The page names exactly the settings that a process reads.
 #[test]
 fn every_setting_is_on_the_page() {
     fn leaves(name: &str, value: &Value, found: &mut BTreeSet<String>) {

@@ -1,6 +1,6 @@
-//! What the fuzzer calls, called with its corpus and with the corpus bent a little: no toolchain of its own needed.
+//! Runs the fuzz entry points over the corpus and mutations of it, without a fuzzing toolchain.
 //!
-//! `UPDATE_CORPUS=1` writes the words that are right into `tests/fuzz/corpus`; the fuzzer finds the rest.
+//! `UPDATE_CORPUS=1` writes the valid inputs into `tests/fuzz/corpus`; the fuzzer finds the rest.
 
 #[path = "../fuzz/src/lib.rs"]
 mod entries;
@@ -21,7 +21,7 @@ use types::{
     StopRules, TenantId, TokenId, TransferId, WireAddress,
 };
 
-/// How long the bent words of one entry may take.
+/// The time for the mutations of one entry.
 const BENT_FOR: Duration = Duration::from_secs(2);
 
 fn corpus(entry: &str) -> PathBuf {
@@ -37,7 +37,7 @@ fn words(entry: &str) -> Vec<Vec<u8>> {
     files.iter().map(|file| std::fs::read(file).expect("a file")).collect()
 }
 
-/// A generator of bends: the same ones in every run.
+/// A generator of mutations, the same in every run.
 fn draw(state: &mut u64) -> usize {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -45,7 +45,7 @@ fn draw(state: &mut u64) -> usize {
     *state as usize
 }
 
-/// Cut short, a bit turned, a piece said twice, or a piece of another word put in.
+/// Truncates, flips a bit, repeats a piece, or inserts a piece of another input.
 fn bend(word: &[u8], other: &[u8], state: &mut u64) -> Vec<u8> {
     let mut bent = word.to_vec();
     if bent.is_empty() {
@@ -61,7 +61,7 @@ fn bend(word: &[u8], other: &[u8], state: &mut u64) -> Vec<u8> {
     bent
 }
 
-/// Every word of the corpus, and bent words until the time is up.
+/// Runs every input of the corpus, and mutations until the time is up.
 fn run(entry: &str, call: fn(&[u8])) {
     let words = words(entry);
     assert!(words.len() >= 3, "the corpus of {entry} has {} words", words.len());
@@ -109,7 +109,7 @@ fn configurations() {
     run("config", entries::config);
 }
 
-// === the words that are right ===
+// === valid inputs ===
 
 fn layout() -> KvLayout {
     KvLayout::uniform(4, KvDtype::F32, 2, 1, 2)
@@ -201,7 +201,7 @@ fn frames() -> Vec<Vec<u8>> {
     bodies.into_iter().map(encoded).collect()
 }
 
-/// What a visitor of the receiver says: an opening, spans with and without KV, a handoff.
+/// The script of a receiver's client: an opening, spans with and without KV, a handoff.
 fn visits() -> Vec<Vec<u8>> {
     let frames = frames();
     let body = |nth: usize| &frames[nth][40..];

@@ -1,4 +1,4 @@
-//! A decode node in this process, and a sender that says something wrong at the end.
+//! A decode node in this process, and a sender with a wrong handoff.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -80,7 +80,7 @@ fn prompt(world: &World) -> Prompt {
     }
 }
 
-/// Sends all KV that the landing waits for, and a first token of this index.
+/// Sends all KV of the landing, and a first token with this index.
 async fn send(sender: &NodeParts, landing: Landing, index: u32) {
     let connector = sender.connectors.by_scheme(&landing.wire.scheme).expect("the wire in common");
     let layout = sender.model.layout.clone();
@@ -96,7 +96,7 @@ async fn send(sender: &NodeParts, landing: Landing, index: u32) {
     to.finish(Handoff { transfer, n_tokens: PROMPT_TOKENS, first }).await.expect("it is delivered");
 }
 
-/// The token after a prompt of 40 tokens is its step 0. What follows a first token of another place would be wrong.
+/// The token after a prompt of 40 tokens is step 0. A first token with another index would continue the wrong text.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_first_token_for_another_position_is_refused() {
     let world = World::real();

@@ -1,10 +1,10 @@
-//! The bundled model, served by the first command: a real engine, a real tokenizer, the same answers on every path.
+//! The bundled model, served by `baton up`: a real engine, a real tokenizer, the same answers on every path.
 
 use baton_tests::{Ask, Client, Up, in_time};
 use futures::future::join_all;
 use serde_json::{Value, json};
 
-/// Below this lead between the two best tokens, KV in bf16 may make another token win than the reference in f32.
+/// With a smaller lead between the two best tokens, KV in bf16 may choose another token than the reference in f32.
 const LEAD_MIN: f64 = 0.05;
 
 fn golden() -> Vec<Value> {
@@ -21,7 +21,7 @@ fn ask(prompt: &Value) -> Ask {
     Ask::new(ids(&prompt["prompt_ids"]), 48).with("model", json!("demo"))
 }
 
-/// The tokens of all answers. How many of a prompt's tokens were cached depends on which request came first.
+/// The tokens of all answers. The number of cached tokens depends on which request came first.
 async fn tokens(up: &Up, asks: &[Ask]) -> Vec<Vec<u32>> {
     let client = up.client();
     let all = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -80,11 +80,11 @@ async fn several_answers_to_one_prompt_cost_one_prefill() {
         choices.iter().any(|choice| choice["token_ids"] != choices[0]["token_ids"]),
         "each draws its own"
     );
-    // The others compute what is left of the prompt's last block, and no more than that.
+    // The others compute only the rest of the prompt's last block.
     let computed = computed_tokens(&up).await;
     assert!(prompt.len() >= 512, "{} tokens would show little", prompt.len());
     assert!((prompt.len()..=prompt.len() + 3 * 16).contains(&computed), "{computed} of {}", prompt.len());
-    // What each draws is what it draws when it is asked for alone.
+    // Each answer equals the answer to a request for it alone.
     for (nth, choice) in choices.iter().enumerate() {
         let mut alone = body.clone();
         (alone["n"], alone["seed"]) = (json!(1), json!(5 + nth));

@@ -1,12 +1,12 @@
-//! What is in `deploy/` is what the Kubernetes API and the executable take: `tests/python/deploy/check.py` looks at the
-//! files, this at the pages that they name.
+//! The files in `deploy/` fit the Kubernetes API and the executable. `tests/python/deploy/check.py` checks the files,
+//! this test the pages that they name.
 
 use std::path::Path;
 use std::process::Command;
 
 use baton_tests::{Client, Up, eventually, executable, python};
 
-/// Runs one of the checks, with Helm and the schemas where `./test.sh` put them.
+/// Runs one of the checks, with the Helm and schemas that `./test.sh` installs.
 fn check(name: &str) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the workspace");
     let output = Command::new(python())

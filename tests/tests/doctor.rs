@@ -1,4 +1,4 @@
-//! `baton doctor` and `baton --check-config`: what stands in the way is found, with what to do, before anything is started.
+//! `baton doctor` and `baton --check-config` find problems before a process is started, and say how to solve them.
 
 use std::net::TcpListener;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use baton_tests::{Up, executable};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Runs `baton` with nothing of ours in its environment.
+/// Runs `baton` without variables of ours in its environment.
 fn baton(args: &[&str]) -> Output {
     let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("BATON_"));
     let mut command = Command::new(executable::baton());
@@ -108,7 +108,7 @@ fn every_file_is_checked_and_every_wrong_one_named() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kv_is_sent_to_a_peer_for_real() {
     let up = Up::start(&[]).await;
-    // The one who tries is no process of the cluster, and shares no memory with it.
+    // `doctor` is no process of the cluster, and shares no memory with it.
     up.expect_log(&["connector cannot be used, falling back"]);
     let cluster = up.client().get_json("/debug/cluster").await;
     let node = |role: &str| {
@@ -138,14 +138,14 @@ async fn kv_is_sent_to_a_peer_for_real() {
     up.baseline().await;
 }
 
-/// The reason of a connector that is out, in a list of them.
+/// The reason why a connector is unused, from a list of them.
 fn why<'a>(out: &'a Value, connector: &str) -> Option<&'a str> {
     let out = out.as_array().expect("a list");
     out.iter().find(|out| out["connector"] == connector)?["why"].as_str()
 }
 
-/// A node that was told to use tcp goes without shared memory, and none of these has a GPU: doctor says so before, and
-/// the router of those that run, for each node and for each pair.
+/// A node that is told to use tcp uses no shared memory, and none of these has a GPU. `doctor` reports it beforehand,
+/// and the router for each running node and each pair.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connectors_that_are_out_are_named_with_their_reason() {
     let folder = tempfile::tempdir().expect("a folder");

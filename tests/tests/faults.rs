@@ -9,7 +9,7 @@ use futures::future::join_all;
 use rustix::process::Signal;
 use tokio::time::Instant;
 
-/// Long enough to be in mid-stream when a node is killed.
+/// Long enough to be unfinished when a node is killed.
 const TOKENS: u32 = 300;
 
 /// A mock whose steps take time, so that a stream lasts for seconds.
@@ -27,7 +27,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Runs `asks` on `up`, and `disturb` once a third of the streams are in mid-stream.
+/// Runs `asks` on `up`, and `disturb` once a third of the streams have tokens.
 async fn disturbed(up: &Up, asks: &[Ask], disturb: impl AsyncFnOnce()) -> Vec<Result<Answer, Failed>> {
     let client = up.client();
     let run = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -73,7 +73,7 @@ async fn clients_do_not_notice_a_dead_prefill_node() {
         let up = Up::start_over(connector, &args).await;
         let victim = up.of_role("prefill").await.swap_remove(0);
         up.expect_log(A_NODE_DIES);
-        // At once: prompts are being computed and their KV is on its way.
+        // At once: prompts are being computed and their KV is being sent.
         let client = up.client();
         let run = join_all(asks.iter().map(|ask| client.ask(ask)));
         let kill = async {
@@ -115,7 +115,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline() {
         let seen = in_time("typed outcomes", join_all(asks.iter().map(|ask| client.ask(ask)))).await;
         assert!(began.elapsed() < deadline + Duration::from_secs(1), "{role}: took {:?}", began.elapsed());
         for seen in seen {
-            // Without its prefill node, the decode node may still answer by itself.
+            // Without its prefill node, the decode node may still answer alone.
             if let Err(failed) = seen {
                 assert!(
                     ["deadline", "failed", "no_nodes", "wire"].contains(&failed.code.as_str()),
@@ -144,7 +144,7 @@ async fn cancel_storm(up: &Up) {
     for round in 0..2u64 {
         let storm = join_all(asks.iter().enumerate().map(|(idx, ask)| {
             let client = client.clone();
-            // Spread over every stage, from before the answer's head to mid-stream.
+            // At every stage, from before the answer's head to the middle of the stream.
             let patience = Duration::from_millis((idx as u64 * 7 + round * 13) % 1500);
             async move {
                 let _ = tokio::time::timeout(patience, async {

@@ -1,4 +1,4 @@
-//! The gRPC endpoint, and peers that speak other versions.
+//! The gRPC endpoint, and peers with other protocol versions.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Strangers at every port of every process: garbage, pieces, giants, repetitions, and a byte now and then. They are
-//! refused, cost little memory and a line each, and the cluster serves on.
+//! Invalid input at every port of every process: garbage, pieces, huge and repeated messages, and slow bytes. It is
+//! refused, costs little memory and one log line each, and the cluster serves on.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -29,12 +29,12 @@ use types::{
     Deadline, Epoch, Grant, NodeId, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId, TransferId,
 };
 
-/// Strangers of each kind at each port.
+/// Attackers of each kind at each port.
 const STRANGERS: usize = 5;
-/// What all strangers together may cost one process.
+/// The memory that all attackers together may cost one process.
 const GROWTH_KIB_MAX: u64 = 48 << 10;
 
-/// Bytes without a meaning, always the same.
+/// Random bytes, always the same.
 fn garbage(n: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let step = |_| {
@@ -46,7 +46,7 @@ fn garbage(n: usize) -> Vec<u8> {
     (0..n).map(step).collect()
 }
 
-/// Sends `bytes`, as far as the other side accepts them, and reads until it closes the connection.
+/// Sends `bytes` as far as the other side accepts them, and reads until it closes the connection.
 async fn intrude(addr: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = in_time("a connection", TcpStream::connect(addr)).await.expect("it listens");
     let _ = timeout(Duration::from_secs(10), stream.write_all(bytes)).await;
@@ -56,7 +56,7 @@ async fn intrude(addr: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     heard
 }
 
-// === what strangers say ===
+// === inputs ===
 
 fn http_giants() -> Vec<Vec<u8>> {
     let long_path = format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "a".repeat(2 << 20));
@@ -72,11 +72,11 @@ fn http_giants() -> Vec<Vec<u8>> {
     vec![long_path.into_bytes(), many_headers.into_bytes(), long_body, nested.into_bytes()]
 }
 
-/// HTTP/2 up to a message that claims to have four gigabytes.
+/// HTTP/2 up to a message that claims four gigabytes.
 fn grpc_giant() -> Vec<u8> {
     let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
     bytes.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
-    // HEADERS whose block is nothing that HPACK knows, then DATA.
+    // HEADERS with a block that is no valid HPACK, then DATA.
     bytes.extend([0, 0, 4, 1, 4, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff]);
     bytes.extend([0, 0, 5, 0, 0, 0, 0, 0, 1, 0, 0xff, 0xff, 0xff, 0xff]);
     bytes.extend(garbage(1 << 20));
@@ -100,7 +100,7 @@ fn hello(link: u64) -> Vec<u8> {
     })))
 }
 
-/// Asks for a landing without a grant.
+/// Requests a landing without a grant.
 fn open(link: u64) -> Vec<u8> {
     let shown = Credentials {
         grant: Grant::from_bytes([7; 16]),
@@ -129,15 +129,15 @@ fn kv_words(link: u64) -> Vec<Vec<u8>> {
     vec![giant, half, twice, flipped, open(link + 4)]
 }
 
-// === what it costs ===
+// === the cost ===
 
-/// What the processes cost before the strangers came.
+/// Memory and log lines of the processes before the attack.
 struct Before {
     resident: Vec<u64>,
     lines: Vec<usize>,
 }
 
-/// A link that is accepted and then refused has a line for each; what counts is what was refused.
+/// A link that is accepted and then refused has a line for each. The refused ones count.
 fn lines(process: &Process) -> usize {
     process.log().lines().filter(|line| !line.contains("link accepted")).count()
 }
@@ -164,7 +164,7 @@ impl Before {
     }
 }
 
-/// Sends every word to `addr` some times at once, and sees that nothing has changed.
+/// Sends every input to `addr` several times at once, and checks that nothing has changed.
 async fn attack(fleet: &Fleet, addr: SocketAddr, what: &str, words: &[Vec<u8>]) {
     let before = Before::of(fleet);
     let strangers = words.iter().flat_map(|word| std::iter::repeat_n(word, STRANGERS));
@@ -188,7 +188,7 @@ async fn strangers_are_refused_at_every_port() {
     let fleet = Fleet::start(PACED, 1, 1).await;
     fleet.expect_log(&["refused kv stream"]);
     let expected = fleet.client().ask(&ask()).await.expect("an answer").tokens;
-    // A request's own lines are not strangers'.
+    // A request's own log lines do not count.
     let (garbage, pieces) =
         (vec![garbage(64 << 10)], vec![b"POST /v1/compl".to_vec(), b"PRI * HTT".to_vec()]);
     let mut http = vec![("the router's http", fleet.http)];
@@ -246,7 +246,7 @@ async fn slow_senders_delay_no_other_request() {
     };
     tokio::join!(dripping, serving);
     for node in &fleet.nodes {
-        // A KV stream this slow is taken for dead after the stall time.
+        // A KV stream this slow is closed after the stall time.
         let stalled = "lost kv stream";
         eventually("the streams to be closed", async || {
             (node.process.log().matches(stalled).count() >= 10).then_some(())
@@ -270,7 +270,7 @@ fn prompt() -> Prompt {
     }
 }
 
-/// A landing of a request that is over opens nothing, and one of another life neither.
+/// Neither a landing of an ended request nor one of another life accepts KV.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_landing_is_good_once() {
     let mut fleet = Fleet::start(PACED, 1, 1).await;
@@ -297,18 +297,18 @@ async fn a_landing_is_good_once() {
     let request = v1::PrefillRequest { prompt: Some(prompt), destination };
     let at_prefill = format!("http://{}", prefill.grpc);
     let mut at_prefill = PrefillClient::connect(at_prefill).await.expect("it listens");
-    // Once, and well.
+    // Once correctly.
     let mut answers = at_prefill.run(request.clone()).await.expect("accepted").into_inner();
     let first = in_time("an answer", answers.message()).await.expect("a stream").and_then(|one| one.answer);
     assert!(matches!(first, Some(Answer::Prefilled(_))), "{first:?}");
     while let Some(event) = in_time("an event", events.message()).await.expect("a stream") {
         assert!(!matches!(event.event, Some(Event::Refused(_))), "{event:?}");
     }
-    // Again: the request is over. And again, after the node has begun another life.
+    // Again after the end of the request, and again after the node has begun another life.
     for _ in 0..2 {
         let answers = at_prefill.run(request.clone()).await.map(tonic::Response::into_inner);
         if let Ok(mut answers) = answers {
-            // It may compute, for it asks for the landing meanwhile; but nothing is delivered.
+            // It may compute, because it asks for the landing meanwhile. But nothing is delivered.
             while let Ok(Some(_)) = in_time("an answer", answers.message()).await {}
         }
         fleet.baseline().await;

@@ -1,8 +1,8 @@
-//! The processes of `deploy/compose.yaml`, each on a host of its own with a real etcd, as an unprivileged user, in a
-//! read-only root file system. Hosts are cut off and come back; nothing is restarted.
+//! The processes of `deploy/compose.yaml`, each on its own host with a real etcd, as an unprivileged user, on a
+//! read-only root file system. Hosts are disconnected and come back; nothing is restarted.
 //!
-//! Delay, loss, a slow network and half-open connections are played by a program that carries the frames
-//! (`tests/hosts/cable.py`): netem is not in every kernel.
+//! A program that forwards the frames (`tests/hosts/cable.py`) causes delay, loss, low bandwidth and half-open
+//! connections, because not every kernel has netem.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -19,9 +19,9 @@ use tempfile::TempDir;
 const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0"];
 /// The nodes among them.
 const N_NODES: usize = 5;
-/// Long enough that a stream's host can be cut off in the middle.
+/// Long enough that a stream's host can be disconnected in the middle.
 const TOKENS: u32 = 300;
-/// A tenth of what a host with half of the load receives and sends on a good cable.
+/// A tenth of the traffic of a host with half of the load on a good cable.
 const SLOW: u32 = 60_000;
 
 fn root() -> PathBuf {
@@ -37,7 +37,8 @@ fn compose() -> Value {
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// What the image holds: the executable and what it is linked to. Configuration is mounted by name, so it lies here.
+/// The contents of the image: the executable and its libraries. Configuration files are beside it, because they are
+/// mounted by name.
 fn image(hosts: &Hosts) -> TempDir {
     let image = tempfile::tempdir().expect("a folder");
     let put = |from: &Path, to: &str| {
@@ -60,20 +61,20 @@ fn image(hosts: &Hosts) -> TempDir {
     for folder in ["proc", "dev/shm", "tmp"] {
         std::fs::create_dir_all(image.path().join(folder)).expect("made");
     }
-    // A temporary folder is its owner's alone; an image is everybody's to read.
+    // A temporary folder is readable only by its owner, but an image by all users.
     let everybody = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     std::fs::set_permissions(image.path(), everybody).expect("it is ours");
     image
 }
 
-/// What the loader would load.
+/// The libraries that the loader would load.
 fn libraries(executable: &Path) -> Vec<String> {
     let output = Command::new("ldd").arg(executable).output().expect("ldd runs");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.split_whitespace().filter(|word| word.starts_with('/')).map(str::to_owned).collect()
 }
 
-/// Everything that runs; dropped before the hosts are.
+/// The running processes; dropped before the hosts.
 struct Cluster {
     processes: Vec<(String, Child)>,
     logs: TempDir,
@@ -83,12 +84,12 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// With a model whose KV is checked and whose pace is known.
+    /// A model whose KV is checked and whose speed is known.
     async fn start_paced() -> Self {
         Self::start(&[("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml")]).await
     }
 
-    /// Starts what compose starts, with the changes in `env`.
+    /// Starts the processes of the compose file, with the changes in `env`.
     async fn start(env: &[(&str, &str)]) -> Self {
         let hosts = Hosts::new(NAMES);
         let image = image(&hosts);
@@ -106,7 +107,7 @@ impl Cluster {
         cluster
     }
 
-    /// Starts etcd from its executable, since there is no image of it: with its flags, in its namespace.
+    /// Starts etcd from its executable, because there is no image of it: with its flags, in its namespace.
     fn start_etcd(&mut self, service: &Value) {
         let flags = texts(&service["command"]);
         let data = self.logs.path().join("etcd");
@@ -185,7 +186,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Asks everything at once, `disturb`s in the middle, and compares.
+/// Sends all requests at once, calls `disturb` in the middle, and compares.
 async fn disturbed(cluster: &Cluster, asks: &[Ask], expected: &[Answer], disturb: impl FnOnce()) {
     let run = join_all(asks.iter().map(|ask| cluster.client.ask(ask)));
     let disturb = async {
@@ -214,7 +215,7 @@ async fn hosts_are_cut_off_and_come_back() {
     disturbed(&cluster, &asks, &expected, || {}).await;
     for host in ["decode-0", "prefill-0", "pool-0", "etcd"] {
         disturbed(&cluster, &asks, &expected, || cluster.hosts.cut(host)).await;
-        // While it is away, others do its work.
+        // While it is away, other nodes do its work.
         disturbed(&cluster, &asks, &expected, || {}).await;
         cluster.hosts.mend(host);
         cluster.all_ready().await;
@@ -270,7 +271,7 @@ async fn compose_serves_the_demo_model() {
     assert_eq!(status, 200, "{answer}");
     let said = answer["choices"][0]["message"]["content"].as_str().expect("a text");
     assert!(said.contains("prompt"), "{said}");
-    // Longer than a block: its KV goes through the pool.
+    // Longer than a block, so its KV goes through the pool.
     let ask =
         serde_json::json!({ "model": "demo", "max_tokens": 4, "prompt": (100..140).collect::<Vec<u32>>() });
     let (status, _, body) =
@@ -280,7 +281,7 @@ async fn compose_serves_the_demo_model() {
     assert!(pool.contains("baton_pool_deliveries_total{outcome=\"delivered\"} 1"), "{pool}");
 }
 
-/// Not root, with no capabilities and no way to any, in a root that is read-only.
+/// Not root, without capabilities or a way to get them, on a read-only root.
 fn confined(pid: u32) {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
     let line = |name: &str| {

@@ -1,4 +1,4 @@
-//! The order in which a cluster's nodes start does not matter: decode first, prefill later.
+//! The nodes of a cluster may start in any order.
 
 use std::net::SocketAddr;
 
@@ -6,10 +6,10 @@ use baton_tests::fleet::{Fleet, PACED};
 use baton_tests::{Ask, Client, eventually};
 use tokio::net::TcpStream;
 
-/// Answers beside which the second node starts.
+/// The number of running answers while the second node starts.
 const REQUESTS: u32 = 8;
 
-/// Waits until the router lists a node, and says whether its gRPC port listens at that moment.
+/// Waits until the router lists a node. Returns whether its gRPC port listens at that moment.
 async fn listens_when_listed(client: &Client, id: &str) -> bool {
     let listed = async || {
         let cluster = client.get_json("/debug/cluster").await;

@@ -1,4 +1,4 @@
-//! What requests choose freely is no label of a metric, and stays in no process's memory.
+//! Names that requests choose become no metric labels, and stay in no process's memory.
 
 use std::collections::BTreeSet;
 
@@ -6,14 +6,14 @@ use baton_tests::process::resident_kib;
 use baton_tests::{Ask, Client, Up};
 use futures::future::join_all;
 
-/// Requests, each with names of its own.
+/// The number of requests, each with different names.
 const REQUESTS: usize = 4_000;
-/// How many run at one time.
+/// The number of requests at one time.
 const AT_ONCE: usize = 50;
-/// What the router's memory may grow by, in KiB. With what one request chooses kept, it would be 16 MiB and more.
+/// The allowed growth of the router's memory in KiB. If the names of requests were kept, it would be 16 MiB and more.
 const GROWTH_KIB: u64 = 8 << 10;
 
-/// A request whose every name is new, of 4 KiB in all.
+/// A request with new names only, of 4 KiB together.
 fn ask(nth: usize) -> Ask {
     let long = |name: &str| format!("{name}-{nth}-{}", "x".repeat(1_000));
     let tenant = format!("tenant-{nth}");

@@ -1,4 +1,4 @@
-//! The reader of the log has stopped: requests are served, probes are answered, and lost lines are counted.
+//! The reader of the log stops: requests are served, probes are answered, and lost lines are counted.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};

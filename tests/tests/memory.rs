@@ -1,4 +1,4 @@
-//! What a node takes of the machine: its weights once, its KV, and little else.
+//! The memory of a node: its weights once, its KV, and little more.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ const WEIGHT_BYTES: usize = 2 * 596_049_920;
 const KV_BYTES: usize = 64 << 20;
 const REST_BYTES: usize = 300_000_000;
 
-/// The most that a process ever had in memory.
+/// The peak memory of a process.
 fn peak_bytes(pid: u32) -> usize {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the process is there");
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("a peak");
@@ -25,7 +25,7 @@ async fn a_node_holds_one_copy_of_its_weights() {
     let env = [
         ("BATON_EXPERT__MODEL__LOAD_FORMAT", "dummy"),
         ("BATON_MODEL__KV_MEMORY", "64MiB"),
-        // Longer than the prompt's step takes a processor with short vectors.
+        // Longer than the prompt's step takes on a processor with short vectors.
         ("BATON_EXPERT__NODE__STUCK_MS", "60000"),
         ("BATON_EXPERT__ROUTER__STUCK_MS", "60000"),
     ];
@@ -39,7 +39,7 @@ async fn a_node_holds_one_copy_of_its_weights() {
     assert!(peak > WEIGHT_BYTES, "{peak} bytes are less than the weights: this measures something else");
     assert!(peak <= most, "{peak} bytes, {most} at most");
 
-    // Asleep it has next to nothing, and awake it is what it was.
+    // Asleep it uses little memory, and awake as much as before.
     let admin = Client::new(node.admin.parse().expect("an address"));
     let answer = up.client().ask(&ask).await.expect("an answer");
     let asleep = admin.post("/sleep", "").await;

@@ -1,4 +1,4 @@
-//! Real models: where they may lie, what requests call them, and what their text comes out as.
+//! Real models: their folders, their names in requests, and their text.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ async fn served(client: &Client) -> Vec<String> {
     models.iter().map(|model| model["id"].as_str().expect("a name").to_owned()).collect()
 }
 
-/// Asks the model, under this name, what prefill is.
+/// Asks the model under this name what prefill is.
 async fn check_answer(client: &Client, model: &str) {
     let body = json!({"model": model, "messages": [{"role": "user", "content": "What is prefill?"}]});
     let (status, _, body) = client.post("/v1/chat/completions", body.to_string()).await;
@@ -45,8 +45,8 @@ async fn the_bundled_model_answers_without_a_checkout() {
     assert_eq!(std::fs::read_dir(cache.path().join("baton")).expect("a folder").count(), 1);
 }
 
-/// Weights quantized at load on both nodes, and KV that goes from one to the other, in FP8: the model was trained well
-/// enough to say the same.
+/// Weights quantized at load on both nodes, and KV in FP8 between them. The model is trained well enough to give the
+/// same text.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_in_8_bits_answers_alike() {
     let env = [("BATON_MODEL__QUANTIZE", "fp8"), ("BATON_MODEL__KV_DTYPE", "fp8")];
@@ -145,7 +145,7 @@ async fn a_node_with_another_tokenizer_is_refused() {
     assert!(body.contains("other is refused"), "{body}");
 }
 
-/// The demo model with one more line end in its `tokenizer.json`: the meaning of such a change is not known.
+/// The demo model with one more line end in its `tokenizer.json`. The effect of such a change is not known.
 fn copy_with_other_tokenizer(folder: &Path) {
     std::fs::create_dir(folder).expect("made");
     for entry in std::fs::read_dir(demo()).expect("the demo model").flatten() {

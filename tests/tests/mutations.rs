@@ -1,13 +1,13 @@
-//! The simulation against a house without one of its guards: it must notice. `docs/simulation.md` has the table.
+//! The simulation without one of its guards must fail. `docs/simulation.md` has the table.
 #![cfg(feature = "mutations")]
 
 use baton_tests::sim::run;
 use chassis::guards::{Guard, remove};
 
-/// Seeds that a guard's absence may take to be noticed.
+/// The number of seeds within which a missing guard must be noticed.
 const SEEDS: u64 = 400;
 
-/// The first seed at which the simulation notices that `guard` is gone, and what it says.
+/// The first seed at which the simulation fails without `guard`, with its message.
 fn noticed(guard: Guard) -> Option<(u64, String)> {
     let _removed = remove(guard);
     let first: u64 = std::env::var("FIRST").map_or(0, |text| text.parse().expect("a number"));

@@ -1,4 +1,4 @@
-//! Spans reach a collector, and those of one request are one trace through all processes.
+//! Spans reach a collector. Those of one request are one trace through all processes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -15,12 +15,12 @@ use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use prost::Message as _;
 
-/// A collector: every span that came, with the service that sent it.
+/// A collector: every received span, with the service that sent it.
 #[derive(Clone, Debug, Default)]
 struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 
 impl Collector {
-    /// Listens from now on.
+    /// Starts listening.
     async fn start(&self) -> SocketAddr {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let addr = listener.local_addr().expect("bound");

@@ -1,5 +1,5 @@
-//! etcd is away for a second and for ten, comes back with and without its data, loses leases, forgets its history, or
-//! has a member less. Requests go on, no node is forgotten, and every node announces itself again.
+//! etcd is away for a second and for ten, comes back with and without its data, loses leases or its history, or one of
+//! its members. Requests continue, no node is forgotten, and every node announces itself again.
 
 #![allow(clippy::large_futures, reason = "a test awaits them a few times")]
 
@@ -45,7 +45,7 @@ fn asks() -> Vec<Ask> {
         .collect()
 }
 
-/// What the asks are answered when nothing breaks.
+/// The answers without faults.
 async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     let up = Up::start(&["--colocated"]).await;
     let client = up.client();
@@ -53,8 +53,8 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Asks on and on while `trouble` lasts. Anything but the right answers is a panic, and so is a cluster that looks
-/// different from outside in the meantime.
+/// Sends requests while `trouble` runs. A wrong answer panics, and so does a change of the cluster's state as seen
+/// from outside.
 async fn through(up: &Up, trouble: impl Future<Output = ()>) {
     let asks = asks();
     let expected = undisturbed(&asks).await;
@@ -90,7 +90,7 @@ async fn etcd_client(etcd: &Etcd) -> EtcdClient {
     .await
 }
 
-/// The keys of the members, and etcd's revision. None if the member that was asked is the one that is away.
+/// The keys of the members, and etcd's revision. None if the asked member is away.
 async fn announced(client: &EtcdClient) -> Option<(Vec<Vec<u8>>, i64)> {
     let prefix = format!("/baton/{CLUSTER}/nodes/");
     let range_end = prefix_end(&prefix);
@@ -100,7 +100,7 @@ async fn announced(client: &EtcdClient) -> Option<(Vec<Vec<u8>>, i64)> {
     Some((keys, answer.header.expect("it has one").revision))
 }
 
-/// Everybody is announced, by itself; how many writes that took.
+/// Waits until all nodes have announced themselves. Returns the number of writes.
 async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
     let client = etcd_client(etcd).await;
     eventually("everybody to be announced", async || {
@@ -110,7 +110,7 @@ async fn all_announced(etcd: &Etcd, nodes: &[Node]) -> i64 {
     .await
 }
 
-/// Checks that the nodes stop writing: each is announced once.
+/// Checks that the nodes stop writing, because each is announced once.
 async fn is_calm(etcd: &Etcd) {
     let client = etcd_client(etcd).await;
     let (_, before) = announced(&client).await.expect("etcd answers");
@@ -147,7 +147,8 @@ async fn an_empty_etcd_is_told_of_everybody_again() {
         sleep(Duration::from_secs(1)).await;
         etcd.restart_empty();
         let writes = all_announced(&etcd, &nodes).await;
-        // Each writes its key, at most twice: a lease that was granted while etcd still started may be lost.
+        // Each node writes its key at most twice, because a lease that was granted while etcd still started may be
+        // lost.
         assert!(writes <= 2 + 2 * nodes.len() as i64, "{writes} writes for {} nodes", nodes.len());
         is_calm(&etcd).await;
     };
@@ -167,7 +168,7 @@ async fn lost_leases_and_a_forgotten_history_change_nothing() {
     for v3::LeaseStatus { id } in leases {
         client.lease().lease_revoke(v3::LeaseRevokeRequest { id }).await.expect("it is there");
     }
-    // Known nodes are gone for as long as they are not announced again: etcd itself has said so.
+    // Known nodes are gone until they are announced again, because etcd itself has removed them.
     all_announced(&etcd, &nodes).await;
     eventually("everybody to be usable", async || {
         let now = up.nodes().await;
@@ -208,7 +209,7 @@ async fn two_of_three_members_are_enough() {
     }
 }
 
-/// What one node may do to its registry: signs of life, and tries while it is away.
+/// The calls that one node may make to its registry: keep-alives, and attempts while it is away.
 const BYTES_PER_SECOND_MAX: f64 = 2_000.0;
 const CONNECTIONS_PER_SECOND_MAX: f64 = 4.0;
 
@@ -225,7 +226,7 @@ async fn traffic_with_the_registry_is_bounded() {
         let per_peer = |before: u64, after: u64| (after - before) as f64 / took / n_peers;
         (per_peer(before.connections, after.connections), per_peer(before.bytes, after.bytes))
     };
-    // Under load: requests are none of the registry's business.
+    // Under load: requests make no calls to the registry.
     let client = up.client();
     let asks = asks();
     let load = join_all(asks.iter().map(|ask| client.ask(ask)));

@@ -1,4 +1,4 @@
-//! A process stands still, or all nodes of a kind restart at once, with every stream in the middle: all of them go on.
+//! A process is stopped, or all nodes of a kind restart at once, with unfinished streams. All streams continue.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Runs all streams, and `trouble` while they are under way: all end as they would without it.
+/// Runs all streams, and `trouble` meanwhile. All end as they do without it.
 async fn go_on(fleet: &mut Fleet, asks: &[Ask], expected: &[Answer], trouble: impl AsyncFnOnce(&mut Fleet)) {
     let client = fleet.client();
     let streams = join_all(asks.iter().map(|ask| client.ask(ask)));
@@ -43,7 +43,7 @@ async fn go_on(fleet: &mut Fleet, asks: &[Ask], expected: &[Answer], trouble: im
     fleet.baseline().await;
 }
 
-/// The router stands still for 4, 6, 10 and 15 s: its peers close their connections to it, or it believes them gone.
+/// The router is stopped for 4, 6, 10 and 15 s: its peers close their connections to it, or it takes them for dead.
 async fn router_stands_still(registry: Settings) {
     let asks = asks();
     let expected = undisturbed(&asks).await;

@@ -1,4 +1,5 @@
-//! Nodes of several tensor-parallel ranks, as many on both sides of a transfer or not: the tokens are those of one rank.
+//! Nodes with several tensor-parallel ranks, with equal or different numbers on both sides. The tokens are those of
+//! one rank.
 
 use std::path::Path;
 use std::process::Command;
@@ -47,7 +48,7 @@ async fn completion(client: &Client, mut body: Value) -> Value {
     answer["choices"][0].clone()
 }
 
-/// Every bit of every log-probability, and so every token.
+/// Every bit of every log-probability, and therefore every token.
 async fn answers_as_one_rank_does(model: &str, connector: &str, sizes: &[(&str, &str)]) {
     let path = folder(model);
     let one = up(connector, &path, ("1", "1"), &[]).await;
@@ -79,7 +80,7 @@ async fn ranks_may_outnumber_the_heads() {
     answers_as_one_rank_does("qwen2-window", "tcp", &[("4", "1"), ("1", "4")]).await;
 }
 
-/// The mock knows each head's KV again, and reads every bit of it.
+/// The mock checks each head's KV, every bit of it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_head_of_a_mock_finds_its_rank() {
     let asks: Vec<Ask> = prompts(3, 24, 120).into_iter().map(|prompt| Ask::new(prompt, 30)).collect();
@@ -95,7 +96,7 @@ async fn every_head_of_a_mock_finds_its_rank() {
     }
 }
 
-/// A pool node keeps KV as one rank has it, whatever the others have.
+/// A pool node keeps KV in the layout of one rank, whatever the layouts of others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unequal_ranks_share_a_pool() {
     let asks: Vec<Ask> = prompts(9, 16, 120).into_iter().map(|prompt| Ask::new(prompt, 20)).collect();
@@ -112,7 +113,7 @@ async fn all(client: &Client, asks: &[Ask]) -> Vec<Result<Vec<u32>, Failed>> {
     in_time("all answers", join_all(asks.iter().map(tokens))).await
 }
 
-/// 128 at once between nodes of four ranks and of two, and one of each is killed in the middle.
+/// 128 requests at once between nodes of four ranks and of two. One node of each kind is killed meanwhile.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unequal_ranks_stand_load_and_a_kill() {
     let ask = |prompt| Ask::new(prompt, 80).with("ignore_eos", true.into());

@@ -1,8 +1,8 @@
 //! The walk over rdma: real processes and real verbs, in the VM of `tests/rdma-vm`, over Soft-RoCE.
 //!
-//! Prefill nodes have the device on one end of a cable, decode nodes the one on the other: all KV goes over that cable,
-//! and nothing else does. `TEST_RDMA_PORTS` names the devices, as `rxe1 rxe2`, and the cable's ends are what they are made
-//! on. Elsewhere these tests are ignored.
+//! Prefill nodes have the device on one end of a cable, decode nodes the device on the other end. Only KV goes over
+//! that cable. `TEST_RDMA_PORTS` names the devices, as `rxe1 rxe2`; the ends of the cable are the network devices
+//! below them. Elsewhere these tests are ignored.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,9 +21,9 @@ use tokio::time::{Instant, sleep};
 use types::prompt::Priority;
 use types::{Deadline, Prompt, RequestId, Sampling, StopRules, TenantId, TokenId};
 
-/// What a wire's silence may last before it is given up: longer than an emulated processor takes for anything.
+/// The allowed silence of a wire: longer than any pause of an emulated processor.
 const STALL: Duration = Duration::from_secs(5);
-/// Long enough that a stream is under way when something breaks.
+/// Long enough that a stream is unfinished when a fault occurs.
 const TOKENS: u32 = 40;
 
 /// The devices of prefill nodes and of decode nodes.
@@ -33,7 +33,7 @@ fn ports() -> [String; 2] {
     [first.to_owned(), second.to_owned()]
 }
 
-/// Nodes of each kind with rdma as their only wire. `more`: further settings of one role.
+/// Nodes of each kind with rdma as their only connector. `more`: further settings of one role.
 async fn fleet(
     ports: &[String; 2],
     model: &str,
@@ -54,19 +54,19 @@ async fn fleet(
     let of_router = vec![("BATON_ROUTER__ORDER", order.to_owned())];
     let fleet = Fleet::start_each(model, n_prefill, n_decode, of_router, of_role).await;
     fleet.expect_log(A_NODE_DIES);
-    // An emulated processor that has much to do looks like one that has stopped.
+    // A busy emulated processor looks like a stopped one.
     fleet.expect_log(A_NODE_STANDS_STILL);
     fleet
 }
 
-/// Prompts that no node has seen, and so KV that has to travel.
+/// Prompts that no node has seen, so their KV must be sent.
 fn asks() -> Vec<Ask> {
     static ROUND: AtomicU64 = AtomicU64::new(0);
     let ask = |prompt| Ask::new(prompt, TOKENS).with("ignore_eos", true.into());
     prompts(31 + ROUND.fetch_add(1, Ordering::Relaxed), 16, 150).into_iter().map(ask).collect()
 }
 
-/// What the model alone makes of them.
+/// The answers of the model alone.
 fn alone(asks: &[Ask]) -> Vec<Vec<u32>> {
     let settings = MockSettings::named(PACED.strip_prefix("mock:")).expect("right settings");
     let mut alone = Alone::new("mock", settings, 64);
@@ -92,10 +92,10 @@ async fn all(client: &Client, asks: &[Ask]) -> Vec<Result<Answer, Failed>> {
     in_time("all answers", join_all(asks.iter().map(|ask| client.ask(ask)))).await
 }
 
-/// Asks everything at once, `disturb`s once KV moves, and compares with what the model alone answers.
+/// Sends all requests at once, calls `disturb` when KV moves, and compares with the answers of the model alone.
 ///
-/// Where the machine has no time for the VM, its router may find that all nodes have stopped, and says so. Then those
-/// that were refused are asked again; but not more than a few.
+/// If the machine has no time for the VM, its router may find that all nodes have stopped, and refuse requests. Those
+/// are sent again, but at most a few.
 async fn equal(fleet: &Fleet, disturb: impl AsyncFnOnce()) {
     let (asks, client) = (asks(), fleet.client());
     let expected = alone(&asks);
@@ -123,7 +123,7 @@ async fn arrived(fleet: &Fleet) -> u64 {
     fleet.client().kv_arrived("rdma").await
 }
 
-/// KV still goes this way, or goes again.
+/// KV is still sent this way, or again.
 async fn carries(fleet: &Fleet) {
     let before = arrived(fleet).await;
     eventually("KV by rdma", async || {
@@ -133,7 +133,7 @@ async fn carries(fleet: &Fleet) {
     .await;
 }
 
-/// One cluster for all of it: an emulated processor takes its time to start one.
+/// One cluster for all tests, because an emulated processor starts one slowly.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn two_and_two_answer_as_the_model_alone_over_rdma() {
@@ -149,7 +149,7 @@ async fn two_and_two_answer_as_the_model_alone_over_rdma() {
     }
 }
 
-/// Clients go at every stage, from before the answer's head to mid-stream. Then one comes who stays.
+/// Clients leave at every stage, from before the answer's head to the middle of the stream. Then one client stays.
 async fn a_cancel_storm(fleet: &Fleet) {
     let (client, asks) = (fleet.client(), asks());
     let storm = (0..100).map(|idx| {
@@ -162,15 +162,15 @@ async fn a_cancel_storm(fleet: &Fleet) {
     client.ask(&Ask::new(vec![9; 100], 3)).await.expect("a probe is served");
 }
 
-// === nodes that die, and nodes that stand still ===
+// === killed and stopped nodes ===
 
-/// For longer than its wires may.
+/// Longer than the allowed silence.
 async fn a_node_stands_still(fleet: &Fleet, name: &str) {
     eprintln!("{name} stands still");
     let signal = |signal| node(fleet, name).process.signal(signal);
     equal(fleet, async || signal(Signal::STOP)).await;
-    // Its device is not stopped. The blocks that it may still write to are not reused before its right to them has
-    // ended. That does not wait for its process.
+    // Its device is not stopped. Blocks that it may still write to are reused only after its right to them has ended,
+    // which does not wait for its process.
     sleep(STALL).await;
     others_at_baseline(fleet, name).await;
     signal(Signal::CONT);
@@ -194,7 +194,7 @@ fn node<'a>(fleet: &'a Fleet, name: &str) -> &'a FleetNode {
     fleet.nodes.iter().find(|node| node.name == name).expect("a node of this name")
 }
 
-/// Everybody but this node has all its blocks back.
+/// All nodes but this one have all their blocks back.
 async fn others_at_baseline(fleet: &Fleet, but: &str) {
     eventually("the others' baseline", async || {
         let kv = fleet.client().get_json("/debug/kv").await;
@@ -206,7 +206,7 @@ async fn others_at_baseline(fleet: &Fleet, but: &str) {
     .await;
 }
 
-/// Neither of them has another one to go to.
+/// No node has another one to send to.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
@@ -221,7 +221,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
         node.process.signal(Signal::STOP);
         let began = Instant::now();
         let seen = all(&fleet.client(), &asks).await;
-        // A second, where a processor is not emulated.
+        // One second if the processor is not emulated.
         assert!(began.elapsed() < deadline + Duration::from_secs(4), "{}: {:?}", node.name, began.elapsed());
         for (seen, expected) in seen.into_iter().zip(&expected) {
             match seen {
@@ -243,7 +243,7 @@ async fn a_stopped_pair_ends_requests_by_their_deadline_over_rdma() {
 // === the cable ===
 
 async fn a_bad_cable_changes_no_token(fleet: &Fleet, cable: &DevicePair) {
-    // A packet with a wrong byte is a lost packet: its checksum does not fit.
+    // A packet with a wrong byte is a lost packet, because its checksum is wrong.
     for (flaw, loses) in
         [(Flaw::Netem("loss 10%"), true), (Flaw::Netem("delay 20ms"), false), (Flaw::Corrupts, true)]
     {
@@ -267,19 +267,20 @@ async fn a_bad_cable_changes_no_token(fleet: &Fleet, cable: &DevicePair) {
 enum Flaw {
     /// A fault that netem makes, in netem's syntax.
     Netem(&'static str),
-    /// One packet of RDMA in ten has a wrong byte: where a write goes, what it brings, or the checksum of what confirms it.
+    /// One RDMA packet in ten has a wrong byte: in the address of a write, its data, or the checksum of an
+    /// acknowledgement.
     Corrupts,
 }
 
-/// The byte is behind the header of all operations (20 bytes of IP, 8 of UDP, 12), and not just any, as netem would have
-/// it: of an operation that there is none of, as one flipped bit makes of a confirmation, Soft-RoCE sums up the header's
-/// other 0 - 12 bytes, which are 4 GiB to it, and the kernel panics.
+/// The byte is behind the header of all operations (20 bytes of IP, 8 of UDP, 12), unlike the random byte of netem.
+/// One flipped bit in an acknowledgement can make an unknown operation. Then Soft-RoCE computes the size of the rest
+/// as 0 - 12 bytes, which is 4 GiB, and the kernel panics.
 const CORRUPTION: &str =
     "u32 match ip dport 4791 0xffff action ok random netrand pipe 10 action pedit munge offset 44 u8 invert";
 
-/// What joins the two devices.
+/// The cable between the two devices.
 struct DevicePair {
-    /// The network devices that those for RDMA are made on.
+    /// The network devices below the RDMA devices.
     ends: [String; 2],
     devices: [String; 2],
 }
@@ -293,7 +294,7 @@ impl DevicePair {
         Self { ends: [end(&devices[0]), end(&devices[1])], devices: devices.clone() }
     }
 
-    /// Both ways, until the value is dropped.
+    /// In both directions, until the value is dropped.
     fn with(&self, flaw: Flaw) -> Flawed<'_> {
         for end in &self.ends {
             match flaw {
@@ -317,7 +318,7 @@ impl DevicePair {
         run("/bin/ip", &format!("link set {} up", self.ends[0]));
     }
 
-    /// Packets that came out of their order, because one before them was missing.
+    /// Packets out of order, because an earlier one was lost.
     fn n_sent_again(&self) -> u64 {
         let of = |device: &String| {
             let counter = format!("/sys/class/infiniband/{device}/ports/1/hw_counters/out_of_seq_request");
@@ -352,7 +353,7 @@ fn run(program: &str, args: &str) {
 
 // === unequal ranks ===
 
-/// Every bit of every log-probability, and so every token.
+/// Every bit of every log-probability, and therefore every token.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "wants RDMA devices: tests/rdma-vm/run.sh runs it in a VM"]
 async fn ranks_answer_as_one_does_over_rdma() {

@@ -1,4 +1,4 @@
-//! Every process of a cluster is restarted, one at a time, while requests run: none fails, and no token changes.
+//! Every process of a cluster is restarted, one at a time, while requests run. No request fails, and no token changes.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -74,15 +74,15 @@ impl Cluster {
     }
 }
 
-/// What stands before the routers: it knows which of them may be asked.
+/// A load balancer that knows which routers take requests.
 struct Balancer {
-    /// Read while a request is on its way in, written to take a router out: what a router's `preStop` waits for.
+    /// Read-locked while a request is being sent, write-locked to take a router out: the wait of a router's `preStop`.
     open: RwLock<Vec<SocketAddr>>,
     turn: AtomicUsize,
 }
 
 impl Balancer {
-    /// Asks the next router; once there is a head, the answer is that router's to finish.
+    /// Sends a request to the next router. After the head that router must finish the answer.
     async fn ask(&self, ask: &Ask) -> Vec<u32> {
         let mut stream = {
             let open = self.open.read().await;
@@ -114,7 +114,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Asks again and again until `enough`, and counts what was answered. Anything but the right answer is a panic.
+/// Sends requests until `enough`, and counts the answers. A wrong answer panics.
 async fn load(balancer: &Balancer, asks: &[Ask], expected: &[Answer], enough: &AtomicBool) -> usize {
     let next = AtomicUsize::new(0);
     let one = async || {
@@ -127,7 +127,7 @@ async fn load(balancer: &Balancer, asks: &[Ask], expected: &[Answer], enough: &A
     next.into_inner()
 }
 
-/// Nodes, then routers, then etcd, each once everything is well again after the one before.
+/// Restarts nodes, then routers, then etcd, each when the cluster is well after the one before.
 async fn roll(cluster: &mut Cluster, balancer: &Balancer) {
     for at in 0..cluster.nodes.len() {
         cluster.nodes[at].restart().await;
@@ -141,7 +141,7 @@ async fn roll(cluster: &mut Cluster, balancer: &Balancer) {
     }
     cluster.etcd.restart();
     cluster.all_ready().await;
-    // Now that etcd is a new one: nodes still find the routers, and routers the nodes.
+    // With the new etcd nodes still find the routers, and routers the nodes.
     cluster.nodes[0].restart().await;
     cluster.all_ready().await;
 }

@@ -1,5 +1,5 @@
-//! Weights of a model change while it serves, and nodes with wrong weights are there: no answer mixes weights, none comes
-//! from the wrong ones, and every node says truly whether it gets work. Two models share a cluster.
+//! Weights of a model change while it serves, beside nodes with wrong weights. No answer mixes weights or comes from
+//! the wrong ones, and every node reports correctly whether it gets work. Two models share a cluster.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,11 +17,11 @@ use tokio::time::Instant;
 const TOKENS: u32 = 40;
 /// Requests at one time.
 const CLIENTS: usize = 6;
-/// Router restarts in all, and how many clusters share them.
+/// The number of router restarts, and the number of clusters that share them.
 const RESTARTS: usize = 20;
 const CLUSTERS: usize = 4;
 
-/// A router and nodes whose model can be changed between two lives.
+/// A router and nodes whose model can change between two lives.
 struct Cluster {
     folder: TempDir,
     router: Process,
@@ -54,7 +54,7 @@ impl Cluster {
         Self { folder, router, http, registry, nodes: Vec::new(), _etcd: etcd }
     }
 
-    /// Starts a node, and returns once the router has heard of it.
+    /// Starts a node. Returns when the router lists it.
     async fn add(&mut self, role: &'static str, name: &str, model: &str) {
         let (path, admin) = (self.folder.path().join(format!("{name}.toml")), free_addr());
         std::fs::write(&path, mock(model)).expect("written");
@@ -74,7 +74,7 @@ impl Cluster {
         self.state(node, &["ready", "superseded"]).await;
     }
 
-    /// Asks a node to stop, and returns once it has.
+    /// Stops a node. Returns when it has ended.
     async fn remove(&mut self, name: &str) {
         let at = self.nodes.iter().position(|node| node.name == name).expect("it was added");
         let mut node = self.nodes.remove(at);
@@ -82,7 +82,7 @@ impl Cluster {
         eventually("the node to stop", async || (!node.process.is_alive()).then_some(())).await;
     }
 
-    /// Restarts a node with another model, and returns once the router has heard of its new life.
+    /// Restarts a node with another model. Returns when the router lists its new life.
     async fn change(&mut self, nth: usize, model: &str) {
         std::fs::write(&self.nodes[nth].model, mock(model)).expect("written");
         self.nodes[nth].process.restart().await;
@@ -127,12 +127,12 @@ impl Cluster {
 }
 
 impl Node {
-    /// Waits until `/ready` answers so, and returns what it says.
+    /// Waits until `/ready` has this status. Returns its text.
     async fn readiness(&self, status: u16) -> String {
         self.page("/ready", status, "").await
     }
 
-    /// Waits until a page answers so and says this, and returns what it says.
+    /// Waits until a page has this status and text. Returns its text.
     async fn page(&self, path: &str, status: u16, says: &str) -> String {
         let what = format!("{path} of {} to be {status}", self.name);
         eventually(&what, async || {
@@ -143,7 +143,7 @@ impl Node {
     }
 }
 
-/// A paced mock of this name and these weights: `name weights`.
+/// A paced mock with this name and these weights: `name weights`.
 fn mock(model: &str) -> String {
     let (name, weights) = model.split_once(' ').expect("a name and weights");
     format!(
@@ -164,7 +164,7 @@ async fn answers(client: &Client, asks: &[Ask]) -> Vec<Answer> {
     in_time("all answers", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Asks until `enough`, and returns every answer with its question's number. A request that fails is a panic.
+/// Sends requests until `enough`. Returns every answer with the number of its question. A failed request panics.
 async fn load(client: &Client, asks: &[Ask], enough: &AtomicBool) -> Vec<(usize, Vec<u32>)> {
     let next = AtomicUsize::new(0);
     let one = async || {
@@ -187,7 +187,7 @@ async fn stays_ready(client: &Client, enough: &AtomicBool) {
     }
 }
 
-/// Node after node of two and two gets new weights under load.
+/// The nodes of two and two get new weights one after the other, under load.
 async fn roll(etcd: Option<Etcd>, order: [usize; 4]) {
     let mut cluster = Cluster::start(etcd).await;
     for (role, name) in
@@ -232,8 +232,8 @@ async fn a_rolling_change_of_weights_in_etcd_loses_and_mixes_no_request() {
     roll(Some(Etcd::start()), [2, 0, 3, 1]).await;
 }
 
-/// What two Deployments do with `maxSurge: 1` and `maxUnavailable: 0`: one new node of each kind at a time, and one old node
-/// of that kind is stopped once `/rollout` of the new one says yes.
+/// The steps of two Deployments with `maxSurge: 1` and `maxUnavailable: 0`: one new node of each kind at a time. One
+/// old node of that kind is stopped when `/rollout` of the new one says yes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
     let mut cluster = Cluster::start(None).await;
@@ -252,7 +252,7 @@ async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
         for nth in 0..2 {
             cluster.add("prefill", &format!("prefill-new-{nth}"), "mock 2").await;
             if nth == 0 {
-                // A change of prefill nodes alone stalls, and says why.
+                // A change of prefill nodes alone stalls, and reports the reason.
                 let new = cluster.node("prefill-new-0");
                 new.page("/rollout", 503, "no usable decode node agrees with it").await;
                 tokio::time::sleep(Duration::from_secs(1)).await;
@@ -263,7 +263,7 @@ async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
                 cluster.node(&format!("{role}-new-{nth}")).page("/rollout", 200, "").await;
             }
             if nth == 0 {
-                // The old nodes still serve: who waits for `/ready` waits for ever.
+                // The old nodes still serve. A rollout that waits for `/ready` never ends.
                 cluster.node("decode-new-0").page("/ready", 503, "is served by 4 nodes").await;
             }
             for role in ["prefill", "decode"] {
@@ -286,13 +286,13 @@ async fn deployments_that_wait_for_the_rollout_page_lose_no_request() {
     }
 }
 
-/// Restarts the router, and returns how many answers it gave afterwards. Every one is the expected one.
+/// Restarts the router. Returns the number of answers afterwards. Every one equals the expected one.
 async fn restarted(cluster: &mut Cluster, (asks, expected): (&[Ask], &[Answer])) -> usize {
     cluster.router.revive();
     let http = cluster.http;
     eventually("the router to listen", async || tokio::net::TcpStream::connect(http).await.ok()).await;
     let (client, mut n_answers) = (cluster.client(), 0);
-    // Through the first decision and the time in which further nodes come back.
+    // During the first decision and the time in which further nodes come back.
     let until = Instant::now() + Duration::from_secs(5);
     while Instant::now() < until || n_answers == 0 {
         assert!(until.elapsed() < Duration::from_secs(30), "the router serves nothing");
@@ -308,7 +308,7 @@ async fn restarted(cluster: &mut Cluster, (asks, expected): (&[Ask], &[Answer]))
     n_answers
 }
 
-/// The wrong node comes first. Once the right ones are there, no router ever serves its answers, whichever node it hears of
+/// The wrong node comes first. With the right ones present no router ever serves its answers, whichever node it sees
 /// first.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restarted_router_never_serves_a_minority() {
@@ -332,7 +332,7 @@ async fn a_restarted_router_never_serves_a_minority() {
     in_time("all restarts", join_all((0..CLUSTERS).map(|_| one_cluster()))).await;
 }
 
-/// A right node that lost a tie against a wrong one is used soon after the wrong one has stopped, or died.
+/// A right node that lost a tie against a wrong one is used soon after the wrong one has stopped or died.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn right_nodes_are_used_within_seconds_of_the_wrong_ones_end() {
     for dies in [false, true] {
@@ -360,7 +360,7 @@ async fn right_nodes_are_used_within_seconds_of_the_wrong_ones_end() {
     }
 }
 
-/// Two models in one cluster under load: each is answered by its own nodes.
+/// Two models in one cluster under load. Each is answered by its own nodes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_models_share_a_cluster_and_no_node() {
     let mut cluster = Cluster::start(None).await;

@@ -13,11 +13,11 @@ use tokio::time::{Instant, sleep};
 const KV_MEMORY: &str = "512KiB";
 /// A prompt of 80 % of a pool.
 const LARGE_TOKENS: usize = 64 * 16 * 8 / 10;
-/// How soon the large prompt must be answered.
+/// The time within which the large prompt must be answered.
 const SERVED_WITHIN: Duration = Duration::from_secs(10);
-/// Loops of small requests beside it.
+/// The number of clients that send small requests meanwhile.
 const LOOPS: usize = 24;
-/// Requests that come at once.
+/// The number of requests that come at once.
 const BURST: usize = 80;
 
 /// A prefill node and a decode node of 64 blocks each.
@@ -35,14 +35,14 @@ fn ask(prompt: Vec<u32>, max_tokens: u32) -> Ask {
     Ask::new(prompt, max_tokens).with("ignore_eos", true.into())
 }
 
-/// Attempts that a node refused for want of room, as the router counts them.
+/// Attempts that a node refused because it was full, by the router's count.
 async fn n_refused(client: &Client) -> u64 {
     let of =
         async |reason| client.counter(&format!("baton_router_retries_total{{reason=\"{reason}\"}}")).await;
     of("full").await + of("queue").await
 }
 
-/// Keeps the nodes' pools nearly full with small requests until the large one is answered: how long that took.
+/// Keeps the nodes' pools nearly full with small requests until the large one is answered. Returns its time.
 async fn large_beside_small(client: &Client) -> Duration {
     let (over, n_small) = (AtomicBool::new(false), AtomicUsize::new(0));
     let small = async |nth: usize| {
@@ -86,7 +86,7 @@ async fn a_large_prompt_is_served_beside_small_ones_prefill_first() {
     a_large_prompt_is_served("prefill-first").await;
 }
 
-/// A request waits in a node's line, and does not ask again and again.
+/// A request waits in a node's line without repeated attempts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_burst_for_full_nodes_is_refused_seldom() {
     for order in ["decode-first", "prefill-first"] {
@@ -106,7 +106,7 @@ async fn a_burst_for_full_nodes_is_refused_seldom() {
     }
 }
 
-/// A prefill node that is stopped keeps the KV that no decode node has room for yet, until it is fetched.
+/// A stopping prefill node keeps KV without room on a decode node until it is fetched.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prefill_node_stops_after_its_last_kv_was_fetched() {
     let mut fleet = narrow("prefill-first").await;

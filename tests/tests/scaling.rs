@@ -1,5 +1,5 @@
-//! Prefill and decode nodes come and go with the load, by the rules of the chart's autoscaling and by nothing but what the
-//! nodes' metrics say: no request is lost, and a constant load changes nothing.
+//! Prefill and decode nodes are added and removed with the load, by the rules of the chart's autoscaling and only by
+//! the metrics of nodes. No request is lost, and a constant load changes nothing.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use tokio::time::{Instant, sleep};
 
 const MODEL: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/slow-prefill.toml");
 
-/// Between two looks at the metrics.
+/// The time between two samples of the metrics.
 const PERIOD: Duration = Duration::from_millis(500);
-/// `busy` is measured over so many looks, and a pool shrinks after so many that all say so.
+/// The number of samples over which `busy` is measured, and after which a pool shrinks if all of them agree.
 const RATE_OVER: usize = 4;
 const SHRINK_AFTER: usize = 8;
 const NODES_MAX: usize = 2;
@@ -23,22 +23,22 @@ const NODES_MAX: usize = 2;
 const QUEUED_TOKENS: f64 = 16_384.0;
 const BUSY: f64 = 0.7;
 const KV_IN_USE: f64 = 0.7;
-/// As the autoscaler of Kubernetes has it: less than this from the target changes nothing.
+/// The tolerance of Kubernetes' autoscaler: a smaller difference from the target changes nothing.
 const TOLERANCE: f64 = 0.1;
 
-/// One pool of nodes, and what its autoscaler remembers.
+/// One pool of nodes, and the state of its autoscaler.
 struct Pool {
     role: &'static str,
     next: usize,
-    /// Seconds of computing by all nodes, at each look.
+    /// Seconds of computing by all nodes, at each sample.
     computed: VecDeque<(Instant, f64)>,
-    /// What the last looks wanted.
+    /// The wanted numbers of the last samples.
     wanted: VecDeque<usize>,
-    /// How many nodes there were, at each change.
+    /// The number of nodes at each change.
     changes: Vec<usize>,
 }
 
-/// Numbers of one node's page.
+/// The metrics of one node's page.
 struct Page(String);
 
 impl Page {
@@ -64,7 +64,7 @@ impl Pool {
         Self { role, next: 1, computed, wanted, changes: vec![1] }
     }
 
-    /// How many nodes this look wants: the largest of what the triggers want.
+    /// The number of nodes that this sample wants: the largest of all triggers.
     fn wants(&mut self, n_nodes: usize, pages: &[Page]) -> usize {
         let name = |what: &str| format!("baton_{}_{what}", self.role);
         let sum =
@@ -76,7 +76,7 @@ impl Pool {
                 self.computed.pop_front();
             }
             let before = self.computed[0];
-            // A node that is gone takes its seconds with it: as PromQL's rate, less is not counted.
+            // The sum decreases when a node is gone. PromQL's `rate` ignores such a decrease too.
             let computed = (now.1 - before.1).max(0.0);
             let took = (now.0 - before.0).as_secs_f64().max(PERIOD.as_secs_f64());
             [sum("queued_tokens", "") / QUEUED_TOKENS, computed / took / BUSY]
@@ -93,7 +93,7 @@ impl Pool {
         wanted.into_iter().max().expect("two triggers").clamp(1, NODES_MAX)
     }
 
-    /// Grows at once, and shrinks when all of the last looks want fewer nodes.
+    /// Grows at once, and shrinks when all of the last samples want fewer nodes.
     fn decides(&mut self, n_nodes: usize, wants: usize) -> usize {
         self.wanted.push_back(wants);
         if self.wanted.len() > SHRINK_AFTER {
@@ -106,7 +106,7 @@ impl Pool {
         if wants > n_nodes { wants } else { most.min(n_nodes) }
     }
 
-    /// One look, and what follows from it.
+    /// Takes one sample and acts on it.
     async fn look(&mut self, fleet: &mut Fleet, leaving: &mut Vec<FleetNode>) {
         let ours: Vec<&FleetNode> = fleet.nodes.iter().filter(|node| node.role == self.role).collect();
         let pages = join_all(ours.iter().map(|node| Page::of(node))).await;
@@ -121,7 +121,7 @@ impl Pool {
             eventually("its admin port", async || tokio::net::TcpStream::connect(added.admin).await.ok())
                 .await;
         } else if decided < n_nodes {
-            // The one with the least to lose.
+            // The node with the fewest sequences.
             let running = |page: &Page| page.sum(&format!("baton_{}_running", self.role), "");
             let least = (0..n_nodes).min_by(|a, b| running(&pages[*a]).total_cmp(&running(&pages[*b])));
             let name = ours[least.expect("a node")].name.clone();
@@ -138,7 +138,7 @@ impl Pool {
     }
 }
 
-/// Looks for a while. Returns once it is over.
+/// Takes samples for a while.
 async fn scale_for(time: Duration, fleet: &mut Fleet, pools: &mut [Pool], leaving: &mut Vec<FleetNode>) {
     let end = Instant::now() + time;
     while Instant::now() < end {
@@ -149,7 +149,7 @@ async fn scale_for(time: Duration, fleet: &mut Fleet, pools: &mut [Pool], leavin
     }
 }
 
-/// Room for 13 of the prompts: fewer than there are, so that no prompt is found in a cache.
+/// Room for 13 of the prompts: fewer than all, so that no prompt is found in a cache.
 fn narrow() -> Settings {
     vec![("BATON_MODEL__KV_MEMORY", "2MiB".to_owned())]
 }
@@ -159,7 +159,7 @@ fn asks() -> Vec<Ask> {
     (0..40).map(|nth| Ask::new(prompt(nth), 60).with("ignore_eos", true.into())).collect()
 }
 
-/// Load that comes and goes: the pools follow it, and every request is answered as without it.
+/// The pools follow a load that comes and goes, and every request gets the same answer as without it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nodes_follow_a_square_wave_of_load_and_no_request_is_lost() {
     let mut fleet = Fleet::start_narrow(MODEL, 1, 1, narrow()).await;

@@ -1,4 +1,4 @@
-//! What an operator sees: one tree of spans per request, and metrics that the code increments.
+//! Observability: one tree of spans per request, and metrics that the code increments.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! Thousands of connections that say nothing at every port, bodies that do not end, and a head of one byte a second:
-//! probes are answered, and so are requests.
+//! Thousands of silent connections at every port, bodies that do not end, and a head of one byte a second: probes and
+//! requests are answered.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -15,14 +15,14 @@ use tokio::time::Instant;
 const SILENT: usize = 5_000;
 /// Silent connections at each of the nine ports at the same time: both ends fit into the usual 20,000 descriptors.
 const SILENT_AT_ALL: usize = 1_900;
-/// Connections that are made at one time: fewer than the kernel's queue of a port holds.
+/// The number of connections that are opened at one time: below the kernel's queue of a port.
 const AT_ONCE: usize = 50;
-/// What a probe takes, half of the time. Single probes may wait for one of two busy processors.
+/// The median time of a probe. Single probes may wait for one of two busy processors.
 const PROBE_MEDIAN: Duration = Duration::from_millis(100);
-/// What every probe takes at most: less than the manifests allow.
+/// The longest time of a probe: less than the manifests allow.
 const PROBE_MAX: Duration = Duration::from_secs(1);
 
-/// Opens silent connections, and lets go of those that the port closes at once.
+/// Opens silent connections, and drops those that the port closes at once.
 async fn flood(port: SocketAddr, n: usize) -> Vec<TcpStream> {
     let mut open = Vec::with_capacity(n);
     while open.len() < n {
@@ -34,7 +34,7 @@ async fn flood(port: SocketAddr, n: usize) -> Vec<TcpStream> {
     open
 }
 
-/// Probes every process: the time that each probe took.
+/// Probes every process. Returns the time of each probe.
 async fn probe(clients: &[Client]) -> Vec<Duration> {
     let mut times = Vec::new();
     for page in ["/live", "/ready"] {
@@ -65,7 +65,7 @@ async fn fleet() -> (Fleet, SocketAddr) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn silent_connections_at_all_ports_close_none() {
     let (fleet, admin) = fleet().await;
-    // An operator's port and a wire say that strangers were refused: that is what is done here.
+    // Admin ports and wires log refused strangers, which this test causes.
     fleet.router.expect_log(&["connection"]);
     fleet.nodes.iter().for_each(|node| node.process.expect_log(&["connection", "kv stream"]));
     let nodes = fleet.nodes.iter().flat_map(|node| [node.grpc, node.admin, node.kv]);
@@ -96,7 +96,7 @@ async fn served(trouble: &str, fleet: &Fleet, probed: &[Client]) {
     assert!(!answer.expect("another client is served").tokens.is_empty());
 }
 
-/// Bodies that do not end.
+/// The number of bodies that do not end.
 const BODIES: usize = 500;
 const BODY_BYTES: usize = 8 << 20;
 const ROUTER_MIB_MAX: u64 = 512;

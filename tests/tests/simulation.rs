@@ -5,18 +5,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use baton_tests::sim::{Plan, Report, run};
 
-/// Seeds in a test run; `SEEDS` asks for more.
+/// Seeds in a test run; `SEEDS` overrides it.
 const SEEDS: u64 = 2_000;
-/// The first of them; `FIRST` begins elsewhere.
+/// The first seed; `FIRST` overrides it.
 const FIRST: u64 = 0;
-/// Failures after which the search is over.
+/// The number of failures that ends the search.
 const FAILURES_MAX: usize = 5;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is not a number")))
 }
 
-/// What a failing seed leaves for the reader.
+/// The report of a failing seed.
 fn told(report: &Report) -> String {
     format!(
         "{}\nseed {} is wrong:\n  {}\nrepeat it: SEED={} cargo test -p baton-tests --test simulation -- one_seed",

@@ -1,4 +1,4 @@
-//! Nodes that sleep and wake: under load, in the wrong state, alone in their kind, killed in their sleep.
+//! Nodes that sleep and wake: under load, in the wrong state, as the last of their kind, and killed while asleep.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -16,7 +16,7 @@ use tokio::time::Instant;
 /// Streams at one time.
 const CLIENTS: usize = 6;
 
-/// Asks a node for something: the status, and what it says.
+/// Posts to a node. Returns the status and the body.
 async fn tell(node: &FleetNode, what: &str) -> (u16, Value) {
     let (status, _, body) = in_time(what, Client::new(node.admin).post(&format!("/{what}"), "")).await;
     (status.as_u16(), serde_json::from_str(&body).unwrap_or(Value::Null))
@@ -28,7 +28,7 @@ async fn told(node: &FleetNode, what: &str) -> Value {
     body
 }
 
-/// How the router sees a node: the life that it is in, and its state.
+/// A node in the router's view: its life and its state.
 async fn seen(fleet: &Fleet, node: &FleetNode) -> Option<(String, String)> {
     let cluster = fleet.client().get_json("/debug/cluster").await;
     let nodes = cluster["nodes"].as_array().expect("a list of nodes");
@@ -44,7 +44,7 @@ async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     in_time("the undisturbed run", all).await.into_iter().map(|answer| answer.expect("an answer")).collect()
 }
 
-/// Has each node sleep and wake, one after the other, and some of them with too little time for what runs there.
+/// Lets each node sleep and wake, one after the other, some with too short a drain for their work.
 async fn nap(fleet: &Fleet, n_answered: &AtomicUsize) {
     for node in &fleet.nodes {
         let (epoch, _) = seen(fleet, node).await.expect("it is awake");
@@ -76,7 +76,7 @@ async fn nodes_nap_over(connectors: &[&str]) {
     let asks: Vec<Ask> = prompts(47, 20, 300).into_iter().map(ask).collect();
     let expected = undisturbed(&asks).await;
     let wires = ("BATON_TRANSFER__CONNECTORS", format!("{connectors:?}"));
-    // What runs on a decode node when it is asked to sleep goes on elsewhere.
+    // Running work of a decode node continues elsewhere when it is asked to sleep.
     let hasty = |role| match role {
         "decode" => vec![wires.clone(), ("BATON_NODE__DRAIN_MS", "40".to_owned())],
         _ => vec![wires.clone()],
@@ -100,7 +100,7 @@ async fn nodes_sleep_under_load_and_no_request_is_lost() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nodes_sleep_whose_memory_others_have_mapped() {
-    // A wire within the machine may be gone a moment before the node is.
+    // Shared memory may be gone a moment before its node.
     nodes_nap_over(&["shm", "tcp"]).await;
 }
 
@@ -148,7 +148,7 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     assert_eq!(text(&again.stderr), format!("error: {admin}: the node is awake already (awake_already)\n"));
     fleet.all_ready().await;
 
-    // Asked to stop in its sleep it has nothing to wait for; killed in it, nothing is in its way.
+    // A sleeping node ends at once when it is stopped, and can be killed.
     told(node, "sleep").await;
     let began = Instant::now();
     fleet.nodes[1].process.restart().await;
@@ -161,7 +161,7 @@ async fn a_node_says_what_it_cannot_do_in_the_state_that_it_is_in() {
     assert_eq!(fleet.client().ask(&ask).await.expect("it serves").tokens.len(), 5);
 }
 
-/// What a call that comes to the node itself is answered.
+/// The answer of the node to a call.
 async fn called(node: &FleetNode) -> tonic::Status {
     let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", node.grpc)).expect("a URL");
     let channel = channel.connect().await.expect("it listens");
@@ -235,14 +235,14 @@ async fn a_node_may_wake_in_another_role() {
     let nodes = fleet.client().get_json("/debug/cluster").await["nodes"].clone();
     let node = nodes.as_array().expect("a list").iter().find(|node| node["id"] == "decode-1").cloned();
     assert_eq!(node.expect("it is there")["role"], "prefill");
-    // The only one of its new kind: prompts are computed there, and decoded by the one that still decodes.
+    // It is the only node of its new kind. Prompts are computed there, and decoded by the node that still decodes.
     fleet.nodes[0].process.kill();
     let prefilled =
         async || Client::new(fleet.nodes[2].admin).counter("baton_decode_prefill_tokens_total").await;
     let (before, mut nth) = (prefilled().await, 0);
     eventually("a prompt to be computed there", async || {
         nth += 1;
-        // The mock knows KV that is not its own.
+        // The mock detects foreign KV.
         let ask = Ask::new((nth..nth + 200).collect(), 20).with("ignore_eos", true.into());
         assert_eq!(fleet.client().ask(&ask).await.expect("an answer").tokens.len(), 20);
         (prefilled().await >= before + 200).then_some(())
@@ -271,7 +271,7 @@ async fn files_that_have_changed_are_another_model() {
     let original = std::fs::read(&weights).expect("the weights");
     let mut other = original.clone();
     *other.last_mut().expect("some bytes") ^= 1;
-    // Another file of the name: the one that the other node has mapped stays as it is.
+    // Writes another file under the name, because the other node has the old one mapped.
     let replace = |bytes: &[u8]| {
         std::fs::write(model.join("new"), bytes).expect("written");
         std::fs::rename(model.join("new"), &weights).expect("renamed");

@@ -1,4 +1,4 @@
-//! The first and the last seconds of a router: before it knows a node, and after it was asked to stop.
+//! The start and the stop of a router: before it knows a node, and after it was asked to stop.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ fn ask(tokens: u32) -> Ask {
     Ask::new(prompt, tokens).with("ignore_eos", true.into())
 }
 
-/// Status, code of the error, and whether the client is told when to come back.
+/// Status, error code, and whether there is a `Retry-After`.
 async fn refused(client: &Client, path: &str, body: Value) -> (u16, String, bool) {
     let (status, headers, body) = client.post(path, body.to_string()).await;
     let body: Value = serde_json::from_str(&body).expect("JSON");
@@ -69,7 +69,7 @@ async fn a_router_that_stops_serves_on_and_ends_what_outlasts_its_drain() {
     let whole = ask(TOKENS);
     let whole = json!({"prompt": whole.prompt, "max_tokens": TOKENS, "ignore_eos": true});
     let whole = async {
-        // The stream is there first, so that both run when the router is asked to stop.
+        // The stream begins first, so that both run when the router is asked to stop.
         refused(&client, "/v1/completions", whole).await
     };
     let stop = async {
@@ -166,7 +166,7 @@ async fn a_router_that_starts_without_etcd_serves_with_the_members_of_before() {
 
     etcd.kill();
     fleet.router.kill();
-    // One node ends while there is neither a router nor a registry: it is in the file, and must not be used.
+    // One node ends while there is neither a router nor a registry. It is in the file, and must not be used.
     fleet.nodes[2].process.kill();
     fleet.router.revive();
     eventually("the router to listen", async || tokio::net::TcpStream::connect(fleet.http).await.ok()).await;

@@ -1,5 +1,5 @@
-//! A stranger who speaks the protocol and has no credentials, or another cluster's: everything it tries is refused and
-//! counted, nothing is sent to it, and every answer stays what it was.
+//! A stranger that speaks the protocol without credentials, or with those of another cluster. All its attempts are
+//! refused and counted, nothing is sent to it, and answers do not change.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -73,7 +73,7 @@ impl Guarded {
         assert_eq!(self.ask().await, self.answers, "answers changed");
     }
 
-    /// What a process has counted, for all its reasons.
+    /// The value of a process's counter, over all reasons.
     async fn refused(&self, client: &Client, what: &str) -> u64 {
         let page = client.get("/metrics").await.1;
         let of = |line: &str| {
@@ -84,13 +84,13 @@ impl Guarded {
     }
 }
 
-/// The worlds of a stranger without a secret and of one with another cluster's.
+/// A stranger without a secret, and one with another cluster's secret.
 fn strangers() -> [World; 2] {
     let other = Identity::of_cluster(ClusterSecret::new(b"the secret of another cluster"));
     [World::real(), World::real().with_identity(other)]
 }
 
-/// Every call that a process of the cluster answers.
+/// Every call that a process of the cluster serves.
 async fn every_call(channel: RpcChannel) -> Vec<(&'static str, Result<(), Status>)> {
     let mut prefill = PrefillClient::new(channel.clone());
     let mut decode = DecodeClient::new(channel.clone());
@@ -142,7 +142,7 @@ async fn knocks_at_a_kv_port(guarded: &Guarded, metrics: &Client, kv: std::net::
     let mut stream = TcpStream::connect(kv).await.expect("it listens");
     stream.write_all(&[7; 256]).await.expect("a socket has room");
     let mut heard = Vec::new();
-    // The end may be a reset: bytes of ours were left unread.
+    // The end may be a reset, because some of our bytes were not read.
     let _ = in_time("the end of the link", stream.read_to_end(&mut heard)).await;
     assert!(heard.len() <= 36, "a stranger hears the challenge and nothing else: {} bytes", heard.len());
     eventually("the refusal to be counted", async || {
@@ -167,14 +167,14 @@ async fn tries_the_admin_port(guarded: &Guarded, admin: &Client) {
     assert_eq!(admin.get("/live").await.0.as_u16(), 200, "probes need no key");
 }
 
-/// A node that does not exist, and how many connections came to its address.
+/// A node that does not exist, and the number of connections to its address.
 struct Invented {
     info: v1::NodeInfo,
     connections: Arc<AtomicUsize>,
 }
 
 impl Invented {
-    /// It claims all that a node of the cluster has, but its name and address.
+    /// It claims all properties of a node of the cluster, but its name and address.
     async fn like(id: &str, epoch: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound").to_string();
@@ -252,7 +252,7 @@ async fn strangers_are_refused_with_etcd() {
     assert!(!ids.contains(&"invented".into()), "{ids:?}");
 }
 
-/// A router of the cluster that has mixed up two prompts: the landing of one is named to the KV of the other.
+/// A router of the cluster that confuses two prompts: it names the landing of one for the KV of the other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn kv_of_one_prompt_does_not_land_for_another() {
     let mut fleet = Fleet::start(PACED, 1, 1).await;

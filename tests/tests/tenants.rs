@@ -1,4 +1,4 @@
-//! Tenants at the router, over real processes: keys, limits, and what stays out of logs and pages.
+//! Tenants at the router, over real processes: keys, limits, and the contents of logs and pages.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use proto::v1::inference_client::InferenceClient;
 use tempfile::TempDir;
 use tokio::time::Instant;
 
-/// A cluster whose router asks for keys.
+/// A cluster whose router requires keys.
 struct Keyed {
     up: Up,
     file: PathBuf,
@@ -93,7 +93,7 @@ async fn strangers_get_401_and_headers_choose_no_tenant() {
     }
     grpc.generate(call(Some(&acme))).await.expect("accepted");
 
-    // The prompt of acme is cached for acme. A header does not make another client acme.
+    // The prompt of acme is cached for acme. A header does not give another client access.
     let first = client.ask(&with_key(ask.clone(), &acme)).await.expect("an answer");
     assert_eq!(first.cached_tokens, 0);
     let again = client.ask(&with_key(ask.clone(), &acme)).await.expect("an answer");
@@ -126,7 +126,7 @@ async fn every_limit_is_hit_and_released() {
     let keyed = Keyed::start(baton_tests::fleet::PACED, &text, &[]).await;
     let client = keyed.client();
 
-    // Two requests at one time, and not three. One that ends makes room.
+    // Two requests at one time, not three. The end of one makes room.
     let long = with_key(Ask::new(vec![1, 2, 3], 200), &few);
     let running = [client.stream(&long).await, client.stream(&long).await].map(|one| one.expect("begun"));
     let third = with_key(Ask::new(vec![1, 2, 3], 1), &few);
@@ -135,7 +135,7 @@ async fn every_limit_is_hit_and_released() {
     let again = async || client.ask(&third).await.ok();
     baton_tests::eventually("the places to be given back", again).await;
 
-    // Six hundred tokens a minute: the first request takes more, and the next one waits for what was too much.
+    // Six hundred tokens a minute: the first request uses more, and the next one waits until the excess has passed.
     let ask = with_key(Ask::new(vec![7; 610], 1), &slow);
     client.ask(&ask).await.expect("nothing was used before it");
     let next = with_key(Ask::new(vec![7; 10], 1), &slow);
@@ -184,7 +184,7 @@ async fn a_changed_tenants_file_is_in_force_within_5_s() {
     assert!(works(&new).await && !works(&old).await, "the keys before it hold");
 }
 
-/// What may stand in no log and on no page.
+/// Texts that must be in no log and on no page.
 const PROMPT: &str = "xylophone-quartz-hummingbird";
 const TOKENS: [u32; 6] = [201, 77, 133, 92, 248, 54];
 
@@ -226,7 +226,7 @@ async fn no_log_span_or_page_has_keys_prompts_or_tokens() {
     }
 }
 
-/// A few tokens in the ways in which a list of them may be printed.
+/// The forms in which a list of tokens may be printed.
 fn written(tokens: &[u32]) -> [String; 4] {
     let list = |each: &dyn Fn(&u32) -> String, between: &str| {
         tokens.iter().map(each).collect::<Vec<_>>().join(between)

@@ -1,4 +1,5 @@
-//! What no compiler checks: who may depend on whom, that documents speak of what exists, and the house's own habits.
+//! The rules of the tree that no compiler checks: dependencies between crates, documents that name existing things, and
+//! habits of the code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,6 +8,8 @@ use std::path::{Path, PathBuf};
 mod circles;
 #[path = "tidy/pages.rs"]
 mod pages;
+#[path = "tidy/sizes.rs"]
+mod sizes;
 #[path = "tidy/words.rs"]
 mod words;
 
@@ -49,7 +52,7 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
 /// Crates in which `unsafe` may stand, each block with its reason.
 const MAY_BE_UNSAFE: &[&str] = &["kernels"];
 
-/// Folders in the root: a reader takes them in at one look.
+/// The most folders in the root.
 const FOLDERS_MAX: usize = 22;
 
 fn root() -> PathBuf {
@@ -67,7 +70,7 @@ fn members() -> Vec<String> {
     members.iter().map(|member| member.as_str().expect("a name").to_owned()).collect()
 }
 
-/// All files of ours with one of these endings.
+/// All files of the tree with one of these endings.
 fn files(endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![root()];
@@ -274,7 +277,7 @@ fn the_protocol_page_knows_the_protocol() {
     );
 }
 
-/// What stands between backticks and looks like a path of this tree.
+/// Texts between backticks that look like a path of this tree.
 fn paths_in(page: &str) -> BTreeSet<String> {
     let looks_like_a_path = |word: &&str| {
         word.contains('/') && word.ends_with(".rs") && !word.contains([' ', '*', '{', '<', '…'])
@@ -337,29 +340,45 @@ fn every_decision_has_a_number_of_its_own() {
     assert_eq!(numbers, expected);
 }
 
-/// Functions, and what a test's macro makes into functions: `name => What,`.
+/// Functions, and tests that a macro makes: `name => What,`.
 fn named_in(text: &str) -> Vec<String> {
     let functions = text.split("fn ").skip(1).filter_map(|rest| rest.split(['(', '<']).next());
     let made = text.lines().filter_map(|line| line.trim().strip_suffix(',')?.split_once(" => "));
     functions.chain(made.map(|(name, _)| name)).map(str::to_owned).collect()
 }
 
+/// The pages whose tables name tests as proofs, in the last column.
+const PAGES_WITH_PROOFS: &[&str] = &["docs/specification.md", "docs/failures.md", "docs/security.md"];
+
+/// The tests that a page's tables name: words between backticks in the last column, such as `a_test`.
+fn proofs_in(page: &str) -> Vec<&str> {
+    let is_test = |word: &&str| {
+        word.contains('_') && word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+    };
+    let columns =
+        page.lines().filter_map(|line| line.strip_prefix('|')?.strip_suffix('|')?.rsplit('|').next());
+    columns.flat_map(|column| column.split('`').skip(1).step_by(2)).filter(is_test).collect()
+}
+
 #[test]
 fn every_test_named_as_a_proof_exists() {
     let tests: BTreeSet<String> = files(&[".rs"]).iter().flat_map(|file| named_in(&read(file))).collect();
-    for page in ["docs/specification.md", "docs/failures.md"] {
+    for page in PAGES_WITH_PROOFS {
         let text = read(page);
-        let proofs: Vec<&str> =
-            text.split("test `").skip(1).filter_map(|rest| rest.split('`').next()).collect();
-        assert!(proofs.len() > 5, "{proofs:?}");
+        let proofs = proofs_in(&text);
+        assert!(proofs.len() > 10, "{page}: {proofs:?}");
         for proof in proofs {
-            let name = proof.rsplit("::").next().unwrap_or(proof);
-            assert!(tests.contains(name), "{page} names {proof}");
+            assert!(tests.contains(proof), "{page} names {proof}");
         }
     }
 }
 
-/// Why `./test.sh` does not run the test that begins at `line` of a file, if it does not.
+#[test]
+fn proofs_are_found_in_the_last_column() {
+    assert_eq!(proofs_in("| `not_this` | `a_test`, `a/path_of.rs`, `b_2` |\n`nor_this`"), ["a_test", "b_2"]);
+}
+
+/// The reason why `./test.sh` does not run the test that begins at `line` of a file, if it does not.
 fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String> {
     let is_attribute = |text: &&&str| text.trim_start().starts_with(['#', '/']);
     let above = lines[..line].iter().rev().take_while(is_attribute);
@@ -383,7 +402,7 @@ fn kept_from_running(lines: &[&str], line: usize, script: &str) -> Option<String
 #[test]
 fn every_test_named_as_a_proof_is_run() {
     let script = read("test.sh");
-    // The verbs that run tests by default: lints enable features too, and `long` is not run by CI.
+    // The commands that run tests by default. Lints enable features too, and CI does not run `long`.
     let (_, tests) = script.split_once("run_test()").expect("it tests");
     let (script, _) = tests.split_once("run_long()").expect("`long` follows");
     let mut kept: BTreeMap<String, Option<String>> = BTreeMap::new();
@@ -392,18 +411,16 @@ fn every_test_named_as_a_proof_is_run() {
         for (nth, line) in lines.iter().enumerate() {
             for name in named_in(line) {
                 let reason = kept_from_running(&lines, nth, script);
-                // One definition of the name that is run is enough.
+                // It is enough if one definition of the name is run.
                 kept.entry(name)
                     .and_modify(|known| *known = known.take().and(reason.clone()))
                     .or_insert(reason);
             }
         }
     }
-    for page in ["docs/specification.md", "docs/failures.md"] {
-        let text = read(page);
-        for proof in text.split("test `").skip(1).filter_map(|rest| rest.split('`').next()) {
-            let name = proof.rsplit("::").next().unwrap_or(proof);
-            if let Some(Some(reason)) = kept.get(name) {
+    for page in PAGES_WITH_PROOFS {
+        for proof in proofs_in(&read(page)) {
+            if let Some(Some(reason)) = kept.get(proof) {
                 panic!("{page} names {proof}, which is not run: {reason}");
             }
         }
@@ -428,7 +445,7 @@ fn every_failure_has_a_line() {
     let lines: Vec<&str> = page.lines().filter(|line| line.starts_with("| F")).collect();
     for (nth, line) in lines.iter().enumerate() {
         assert!(line.starts_with(&format!("| F{} |", nth + 1)), "{line}");
-        assert!(line.contains("test `") || line.contains("waits for"), "{line}");
+        assert!(!proofs_in(line).is_empty() || line.contains("waits for"), "{line}");
     }
     assert_eq!(lines.len(), 57);
 }

@@ -1,6 +1,6 @@
-//! What `docs/deploy.md` tells a newcomer to type on one machine is typed, and does what it says.
+//! Runs the commands of `docs/deploy.md` for one machine, and checks their results.
 //!
-//! It is done on a host of its own, where the ports of the page are free.
+//! They run on a separate host, where the ports of the page are free.
 
 use std::fs;
 use std::os::unix::process::CommandExt as _;
@@ -33,7 +33,7 @@ fn blocks(section: &str) -> Vec<Block> {
     found
 }
 
-/// A newcomer's machine: a host, a folder to work in, and `baton` in the path.
+/// A new user's machine: a host, a folder, and `baton` in the path.
 struct Laptop {
     hosts: Hosts,
     folder: TempDir,
@@ -56,7 +56,7 @@ impl Laptop {
         shell
     }
 
-    /// Types `script` and reads what it prints. What it starts in the background goes on, and logs to standard error.
+    /// Runs `script` and returns its output. Background processes continue, and log to standard error.
     fn run(&mut self, script: &str) -> Output {
         let (output, errors) = (self.file("output"), self.file("errors"));
         let create = |path: &Path| fs::File::create(path).expect("a file");
@@ -69,7 +69,7 @@ impl Laptop {
         Output { status, stdout: read(output), stderr: read(errors) }
     }
 
-    /// Types `script` into a terminal of its own, and leaves it there.
+    /// Runs `script` in the background.
     fn leave_running(&mut self, script: &str) {
         let child = self.shell(script).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("a shell");
         self.running.push(child);
@@ -96,7 +96,7 @@ impl Drop for Laptop {
     }
 }
 
-/// All that was printed: to standard output, then to standard error.
+/// The whole output: standard output, then standard error.
 fn text(output: &Output) -> String {
     let [printed, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     format!("{printed}{errors}")

@@ -59,7 +59,7 @@ async fn health_tells_the_truth() {
     up.signal(victim.pid, Signal::KILL);
     eventually("unreadiness", async || (client.get("/ready").await.0 == 503).then_some(())).await;
     assert_eq!(client.get("/live").await.0, 200);
-    // `up` starts the node again.
+    // `up` restarts the node.
     eventually("readiness", async || (client.get("/ready").await.0 == 200).then_some(())).await;
 }
 
@@ -83,7 +83,7 @@ async fn a_node_that_is_lost_comes_back() {
     assert!(!is_alive(back.pid), "the new process is stopped too");
 }
 
-/// A model file that is broken while the cluster runs: the node ends at each start.
+/// A model file is damaged while the cluster runs: the node fails at each start.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_node_that_fails_again_and_again_waits_longer_each_time() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -170,8 +170,8 @@ async fn memory_for_kv_is_what_is_asked_for() {
     assert!(blocks("2%").await > 512, "of what is free here");
 }
 
-/// Memory for 512 tokens of a model that could go on for 2,048: who names no number of tokens gets as many as there is
-/// room for, and who names too many is told which setting is in the way.
+/// Memory for 512 tokens of a model with a context of 2,048. A request without a number of tokens gets as many as
+/// there is room for. A request for too many gets an error that names the setting.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn little_memory_makes_sequences_shorter() {
     let up = Up::start(&["--model", "demo", "--kv-memory", "768KiB"]).await;

@@ -1,4 +1,4 @@
-//! What an answer says that it cost: from two nodes as from one.
+//! The usage of an answer is the same from two nodes as from one.
 
 use baton_tests::{Client, Up};
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ async fn usage(client: &Client, nth: usize, length: usize, is_streamed: bool) ->
     usages.into_iter().last().expect("a usage")
 }
 
-/// Two answers to each prompt: the first, and then one from the cache, in a stream.
+/// Two answers to each prompt: a computed one, and a streamed one from the cache.
 async fn usages(args: &[&str]) -> Vec<[Value; 2]> {
     let up = Up::start(args).await;
     let mut all = Vec::new();

@@ -1,4 +1,4 @@
-//! A request walks through real processes, and comes out as it would from one node.
+//! Requests through real processes get the same answers as from one node.
 
 use baton_tests::check::prompts;
 use baton_tests::{Answer, Ask, Up, in_time};

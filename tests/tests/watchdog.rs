@@ -1,4 +1,4 @@
-//! Where tokens stand still, health says so within five seconds, and where; and when they move again.
+//! When tokens stop, `/ready` says so within five seconds and names the stage. When they move again, it says yes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep};
 use tonic::service::Routes;
 use types::{NodeId, Role};
 
-/// How soon it must be said.
+/// The longest time until the report.
 const SAID_WITHIN: Duration = Duration::from_secs(5);
 /// How long the engine hangs.
 const HANGS_FOR: Duration = Duration::from_secs(9);
@@ -37,7 +37,7 @@ async fn router() -> (Client, String, Task<()>, Shutdown) {
     (client, registry, serving, shutdown)
 }
 
-/// A node that does both, in this process, with a mock whose third step comes back late.
+/// A node that does both, in this process, with a mock whose third step is late.
 async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
     let mut raw = RawNodeConfig::default();
     raw.registry.url.clone_from(&registry);
@@ -78,7 +78,7 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
     (client, living, shutdown)
 }
 
-/// Waits until `/ready` has this status: how long that took, and what it said.
+/// Waits until `/ready` has this status. Returns the time and the text.
 async fn says(client: &Client, status: u16) -> (Duration, String) {
     let began = Instant::now();
     let body = eventually("health to change", async || {
@@ -127,7 +127,7 @@ async fn an_engine_that_hangs_is_named_and_left_out() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stopped_peers_are_named_within_five_seconds() {
     for role in ["decode", "prefill"] {
-        // Sooner than the router takes a silent peer for dead, which may be after three seconds.
+        // Sooner than the router takes a silent peer for dead, possibly after three seconds.
         let sooner = vec![("BATON_EXPERT__ROUTER__STUCK_MS", "2000".to_owned())];
         let fleet = Fleet::start_with(PACED, 1, 1, sooner).await;
         let client = fleet.client();
@@ -139,7 +139,7 @@ async fn stopped_peers_are_named_within_five_seconds() {
         let watched = async {
             let (took, reason) = says(&client, 503).await;
             assert!(took < SAID_WITHIN, "{role}: it took {took:?}");
-            // Where requests wait, or who is not there.
+            // The stage where requests wait, or the missing node.
             let places = ["wait at reserve", "wait at prefill", "wait at decode", "is unreachable"];
             assert!(places.iter().any(|place| reason.contains(place)), "{role}: {reason}");
         };

@@ -1,6 +1,6 @@
-//! Hot path. HTTP's chunked framing, taken off bytes as they come, wherever they are cut.
+//! Hot path. Removes HTTP's chunked framing from bytes, wherever the pieces are cut.
 
-/// Where in the framing the next byte stands.
+/// The part of the framing that the next byte belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunked {
     Size {

@@ -1,4 +1,4 @@
-//! Hot path. Connections to the target: a store of idle ones, and one read at a time out of a shared buffer.
+//! Hot path. Connections to the target: a store of idle connections, and reads into one shared buffer.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -17,8 +17,8 @@ const READ_BYTES: usize = 64 << 10;
 const N_IDLE_MAX: usize = 16 << 10;
 
 thread_local! {
-    /// One buffer for all streams of the load thread: nothing stays in it between two reads, so 10,000 streams need
-    /// 64 KiB and not 10,000 buffers.
+    /// One buffer for all streams of the load thread. It keeps nothing between two reads, so 10,000 streams need 64
+    /// KiB instead of 10,000 buffers.
     static READ_BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ_BYTES]);
 }
 
@@ -26,11 +26,11 @@ thread_local! {
 #[derive(Debug)]
 pub struct Connection {
     stream: Stream,
-    /// Whether an earlier request went over it: such a one may have been closed by the peer unnoticed.
+    /// Whether an earlier request used it. The peer may have closed such a connection unnoticed.
     pub is_used: bool,
 }
 
-/// Connections that wait for their next request, last used first.
+/// Idle connections, last used first.
 #[derive(Debug)]
 pub struct Connections {
     idle: Mutex<Vec<Stream>>,

@@ -1,6 +1,6 @@
-//! Hot path. What one event says, found in one pass over its bytes and without building a value.
+//! Hot path. Reads one event in one pass over its bytes, without building a value.
 //!
-//! A walk over 300 bytes costs a third of a microsecond; parsing them into a tree costs ten times that, and 100,000
+//! A pass over 300 bytes takes a third of a microsecond, and parsing them into a tree ten times as long. 100,000
 //! events a second must leave most of a core free.
 
 /// The facts of one event of `/v1/completions` or `/v1/chat/completions`.
@@ -12,9 +12,9 @@ pub struct EventFacts {
     pub has_text: bool,
     /// `finish_reason` is there and not null.
     pub is_finish: bool,
-    /// `error` is there, outermost, and not null.
+    /// `error` is a field of the event itself, and not null.
     pub is_error: bool,
-    /// How many `token_ids` of the output.
+    /// The number of the output's `token_ids`.
     pub token_ids: Option<u32>,
     /// From `usage`.
     pub completion_tokens: Option<u32>,
@@ -23,7 +23,7 @@ pub struct EventFacts {
 }
 
 impl EventFacts {
-    /// Reads an event. In bytes that are not JSON it may find anything, but never more than is there.
+    /// Reads an event. From bytes that are not JSON it may read wrong facts, but never beyond their end.
     pub fn read(event: &[u8]) -> Self {
         let mut facts = Self::default();
         let (mut at, mut depth) = (0, 0u32);
@@ -75,7 +75,7 @@ fn string_end(event: &[u8], mut at: usize) -> usize {
     event.len()
 }
 
-/// Where the value begins, if the string that ended before `at` was a key.
+/// The start of the value, if the string that ended before `at` was a key.
 fn value_after(event: &[u8], at: usize) -> Option<usize> {
     let colon = skip_space(event, at);
     (event.get(colon) == Some(&b':'))
@@ -83,7 +83,7 @@ fn value_after(event: &[u8], at: usize) -> Option<usize> {
         .filter(|value| *value < event.len())
 }
 
-/// The walk goes on behind the string; a list of the prompt's token ids, which may be long, is jumped over.
+/// The position after the string. A list of the prompt's token ids, which may be long, is skipped.
 fn next_after_key(key: &[u8], event: &[u8], value_at: Option<usize>, end: usize) -> usize {
     match (key, value_at) {
         (b"prompt_token_ids", Some(at)) if event[at] == b'[' => {
@@ -100,7 +100,7 @@ fn skip_space(event: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// The number of elements of a flat list; for a list of objects only whether it is empty is right.
+/// The number of elements of a flat list. For a list of objects the number only says whether the list is empty.
 fn count_elements(value: &[u8]) -> Option<u32> {
     let list = value.strip_prefix(b"[")?;
     let list = &list[..memchr::memchr(b']', list)?];
@@ -188,7 +188,7 @@ mod tests {
     }
 
     proptest! {
-        /// The walk agrees with a real parser on every event of the shape that servers send.
+        /// The pass agrees with a real parser on every event form that servers send.
         #[test]
         fn the_walk_agrees_with_a_parser(text in ".{0,40}", ids in proptest::option::of(proptest::collection::vec(0u32..200_000, 0..9)),
                                          total in proptest::option::of(0u32..100_000), is_finish: bool) {

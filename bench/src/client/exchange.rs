@@ -14,7 +14,7 @@ use crate::client::target::Target;
 use crate::load::live::Live;
 use crate::record::{Failure, FailureKind, Outcome, RequestRecord};
 
-/// What an exchange needs to know beside the bytes it sends.
+/// The settings of an exchange beside the bytes that it sends.
 #[derive(Clone, Debug)]
 pub struct Assignment {
     pub index: u32,
@@ -39,7 +39,7 @@ pub struct Client {
     timeout: Duration,
 }
 
-/// One exchange under way.
+/// One running exchange.
 struct Exchange<'a> {
     client: &'a Client,
     intended: Instant,
@@ -54,7 +54,7 @@ impl Client {
         Self { target, connections, live, epoch, timeout: options.timeout }
     }
 
-    /// Does the whole of one request. It never fails: what goes wrong is in the record.
+    /// Sends one request and reads its response. It never fails: failures are part of the record.
     pub async fn exchange(&self, assignment: Assignment, wire: Vec<u8>) -> (RequestRecord, Option<Answer>) {
         let lag_us = since(assignment.intended, Instant::now());
         let mut exchange = Exchange {
@@ -101,8 +101,8 @@ impl Exchange<'_> {
         }
     }
 
-    /// A kept connection may have been closed by the peer in the meantime; then, and only before the first byte of
-    /// an answer, the request goes out once more over a new one. The time lost counts.
+    /// The peer may have closed a kept connection meanwhile. Then, and only before the first byte of an answer, the
+    /// request is sent once more over a new one. The lost time counts.
     async fn run(&mut self, wire: &[u8]) -> Result<Outcome, (FailureKind, io::Error)> {
         let client = self.client;
         let connection = client.connections.take(&client.target).await.map_err(connect_failed)?;
@@ -130,7 +130,7 @@ impl Exchange<'_> {
         }
     }
 
-    /// The clock is read here, next to the read that brought the bytes.
+    /// The clock is read here, next to the read that returned the bytes.
     fn hear(&mut self, bytes: &[u8]) -> io::Result<ReceptionState> {
         let at_us = since(self.intended, Instant::now());
         if bytes.is_empty() {

@@ -1,4 +1,4 @@
-//! Hot path. An HTTP/1.1 response as bytes come in: head, framing, and the events of the body.
+//! Hot path. Parses an HTTP/1.1 response from bytes as they come: head, framing, and the events of the body.
 
 use crate::client::chunked::Chunked;
 use crate::client::sse::Lines;
@@ -8,7 +8,7 @@ const N_HEADERS_MAX: usize = 96;
 /// How much of an error's body is kept for the record.
 const ERROR_BYTES_MAX: usize = 2 << 10;
 
-/// One response. Feed it what the socket gives.
+/// One response. `feed` it the bytes of the socket.
 #[derive(Debug)]
 pub struct ResponseReader {
     state: State,
@@ -30,7 +30,7 @@ enum State {
     Done,
 }
 
-/// How far the response has come.
+/// The state of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
     More,
@@ -60,7 +60,7 @@ impl ResponseReader {
         Self::keeping(ERROR_BYTES_MAX)
     }
 
-    /// Keeps this much of a body that is not a stream.
+    /// At most this much of a body that is not a stream is kept.
     pub fn keeping(plain_bytes_max: usize) -> Self {
         Self {
             plain_bytes_max,
@@ -73,7 +73,7 @@ impl ResponseReader {
         }
     }
 
-    /// 0 until the head is whole.
+    /// 0 until the head is complete.
     pub fn status(&self) -> u16 {
         self.status
     }
@@ -96,7 +96,7 @@ impl ResponseReader {
         }
     }
 
-    /// The peer has closed its side. Only a body without length ends well that way.
+    /// The peer has closed its side. Only a body without a length may end so.
     pub fn close(&mut self) -> Result<(), HttpError> {
         match self.state {
             State::UntilClose | State::Done => Ok(()),
@@ -104,7 +104,7 @@ impl ResponseReader {
         }
     }
 
-    /// Returns where in `bytes` the body begins, once the head is whole.
+    /// Returns the start of the body in `bytes`, once the head is complete.
     fn take_head(&mut self, bytes: &[u8]) -> Result<usize, HttpError> {
         let before = self.kept.len();
         self.kept.extend_from_slice(bytes);
@@ -154,7 +154,7 @@ impl Default for ResponseReader {
 }
 
 impl State {
-    /// Takes the framing off `bytes`; returns how many of them belong to the body.
+    /// Removes the framing from `bytes`; returns how many of them belong to the body.
     fn take(&mut self, bytes: &[u8], on_body: &mut dyn FnMut(&[u8])) -> Result<usize, HttpError> {
         match self {
             State::Chunked(chunked) => {
@@ -187,7 +187,7 @@ struct Head {
     keeps_alive: bool,
 }
 
-/// `None` while the head is not whole. An informational answer (1xx) before the real one is skipped.
+/// `None` while the head is not complete. An informational answer (1xx) before the real one is skipped.
 fn parse_head(bytes: &[u8]) -> Result<Option<Head>, HttpError> {
     let mut headers = [httparse::EMPTY_HEADER; N_HEADERS_MAX];
     let mut response = httparse::Response::new(&mut headers);
@@ -237,7 +237,7 @@ fn header<'a>(headers: &[httparse::Header<'a>], name: &str) -> Option<&'a str> {
 mod tests {
     use super::*;
 
-    /// What comes of a response that arrives in two pieces, the same for every cut.
+    /// The events of a response that arrives in two pieces. They are the same for every cut.
     fn read(wire: &str) -> (u16, Vec<String>, Result<Progress, HttpError>) {
         let mut verdicts = (0..wire.len()).map(|cut| read_cut(wire.as_bytes(), cut));
         let first = verdicts.next().expect("a wire has bytes");

@@ -1,4 +1,5 @@
-//! Hot path. One response from its first byte to its record. No socket and no clock: bytes and times come in.
+//! Hot path. One response from its first byte to its record. It has no socket and no clock: bytes and times are
+//! arguments.
 
 use crate::client::exchange::Assignment;
 use crate::client::http::{Progress, ResponseReader};
@@ -21,7 +22,7 @@ pub struct Timing {
     pub end_us: u32,
 }
 
-/// Whether the response goes on.
+/// Whether more of the response is expected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReceptionState {
     More,
@@ -33,7 +34,7 @@ impl Reception {
         Self { reader: ResponseReader::new(), recorder: Recorder::new(n_expected, keeps_answer) }
     }
 
-    /// Whether any byte of the response has been understood; before that a request may be sent again.
+    /// Whether any byte of the response has been parsed. Before that a request may be sent again.
     pub fn has_begun(&self) -> bool {
         self.reader.status() != 0
     }
@@ -59,7 +60,7 @@ impl Reception {
         self.outcome(end)
     }
 
-    /// Everything that was seen.
+    /// The record of all that was received.
     pub fn into_record(self, assignment: &Assignment, timing: Timing, outcome: Outcome) -> RequestRecord {
         let mut recorder = self.recorder;
         recorder.settle();

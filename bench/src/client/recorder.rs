@@ -1,11 +1,11 @@
-//! Hot path. The events of one stream, turned into a record while they come.
+//! Hot path. Turns the events of one stream into a record as they come.
 
 use serde_json::Value;
 
 use crate::client::event::EventFacts;
 use crate::record::{Chunk, CountedBy, Failure, FailureKind};
 
-/// What has been heard so far.
+/// The state of the record so far.
 #[derive(Debug)]
 pub struct Recorder {
     pub chunks: Vec<Chunk>,
@@ -14,7 +14,7 @@ pub struct Recorder {
     pub usage_tokens: Option<u32>,
     pub prompt_tokens: Option<u32>,
     pub cached_tokens: u32,
-    /// The answer, for the next turn of a conversation; `None` where it is not needed.
+    /// The answer, for the next turn of a conversation; `None` if it is not needed.
     pub answer: Option<Answer>,
     n_tokens: u32,
     is_counting: bool,
@@ -39,7 +39,7 @@ pub enum StreamEnd {
 }
 
 impl Recorder {
-    /// Room for `n_expected` chunks is made now, so that none is allocated while tokens come.
+    /// Allocates room for `n_expected` chunks, so that no chunk allocates while tokens come.
     pub fn new(n_expected: u32, keeps_answer: bool) -> Self {
         Self {
             chunks: Vec::with_capacity(n_expected as usize + 2),
@@ -94,8 +94,8 @@ impl Recorder {
         self.chunks.push(Chunk { at_us, tokens });
     }
 
-    /// The first chunk that holds anything decides how this stream's tokens are counted. A server that gives a total
-    /// only with its last chunk is not one that counts: the total would all fall into that chunk.
+    /// The first chunk with content decides how this stream's tokens are counted. A server that sends a total only
+    /// with its last chunk does not count by totals: all tokens would fall into that chunk.
     fn count(&mut self, facts: &EventFacts) -> u32 {
         if !self.is_counting {
             self.counted_by = match facts {
@@ -112,7 +112,7 @@ impl Recorder {
         }
     }
 
-    /// Why a stream that has ended is not a finished request, if so.
+    /// The reason why an ended stream is not a finished request, if there is one.
     pub fn failure(&self, end: StreamEnd) -> Option<Failure> {
         let failure = |kind, message: &str| Some(Failure { kind, message: message.to_owned() });
         match &self.error {
@@ -125,8 +125,8 @@ impl Recorder {
         }
     }
 
-    /// Where chunks were counted and the server gave a total at the end, the total is the truth. The chunks with text share
-    /// it evenly.
+    /// If chunks were counted and the server sent a total at the end, the total is used. The chunks with text share it
+    /// evenly.
     pub fn settle(&mut self) {
         let n_chunks = u64::from(self.n_tokens);
         let Some(total) = self.usage_tokens.filter(|_| self.counted_by == CountedBy::Chunks && n_chunks > 0)

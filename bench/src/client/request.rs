@@ -1,4 +1,4 @@
-//! What is sent: the bytes of one streaming request.
+//! The bytes of one streaming request.
 
 use std::fmt::Write as _;
 
@@ -7,17 +7,17 @@ use serde_json::{Map, Value};
 
 use crate::client::target::Target;
 
-/// Which of the two doors of an OpenAI-compatible server.
+/// The two endpoints of an OpenAI-compatible server.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Endpoint {
-    /// `/v1/completions`: takes token ids, so no tokenizer stands between plan and server.
+    /// `/v1/completions`: takes token ids, so the prompt has the planned length without a tokenizer.
     #[default]
     Completions,
     /// `/v1/chat/completions`: takes text.
     Chat,
 }
 
-/// A prompt in the form in which it goes out.
+/// A prompt in the form in which it is sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompt {
     TokenIds(Vec<u32>),
@@ -34,28 +34,28 @@ pub struct Extras {
     pub ignore_eos: bool,
 }
 
-/// Everything that the requests of a run have in common.
+/// The parts that all requests of a run share.
 #[derive(Clone, Debug)]
 pub struct RequestShape {
     endpoint: Endpoint,
     /// Up to and including `content-length: `.
     head: String,
-    /// `"model":"...",` and nothing else.
+    /// `"model":"...",` only.
     model: String,
     /// All fields behind `max_tokens`, with the closing brace.
     tail: String,
 }
 
-/// What a shape is made of.
+/// The settings from which a shape is made.
 #[derive(Clone, Debug)]
 pub struct ShapeParts<'a> {
     pub target: &'a Target,
     pub endpoint: Endpoint,
     pub model: &'a str,
     pub extras: Extras,
-    /// Headers as typed, without the line end.
+    /// Headers of the command line, without the line end.
     pub headers: &'a [(String, String)],
-    /// Fields as typed; they win over ours.
+    /// Fields of the command line; they override ours.
     pub fields: &'a Map<String, Value>,
 }
 
@@ -107,7 +107,7 @@ impl RequestShape {
     }
 }
 
-/// `,"temperature":0,…}`: what does not change between requests is rendered once.
+/// `,"temperature":0,…}`: the fields that are the same in all requests, rendered once.
 fn tail(parts: &ShapeParts<'_>) -> String {
     let mut fields = Map::new();
     fields.insert("temperature".to_owned(), 0.into());

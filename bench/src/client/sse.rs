@@ -1,16 +1,16 @@
-//! Hot path. Server-sent events: the `data:` lines of a body, wherever it is cut.
+//! Hot path. Finds the `data:` lines of a body, wherever it is cut.
 
-/// A line longer than this is not an event of a model server. The first event may repeat a whole prompt's token ids.
+/// Longer lines are refused: no model server sends them. The first event may repeat a whole prompt's token ids.
 const LINE_BYTES_MAX: usize = 8 << 20;
 
-/// Splits a body into lines. A line that lies within one read is handed on where it lies; only a line that is cut
-/// between two reads is copied.
+/// Splits a body into lines. A line within one read is passed on without a copy. Only a line that is cut between two
+/// reads is copied.
 #[derive(Debug, Default)]
 pub struct Lines {
     cut: Vec<u8>,
 }
 
-/// A line has no end in sight.
+/// The line is longer than the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineTooLong;
 

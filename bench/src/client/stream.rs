@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-/// Whom an `https` target must prove to be, and to whom it is believed.
+/// The server name that an `https` target must prove, and the authorities that are trusted.
 #[derive(Clone, Debug)]
 pub struct Tls {
     name: ServerName<'static>,
@@ -21,7 +21,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Believes these authorities.
+    /// Trusts these authorities.
     pub fn new(host: &str, roots: RootCertStore) -> Result<Self, String> {
         let name = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let name = ServerName::try_from(name).map_err(|error| error.to_string())?;

@@ -1,4 +1,4 @@
-//! The questions before a run: which model, how its tokens can be counted, and what the very first request costs.
+//! Requests before a run: the model, the way to count its tokens, and the latency of the very first request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,10 +15,10 @@ use crate::record::{CountedBy, FailureKind, RequestRecord};
 
 /// The first request may meet a server that loads, compiles or connects; that is reported and not measured.
 const FIRST_CONTACT_TIMEOUT: Duration = Duration::from_secs(300);
-/// Pages that describe a server; those it does not have are left out of the report.
+/// Pages that describe a server. The report leaves out those that a server does not have.
 const CONFIG_PAGES: [&str; 4] = ["/v1/models", "/version", "/debug/cluster", "/get_server_info"];
 
-/// What was asked for.
+/// The settings of a survey.
 #[derive(Clone, Debug)]
 pub struct SurveyRequest<'a> {
     pub endpoint: Endpoint,
@@ -26,11 +26,11 @@ pub struct SurveyRequest<'a> {
     pub headers: &'a [(String, String)],
     pub fields: &'a Map<String, Value>,
     pub ignore_eos: bool,
-    /// A prompt that any server takes.
+    /// A prompt that every server accepts.
     pub probe: Prompt,
 }
 
-/// What was found out.
+/// The results of a survey.
 #[derive(Clone, Debug)]
 pub struct Survey {
     pub model: String,
@@ -40,11 +40,11 @@ pub struct Survey {
     /// First contact: the time to the first token of the first request, in milliseconds.
     pub cold_ttft_ms: f64,
     pub cold_second_token_ms: f64,
-    /// What the server says of itself, page by page.
+    /// The server's description of itself, page by page.
     pub config: Map<String, Value>,
 }
 
-/// Asks. Fails when no form of request gets an answer, with what the server said to the plainest.
+/// Runs the survey. Fails with the server's answer to the simplest request if no form of request is answered.
 pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result<Survey> {
     let config = config(target).await;
     let model = match request.model {
@@ -73,7 +73,7 @@ pub async fn survey(target: &Arc<Target>, request: &SurveyRequest<'_>) -> Result
     Err(BenchError::target(&target.url, refusal))
 }
 
-/// From everything to nothing: a server that refuses unknown fields is asked again with fewer.
+/// From all optional fields to none: a server that refuses unknown fields is asked again with fewer.
 fn attempts(ignore_eos: bool) -> impl Iterator<Item = Extras> {
     let counting = [(true, true), (false, true), (false, false)];
     let with = move |eos: bool| {
@@ -106,7 +106,7 @@ fn found(
     }
 }
 
-/// Three tokens, so that the hand-over is met too.
+/// Three tokens, so that the hand-over is included.
 async fn first_contact(target: &Arc<Target>, shape: &RequestShape, probe: &Prompt) -> RequestRecord {
     let options = ClientOptions { keeps_connections: false, timeout: FIRST_CONTACT_TIMEOUT };
     let client = Client::new(Arc::clone(target), Arc::default(), Instant::now(), options);

@@ -1,4 +1,4 @@
-//! Who is measured: an address, and how to ask for things there.
+//! The measured server: its address, and requests around a run.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -11,11 +11,11 @@ use crate::client::http::{Progress, ResponseReader};
 use crate::client::stream::{Stream, Tls, system_roots};
 use crate::error::{BenchError, Result};
 
-/// How long a question outside the measurement may take.
+/// The longest time for a request outside the measurement.
 const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 const PLAIN_ANSWER_BYTES_MAX: usize = 1 << 20;
 
-/// An OpenAI-compatible server. Resolved once, so that name look-ups are no part of any request.
+/// An OpenAI-compatible server. Its name is resolved once, so that no request includes a look-up.
 #[derive(Clone, Debug)]
 pub struct Target {
     pub url: String,
@@ -40,7 +40,7 @@ impl Target {
         Self::resolve_trusting(url, system_roots).await
     }
 
-    /// Believes an `https` server that one of these authorities vouches for.
+    /// Trusts an `https` server with a certificate of one of these authorities.
     async fn resolve_trusting(url: &str, roots: impl FnOnce() -> RootCertStore) -> Result<Self> {
         let UrlParts { is_https, host, base_path } = split_url(url)?;
         let port = if is_https { 443 } else { 80 };
@@ -143,7 +143,7 @@ mod tests {
         assert!(has_port("[::1]:80") && !has_port("[::1]") && !has_port("host"));
     }
 
-    /// A server with a certificate of its own that answers every request alike. The second value is its authority.
+    /// A server with its own certificate that answers every request alike. The second value is its authority.
     async fn https_server(name: &str) -> (SocketAddr, RootCertStore) {
         let rcgen::CertifiedKey { cert, signing_key } =
             rcgen::generate_simple_self_signed(vec![name.to_owned()]).expect("a certificate");

@@ -1,4 +1,4 @@
-//! `baton bench ab`: two servers, or two settings of one, in turns. What drifts, drifts under both.
+//! `baton bench ab`: two servers, or two settings of one, in turns, so that drift affects both.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::report::{RunReport, html, markdown};
 use crate::span::parse_span;
 use crate::workload::{ArrivalTimes, WorkloadArgs};
 
-/// With fewer pairs the interval is not worth its name.
+/// With fewer pairs the interval is meaningless.
 const N_PAIRS_MIN: usize = 4;
 
 #[derive(Clone, Debug, Args)]
@@ -27,13 +27,13 @@ pub struct AbArgs {
     /// The server to compare with
     #[arg(long, value_name = "URL")]
     pub a: String,
-    /// The server that may be better; the same one when only settings differ
+    /// The server that may be better; the same one if only settings differ
     #[arg(long, value_name = "URL")]
     pub b: Option<String>,
-    /// What A is called
+    /// The name of A in tables
     #[arg(long, default_value = "A")]
     pub a_label: String,
-    /// What B is called
+    /// The name of B in tables
     #[arg(long, default_value = "B")]
     pub b_label: String,
     /// A header for A's requests only
@@ -48,7 +48,7 @@ pub struct AbArgs {
     /// Fields for B's requests only
     #[arg(long, value_parser = parse_fields, value_name = "JSON")]
     pub b_fields: Option<Map<String, Value>>,
-    /// A's rate where it differs from --rate: one of two replicas behind a random choice sees half of it
+    /// A's rate if it differs from --rate: one of two replicas behind a random choice gets half of it
     #[arg(long, value_name = "PER_SECOND", requires = "rate")]
     pub a_rate: Option<f64>,
     /// Pairs of slices: A B, B A, A B, …
@@ -70,12 +70,12 @@ pub struct AbArgs {
     pub html: Option<PathBuf>,
 }
 
-/// One of the two.
+/// One of the two targets.
 struct Side {
     bench: Bench,
     label: String,
     load: LoadArgs,
-    /// Slices laid end to end, as if the other side's had not been between them.
+    /// The slices of one side joined, without the other side's slices between them.
     records: Vec<RequestRecord>,
     elapsed: Duration,
     lag: LagSamples,
@@ -101,7 +101,7 @@ pub async fn run(args: AbArgs) -> Result<Ended> {
     present(&args, &sides)
 }
 
-/// Each slice is a run of its own; warm-up is cut off each of them.
+/// Each slice is a separate run, with its own warm-up cut off.
 fn slice_load(args: &AbArgs) -> Result<LoadArgs> {
     if args.pairs < N_PAIRS_MIN {
         return Err(BenchError::usage(format!(
@@ -141,7 +141,7 @@ async fn side(args: &AbArgs, load: LoadArgs, name: SideName) -> Result<Side> {
 }
 
 impl Side {
-    /// Both sides of a pair have the same arrivals and lengths, and prompts that no cache holds.
+    /// Both sides of a pair have the same arrivals and lengths, and prompts that are in no cache.
     async fn play(&mut self, args: &AbArgs, pair: usize, nth: usize) -> Result<()> {
         let begun = Instant::now();
         let spec = RunSpec {
@@ -221,7 +221,7 @@ fn compare(args: &AbArgs, sides: &[Side; 2], n_pairs: usize) -> Vec<Contrast> {
     found
 }
 
-/// Each side's report carries the comparison too.
+/// Each side's report includes the comparison.
 fn side_report(args: &AbArgs, side: &Side, found: &[Contrast]) -> RunReport {
     let spec = RunSpec::new(
         LoadArgs { ramp: Duration::ZERO, warmup: Duration::ZERO, ..side.load.clone() },

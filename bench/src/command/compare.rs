@@ -1,4 +1,4 @@
-//! `baton bench compare A B`: what differs, and whether it is more than noise.
+//! `baton bench compare A B`: the differences, and whether they are more than noise.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -17,9 +17,9 @@ use crate::span::show_ms;
 
 #[derive(Clone, Debug, Args)]
 pub struct CompareArgs {
-    /// The one to compare with
+    /// The report to compare with
     pub a: PathBuf,
-    /// The one that may be better
+    /// The report that may be better
     pub b: PathBuf,
 }
 
@@ -45,7 +45,7 @@ pub fn run(args: &CompareArgs) -> Result<Ended> {
     Ok(if a.valid && b.valid { Ended::Well } else { Ended::Invalid })
 }
 
-/// That a run says nothing, and why: an exit code alone is not seen.
+/// Says that a run is not valid, and why, because an exit code alone is overlooked.
 fn invalid(name: &str, is_valid: bool, reasons: &[String]) -> Vec<String> {
     match (is_valid, reasons) {
         (true, _) => Vec::new(),
@@ -54,8 +54,8 @@ fn invalid(name: &str, is_valid: bool, reasons: &[String]) -> Vec<String> {
     }
 }
 
-/// The metrics without those that say nothing new: where every token comes with its text, and every chunk with one
-/// token, two pairs of them are the same numbers.
+/// The metrics without duplicates: if every token comes with its text, or every chunk with one token, two pairs of
+/// metrics have the same numbers.
 pub fn distinct(a: &[&RequestRecord], b: &[&RequestRecord]) -> Vec<Metric> {
     let same = |records: &[&RequestRecord], one: Metric, other: Metric| {
         one.samples(records.iter().copied()) == other.samples(records.iter().copied())
@@ -69,7 +69,7 @@ pub fn distinct(a: &[&RequestRecord], b: &[&RequestRecord]) -> Vec<Metric> {
     Metric::ALL.into_iter().filter(is_new).collect()
 }
 
-/// One unit for each request: the gaps of one request share its fate.
+/// One unit for each request: the gaps of one request depend on each other.
 fn by_request(records: &[&RequestRecord], metric: Metric) -> Units {
     let units = records.iter().map(|record| metric.samples(std::iter::once(*record)));
     units.filter(|samples| !samples.is_empty()).collect()
@@ -106,7 +106,7 @@ fn is_latency(contrast: &Contrast) -> bool {
     Metric::ALL.iter().any(|metric| contrast.name.starts_with(metric.name()))
 }
 
-/// Settings that are not the same: a difference in numbers may come from any of them.
+/// Settings that differ. Each may explain a difference in numbers.
 fn differences(a: &RunReport, b: &RunReport) -> String {
     let mut text = format!("A: {}\nB: {}\n", a.label, b.label);
     let settings = |run: &RunReport| {
@@ -128,7 +128,7 @@ fn differences(a: &RunReport, b: &RunReport) -> String {
     text
 }
 
-/// Leaf by leaf; measured values are not settings.
+/// Compares settings leaf by leaf, without measured values.
 fn differ(path: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {

@@ -1,4 +1,4 @@
-//! `baton bench faults`: the load goes on while the cluster is hurt.
+//! `baton bench faults`: load on a cluster while faults are injected.
 
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ pub struct FaultsArgs {
     /// The router
     #[arg(long, default_value = "http://127.0.0.1:8000", env = "BATON_BENCH_URL")]
     pub url: String,
-    /// What is done when: a TOML file, see docs/measurements/README.md
+    /// The faults with their times: a TOML file, see docs/measurements/README.md
     #[arg(long, value_name = "FILE")]
     pub schedule: PathBuf,
     #[command(flatten)]
@@ -52,7 +52,7 @@ pub async fn run(args: FaultsArgs) -> Result<Ended> {
     report.faults = marks(&args, &seen, &injected);
     args.output.write(&report, "")?;
     let ended = present(&args, report)?;
-    // The numbers are kept; that they are not those of the whole schedule is an error.
+    // The report is written, but an incomplete schedule is an error.
     strikes.map(|()| ended)
 }
 

@@ -1,4 +1,4 @@
-//! What `serve`, `ab` and `faults` have in common: a target, a run, a report.
+//! The common part of `serve`, `ab` and `faults`: a target, a run, a report.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -24,11 +24,11 @@ use crate::record::RequestRecord;
 use crate::report::{Provenance, ReportParts, RunReport, Subject};
 use crate::workload::{WorkloadArgs, sessions};
 
-/// How requests look.
+/// The form of requests.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Requests")]
 pub struct RequestArgs {
-    /// The model's name; the server's first when not given
+    /// The model's name; by default the server's first
     #[arg(long)]
     pub model: Option<String>,
     /// completions takes token ids; chat takes text, one common word for each drawn token
@@ -37,7 +37,7 @@ pub struct RequestArgs {
     /// A header for every request, `name: value`; may be repeated
     #[arg(long, value_parser = parse_header, value_name = "HEADER")]
     pub header: Vec<(String, String)>,
-    /// Fields for every request's body, a JSON object
+    /// Fields for every request's body, as a JSON object
     #[arg(long, value_parser = parse_fields, value_name = "JSON")]
     pub fields: Option<Map<String, Value>>,
     /// Let answers end where the model ends them
@@ -45,17 +45,18 @@ pub struct RequestArgs {
     pub heed_eos: bool,
 }
 
-/// Where results go.
+/// Where results are written.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Results")]
 pub struct OutputArgs {
-    /// File of the report; of several, the beginning of their names
+    /// File of the report; for several reports the beginning of their names
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// What the run is called in tables
+    /// The name of the run in tables
     #[arg(long, value_name = "NAME")]
     pub label: Option<String>,
-    /// What a good request holds: ttft=2s,tbt=25ms (tbt is each request's own p99; tbt.mean, tbt.max say otherwise)
+    /// The objective of a good request: ttft=2s,tbt=25ms (tbt is each request's own p99; others are tbt.mean, tbt.p95,
+    /// tbt.max)
     #[arg(long, default_value = "", value_name = "OBJECTIVES", hide_default_value = true)]
     pub slo: Objectives,
     /// No progress bar
@@ -77,7 +78,7 @@ pub fn parse_fields(text: &str) -> std::result::Result<Map<String, Value>, Strin
     serde_json::from_str(text).map_err(|error| format!("`{text}` is not a JSON object: {error}"))
 }
 
-/// A server that has been asked what it can, and a workload for it.
+/// A surveyed server, and a workload for it.
 #[derive(Debug)]
 pub struct Bench {
     target: Arc<Target>,
@@ -88,7 +89,7 @@ pub struct Bench {
     pub salt: u64,
 }
 
-/// What changes between the runs of one bench.
+/// The differences between the runs of one bench.
 #[derive(Clone, Debug)]
 pub struct RunSpec {
     pub load: LoadArgs,
@@ -96,7 +97,7 @@ pub struct RunSpec {
     pub is_quiet: bool,
     /// Changes arrivals and lengths; 0 for the seed as given.
     pub seed_step: u64,
-    /// Changes the contents of prompts: every run needs its own, or the second finds warm caches.
+    /// Changes the contents of prompts. Every run needs its own, otherwise the second one finds warm caches.
     pub salt_step: u64,
     pub slice: u32,
     pub epoch: Option<Instant>,
@@ -126,7 +127,7 @@ impl Bench {
         Ok(Self { target, survey, workload: workload.clone(), endpoint: requests.endpoint, seed, salt })
     }
 
-    /// One run of the load. Nothing is judged yet.
+    /// One run of the load, without a verdict.
     pub async fn run(&self, spec: &RunSpec) -> Result<Observed> {
         let seed = if spec.seed_step == 0 { self.seed } else { mix(self.seed, spec.seed_step) };
         let supply = sessions(&self.workload, seed)?;
@@ -152,7 +153,7 @@ impl Bench {
         drive(job, live).await.map_err(BenchError::Prepare)
     }
 
-    /// Requests in `n_sessions` sessions, for the progress bar; `None` where there is no end.
+    /// Requests in `n_sessions` sessions, for the progress bar; `None` if there is no end.
     fn n_planned(&self, n_sessions: Option<usize>) -> Option<u64> {
         let n_sessions = n_sessions.filter(|n| *n < usize::MAX)?;
         Some(n_sessions as u64 * u64::from(self.workload.n_turns()))
@@ -208,7 +209,7 @@ impl Bench {
     }
 }
 
-/// Eight tokens in the form in which the run will send its own.
+/// Eight tokens in the form that the run sends.
 fn probe(endpoint: Endpoint, workload: &WorkloadArgs) -> Prompt {
     match endpoint {
         Endpoint::Chat => Prompt::Messages(vec![("user", "Count to ten.".to_owned())]),
@@ -218,7 +219,7 @@ fn probe(endpoint: Endpoint, workload: &WorkloadArgs) -> Prompt {
 }
 
 impl OutputArgs {
-    /// The report's file: as typed, or named after the run and its date.
+    /// The report's file: as given, or named after the run and its date.
     pub fn path(&self, report: &RunReport, suffix: &str) -> PathBuf {
         let stem = match &self.out {
             Some(out) if suffix.is_empty() => return out.clone(),

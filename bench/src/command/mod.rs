@@ -1,4 +1,4 @@
-//! What is typed behind `baton bench`, one file for each subcommand.
+//! The subcommands of `baton bench`, one file each.
 
 pub mod ab;
 pub mod compare;
@@ -30,32 +30,32 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Load a server and report TTFT, TBT and goodput
     Serve(serve::ServeArgs),
-    /// Two servers or settings, interleaved in one run: the ratio and how sure it is
+    /// Two servers or settings, interleaved in one run: the ratio and its interval
     Ab(ab::AbArgs),
     /// Load a cluster while its nodes are killed, stopped and restarted
     Faults(faults::FaultsArgs),
     /// Reports as one HTML page, and as a Markdown table on standard output
     Report(report::ReportArgs),
-    /// Say what differs between two reports, and whether it is more than noise
+    /// Show the differences between two reports, and whether they are more than noise
     Compare(compare::CompareArgs),
-    /// Run a kept scenario
+    /// Run a scenario of the suite
     Scenario(scenario::ScenarioArgs),
     /// A server with programmed delays, to measure the harness itself
     Puppet(puppet::PuppetArgs),
 }
 
-/// How a command ended, where it ended.
+/// The result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     Well,
-    /// The numbers are there and must not be quoted.
+    /// The run is not valid: its numbers must not be quoted.
     Invalid,
 }
 
-/// Exit codes: 0 well, 1 an error, 3 a run that is not valid. (2 is clap's.)
+/// Exit codes: 0 success, 1 an error, 3 a run that is not valid. (clap uses 2.)
 const EXIT_INVALID: u8 = 3;
 
-/// Runs a command to its end on this thread: load comes from one core by construction.
+/// Runs a command to its end on this thread, because all load comes from one core.
 /// Builds its own runtime, so it must not be called inside one (use `spawn_blocking` there).
 pub fn run(args: BenchArgs) -> ExitCode {
     raise_descriptor_limit();
@@ -74,7 +74,7 @@ pub fn run(args: BenchArgs) -> ExitCode {
     }
 }
 
-/// Every branch on the heap: the commands' futures are large, and they nest.
+/// Every branch is boxed, because the commands' futures are large and nested.
 pub async fn dispatch(command: BenchCommand) -> Result<Ended> {
     match command {
         BenchCommand::Serve(args) => Box::pin(serve::run(args)).await,
@@ -87,12 +87,12 @@ pub async fn dispatch(command: BenchCommand) -> Result<Ended> {
     }
 }
 
-/// Results go to standard output; a reader who has left is no error.
+/// Results go to standard output. A closed pipe is no error.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stdout().lock(), "{text}");
 }
 
-/// What is about the run and not its result.
+/// Messages about the run, not its result.
 pub(crate) fn tell(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }

@@ -1,4 +1,4 @@
-//! `baton bench puppet`: a server whose delays are known, to measure the measurer.
+//! `baton bench puppet`: a server with known delays, to measure the harness.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use crate::puppet::script::{Counting, Script, ScriptAction, Step};
 use crate::puppet::server::{PreparedScript, Puppet};
 use crate::span::parse_span;
 
-/// Answers of different lengths that are kept rendered.
+/// The number of rendered answers of different lengths that are kept.
 const N_PARTS_MAX: usize = 4096;
 const N_TOKENS_DEFAULT: u64 = 16;
 
@@ -34,13 +34,13 @@ pub struct PuppetArgs {
     /// Tokens in a chunk, from the second on
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub coalesce: u32,
-    /// Send an empty chunk at once, before the first token
+    /// Send an empty chunk before the first token
     #[arg(long)]
     pub empty_first: bool,
     /// Before chunk N, an extra wait: N:SPAN
     #[arg(long, value_parser = parse_stall, value_name = "N:SPAN")]
     pub stall: Option<(usize, Duration)>,
-    /// How tokens can be counted
+    /// How the client can count tokens
     #[arg(long, value_enum, default_value_t)]
     pub counting: Counting,
     /// Between two accepted connections

@@ -1,4 +1,4 @@
-//! `baton bench report`: files in, a page and a table out.
+//! `baton bench report`: makes a page and a table from reports.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ pub struct ReportArgs {
     /// Reports written by serve, ab or faults
     #[arg(required = true)]
     pub files: Vec<PathBuf>,
-    /// Where the page goes
+    /// The file of the page
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// The page's title

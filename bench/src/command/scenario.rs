@@ -1,4 +1,4 @@
-//! `baton bench scenario`: the kept suite, each member one file and one command.
+//! `baton bench scenario`: the suite, one file and one command for each scenario.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -22,7 +22,7 @@ pub struct ScenarioArgs {
     /// Measure this server instead of starting the scenario's own
     #[arg(long)]
     pub url: Option<String>,
-    /// With the scenario's feature turned off
+    /// Turn off the scenario's feature
     #[arg(long)]
     pub ablate: bool,
     /// Replaces {data} in the scenario: a trace or a file of conversations that is not part of the project
@@ -37,13 +37,13 @@ pub struct ScenarioArgs {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// What it asks, in a sentence.
+    /// The question that it answers, in a sentence.
     pub question: String,
-    /// Where it is meant to run: `cpu`, or which GPUs.
+    /// The hardware that it needs: `cpu`, or GPUs.
     pub hardware: String,
-    /// Arguments behind `baton bench`. `{data}` is the file given with --data, `{here}` the scenario's folder.
+    /// Arguments of `baton bench`. `{data}` is the file given with --data, `{here}` the scenario's folder.
     pub bench: Vec<String>,
-    /// Servers to start first, each with the address under which the arguments know it.
+    /// Servers to start first, each with its address in the arguments.
     #[serde(default)]
     pub server: Vec<Server>,
     pub ablation: Ablation,
@@ -53,16 +53,16 @@ pub struct Scenario {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Server {
-    /// Arguments behind `baton`.
+    /// Arguments of `baton`.
     pub start: Vec<String>,
     pub url: String,
 }
 
-/// The same scenario with one thing turned off: what the feature is worth.
+/// The same scenario without one feature, to measure the feature.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ablation {
-    /// What is turned off.
+    /// The feature that is turned off.
     pub off: String,
     /// Appended to the bench's arguments.
     #[serde(default)]
@@ -72,7 +72,7 @@ pub struct Ablation {
     pub server: Vec<String>,
 }
 
-/// Words as clap reads them, behind a program name.
+/// The words as clap reads them, after a program name.
 #[derive(Debug, Parser)]
 #[command(no_binary_name = true, args_override_self = true)]
 struct Typed {
@@ -104,7 +104,7 @@ impl Scenario {
         Ok(typed.bench.command)
     }
 
-    /// Arguments behind `baton` for each server, the ablation's with the first.
+    /// Arguments of `baton` for each server, the ablation's for the first.
     pub fn server_words(&self, file: &Path, is_ablated: bool) -> Vec<Vec<String>> {
         let mut all: Vec<_> = self.server.iter().map(|server| server.start.clone()).collect();
         if let (true, Some(first)) = (is_ablated, all.first_mut()) {
@@ -139,7 +139,7 @@ impl Running {
 }
 
 impl Drop for Running {
-    /// Asks first, because a cluster has children of its own to end.
+    /// Interrupts the server first, because a cluster must end its children.
     fn drop(&mut self) {
         if let Some(pid) = rustix::process::Pid::from_raw(self.0.id() as i32) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -168,7 +168,7 @@ async fn start_all(scenario: &Scenario, args: &ScenarioArgs) -> Result<Vec<Runni
     Ok(running)
 }
 
-/// Until the server answers. One that has ended will not.
+/// Waits until the server answers. Fails if it has ended.
 async fn wait_ready(server: &mut Running, url: &str) -> Result<()> {
     let deadline = Instant::now() + READY_WITHIN;
     loop {

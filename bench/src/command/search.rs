@@ -1,10 +1,10 @@
-//! The highest rate that holds an objective: doubles until it breaks, then halves the difference.
+//! The highest rate that holds an objective: doubles the rate until it fails, then halves the difference.
 
-/// Stop when the highest rate that held and the lowest that did not are this close.
+/// The search stops when the highest rate that held and the lowest that failed are this close.
 const CLOSE_ENOUGH: f64 = 1.05;
 const N_PROBES_MAX: usize = 24;
 
-/// Which rate to try next, from which were tried. Knows nothing of servers.
+/// Chooses the next rate from the results so far, without a server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Search {
     first: f64,

@@ -29,7 +29,7 @@ pub struct ServeArgs {
     /// One run for each value: rate=1,2,4 or concurrency=1,8,64
     #[arg(long, value_name = "WHAT=VALUES", help_heading = "Load", conflicts_with_all = ["rate", "concurrency", "arrivals"])]
     pub sweep: Option<Sweep>,
-    /// Search the highest rate at which this share of requests sent holds --slo; begins at --rate
+    /// Search the highest rate at which this share of sent requests holds --slo, beginning at --rate
     #[arg(long, value_name = "SHARE", help_heading = "Load", conflicts_with_all = ["sweep", "concurrency", "arrivals"])]
     pub find_rate: Option<f64>,
     /// A page of all runs of this command
@@ -37,7 +37,7 @@ pub struct ServeArgs {
     pub html: Option<PathBuf>,
 }
 
-/// What is varied.
+/// The varied setting.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Sweep {
     Rate(Vec<f64>),
@@ -131,7 +131,7 @@ async fn measure(args: &ServeArgs, bench: &Bench, name: &str, load: LoadArgs, nt
     Ok(report)
 }
 
-/// Each probe is a whole run with prompts of its own; those that were made are all reported.
+/// Each probe is a whole run with new prompts. All of them are reported.
 async fn search(args: &ServeArgs, bench: &Bench, share: f64) -> Result<Vec<RunReport>> {
     let mut search = Search::from(args.load.rate.unwrap_or(1.0));
     let mut reports: Vec<RunReport> = Vec::new();

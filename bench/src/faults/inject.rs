@@ -1,4 +1,4 @@
-//! Doing it, on time.
+//! Injects faults on time.
 
 use std::collections::HashMap;
 use std::process::Command;
@@ -19,8 +19,8 @@ pub struct InjectedFault {
     pub what: String,
 }
 
-/// Injects the faults of a schedule, whose times count from `start`, and appends each to `injected`. The first that fails
-/// ends it. A stopped process stays stopped unless the schedule continues it.
+/// Injects the faults of a schedule, with times from `start`, and appends each to `injected`. The first failure ends
+/// it. A stopped process stays stopped unless the schedule continues it.
 pub async fn inject_all(
     schedule: &Schedule,
     target: &Target,
@@ -79,8 +79,8 @@ fn refused(victim: &Victim, reason: impl ToString) -> BenchError {
     BenchError::Fault { what: format!("{victim:?}"), reason: reason.to_string() }
 }
 
-/// Started and left alone, on another thread: starting a process takes a millisecond of the load loop otherwise.
-/// It is not waited for, so a command that ends stays in the process table until the run is over.
+/// Starts the command on another thread, because that would take a millisecond of the load loop. Its end is not waited
+/// for, so an ended command stays in the process table until the run ends.
 async fn run(command: Vec<String>) -> Result<()> {
     let program = command[0].clone();
     let start =

@@ -1,4 +1,4 @@
-//! Faults on schedule: what is done to which process, and when.
+//! Faults on a schedule.
 
 pub mod cluster;
 pub mod schedule;

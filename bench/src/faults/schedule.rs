@@ -30,7 +30,7 @@ pub struct Schedule {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fault {
-    /// After the load began.
+    /// Time after the start of the load.
     pub at: Duration,
     pub action: FaultAction,
 }
@@ -39,17 +39,17 @@ pub struct Fault {
 pub enum FaultAction {
     /// SIGKILL.
     Kill(Victim),
-    /// SIGSTOP: the process lives and does nothing.
+    /// SIGSTOP: the process lives but does not run.
     Stop(Victim),
     /// SIGCONT.
     Cont(Victim),
     /// SIGKILL, and then the command.
     Restart(Victim, Vec<String>),
-    /// A command alone: a partition, a slow disk, whatever the machine offers.
+    /// A command alone, for example a partition or a slow disk.
     Run(Vec<String>),
 }
 
-/// The process that a fault meets.
+/// The process that a fault affects.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Victim {
     pub choice: Choice,
@@ -60,12 +60,12 @@ pub struct Victim {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Choice {
     Pid(i32),
-    /// The how-manieth of a role, in the order of node ids.
+    /// The number of a node within its role, in the order of ids.
     Role {
         role: String,
         which: usize,
     },
-    /// The one that an earlier fault met.
+    /// The process of an earlier fault.
     Remembered,
 }
 
@@ -146,7 +146,7 @@ impl RawFault {
 }
 
 impl FaultAction {
-    /// For the timeline.
+    /// The text in the timeline.
     pub fn name(&self) -> String {
         let of = |verb: &str, victim: &Victim| match &victim.choice {
             Choice::Pid(pid) => format!("{verb} {pid}"),

@@ -1,5 +1,5 @@
-//! Bodies before they are due. A prompt of 100,000 tokens takes milliseconds to write down, and those would be the
-//! load loop's own lag: another thread does it, a bounded number of requests ahead.
+//! Writes request bodies before they are due. A prompt of 100,000 tokens takes milliseconds to write, which would
+//! delay the load loop. Another thread does it, a bounded number of requests ahead.
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::client::request::{Endpoint, Prompt, RequestShape};
 use crate::random::mix;
 use crate::workload::{Recipe, Segment, Session, Turn, Vocabulary};
 
-/// How many sessions may be ready before they are due.
+/// The bound on sessions that are written ahead.
 const N_AHEAD: usize = 64;
 
 /// Turns recipes into requests.
@@ -22,7 +22,7 @@ pub struct Composer {
     pub vocabulary: Vocabulary,
 }
 
-/// A session whose first request is written down.
+/// A session whose first request is written.
 #[derive(Debug)]
 pub struct Prepared {
     pub session: Session,
@@ -37,10 +37,10 @@ pub struct ComposedRequest {
     pub prompt_tokens: u32,
 }
 
-/// The turns of a session so far, in the form that the endpoint takes.
+/// The turns of a session so far, in the endpoint's form.
 #[derive(Debug)]
 pub struct Transcript {
-    /// Names the session's requests and the answers that we have to make up.
+    /// A seed for the session's requests and for invented answers.
     pub ordinal: u32,
     ids: Vec<u32>,
     messages: Vec<(&'static str, String)>,
@@ -48,7 +48,7 @@ pub struct Transcript {
 }
 
 impl Composer {
-    /// Starts the thread. It ends when the sessions do, or when the receiver is dropped.
+    /// Starts the thread. It ends after the last session, or when the receiver is dropped.
     pub fn start(
         self: Arc<Self>,
         sessions: Box<dyn Iterator<Item = Session> + Send>,
@@ -97,8 +97,8 @@ impl Composer {
         }
     }
 
-    /// Takes the answer into the transcript. Where the server does not tell its token ids, as many are made up: the next
-    /// prompt has the right length, and a cache can keep what we said and not what it said.
+    /// Adds the answer to the transcript. If the server sends no token ids, the same number of ids is invented. Then
+    /// the next prompt has the right length, and a cache can hit the prompts but not the answers.
     pub fn add_answer(&self, transcript: &mut Transcript, answer: Answer, n_tokens: u32) {
         if !transcript.messages.is_empty() {
             transcript.messages.push(("assistant", answer.text));
@@ -116,7 +116,7 @@ impl Composer {
 }
 
 impl Transcript {
-    /// Until the server has counted: a word is a token.
+    /// Before the server has counted, one word is one token.
     fn words_guess(&self) -> u32 {
         self.messages.iter().map(|(_, content)| content.split_whitespace().count() as u32).sum()
     }

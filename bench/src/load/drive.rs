@@ -1,4 +1,4 @@
-//! The loop itself: a closed set of events, one place that waits, one that acts.
+//! The load loop: a closed set of events, one place that waits, one that acts.
 
 use std::io;
 use std::sync::Arc;
@@ -25,37 +25,37 @@ use crate::workload::session::Sessions;
 /// Between the call and the first request, so that bodies are ready when the first is due.
 const LEAD: Duration = Duration::from_millis(100);
 
-/// When sessions start.
+/// The time at which sessions start.
 #[allow(missing_debug_implementations, reason = "it holds a supply, which is a closure")]
 pub enum Pacing {
-    /// At these times, whatever the answers do.
+    /// At these times, independent of the answers.
     Open(Arrivals),
-    /// At the times that the sessions bring.
+    /// At the times of the sessions themselves.
     Timed,
-    /// When one ends, another starts; the number of places grows in a straight line during the ramp.
+    /// When one ends, another starts; the number of places grows linearly during the ramp.
     Closed { concurrency: usize, ramp: Duration },
 }
 
-/// Everything one run of the loop needs.
+/// The inputs of one run of the loop.
 #[allow(missing_debug_implementations, reason = "it holds a supply, which is a closure")]
 pub struct Drive {
     pub target: Arc<Target>,
     pub composer: Arc<Composer>,
     pub sessions: Sessions,
     pub pacing: Pacing,
-    /// No session starts later than this after the first could.
+    /// No session starts later than this after the first one.
     pub duration: Option<Duration>,
     pub client: ClientOptions,
-    /// Time zero of the records; now, if this is the run's only drive.
+    /// Time zero of the records; now, if this is the run's only loop.
     pub epoch: Option<Instant>,
-    /// Written into the records.
+    /// The slice number in the records.
     pub slice: u32,
 }
 
-/// What was seen.
+/// The results of a loop.
 #[derive(Debug)]
 pub struct Observed {
-    /// In the order in which they were intended.
+    /// In the order of intended times.
     pub records: Vec<RequestRecord>,
     pub lag: LagSamples,
     /// Time zero of the records.
@@ -73,7 +73,7 @@ enum Event {
 struct Loop {
     runner: Arc<SessionRunner>,
     prepared: mpsc::Receiver<Prepared>,
-    /// The next session and when it is due; for a closed loop, once there is a place for it.
+    /// The next session and its due time; in a closed loop, once there is a place for it.
     next: Option<(Box<Prepared>, Instant)>,
     is_exhausted: bool,
     running: JoinSet<Vec<RequestRecord>>,
@@ -85,7 +85,7 @@ struct Loop {
     records: Vec<RequestRecord>,
 }
 
-/// Runs to the end: every session that was started has ended, or the user has interrupted.
+/// Runs until every started session has ended, or the user interrupts.
 pub async fn drive(job: Drive, live: Arc<Live>) -> io::Result<Observed> {
     let starts = Instant::now() + LEAD;
     let epoch = job.epoch.unwrap_or(starts);
@@ -128,7 +128,8 @@ impl Loop {
         }
     }
 
-    /// The only place that waits. What is due comes first: an answer may be read late, a request may not be sent late.
+    /// The only place that waits. Due sessions come first: an answer may be read late, but a request may not be sent
+    /// late.
     async fn next_event(&mut self) -> Event {
         let due = self.next.as_ref().and_then(|(_, due)| self.place_opens(*due));
         let wants_next = self.next.is_none() && !self.is_exhausted;
@@ -152,7 +153,7 @@ impl Loop {
         }
     }
 
-    /// Gives the session its time; one behind the end of the run ends the supply.
+    /// Sets the session's time. A session after the end of the run ends the supply.
     fn schedule(&mut self, prepared: Option<Box<Prepared>>) {
         let due = prepared.as_ref().and_then(|prepared| match &mut self.pacing {
             Pacing::Open(arrivals) => arrivals.next().map(|at| self.starts + at),

@@ -1,4 +1,4 @@
-//! What a run shows of itself while it runs. Written by the load thread, read by the progress bar's.
+//! The live numbers of a run. The load thread writes them, and the progress bar's thread reads them.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -8,9 +8,9 @@ use crate::metrics::distribution::percentile;
 use crate::metrics::metric::Metric;
 use crate::record::{Outcome, RequestRecord};
 
-/// How many of the last requests the live percentiles cover.
+/// The number of latest requests that the live percentiles cover.
 const N_RECENT: usize = 1024;
-/// Shown of each request that ended; the report has them all.
+/// The metrics of ended requests that are shown. The report has all of them.
 pub const SHOWN: [Metric; 3] = [Metric::Ttft, Metric::Handover, Metric::WorstGap];
 
 /// Counters and the latest latencies.

@@ -1,7 +1,8 @@
-//! The load loop: sends what the workload says when the pacing says, on one thread.
+//! The load loop: sends the workload at the times of the plan, on one thread.
 //!
-//! Reading order: [`plan`] (what was typed), [`compose`] (bodies, made on another thread before they are due),
-//! [`mod@drive`] (the loop), [`session_runner`] (one session), [`live`] and [`probe`] (what is watched meanwhile).
+//! Reading order: [`plan`] (the settings), [`compose`] (bodies, made on another thread before they are due),
+//! [`mod@drive`] (the loop), [`session_runner`] (one session), [`live`] and [`probe`] (live numbers and the harness's
+//! own lag).
 
 pub mod compose;
 pub mod drive;

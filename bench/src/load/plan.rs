@@ -1,4 +1,4 @@
-//! How the load is paced: what was typed, and what it means.
+//! The pacing of the load.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,14 +16,14 @@ use crate::workload::arrivals::{ArrivalsSpec, Process, read_arrivals};
 /// Streams at a time in a closed loop, at most.
 pub const CONCURRENCY_MAX: usize = 100_000;
 
-/// When requests are sent, and which of them count.
+/// The times of requests, and the part of them that counts.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Load")]
 pub struct LoadArgs {
-    /// Open loop: sessions a second, whatever the answers do
+    /// Open loop: sessions a second, independent of the answers
     #[arg(long, value_name = "PER_SECOND", conflicts_with_all = ["concurrency", "arrivals"])]
     pub rate: Option<f64>,
-    /// Closed loop: this many at a time. Hides queueing; say so where you quote it
+    /// Closed loop: this many at a time. It hides queueing, so name it where you quote it
     #[arg(long, value_name = "N", conflicts_with = "arrivals")]
     pub concurrency: Option<usize>,
     /// Open loop at the times in this file, seconds, one a line
@@ -38,10 +38,10 @@ pub struct LoadArgs {
     /// Stop after this many sessions
     #[arg(long, value_name = "N")]
     pub requests: Option<usize>,
-    /// Start none after this long; those under way are waited for
+    /// Start no session after this time; running ones are waited for
     #[arg(long, value_parser = parse_span, value_name = "SPAN")]
     pub duration: Option<Duration>,
-    /// Climb to the full rate or concurrency during this time; not measured
+    /// Grow to the full rate or concurrency during this time, which is not measured
     #[arg(long, default_value = "0s", value_parser = parse_span, value_name = "SPAN")]
     pub ramp: Duration,
     /// After the ramp, not measured either
@@ -62,7 +62,7 @@ pub struct LoadArgs {
 }
 
 impl LoadArgs {
-    /// Refuses what makes no sense, and runs that would have no end.
+    /// Refuses contradictory settings, and runs that would have no end.
     pub fn check(&self, arrivals: ArrivalTimes) -> Result<()> {
         let is_timed = arrivals == ArrivalTimes::Recorded;
         let is_paced = self.rate.is_some() || self.concurrency.is_some() || self.arrivals.is_some();
@@ -102,12 +102,12 @@ impl LoadArgs {
         ClientOptions { keeps_connections: !self.fresh_connections, timeout: self.timeout }
     }
 
-    /// What of the run's beginning is not measured.
+    /// The beginning of the run that is not measured.
     pub fn skip(&self) -> Duration {
         self.ramp + self.warmup
     }
 
-    /// For the report.
+    /// The settings in the report.
     pub fn describe(&self) -> Value {
         let seconds = |span: Duration| span.as_secs_f64();
         let process = format!("{:?}", self.process).to_lowercase();

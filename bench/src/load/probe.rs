@@ -1,4 +1,4 @@
-//! The harness watches itself: how late its events are seen, and how much processor it had.
+//! The harness measures itself: the delay of its events, and its CPU time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -14,7 +14,7 @@ const TICK: Duration = Duration::from_millis(5);
 /// An hour of ticks; later ones are not kept.
 const N_TICKS_MAX: usize = 720_000;
 
-/// Runs beside the load on the same thread until it is read or dropped.
+/// Runs beside the load on the same thread until it is stopped or dropped.
 #[derive(Debug)]
 pub struct Probe {
     ticker: JoinSet<()>,
@@ -39,7 +39,7 @@ impl Probe {
         Ok(Self { ticker, late_ms, started: Instant::now(), cpu: CpuTimes::of_this_thread() })
     }
 
-    /// Ends the watch.
+    /// Ends the measurement.
     pub fn read(mut self, records: &[RequestRecord], interrupted: bool) -> LagSamples {
         self.ticker.abort_all();
         let now = CpuTimes::of_this_thread();
@@ -56,8 +56,8 @@ impl Probe {
     }
 }
 
-/// A tick that comes late is followed at once by those that were due meanwhile, each with its own lateness: a stall
-/// of 100 ms counts as the twenty events that it delayed, and not as one.
+/// After a late tick the ticks that were due meanwhile follow at once, each with its own delay. A stall of 100 ms
+/// counts as the twenty events that it delayed, not as one.
 async fn tick(mut timer: PreciseTimer, late_ms: Arc<Mutex<Vec<f64>>>) {
     let mut due = Instant::now();
     loop {
@@ -81,10 +81,10 @@ impl CpuTimes {
     }
 }
 
-/// Ten thousand streams are ten thousand descriptors: takes as many as the system allows.
+/// Raises the limit of descriptors to the system's maximum: ten thousand streams need ten thousand descriptors.
 pub fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
-    // Refused only where the limit is as high as it may be; a run that needs more says so by itself.
+    // Fails only if the limit is at its maximum. A run that needs more reports it.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }

@@ -12,7 +12,7 @@ use crate::load::compose::{ComposedRequest, Composer, Prepared, Transcript};
 use crate::record::RequestRecord;
 use crate::workload::Turn;
 
-/// What all sessions of a run share.
+/// The state that all sessions of a run share.
 #[derive(Debug)]
 pub struct SessionRunner {
     pub client: Client,
@@ -22,7 +22,7 @@ pub struct SessionRunner {
 }
 
 impl SessionRunner {
-    /// Runs the session; its first turn is due at `intended`. A turn that fails ends it, as it would end a user's.
+    /// Runs the session; its first turn is due at `intended`. A failed turn ends it.
     pub async fn run(self: Arc<Self>, prepared: Prepared, intended: Instant) -> Vec<RequestRecord> {
         let Prepared { session, mut transcript, first } = prepared;
         let mut turns = session.turns.into_iter().enumerate().peekable();
@@ -66,7 +66,7 @@ impl SessionRunner {
         }
     }
 
-    /// The next request, written on another thread while the user thinks.
+    /// The next request, written on another thread during the user's think time.
     async fn compose(
         &self,
         mut transcript: Transcript,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// The percentiles that every report gives.
 pub const PERCENTILES: [f64; 6] = [50.0, 75.0, 90.0, 95.0, 99.0, 99.9];
 
-/// In milliseconds. A failed request's infinity is part of it: a percentile that falls among failures is infinite.
+/// Milliseconds, with infinity for a failed request. A percentile among failures is infinite.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Distribution {
     pub count: usize,
@@ -55,7 +55,7 @@ impl Distribution {
     }
 }
 
-/// Linear between the two nearest ranks, as numpy does; `sorted` ascending. Not a number when there is no sample.
+/// Linear between the two nearest ranks, as numpy does; `sorted` is ascending. NaN without samples.
 pub fn percentile(sorted: &[f64], percent: f64) -> f64 {
     if sorted.is_empty() {
         return f64::NAN;
@@ -83,7 +83,7 @@ pub fn deviation(samples: &[f64]) -> f64 {
     (samples.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / samples.len() as f64).sqrt()
 }
 
-/// JSON has no infinity: it is written as `"inf"`, and not-a-number as null.
+/// JSON has no infinity: infinity is written as `"inf"`, and NaN as null.
 pub mod open_number {
     use serde::{Deserialize, Deserializer, Serializer};
 

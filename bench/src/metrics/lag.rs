@@ -1,4 +1,4 @@
-//! The harness's own lag: a run in which it was the bottleneck says nothing about the server.
+//! The harness's own lag. If the harness was the bottleneck, a run says nothing about the server.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::metrics::distribution::Distribution;
 
-/// What the harness measured of itself.
+/// The harness's measurements of itself.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct LagReport {
     /// Milliseconds from when a request should have been sent to when the harness began to.
     pub send_ms: Distribution,
-    /// Milliseconds by which a timer's tick came late: how long an event that has arrived waits to be seen.
+    /// Milliseconds by which a timer's tick came late: the time that an arrived event waits.
     pub event_loop_ms: Distribution,
     /// CPU time of the load thread ÷ length of the run.
     pub cpu_share: f64,
@@ -19,18 +19,18 @@ pub struct LagReport {
     pub starved_share: f64,
     /// Requests that failed for want of descriptors or ports on this side.
     pub harness_failures: usize,
-    /// Whether the run was broken off by hand.
+    /// Whether the user interrupted the run.
     pub interrupted: bool,
-    /// Why the run must not be quoted; empty when it may be.
+    /// The reasons why the run must not be quoted; empty if it may be.
     pub invalid_because: Vec<String>,
 }
 
-/// The same before it is judged, sample by sample, so that the slices of a run can be laid together.
+/// The samples before the verdict, so that the slices of a run can be joined.
 #[derive(Clone, Debug, Default)]
 pub struct LagSamples {
     pub send_ms: Vec<f64>,
     pub event_loop_ms: Vec<f64>,
-    /// Times of the load thread: on a processor, waiting for one, and how long it was watched.
+    /// Times of the load thread: on a processor, waiting for one, and the length of the measurement.
     pub running: Duration,
     pub waiting: Duration,
     pub elapsed: Duration,
@@ -43,7 +43,7 @@ impl LagReport {
         self.invalid_because.is_empty()
     }
 
-    /// Why it must not be quoted: `limit_ms` bounds the 99th percentile of both lags.
+    /// The reasons why it must not be quoted: `limit_ms` bounds the 99th percentile of both lags.
     fn reasons(&self, limit_ms: f64) -> Vec<String> {
         let mut reasons = Vec::new();
         for (name, lag) in [("sending", &self.send_ms), ("event loop", &self.event_loop_ms)] {

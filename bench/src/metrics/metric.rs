@@ -1,4 +1,4 @@
-//! What is measured of a request. These definitions are quoted by `docs/measurements/README.md`.
+//! The metrics of a request. `docs/measurements/README.md` quotes these definitions.
 
 use crate::record::{Outcome, RequestRecord};
 
@@ -7,9 +7,9 @@ use crate::record::{Outcome, RequestRecord};
 pub enum Metric {
     /// First token minus intended send time. A chunk without a token is not a first token.
     Ttft,
-    /// First visible text minus intended send time: where it lags TTFT, tokens are announced before they are shown.
+    /// First visible text minus intended send time. It is later than TTFT if tokens come before their text.
     FirstText,
-    /// Second token minus intended send time. The hand-over cannot hide behind an early first token here.
+    /// Second token minus intended send time. It includes the hand-over, even if the first token is early.
     SecondToken,
     /// Second token minus first.
     Handover,
@@ -21,7 +21,7 @@ pub enum Metric {
     E2el,
     /// Gaps between consecutive tokens, of all requests; tokens of one chunk have a gap of 0.
     Tbt,
-    /// Gaps between consecutive chunks that brought tokens, of all requests: what others call ITL.
+    /// Gaps between consecutive chunks with tokens, of all requests: other tools call it ITL.
     Itl,
 }
 
@@ -77,7 +77,7 @@ impl Metric {
         samples
     }
 
-    /// Adds what one request contributes.
+    /// Adds the values of one request.
     pub fn extend(self, samples: &mut Vec<f64>, record: &RequestRecord) {
         match (&record.outcome, self) {
             (Outcome::Cancelled, _) => {}
@@ -94,7 +94,7 @@ impl Metric {
         }
     }
 
-    /// The value for a finished request; `None` where it has none, as a request of one token has no second.
+    /// The value for a finished request; `None` if it has none: a request of one token has no second token.
     fn of(self, record: &RequestRecord) -> Option<f64> {
         match self {
             Metric::Ttft => record.token_us(0).map(ms),
@@ -110,7 +110,7 @@ impl Metric {
         }
     }
 
-    /// Whether a request that failed would have had this metric, had it gone well.
+    /// Whether a failed request would have had this metric if it had succeeded.
     fn applies(self, record: &RequestRecord) -> bool {
         match self {
             Metric::Ttft | Metric::FirstText | Metric::E2el => true,
@@ -130,13 +130,13 @@ pub fn tpot(record: &RequestRecord) -> Option<f64> {
     (n_tokens > 1).then(|| ms(decode_us) / f64::from(n_tokens - 1))
 }
 
-/// The gaps between chunks that brought tokens. No zeros hide a stall here, however tokens are packed.
+/// The gaps between chunks with tokens. Packing tokens into few chunks adds no zeros that hide a stall.
 pub fn delivery_gaps(record: &RequestRecord) -> impl Iterator<Item = f64> + '_ {
     let next = record.deliveries().skip(1);
     record.deliveries().zip(next).map(|(before, after)| ms(after.at_us - before.at_us))
 }
 
-/// The gaps between tokens: the gap of its chunk for a chunk's first token, 0 for each of its others.
+/// The gaps between tokens: the gap of the chunk for its first token, 0 for its other tokens.
 pub fn token_gaps(record: &RequestRecord) -> impl Iterator<Item = f64> + '_ {
     let mut before: Option<u32> = None;
     record.deliveries().flat_map(move |chunk| {

@@ -1,7 +1,7 @@
-//! From records to numbers: pure functions, with the definitions that a report quotes.
+//! Computes metrics from records: pure functions, whose definitions a report quotes.
 //!
 //! Reading order: [`metric`] (one request's latencies), [`distribution`], [`objective`], [`window`], [`summary`],
-//! [`lag`] (the harness's own), [`vllm`] (the same records in a peer's arithmetic).
+//! [`lag`] (the harness's own), [`vllm`] (the same records by the definitions of `vllm bench serve`).
 
 pub mod distribution;
 pub mod lag;

@@ -1,4 +1,4 @@
-//! Service level objectives: what a request must hold to be a good one.
+//! Service level objectives of a request.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,7 +12,7 @@ use crate::span::{parse_span, show_ms};
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Objectives {
     list: Vec<Objective>,
-    /// The text of the flag; empty without one.
+    /// The text of the flag; empty if it is not given.
     text: String,
 }
 
@@ -68,7 +68,7 @@ impl Objectives {
         record.is_finished() && self.list.iter().all(|objective| objective.holds(record))
     }
 
-    /// Over requests *sent*: dropping late requests cannot raise it.
+    /// The share of *sent* requests: dropping late requests cannot raise it.
     pub fn attainment<'a>(&self, records: impl Iterator<Item = &'a RequestRecord>) -> Attainment {
         let mut held: Vec<_> = self.list.iter().map(|objective| (objective.to_string(), 0)).collect();
         let (mut sent, mut good) = (0, 0);
@@ -91,7 +91,7 @@ impl Attainment {
 }
 
 impl Objective {
-    /// A number that the request does not have (the second token of one) cannot break a bound.
+    /// A bound on a number that the request does not have (the second token of one) always holds.
     fn holds(&self, record: &RequestRecord) -> bool {
         self.of.value(record).is_none_or(|value| value <= self.limit_ms)
     }
@@ -111,7 +111,7 @@ impl Bounded {
 }
 
 impl Statistic {
-    /// Percentiles are of nearest rank: with fewer than a hundred gaps the 99th is the worst of them.
+    /// Percentiles are by nearest rank: with fewer than a hundred gaps the 99th is the largest.
     fn of(self, mut gaps: Vec<f64>) -> Option<f64> {
         if gaps.is_empty() {
             return None;
@@ -133,7 +133,7 @@ impl Statistic {
 impl FromStr for Objectives {
     type Err = String;
 
-    /// Reads `ttft=2s,tbt=25ms`. `tbt` alone is `tbt.p99`; `tbt.mean`, `tbt.p95`, `tbt.max` say otherwise.
+    /// Reads `ttft=2s,tbt=25ms`. `tbt` is `tbt.p99`; others are `tbt.mean`, `tbt.p95` and `tbt.max`.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.trim().is_empty() {
             return Ok(Self::default());

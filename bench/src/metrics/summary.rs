@@ -1,4 +1,4 @@
-//! A run in numbers: what the table prints and the report carries, failures as infinities.
+//! The numbers of a run for the table and the report, with failures as infinities.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::metrics::objective::{Attainment, Objectives};
 use crate::metrics::window::Window;
 use crate::record::{CountedBy, RequestRecord};
 
-/// Computed from the records of a window, and from nothing else.
+/// Computed only from the records of a window.
 #[derive(Clone, Debug)]
 pub struct Summary {
     pub window: Window,
@@ -16,7 +16,7 @@ pub struct Summary {
     pub finished: usize,
     pub failed: usize,
     pub cancelled: usize,
-    /// By kind of failure, how many.
+    /// The number of failures by kind.
     pub failures: BTreeMap<&'static str, usize>,
     pub latencies: Vec<(Metric, Distribution)>,
     pub attainment: Attainment,
@@ -33,18 +33,18 @@ pub struct Rates {
     pub total_tokens: f64,
 }
 
-/// How tokens came, and whether they were counted well.
+/// How tokens came, and whether they were counted correctly.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TokenCounts {
     pub prompt: u64,
     pub cached: u64,
     pub output: u64,
-    /// Tokens for each delivery: above 1, tokens come in bunches.
+    /// Tokens per delivery: above 1, several tokens come at once.
     pub per_delivery: f64,
     pub most_in_a_delivery: u32,
     /// The share of gaps between tokens that lie within a delivery.
     pub gaps_of_zero: f64,
-    /// Requests whose counted tokens are not the server's total.
+    /// Requests whose counted tokens differ from the server's total.
     pub miscounted: usize,
     /// Finished requests with fewer tokens than asked for.
     pub short: usize,
@@ -75,7 +75,7 @@ impl Summary {
         &found.expect("`latencies` has every metric").1
     }
 
-    /// What a reader must know before believing the numbers.
+    /// Remarks that a reader needs before using the numbers.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         let tokens = &self.tokens;
@@ -118,7 +118,7 @@ impl Summary {
 }
 
 impl TokenCounts {
-    /// What it means that tokens come in bunches.
+    /// The remark for several tokens per delivery.
     fn bunches(&self) -> String {
         let share = self.gaps_of_zero * 100.0;
         let zeros = if share > 50.0 { "most".to_owned() } else { format!("{share:.0} % of all") };
@@ -142,7 +142,7 @@ fn latencies(records: &[&RequestRecord]) -> Vec<(Metric, Distribution)> {
     Metric::ALL.into_iter().map(of).collect()
 }
 
-/// Requests and tokens that *ended* in the window, over its length. In a whole run these are all of them.
+/// Requests and tokens that *ended* in the window, over its length. In a whole run these are all.
 fn rates(all: &[RequestRecord], chosen: &[&RequestRecord], window: Window, good: usize) -> Rates {
     let per_second = |count: f64| if window.seconds() > 0.0 { count / window.seconds() } else { 0.0 };
     let finished = all.iter().filter(|record| record.is_finished() && window.contains(record.ended_at_us()));
@@ -156,7 +156,7 @@ fn rates(all: &[RequestRecord], chosen: &[&RequestRecord], window: Window, good:
     }
 }
 
-/// Tokens that reached the client within the window, finished request or not.
+/// Tokens that reached the client within the window, also of unfinished requests.
 fn tokens_within(record: &RequestRecord, window: Window) -> u64 {
     let inside = |at_us: u32| window.contains(record.intended_us + u64::from(at_us));
     record.deliveries().filter(|chunk| inside(chunk.at_us)).map(|chunk| u64::from(chunk.tokens)).sum()
@@ -191,7 +191,7 @@ mod tests {
     use super::*;
     use crate::record::{Chunk, Outcome};
 
-    /// The summary of a request whose chunks brought these numbers of tokens.
+    /// The summary of a request with these numbers of tokens per chunk.
     fn said(chunks: &[u32]) -> String {
         let chunk = |(nth, tokens): (usize, &u32)| Chunk { at_us: nth as u32 * 1000, tokens: *tokens };
         let record = RequestRecord {

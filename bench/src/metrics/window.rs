@@ -1,4 +1,4 @@
-//! The part of a run that is measured.
+//! The measured part of a run.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +10,7 @@ use crate::record::RequestRecord;
 pub struct Window {
     pub start_us: u64,
     pub end_us: u64,
-    /// Whether ramp, warm-up or cool-down were cut off; otherwise this is the whole run, last token included.
+    /// Whether ramp, warm-up or cool-down were cut off; otherwise this is the whole run with its last token.
     pub is_cut: bool,
 }
 

@@ -1,6 +1,6 @@
-//! A server that does what a script says, and writes down when it did: the truth against which the harness is held.
+//! A server that follows a script and records its times: the reference for tests of the harness.
 //!
-//! [`script`] is pure: it says which bytes go out when. [`server`] plays scripts on a socket.
+//! [`script`] is pure: it gives the bytes and their times. [`server`] plays scripts on a socket.
 
 pub mod script;
 pub mod server;

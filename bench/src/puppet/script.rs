@@ -1,4 +1,4 @@
-//! What a puppet does with one request, as data.
+//! The answer of a puppet to one request, as data.
 
 use std::time::Duration;
 
@@ -8,14 +8,14 @@ use serde_json::{Value, json};
 /// From the whole request to the end of the answer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Script {
-    /// The status line; anything but 200 ends the answer with a small body.
+    /// The status line. Any status but 200 ends the answer with a small body.
     pub status: u16,
     pub steps: Vec<Step>,
     pub ending: Ending,
     pub counting: Counting,
 }
 
-/// One write of the stream, and how long after the one before it.
+/// One write of the stream, and its delay after the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
     pub after: Duration,
@@ -26,9 +26,9 @@ pub struct Step {
 pub enum ScriptAction {
     /// One chunk with this many tokens and their text.
     Tokens(u32),
-    /// One chunk with this many tokens and no text, as half a character gives.
+    /// One chunk with this number of tokens and no text, as for half a character.
     Unseen(u32),
-    /// A chunk with a choice and nothing in it, as servers send before the first token.
+    /// A chunk with an empty choice, as servers send before the first token.
     Empty,
     /// A comment line, as proxies send to keep a connection.
     Comment,
@@ -42,11 +42,11 @@ pub enum Ending {
     Done,
     /// The connection is closed in mid-stream.
     Cut,
-    /// Nothing more, and the connection stays open.
+    /// Nothing more is sent, and the connection stays open.
     Silence,
 }
 
-/// How the puppet tells its tokens.
+/// The way in which the puppet reports its tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Counting {
     #[default]
@@ -55,7 +55,7 @@ pub enum Counting {
     Nothing,
 }
 
-/// Bytes, when they go out after the request was received, and how many tokens they hold.
+/// Bytes, their time after the request was received, and their number of tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Write {
     pub at: Duration,
@@ -64,7 +64,7 @@ pub struct Write {
 }
 
 impl Script {
-    /// First token after `ttft`, then one every `gap`.
+    /// First token after `ttft`, then one each `gap`.
     pub fn even(n_tokens: u32, ttft: Duration, gap: Duration) -> Self {
         let after = |nth| if nth == 0 { ttft } else { gap };
         let steps =
@@ -72,7 +72,7 @@ impl Script {
         Self { status: 200, steps, ending: Ending::Done, counting: Counting::Ids }
     }
 
-    /// The script as writes. The head goes out with the first step, as servers do that wait for a token.
+    /// The script as writes. The head goes out with the first step, as from servers that wait for a token.
     pub fn writes(&self) -> Vec<Write> {
         if self.status != 200 {
             return vec![self.refusal()];

@@ -1,4 +1,4 @@
-//! The puppet on its socket.
+//! Plays puppet scripts on a socket.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,10 +15,10 @@ use tokio::time::{Instant, sleep, sleep_until};
 use crate::puppet::script::{Ending, Script, Write};
 
 const REQUEST_BYTES_MAX: usize = 16 << 20;
-/// How many of the last requests are remembered.
+/// The number of requests that are remembered.
 const N_PLAYED_MAX: usize = 100_000;
 
-/// A script made ready: its writes are rendered once for all requests that play it.
+/// A prepared script: its writes are rendered once for all requests.
 #[derive(Clone, Debug)]
 pub struct PreparedScript {
     writes: Arc<Vec<Write>>,
@@ -32,15 +32,15 @@ impl From<&Script> for PreparedScript {
     }
 }
 
-/// Chooses the part for a request: its position among all, and its body.
+/// Chooses the script for a request by its position among all and its body.
 pub type Casting = Arc<dyn Fn(usize, &Value) -> PreparedScript + Send + Sync>;
 
-/// What a puppet did with one request, and when.
+/// The record of one request to a puppet.
 #[derive(Clone, Debug)]
 pub struct PlayedRequest {
     /// From `x-request-id`.
     pub request_id: String,
-    /// When the whole request was there.
+    /// The time at which the whole request had arrived.
     pub received: Instant,
     /// Just before each write, with the number of tokens in it.
     pub writes: Vec<(Instant, u32)>,
@@ -48,7 +48,7 @@ pub struct PlayedRequest {
     pub is_abandoned: bool,
 }
 
-/// A puppet that is up. Dropping it ends all its streams.
+/// A running puppet. Dropping it ends all its streams.
 #[derive(Debug)]
 pub struct Puppet {
     pub addr: SocketAddr,
@@ -56,7 +56,7 @@ pub struct Puppet {
     _tasks: JoinSet<()>,
 }
 
-/// What its connections share.
+/// The state that its connections share.
 struct Stage {
     casting: Casting,
     accept_delay: Duration,
@@ -84,7 +84,7 @@ impl Puppet {
         format!("http://{}", self.addr)
     }
 
-    /// What was played so far, in the order of requests.
+    /// The records so far, in the order of requests.
     pub fn played(&self) -> Vec<PlayedRequest> {
         let played = self.stage.played.lock().unwrap_or_else(PoisonError::into_inner);
         played.1.iter().cloned().collect()
@@ -111,7 +111,7 @@ impl Stage {
         }
     }
 
-    /// One connection, request after request, until either side ends it.
+    /// Serves one connection, request after request, until either side ends it.
     async fn serve(self: Arc<Self>, mut stream: TcpStream) {
         let mut unread = Vec::new();
         let _ = stream.set_nodelay(true);
@@ -122,7 +122,7 @@ impl Stage {
         }
     }
 
-    /// Returns whether the connection goes on.
+    /// Returns whether the connection stays open.
     async fn answer(&self, stream: &mut TcpStream, request: &Request) -> io::Result<bool> {
         if request.is_get {
             stream.write_all(request.page().as_bytes()).await?;
@@ -184,7 +184,7 @@ impl Stage {
     }
 }
 
-/// The part of a request that a puppet reads.
+/// The fields of a request that a puppet reads.
 struct Request {
     is_get: bool,
     path: String,
@@ -193,7 +193,7 @@ struct Request {
 }
 
 impl Request {
-    /// `None` when the client is gone.
+    /// `None` if the client has left.
     async fn read(stream: &mut TcpStream, unread: &mut Vec<u8>) -> io::Result<Option<Self>> {
         let mut buffer = vec![0; 16 << 10];
         loop {
@@ -209,7 +209,7 @@ impl Request {
         }
     }
 
-    /// The request and its length, once it is whole.
+    /// The request and its length, once it is complete.
     fn parse(bytes: &[u8]) -> Option<(Self, usize)> {
         let head_length = memchr::memmem::find(bytes, b"\r\n\r\n")? + 4;
         let head = String::from_utf8_lossy(&bytes[..head_length]);

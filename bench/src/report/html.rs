@@ -1,4 +1,4 @@
-//! Runs as one page that needs nothing else: no script, no font, no network.
+//! A page of runs as one file, without scripts, fonts or network requests.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use crate::report::{RunReport, markdown};
 /// Points of a distribution's curve.
 const N_POINTS: usize = 300;
 const N_BUCKETS: u64 = 200;
-/// Fewer runs show no trade-off.
+/// With fewer runs the trade-off is not drawn.
 const N_TRADE_OFF_MIN: usize = 3;
 /// The style sheet of every page.
 pub const STYLE: &str = include_str!("style.css");
@@ -101,7 +101,7 @@ fn distribution(metric: Metric, shape: Shape, runs: &[RunReport], records: &[Vec
 }
 
 impl Shape {
-    /// The curve of sorted samples. Failures never come within any x: their curve stays below 1, or above 0.
+    /// The curve of sorted samples. Failures are beyond every x: their curve stays below 1, or above 0.
     fn points(self, sorted: &[f64]) -> Vec<(f64, f64)> {
         let n = sorted.len();
         let ranks: Vec<usize> = match self {
@@ -118,7 +118,7 @@ impl Shape {
     }
 }
 
-/// Ranks that lie evenly on a log scale of what is left above them.
+/// Ranks at even distances on a log scale of the share above them.
 fn tail_ranks(n: usize) -> Vec<usize> {
     let step = (n as f64).ln() / N_POINTS as f64;
     let mut ranks: Vec<usize> = (0..=N_POINTS)
@@ -130,7 +130,7 @@ fn tail_ranks(n: usize) -> Vec<usize> {
     ranks
 }
 
-/// One curve for each sweep, a point for each of its runs in the order of throughput: the knee is where it turns up.
+/// One curve for each sweep, with a point for each of its runs in the order of throughput.
 fn trade_offs(runs: &[RunReport]) -> Vec<Plot> {
     if runs.len() < N_TRADE_OFF_MIN {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! Runs in words and tables, for the terminal and for documents.
+//! Runs as text and tables, for the terminal and for documents.
 
 use std::fmt::Write as _;
 
@@ -7,13 +7,13 @@ use crate::report::RunReport;
 use crate::report::table::Table;
 use crate::span::show_ms;
 
-/// More runs than this are a row each instead of a column.
+/// More runs than this are rows instead of columns.
 const N_COLUMNS_MAX: usize = 3;
 
 /// One line of a table of few runs, one column of a table of many.
 type Entry = (String, fn(&RunReport) -> String);
 
-/// A table of the runs; of few with everything, of many with what is compared.
+/// A table of the runs: all values for few runs, the compared ones for many.
 pub fn table(runs: &[RunReport]) -> Table {
     if runs.len() > N_COLUMNS_MAX { by_rows(runs) } else { by_columns(runs) }
 }
@@ -54,7 +54,7 @@ fn by_rows(runs: &[RunReport]) -> Table {
     Table { header: header.collect(), rows: runs.iter().map(row).collect() }
 }
 
-/// What is not a latency. Objectives only where there are some.
+/// The rows that are not latencies. Objectives appear only if there are some.
 fn entries(runs: &[RunReport]) -> Vec<Entry> {
     let mut entries: Vec<Entry> = vec![
         ("valid".to_owned(), |run| if run.valid { "yes".to_owned() } else { "NO".to_owned() }),
@@ -91,7 +91,7 @@ fn own_lag(run: &RunReport) -> String {
     format!("{} / {}", show_ms(run.lag.send_ms.p99), show_ms(run.lag.event_loop_ms.p99))
 }
 
-/// What a reader must know, run by run: one sentence each.
+/// Remarks for each run, one sentence each.
 pub fn remarks(runs: &[RunReport]) -> Vec<String> {
     runs.iter().flat_map(remarks_of).collect()
 }
@@ -121,7 +121,7 @@ pub fn remark_list(runs: &[RunReport]) -> String {
     })
 }
 
-/// Where and how: the line under a table that makes it a measurement.
+/// The machine and the command, for the line below a table.
 pub fn provenance(run: &RunReport) -> String {
     let from = &run.provenance;
     let machine = &from.machine;

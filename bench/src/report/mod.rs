@@ -1,4 +1,4 @@
-//! A run as a file: everything needed to believe it, to repeat it, and to compute any other number from it.
+//! A run as a file: all that is needed to repeat it, and to compute any other number from it.
 
 pub mod html;
 pub mod markdown;
@@ -24,8 +24,7 @@ use crate::report::samples::Samples;
 /// Changes when a field changes its meaning.
 pub const SCHEMA: &str = "baton-bench/1";
 
-/// One run. Fields that `vllm bench serve` writes too, under the same name and with the same meaning, are in `shared`
-/// and lie at the top of the file.
+/// One run. Fields with the same name and meaning in `vllm bench serve` are in `shared`, at the top of the file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RunReport {
     pub schema: String,
@@ -33,7 +32,7 @@ pub struct RunReport {
     pub date: String,
     pub provenance: Provenance,
     pub subject: Subject,
-    /// The answer to "may this be quoted?"
+    /// Whether the run may be quoted.
     pub valid: bool,
     pub lag: LagReport,
     pub window: Window,
@@ -43,7 +42,7 @@ pub struct RunReport {
     pub attainment: AttainmentReport,
     pub rates: RateReport,
     pub tokens: TokenReport,
-    /// Failures are infinite here. By metric.
+    /// By metric, with failures as infinities.
     pub latency_ms: BTreeMap<String, Distribution>,
     pub notes: Vec<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -53,7 +52,7 @@ pub struct RunReport {
     pub samples: Samples,
 }
 
-/// How the run came about.
+/// The origin of the run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Provenance {
     pub tool: String,
@@ -63,12 +62,12 @@ pub struct Provenance {
     pub workload: Value,
     pub load: Value,
     pub seed: u64,
-    /// Equal salts mean equal prompts, and so warm caches at the second run.
+    /// Equal salts give equal prompts, and so warm caches in the second run.
     pub salt: u64,
     pub is_cache_cold: bool,
 }
 
-/// What was measured.
+/// The target of the run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Subject {
     pub url: String,
@@ -78,12 +77,12 @@ pub struct Subject {
     pub continuous_usage: bool,
     pub ignore_eos: bool,
     pub counted_by: CountedBy,
-    /// First contact, before the run: not part of any distribution.
+    /// First contact, before the run. It is in no distribution.
     #[serde(with = "open_number")]
     pub cold_ttft_ms: f64,
     #[serde(with = "open_number")]
     pub cold_second_token_ms: f64,
-    /// What the server says of itself, by page.
+    /// The server's description of itself, by page.
     pub config: Map<String, Value>,
 }
 
@@ -102,7 +101,7 @@ pub struct AttainmentReport {
     pub share: f64,
     pub good: usize,
     pub sent: usize,
-    /// By objective: how many of the sent requests held it.
+    /// The number of sent requests that held each objective.
     pub held: Vec<(String, usize)>,
 }
 
@@ -125,19 +124,19 @@ pub struct TokenReport {
     pub short_requests: usize,
 }
 
-/// Something done to the cluster during the run.
+/// A fault during the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FaultMark {
     pub at_us: u64,
     pub what: String,
-    /// Requests under way at that moment that later failed.
+    /// Requests that were running at that moment and later failed.
     pub lost: usize,
-    /// Until attainment was back; infinite when it never was.
+    /// Time until attainment was back; infinite if it never was.
     #[serde(with = "open_number")]
     pub recovery_s: f64,
 }
 
-/// The parts of a report that the records do not hold.
+/// The parts of a report that are not computed from records.
 #[derive(Clone, Debug)]
 pub struct ReportParts {
     pub label: String,

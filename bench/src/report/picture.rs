@@ -1,4 +1,4 @@
-//! Several plots side by side as one file, for a page of text that only takes images.
+//! Several plots side by side as one image file, for pages that only take images.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use crate::report::plot::{HEIGHT, N_COLOURS, Plot, Style, WIDTH, escape};
 const HEAD: f64 = 30.0;
 const LEGEND_LINE: f64 = 16.0;
 const GAP: f64 = 20.0;
-/// Black on white, wherever it is shown: an image knows nothing of the page around it.
+/// Black on white, because an image does not know the colours of its page.
 const STYLE: &str = "text{font:11px sans-serif;fill:#66707c} .name{font-weight:bold;font-size:13px;fill:#1b1f24} \
     .grid{stroke:#dfe3e8} .shade{fill:#eef4fb} .curve{fill:none;stroke-width:1.8} .dashed{stroke-dasharray:5 4} \
     .c0{stroke:#0b63c5} .d0{fill:#0b63c5} .c1{stroke:#c4402f} .d1{fill:#c4402f} .c2{stroke:#2a8a4a} .d2{fill:#2a8a4a} \

@@ -1,4 +1,4 @@
-//! Plots as SVG, drawn by ourselves: a page that opens anywhere, in ten years too, needs no script from elsewhere.
+//! Plots as SVG, drawn without a library, so that a page needs no script.
 
 use std::fmt::Write as _;
 
@@ -16,9 +16,9 @@ pub struct Plot {
     pub x: Axis,
     pub y: Axis,
     pub curves: Vec<Curve>,
-    /// Vertical lines with a word beside them.
+    /// Vertical lines, each with a label.
     pub marks: Vec<(f64, String)>,
-    /// A stretch of x that is meant, drawn behind everything.
+    /// A marked range of x, drawn behind everything.
     pub shaded: Option<(f64, f64)>,
 }
 
@@ -26,7 +26,7 @@ pub struct Plot {
 pub struct Axis {
     pub label: String,
     pub scale: Scale,
-    /// Where the data does not say: always within view.
+    /// Values that are always in view, whatever the data.
     pub includes: Vec<f64>,
 }
 
@@ -39,7 +39,7 @@ pub enum Scale {
 #[derive(Clone, Debug)]
 pub struct Curve {
     pub name: String,
-    /// Which of the page's colours.
+    /// The number of the page's colour.
     pub colour: usize,
     pub points: Vec<(f64, f64)>,
     pub style: Style,
@@ -49,11 +49,11 @@ pub struct Curve {
 pub enum Style {
     Line,
     Dashed,
-    /// Points joined by a line, each with its values on hover.
+    /// Points joined by a line, with their values on hover.
     Dots,
 }
 
-/// An axis with its ends fixed: maps values to pixels.
+/// An axis with fixed ends: maps values to pixels.
 struct Ruler {
     scale: Scale,
     low: f64,
@@ -88,7 +88,7 @@ impl Axis {
 }
 
 impl Plot {
-    /// The plot as a part of a page, with its name and its legend.
+    /// The plot as a part of a page, with its name and legend.
     pub fn to_svg(&self) -> String {
         let mut svg = format!(
             "<figure><figcaption>{}</figcaption><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">",
@@ -179,7 +179,7 @@ impl Plot {
     }
 }
 
-/// How many colours the page's style sheet knows.
+/// The number of colours in the page's style sheet.
 pub const N_COLOURS: usize = 6;
 
 impl Curve {
@@ -236,7 +236,7 @@ fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
     (first..).map(|n| n as f64 * step).take_while(|tick| *tick <= high).take(20).collect()
 }
 
-/// 1, 2 and 5 of each decade; of many decades only the powers; where hardly one of them falls, even steps.
+/// 1, 2 and 5 of each decade; only the powers for many decades; even steps if fewer than two of them fit.
 fn log_ticks(low: f64, high: f64) -> Vec<f64> {
     let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
     let digits: &[f64] = if (high / low).log10() > 3.5 { &[1.0] } else { &[1.0, 2.0, 5.0] };
@@ -245,7 +245,7 @@ fn log_ticks(low: f64, high: f64) -> Vec<f64> {
     if ticks.len() < 3 { linear_ticks(low, high) } else { ticks }
 }
 
-/// A tick in as few characters as tell it apart.
+/// The shortest text that distinguishes a tick.
 fn show(value: f64) -> String {
     match value.abs() {
         0.0 => "0".to_owned(),

@@ -1,6 +1,31 @@
-//! Every record of a run in a few bytes each: numbers as varints, deflated, as base64 inside the report.
+//! Every record of a run in a few bytes: numbers as varints, deflated, as base64 inside the report.
 //!
-//! The order of numbers is given in `docs/measurements/README.md` with twenty lines of Python that read it.
+//! The `outcome` is 0 for finished, 1 for cancelled, and 2 or more for a failure. Python code that reads the records:
+//!
+//! ```python
+//! import base64, json, zlib
+//!
+//! def records(path):
+//!     samples = json.load(open(path))["samples"]
+//!     data = zlib.decompress(base64.b64decode(samples["data"]), -15)
+//!     at = 0
+//!     def number():
+//!         nonlocal at
+//!         value = shift = 0
+//!         while True:
+//!             byte = data[at]; at += 1
+//!             value |= (byte & 127) << shift; shift += 7
+//!             if byte < 128: return value
+//!     names = ("index session turn slice intended_us lag_us sent_us prompt_tokens cached_tokens wanted_tokens "
+//!              "usage_tokens_plus_1 counted_by first_text_us_plus_1 end_us outcome").split()
+//!     for _ in range(samples["n_requests"]):
+//!         record = {name: number() for name in names}
+//!         if record["outcome"] >= 2: record["error"] = samples["errors"][number()]
+//!         record["chunks"], time = [], 0
+//!         for _ in range(number()):
+//!             time += number(); record["chunks"].append((time, number()))   # microseconds since intended, tokens
+//!         yield record
+//! ```
 
 use std::io::{Read, Write};
 
@@ -15,7 +40,7 @@ use crate::error::{BenchError, Result};
 use crate::record::{Chunk, CountedBy, Failure, FailureKind, Outcome, RequestRecord};
 
 const ENCODING: &str = "varint+deflate+base64";
-/// A file that unpacks to more than this is not one of ours.
+/// Larger unpacked files are refused.
 const UNPACKED_BYTES_MAX: u64 = 4 << 30;
 
 /// The packed records of a run.
@@ -23,7 +48,7 @@ const UNPACKED_BYTES_MAX: u64 = 4 << 30;
 pub struct Samples {
     pub encoding: String,
     pub n_requests: usize,
-    /// Texts of failures, each once; a record names its own by position.
+    /// Texts of failures without duplicates; a record refers to its text by position.
     pub errors: Vec<String>,
     pub data: String,
 }
@@ -100,7 +125,7 @@ impl Packer {
         }
     }
 
-    /// Times by difference: most fit two bytes.
+    /// Times as differences: most fit two bytes.
     fn chunks(&mut self, chunks: &[Chunk]) {
         self.number(chunks.len() as u64);
         let mut before = 0;
@@ -116,7 +141,7 @@ impl Packer {
         self.number(value.map_or(0, |value| u64::from(value) + 1));
     }
 
-    /// Seven bits to a byte, lowest first; the high bit says that more follow.
+    /// Seven bits per byte, lowest first; the high bit says that more follow.
     fn number(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.bytes.push(value as u8 | 0x80);
@@ -132,7 +157,8 @@ struct Unpacker<'a> {
 }
 
 impl Unpacker<'_> {
-    /// Fields in the order in which [`Packer::record`] writes them: struct fields are evaluated as they are written.
+    /// Fields in the order in which [`Packer::record`] writes them. The fields of a struct literal are evaluated in
+    /// the order of the text.
     fn record(&mut self) -> Result<RequestRecord> {
         Ok(RequestRecord {
             index: self.small()?,

@@ -1,4 +1,4 @@
-//! When sessions start in an open loop: the times are drawn before, and no answer delays them.
+//! The start times of sessions in an open loop. They are drawn beforehand, so no answer delays them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -28,7 +28,7 @@ pub struct ArrivalsSpec {
     pub rate: f64,
     /// The gamma distribution's shape.
     pub burstiness: f64,
-    /// The rate climbs from 0 to `rate` in a straight line during this time.
+    /// The rate grows linearly from 0 to `rate` during this time.
     pub ramp: Duration,
     pub seed: u64,
 }
@@ -55,15 +55,15 @@ impl ArrivalsSpec {
         }
     }
 
-    /// Where a time of the process at full rate falls when the rate climbs first: as many arrivals lie before it.
-    /// During the ramp the count is `rate · t² / 2ramp`; behind it everything is late by half the ramp.
+    /// Maps a time of the process at full rate to a time with the ramp: the same number of arrivals precedes both.
+    /// During the ramp the count is `rate · t² / 2ramp`; after it every arrival is late by half the ramp.
     fn ramped(&self, even: f64) -> f64 {
         let ramp = self.ramp.as_secs_f64();
         if even < ramp / 2.0 { (2.0 * ramp * even).sqrt() } else { even + ramp / 2.0 }
     }
 }
 
-/// Reads arrival times, one number of seconds on a line; `#` begins a comment.
+/// Reads arrival times, one number of seconds per line; `#` begins a comment.
 pub fn read_arrivals(path: &Path) -> Result<Vec<Duration>> {
     let text = read_text(path)?;
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or("").trim());

@@ -1,11 +1,11 @@
-//! How many tokens.
+//! Distributions of prompt and answer lengths.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::random::Random;
 
-/// No prompt or answer is longer.
+/// The longest prompt or answer.
 const N_TOKENS_MAX: f64 = 10_000_000.0;
 
 /// A distribution of token counts.
@@ -14,7 +14,7 @@ pub enum Lengths {
     Fixed(u32),
     /// Both ends included.
     Uniform(u32, u32),
-    /// By median and the deviation of the logarithm: real prompts look like this.
+    /// By median and the deviation of the logarithm, as in real prompts.
     LogNormal {
         median: f64,
         sigma: f64,

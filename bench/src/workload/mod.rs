@@ -1,4 +1,4 @@
-//! What is sent, and when: sessions of turns, drawn from seeds or read from files.
+//! The requests and their times: sessions of turns, drawn from seeds or read from files.
 //!
 //! Reading order: [`session`] (the plan of one conversation), [`prompt`] (recipes of prompts and their tokens),
 //! [`lengths`] and [`arrivals`] (what is drawn), then the sources [`synthetic`], [`sharegpt`] and [`mooncake`], and

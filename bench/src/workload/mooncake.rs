@@ -1,4 +1,4 @@
-//! Traces in Mooncake's form: real arrival times and lengths, and which prompts share which prefix.
+//! Traces in Mooncake's format: real arrival times and lengths, and the prefixes that prompts share.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::error::{BenchError, Result};
 use crate::workload::prompt::{Recipe, Segment};
 use crate::workload::session::{Session, Sessions};
 
-/// Tokens that one hash id stands for.
+/// Tokens per hash id.
 const BLOCK_TOKENS: u32 = 512;
 
 #[derive(Debug, Deserialize)]
@@ -23,19 +23,19 @@ struct Line {
     hash_ids: Vec<u64>,
 }
 
-/// How a trace is fitted to the machine at hand. Published with every result.
+/// The scaling of a trace to a machine. Every result includes it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TraceOptions {
-    /// Times are multiplied by it: 2 is half the rate.
+    /// Factor for times: 2 is half the rate.
     pub slowdown: f64,
-    /// Prompts, and the blocks that they share, are shortened by this factor: 0.1 leaves a tenth.
+    /// Factor for prompts and their shared blocks: 0.1 leaves a tenth.
     pub length_scale: f64,
-    /// Bounds after scaling; what is longer is cut.
+    /// Bounds after scaling; longer ones are cut.
     pub input_max: u32,
     pub output_max: u32,
 }
 
-/// Reads the whole file; sessions carry their own start times.
+/// Reads the whole file. Sessions have their own start times.
 pub fn read_trace(path: &Path, options: TraceOptions) -> Result<Sessions> {
     let open = |source| BenchError::Read { path: path.to_owned(), source };
     let file = BufReader::new(std::fs::File::open(path).map_err(open)?);
@@ -65,7 +65,7 @@ impl TraceOptions {
         (f64::from(n_tokens) * self.length_scale).round().max(1.0) as u32
     }
 
-    /// One segment for each hash id; what the ids do not cover belongs to this prompt alone.
+    /// One segment for each hash id. Tokens beyond the ids belong to this prompt alone.
     ///
     /// | tokens                              | segment                      |
     /// |-------------------------------------|------------------------------|

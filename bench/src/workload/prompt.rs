@@ -1,7 +1,7 @@
-//! Prompts as recipes: what a prompt consists of, small until it is needed.
+//! Recipes of prompts: small until the prompt is needed.
 //!
-//! Twelve thousand prompts of twelve thousand tokens are half a gigabyte; their recipes are a few megabytes, and the
-//! same recipe with another salt is the same load with nothing in any cache.
+//! Twelve thousand prompts of twelve thousand tokens are half a gigabyte; their recipes are a few megabytes. The same
+//! recipe with another salt is the same load with cold caches.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -12,7 +12,7 @@ use crate::random::mix;
 /// The parts of a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Recipe {
-    /// Tokens drawn from seeds. Two recipes that begin with the same segments share a prefix.
+    /// Tokens drawn from seeds. Two recipes with the same first segments share a prefix.
     Drawn(Vec<Segment>),
     /// A given text.
     Text(Arc<str>),
@@ -25,8 +25,8 @@ pub struct Segment {
     pub n_tokens: u32,
 }
 
-/// The token ids to draw from. The default is the printable ASCII range, whose ids exist in every vocabulary and are
-/// special in none that is known.
+/// The token ids to draw from. The default is the printable ASCII range, which every vocabulary has, and which has no
+/// special tokens in known ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vocabulary(pub Range<u32>);
 
@@ -58,7 +58,7 @@ const WORDS: [&str; 32] = [
 ];
 
 impl Recipe {
-    /// How many tokens it plans; for text, a guess of four characters each, until the server has counted.
+    /// The planned number of tokens; for text a guess of four characters each, until the server has counted.
     pub fn n_tokens(&self) -> u32 {
         match self {
             Recipe::Drawn(segments) => segments.iter().map(|segment| segment.n_tokens).sum(),
@@ -66,7 +66,7 @@ impl Recipe {
         }
     }
 
-    /// Appends its tokens to `ids`. Text has none that we know.
+    /// Appends its tokens to `ids`. The tokens of a text are not known.
     pub fn draw(&self, salt: u64, vocabulary: &Vocabulary, ids: &mut Vec<u32>) {
         if let Recipe::Drawn(segments) = self {
             segments.iter().for_each(|segment| segment.draw(salt, vocabulary, ids));

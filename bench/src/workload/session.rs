@@ -4,22 +4,22 @@ use std::time::Duration;
 
 use crate::workload::prompt::Recipe;
 
-/// Turns in order. A turn is sent when the one before it has ended and its `think` time is over.
+/// Turns in order. A turn is sent after the end of the one before it and its `think` time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Session {
-    /// When a trace says that it starts, since the trace's beginning; `None` leaves that to the arrivals.
+    /// The start time in a trace, since the trace's beginning; `None` if the arrivals decide.
     pub starts: Option<Duration>,
     pub turns: Vec<Turn>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Turn {
-    /// What this turn adds to the conversation.
+    /// The new part of the prompt in this turn.
     pub recipe: Recipe,
     pub output_tokens: u32,
-    /// How long the user waits before sending it; for a first turn it has no meaning.
+    /// The user's wait before sending it; unused for a first turn.
     pub think: Duration,
-    /// When the user loses patience, since the intended send time.
+    /// The time at which the user cancels, since the intended send time.
     pub cancel_after: Option<Duration>,
 }
 

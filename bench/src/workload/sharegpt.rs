@@ -1,4 +1,4 @@
-//! Conversations of people, in the JSON form in which ShareGPT's were published.
+//! Human conversations in ShareGPT's JSON format.
 
 use std::path::Path;
 use std::time::Duration;
@@ -27,7 +27,7 @@ struct Message {
     value: String,
 }
 
-/// What to take of the file.
+/// The selection from the file.
 #[derive(Clone, Copy, Debug)]
 pub struct ShareGptOptions {
     /// How many questions of each conversation, at most.
@@ -36,7 +36,7 @@ pub struct ShareGptOptions {
     pub seed: u64,
 }
 
-/// The file's conversations in an order drawn from the seed, over and over.
+/// The file's conversations in an order drawn from the seed, repeated.
 pub fn read_sharegpt(path: &Path, options: ShareGptOptions) -> Result<Sessions> {
     let text = read_text(path)?;
     let conversations: Vec<Conversation> =

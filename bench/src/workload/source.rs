@@ -1,4 +1,4 @@
-//! From what was typed to a supply of sessions.
+//! Makes a supply of sessions from the settings.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,9 +22,9 @@ pub enum Kind {
     /// Drawn token ids; nothing in common between prompts.
     #[default]
     Random,
-    /// Drawn; sessions of a group begin with the same tokens.
+    /// Drawn; sessions of a group share their first tokens.
     SharedPrefix,
-    /// Drawn conversations: each turn carries all that was said before.
+    /// Drawn conversations: each turn includes all turns before it.
     MultiTurn,
     /// A JSON file of conversations.
     Sharegpt,
@@ -54,10 +54,10 @@ pub struct WorkloadArgs {
     /// Tokens of the shared prefix
     #[arg(long, default_value_t = 1024, value_name = "N")]
     pub prefix_tokens: u32,
-    /// Turns of a conversation (of a ShareGPT file: at most)
+    /// Turns of a conversation (for a ShareGPT file the maximum)
     #[arg(long, default_value_t = 4, value_name = "N")]
     pub turns: u32,
-    /// Mean wait of a user between an answer and the next turn
+    /// Mean wait between an answer and the next turn
     #[arg(long, default_value = "1s", value_parser = parse_span, value_name = "SPAN")]
     pub think: Duration,
     /// Multiplies a trace's times: 2 is half its rate
@@ -72,24 +72,24 @@ pub struct WorkloadArgs {
     /// Cuts a trace's answers
     #[arg(long, default_value_t = u32::MAX, value_name = "N", hide_default_value = true)]
     pub output_max: u32,
-    /// Share of requests whose user gives up
+    /// Share of requests that are cancelled
     #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
     pub cancel_rate: f64,
-    /// Mean time after which those give up (exponential)
+    /// Mean time after which those are cancelled (exponential)
     #[arg(long, default_value = "1s", value_parser = parse_span, value_name = "SPAN")]
     pub cancel_after: Duration,
     /// Token ids to draw prompts from
     #[arg(long, default_value = "33..127", value_name = "LOW..HIGH")]
     pub token_ids: Vocabulary,
-    /// Repeats arrivals and lengths; drawn anew when not given
+    /// Repeats arrivals and lengths; random if not given
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Repeats the contents of prompts too, so that caches are warm; drawn anew when not given, so that they are cold
+    /// Repeats the contents of prompts too, so that caches are warm; random if not given, so that they are cold
     #[arg(long, value_name = "N")]
     pub salt: Option<u64>,
 }
 
-/// The sessions that were asked for, cancellations included.
+/// The sessions of the workload, cancellations included.
 pub fn sessions(args: &WorkloadArgs, seed: u64) -> Result<Sessions> {
     if !(0.0..=1.0).contains(&args.cancel_rate) {
         return Err(BenchError::usage("--cancel-rate is a share between 0 and 1"));
@@ -130,7 +130,7 @@ fn synthetic(args: &WorkloadArgs, seed: u64, n_groups: u64, n_turns: u32) -> Syn
     }
 }
 
-/// The requests to cancel are drawn before anything is sent, so that leaving them out of the latencies is no bias.
+/// The requests to cancel are drawn before any is sent, so leaving them out of the latencies adds no bias.
 fn with_cancellations(source: Sessions, args: &WorkloadArgs, seed: u64) -> Sessions {
     let mut random = Random::stream(seed, 0xca4c);
     let (rate, mean) = (args.cancel_rate, args.cancel_after.as_secs_f64());
@@ -143,7 +143,7 @@ fn with_cancellations(source: Sessions, args: &WorkloadArgs, seed: u64) -> Sessi
     }))
 }
 
-/// Where the times of requests come from.
+/// The source of the times of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ArrivalTimes {
     /// The load's rate or concurrency.
@@ -171,12 +171,12 @@ impl WorkloadArgs {
         if matches!(self.workload, Kind::MultiTurn | Kind::Sharegpt) { self.turns } else { 1 }
     }
 
-    /// Whether prompts are words and not token ids.
+    /// Whether prompts are words instead of token ids.
     pub fn is_text(&self) -> bool {
         self.workload == Kind::Sharegpt
     }
 
-    /// For the report.
+    /// The settings in the report.
     pub fn describe(&self) -> Value {
         let kind =
             self.workload.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned());

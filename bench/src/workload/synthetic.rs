@@ -7,7 +7,7 @@ use crate::workload::lengths::Lengths;
 use crate::workload::prompt::{Recipe, Segment};
 use crate::workload::session::{Session, Sessions, Turn};
 
-/// Segments of this kind have seeds of their own, apart from the shared ones.
+/// These segments have their own seeds, separate from the shared ones.
 const OWN: u64 = 1 << 62;
 
 /// The numbers of a drawn workload.
@@ -16,7 +16,7 @@ pub struct Synthetic {
     /// New tokens in each turn, shared prefix not included.
     pub input: Lengths,
     pub output: Lengths,
-    /// In how many groups sessions share their first `prefix_tokens`; 0 for none.
+    /// The number of groups whose sessions share their first `prefix_tokens`; 0 for none.
     pub n_groups: u64,
     pub prefix_tokens: u32,
     pub n_turns: u32,

@@ -1,5 +1,5 @@
-//! Whole runs: percentiles, rates, attainment and windows, against plain code that knows only the plan; and against the
-//! arithmetic of `vllm bench serve` on the same events.
+//! Whole runs: percentiles, rates, attainment and windows, compared with simple code that knows only the plan, and
+//! with the arithmetic of `vllm bench serve` on the same events.
 
 use bench::metrics::distribution::percentile;
 use bench::metrics::{Metric, Objectives, Summary, Window, vllm};
@@ -94,7 +94,7 @@ fn objectives_hold_where_they_say() {
     check("", true);
     check("ttft=100ms", true);
     check("ttft=99ms", false);
-    // 199 gaps: the 99th percentile of nearest rank forgives the worst of them, but not two.
+    // 199 gaps: the 99th percentile by nearest rank ignores the largest, but not two of them.
     check("tbt=10ms", true);
     check("tbt.max=199ms", false);
     check("tbt.mean=11ms", true);
@@ -103,7 +103,7 @@ fn objectives_hold_where_they_say() {
     check("e2el=2279ms", false);
 }
 
-/// Packing tokens into few chunks must not make a stall disappear from an objective.
+/// A stall stays visible to an objective if tokens are packed into few chunks.
 #[test]
 fn coalescing_does_not_hold_an_objective() {
     let mut script = Script::even(1, millis(50), millis(0));
@@ -148,7 +148,7 @@ struct VllmOutput {
     prompt_len: u32,
 }
 
-/// What its client writes down for the events of a record: the first chunk with a choice is TTFT, even an empty one.
+/// The client's record for the events of a record: TTFT is the first chunk with a choice, even an empty one.
 fn vllm_client(record: &RequestRecord) -> VllmOutput {
     let times: Vec<f64> = record.chunks.iter().map(|chunk| f64::from(chunk.at_us) / 1e6).collect();
     VllmOutput {
@@ -194,7 +194,7 @@ fn numpy(mut list: Vec<f64>) -> [f64; 4] {
 
 #[test]
 fn the_shared_fields_are_vllms_numbers() {
-    // A final chunk without a token (it carries the finish reason) is one on which the definitions do not agree.
+    // The definitions differ for a final chunk without a token (it has the finish reason).
     let mut records = run();
     records.iter_mut().for_each(|record| record.chunks.retain(|chunk| chunk.tokens > 0));
     let outputs: Vec<_> = records.iter().map(vllm_client).collect();
@@ -229,7 +229,8 @@ fn vllm_peaks(successes: &[&VllmOutput]) -> (f64, f64) {
     let mut tokens = vec![0.0; (end - start).ceil() as usize + 1];
     let mut requests = tokens.clone();
     for output in successes {
-        // Whole microseconds, as both sides have them: sums of seconds fall on either side of a bucket's edge.
+        // Whole microseconds on both sides, because rounded sums of seconds may fall on either side of a bucket's
+        // edge.
         let micros = |seconds: f64| (seconds * 1e6).round();
         let mut at = micros(output.start_time - start) + micros(output.ttft);
         tokens[(at / 1e6) as usize] += 1.0;
@@ -243,7 +244,7 @@ fn vllm_peaks(successes: &[&VllmOutput]) -> (f64, f64) {
     (tokens.into_iter().fold(0.0, f64::max), requests.into_iter().fold(0.0, f64::max))
 }
 
-/// Where the definitions differ, ours is the one that cannot be gamed.
+/// Where the definitions differ, ours cannot be improved by packing tokens.
 #[test]
 fn an_empty_first_chunk_games_vllms_ttft_and_not_ours() {
     let mut script = Script::even(10, millis(500), millis(10));

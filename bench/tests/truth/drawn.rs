@@ -1,4 +1,4 @@
-//! The recorded trace's form, packed reports and pages: what is drawn and written.
+//! The formats of traces, packed reports and pages.
 
 use bench::metrics::{LagSamples, Metric, Objectives, Window};
 use bench::puppet::{Ending, Script};

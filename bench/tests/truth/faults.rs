@@ -1,4 +1,4 @@
-//! Faults: what they cost, on plans; and a real process that is hurt on schedule.
+//! Faults: their cost on plans, and a real process with faults on schedule.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command};
@@ -32,7 +32,7 @@ fn cost(bad: std::ops::Range<f64>, faults_s: &[f64]) -> Vec<Cost> {
 
 #[test]
 fn recovery_lasts_until_users_are_served_as_before() {
-    // Requests due from 4.0 to 5.5 s fail. The fault is injected at 4.05 s, when the one of 4.0 s was under way.
+    // Requests due from 4.0 to 5.5 s fail. The fault is injected at 4.05 s, while the request of 4.0 s runs.
     let found = cost(4.0..5.55, &[4.05])[0];
     assert_eq!(found.lost, 1);
     assert!((found.recovery_s - (5.5 - 4.05)).abs() < 1e-6, "{found:?}");

@@ -1,4 +1,4 @@
-//! The harness against the truth: a puppet's programmed delays, a peer's arithmetic, whole commands.
+//! Tests of the harness against known results: a puppet's programmed delays, vLLM's arithmetic, whole commands.
 
 mod arithmetic;
 mod commands;
@@ -31,8 +31,8 @@ fn assignment(index: u32, wanted_tokens: u32) -> Assignment {
     }
 }
 
-/// What the client records of a script whose bytes arrive exactly when it says, without a socket or a clock. Bytes come
-/// in pieces of `piece` bytes, as a network may cut them.
+/// The client's record of a script whose bytes arrive exactly on time, without a socket or a clock. Bytes come in
+/// pieces of `piece` bytes, as a network may cut them.
 fn heard(index: u32, intended_us: u64, script: &Script, piece: usize) -> RequestRecord {
     let wanted = script.steps.iter().map(|step| step.act.n_tokens()).sum();
     let mut reception = Reception::new(wanted, false);

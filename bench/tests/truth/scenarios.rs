@@ -1,4 +1,4 @@
-//! The kept suite is sound, and the index of measurements is true.
+//! The scenarios are valid, and the index of measurements is complete.
 
 use std::path::{Path, PathBuf};
 

@@ -1,6 +1,6 @@
-//! The same over real sockets. The puppet and the load share one thread and one clock, so its own record of when it
-//! wrote what is the truth. Upper bounds are on the tenth percentile: a machine that is busy elsewhere only ever adds
-//! lateness, and what is left at the bottom is the harness's own error.
+//! The same over real sockets. The puppet and the load share one thread and one clock, so the puppet's record of its
+//! writes is the reference. Upper bounds are on the tenth percentile: a busy machine only adds lateness, and the low
+//! percentiles show the harness's own error.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -115,7 +115,7 @@ async fn the_schedule_is_kept_whatever_the_server_does() {
     let mut lags: Vec<_> = seen.records.iter().map(|record| record.lag_us).collect();
     lags.sort_unstable();
     assert!(lags[3] < 500, "requests are sent {} µs late", lags[3]);
-    // The time from the intended send time holds the lag.
+    // The time from the intended send time includes the lag.
     assert!(seen.records.iter().all(|record| record.sent_us >= record.lag_us));
 }
 
@@ -173,7 +173,7 @@ async fn a_server_that_has_gone_is_a_failed_connection() {
     assert_eq!(seen.records[0].failure().map(|failure| failure.kind), Some(FailureKind::Connect));
 }
 
-/// A server that closes every connection after one answer, without saying so.
+/// A server that closes every connection after one answer, without a header that announces it.
 async fn rude_server() -> (String, tokio::task::JoinSet<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("http://{}", listener.local_addr().expect("bound"));
@@ -230,7 +230,7 @@ async fn users_who_give_up_are_cancelled_and_the_server_notices() {
     tokio::time::timeout(LIMIT, noticed).await.expect("the stream is ended");
 }
 
-/// Remembers the prompts it was sent.
+/// The prompts that it received.
 fn listening(script: &Script) -> (Casting, Arc<Mutex<Vec<Vec<u64>>>>) {
     let prompts = Arc::new(Mutex::new(Vec::new()));
     let (part, heard) = (PreparedScript::from(script), Arc::clone(&prompts));

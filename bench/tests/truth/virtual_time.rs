@@ -1,4 +1,4 @@
-//! Every metric of programmed streams, exactly: the client's whole path from bytes to numbers, on a clock of our own.
+//! Every metric of programmed streams, exactly: the whole path from bytes to numbers, with a virtual clock.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use bench::record::{CountedBy, FailureKind, RequestRecord};
 
 use crate::{heard, millis};
 
-/// What the script says, worked out without the code under test: when each token goes out, in milliseconds.
+/// The script's token times in milliseconds, computed without the code under test.
 fn token_times(script: &Script) -> Vec<f64> {
     let mut at = Duration::ZERO;
     let mut times = Vec::new();
@@ -45,7 +45,7 @@ fn check(script: &Script, record: &RequestRecord) {
     check_chunk_gaps(times, &of(Metric::Itl));
 }
 
-/// Tokens of one chunk have one time: without repeats these are the chunks.
+/// Tokens of one chunk have the same time. Without repeats these are the chunks.
 fn check_chunk_gaps(mut times: Vec<f64>, got: &[f64]) {
     times.dedup();
     assert_eq!(got.len(), times.len() - 1);
@@ -56,7 +56,7 @@ fn step(ms: u64, act: ScriptAction) -> Step {
     Step { after: millis(ms), act }
 }
 
-/// All ways to count, and bytes cut in all sizes, must give the same truth.
+/// All ways to count, and all sizes of pieces, must give the same result.
 fn check_everywhere(steps: Vec<Step>) {
     for counting in [Counting::Ids, Counting::Usage] {
         let script = Script { status: 200, steps: steps.clone(), ending: Ending::Done, counting };

@@ -1,11 +1,11 @@
-//! A process's configuration: a file, and variables over it.
+//! The configuration of a process: a file, and environment variables.
 
 use chassis::config::parse;
 use chassis::error::Origin;
 use node::{NodeConfig, RawNodeConfig};
 use router::{RawRouterConfig, RouterConfig};
 
-/// The first byte says whose file it is. Lines before the first empty one that have a `=` are variables.
+/// The first byte chooses the process. Lines with a `=` before the first empty line are variables.
 pub fn config(bytes: &[u8]) {
     let Some((whose, text)) = bytes.split_first() else { return };
     let Ok(text) = std::str::from_utf8(text) else { return };

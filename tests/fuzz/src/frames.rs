@@ -3,7 +3,7 @@
 use kv_transfer::connectors::tcp::frame::{Frame, FrameError, HEADER_BYTES, parse};
 use twox_hash::XxHash3_64;
 
-/// Parses the bytes as they are, and once more with a valid checksum, so that the code behind the checksum runs too.
+/// Parses the bytes unchanged, and once more with a valid checksum, so that the code behind the checksum runs too.
 pub fn kv_frame(bytes: &[u8]) {
     check(bytes, parse(bytes));
     let mut sealed = bytes.to_vec();
@@ -15,13 +15,13 @@ fn check(bytes: &[u8], parsed: Result<Frame, FrameError>) {
     let Ok(frame) = parsed else { return };
     let mut again = Vec::new();
     frame.encode(&mut again);
-    // Numbers that are not numbers are equal to nothing, so the words are compared.
+    // NaN is not equal to itself, so the encoded bytes are compared.
     let (said, understood) =
         (format!("{frame:?}"), format!("{:?}", parse(&again).expect("it was understood")));
     assert_eq!(said, understood, "{bytes:?}");
 }
 
-/// Puts the length and the checksum that fit into the header of a frame that ends where `bytes` do.
+/// Writes the correct length and checksum into the header of a frame that ends with `bytes`.
 pub(crate) fn seal(bytes: &mut [u8]) {
     const CHECKED_BYTES: usize = 32;
     let Some(n_body) = bytes.len().checked_sub(HEADER_BYTES) else { return };

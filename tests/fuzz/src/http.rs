@@ -1,4 +1,4 @@
-//! The HTTP door, with a house behind it that says what it is told: from bytes on a connection to events on a stream.
+//! The HTTP endpoint over a service with fixed answers: from bytes on a connection to events on a stream.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ const CONTEXT: u32 = 512;
 const VOCAB: u32 = 261;
 const PATIENCE: Duration = Duration::from_secs(1_000);
 
-/// Whatever a client sends: an answer that is whole, never an error of ours.
+/// Every input gets a complete answer, never an internal error.
 pub fn http(bytes: &[u8]) {
     let mut script = Script(bytes);
     let how = script.byte();
@@ -96,7 +96,7 @@ async fn request(path: &str, said: &[u8], body: &[u8]) {
     assert_eq!(json.get("error").is_some(), status != 200, "{text}");
 }
 
-/// Every event is JSON, and the last one says so.
+/// Every event is JSON, and the stream ends with `[DONE]`.
 fn check_events(text: &str) {
     let events: Vec<&str> = text.split("\n\n").filter(|event| !event.is_empty()).collect();
     let (last, others) = events.split_last().expect("at least one event");

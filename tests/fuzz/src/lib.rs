@@ -1,9 +1,10 @@
-//! Where bytes from outside come in, as functions of bytes: what the fuzzer calls, and the tests over the corpus.
+//! Entry points for bytes from outside, as functions of bytes. The fuzzer calls them, and tests call them over the
+//! corpus.
 //!
-//! Each panics if something is wrong, and otherwise returns whatever it was given. No panic is the least of what is
-//! wanted: what was understood is said again and must be understood the same, blocks come back, answers are whole.
+//! Each panics if a check fails, and otherwise returns. The checks are more than the absence of panics: a parsed value
+//! encodes and parses to itself, blocks come back, answers are complete.
 //!
-//! The tests take this file in by its path, so that both run the very same code.
+//! The tests include this file by its path, so that both run the same code.
 
 mod config;
 mod frames;
@@ -17,7 +18,7 @@ pub use self::http::http;
 pub use self::receiver::kv_receiver;
 pub use self::wire::{landing, proto};
 
-/// A runtime whose clock is its own: what waits for a timer does not wait.
+/// A runtime with a paused clock: timers fire without waiting.
 fn in_paused_time<T>(work: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     runtime.expect("a runtime without sockets").block_on(work)

@@ -1,4 +1,4 @@
-//! A whole KV receiver with one landing, and a visitor that connects and sends what the bytes say.
+//! A KV receiver with one landing, and a client that connects and sends what the bytes describe.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,12 +22,12 @@ use super::frames::seal;
 
 const BLOCKS: u32 = 8;
 const TOKENS: u32 = 14;
-/// How long a peer may be silent; on a clock that does not wait.
+/// The longest silence of a peer, on a paused clock.
 const STALL_MS: u64 = 500;
-/// More than any wait of the receiver.
+/// Longer than any wait of the receiver.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// For all bytes: nothing panics, KV arrives only after the right grant was shown, and every block comes back.
+/// For all bytes: no panic, KV arrives only after the right grant, and every block comes back.
 pub fn kv_receiver(bytes: &[u8]) {
     super::in_paused_time(async {
         let parts = parts();
@@ -80,7 +80,7 @@ fn request(parts: &ConnectorParts, pool: &BlockPool) -> LandRequest {
     }
 }
 
-/// A client that knows the landing and sends what its script says.
+/// A client that knows the landing and follows its script.
 struct Visitor {
     landing: Landing,
     parts: ConnectorParts,
@@ -112,7 +112,7 @@ impl Visitor {
             1 => self.open(script).encode(&mut words),
             2 => self.hello().encode(&mut words),
             3 => {
-                // KV, as the span before it has announced.
+                // KV bytes, as the span before has announced.
                 let n = usize::from(script.byte()) * 16;
                 words.resize(n, script.byte());
             }
@@ -126,7 +126,7 @@ impl Visitor {
         Frame::of_link(Body::Hello(Hello { protocol: PROTOCOL, node, epoch: Epoch(1), link: 7, stream: 0 }))
     }
 
-    /// What the owner of the landing would show, unless the script says otherwise.
+    /// The credential of the landing's owner, unless the script changes it.
     fn open(&mut self, script: &mut Script<'_>) -> Frame {
         let mut shown = Credentials::new(&self.landing, self.parts.memory.layout(), &self.parts.fingerprint);
         match script.byte() % 8 {
@@ -141,7 +141,7 @@ impl Visitor {
         Frame::new(self.landing.transfer, Body::Open(shown))
     }
 
-    /// A frame of the landing's transfer, of any kind and with any body, whose lengths and checksum are right.
+    /// A frame of the landing's transfer, of any kind and with any body, with correct lengths and checksum.
     fn sealed(&self, script: &mut Script<'_>, words: &mut Vec<u8>) {
         let (kind, payload, n_body) = (script.byte() % 21, script.byte(), usize::from(script.byte()));
         Frame::new(self.landing.transfer, Body::Alive).encode(words);

@@ -1,4 +1,4 @@
-//! What arrives by gRPC: decoded, converted, and said again.
+//! gRPC messages: decoded, converted, and encoded again.
 
 use std::fmt::Debug;
 
@@ -9,7 +9,7 @@ use types::{
     Refusal, Sampling, Step, StopRules,
 };
 
-/// A landing as a router hands it on: what is taken can be relied on.
+/// A landing from a router. The accepted values are valid.
 pub fn landing(bytes: &[u8]) {
     let Some(landing) = again::<v1::Landing, Landing>(bytes, |landing| landing.into()) else { return };
     let wanted = landing.wanted_blocks();
@@ -42,7 +42,7 @@ pub fn proto(bytes: &[u8]) {
     }
 }
 
-/// What was understood, if it was; said again, it is understood the same.
+/// The parsed value, if there is one. Encoded and parsed again it is equal.
 fn again<W, T>(bytes: &[u8], say: impl Fn(&T) -> W) -> Option<T>
 where
     W: Message + Default,
@@ -51,7 +51,7 @@ where
     let understood = T::try_from(W::decode(bytes).ok()?).ok()?;
     let said = say(&understood).encode_to_vec();
     let repeated = T::try_from(W::decode(&*said).expect("our own words")).expect("it was understood");
-    // Numbers that are not numbers are equal to nothing, so the words are compared.
+    // NaN is not equal to itself, so the encoded bytes are compared.
     assert_eq!(format!("{understood:?}"), format!("{repeated:?}"));
     Some(understood)
 }

@@ -1,4 +1,4 @@
-"""What the executable itself says of its commands, flags and settings."""
+"""Asks the executable about its commands, flags and settings."""
 
 import functools
 import os
@@ -21,7 +21,7 @@ def path():
 
 
 def knows_command(args):
-    """The subcommand exists, and so does every flag that is given to it."""
+    """Checks that the subcommand and all its flags exist."""
     command, *rest = args
     assert re.search(rf"^  {re.escape(command)}\b", help_of(), re.MULTILINE), f"baton has no command {command}"
     for flag in (word.split("=")[0] for word in rest if word.startswith("--")):
@@ -29,7 +29,7 @@ def knows_command(args):
 
 
 def accepts(text, role=None, env=()):
-    """A configuration, by `--check-config`, and by the process itself with what its environment overrides."""
+    """Checks a configuration with `--check-config`, and with the process and its environment."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "process.toml"
         file.write_text(text)
@@ -54,7 +54,7 @@ def ports(text):
 
 
 def environment(objects, container):
-    """A container's variables. What a Secret or a pod's fields hold is made up."""
+    """A container's variables, with invented values for Secrets and fields of the pod."""
     maps = {thing["metadata"]["name"]: thing["data"] for thing in objects if thing["kind"] == "ConfigMap"}
 
     def value(entry):
@@ -69,12 +69,12 @@ def environment(objects, container):
 
 
 def fails_to_start(text, role, env):
-    """A process that is started with this configuration ends by itself; what it says."""
+    """Starts a process that must fail with this configuration, and returns its error."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "process.toml"
         file.write_text(re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", text))
         clean = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-        # The Secret's files.
+        # The files of the Secret.
         for secret in ["cluster", "admin"]:
             (Path(folder) / secret).write_text("0123456789abcdef0123456789abcdef")
         env = {name: value.replace("/etc/baton-identity", folder) for name, value in env.items()}

@@ -25,7 +25,7 @@ RELEASE, NAMESPACE = "baton", "baton"
 
 
 def render(chart, values_files=(), values=None):
-    """The objects of a release called `baton` in a namespace of the same name."""
+    """The objects of a release named `baton` in a namespace of the same name."""
     merged = {}
     for file in values_files:
         merge(merged, yaml.safe_load(Path(file).read_text()) or {})
@@ -41,7 +41,7 @@ def render(chart, values_files=(), values=None):
 
 
 def key_of(chart, values):
-    """Equal for the same chart, the same values and the same way to render: every check is a process, and Helm is slow."""
+    """A cache key for the chart, the values and the renderer. Every check is a process, and Helm is slow."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for file in sorted(path for path in Path(chart).rglob("*") if path.is_file()):
         digest.update(str(file).encode() + file.read_bytes())
@@ -50,7 +50,7 @@ def key_of(chart, values):
 
 
 def merge(into, values):
-    """As Helm merges values files: maps by key, anything else as a whole."""
+    """Merges values as Helm does: maps by key, other values as a whole."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             merge(into[key], value)
@@ -68,7 +68,7 @@ def with_executable(chart, values):
 
 
 class Failed(Exception):
-    """Helm refused; the message is its own."""
+    """Helm refused the values. The message is Helm's."""
 
 
 def with_library(chart, values):
@@ -110,7 +110,7 @@ def install(helm, kubeconfig, chart, values):
         helm.helm_sdkpy_config_destroy(handle)
 
 
-# Kinds that the chart may make: group and version, plural, and whether it lies in a namespace.
+# Kinds that the chart may make: group and version, plural, and whether objects have a namespace.
 KINDS = {
     "ConfigMap": ("v1", "configmaps"),
     "Secret": ("v1", "secrets"),
@@ -132,7 +132,7 @@ VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 
 class PuppetApi:
-    """A Kubernetes API that has nothing and takes everything."""
+    """A Kubernetes API without objects that accepts every object."""
 
     def __enter__(self):
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), PuppetHandler)
@@ -174,7 +174,7 @@ class PuppetHandler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         length = int(self.headers.get("content-length", 0))
         body = self.rfile.read(length)
-        # Releases are stored as protobuf or JSON; nobody reads them back.
+        # Releases are stored as protobuf or JSON, and not read again.
         self.say(201, json.loads(body) if body.startswith(b"{") else {"kind": "Secret", "apiVersion": "v1"})
 
     do_PUT = do_PATCH = do_POST

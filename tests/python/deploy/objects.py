@@ -1,4 +1,4 @@
-"""Looking things up in rendered objects."""
+"""Reads rendered objects."""
 
 import re
 
@@ -20,7 +20,7 @@ def labels(workload):
 
 
 def selects(selector, pod_labels):
-    """A label selector, as the API means it."""
+    """Whether a label selector selects a pod."""
     for key, value in (selector.get("matchLabels") or {}).items():
         if pod_labels.get(key) != value:
             return False

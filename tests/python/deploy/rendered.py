@@ -1,4 +1,4 @@
-"""What there is to check: every way to install the chart, and the overlays that are made from it."""
+"""The objects to check: every way to install the chart, and the overlays made from it."""
 
 import functools
 import shutil
@@ -14,11 +14,11 @@ DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 K8S = DEPLOY / "k8s"
 CHART = DEPLOY / "helm" / "baton"
 
-# What operators of a GPU overlay replace: no such model exists, and no such claim until they make it.
+# Placeholders that operators of a GPU overlay replace. The model does not exist, nor the claim until they create it.
 UNNAMED = {"model": {"path": "/models/NAME-THE-MODEL", "claim": "baton-models"}}
 NAMED = {"model": {"path": "/models/qwen3-8b", "claim": "models"}}
-# The chart's values files and further values that an overlay is made from.
-# kustomize makes no random values: operators make this Secret themselves (deploy/k8s/README.md).
+# The chart's values files and values of each overlay.
+# kustomize makes no random values. Operators create this Secret (deploy/k8s/README.md).
 IDENTITY = {"identity": {"existingSecret": "baton-identity"}}
 OVERLAYS = {
     "cpu-demo": (["cpu-demo.yaml"], IDENTITY),
@@ -60,7 +60,7 @@ def overlay_chart(name):
 
 
 class Dumper(yaml.SafeDumper):
-    """Text of several lines as it is, and nothing by reference."""
+    """Writes text of several lines as a block, and no references."""
 
     def ignore_aliases(self, _):
         return True
@@ -74,7 +74,7 @@ Dumper.add_representer(str, text_node)
 
 
 def objects_file(name):
-    """What `objects.yaml` of an overlay must say: a namespace, and the chart's objects without what Helm alone needs.
+    """The expected `objects.yaml` of an overlay: a namespace, and the chart's objects without the parts for Helm.
 
     The ConfigMap `baton-model` is made by the kustomization, so that its name changes with the model and pods are rolled.
     """
@@ -110,7 +110,7 @@ def kustomize(folder):
 
 
 def own_overlay(name, text):
-    """An operator's overlay on top of one of ours."""
+    """An operator's overlay over one of ours."""
     with tempfile.TemporaryDirectory(dir=K8S) as folder:
         (Path(folder) / "kustomization.yaml").write_text(text.replace("OVERLAY", f"../overlays/{name}"))
         return kustomize(folder)
@@ -118,7 +118,7 @@ def own_overlay(name, text):
 
 @functools.cache
 def all_of_them():
-    """Every result, by name."""
+    """All results, by name."""
     results = {f"overlay {name}": kustomize(K8S / "overlays" / name) for name in OVERLAYS}
     results |= {f"chart {name}": overlay_chart(name) for name in OVERLAYS}
     results["chart with a pool"] = chart(["cpu-demo.yaml", "pool.yaml"])

@@ -1,9 +1,9 @@
-//! Chance that a seed repeats.
+//! Random numbers from a seed.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// A generator of its own for each who draws, so that one who draws more changes nothing for the others. SplitMix64.
+/// A separate generator for each user, so that one that draws more does not change the others. SplitMix64.
 #[derive(Clone, Debug)]
 pub struct Chance(u64);
 
@@ -12,7 +12,7 @@ impl Chance {
         Self(seed)
     }
 
-    /// A generator for a part that has a name.
+    /// A generator for a named part.
     pub fn named(seed: u64, name: &str) -> Self {
         let fold = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         Self(name.bytes().fold(seed ^ 0xcbf2_9ce4_8422_2325, fold))
@@ -44,7 +44,7 @@ impl Chance {
         self.below(n) == 0
     }
 
-    /// One of several.
+    /// Chooses one of several.
     pub fn pick<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         &all[self.below(all.len() as u64) as usize]
     }

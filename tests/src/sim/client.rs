@@ -1,4 +1,4 @@
-//! A client: asks, reads the answer step by step, and compares it with the reference.
+//! A client: sends a request, reads the answer step by step, and compares it with the reference.
 
 use std::time::Duration;
 
@@ -16,23 +16,23 @@ use super::reference::Reference;
 
 /// How much later than its deadline a request may end.
 pub const LATE: Duration = Duration::from_secs(1);
-/// What the way of a deadline over two wires may take off it.
+/// How much of a deadline the delay of two connections may take.
 const EARLY: Duration = Duration::from_millis(5);
 
-/// One request under way.
+/// One running request.
 #[derive(Debug)]
 pub struct Client {
     pub name: String,
     pub ask: Ask,
     pub reference: Reference,
     pub log: EventLog,
-    /// Nothing is broken while it may last, so that only time and room can be short.
+    /// No fault occurs while it may run, so only time and room can be short.
     pub is_calm: bool,
-    /// With this much time it must be answered if nothing is broken.
+    /// With this much time it must be answered if there are no faults.
     pub enough: Duration,
-    /// How long the router lets it wait for room.
+    /// The longest wait for room in the router.
     pub wait_max: Duration,
-    /// The router's process: while it is stopped, its part of the request is too.
+    /// The router's process. While it is stopped, its part of the request is stopped too.
     pub router: Standstill,
     /// How much later than its deadline a request may end.
     pub late: Duration,
@@ -45,7 +45,7 @@ pub enum Ended {
     Refused(ServeError),
     /// The client went away.
     Left,
-    /// Longer than a request may take.
+    /// Longer than the longest request.
     Hanging,
 }
 
@@ -69,7 +69,7 @@ pub fn prompt(name: &str, ask: &Ask) -> Prompt {
 }
 
 impl Client {
-    /// Asks, and says how it ended and after how many steps.
+    /// Sends the request. Returns how it ended, and after how many steps.
     pub async fn run(self, dispatch: Dispatch) -> (Ended, u32) {
         let prompt = prompt(&self.name, &self.ask);
         let due = Instant::now() + self.ask.within;
@@ -152,9 +152,9 @@ impl Client {
         let lasted = self.ask.within.saturating_sub(due - Instant::now());
         match error {
             ServeError::DeadlinePassed { .. } => !self.is_calm || self.ask.within < self.enough,
-            // It has waited for room for as long as it may.
+            // It has waited for room for the longest time.
             ServeError::Refused { kind: Kind::Full | Kind::Queue, .. } => lasted >= self.wait_max,
-            // A stream that has begun waits for longer than any trouble lasts.
+            // A stream that has begun waits longer than any fault lasts.
             ServeError::NoNodes { .. } if n_steps > 0 => false,
             ServeError::Refused {
                 kind: Kind::Invalid | Kind::TooLong | Kind::Mismatch | Kind::Protocol,

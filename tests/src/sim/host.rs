@@ -1,4 +1,4 @@
-//! The processes of a simulated cluster: what `baton router` and `baton decode` do, in one process.
+//! The processes of a simulated cluster: the work of `baton router` and `baton decode`, in one process.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -32,10 +32,10 @@ use super::plan::{MODELS, NodeShape, POOL, ROUTERS, Shape};
 use super::pool::PoolHost;
 
 pub const REGISTRY_URL: &str = "embedded://router:50051";
-/// How long a node that is asked to stop may take.
+/// The longest drain of a node.
 const DRAIN_MS: u64 = 3_000;
 
-/// A model as its nodes have it, but for what its steps cost. The second model gives other answers.
+/// A model without its step costs. The second model gives other answers.
 pub fn model(name: &str) -> MockSettings {
     let toml = "
         context_tokens = 1024
@@ -57,20 +57,20 @@ pub fn model(name: &str) -> MockSettings {
 pub struct NodeHost {
     pub shape: NodeShape,
     net: SimNet,
-    /// Its calendar goes on from one process to the next.
+    /// Its calendar continues from one process to the next.
     world: World,
     pub jumps: Jumps,
     n_processes: u32,
     running: Option<Process>,
     lives: Lived,
-    /// When it last went on after it had been stopped.
+    /// The time at which it last continued after a stop.
     went_on: Option<Instant>,
 }
 
-/// Every life that there was, the last one last. Never held across an await.
+/// All lives, in order. Never held across an await.
 type Lived = Arc<Mutex<Vec<LifeSeen>>>;
 
-/// What is seen of a life. It holds nothing that would keep the life from ending.
+/// A view of a life. It keeps nothing alive.
 #[derive(Clone, Debug)]
 pub struct LifeSeen {
     pub name: String,
@@ -83,7 +83,7 @@ pub struct LifeSeen {
 
 #[derive(Debug)]
 struct Process {
-    /// Lives before its first one.
+    /// The number of lives before its first one.
     n_lives_before: usize,
     shutdown: Shutdown,
     standstill: Standstill,
@@ -101,18 +101,18 @@ impl NodeHost {
         self.running.as_ref().is_some_and(|process| !process.living.is_finished())
     }
 
-    /// All lives, which must have given everything back in the end.
+    /// All lives. Each must have released everything at the end.
     pub fn lives(&self) -> Vec<LifeSeen> {
         locked(&self.lives).clone()
     }
 
-    /// The life that its process is in, or was in when it fell asleep.
+    /// The life of its process, or the life in which it fell asleep.
     pub fn life(&self) -> Option<LifeSeen> {
         let process = self.running.as_ref()?;
         locked(&self.lives).get(process.n_lives_before..)?.last().cloned()
     }
 
-    /// Begins a process, unless one goes on.
+    /// Starts a process, unless one is running.
     pub fn start(&mut self) {
         if self.is_running() && !self.running.as_ref().is_some_and(|process| process.shutdown.requested()) {
             return;
@@ -146,16 +146,16 @@ impl NodeHost {
         Failures { launch, collect, ..Failures::default() }
     }
 
-    /// Ends its process without a drain. Its tasks may linger, but nothing that they send arrives.
+    /// Ends its process without a drain. Its tasks may linger, but none of their messages arrives.
     pub fn crash(&mut self, how: Crash) {
         if let Some(process) = self.running.take() {
             self.net.crash(&self.shape.name, how);
-            // What is left of it must still give back what it holds.
+            // Lingering tasks must still release what they hold.
             process.standstill.go_on();
         }
     }
 
-    /// Stops its process, timers and all, and what goes to it and comes from it.
+    /// Stops its process with its timers and its traffic.
     pub fn stop(&mut self) {
         if let Some(process) = &self.running {
             process.standstill.stop();
@@ -177,7 +177,7 @@ impl NodeHost {
         !is_stopped && self.went_on.is_none_or(|at| at.elapsed() >= at_least)
     }
 
-    /// Asks it to stop.
+    /// Asks it to drain and end.
     pub fn drain(&mut self) {
         if let Some(process) = &self.running {
             process.shutdown.trigger();
@@ -189,7 +189,7 @@ fn locked(lives: &Lived) -> MutexGuard<'_, Vec<LifeSeen>> {
     lives.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A node's process, until it is asked to stop.
+/// A node's process, until it is asked to end.
 async fn run_here(
     shape: NodeShape,
     world: World,
@@ -275,7 +275,7 @@ fn config(shape: &NodeShape) -> NodeConfig {
 
 // === the router ===
 
-/// A router in one life after another. The registry is in the first one.
+/// The lives of a router. The registry is in the first router.
 #[derive(Debug)]
 pub struct RouterHost {
     pub name: &'static str,
@@ -293,7 +293,7 @@ struct RouterLife {
     dispatch: Dispatch,
     cluster: Cluster,
     metrics: RouterMetrics,
-    /// `None`: it asks the first router's.
+    /// `None`: it uses the first router's registry.
     registry: Option<MemoryRegistry>,
     standstill: Standstill,
     _following: Task<()>,
@@ -306,12 +306,12 @@ impl RouterHost {
         Self { name, shape, net, world, n_lives: 0, running: None, n_failed_before: 0 }
     }
 
-    /// The way in, and the process that serves it, while it lives.
+    /// The endpoint and the process behind it, while it lives.
     pub fn dispatch(&self) -> Option<(Dispatch, Standstill)> {
         self.running.as_ref().map(|life| (life.dispatch.clone(), life.standstill.clone()))
     }
 
-    /// Stops its process, timers and all, and what goes to it and comes from it.
+    /// Stops its process with its timers and its traffic.
     pub fn stop(&self) {
         if let Some(life) = &self.running {
             life.standstill.stop();
@@ -328,17 +328,17 @@ impl RouterHost {
         self.running.as_ref().map(|life| &life.cluster)
     }
 
-    /// Attempts that failed for another reason than a full node, in all lives.
+    /// Attempts in all lives that failed for another reason than a full node.
     pub fn n_failed_attempts(&self) -> u64 {
         self.n_failed_before + self.running.as_ref().map_or(0, |life| failed_attempts(&life.metrics))
     }
 
-    /// Streams that had to be continued on another node, in this life.
+    /// Streams that were continued on another node, in this life.
     pub fn n_continuations(&self) -> u64 {
         self.running.as_ref().map_or(0, |life| life.metrics.continuations.get())
     }
 
-    /// The members of the cluster, by its registry.
+    /// The members of the cluster in its registry.
     pub fn members(&self) -> Vec<NodeInfo> {
         let registry = self.running.as_ref().and_then(|life| life.registry.as_ref());
         registry.map(MemoryRegistry::members).unwrap_or_default()
@@ -484,7 +484,7 @@ impl Hosts {
         self.router(name).into_iter().for_each(|router| router.go_on());
     }
 
-    /// Whether every router knows every node in the life that it is in.
+    /// Whether every router knows every node in its present life.
     pub fn is_whole(&self) -> bool {
         self.routers.iter().all(|router| self.is_known_to(router))
     }
@@ -502,7 +502,7 @@ impl Hosts {
         self.nodes.iter().all(is_known) && (self.pool.is_none() || is_ready(POOL, None))
     }
 
-    /// Every process that has ended begins again, and every one that stands still goes on.
+    /// Starts every process that has ended, and continues every stopped one.
     pub async fn start_all(&mut self) {
         for router in &mut self.routers {
             router.go_on();
@@ -516,5 +516,5 @@ impl Hosts {
     }
 }
 
-/// How long a fresh cluster may need until every router knows every node.
+/// How long a new cluster may need until every router knows every node.
 pub const WHOLE_WITHIN: Duration = Duration::from_secs(5);

@@ -1,13 +1,13 @@
-//! What happened in a run, and one number for all of it.
+//! The events of a run, and one hash of all of them.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
 
-/// Lines that are kept for the report of a failed run.
+/// The number of lines in the report of a failed run.
 const LINES_MAX: usize = 100_000;
-/// Set, the log has a line for every write.
+/// If set, the log has a line for every write.
 const TRACE: &str = "SIM_TRACE";
 
 /// A run's events, each with its time on the virtual clock. Clones write into the same log.
@@ -26,14 +26,14 @@ struct State {
 }
 
 impl EventLog {
-    /// Call it inside the run, so that the clock is the run's.
+    /// Must be called inside the run, so that the clock is the run's.
     pub fn new() -> Self {
         let state = State { hash: 0xcbf2_9ce4_8422_2325, lines: Vec::new(), faults: Vec::new() };
         let is_loud = std::env::var_os(TRACE).is_some();
         Self { start: Instant::now(), is_loud, state: Arc::new(Mutex::new(state)) }
     }
 
-    /// Something worth reading.
+    /// An event for readers.
     pub fn say(&self, line: impl fmt::Display) {
         let line = format!("{:>9.3} {line}", self.start.elapsed().as_secs_f64());
         let mut state = self.state();
@@ -43,7 +43,7 @@ impl EventLog {
         }
     }
 
-    /// Something too small to be read, that must be the same all the same.
+    /// An event that is only hashed.
     pub fn trace(&self, what: &str, which: &str) {
         if self.is_loud {
             return self.say(format_args!("{what} {which} at {} ns", self.start.elapsed().as_nanos()));

@@ -1,9 +1,10 @@
-//! Whole clusters on a simulated network and a virtual clock: real router, registry, nodes, scheduler and tcp connector,
-//! in one thread, and a seed repeats a run exactly.
+//! Whole clusters on a simulated network and a virtual clock: real router, registry, nodes, scheduler and tcp
+//! connector, in one thread. A seed repeats a run exactly.
 //!
-//! Suggested reading order: what a seed means ([`plan`], and what chance alone would seldom play, `siege`), how it is played ([`mod@run`]) and judged ([`oracle`],
-//! [`client`] against the [`mod@reference`], [`witness`]), and what it is played on ([`host`], [`net`], [`pipe`]).
-//! `docs/simulation.md` says how to use it, and which guard each kind of fault tests.
+//! Suggested reading order: the plan of a seed ([`plan`], and `siege` for rare combinations), its execution
+//! ([`mod@run`]), its checks ([`oracle`], [`client`] against the [`mod@reference`], [`witness`]), and the simulated
+//! machines ([`host`], [`net`], [`pipe`]). `docs/simulation.md` shows its use, and the guard that each kind of fault
+//! tests.
 
 pub mod plan;
 mod siege;

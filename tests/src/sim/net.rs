@@ -1,10 +1,9 @@
-//! A network inside one process that can be broken: every path has a delay, can be held, cut and mended.
+//! A network inside one process with faults: every path has a delay, can be held, cut and mended.
 //!
-//! It behaves as TCP does towards those who use it: bytes arrive in order or not at all, a path that is held loses
-//! nothing (the kernels send again), a process that dies resets its connections, and a machine that dies says nothing
-//! until it is there again. All chance comes from the seed, and nothing depends on how many bytes a message has, so
-//! that a date in a header changes no run.
-//! See `docs/decisions/0006-simulated-network.md`.
+//! It behaves as TCP does: bytes arrive in order or not at all, a held path loses nothing (kernels retransmit), a
+//! killed process resets its connections, and a dead machine is silent until it is back. All randomness comes from the
+//! seed, and nothing depends on the number of bytes in a message, so that a date in a header changes no run. See
+//! `docs/decisions/0006-simulated-network.md`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,13 +22,13 @@ use super::chance::Chance;
 use super::log::EventLog;
 use super::pipe::{Connection, SimStream, Wires};
 
-/// Where every node's KV travels. Nothing but KV has checksums of its own.
+/// The port of every node's KV. Only KV has checksums of its own.
 pub const KV_PORT: &str = ":7002";
 /// Pieces that a tap keeps until they are read.
 const HEARD_MAX: usize = 4096;
-/// Connections that wait to be accepted.
+/// The number of connections that wait to be accepted.
 const BACKLOG: usize = 128;
-/// What a path takes when nothing is wrong with it: at least, and at most so much more.
+/// The delay of a path without faults: a minimum, and a random addition.
 const DELAY: Duration = Duration::from_micros(200);
 const JITTER: Duration = Duration::from_millis(2);
 
@@ -43,7 +42,7 @@ struct Shared {
     log: EventLog,
     /// Never held across an await.
     state: Mutex<State>,
-    /// Told whenever a path is held or released.
+    /// Notified whenever a path is held or released.
     changed: Notify,
 }
 
@@ -54,14 +53,14 @@ struct State {
     doors: BTreeMap<String, BoundPort>,
     connections: BTreeMap<u64, Weak<Connection>>,
     n_connections: u64,
-    /// Who reads along, and does not hear himself.
+    /// The host that receives copies of others' KV traffic.
     tap: Option<(String, Tap)>,
 }
 
 struct Host {
     number: u8,
     life: Arc<Life>,
-    /// Its machine is there, and says so to those who knock at a closed port.
+    /// Its machine is up, and refuses connections to closed ports.
     is_up: bool,
 }
 
@@ -70,7 +69,7 @@ struct BoundPort {
     visits: mpsc::Sender<(SimStream, SocketAddr)>,
 }
 
-/// One life of a process. Once it is over, nothing that its tasks send arrives.
+/// One life of a process. After its end no message of its tasks arrives.
 #[derive(Debug, Default)]
 pub struct Life(AtomicBool);
 
@@ -80,7 +79,7 @@ impl Life {
     }
 }
 
-/// How bytes get from one host to another, in one direction.
+/// The path of bytes from one host to another, in one direction.
 #[derive(Debug)]
 pub struct Path {
     state: Mutex<PathState>,
@@ -119,13 +118,13 @@ impl Path {
         self.state().corrupts_one_in.is_some_and(|n| chance.one_in(n))
     }
 
-    /// When a byte that leaves now is there.
+    /// The arrival time of a byte that is sent now.
     pub fn due(&self, chance: &mut Chance) -> Instant {
         let jitter = Duration::from_micros(chance.below(JITTER.as_micros() as u64));
         Instant::now() + self.state().delay + jitter
     }
 
-    /// At least so much later than the write before it does a write arrive.
+    /// The least time between the arrivals of two writes.
     pub fn gap(&self) -> Duration {
         self.state().gap
     }
@@ -135,7 +134,7 @@ impl Path {
     }
 }
 
-/// What was overheard: the connection, who is called, and the caller's bytes.
+/// Copied traffic: the connection, its server, and the client's bytes.
 #[derive(Clone, Debug)]
 pub struct Heard {
     pub connection: u64,
@@ -145,12 +144,12 @@ pub struct Heard {
 
 pub type Tap = mpsc::Sender<Heard>;
 
-/// How a process ends that is not asked.
+/// The kinds of unexpected ends of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Crash {
-    /// The process is killed, and its kernel resets what it had open.
+    /// The process is killed, and its kernel resets its connections.
     Process,
-    /// The machine is gone without a word.
+    /// The machine is gone and sends nothing.
     Machine,
 }
 
@@ -170,7 +169,7 @@ impl SimNet {
         Self { shared: Arc::new(Shared { log, state: Mutex::new(state), changed: Notify::new() }) }
     }
 
-    /// A new life at `host`: what its process has of the network. What is left of the life before is reset.
+    /// Starts a life at `host` and returns its network. The rest of the life before is reset.
     pub fn host(&self, host: &str) -> Arc<HostNet> {
         let mut state = self.state();
         let number = state.hosts.get(host).map_or(state.hosts.len() as u8 + 1, |known| known.number);
@@ -203,18 +202,18 @@ impl SimNet {
         self.shared.changed.notify_waiters();
     }
 
-    /// Nothing gets from `from` to `to`, until it is released.
+    /// Holds all bytes from `from` to `to` until the path is released.
     pub fn hold(&self, from: &str, to: &str) {
         self.path(from, to).state().is_held = true;
     }
 
-    /// What was held arrives.
+    /// Releases the path: held bytes arrive.
     pub fn release(&self, from: &str, to: &str) {
         self.path(from, to).state().is_held = false;
         self.wake();
     }
 
-    /// Nothing gets to `host` and nothing leaves it, until it is released.
+    /// Holds all bytes to and from `host` until it is released.
     pub fn hold_host(&self, host: &str) {
         self.each_path_of(host, |net, from, to| net.path(from, to).state().is_held = true);
     }
@@ -232,12 +231,12 @@ impl SimNet {
         }
     }
 
-    /// From now on every write is delayed by `delay`.
+    /// Delays every write from now on by `delay`.
     pub fn slow(&self, from: &str, to: &str, delay: Duration) {
         self.path(from, to).state().delay = delay;
     }
 
-    /// From now on there is room for one write in this time.
+    /// From now on two writes arrive at least this far apart.
     pub fn trickle(&self, from: &str, to: &str, gap: Duration) {
         self.path(from, to).state().gap = gap;
     }
@@ -247,7 +246,7 @@ impl SimNet {
         self.path(from, to).state().corrupts_one_in = Some(one_in);
     }
 
-    /// Every connection made between the two from now on breaks after `writes` writes in this direction.
+    /// Breaks every connection made between the two from now on after `writes` writes in this direction.
     pub fn cut_after(&self, from: &str, to: &str, writes: u32) {
         self.path(from, to).state().cut_after = Some(writes);
     }
@@ -259,14 +258,14 @@ impl SimNet {
         broken.iter().for_each(|connection| connection.reset());
     }
 
-    /// Lets a host read along where KV travels, on connections that others make from now on.
+    /// Copies the KV traffic of connections that others make from now on to a host.
     pub fn tap(&self, by: &str) -> mpsc::Receiver<Heard> {
         let (tap, heard) = mpsc::channel(HEARD_MAX);
         self.state().tap = Some((by.to_owned(), tap));
         heard
     }
 
-    /// Everything is as if it had never been broken. Lives that are over stay over.
+    /// Removes all faults. Ended lives stay ended.
     pub fn heal(&self) {
         let mut state = self.state();
         state.paths.values().for_each(|path| *path.state() = *Path::new().state());
@@ -276,7 +275,7 @@ impl SimNet {
         self.wake();
     }
 
-    /// Open connections, for a look at what is left.
+    /// Open connections, to find leaks.
     pub fn log(&self) -> &EventLog {
         &self.shared.log
     }
@@ -326,7 +325,7 @@ impl fmt::Debug for SimNet {
 
 // === HostNet ===
 
-/// The network as one life of one process has it.
+/// The network as seen by one life of one process.
 #[derive(Debug)]
 pub struct HostNet {
     net: SimNet,
@@ -339,7 +338,7 @@ impl HostNet {
         if self.life.is_over() { Err(io::ErrorKind::ConnectionAborted.into()) } else { Ok(()) }
     }
 
-    /// Waits for as long as no answer can come: a path is held, or the machine is gone.
+    /// Waits while no answer can come: a path is held, or the machine is gone.
     async fn reach(&self, to: &str) -> io::Result<()> {
         loop {
             let changed = self.net.shared.changed.notified();
@@ -359,7 +358,7 @@ impl HostNet {
         is_up && !state.path(&self.host, to).is_held() && !state.path(to, &self.host).is_held()
     }
 
-    /// There and back.
+    /// A round trip.
     async fn shake_hands(&self, to: &str) {
         let due = {
             let mut state = self.net.state();

@@ -1,4 +1,4 @@
-//! An operator who makes nodes sleep and wake over their admin ports, like `baton sleep` and `baton wake`.
+//! An operator who lets nodes sleep and wake over their admin ports, like `baton sleep` and `baton wake`.
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::log::EventLog;
 use super::net::{HostNet, SimNet};
 
 const OPERATOR: &str = "operator";
-/// Most bytes of an answer's head.
+/// The largest head of an answer, in bytes.
 const HEAD_BYTES_MAX: u64 = 4096;
 
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl Operator {
         self.ask(node, role.map_or("/wake".to_owned(), |role| format!("/wake?role={role}")));
     }
 
-    /// Waits for the answer on the side.
+    /// Waits for the answer in a task of its own.
     fn ask(&self, node: &str, path: String) {
         let (host, log, node) = (Arc::clone(&self.host), self.log.clone(), node.to_owned());
         let ask = async move {
@@ -47,7 +47,7 @@ impl Operator {
     }
 }
 
-/// The status of the answer.
+/// Reads the status of the answer.
 async fn post(host: &HostNet, node: &str, path: &str) -> io::Result<String> {
     let mut stream = host.connect(&format!("{node}:7001")).await?;
     let ask =

@@ -1,4 +1,4 @@
-//! What must hold when a run is over.
+//! Checks during and after a run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,11 +12,11 @@ use super::plan::Plan;
 use super::run::RequestCounts;
 use super::watcher::Watcher;
 
-/// How long after the last request everything may still be on its way back. A life that is over may keep what it has
-/// for its requests until their deadlines.
+/// How long after the last request blocks may take to come back. An ended life may keep blocks for its requests until
+/// their deadlines.
 const GIVEN_BACK_WITHIN: Duration = Duration::from_secs(20);
 
-/// Every block of every life is back, and no node works on anything.
+/// Every block of every life is back, and no node has work.
 pub async fn everything_is_given_back(hosts: &Hosts, log: &EventLog) {
     let give_up = Instant::now() + GIVEN_BACK_WITHIN;
     loop {
@@ -64,7 +64,8 @@ fn work_left(life: &LifeSeen) -> Option<String> {
 /// and for finding a decode node for held KV.
 pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RequestCounts, n_probes: u64, log: &EventLog) {
     let n_requests = u64::from(tally.n_requests()) + n_probes;
-    // A step that came gives its request a new budget; but only failures use it up, and most steps come without any.
+    // A step that arrives gives its request a new budget. But only failures use it, and most steps come without a
+    // failure.
     let chances = u64::from(tally.steps).min(n_requests) + n_requests;
     let (failed, bound) = (
         routers.iter().map(RouterHost::n_failed_attempts).sum::<u64>(),
@@ -81,28 +82,28 @@ pub fn attempts(routers: &[RouterHost], plan: &Plan, tally: RequestCounts, n_pro
     }
 }
 
-/// How much later than a request's deadline its blocks are back, whatever is broken.
+/// How long after a request's deadline its blocks must be back, whatever the faults.
 const OUTLIVES_BY: Duration = Duration::from_secs(1);
 
-/// What a client asked of a router.
+/// A client's request to a router.
 #[derive(Debug)]
 pub struct Asked {
     pub router: &'static str,
-    /// Since the run began.
+    /// Time since the start of the run.
     pub at: Duration,
     pub within: Duration,
 }
 
-/// When requests must be over, and since when nodes hold blocks for them.
+/// The deadlines of requests, and the times since which nodes hold blocks for them.
 #[derive(Debug, Default)]
 pub struct Lifetimes {
     pub asked: BTreeMap<String, Asked>,
-    /// By node life and holder: when it was seen first.
+    /// By node life and holder: the time at which it was first seen.
     held_since: BTreeMap<(String, String), Duration>,
 }
 
 impl Lifetimes {
-    /// No node keeps blocks for a request that must be over, and none waits for new work to notice it.
+    /// No node keeps blocks for a request past its end, nor needs new work to notice the end.
     pub fn check(&mut self, hosts: &Hosts, plan: &Plan, now: Duration, log: &EventLog) {
         let mut held_since = BTreeMap::new();
         for node in &hosts.nodes {
@@ -122,7 +123,7 @@ impl Lifetimes {
         self.held_since = held_since;
     }
 
-    /// When a node must have given up what it holds since then.
+    /// The time by which a node must have released blocks that it holds since then.
     fn must_be_over(&self, plan: &Plan, node: &str, holder: &str, since: Duration) -> Option<Duration> {
         let name = holder.find("request ").or_else(|| holder.find("probe ")).map(|at| &holder[at..])?;
         let Asked { router, at, within } = self.asked.get(name)?;
@@ -130,7 +131,7 @@ impl Lifetimes {
     }
 }
 
-/// Who holds blocks of a node's life.
+/// The holders of blocks in a node's life.
 fn holders(life: &LifeSeen) -> BTreeSet<String> {
     if life.pool.counts().leased == 0 {
         return BTreeSet::new();
@@ -138,10 +139,10 @@ fn holders(life: &LifeSeen) -> BTreeSet<String> {
     life.pool.ledger().into_iter().filter_map(|entry| entry.holder).collect()
 }
 
-/// How long a watcher may believe what is not so: a lease, for those whom a new registry does not know yet.
+/// How long a watcher may be wrong: a lease, for members that a new registry does not know yet.
 const WATCHED_WITHIN: Duration = Duration::from_secs(15);
 
-/// Who watches from afar knows what the registry knows.
+/// A remote watcher knows the same members as the registry.
 pub async fn watched(router: &RouterHost, watcher: &Watcher, log: &EventLog) {
     let give_up = Instant::now() + WATCHED_WITHIN;
     loop {
@@ -158,10 +159,10 @@ pub async fn watched(router: &RouterHost, watcher: &Watcher, log: &EventLog) {
     }
 }
 
-/// How long the router may be wrong about what is cached: a status stream that broke is opened again within this.
+/// How long the router may be wrong about cached blocks: a broken status stream is opened again within this time.
 const MIRRORED_WITHIN: Duration = Duration::from_secs(10);
 
-/// What the router knows of every node's prefix cache is what is in it.
+/// The router's copy of every prefix cache equals the cache.
 pub async fn mirrored(hosts: &Hosts, log: &EventLog) {
     let give_up = Instant::now() + MIRRORED_WITHIN;
     loop {

@@ -13,10 +13,10 @@ use super::chance::Chance;
 use super::log::EventLog;
 use super::net::{Heard, Life, Path, Tap};
 
-/// What a pipe holds before a write waits.
+/// The capacity of a pipe. A write waits when it is full.
 const PIPE_BYTES_MAX: usize = 64 << 10;
 
-/// Both directions: pipe 0 is written by the one who connected.
+/// Both directions: the client writes pipe 0.
 #[derive(Debug)]
 pub struct Connection {
     id: u64,
@@ -26,10 +26,10 @@ pub struct Connection {
     wires: Wires,
 }
 
-/// What is done to a connection's bytes besides carrying them.
+/// The faults of a connection.
 #[derive(Debug)]
 pub struct Wires {
-    /// A bit may be turned.
+    /// A bit may be flipped.
     pub is_kv: bool,
     pub tap: Option<Tap>,
 }
@@ -47,9 +47,9 @@ struct PipeState {
     chunks: VecDeque<Chunk>,
     bytes: usize,
     last_due: Option<Instant>,
-    /// The connection is broken, and the reader learns it at this time.
+    /// The connection is broken, and the reader sees it at this time.
     reset: Option<Instant>,
-    /// The reader is gone.
+    /// The reader has closed its end.
     is_abandoned: bool,
     is_finished: bool,
     cut_after: Option<u32>,
@@ -60,7 +60,7 @@ struct PipeState {
 #[derive(Debug)]
 struct Chunk {
     due: Instant,
-    /// None: the end.
+    /// `None` is the end of the stream.
     bytes: Option<Vec<u8>>,
     n_read: usize,
 }
@@ -95,7 +95,7 @@ impl Connection {
         self.hosts.iter().any(|known| known == host)
     }
 
-    /// Both ends learn that it is broken. What is under way is lost.
+    /// Breaks both ends. Bytes on the way are lost.
     pub fn reset(&self) {
         for pipe in &self.pipes {
             let mut state = pipe.state();
@@ -106,12 +106,12 @@ impl Connection {
         self.log.trace_number("reset", self.id);
     }
 
-    /// It will not break by itself any more.
+    /// Cancels a planned break.
     pub fn mend(&self) {
         self.pipes.iter().for_each(|pipe| pipe.state().cut_after = None);
     }
 
-    /// Both ends look again.
+    /// Wakes both ends.
     pub fn wake(&self) {
         self.pipes.iter().for_each(|pipe| pipe.state().wake());
     }
@@ -143,7 +143,7 @@ impl PipeState {
         self.reader.take().into_iter().chain(self.writer.take()).for_each(Waker::wake);
     }
 
-    /// In order: nothing overtakes what was sent before it.
+    /// The arrival time of a write. No write overtakes an earlier one.
     fn push(&mut self, path: &Path, bytes: Option<Vec<u8>>) {
         let last_due = self.last_due.map_or_else(Instant::now, |last| last + path.gap());
         let due = path.due(&mut self.chance).max(last_due);
@@ -155,7 +155,7 @@ impl PipeState {
         }
     }
 
-    /// Whether this write is the one at which the connection breaks.
+    /// Whether the connection breaks at this write.
     fn is_cut(&mut self) -> bool {
         let Some(left) = &mut self.cut_after else { return false };
         *left = left.saturating_sub(1);
@@ -197,7 +197,7 @@ impl SimStream {
         }
     }
 
-    /// What there is to read now, or when to look again.
+    /// The bytes that can be read now, or the time of the next ones.
     fn read_now(&self, cx: &Context<'_>, buf: &mut ReadBuf<'_>) -> Result<Read, io::Error> {
         self.alive()?;
         let pipe = self.incoming();
@@ -230,7 +230,7 @@ impl SimStream {
 
     fn write_now(&self, cx: &Context<'_>, bufs: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
         self.alive()?;
-        // A reset reaches the writer on the path by which answers come.
+        // A reset reaches the writer on the path of the answers.
         let incoming = self.incoming();
         let knows = |due: Option<Instant>| due.is_some_and(|due| due <= Instant::now());
         if knows(incoming.state().reset) && !incoming.path.is_held() {
@@ -246,7 +246,7 @@ impl SimStream {
             state.writer = Some(cx.waker().clone());
             return Poll::Pending;
         }
-        // Where KV travels, a kernel that is short of room takes a part: frames arrive in pieces.
+        // On KV connections a full kernel buffer takes a part, so frames arrive in pieces.
         let room = if self.connection.wires.is_kv {
             room.min(state.chance.within(64..=2_048) as usize)
         } else {

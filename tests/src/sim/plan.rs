@@ -1,4 +1,5 @@
-//! What a seed means: a cluster, what its clients ask, and what breaks when. All of it is drawn before the run begins.
+//! The plan of a seed: a cluster, the requests of its clients, and the faults with their times. All of it is drawn
+//! before the run begins.
 
 use std::fmt;
 use std::num::NonZero;
@@ -12,7 +13,7 @@ use super::chance::Chance;
 use super::net::Crash;
 use super::watcher::WATCHER;
 
-/// Faults begin in this time, and everything is mended at its end.
+/// Faults begin within this time, and all are mended at its end.
 pub const TROUBLE: Duration = Duration::from_secs(8);
 /// The largest prompt and answer, which fit into the smallest pool.
 pub const PROMPT_TOKENS_MAX: u64 = 200;
@@ -21,10 +22,10 @@ pub const ANSWER_TOKENS_MAX: u64 = 40;
 pub(super) const LONG_PROMPT_TOKENS: RangeInclusive<u64> = 600..=900;
 /// The two models that a cluster may serve.
 pub const MODELS: [&str; 2] = ["mock", "other"];
-/// The routers of a cluster, the first with the registry in it.
+/// The routers of a cluster. The first one has the registry.
 pub const ROUTERS: [&str; 2] = ["router", "router-1"];
 pub const POOL: &str = "pool-0";
-/// Blocks of the smallest pool: one of the largest sequences, and a little.
+/// Blocks of the smallest pool: one of the largest sequences and a little more.
 pub(super) const BLOCKS_MIN: u32 = 64;
 
 #[derive(Clone, Debug)]
@@ -34,11 +35,11 @@ pub struct Plan {
     pub asks: Vec<Ask>,
     /// In order of time.
     pub faults: Vec<Fault>,
-    /// Whether an attempt to serve a request may fail, so that another one must serve it.
+    /// Whether an attempt to serve a request may fail, so that another attempt must serve it.
     pub attempts_may_fail: bool,
 }
 
-/// What the cluster is.
+/// The processes of the cluster.
 #[derive(Clone, Debug)]
 pub struct Shape {
     pub order: Order,
@@ -81,7 +82,7 @@ pub struct NodeShape {
 pub struct Ask {
     pub at: Duration,
     pub model: &'static str,
-    /// Which of the routers is asked. The only one, if there is no other.
+    /// The router of the request. It is the only one if there is no other.
     pub router: usize,
     pub tokens: Vec<u32>,
     pub max_tokens: u32,
@@ -92,11 +93,11 @@ pub struct Ask {
     pub tenant: &'static str,
     pub within: Duration,
     pub patience: Patience,
-    /// Nothing that the plan breaks stands in its way: it must be answered.
+    /// No planned fault affects it: it must be answered.
     pub must_be_answered: bool,
 }
 
-/// When a client goes away.
+/// The time at which a client leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Patience {
     Endless,
@@ -112,7 +113,7 @@ pub struct Fault {
     pub what: Break,
 }
 
-/// What is done to the cluster.
+/// A change to the cluster.
 #[derive(Clone, Debug)]
 pub enum Break {
     Hold(String, String),
@@ -127,7 +128,7 @@ pub enum Break {
     /// Connections break now.
     Reset(String, String),
     Crash(String, Crash),
-    /// Asked to stop.
+    /// Drain and end.
     Drain(String),
     /// A new life at the same address.
     Start(String),
@@ -139,9 +140,9 @@ pub enum Break {
     Wake(String, Option<Role>),
     /// The machine's calendar, in seconds.
     Jump(String, i64),
-    /// The process stands still, with its timers.
+    /// The process is stopped, with its timers.
     Stop(String),
-    /// It goes on.
+    /// The process continues.
     GoOn(String),
 }
 
@@ -184,14 +185,14 @@ impl Plan {
         Self { seed, cluster, asks, faults, attempts_may_fail: true }.besieged().unhurried()
     }
 
-    /// How late a message may have been that the router sent after `asked` and that the node had at `heard`.
+    /// How late a message of the router from `asked` may have been when the node received it at `heard`.
     ///
-    /// Deadlines travel as the time that is left, because clocks need not agree: a node that hears of a request later,
-    /// because the link was held or the node stood still, also lets it live longer.
+    /// A deadline travels as the remaining time, because clocks need not agree. If the link was held or the node
+    /// stopped, the node receives the request later and also lets it live longer.
     pub fn late_by(&self, (router, node): (&str, &str), asked: Duration, heard: Duration) -> Duration {
         let end = |from: Duration, ends: &dyn Fn(&Break) -> bool| {
             let mut after = self.faults.iter().filter(|fault| fault.at > from && ends(&fault.what));
-            // The end of all trouble releases everything.
+            // The end of all faults releases everything.
             after.next().map_or(TROUBLE, |fault| fault.at)
         };
         let late = |fault: &Fault| {
@@ -210,7 +211,7 @@ impl Plan {
         self.faults.iter().map(late).sum()
     }
 
-    /// How long a host stands still in all.
+    /// How long a host is stopped in total.
     pub fn stands_still(&self, host: &str) -> Duration {
         let mut stopped = None;
         let mut total = Duration::ZERO;
@@ -223,17 +224,17 @@ impl Plan {
                 _ => {}
             }
         }
-        // The end of all trouble lets it go on.
+        // The end of all faults continues it.
         total + stopped.map_or(Duration::ZERO, |at| TROUBLE.saturating_sub(at))
     }
 
-    /// Nothing breaks until `at`.
+    /// No fault occurs until `at`.
     pub fn is_calm_until(&self, at: Duration) -> bool {
         self.faults.iter().all(|fault| fault.at > at)
             && self.cluster.nodes.iter().all(|node| node.failing_steps.is_empty())
     }
 
-    /// Where nothing breaks, every request has the time that all of them take one after the other, and must be answered.
+    /// Without faults every request has the time that all of them take one after the other, and must be answered.
     fn unhurried(mut self) -> Self {
         if self.is_calm_until(Duration::MAX) {
             let enough = self.one_after_the_other();
@@ -249,7 +250,7 @@ impl Plan {
         let (step_ms, token_ms) = (slowest(|node| node.step_ms), slowest(|node| node.prefill_token_ms));
         let ms = |ask: &Ask| {
             let (prompt, answer) = (ask.tokens.len() as f64, f64::from(ask.max_tokens));
-            // A chunk has at least eight tokens; a sequence that gave way is computed again.
+            // A chunk has at least eight tokens. A preempted sequence is computed again.
             2.0 * ((prompt / 8.0 + answer + 10.0) * step_ms + prompt * token_ms)
         };
         Duration::from_secs_f64(1.0 + self.asks.iter().map(ms).sum::<f64>() / 1000.0)
@@ -280,7 +281,7 @@ fn shape(chance: &mut Chance) -> Shape {
     }
 }
 
-/// In some clusters there is a second router, a pool node, or a second model with nodes of its own.
+/// Some clusters have a second router, a pool node, or a second model with its own nodes.
 fn more_hosts(chance: &mut Chance, cluster: &mut Shape, asks: &mut [Ask]) {
     if chance.one_in(4) {
         cluster.n_routers = ROUTERS.len();
@@ -297,7 +298,7 @@ fn more_hosts(chance: &mut Chance, cluster: &mut Shape, asks: &mut [Ask]) {
     }
 }
 
-/// In half of the clusters nodes have ranks, each its own number of them: of four, two hold the same head.
+/// In half of the clusters nodes have ranks, each node its own number: with four, two ranks hold the same head.
 fn spread(chance: &mut Chance, nodes: &mut [NodeShape]) {
     if chance.one_in(2) {
         for node in nodes {
@@ -425,7 +426,7 @@ fn faults(chance: &mut Chance, cluster: &Shape) -> Vec<Fault> {
     faults
 }
 
-/// In a quarter of the clusters nodes sleep, whatever else happens.
+/// In a quarter of the clusters nodes sleep, with any other faults.
 fn naps(chance: &mut Chance, cluster: &Shape, faults: &mut Vec<Fault>) {
     if !chance.one_in(4) {
         return;
@@ -438,7 +439,7 @@ fn naps(chance: &mut Chance, cluster: &Shape, faults: &mut Vec<Fault>) {
     faults.sort_by_key(|fault| fault.at);
 }
 
-/// One node sleeps, and one in three is something more when it wakes.
+/// One node sleeps. One in three wakes in another role.
 pub(super) fn nap(chance: &mut Chance, nodes: &[NodeShape], at: Duration, until: Duration) -> [Fault; 2] {
     let node = chance.pick(nodes).name.clone();
     let role = chance.one_in(3).then_some(Role::Both);
@@ -497,7 +498,7 @@ fn one_fault(chance: &mut Chance, cluster: &Shape, at: Duration, until: Duration
     }
 }
 
-/// Two hosts that speak to each other.
+/// Two hosts that communicate.
 fn pair(chance: &mut Chance, cluster: &Shape) -> (String, String) {
     if chance.one_in(10) {
         return ("router".to_owned(), WATCHER.to_owned());

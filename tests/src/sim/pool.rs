@@ -1,4 +1,4 @@
-//! A simulated pool node: what `baton pool` does.
+//! A simulated pool node: the work of `baton pool`.
 
 use chassis::byte_size::ByteSize;
 use chassis::metrics::Metrics;
@@ -32,7 +32,7 @@ impl PoolHost {
         Self { net, world, n_processes: 0, running: None }
     }
 
-    /// Begins a process, unless one goes on.
+    /// Starts a process, unless one is running.
     pub fn start(&mut self) {
         if self.running.as_ref().is_some_and(|living| !living.is_finished()) {
             return;
@@ -44,7 +44,7 @@ impl PoolHost {
         self.running = Some(spawn_guarded(&Gate::new("simulated pool"), "pool", run));
     }
 
-    /// Ends its process without asking.
+    /// Ends its process without a drain.
     pub fn crash(&mut self, how: Crash) {
         if self.running.take().is_some() {
             self.net.crash(POOL, how);

@@ -1,9 +1,9 @@
-//! What the model alone makes of a prompt: no scheduler, no wire, one step at a time.
+//! The answer of the model alone to a prompt: no scheduler, no wire, one step at a time.
 
 use engine::{Backend, Mock, MockSettings, Pace, Row, RowInput, SampleSpec, SlotId, StepBatch};
 use types::{BlockIdx, FinishReason, Prompt, TokenId};
 
-/// The whole answer that a prompt must get, whatever breaks.
+/// The whole answer that a prompt must get, whatever the faults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
     pub tokens: Vec<TokenId>,

@@ -1,4 +1,4 @@
-//! An attacker on the network: it reads KV traffic and tries to write into landings without the right to.
+//! An attacker on the network: it reads KV traffic and tries to write into landings with a wrong credential.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,19 +16,19 @@ use super::log::EventLog;
 use super::net::{HostNet, KV_PORT, SimNet};
 
 const ROGUE: &str = "rogue";
-/// How long he waits for an answer.
+/// How long it waits for an answer.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Landings that he tries.
+/// The number of landings that it tries.
 const TRIES_MAX: usize = 4;
 
-/// What is wrong with what he shows.
+/// The wrong part of the credential.
 #[derive(Clone, Copy, Debug)]
 enum Lie {
     Grant,
     Epoch,
 }
 
-/// Tries every landing that he hears of, until there is nothing more to hear.
+/// Tries every landing in the traffic, until there is no more traffic.
 pub async fn intrude(net: SimNet, log: EventLog) {
     let (host, mut tap) = (net.host(ROGUE), net.tap(ROGUE));
     let mut ears: BTreeMap<u64, Vec<u8>> = BTreeMap::new();
@@ -49,7 +49,7 @@ pub async fn intrude(net: SimNet, log: EventLog) {
     }
 }
 
-/// The next whole frame that was heard, and what follows it is skipped. None, too, where the bytes were corrupted.
+/// The next whole frame in the traffic; the bytes after it are skipped. `None` also if the bytes are corrupt.
 fn next_frame(bytes: &mut Vec<u8>) -> Option<Frame> {
     let header = Header::parse(bytes.get(..HEADER_BYTES)?).ok()?;
     let body = HEADER_BYTES..HEADER_BYTES + header.body_bytes;
@@ -84,7 +84,7 @@ async fn try_it(
     }
 }
 
-/// A landing may be over already. But who lies about one that is not learns of his lie, and nothing else.
+/// The landing may have ended. But for an open one the attacker gets the refusal of its credential, and nothing else.
 fn is_kept_out(answer: &Body) -> bool {
     let Body::Failed { detail, .. } = answer else { return false };
     ["the grant does not match the landing", "another life of the node", "no such landing"]

@@ -1,4 +1,4 @@
-//! One run: a plan is played, and judged.
+//! One run: executes a plan and checks it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -19,14 +19,14 @@ use super::rogue;
 use super::watcher::Watcher;
 use super::witness::Witness;
 
-/// What a run leaves.
+/// The results of a run.
 #[derive(Clone, Debug)]
 pub struct Report {
     pub seed: u64,
     /// Hash of all events and their times. The same seed must give the same hash.
     pub hash: u64,
     pub lines: Vec<String>,
-    /// What was wrong. None in a good run.
+    /// The failed checks. A good run has none.
     pub faults: Vec<String>,
     pub tally: RequestCounts,
 }
@@ -40,12 +40,12 @@ pub struct RequestCounts {
     pub steps: u32,
 }
 
-/// Plays the plan of `seed`, on a clock of its own.
+/// Runs the plan of `seed` on a virtual clock.
 pub fn run(seed: u64) -> Report {
     play(Plan::draw(seed))
 }
 
-/// Plays a plan.
+/// Runs a plan.
 pub fn play(plan: Plan) -> Report {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime without sockets");
@@ -62,11 +62,11 @@ struct Run {
     log: EventLog,
     net: SimNet,
     hosts: Hosts,
-    /// Each model by itself.
+    /// The reference of each model.
     alone: BTreeMap<&'static str, Alone>,
     began: Instant,
     clients: Vec<Task<(Ended, u32)>>,
-    /// When each request must be over, everywhere.
+    /// The time by which each request must be over, on every node.
     lifetimes: Lifetimes,
     watcher: Watcher,
     operator: Operator,
@@ -76,18 +76,18 @@ struct Run {
 
 /// Blocks for the longest prompt and its answer.
 const N_BLOCKS: u32 = 256;
-/// How many requests must be answered at once when all is mended, and how long each may take.
+/// The number of requests that must be answered when all is mended, and the time for each.
 const PROBES: u64 = 3;
-/// How long the operator waits for a node before another word to wake.
+/// How long the operator waits for a node before it asks it to wake again.
 const WAKE_AGAIN_AFTER: Duration = Duration::from_secs(2);
 const PROBE_WITHIN: Duration = Duration::from_secs(30);
-/// Steps that an engine may still be about to fail when all else is mended.
+/// Steps that an engine may still have to fail after the other faults are mended.
 const ENGINE_FAILURES_MAX: u32 = 3;
-/// A lease, and the tenth of one by which its end may be noticed late.
+/// A lease, and the tenth of it by which its end may be noticed late.
 const LAPSED_WITHIN: Duration = Duration::from_millis(12_500);
-/// How often it is looked whether anything lives too long.
+/// The time between two checks of what must have ended.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
-/// How long a mended cluster may need until everybody knows everybody: a lease, and the pauses of those who try again.
+/// How long a mended cluster may need until all processes know each other: a lease, and the pauses between attempts.
 const MENDED_WITHIN: Duration = Duration::from_secs(20);
 
 impl Run {
@@ -121,8 +121,8 @@ impl Run {
         run
     }
 
-    /// Waits until the router knows every node. An operator's word to sleep that was on its way to a dead machine may arrive
-    /// after the word to wake, so that one is repeated.
+    /// Waits until the router knows every node. A delayed request to sleep may arrive after the request to wake, so
+    /// the latter is repeated.
     async fn become_whole(&mut self, within: Duration) {
         let give_up = Instant::now() + within;
         let mut wake_again = Instant::now() + WAKE_AGAIN_AFTER;
@@ -149,7 +149,7 @@ impl Run {
         self.wake_all();
         self.log.say("mended");
         if self.plan.faults.iter().any(|fault| matches!(fault.what, Break::Sleep(_))) {
-            // A word to sleep that was held on its way arrives now: only the words after it count.
+            // A delayed request to sleep arrives now: only later requests count.
             self.look_until(Instant::now() + WAKE_AGAIN_AFTER).await;
             self.wake_all();
         }
@@ -172,7 +172,7 @@ impl Run {
         tally
     }
 
-    /// Plays the plan's requests and faults, each at its time.
+    /// Executes the plan's requests and faults, each at its time.
     async fn trouble(&mut self) {
         let (asks, faults) = (self.plan.asks.clone(), self.plan.faults.clone());
         let mut asks = asks.into_iter().enumerate().peekable();
@@ -193,7 +193,7 @@ impl Run {
         self.look_until(self.began + TROUBLE).await;
     }
 
-    /// Waits, and looks meanwhile whether anything lives longer than it may.
+    /// Waits, and checks meanwhile that nothing lives too long.
     async fn look_until(&mut self, until: Instant) {
         while Instant::now() < until {
             sleep_until(until.min(Instant::now() + LOOK_EVERY)).await;
@@ -201,7 +201,7 @@ impl Run {
         }
     }
 
-    /// A node that is gone for a whole lease is gone for everybody.
+    /// A node that is gone for a whole lease is gone for all processes.
     async fn one_dies_for_good(&mut self) {
         let name = self.plan.cluster.nodes[0].name.clone();
         self.break_it(Break::Crash(name.clone(), Crash::Machine)).await;
@@ -271,7 +271,8 @@ impl Run {
         Client { name, ask, reference, log: self.log.clone(), is_calm, enough, wait_max, router, late }
     }
 
-    /// The cluster serves the next requests, and one of them again: its prompt fills whole blocks, so it is cached whole.
+    /// The cluster serves the next requests, and one of them again: its prompt fills whole blocks, so all of it is
+    /// cached.
     async fn probe(&mut self) {
         let mut chance = Chance::named(self.plan.seed, "probes");
         let asks: Vec<(String, Ask)> =
@@ -295,7 +296,7 @@ impl Run {
             for (probe, (name, ask)) in std::mem::take(&mut self.clients).into_iter().zip(asked) {
                 match probe.await {
                     Ok((Ended::Whole, _)) => {}
-                    // An engine is mended when it has failed all the steps that it was told to fail, and no sooner.
+                    // An engine is mended after it has failed all its planned steps, not sooner.
                     Ok((Ended::Refused(error), _)) if is_told(&error) && round < ENGINE_FAILURES_MAX => {
                         asks.push((name, ask));
                     }
@@ -323,7 +324,7 @@ fn probe(chance: &mut Chance, nth: u64) -> Ask {
     }
 }
 
-/// Whether an engine failed because the plan says so.
+/// Whether the plan explains the failure of an engine.
 fn is_told(error: &router::serve::ServeError) -> bool {
     error.to_string().contains("told to fail")
 }

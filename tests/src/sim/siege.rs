@@ -1,4 +1,4 @@
-//! Sieges: plans in which one thing goes wrong for everybody and all the time, because chance alone would seldom play it.
+//! Sieges: plans in which one fault affects all requests all the time. Random plans would seldom have them.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use super::plan::{
 const STEPS_OF_A_RUN: u64 = 4_000;
 
 impl Plan {
-    /// The plan, or in half of the cases one of the sieges in its place.
+    /// The plan, or in half of the cases one of the sieges instead.
     pub(super) fn besieged(self) -> Self {
         let mut chance = Chance::named(self.seed, "siege");
         match chance.below(14) {
@@ -30,7 +30,7 @@ impl Plan {
         }
     }
 
-    /// No transfer succeeds for as long as there is trouble, and each fails at once.
+    /// No transfer succeeds until the faults end, and each fails at once.
     fn with_wires_that_break(mut self, chance: &mut Chance) -> Self {
         let names: Vec<String> = self.cluster.nodes.iter().map(|node| node.name.clone()).collect();
         let pairs = names.iter().flat_map(|one| names.iter().map(move |other| (one, other)));
@@ -44,7 +44,7 @@ impl Plan {
         self
     }
 
-    /// No engine computes a step, and each says so at once, until it is replaced.
+    /// No engine computes a step until it is replaced. Each step fails at once.
     fn with_engines_that_fail(mut self) -> Self {
         for node in &mut self.cluster.nodes {
             node.failing_steps = (0..STEPS_OF_A_RUN).collect();
@@ -78,8 +78,8 @@ impl Plan {
         self
     }
 
-    /// One request decodes and needs more blocks. Then the landings of other requests take all blocks, and their KV does
-    /// not come. The first must be answered: a request that waits for KV must not starve one that runs.
+    /// One request decodes and needs more blocks. Then the landings of other requests take all blocks, and their KV
+    /// does not come. The first one must be answered: a waiting request must not starve a running one.
     fn with_a_crowd(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         let decode = &mut self.cluster.nodes[1];
@@ -102,7 +102,7 @@ impl Plan {
         self
     }
 
-    /// KV comes in so slowly that clients leave in the middle of a frame, and others get the blocks at once.
+    /// KV comes so slowly that clients leave in the middle of a frame. Others get the blocks at once.
     fn with_kv_that_trickles(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         let mut second = self.cluster.nodes[0].clone();
@@ -126,7 +126,7 @@ impl Plan {
         self
     }
 
-    /// Every node sleeps for a while, and always one of its kind is awake: no request may be lost by that.
+    /// Every node sleeps for a while, and one of each kind is always awake. No request may be lost.
     fn with_naps_by_turns(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         let second = |node: &NodeShape| NodeShape { name: format!("{}-1", node.role), ..node.clone() };
@@ -150,8 +150,8 @@ impl Plan {
         self
     }
 
-    /// Prompts are longer than what may wait for the wire, and the wire is slow: the prefill node must stop computing them
-    /// until there is room. Each must be answered at the first attempt: a second one would find its KV cached.
+    /// Prompts are longer than the queue to the wire, and the wire is slow. The prefill node must stop computing them
+    /// until there is room. The first attempt must succeed, because a second one would find the KV cached.
     fn with_long_prompts(mut self, chance: &mut Chance) -> Self {
         self.be_one_pair();
         self.attempts_may_fail = false;
@@ -172,7 +172,7 @@ impl Plan {
         self
     }
 
-    /// A prefill node and a decode node with nothing wrong with them, that share all work.
+    /// A prefill node and a decode node without faults, which share all work.
     fn be_one_pair(&mut self) {
         self.cluster.order = Order::DecodeFirst;
         (self.cluster.n_routers, self.cluster.has_pool) = (1, false);
@@ -191,7 +191,7 @@ impl Plan {
     }
 }
 
-/// A request with as long an answer as there is, whose client is patient.
+/// A request with the longest answer and a patient client.
 fn long_ask(chance: &mut Chance, at: Duration, length: u64, within: Duration) -> Ask {
     Ask {
         at,

@@ -12,7 +12,7 @@ use super::net::SimNet;
 
 pub const WATCHER: &str = "watcher";
 
-/// What he knows. He stops watching when it is dropped.
+/// Its view of the registry. Dropping it ends the watch.
 #[derive(Debug)]
 pub struct Watcher {
     /// Never held across an await.

@@ -17,14 +17,14 @@ thread_local! {
     static LISTENING: RefCell<Option<EventLog>> = const { RefCell::new(None) };
 }
 
-/// Set, everything that is logged goes to stderr.
+/// If set, the whole log goes to stderr.
 pub const LOUD: &str = "SIM_LOG";
 
-/// What a worker says when a sequence's KV is not what it wrote or received. Every transfer is verified, so nothing that
-/// happens to a network explains it.
+/// A worker's log line if a sequence's KV is not the KV that was written or received. Every transfer is verified, so
+/// no network fault explains it.
 const WRONG_KV: &str = "message=row failed";
 
-/// While it lives, panics and errors on this thread are held against the run.
+/// While it lives, panics and errors on this thread fail the run.
 #[derive(Debug)]
 pub struct Witness(());
 

@@ -1,6 +1,6 @@
-//! Circles of files: within a crate no file uses one that uses it, directly or through others.
+//! Circles of files: within a crate no file uses a file that uses it, directly or through others.
 //!
-//! `lib.rs`, `main.rs` and `mod.rs` do not count: a folder's own file names its children, and they use what it declares.
+//! `lib.rs`, `main.rs` and `mod.rs` do not count, because they name their children, and these use their declarations.
 //! Test modules do not count either.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use super::{files, members, read, root};
 
-/// The circles that may stay, with the reason. A circle with a file beyond these fails the test.
+/// The circles that may stay, with the reason. A circle with another file fails the test.
 const MAY_STAY: &[(&str, &[&str], &str)] = &[
     (
         "baton",
@@ -136,7 +136,7 @@ fn used(name: &Module, text: &str, modules: &BTreeSet<Module>) -> BTreeSet<Modul
     found
 }
 
-/// Reads a path or a tree of paths, as `use` has them. Returns what is left of the text.
+/// Reads a path or a tree of paths, as in `use`. Returns the rest of the text.
 fn read_paths<'a>(mut text: &'a str, prefix: &mut Vec<String>, paths: &mut Vec<Vec<String>>) -> &'a str {
     let n_prefix = prefix.len();
     loop {
@@ -160,7 +160,7 @@ fn read_paths<'a>(mut text: &'a str, prefix: &mut Vec<String>, paths: &mut Vec<V
             Some(rest) => text = rest,
             None => {
                 paths.push(prefix.clone());
-                // A name for it.
+                // An `as` name.
                 if let Some(rest) = text.strip_prefix(" as ") {
                     text = rest.trim_start_matches(|c: char| c.is_alphanumeric() || c == '_');
                 }
@@ -172,7 +172,7 @@ fn read_paths<'a>(mut text: &'a str, prefix: &mut Vec<String>, paths: &mut Vec<V
     text
 }
 
-/// The file that a path leads to: the deepest module that it names.
+/// The file of a path: the deepest module that it names.
 fn resolve(from: &Module, path: &[String], modules: &BTreeSet<Module>) -> Option<Module> {
     let n_supers = path.iter().take_while(|part| *part == "super").count();
     let (mut at, rest) = match path.first()?.as_str() {

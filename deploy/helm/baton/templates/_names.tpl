@@ -1,4 +1,4 @@
-{{- /* The name of everything: the release's. */ -}}
+{{- /* The name of all objects: the release's. */ -}}
 {{- define "baton.name" -}}
 {{ .Release.Name }}
 {{- end }}
@@ -20,7 +20,7 @@
   {{- end }}
 {{- end }}
 
-{{- /* The Secret with which the processes of a cluster know each other. */ -}}
+{{- /* The Secret of the cluster: its secret and the admin key. */ -}}
 {{- define "baton.identity" -}}
 {{ .Values.identity.existingSecret | default (printf "%s-identity" (include "baton.name" .)) }}
 {{- end }}
@@ -70,7 +70,7 @@
       key: path
 {{- end }}
 
-{{- /* Where models are: a claim, or a folder of the pod's own, which the init container fills. */ -}}
+{{- /* The volume of models: a claim, or a folder of the pod that the init container fills. */ -}}
 {{- define "baton.modelVolume" -}}
 - name: models
   {{- if .Values.model.claim }}
@@ -113,7 +113,7 @@ initContainers:
 {{- end }}
 {{- end }}
 
-{{- /* Changes when a pod's configuration does: (list . "the TOML text"). */ -}}
+{{- /* A checksum of a pod's configuration: (list . "the TOML text"). */ -}}
 {{- define "baton.checksum" -}}
 {{- $top := index . 0 -}}
 {{ tpl (print (index . 1) $top.Values.model.path) $top | sha256sum }}
@@ -124,7 +124,7 @@ initContainers:
 {{ add (int .Values.nodes.drainSeconds) 15 }}
 {{- end }}
 
-{{- /* What selects the pods of one component: (list . "router"). */ -}}
+{{- /* The labels that select the pods of one component: (list . "router"). */ -}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ include "baton.name" (index . 0) }}
 app.kubernetes.io/component: {{ index . 1 }}
@@ -137,7 +137,7 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end }}
 
-{{- /* Pods of one component on different machines: where that is possible, and always for boxes: (list . "router"). */ -}}
+{{- /* Pods of one component on different machines, if possible; for boxes always: (list . "router"). */ -}}
 {{- define "baton.apart" -}}
 podAntiAffinity:
   {{- if eq (index . 1) "box" }}
@@ -163,7 +163,7 @@ podAntiAffinity:
     matchLabels: {{- include "baton.selector" . | nindent 6 }}
 {{- end }}
 
-{{- /* A budget for one component: (list . "router"). */ -}}
+{{- /* A PodDisruptionBudget for one component: (list . "router"). */ -}}
 {{- define "baton.budget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -184,21 +184,21 @@ seccompProfile:
   type: RuntimeDefault
 {{- end }}
 
-{{- /* A map that all workloads and this one add to: (list . WORKLOAD "labels"). This one's entries win. */ -}}
+{{- /* The entries of a map for all workloads and for this one, which override: (list . WORKLOAD "labels"). */ -}}
 {{- define "baton.map" -}}
 {{- $all := index (index . 0).Values.pods (index . 2) | default dict -}}
 {{- $own := index (index . 1) (index . 2) | default dict -}}
 {{- with merge (deepCopy $own) $all }}{{ toYaml . }}{{ end -}}
 {{- end }}
 
-{{- /* A list that all workloads and this one add to: (list . WORKLOAD "env"). */ -}}
+{{- /* The entries of a list for all workloads and for this one: (list . WORKLOAD "env"). */ -}}
 {{- define "baton.list" -}}
 {{- $all := index (index . 0).Values.pods (index . 2) | default list -}}
 {{- $own := index (index . 1) (index . 2) | default list -}}
 {{- with concat $all $own }}{{ toYaml . }}{{ end -}}
 {{- end }}
 
-{{- /* Where a workload's pods run, and how urgent they are: (list . WORKLOAD "router"). */ -}}
+{{- /* Node selector, tolerations, affinity and priority class of a workload: (list . WORKLOAD "router"). */ -}}
 {{- define "baton.scheduling" -}}
 {{- $top := index . 0 -}}
 {{- $own := index . 1 -}}

@@ -1,0 +1,188 @@
+"""Checks of the chart: its objects follow the Kubernetes API, the overlays equal it, and its values are known."""
+
+import json
+import os
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+import rendered
+from objects import name, pod, workloads
+
+KUBERNETES = "1.37"
+CRDS = Path(__file__).resolve().parent / "crds"
+
+
+def schemas():
+    """Every object of every result follows the schemas of the Kubernetes API, without unknown fields."""
+    for result, objects in rendered.all_of_them().items():
+        assert len(objects) > 10, result
+        for thing in objects:
+            try:
+                validate(thing)
+            except Exception as error:
+                raise AssertionError(f"{result}, {name(thing)}: {error}") from None
+
+
+def validate(thing):
+    own = CRDS / f"{thing['kind']}.json"
+    if own.exists():
+        jsonschema.validate(thing, json.loads(own.read_text()))
+    else:
+        kubernetes_validate.validate(thing, KUBERNETES, strict=True)
+
+
+def schemas_refuse():
+    """The schemas refuse an unknown field and a value of the wrong type in every kind of object."""
+    for thing in rendered.all_of_them()["chart with everything on"]:
+        for break_it in (lambda spec: spec.update(nosuchfield=1), lambda spec: spec.update(selector=7, rules=7)):
+            broken = json.loads(json.dumps(thing))
+            if "spec" not in broken:
+                continue
+            break_it(broken["spec"])
+            try:
+                validate(broken)
+            except Exception:
+                continue
+            raise AssertionError(f"a broken {name(thing)} is accepted: {broken['spec']}")
+
+
+REMAKE = "UPDATE_DOCS=1 python tests/python/deploy/check.py same writes the overlays anew"
+
+
+def same():
+    """Every overlay equals the output of the chart. UPDATE_DOCS=1 writes the overlays again."""
+    for overlay in rendered.OVERLAYS:
+        file = rendered.K8S / "overlays" / overlay / "objects.yaml"
+        expected = rendered.objects_file(overlay)
+        if os.environ.get("UPDATE_DOCS"):
+            file.write_text(expected)
+        found = list(yaml.safe_load_all(file.read_text()))
+        charts = list(yaml.safe_load_all(expected))
+        assert list(map(name, found)) == list(map(name, charts)), (overlay, REMAKE)
+        for one, other in zip(found, charts):
+            assert one == other, f"{overlay}, {name(one)}: {first_difference(one, other)}; {REMAKE}"
+        kustomized = rendered.kustomize(file.parent)
+        (model,), (chart_model,) = (list(filter(rendered.is_model, all)) for all in (kustomized, rendered.overlay_chart(overlay)))
+        assert model["data"] == chart_model["data"], (overlay, model)
+        assert {name(thing) for thing in kustomized if thing is not model} == set(map(name, charts)), overlay
+
+
+def first_difference(left, right, where=""):
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in sorted(left.keys() | right.keys()):
+            if left.get(key) != right.get(key):
+                return first_difference(left.get(key), right.get(key), f"{where}/{key}")
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for at, (one, other) in enumerate(zip(left, right)):
+            if one != other:
+                return first_difference(one, other, f"{where}/{at}")
+    return f"{where}: {left!r} and {right!r}"
+
+
+def values():
+    """The chart refuses an unknown value in any place, by name, and a value of a wrong type."""
+    chart = yaml.safe_load((rendered.CHART / "values.yaml").read_text())
+    schema = json.loads((rendered.CHART / "values.schema.json").read_text())
+    refuses = jsonschema.Draft7Validator(schema)
+    refuses.validate(chart)
+    places = [place for place in tables_of(chart) if place[-1:] not in FREE]
+    assert len(places) > 25, places
+    for place in places:
+        broken = json.loads(json.dumps(chart))
+        at(broken, place)["nosuchvalue"] = 1
+        assert any("nosuchvalue" in error.message for error in refuses.iter_errors(broken)), place
+    # Helm itself reads the schema.
+    for wrong in [{"routr": {}}, {"pools": {"decode": {"replicas": "two"}}}, {"etcd": {"replicas": 2}}]:
+        refused(wrong, "values don't meet the specifications of the schema")
+
+
+# Tables that Kubernetes defines, not the chart.
+FREE = [(key,) for key in ("labels", "annotations", "nodeSelector", "affinity", "requests", "limits")]
+
+
+def tables_of(values, place=()):
+    yield place
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from tables_of(value, (*place, key))
+
+
+def at(values, place):
+    for key in place:
+        values = values[key]
+    return values
+
+
+def refused(values, reason):
+    try:
+        rendered.chart([], rendered.NAMED, values)
+    except Exception as error:
+        assert reason in f"{error}{getattr(error, 'stderr', '')}", error
+    else:
+        raise AssertionError(f"the chart accepts {values}")
+
+
+def pods():
+    """Additions of operators to all pods, or to the pods of one workload, stand beside the chart's own entries."""
+    def extra(of):
+        return {
+            "labels": {f"team-{of}": of},
+            "annotations": {f"note-{of}": of},
+            "env": [{"name": f"OWN_{of.upper()}", "value": of}],
+            "volumes": [{"name": of, "emptyDir": {}}],
+            "volumeMounts": [{"name": of, "mountPath": f"/{of}"}],
+            "nodeSelector": {f"disk-{of}": "fast"},
+            "tolerations": [{"key": of, "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "priorityClassName": of,
+        }
+    own = {"router": extra("own"), "pool": extra("own"), "etcd": extra("own")}
+    own["pools"] = {"prefill": extra("own"), "decode": extra("own")}
+    for values, files, n_workloads in [(own, [], 5), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
+        before = rendered.chart(files, rendered.NAMED, {"pool": {"enabled": not files}})
+        after = rendered.chart(files, rendered.NAMED, {"pool": {"enabled": not files}}, {"pods": extra("all")}, values)
+        assert len(workloads(after)) == n_workloads, list(map(name, workloads(after)))
+        for was, now in zip(workloads(before), workloads(after)):
+            for thing in after:
+                validate(thing)
+            has_own = "box" not in values or name(now) == "Deployment baton-box"
+            for of in ["all"] + ["own"] * has_own:
+                added_to(was, now, of)
+            assert pod(now)["priorityClassName"] == ("own" if has_own else "all"), name(now)
+            assert pod(now)["affinity"] == {"nodeAffinity": {}}, name(now)
+
+
+def added_to(was, now, of):
+    template, was_template = now["spec"]["template"]["metadata"], was["spec"]["template"]["metadata"]
+    assert template["labels"].items() >= {**was_template["labels"], f"team-{of}": of}.items(), name(now)
+    assert template["annotations"].items() >= {**was_template.get("annotations", {}), f"note-{of}": of}.items(), name(now)
+    assert pod(now)["nodeSelector"][f"disk-{of}"] == "fast", name(now)
+    assert {"key": of, "operator": "Exists"} in pod(now)["tolerations"], name(now)
+    assert {"name": of, "emptyDir": {}} in pod(now)["volumes"], name(now)
+    for container, was_container in zip(pod(now)["containers"], pod(was)["containers"]):
+        assert {"name": of, "mountPath": f"/{of}"} in container["volumeMounts"], name(now)
+        assert {"name": f"OWN_{of.upper()}", "value": of} in container["env"], name(now)
+        assert all(one in container["env"] for one in was_container["env"]), name(now)
+
+
+def autoscaling():
+    """Prefill and decode nodes are scaled by metrics of their own role, and the chart then sets no number of replicas."""
+    objects = rendered.all_of_them()["chart with everything on"]
+    scaled = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "ScaledObject"}
+    assert sorted(scaled) == ["baton-decode", "baton-prefill"], sorted(scaled)
+    deployments = {thing["metadata"]["name"]: thing["spec"] for thing in objects if thing["kind"] == "Deployment"}
+    for which, spec in scaled.items():
+        assert spec["scaleTargetRef"]["name"] == which and "replicas" not in deployments[which], which
+        assert spec["fallback"]["replicas"] == 2, spec["fallback"]
+        queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
+        role = which.removeprefix("baton-")
+        assert any(f"baton_{role}_" in query for query in queries), queries
+        assert all('namespace="baton"' in query for query in queries), queries
+    plain = {thing["metadata"]["name"]: thing["spec"] for thing in rendered.chart([], rendered.NAMED) if thing["kind"] == "Deployment"}
+    assert plain["baton-decode"]["replicas"] == 2, plain["baton-decode"]
+    on = {"autoscaling": {"enabled": True}}
+    refused({"pools": {"decode": on}}, "prometheus.url is needed")
+    refused({"pools": {"decode": {"autoscaling": {"enabled": True, "min": 3, "max": 2}}}}, "max is below min")

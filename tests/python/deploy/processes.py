@@ -1,0 +1,218 @@
+"""Checks of the processes in rendered objects: each gets a configuration that the executable accepts."""
+
+import json
+import tomllib
+
+import executable
+import rendered
+from objects import baton_containers, labels, mounted_files, name, pod, selects, workloads
+
+
+def models():
+    """In GPU overlays the operator names the model in one place, and no process serves the bundled one."""
+    for overlay in ["gpu", "gpu-rdma", "gpu-box"]:
+        objects = rendered.kustomize(rendered.K8S / "overlays" / overlay)
+        assert '"demo"' not in json.dumps(objects), overlay
+        for workload, container in computing(objects):
+            env = executable.environment(objects, container)
+            assert env["BATON_MODEL__PATH"] == "/models/NAME-THE-MODEL", (overlay, env)
+            claims = [volume.get("persistentVolumeClaim") for volume in pod(workload)["volumes"]]
+            assert {"claimName": "baton-models", "readOnly": True} in claims, claims
+            text = config_of(objects, workload, container)
+            if container["name"] != "router":
+                assert tomllib.loads(text)["model"]["kv_memory"] == "auto", overlay
+            reason = executable.fails_to_start(text, container["args"][0], env)
+            assert "/models/NAME-THE-MODEL" in reason, reason
+        (before,) = filter(rendered.is_model, objects)
+        own = rendered.own_overlay(overlay, OWN_MODEL)
+        for workload, container in computing(own):
+            env = executable.environment(own, container)
+            assert env["BATON_MODEL__PATH"] == "/models/qwen3-8b", (overlay, env)
+            (reference,) = [entry for entry in container["env"] if entry["name"] == "BATON_MODEL__PATH"]
+            # Another model starts new pods.
+            assert reference["valueFrom"]["configMapKeyRef"]["name"] != before["metadata"]["name"], reference
+    for values in [{}, {"model": {"path": "/models/x"}}, {"model": {**rendered.NAMED["model"], "fetch": {"url": "https://x"}}}]:
+        try:
+            rendered.chart([], values)
+        except Exception as error:
+            assert "model." in f"{error}{getattr(error, 'stderr', '')}", error
+        else:
+            raise AssertionError(f"the chart accepts {values}")
+
+
+# The example in deploy/k8s/README.md.
+OWN_MODEL = """
+resources: [OVERLAY]
+configMapGenerator:
+  - name: baton-model
+    namespace: baton
+    behavior: merge
+    literals: [path=/models/qwen3-8b]
+"""
+
+
+def computing(objects):
+    """The containers that need a model."""
+    return [(workload, container) for workload, container in baton_containers(objects) if container["name"] != "pool"]
+
+
+def config_of(objects, workload, container):
+    args = container["args"]
+    return mounted_files(objects, workload, container)[args[args.index("--config") + 1]]
+
+
+def deadlines():
+    """A router drains for the longest deadline. A pod's grace period and a gateway's timeout are longer."""
+    found = set()
+    for result, objects in rendered.all_of_them().items():
+        for workload, container in baton_containers(objects):
+            config = tomllib.loads(config_of(objects, workload, container))
+            section = config.get("router") or config["node"]
+            before = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+            grace = pod(workload)["terminationGracePeriodSeconds"]
+            assert grace >= before + section["drain_ms"] / 1000 + 10, (result, name(workload), grace)
+            if "router" in config:
+                assert drains_long_enough(section), (result, section)
+                found.add(section["deadline_ms"])
+                for route in (thing for thing in objects if thing["kind"] == "HTTPRoute"):
+                    for rule in route["spec"]["rules"]:
+                        timeout = int(rule["timeouts"]["request"].removesuffix("s"))
+                        assert timeout * 1000 > section["deadline_ms"], (result, timeout)
+    assert found == {600_000, 3_600_000}, found
+
+
+def drains_long_enough(router):
+    """Whether a request accepted at the start of the drain can use its whole deadline."""
+    deadline = router["deadline_max_ms"]
+    return router["deadline_ms"] == deadline and router["drain_ms"] >= deadline + router.get("notice_ms", 3_000)
+
+
+def external_etcd():
+    """External etcd: the URL comes from a Secret, the certificates are mounted, and policies let processes connect."""
+    for result in ["chart with an external etcd", "chart with a box and an external etcd"]:
+        objects = rendered.all_of_them()[result]
+        assert not any("etcd" in name(thing) for thing in objects), result
+        for workload, container in baton_containers(objects):
+            (url,) = [entry for entry in container["env"] if entry["name"] == "BATON_REGISTRY__URL"]
+            assert url["valueFrom"] == {"secretKeyRef": {"name": "etcd-access", "key": "url"}}, (result, url)
+            assert "url" not in tomllib.loads(config_of(objects, workload, container)).get("registry", {}), result
+            (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] == "/etc/baton-etcd"]
+            (volume,) = [one for one in pod(workload)["volumes"] if one["name"] == mount["name"]]
+            assert volume["secret"] == {"secretName": "etcd-certificates"} and mount["readOnly"], (result, volume)
+            opened = {"ports": [{"protocol": "TCP", "port": 2390}], "to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}]}
+            policies = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
+            ours = [spec for spec in policies if selects(spec["podSelector"], labels(workload))]
+            assert any(opened in spec.get("egress", []) for spec in ours), (result, name(workload))
+    try:
+        rendered.chart([], rendered.NAMED, {"etcd": {"enabled": False}})
+    except Exception as error:
+        assert "etcd.external.urlSecret.name" in f"{error}{getattr(error, 'stderr', '')}", error
+    else:
+        raise AssertionError("the chart accepts an external etcd without a URL")
+
+
+def rdma():
+    """Nodes of `gpu-rdma` use RDMA with their own device and network, and without capabilities."""
+    objects = rendered.kustomize(rendered.K8S / "overlays" / "gpu-rdma")
+    nodes = [(workload, container) for workload, container in computing(objects) if container["name"] != "router"]
+    assert len(nodes) == 2, nodes
+    for workload, container in nodes:
+        config = tomllib.loads(config_of(objects, workload, container))
+        transfer = config["transfer"]
+        assert transfer["connectors"][0] == "rdma", transfer
+        assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1, container["resources"]
+        annotations = workload["spec"]["template"]["metadata"]["annotations"]
+        assert annotations["k8s.v1.cni.cncf.io/networks"] == "baton-rdma", annotations
+        # An added capability has no effect for a process that is not root.
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, container["securityContext"]
+        port = int(config["expert"]["transfer"]["rdma_listen"].rsplit(":", 1)[1])
+        policies = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
+        ours = [spec for spec in policies if selects(spec["podSelector"], labels(workload))]
+        opened = [one["port"] for spec in ours for rule in spec.get("ingress", []) for one in rule["ports"]]
+        assert port in opened, opened
+
+
+def configs():
+    """Every process accepts its file with its environment, and its flags exist."""
+    n_containers = 0
+    for result, objects in rendered.all_of_them().items():
+        for workload, container in baton_containers(objects):
+            n_containers += 1
+            try:
+                process_of(objects, workload, container)
+            except AssertionError as error:
+                raise AssertionError(f"{result}, {name(workload)}, {container['name']}: {error}") from None
+    assert n_containers > 20, n_containers
+
+
+def process_of(objects, workload, container):
+    args = container["args"]
+    executable.knows_command(args)
+    files = mounted_files(objects, workload, container)
+    file = args[args.index("--config") + 1]
+    assert file in files, f"{file} is not mounted, only {sorted(files)}"
+    executable.accepts(files[file], args[0], executable.environment(objects, container).items())
+    listens = executable.ports(files[file])
+    declared = {port["containerPort"] for port in container["ports"]}
+    assert declared == set(listens.values()), f"declares {declared}, listens on {listens}"
+    security = container["securityContext"]
+    assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"], security
+    assert pod(workload)["securityContext"]["runAsNonRoot"]
+
+
+# Names of Services that an installation, or another user of the namespace, may choose.
+OTHER_NAMES = ["baton", "baton-x", "baton-blue-router", "baton-2"]
+
+
+def service_links():
+    """No pod asks for variables of Services, and every container also starts with them."""
+    for result, objects in rendered.all_of_them().items():
+        for workload in workloads(objects):
+            assert pod(workload).get("enableServiceLinks") is False, f"{result}, {name(workload)}"
+    tried = set()
+    for result, objects in rendered.all_of_them().items():
+        for workload, container in baton_containers(objects):
+            # A patch may have removed the setting from the pod.
+            env = kubelet_variables(objects) | executable.environment(objects, container)
+            args, text = container["args"], config_of(objects, workload, container)
+            start = (args[0], text, tuple(sorted(env.items())))
+            if start in tried:
+                continue
+            tried.add(start)
+            try:
+                executable.accepts(text, args[0], env.items())
+            except AssertionError as error:
+                raise AssertionError(f"{result}, {name(workload)}, {container['name']}: {error}") from None
+    assert len(tried) > 5, len(tried)
+
+
+def kubelet_variables(objects):
+    """Variables that kubelet adds for the Services of a namespace: those of the result, and others with similar names."""
+    variables = {}
+    services = [thing for thing in objects if thing["kind"] == "Service" and thing["spec"].get("clusterIP") != "None"]
+    for service in services:
+        variables |= links_of(service["metadata"]["name"], service["spec"]["ports"])
+        for other in OTHER_NAMES:
+            variables |= links_of(other, service["spec"]["ports"])
+    assert "BATON_X_SERVICE_HOST" in variables
+    return variables
+
+
+def links_of(service, ports, address="10.96.0.7"):
+    """The environment variables that kubelet's envvars.FromServices makes."""
+    prefix = service.upper().replace("-", "_")
+    first = ports[0]["port"]
+    links = {f"{prefix}_SERVICE_HOST": address, f"{prefix}_SERVICE_PORT": str(first)}
+    links[f"{prefix}_PORT"] = f"tcp://{address}:{first}"
+    for port in ports:
+        number, protocol = port["port"], port.get("protocol", "TCP")
+        if "name" in port:
+            links[f"{prefix}_SERVICE_PORT_{port['name'].upper().replace('-', '_')}"] = str(number)
+        stem = f"{prefix}_PORT_{number}_{protocol}"
+        links |= {
+            stem: f"{protocol.lower()}://{address}:{number}",
+            f"{stem}_PROTO": protocol.lower(),
+            f"{stem}_PORT": str(number),
+            f"{stem}_ADDR": address,
+        }
+    return links
