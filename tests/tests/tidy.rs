@@ -1,4 +1,4 @@
-//! What no compiler checks: who may depend on whom, that documents speak of what exists, and the house's own habits.
+//! Checks that the compiler does not make: allowed dependencies, documents that name existing things, and the workspace's conventions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -131,7 +131,7 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
     spoilt(card, verdicts)?;
     let alike_in = [((128, 4, 1), 300), ((128, 8, 2), usize::MAX), ((64, 7, 1), usize::MAX)];
     for (heads, window) in extent.of(&alike_in, 0) {
-        alike(card, verdicts, *heads, *window)?;
+        rows_do_not_depend_on_others(card, verdicts, *heads, *window)?;
     }
     for heads in extent.of(&[(64, 2, 1), (128, 4, 1), (128, 3, 3)], 2) {
         let scene = Scene::new(7, *heads, &[1, 5, 64, 130, 300, 257]);
@@ -210,7 +210,7 @@ fn decode(
 
 /// Tokens of one sequence, by its one table: what each gives is, bit by bit, what it gives as the only row of a step that is
 /// no longer than itself.
-fn alike(
+fn rows_do_not_depend_on_others(
     card: &Card,
     verdicts: &mut Verdicts,
     heads: (usize, usize, usize),

@@ -68,7 +68,7 @@ pub(crate) fn all(
     for (width, k) in extent.of(shapes, 2) {
         for is_fp8 in [false, true] {
             for n_rows in extent.of(&[3, 128, 1, 8, 17, 64], 2) {
-                alike(sides, verdicts, (*width, *k, is_fp8), *n_rows)?;
+                all_ranks_agree(sides, verdicts, (*width, *k, is_fp8), *n_rows)?;
             }
         }
     }
@@ -197,7 +197,12 @@ fn streams(sides: &[Side], width: usize, n_rows: usize) -> Result<Vec<Stream>, C
 }
 
 /// Every form.
-fn alike(sides: &[Side], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -> Result<(), CudaError> {
+fn all_ranks_agree(
+    sides: &[Side],
+    verdicts: &mut Verdicts,
+    shape: Shape,
+    n_rows: usize,
+) -> Result<(), CudaError> {
     let (width, k, is_fp8) = shape;
     let mut peers = peers(sides, width, PATIENCE)?;
     let inputs = |(nth, side): (usize, &Side)| Inputs::new(&side.card, shape, n_rows, (nth, 1));
@@ -243,7 +248,8 @@ fn alike(sides: &[Side], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -
             verdicts.compare(format!("{name}, squares"), &squares, &parts, 1e-5);
             residuals.push(residual);
         }
-        let name = format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, all {} alike", sides.len());
+        let name =
+            format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, all {} ranks agree", sides.len());
         verdicts.holds(name, residuals.iter().all(|residual| *residual == residuals[0]));
     }
     Ok(())

@@ -56,7 +56,7 @@ pub(crate) fn all(
         ordinals.iter().map(|ordinal| Side::open(*ordinal, nvrtc, cache, n)).collect()
     };
     let mut sides = open(&[0, 1], 8192 * 4096)?;
-    alike(&mut sides, (&[40, 4096, 8, 5120, 16_384], &[3, 17, 1, FEW_ROWS]), extent, verdicts)?;
+    sums_and_gathers(&mut sides, (&[40, 4096, 8, 5120, 16_384], &[3, 17, 1, FEW_ROWS]), extent, verdicts)?;
     check_joined::all(&sides, check_joined::SHAPES, extent, verdicts)?;
     if extent == Extent::Small {
         return Ok(json!(null));
@@ -75,7 +75,7 @@ pub(crate) fn all(
     if std::env::var("CUDA_MODULE_LOADING").is_ok_and(|how| how == "EAGER") {
         // Few blocks of threads: those of both ranks of a GPU must run at once, each followed by its next one.
         let mut four = open(&[0, 1, 0, 1], 1032 * 16_384)?;
-        alike(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
+        sums_and_gathers(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
         check_joined::all(&four, &check_joined::SHAPES[..2], extent, verdicts)?;
     } else {
         eprintln!("four ranks on two GPUs: CUDA_MODULE_LOADING is not EAGER: left out");
@@ -86,7 +86,7 @@ pub(crate) fn all(
 }
 
 /// Compares every number, for rows of these widths and these numbers of rows that are sent.
-fn alike(
+fn sums_and_gathers(
     sides: &mut [Side],
     (widths, few): (&[usize], &[usize]),
     extent: Extent,

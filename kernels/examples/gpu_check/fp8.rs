@@ -137,15 +137,15 @@ fn every_way(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let matrix = Matrix::drawn(card, &mut Draw::new(41), n, k)?;
     // Whose numbers are where the other one is widened to, right before.
     let before = Matrix::drawn(card, &mut Draw::new(43), n, k)?;
-    let (mut guessed, mut alike) = (Products::open(card, None)?, Products::open_deterministic(card, None)?);
+    let (mut guessed, mut fixed) = (Products::open(card, None)?, Products::open_deterministic(card, None)?);
     guessed.make_room(card, n * k)?;
-    alike.make_room(card, n * k)?;
+    fixed.make_room(card, n * k)?;
     for n_rows in [1, 8, 100, 128, 129, 300, 1000] {
         let x = Draw::new(n_rows as u64).narrow(n_rows * k, 1.0);
         let reference = matrix.product(&x);
         let x = card.upload(&x)?;
         let mut y = card.buffer::<Bf16>(n * n_rows)?;
-        for (name, products) in [("guessed", &mut guessed), ("alike", &mut alike)] {
+        for (name, products) in [("guessed", &mut guessed), ("fixed", &mut fixed)] {
             card.fill(y.view_mut(), POISON)?;
             for one in [&before, &matrix] {
                 products.multiply(card, Answer::Narrow(y.view_mut()), one.weights(), x.view(), k)?;

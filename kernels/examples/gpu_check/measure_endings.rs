@@ -83,15 +83,15 @@ impl Bench {
         for (name, is_gated, n_parts) in [
             ("sums", false, 0),
             ("gated", true, 0),
-            ("gated, owed 32", true, 32),
-            ("gated, owed 256", true, 256),
+            ("gated, pending 32", true, 32),
+            ("gated, pending 256", true, 256),
         ] {
             let Self { gate_up, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
                 let squares = stream.squares.slice(0..n_rows * n_parts);
-                let owed = (n_parts > 0).then_some(PendingNorm { squares, epsilon: 1e-5 });
+                let pending_norm = (n_parts > 0).then_some(PendingNorm { squares, epsilon: 1e-5 });
                 let w = Weights::Bf16(copy(gate_up, nth, n));
-                let product = OwnProduct { w, x: x.view(), k: HIDDEN, owed };
+                let product = OwnProduct { w, x: x.view(), k: HIDDEN, pending_norm };
                 let ending = if is_gated {
                     Ending::Gated(y.view_mut().slice(0..n_rows * WIDTH))
                 } else {
@@ -156,9 +156,9 @@ impl Bench {
                 }
                 if kinds[1] {
                     let squares = stream.squares.slice(0..n_rows * forms[0].parts(HIDDEN));
-                    let owed = Some(PendingNorm { squares, epsilon: 1e-5 });
+                    let pending_norm = Some(PendingNorm { squares, epsilon: 1e-5 });
                     let w = Weights::Bf16(copy(gate_up, nth, sizes[1]));
-                    let product = OwnProduct { w, x: stream.out.view(), k: HIDDEN, owed };
+                    let product = OwnProduct { w, x: stream.out.view(), k: HIDDEN, pending_norm };
                     let gated = y.view_mut().slice(0..n_rows * WIDTH);
                     card.multiply_own(forms[1], product, Ending::Gated(gated))?;
                 }

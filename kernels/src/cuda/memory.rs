@@ -14,8 +14,8 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 
 use super::buffer::{Element, View, ViewMut};
-use super::courier::WireKernels;
 use super::mapped::Mapped;
+use super::page_copier::WireKernels;
 use super::staging::Staging;
 use super::{Card, CudaError};
 use crate::borrow::{Access, Held, PageBusy, ReadBorrow, WriteBorrow};

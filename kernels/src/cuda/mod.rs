@@ -25,14 +25,14 @@ pub mod memory;
 pub mod remote;
 pub mod peers;
 mod tensor_map;
-mod tally;
-mod slate;
+mod completion_counter;
+mod job_buffers;
 mod rectangles;
 mod engines;
 mod lanes;
 pub mod nccl;
 pub mod slots;
-pub mod courier;
+pub mod page_copier;
 pub mod ops;
 pub mod matmul;
 
@@ -41,7 +41,6 @@ pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
 pub use cache::Cache;
 pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
-pub use courier::{Courier, CourierSize, Errand, ErrandDone, PageRuns, RemotePages, SlotAt, SomePages};
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;
@@ -52,6 +51,9 @@ pub use ops::{
     Fp8Rows, HeadsRows, KvNumber, KvPages, ManyRows, NOWHERE, Outcome, OwnForm, OwnProduct, PendingNorm,
     PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX,
     Weights,
+};
+pub use page_copier::{
+    CopyDone, CopyJob, PageCopier, PageCopierSize, PageRuns, RemotePages, SlotAt, SomePages,
 };
 pub use peers::{LostFlag, PEERS_MAX, Peers, Shown, Together};
 pub use pinned::Pinned;

@@ -28,7 +28,7 @@ const MAY_STAY: &[(&str, &[&str], &str)] = &[
     ("kernels", &["memory", "regions"], "regions answer with the errors of the memory that has them"),
     (
         "kernels",
-        &["cuda::courier", "cuda::memory", "cuda::remote", "cuda::slots"],
+        &["cuda::memory", "cuda::page_copier", "cuda::remote", "cuda::slots"],
         "device memory keeps the kernels that copy it",
     ),
     (

@@ -62,7 +62,7 @@ impl Decoder {
         let x = x.slice(0..n * hidden);
         if let Some(form) = form {
             let (w, bias) = (layer.qkv.weight.view(), layer.qkv.bias.as_ref().map(Buffer::view));
-            let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
+            let product = OwnProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Heads(HeadsRows { rope, bias }));
         }
         normed.ensure_whole()?;
@@ -83,7 +83,7 @@ impl Decoder {
         let (x, gated) = (x.slice(0..n * hidden), gated.view_mut().slice(0..n * width));
         if let Some(form) = form {
             let w = layer.gate_up.weight.view();
-            let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
+            let product = OwnProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Gated(gated));
         }
         normed.ensure_whole()?;
@@ -192,7 +192,12 @@ impl Decoder {
     }
 
     /// The pending norm that a product has to apply.
-    fn owed<'a>(&self, squares: &'a Buffer<f32>, n: usize, normed: Normed) -> Option<PendingNorm<'a>> {
+    fn pending_norm<'a>(
+        &self,
+        squares: &'a Buffer<f32>,
+        n: usize,
+        normed: Normed,
+    ) -> Option<PendingNorm<'a>> {
         match normed {
             Normed::Whole => None,
             Normed::Pending { n_parts } => {

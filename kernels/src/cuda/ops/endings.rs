@@ -33,7 +33,7 @@ pub struct OwnProduct<'a> {
     pub x: View<'a, Bf16>,
     pub k: usize,
     /// The pending norm of the rows, if any.
-    pub owed: Option<PendingNorm<'a>>,
+    pub pending_norm: Option<PendingNorm<'a>>,
 }
 
 /// The work after a product.
@@ -82,7 +82,7 @@ pub struct PendingNorm<'a> {
 /// A product with checked arguments, in the form that kernels take.
 pub(super) struct Checked {
     pub(super) sizes: Sizes,
-    pub(super) owed: Owed,
+    pub(super) pending_norm: PendingNormArgs,
     pub(super) ending: EndingWords,
     /// Parts of the matrix that are summed up together.
     pub(super) n_parts: usize,
@@ -97,10 +97,10 @@ pub(super) struct Sizes {
     pub(super) n_rows: u32,
 }
 
-/// The fields of Owed in endings.cuh.
+/// The fields of PendingNormArgs in endings.cuh.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-pub(super) struct Owed {
+pub(super) struct PendingNormArgs {
     squares: u64,
     n_parts: u32,
     width: u32,
@@ -189,7 +189,7 @@ impl<'a> Weights<'a> {
 impl<'a> OwnProduct<'a> {
     /// A product of rows without a pending norm.
     pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
-        Self { w, x, k, owed: None }
+        Self { w, x, k, pending_norm: None }
     }
 
     /// Loads of weights begin before the kernel before has ended, unless that kernel writes them.
@@ -204,7 +204,7 @@ impl<'a> OwnProduct<'a> {
         form: OwnForm,
         ending: &Ending<'_>,
     ) -> Result<Checked, CudaError> {
-        let Self { w, x, k, owed } = *self;
+        let Self { w, x, k, pending_norm } = *self;
         ensure(kernel, k > 0 && k.is_multiple_of(8), "rows that are not a multiple of 8 wide")?;
         let n = match w {
             Weights::Bf16(w) | Weights::Widened(w) => {
@@ -218,9 +218,9 @@ impl<'a> OwnProduct<'a> {
         };
         let n_rows = rows_of(kernel, x.len(), k)?;
         ending.check(card, kernel, form, (n, n_rows))?;
-        let owed = match owed {
-            None => Owed::default(),
-            Some(owed) => owed.check(card, kernel, (k, n_rows))?,
+        let pending_norm = match pending_norm {
+            None => PendingNormArgs::default(),
+            Some(pending_norm) => pending_norm.check(card, kernel, (k, n_rows))?,
         };
         let sizes = Sizes { n: number(kernel, n)?, k: number(kernel, k)?, n_rows: number(kernel, n_rows)? };
         let n_parts = match ending {
@@ -229,7 +229,7 @@ impl<'a> OwnProduct<'a> {
                 form.parts(n)
             }
         };
-        Ok(Checked { sizes, owed, ending: ending.words(kernel, n_parts)?, n_parts })
+        Ok(Checked { sizes, pending_norm, ending: ending.words(kernel, n_parts)?, n_parts })
     }
 }
 
@@ -239,13 +239,13 @@ impl PendingNorm<'_> {
         card: &Card,
         kernel: &'static str,
         (k, n_rows): (usize, usize),
-    ) -> Result<Owed, CudaError> {
+    ) -> Result<PendingNormArgs, CudaError> {
         card.check_places(kernel, &[], &[&self.squares])?;
         let is_whole = n_rows == 0 || (!self.squares.is_empty() && self.squares.len().is_multiple_of(n_rows));
         ensure(kernel, is_whole, "sums of squares that are not as many for each row")?;
         let n_parts = number(kernel, self.squares.len() / n_rows.max(1))?;
         let width = number(kernel, k)?;
-        Ok(Owed { squares: self.squares.address, n_parts, width, epsilon: self.epsilon })
+        Ok(PendingNormArgs { squares: self.squares.address, n_parts, width, epsilon: self.epsilon })
     }
 }
 

@@ -162,7 +162,7 @@ impl Card {
         let kernel = of_kernel[0].names.of(&ending);
         ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "shares that are not 1, 2, 4 or 8")?;
         let checked = product.check(self, kernel, OwnForm::Few(form), &ending)?;
-        let Checked { sizes, owed, ending: words, n_parts } = checked;
+        let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= FEW_ROWS_MAX, "more than 128 rows")?;
         ensure(kernel, n_parts <= GRID_SIDE_MAX, "too many rows of the matrix")?;
@@ -184,14 +184,25 @@ impl Card {
                 let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
                 let shared_bytes = shared_bytes(size);
                 let config = Grid { waits: product.is_widened(), ..Grid::of(blocks, THREADS, shared_bytes) };
-                launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes)
+                launch!(self, kernel, config, shares, &words, &pending_norm, &of_w, &of_tiles, &sizes)
             }
             Weights::Fp8(w) => {
                 let boxes = (TILE_COLUMNS, UNIT);
                 let of_w = TensorMap::of_bytes(w.numbers.address, n, Fp8Rows::width(k), boxes)?;
                 let config = Grid::of(blocks, THREADS, shared_bytes_fp8(size));
                 let scales = w.scales.address;
-                launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes, &scales)
+                launch!(
+                    self,
+                    kernel,
+                    config,
+                    shares,
+                    &words,
+                    &pending_norm,
+                    &of_w,
+                    &of_tiles,
+                    &sizes,
+                    &scales
+                )
             }
         }
     }
@@ -201,7 +212,7 @@ impl Card {
         let OwnProduct { w, x, k, .. } = product;
         let kernel = SIZES_EVEN[0].names.of(&ending);
         let checked = product.check(self, kernel, OwnForm::Few(FewRowsForm::Even), &ending)?;
-        let Checked { sizes, owed, ending: words, n_parts } = checked;
+        let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= EVEN_ROWS_MAX, "more than 64 rows")?;
         let size = SIZES_EVEN.iter().find(|size| size.rows_max >= n_rows);
@@ -227,7 +238,7 @@ impl Card {
             waits: product.is_widened(),
             ..Grid::of((n_blocks, 1, 1), THREADS, shared_bytes_even(size))
         };
-        launch!(self, kernel, config, 1, &words, &owed, &of_w, &of_tiles, &sizes, &meeting)
+        launch!(self, kernel, config, 1, &words, &pending_norm, &of_w, &of_tiles, &sizes, &meeting)
     }
 }
 

@@ -43,7 +43,7 @@ impl Card {
         let names = SKINNY_FORMS.iter().zip(&NAMES).find(|(one, _)| **one == form).map(|(_, names)| names);
         let kernel = names.expect("forms are made here alone").of(&ending);
         let checked = product.check(self, kernel, OwnForm::Skinny(form), &ending)?;
-        let Checked { sizes, owed, ending, n_parts } = checked;
+        let Checked { sizes, pending_norm, ending, n_parts } = checked;
         ensure(kernel, sizes.n_rows as usize <= SKINNY_ROWS_MAX, "more than 8 rows")?;
         let Some(w) = product.w.in_bf16() else {
             return ensure(kernel, false, "a matrix in FP8 that was not widened");
@@ -53,6 +53,6 @@ impl Card {
         }
         // One more warp does the work after the product.
         let config = Grid { waits: product.is_widened(), ..grid(n_parts, 1, (form.warps + 1) * 32) };
-        launch!(self, kernel, config, &ending, &owed, &w.address, &product.x.address, &sizes)
+        launch!(self, kernel, config, &ending, &pending_norm, &w.address, &product.x.address, &sizes)
     }
 }
