@@ -15,8 +15,8 @@ use cudarc::driver::CudaContext;
 
 use super::buffer::{Element, View, ViewMut};
 use super::mapped::Mapped;
-use super::page_copier::WireKernels;
 use super::staging::Staging;
+use super::wire_kernels::WireKernels;
 use super::{Card, CudaError};
 use crate::borrow::{Access, Held, PageBusy, ReadBorrow, WriteBorrow};
 use crate::memory::MemoryError;

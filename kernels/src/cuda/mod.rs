@@ -32,6 +32,9 @@ mod engines;
 mod lanes;
 pub mod nccl;
 pub mod slots;
+mod wire_kernels;
+pub mod copied_pages;
+pub mod page_copier_size;
 pub mod page_copier;
 pub mod ops;
 pub mod matmul;
@@ -41,6 +44,7 @@ pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
 pub use cache::Cache;
 pub use card::{Card, Marker};
 pub use compiler::{Compiled, Nvrtc};
+pub use copied_pages::{PageRuns, RemotePages, SlotAt, SomePages};
 pub use error::CudaError;
 pub use event::Event;
 pub use graph::Graph;
@@ -52,9 +56,8 @@ pub use ops::{
     PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm, SumRows, TOP_MAX,
     Weights,
 };
-pub use page_copier::{
-    CopyDone, CopyJob, PageCopier, PageCopierSize, PageRuns, RemotePages, SlotAt, SomePages,
-};
+pub use page_copier::{CopyDone, CopyJob, PageCopier};
+pub use page_copier_size::PageCopierSize;
 pub use peers::{LostFlag, PEERS_MAX, Peers, Shown, Together};
 pub use pinned::Pinned;
 pub use remote::RemoteMemory;

@@ -11,21 +11,21 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::sys::{
-    CUdevice_attribute as Attribute, CUevent_flags, CUfunction_attribute as FunctionAttribute,
-};
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 
+use super::CudaError;
 use super::completion_counter::CounterReader;
+use super::copied_pages::{PageRuns, RemotePages, SlotAt, SomePages, VECTOR_BYTES};
 use super::engines::Engines;
 use super::error::ensure;
 use super::job_buffers::JobBuffers;
 use super::lanes::{Lanes, Load};
 use super::memory::DeviceMemory;
+use super::page_copier_size::PageCopierSize;
 use super::rectangles::{Moved, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
-use super::slots::Slots;
-use super::{Card, CudaError};
+use super::wire_kernels::{STAGE_BYTES, WireKernels};
 
 /// Threads of a kernel's block; a block has a multiprocessor for itself.
 const THREADS: u32 = 512;
@@ -36,57 +36,6 @@ const TOLD_MAX: usize = 2 * PAGES_MAX;
 const ANSWERS_USUAL: usize = 8 * PAGES_MAX;
 /// Job buffers that a page copier has from the start on.
 const BUFFERS_AT_START: usize = 8;
-/// What one stage of all warps of a block takes of shared memory, what a block has beside its stages, and how many there can be: as in wire.cu.
-const STAGE_BYTES: usize = 16 * 4096;
-const TABLE_BYTES: usize = 17 << 10;
-const STAGES_MAX: usize = 2;
-/// The kernels move this number of bytes at once.
-const VECTOR_BYTES: usize = 16;
-
-/// How much of a card a page copier takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageCopierSize {
-    /// Streams, and so copy jobs under way at one time.
-    pub n_lanes: usize,
-    /// Multiprocessors of each.
-    pub lane_multiprocessors: u32,
-    /// Copy engines that one copy job keeps busy.
-    pub n_engines: usize,
-    /// Multiprocessors that digest what copy engines have moved, and what a sender shows.
-    pub digest_multiprocessors: u32,
-    /// The smallest rectangle, on average, that is worth an engine's while: to begin one takes 3.5 microseconds.
-    pub engine_bytes_min: usize,
-}
-
-impl PageCopierSize {
-    /// This number of multiprocessors, in four parts: the others fill the wire while one begins or ends a copy job. Digests alone go
-    /// one copy job after the other: what counts there is when the last one is done.
-    pub fn of(multiprocessors: u32) -> Self {
-        Self {
-            n_lanes: 4,
-            lane_multiprocessors: multiprocessors.div_ceil(4),
-            n_engines: 2,
-            digest_multiprocessors: multiprocessors,
-            engine_bytes_min: 8 << 20,
-        }
-    }
-}
-
-impl Default for PageCopierSize {
-    fn default() -> Self {
-        Self::of(16)
-    }
-}
-
-/// The kernels that move pages, on one card.
-#[derive(Clone)]
-pub(super) struct WireKernels {
-    pull: CudaFunction,
-    digest: CudaFunction,
-    copy: CudaFunction,
-    /// Steps that a warp has on their way.
-    n_stages: usize,
-}
 
 /// See the module.
 pub struct PageCopier {
@@ -102,67 +51,6 @@ pub struct PageCopier {
     ///
     /// Held for a look, never while anything is waited for.
     free_buffers: Mutex<Vec<JobBuffers>>,
-}
-
-/// How a page is divided, `[K|V][head]`, each a run of `run_bytes`; and which of its heads are meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageRuns {
-    pub n_parts: usize,
-    /// Those that are meant: neighbours, from the first on.
-    pub n_heads: usize,
-    pub run_bytes: usize,
-    pub first_head: usize,
-    /// All that the page has.
-    pub page_heads: usize,
-}
-
-/// Some pages of regions that are alike, and what of them counts.
-#[derive(Clone, Copy, Debug)]
-pub struct SomePages<'a> {
-    /// Region and page, layer by layer.
-    pub places: &'a [(u32, u32)],
-    /// How many of them each layer has.
-    pub n_of_layer: usize,
-    pub runs: PageRuns,
-    /// The page of each layer whose runs are valid only in their first bytes, and the number of these.
-    pub partial: Option<(usize, usize)>,
-}
-
-/// Pages of a peer's card, as many as there are here, at these offsets of its memory.
-#[derive(Clone, Copy, Debug)]
-pub struct RemotePages<'a> {
-    pub memory: &'a RemoteMemory,
-    pub offsets: &'a [u64],
-    /// The parts and heads that are meant here, whatever other heads the pages have.
-    pub runs: PageRuns,
-}
-
-impl RemotePages<'_> {
-    /// Where what is meant of each begins.
-    fn addresses(self) -> impl Iterator<Item = u64> {
-        let first = self.memory.address() + self.runs.start() as u64;
-        self.offsets.iter().map(move |offset| first + offset)
-    }
-}
-
-/// A place in a slot.
-#[derive(Clone, Copy, Debug)]
-pub struct SlotAt<'a> {
-    pub slots: &'a Slots,
-    pub slot: usize,
-    pub offset: usize,
-}
-
-impl SlotAt<'_> {
-    /// The addresses of these pages from here on, one after the other.
-    fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
-        let (n_pages, page_bytes) = (some.places.len(), some.runs.moved_bytes());
-        let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
-        let is_vectors =
-            self.slots.slot_bytes().is_multiple_of(VECTOR_BYTES) && self.offset.is_multiple_of(VECTOR_BYTES);
-        ensure("a slot", is_vectors, "pages that begin off a 16-byte edge")?;
-        Ok((0..n_pages as u64).map(move |nth| first + nth * page_bytes as u64))
-    }
 }
 
 /// Work under way on the card. [`PageCopier::take`] waits for it.
@@ -217,74 +105,6 @@ enum Kind {
     Pull,
     Digest,
     Copy,
-}
-
-// === impl WireKernels ===
-
-impl WireKernels {
-    pub(super) fn of(card: &Card) -> Result<Self, CudaError> {
-        let n_stages = n_stages(card.context())?;
-        let [pull, digest, copy] = ["wire_pull", "wire_digest", "wire_copy"].map(|name| card.function(name));
-        for kernel in [&pull, &digest, &copy] {
-            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            kernel
-                .set_attribute(attribute, (n_stages * STAGE_BYTES) as i32)
-                .map_err(CudaError::during("reserve shared memory for a kernel"))?;
-        }
-        Ok(Self { pull, digest, copy, n_stages })
-    }
-}
-
-/// The stages that fit into a multiprocessor's memory; none before Hopper, whose kernels have no stages.
-fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
-    let attribute = |attribute| {
-        context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))
-    };
-    let bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
-    let is_hopper = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 9;
-    let fitting = bytes.saturating_sub(TABLE_BYTES) / STAGE_BYTES;
-    Ok(if is_hopper { fitting.clamp(1, STAGES_MAX) } else { 0 })
-}
-
-// === impl PageRuns ===
-
-impl PageRuns {
-    /// All heads are meant.
-    pub const fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
-        Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
-    }
-
-    pub fn page_bytes(&self) -> usize {
-        self.n_parts * self.part_bytes()
-    }
-
-    /// Bytes of the parts that are meant.
-    pub fn moved_bytes(&self) -> usize {
-        self.n_parts * self.n_heads * self.run_bytes
-    }
-
-    fn are_there(&self) -> bool {
-        self.first_head.checked_add(self.n_heads).is_some_and(|end| end <= self.page_heads)
-    }
-
-    fn are_whole(&self) -> bool {
-        self.n_heads == self.page_heads
-    }
-
-    /// From K to V.
-    fn part_bytes(&self) -> usize {
-        self.page_heads * self.run_bytes
-    }
-
-    /// Where the first head that is meant begins in its page.
-    fn start(&self) -> usize {
-        self.first_head * self.run_bytes
-    }
-
-    /// The same as they lie in a slot, where there are no others.
-    fn packed(&self) -> Self {
-        Self { first_head: 0, page_heads: self.n_heads, ..*self }
-    }
 }
 
 // === impl PageCopier ===

@@ -28,11 +28,6 @@ const MAY_STAY: &[(&str, &[&str], &str)] = &[
     ("kernels", &["memory", "regions"], "regions answer with the errors of the memory that has them"),
     (
         "kernels",
-        &["cuda::memory", "cuda::page_copier", "cuda::remote", "cuda::slots"],
-        "device memory keeps the kernels that copy it",
-    ),
-    (
-        "kernels",
         &["cuda::ops::endings", "cuda::ops::few_rows", "cuda::ops::skinny"],
         "an ending is chosen by the form of the product before it",
     ),
