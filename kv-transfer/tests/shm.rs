@@ -11,7 +11,7 @@ use std::time::Duration;
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, Pair, layout, pages, whole};
 use baton_kv_transfer::connectors::link::frame::{Body, Frame, HEADER_BYTES, Header, Hello, KvPlace, Piece};
 use baton_kv_transfer::{Fault, FaultKind, TransferError, build};
-use kernels::{HostMemory, RegionShape};
+use device::{HostMemory, RegionShape};
 use kv_cache::LayerFence;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use types::node::PROTOCOL;

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use kernels::cuda::{Cache, Card, PageCopier, PageCopierSize, RemoteMemory};
+use device::cuda::{Cache, Card, PageCopier, PageCopierSize, RemoteMemory};
 use kv_cache::KvMemory;
 use types::KvLayout;
 

@@ -2,9 +2,10 @@
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
-    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwnForm,
-    OwnProduct, PendingNorm, SKINNY_FORMS, Weights,
+    AddedRows, ComputeCard, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwnForm, OwnProduct,
+    PendingNorm, SKINNY_FORMS, Weights,
 };
+use device::cuda::{Bf16, Buffer, CudaError};
 
 use super::check_products::product;
 use super::check_rows::{EPSILON, POISON, let_through};
@@ -31,7 +32,7 @@ struct Rows {
 /// Parts of the sums of squares of a row: more than a warp has lanes.
 const N_PARTS: usize = 37;
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for is_fp8 in [false, true] {
         for n_rows in extent.of(&[3, 128, 8, 1, 17, 33, 64], 2) {
             let forms = forms(card, is_fp8, *n_rows);
@@ -85,7 +86,7 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
     ((64, 3, 2), Extras::Bias),
 ];
 
-pub(crate) fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
+pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
     let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
     let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
     let serves = |form: &&FewRowsForm| card.has_few_rows() && form.serves(n_rows, is_fp8);
@@ -93,7 +94,7 @@ pub(crate) fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
 }
 
 impl Drawn {
-    fn new(card: &Card, is_fp8: bool, n: usize, k: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, is_fp8: bool, n: usize, k: usize) -> Result<Self, CudaError> {
         let mut draw = Draw::new((5 * n * k) as u64);
         if is_fp8 {
             return Ok(Self::Fp8(Matrix::drawn(card, &mut draw, n, k)?));
@@ -140,7 +141,7 @@ impl Drawn {
 }
 
 impl Rows {
-    fn new(card: &Card, n_rows: usize, k: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, n_rows: usize, k: usize) -> Result<Self, CudaError> {
         let mut draw = Draw::new((11 * n_rows + k) as u64);
         let x = draw.narrow(n_rows * k, 1.0);
         let squares: Vec<f32> = (0..n_rows * N_PARTS).map(|_| (draw.number() + 1.1) * 8.0).collect();
@@ -169,7 +170,7 @@ impl Rows {
 type Case = (OwnForm, usize, bool);
 
 fn gated(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     w: &Drawn,
     (form, n_rows, is_pending): Case,
@@ -187,7 +188,7 @@ fn gated(
 }
 
 fn added(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     w: &Drawn,
     (form, n_rows, is_pending): Case,
@@ -227,7 +228,7 @@ fn added(
 }
 
 fn heads(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     ((head_dim, n_q_heads, n_kv_heads), number, extras): ((usize, usize, usize), KvNumber, Extras),
     is_fp8: bool,

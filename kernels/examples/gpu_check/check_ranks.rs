@@ -5,7 +5,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use baton_kernels::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph, Peers, Shown, SumRows, Together};
+use baton_kernels::cuda::{ComputeCard, Peers, Shown, SumRows, Together};
+use device::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph};
 use serde_json::{Value, json};
 
 use super::check_joined;
@@ -24,7 +25,7 @@ pub(crate) const GRAPHS: usize = 40;
 
 /// One card, with what it shows.
 pub(crate) struct Side {
-    pub(crate) card: Card,
+    pub(crate) card: ComputeCard,
     part: Buffer<Bf16>,
     out: Buffer<Bf16>,
     whole: Buffer<f32>,
@@ -32,7 +33,7 @@ pub(crate) struct Side {
 
 impl Side {
     fn open(ordinal: usize, nvrtc: Option<&Path>, cache: &Cache, n: usize) -> Result<Self, CudaError> {
-        let card = Card::open(ordinal, nvrtc, cache)?;
+        let card = ComputeCard::open(ordinal, nvrtc, cache)?;
         let (part, out, whole) = (card.buffer(n)?, card.buffer(n)?, card.buffer(n)?);
         Ok(Self { card, part, out, whole })
     }
@@ -111,7 +112,7 @@ fn sums_and_gathers(
 
 pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<Vec<Peers>, CudaError> {
     let together = Together { few_rows: FEW_ROWS, width, patience };
-    let cards: Vec<&Card> = sides.iter().map(|side| &side.card).collect();
+    let cards: Vec<&ComputeCard> = sides.iter().map(|side| &side.card).collect();
     let shown: Vec<Shown<'_>> = sides.iter().map(Side::shown).collect();
     Peers::all(&cards, &shown, together)
 }

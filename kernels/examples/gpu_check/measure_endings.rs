@@ -2,9 +2,9 @@
 
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
-    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, OwnForm, OwnProduct, PendingNorm,
-    SKINNY_FORMS, View, Weights,
+    AddedRows, ComputeCard, Ending, FewRowsForm, OwnForm, OwnProduct, PendingNorm, SKINNY_FORMS, Weights,
 };
+use device::cuda::{Bf16, Buffer, CudaError, View};
 use serde_json::Value;
 
 use super::draw::Draw;
@@ -34,7 +34,7 @@ struct Stream {
     squares: Buffer<f32>,
 }
 
-pub(crate) fn all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+pub(crate) fn all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for n_rows in [1, 8] {
         let mut bench = Bench::new(card, n_rows)?;
@@ -51,7 +51,7 @@ pub(crate) fn all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError>
 }
 
 impl Bench {
-    fn new(card: &Card, n_rows: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, n_rows: usize) -> Result<Self, CudaError> {
         let weights = |n: usize| {
             let n_copies = BEYOND_CACHES / (2 * n) + 1;
             card.upload(&Draw::new(27).many(n_copies * n, 0.02))
@@ -74,7 +74,7 @@ impl Bench {
 
     fn gates(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         limits: &Limits,
         form: OwnForm,
         lines: &mut Vec<Value>,
@@ -112,7 +112,7 @@ impl Bench {
     /// o, without and with what comes after it.
     fn added(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         limits: &Limits,
         form: OwnForm,
         lines: &mut Vec<Value>,
@@ -137,7 +137,12 @@ impl Bench {
     }
 
     /// What comes after attention in a layer, one after the other: the first two products, the last two, all.
-    fn chains(&mut self, card: &Card, limits: &Limits, lines: &mut Vec<Value>) -> Result<(), CudaError> {
+    fn chains(
+        &mut self,
+        card: &ComputeCard,
+        limits: &Limits,
+        lines: &mut Vec<Value>,
+    ) -> Result<(), CudaError> {
         let n_rows = self.n_rows;
         let own = [OwnForm::Few(FewRowsForm::Clusters { shares: 4 }), OwnForm::Skinny(SKINNY_FORMS[0])];
         let own_gate = [OwnForm::Few(FewRowsForm::Clusters { shares: 1 }), OwnForm::Skinny(SKINNY_FORMS[2])];
@@ -180,7 +185,7 @@ impl Bench {
 impl Stream {
     fn give(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         form: OwnForm,
         product: OwnProduct<'_>,
         n_rows: usize,

@@ -1,7 +1,8 @@
 //! Bytes and digests against the processor's.
 
-use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Card, PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
+use baton_kernels::cuda::ComputeCard;
+use device::RegionShape;
+use device::cuda::{PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
 use twox_hash::XxHash3_64;
 
 use crate::{Outcome, Two};
@@ -24,7 +25,7 @@ const N_PAGES: u32 = 64;
 /// The shapes that are enough where every access takes long.
 const N_SMALL: usize = 5;
 
-pub(crate) fn all(cards: &[Card; 2], is_small: bool) -> Outcome<usize> {
+pub(crate) fn all(cards: &[ComputeCard; 2], is_small: bool) -> Outcome<usize> {
     let mut n_checks = memory(cards)? + rectangles(cards)?;
     let shapes = if is_small { &SHAPES[..N_SMALL] } else { SHAPES };
     for (n_parts, n_heads, run_bytes) in shapes {
@@ -44,7 +45,7 @@ fn ensure(holds: bool, what: &str) -> Outcome<usize> {
 }
 
 /// What is written comes back, nothing else changes, and borrows exclude each other.
-fn memory(cards: &[Card; 2]) -> Outcome<usize> {
+fn memory(cards: &[ComputeCard; 2]) -> Outcome<usize> {
     let shapes =
         [RegionShape { page_bytes: 4096, n_pages: 300 }, RegionShape { page_bytes: 100, n_pages: 7 }];
     let two = Two::new(cards, &shapes)?;
@@ -89,7 +90,7 @@ fn digest(page: &[u8], runs: PageRuns, head: usize, valid: usize) -> u64 {
 }
 
 /// Digests of every valid length, and pages pulled from anywhere to anywhere.
-fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
+fn pages(cards: &[ComputeCard; 2], runs: PageRuns) -> Outcome<usize> {
     let two = Two::new(cards, &[RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }])?;
     let (near, far) = (
         PageCopier::new(&two.near, PageCopierSize::default())?,
@@ -143,7 +144,10 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
 
 /// The last of the sender's heads are the receiver's first, and the other way round. Both have other heads, which are
 /// neither moved nor written.
-fn some_heads(cards: &[Card; 2], (n_parts, n_heads, run_bytes): (usize, usize, usize)) -> Outcome<usize> {
+fn some_heads(
+    cards: &[ComputeCard; 2],
+    (n_parts, n_heads, run_bytes): (usize, usize, usize),
+) -> Outcome<usize> {
     let mut n_checks = 0;
     for (first_there, first_here) in [(3, 0), (0, 1)] {
         let runs = |first_head, page_heads| PageRuns {
@@ -193,7 +197,7 @@ fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool>
 }
 
 /// Rectangles over layers, some of whose blocks are neighbours on both sides, and nothing beside them is written.
-fn rectangles(cards: &[Card; 2]) -> Outcome<usize> {
+fn rectangles(cards: &[ComputeCard; 2]) -> Outcome<usize> {
     const N_LAYERS: u32 = 5;
     let runs = PageRuns::whole(2, 2, 1024);
     let shapes = [RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];

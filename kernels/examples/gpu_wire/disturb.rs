@@ -6,10 +6,9 @@
 use std::thread;
 use std::time::Duration;
 
-use baton_kernels::RegionShape;
-use baton_kernels::cuda::{
-    Answer, Bf16, Buffer, Card, CudaError, Graph, PageCopier, PageCopierSize, Products, Weights,
-};
+use baton_kernels::cuda::{Answer, ComputeCard, Products, Weights};
+use device::RegionShape;
+use device::cuda::{Bf16, Buffer, CudaError, Graph, PageCopier, PageCopierSize};
 use serde_json::{Value, json};
 
 use crate::measure::{N_LAYERS, N_PAGES, N_SENT, RUNS, What, start};
@@ -49,7 +48,7 @@ fn disturbances() -> Vec<Disturbance> {
     all.into_iter().map(|(name, whats, size)| Disturbance { name, whats, size }).collect()
 }
 
-pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
+pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
     let shapes = [RegionShape { page_bytes: RUNS.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
     let two = Two::new(cards, &shapes)?;
     let disturbances = disturbances();
@@ -109,7 +108,7 @@ struct Prompt {
 }
 
 impl Prompt {
-    fn new(card: &Card) -> Outcome<Self> {
+    fn new(card: &ComputeCard) -> Outcome<Self> {
         let room = |n: usize, seed: u64| {
             let mut room = card.buffer::<Bf16>(n)?;
             card.dummy_weights(room.view_mut(), seed, 0.02)?;
@@ -133,7 +132,7 @@ impl Prompt {
     }
 
     /// How long it takes while something else is done.
-    fn ms(&mut self, card: &Card, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
+    fn ms(&mut self, card: &ComputeCard, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
         let start = card.mark()?;
         self.graph.launch()?;
         let end = card.mark()?;

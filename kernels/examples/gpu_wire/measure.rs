@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Card, CopyJob, PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
+use baton_kernels::cuda::ComputeCard;
+use device::RegionShape;
+use device::cuda::{CopyJob, PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
 use serde_json::{Value, json};
 
 use crate::{Outcome, Two};
@@ -48,7 +49,7 @@ struct CopyJobs {
 /// Two layers of all blocks.
 const FLAT: CopyJobs = CopyJobs { n_layers: 2, n_blocks: N_SENT };
 
-pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
+pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
     let shapes = [RegionShape { page_bytes: RUNS.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
     let two = Two::new(cards, &shapes)?;
     let bytes = f64::from(N_LAYERS * N_SENT) * RUNS.page_bytes() as f64;

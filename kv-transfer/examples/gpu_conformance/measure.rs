@@ -7,7 +7,7 @@ use baton_kv_transfer::conformance::node::{Node, handoff};
 use baton_kv_transfer::{
     ArrivedKv, ConnectorParts, KvConnector, LandRequest, Taper, TransferSettings, build,
 };
-use kernels::cuda::{PageCopier, PageCopierSize};
+use device::cuda::{PageCopier, PageCopierSize};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
 use serde_json::{Value, json};
 use types::{Destination, GroupIdx, KvDtype, KvLayout, KvSpan, RequestId};

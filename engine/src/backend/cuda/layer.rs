@@ -4,9 +4,10 @@
 //! For few rows, an own kernel multiplies and also does the work after the product; otherwise separate kernels do that work.
 //! With an own kernel, a norm is begun when rows are added to the residual, and ended by the next product.
 
+use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, Next, NormedRows, OwnForm,
-    OwnProduct, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
+    AddedRows, Answer, ComputeCard, Ending, HeadsRows, Next, NormedRows, OwnForm, OwnProduct, Peers,
+    PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, Weights,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -220,7 +221,7 @@ impl Normed {
 }
 
 fn linear(
-    (card, products): (&Card, &mut Products),
+    (card, products): (&ComputeCard, &mut Products),
     y: &mut ViewMut<'_, Bf16>,
     linear: &Linear,
     x: View<'_, Bf16>,

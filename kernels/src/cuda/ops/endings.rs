@@ -5,8 +5,8 @@ use super::few_rows::FewRowsForm;
 use super::fp8::check_rows;
 use super::skinny::SkinnyForm;
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, Element, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut, ensure,
-    number, rows_of, two_in_one,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, Element, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut,
+    ensure, number, rows_of, two_in_one,
 };
 use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
@@ -63,7 +63,7 @@ pub struct AddedRows<'a> {
 }
 
 /// The sums are all heads of q, of k and of v: they are biased, normed, rotated and put into pages as
-/// [`Card::rope_write_kv`] does it, which reads them from where only q is written here.
+/// [`ComputeCard::rope_write_kv`] does it, which reads them from where only q is written here.
 #[derive(Debug)]
 pub struct HeadsRows<'a> {
     pub rope: RopeWriteKv<'a>,
@@ -199,7 +199,7 @@ impl<'a> OwnProduct<'a> {
 
     pub(super) fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         form: OwnForm,
         ending: &Ending<'_>,
@@ -236,7 +236,7 @@ impl<'a> OwnProduct<'a> {
 impl PendingNorm<'_> {
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (k, n_rows): (usize, usize),
     ) -> Result<PendingNormArgs, CudaError> {
@@ -245,7 +245,7 @@ impl PendingNorm<'_> {
         ensure(kernel, is_whole, "sums of squares that are not as many for each row")?;
         let n_parts = number(kernel, self.squares.len() / n_rows.max(1))?;
         let width = number(kernel, k)?;
-        Ok(PendingNormArgs { squares: self.squares.address, n_parts, width, epsilon: self.epsilon })
+        Ok(PendingNormArgs { squares: self.squares.address(), n_parts, width, epsilon: self.epsilon })
     }
 }
 
@@ -253,7 +253,7 @@ impl Ending<'_> {
     /// Checks that it fits a product of `n_rows` rows with a matrix of `n` rows.
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         form: OwnForm,
         (n, n_rows): (usize, usize),
@@ -278,8 +278,8 @@ impl Ending<'_> {
     fn words(&self, kernel: &'static str, n_parts: usize) -> Result<EndingWords, CudaError> {
         let mut words = EndingWords::default();
         match self {
-            Self::Sums(y) | Self::Gated(y) => words.0[0] = y.address,
-            Self::Wide(y) => words.0[0] = y.address,
+            Self::Sums(y) | Self::Gated(y) => words.0[0] = y.address(),
+            Self::Wide(y) => words.0[0] = y.address(),
             Self::Added(added) => words.begin(&added.words(kernel, n_parts)?),
             Self::Joined(added, peers) => {
                 words.begin(&added.words(kernel, n_parts)?);
@@ -298,7 +298,7 @@ impl EndingWords {
 }
 
 fn check_sums<T: Element>(
-    card: &Card,
+    card: &ComputeCard,
     kernel: &'static str,
     y: &ViewMut<'_, T>,
     n_sums: usize,
@@ -310,7 +310,7 @@ fn check_sums<T: Element>(
 impl AddedRows<'_> {
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (n, n_rows): (usize, usize),
         n_parts: usize,
@@ -327,14 +327,14 @@ impl AddedRows<'_> {
     fn words(&self, kernel: &'static str, n_parts: usize) -> Result<[u64; ADDED_WORDS], CudaError> {
         let Self { residual, out, weight, squares } = self;
         let n_parts = u64::from(number(kernel, n_parts)?);
-        Ok([residual.address, out.address, weight.address, squares.address, n_parts])
+        Ok([residual.address(), out.address(), weight.address(), squares.address(), n_parts])
     }
 }
 
 impl HeadsRows<'_> {
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (n, n_rows): (usize, usize),
         form: OwnForm,
@@ -353,16 +353,16 @@ impl HeadsRows<'_> {
 
     fn words(&self, kernel: &'static str) -> Result<[u64; 12], CudaError> {
         let RopeWriteKv { qkv, pages, positions, slots, turns, norms, kv, .. } = &self.rope;
-        let [q_norm, k_norm] = norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
-        let bias = self.bias.map_or(0, |bias| bias.address);
+        let [q_norm, k_norm] = norms.map_or([0, 0], |[q, k]| [q.address(), k.address()]);
+        let bias = self.bias.map_or(0, |bias| bias.address());
         let n_positions = rows_of(kernel, turns.len(), kv.head_dim / 2)?;
         let of_size = |size: usize| number(kernel, size);
         Ok([
-            qkv.address,
-            pages.address,
-            positions.address,
-            slots.address,
-            turns.address,
+            qkv.address(),
+            pages.address(),
+            positions.address(),
+            slots.address(),
+            turns.address(),
             bias,
             q_norm,
             k_norm,
@@ -391,7 +391,7 @@ impl KernelNames {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// `x * transpose(w)`, a number for each pair of rows, and the work after it.
     pub fn multiply_own(
         &self,

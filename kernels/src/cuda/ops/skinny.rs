@@ -1,8 +1,8 @@
 //! Products of up to 8 rows with a large matrix, bound by reading the matrix; for every GPU.
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, kernel_names};
-use super::{Card, CudaError, ensure, launch};
-use crate::cuda::card::{Grid, grid};
+use super::{ComputeCard, CudaError, ensure, launch};
+use device::cuda::card::{Grid, grid};
 
 /// The most rows of one pass over the matrix.
 pub const SKINNY_ROWS_MAX: usize = 8;
@@ -32,8 +32,8 @@ const NAMES: [KernelNames; 4] = [
     kernel_names!("skinny", "8x2"),
 ];
 
-impl Card {
-    /// [`Card::multiply_own`] of up to 8 rows with a matrix in bf16.
+impl ComputeCard {
+    /// [`ComputeCard::multiply_own`] of up to 8 rows with a matrix in bf16.
     pub(super) fn skinny(
         &self,
         form: SkinnyForm,
@@ -53,6 +53,6 @@ impl Card {
         }
         // One more warp does the work after the product.
         let config = Grid { waits: product.is_widened(), ..grid(n_parts, 1, (form.warps + 1) * 32) };
-        launch!(self, kernel, config, &ending, &pending_norm, &w.address, &product.x.address, &sizes)
+        launch!(self, kernel, config, &ending, &pending_norm, &w.address(), &product.x.address(), &sizes)
     }
 }

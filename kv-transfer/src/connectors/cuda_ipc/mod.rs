@@ -18,7 +18,7 @@ mod send;
 use std::path::Path;
 use std::sync::Arc;
 
-use kernels::cuda::PageCopierSize;
+use device::cuda::PageCopierSize;
 use tracing::info;
 use types::{Scheme, WireAddress};
 

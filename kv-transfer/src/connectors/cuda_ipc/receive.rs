@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::{RemoteMemory, RemotePages};
+use device::cuda::{RemoteMemory, RemotePages};
 use kv_cache::KvMemory;
 use tracing::trace;
 use types::KvSpan;

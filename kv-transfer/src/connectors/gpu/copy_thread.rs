@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use chassis::Gate;
-use kernels::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize, RemoteMemory};
+use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize, RemoteMemory};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 use tracing::trace;

@@ -1,6 +1,6 @@
 //! Hot path. A span's pages as a card is told of them.
 
-use kernels::cuda::{PageRuns, SomePages};
+use device::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
 

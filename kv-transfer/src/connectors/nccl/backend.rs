@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::CopyDone;
+use device::cuda::CopyDone;
 
 use crate::connectors::gpu::copy_thread::UnderWay;
 use crate::connectors::link::span_out::SpanOut;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
-use kernels::cuda::{CopyDone, PageCopierSize, SlotAt, Slots};
+use device::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
+use device::cuda::{CopyDone, PageCopierSize, SlotAt, Slots};
 use kv_cache::KvMemory;
 use tracing::trace;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use kernels::cuda::CopyDone;
+use device::cuda::CopyDone;
 use kv_cache::KvMemory;
 
 use super::backend::{Communicator, End, Gathering, ID_BYTES, NcclBackend, QueueId, Stage};

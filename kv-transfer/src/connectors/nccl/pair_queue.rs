@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::Gate;
-use kernels::cuda::CopyDone;
+use device::cuda::CopyDone;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::backend::{End, PairId, Stage};

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::thread::Builder;
 
-use kernels::cuda::CopyDone;
+use device::cuda::CopyDone;
 
 use super::backend::Communicator;
 use crate::error::TransferError;

@@ -1,7 +1,7 @@
 //! Hot path. Pages on a card, which the device reads and writes past the processor: the card itself makes their digests.
 
 use chassis::Gate;
-use kernels::cuda::PageCopierSize;
+use device::cuda::PageCopierSize;
 use kv_cache::{KvMemory, OnCard};
 
 use crate::connectors::gpu::copy_thread::CopyThread;

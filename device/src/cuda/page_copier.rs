@@ -402,7 +402,7 @@ impl PageCopier {
         let grid = (n_multiprocessors.max(1), 1, 1);
         let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
-        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `checked` have
+        // SAFETY: the arguments are those of the kernel's signature in wire.cu, in its order. `shape` and `checked` have
         // checked that every page lies within memory that is mapped; the code that unmaps it waits for the card first, and so
         // does the drop of the buffers. The buffers are as long as the table and the digests, by `take_buffers`.
         unsafe {
