@@ -1,6 +1,6 @@
 //! The errors of starting, running and stopping a pool node.
 
-use kernels::MemoryError;
+use device::MemoryError;
 use node::NodeError;
 use registry::RegistryError;
 

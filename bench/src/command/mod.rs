@@ -41,7 +41,7 @@ pub enum BenchCommand {
     /// Run a scenario of the suite
     Scenario(scenario::ScenarioArgs),
     /// A server with programmed delays, to measure the harness itself
-    Puppet(puppet::PuppetArgs),
+    Puppet(puppet::ScriptedServerArgs),
 }
 
 /// The result of a command.

@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use cudarc::driver::{CudaContext, result, sys};
+use device::cuda::error::ensure;
+use device::cuda::{Bf16, Buffer, CudaError, View};
 
-use super::buffer::{Bf16, Buffer, View};
-use super::error::ensure;
+use super::ComputeCard;
 use super::ops::{number, two_in_one};
-use super::{Card, CudaError};
 
 /// Cards that can be together, as in `ranks.cuh`.
 pub const PEERS_MAX: usize = 8;
@@ -139,7 +139,11 @@ impl Peers {
     ///
     /// # Panics
     /// If there is not one thing shown for each card, of equal sizes on all of them.
-    pub fn all(cards: &[&Card], shown: &[Shown<'_>], together: Together) -> Result<Vec<Self>, CudaError> {
+    pub fn all(
+        cards: &[&ComputeCard],
+        shown: &[Shown<'_>],
+        together: Together,
+    ) -> Result<Vec<Self>, CudaError> {
         let sizes = |shown: &Shown<'_>| [shown.part.len(), shown.out.len(), shown.whole.len()];
         assert!(cards.len() == shown.len() && cards.len() <= PEERS_MAX, "one thing shown for each card");
         assert!(shown.iter().all(|one| sizes(one) == sizes(&shown[0])), "equal sizes on all cards");
@@ -148,23 +152,23 @@ impl Peers {
             "on its card"
         );
         reach_each_other(cards)?;
-        let inbox = |card: &&Card| Inbox::new(card, together.inbox_words(cards.len()));
+        let inbox = |card: &&ComputeCard| Inbox::new(card, together.inbox_words(cards.len()));
         let inboxes: Arc<[Inbox]> = cards.iter().map(inbox).collect::<Result<_, _>>()?;
         let Some(first) = cards.first() else { return Ok(Vec::new()) };
         let lost = Arc::new(Lost::new(first.context())?);
-        let rank = |(me, card): (usize, &&Card)| {
+        let rank = |(me, card): (usize, &&ComputeCard)| {
             let turn = zeroed(card, TURN + 1)?;
-            let known = turn.slice(TURN..TURN + 1).address;
+            let known = turn.slice(TURN..TURN + 1).address();
             Ok(Self {
                 ranks: lost.ranks(together, cards.len(), me, known),
                 together,
                 rounds: zeroed(card, together.n_packets())?,
                 turn,
-                inboxes: of_all(&inboxes, |inbox| inbox.packets.view().address),
-                flags: of_all(&inboxes, |inbox| inbox.flags.view().address),
-                parts: of_all(shown, |shown| shown.part.address),
-                outs: of_all(shown, |shown| shown.out.address),
-                wholes: of_all(shown, |shown| shown.whole.address),
+                inboxes: of_all(&inboxes, |inbox| inbox.packets.view().address()),
+                flags: of_all(&inboxes, |inbox| inbox.flags.view().address()),
+                parts: of_all(shown, |shown| shown.part.address()),
+                outs: of_all(shown, |shown| shown.out.address()),
+                wholes: of_all(shown, |shown| shown.whole.address()),
                 shown: sizes(&shown[me]),
                 lost: Arc::clone(&lost),
                 _all: Arc::clone(&inboxes),
@@ -181,7 +185,7 @@ impl Peers {
         self.ranks.me as usize
     }
 
-    /// Rows up to which [`Card::sum_few_rows`] can be used, and [`Ending::Joined`](super::Ending::Joined).
+    /// Rows up to which [`ComputeCard::sum_few_rows`] can be used, and [`Ending::Joined`](super::Ending::Joined).
     pub fn few_rows(&self) -> usize {
         self.together.few_rows
     }
@@ -194,7 +198,7 @@ impl Peers {
         let (at, rest) = words.split_at_mut(PEERS_MAX);
         at.copy_from_slice(&self.inboxes.at);
         rest.copy_from_slice(&[
-            self.rounds.view().address,
+            self.rounds.view().address(),
             two_in_one(number(kernel, few_rows)?, number(kernel, width / 4)?),
             lost,
             known,
@@ -204,14 +208,14 @@ impl Peers {
         Ok(words)
     }
 
-    pub(super) fn check_place(&self, card: &Card, kernel: &'static str) -> Result<(), CudaError> {
+    pub(super) fn check_place(&self, card: &ComputeCard, kernel: &'static str) -> Result<(), CudaError> {
         ensure(kernel, self.rounds.view().ordinal() == card.ordinal(), "another card's place")
     }
 
     /// Whether rows that this card throws find room in the others' inboxes.
     pub(super) fn check_thrown(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (n_rows, width): (usize, usize),
     ) -> Result<(), CudaError> {
@@ -248,12 +252,12 @@ impl fmt::Debug for Peers {
 
 impl Inbox {
     /// No round is the zeroth.
-    fn new(card: &Card, n_words: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, n_words: usize) -> Result<Self, CudaError> {
         Ok(Self { packets: zeroed(card, n_words)?, flags: zeroed(card, FLAGS)? })
     }
 }
 
-fn zeroed(card: &Card, len: usize) -> Result<Buffer<u32>, CudaError> {
+fn zeroed(card: &ComputeCard, len: usize) -> Result<Buffer<u32>, CudaError> {
     let mut buffer = card.buffer(len)?;
     card.fill(buffer.view_mut(), 0)?;
     card.synchronize()?;
@@ -270,7 +274,7 @@ fn of_all<T>(all: &[T], address: impl Fn(&T) -> u64) -> OfRanks {
 
 /// Kernels of each card may use the memory of every other. Two ranks may be on one GPU, each with a stream of its own: for
 /// checks of more ranks than there are GPUs.
-fn reach_each_other(cards: &[&Card]) -> Result<(), CudaError> {
+fn reach_each_other(cards: &[&ComputeCard]) -> Result<(), CudaError> {
     for from in cards {
         for to in cards {
             if from.ordinal() != to.ordinal() {
@@ -281,7 +285,7 @@ fn reach_each_other(cards: &[&Card]) -> Result<(), CudaError> {
     Ok(())
 }
 
-fn reach(from: &Card, to: &Card) -> Result<(), CudaError> {
+fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
     let not_reachable = CudaError::NotReachable { from: from.ordinal(), to: to.ordinal() };
     from.bind()?;
     let mut can = 0;

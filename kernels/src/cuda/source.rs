@@ -1,17 +1,6 @@
 //! The kernels that there are: their text, carried in the executable, and their names.
 
-/// One file of `kernels/cu`, compiled as one program.
-#[derive(Debug)]
-pub struct Source {
-    /// The file's name, as compilers' messages have it.
-    pub name: &'static str,
-    /// The whole program: what it begins with, then the file.
-    pub text: &'static str,
-    /// What can be launched from it.
-    pub kernels: &'static [&'static str],
-    /// The one kind of card that it is for; all kinds where none is named.
-    pub only_on: Option<&'static str>,
-}
+use device::cuda::source::Source;
 
 /// Letters of a digest; enough to tell releases apart.
 const DIGEST_LETTERS: usize = 16;
@@ -30,7 +19,7 @@ macro_rules! source {
         Source {
             name: $name,
             text: concat!(
-                include_str!("../../cu/prelude.cuh"),
+                include_str!("../../../device/cu/prelude.cuh"),
                 $(include_str!(concat!("../../cu/", $before)),)*
                 "#line 1 \"", $name, "\"\n",
                 include_str!(concat!("../../cu/", $name)),
@@ -41,19 +30,7 @@ macro_rules! source {
     };
 }
 
-impl Source {
-    /// For Hopper, whose own instructions no other card has.
-    const fn on_hopper(self) -> Self {
-        Self { only_on: Some("sm_90a"), ..self }
-    }
-
-    /// Whether it can be compiled for this kind of card.
-    pub fn is_for(&self, arch: &str) -> bool {
-        self.only_on.is_none_or(|only| only == arch)
-    }
-}
-
-/// Everything that is compiled for a card when it is opened, as far as it is for that card.
+/// The programs that a [`ComputeCard`](super::ComputeCard) compiles when it is opened, as far as they are for that card.
 pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
     source!("norm.cu", ["rms_norm", "add_rms_norm"]),
@@ -71,7 +48,6 @@ pub const SOURCES: &[Source] = &[
     source!("dummy.cu", ["dummy_weights"]),
     source!("widen_fp8.cu", ["widen_fp8"]),
     source!("probe.cu", ["probe_read", "probe_copy"]),
-    source!("wire.cu", ["wire_pull", "wire_digest", "wire_copy"]),
     source!(
         "skinny.cu",
         [

@@ -37,7 +37,7 @@ pub struct FakeHubState {
     /// The store sends bytes that do not match the etag.
     pub damage: bool,
     /// The requests, in order.
-    pub heard: Vec<String>,
+    pub received: Vec<String>,
 }
 
 /// The hub and its store, on two ports.
@@ -89,12 +89,12 @@ impl FakeHub {
     }
 
     /// Returns the requests since the last call.
-    pub fn heard(&self) -> Vec<String> {
-        std::mem::take(&mut self.state().heard)
+    pub fn received(&self) -> Vec<String> {
+        std::mem::take(&mut self.state().received)
     }
 
     fn hear(&self, what: String) {
-        self.state().heard.push(what);
+        self.state().received.push(what);
     }
 
     /// `Err` is the refusal that the state requires.

@@ -1,7 +1,8 @@
 //! Hot path.
 //! A step's way through a decoder, from its words to its sampled tokens.
 
-use kernels::cuda::{Answer, CudaError, FeedTokens, Weights};
+use device::cuda::CudaError;
+use kernels::cuda::{Answer, FeedTokens, Weights};
 
 use super::decoder::{Decoder, Pass};
 use super::layer::Normed;

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use kernels::cuda::CudaError;
+use device::cuda::CudaError;
 use tracing::error;
 
 /// How long a rank may take to end. A rank that takes longer is abandoned, and what it owns is leaked.

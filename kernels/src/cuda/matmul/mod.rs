@@ -17,12 +17,14 @@ pub mod tuning;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::error::ensure;
+use device::cuda::error::ensure;
+use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
+
+use super::ComputeCard;
 use super::ops::{
     Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, ManyRows, OwnForm, OwnProduct, SKINNY_FORMS,
     SKINNY_ROWS_MAX, Weights,
 };
-use super::{Bf16, Buffer, Card, CudaError, View, ViewMut};
 use cublaslt::{Algorithm, Lt, Plan};
 pub use tuning::{Choices, TUNED_ROWS, tuned_rows};
 
@@ -41,9 +43,9 @@ pub struct ProductShape {
 /// How a product is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// By [`Card::multiply_own`]: up to 8 rows, or, on Hopper, up to 128; with a matrix in FP8, that number at a time.
+    /// By [`ComputeCard::multiply_own`]: up to 8 rows, or, on Hopper, up to 128; with a matrix in FP8, that number at a time.
     Own(OwnForm),
-    /// By [`Card::multiply_many`]: on Hopper, more rows. In FP8 the matrix is widened first, here and below.
+    /// By [`ComputeCard::multiply_many`]: on Hopper, more rows. In FP8 the matrix is widened first, here and below.
     Many,
     Lt(Algorithm),
 }
@@ -139,8 +141,8 @@ impl Answer<'_> {
 
     fn address(&self) -> u64 {
         match self {
-            Self::Narrow(view) => view.address,
-            Self::Wide(view) => view.address,
+            Self::Narrow(view) => view.address(),
+            Self::Wide(view) => view.address(),
         }
     }
 }
@@ -156,7 +158,7 @@ impl<'a> From<Answer<'a>> for Ending<'a> {
 
 impl Next<'_> {
     /// By a kernel of its own: of rows of `n` numbers.
-    fn follow(self, card: &Card, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
+    fn follow(self, card: &ComputeCard, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
         match self {
             Self::Gate(gated) => card.silu_mul(gated, product, n / 2),
             Self::Norm(NormedRows { residual, out, weight, epsilon }) => {
@@ -180,20 +182,23 @@ impl Next<'_> {
 
 impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. There are no measurements yet.
-    pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
+    pub fn open(card: &ComputeCard, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         let lt = Lt::open(card, folder)?;
         Ok(Self { lt, choices: Choices::default(), are_alike: false, ways: HashMap::new(), widened: None })
     }
 
     /// Allocates memory for widening matrices in FP8 of up to `n_numbers` numbers.
-    pub fn make_room(&mut self, card: &Card, n_numbers: usize) -> Result<(), CudaError> {
+    pub fn make_room(&mut self, card: &ComputeCard, n_numbers: usize) -> Result<(), CudaError> {
         self.widened = Some(card.buffer(n_numbers)?);
         Ok(())
     }
 
     /// The same, for products whose rows do not depend on the other rows: nothing is measured, and cuBLASLt computes none
     /// of them. If there are more rows than an own kernel takes, it runs several times and reads the matrix each time.
-    pub fn open_deterministic(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
+    pub fn open_deterministic(
+        card: &ComputeCard,
+        folder: Option<&std::path::Path>,
+    ) -> Result<Self, CudaError> {
         Ok(Self { are_alike: true, ..Self::open(card, folder)? })
     }
 
@@ -215,7 +220,7 @@ impl Products {
     /// `y = x * transpose(w)`: rows of `k` in `x` and in `w`; `y` has a number for each pair of rows.
     pub fn multiply(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         y: Answer<'_>,
         w: Weights<'_>,
         x: View<'_, Bf16>,
@@ -237,7 +242,7 @@ impl Products {
     /// A product and the work after it. `room` takes the product, unless one kernel does both.
     pub fn multiply_then(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         next: Next<'_>,
         mut room: ViewMut<'_, Bf16>,
         (w, x): (Weights<'_>, View<'_, Bf16>),
@@ -255,7 +260,7 @@ impl Products {
     }
 
     /// Ensures that there is a way for this shape.
-    fn find_way(&mut self, card: &Card, shape: ProductShape) -> Result<(), CudaError> {
+    fn find_way(&mut self, card: &ComputeCard, shape: ProductShape) -> Result<(), CudaError> {
         if !self.ways.contains_key(&shape) {
             let way = self.way(card, shape)?;
             if self.ways.len() >= WAYS_MAX {
@@ -269,7 +274,7 @@ impl Products {
     /// Multiplies in the matrix's own way, with the most rows at a time that it takes.
     fn multiply_alike(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         shape: ProductShape,
         mut y: Answer<'_>,
         w: Weights<'_>,
@@ -294,7 +299,7 @@ impl Products {
 
     /// The form of the own kernel that does products of this shape, if one does; it can do the work after the product too.
     /// `None` if results must not depend on other rows, because larger numbers of rows use other kernels for that work.
-    pub fn own_form(&self, card: &Card, shape: ProductShape) -> Option<OwnForm> {
+    pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
         // Most steps with prompts return here without a lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
             return None;
@@ -307,7 +312,7 @@ impl Products {
     }
 
     /// The measured choice for shapes like this one; else a guess.
-    fn way(&self, card: &Card, shape: ProductShape) -> Result<Way, CudaError> {
+    fn way(&self, card: &ComputeCard, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
                 Ok(Way::Own(form))
@@ -325,7 +330,7 @@ impl Products {
     /// few: the caller measures them in whole steps and calls [`Self::prefer`]. Work after the product is measured with it.
     pub fn tune(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         shape: ProductShape,
         (mut y, mut next): (Answer<'_>, Option<Next<'_>>),
         matrices: &[Weights<'_>],
@@ -388,7 +393,7 @@ impl Products {
         self.ways.clear();
     }
 
-    fn candidates(&self, card: &Card, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
+    fn candidates(&self, card: &ComputeCard, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
         let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
         let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
@@ -406,7 +411,7 @@ impl Products {
 impl Lt {
     fn run_way(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         way: &Way,
         y: Answer<'_>,
         w: Weights<'_>,
@@ -429,7 +434,7 @@ impl Lt {
 
     fn run_then(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         way: &Way,
         next: Next<'_>,
         mut room: ViewMut<'_, Bf16>,
@@ -453,7 +458,7 @@ impl Lt {
 }
 
 /// The choice without measurements; it is fast for most matrices.
-fn guess(card: &Card, shape: ProductShape) -> Option<OwnForm> {
+fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
         return Some(OwnForm::Few(FewRowsForm::of(n, k)));
@@ -476,7 +481,7 @@ fn own_rows_max(form: OwnForm) -> usize {
 
 /// Multiplies in several passes, each with the most rows that the kernel takes.
 fn in_passes(
-    card: &Card,
+    card: &ComputeCard,
     form: OwnForm,
     y: Answer<'_>,
     w: Fp8Rows<'_>,
@@ -497,7 +502,7 @@ fn in_passes(
 
 /// The matrix in the format that this way takes.
 fn readied<'a>(
-    card: &Card,
+    card: &ComputeCard,
     way: &Way,
     w: Weights<'a>,
     room: Option<&'a mut Buffer<Bf16>>,
@@ -513,7 +518,7 @@ fn readied<'a>(
 
 /// The matrix in bf16, where there is room for it.
 fn widen<'a>(
-    card: &Card,
+    card: &ComputeCard,
     room: Option<&'a mut Buffer<Bf16>>,
     w: Fp8Rows<'_>,
     k: usize,

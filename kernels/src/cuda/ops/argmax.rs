@@ -1,20 +1,20 @@
 //! The likeliest token of each row of logits.
 
-use super::{Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 /// Threads of both kernels, the same as in `argmax.cu`; also the most parts that can be merged at the end.
 const THREADS: usize = 256;
 
-impl Card {
-    /// Keys that [`Card::argmax`] needs room for.
+impl ComputeCard {
+    /// Keys that [`ComputeCard::argmax`] needs room for.
     pub fn argmax_keys(&self, n_rows: usize, width: usize) -> usize {
         n_rows * self.argmax_parts(n_rows, width)
     }
 
     /// `out[row]` is the index of the greatest number of the row; of equals, the lowest. NaN is greatest of all.
     ///
-    /// `keys` is room to work in, [`Card::argmax_keys`] long at least.
+    /// `keys` is room to work in, [`ComputeCard::argmax_keys`] long at least.
     pub fn argmax(
         &self,
         out: ViewMut<'_, u32>,
@@ -35,9 +35,9 @@ impl Card {
         let part_width = number(kernel, width.div_ceil(n_parts))?;
         let (wide, parts) = (number(kernel, width)?, number(kernel, n_parts)?);
         let config = grid(n_parts, n_rows, THREADS as u32);
-        launch!(self, kernel, config, &keys.address, &logits.address, &wide, &part_width)?;
+        launch!(self, kernel, config, &keys.address(), &logits.address(), &wide, &part_width)?;
         let config = grid(n_rows, 1, THREADS as u32);
-        launch!(self, "argmax_rows", config, &out.address, &keys.address, &parts)
+        launch!(self, "argmax_rows", config, &out.address(), &keys.address(), &parts)
     }
 
     /// Enough blocks of threads for the card, none with less than a few numbers for each thread.

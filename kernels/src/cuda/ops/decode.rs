@@ -1,11 +1,11 @@
 //! Attention of one new token for each of many sequences.
 
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
-    number, rows_of,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure,
+    launch, number, rows_of,
 };
-use crate::cuda::card::{Grid, grid};
 use crate::cuda::tensor_map::TensorMap;
+use device::cuda::card::{Grid, grid};
 
 /// Threads of a part, as in `decode_attention.cu`.
 const THREADS: u32 = 128;
@@ -31,7 +31,7 @@ const CHUNKS_MAX: usize = 64;
 const START_TOKENS: usize = 128;
 const MERGE_TOKENS: usize = 4;
 
-/// What [`Card::decode_attention`] needs, for one layer.
+/// What [`ComputeCard::decode_attention`] needs, for one layer.
 #[derive(Debug)]
 pub struct DecodeAttention<'a> {
     /// A row of `n_q_heads * head_dim` numbers for each sequence.
@@ -91,7 +91,12 @@ impl DecodeAttention<'_> {
     /// A good number of tokens for one block of threads: chunks that come out even over the card's multiprocessors.
     ///
     /// It depends on the batch, and so does the order of sums then; what must not depend on it names a number of its own.
-    pub fn chunk_tokens_for(card: &Card, n_rows: usize, n_kv_heads: usize, length_max: usize) -> usize {
+    pub fn chunk_tokens_for(
+        card: &ComputeCard,
+        n_rows: usize,
+        n_kv_heads: usize,
+        length_max: usize,
+    ) -> usize {
         let at_once = if card.has(HOPPER[0].one) { BLOCKS_AT_ONCE_ON_HOPPER } else { BLOCKS_AT_ONCE };
         let places = card.n_multiprocessors() as usize * at_once;
         let blocks = length_max.div_ceil(BLOCK_TOKENS).max(1);
@@ -157,7 +162,7 @@ impl DecodeAttention<'_> {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// `out = softmax(q * K * scale) * V` for one query of each sequence, over its pages.
     ///
     /// Query heads share KV heads in order. A sequence of no tokens gives zeroes.
@@ -199,10 +204,10 @@ impl Card {
             self,
             merge,
             config,
-            &out.address,
-            &parts.address,
-            &part_sums.address,
-            &lengths.address,
+            &out.address(),
+            &parts.address(),
+            &part_sums.address(),
+            &lengths.address(),
             &shape.n_q_heads,
             &n_parts,
             &shape.chunk_blocks
@@ -229,13 +234,13 @@ impl Card {
                 self,
                 kernel,
                 config,
-                &out.address,
-                &parts.address,
-                &part_sums.address,
-                &q.address,
-                &pages.address,
-                &tables.address,
-                &lengths.address,
+                &out.address(),
+                &parts.address(),
+                &part_sums.address(),
+                &q.address(),
+                &pages.address(),
+                &tables.address(),
+                &lengths.address(),
                 &shape
             );
         };
@@ -249,13 +254,13 @@ impl Card {
                 self,
                 hopper.many,
                 Grid { blocks, ..config },
-                &out.address,
-                &parts.address,
-                &part_sums.address,
-                &q.address,
+                &out.address(),
+                &parts.address(),
+                &part_sums.address(),
+                &q.address(),
                 &of_pages,
-                &tables.address,
-                &lengths.address,
+                &tables.address(),
+                &lengths.address(),
                 &shape,
                 &n_rows
             );
@@ -264,13 +269,13 @@ impl Card {
             self,
             hopper.one,
             config,
-            &out.address,
-            &parts.address,
-            &part_sums.address,
-            &q.address,
+            &out.address(),
+            &parts.address(),
+            &part_sums.address(),
+            &q.address(),
             &of_pages,
-            &tables.address,
-            &lengths.address,
+            &tables.address(),
+            &lengths.address(),
             &shape
         )
     }

@@ -34,10 +34,11 @@ pub use rope::RopeWriteKv;
 pub use sample::{DrawRow, EDIT_WORDS, Edit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 
-use super::buffer::{Bf16, Element, View, ViewMut};
-use super::error::ensure;
+use device::cuda::error::ensure;
+use device::cuda::{Bf16, CudaError, Element, View, ViewMut};
+
+use super::ComputeCard;
 use super::tensor_map::Matrix;
-use super::{Card, CudaError};
 
 /// Tokens of a page of KV, here and in `kernels/cu/pages.cuh`.
 pub const BLOCK_TOKENS: usize = 16;
@@ -78,18 +79,18 @@ impl KvPages {
     /// All pages of bf16 as rows, a token's part of one head each.
     fn matrix(&self, pages: View<'_, Bf16>) -> Matrix {
         let n_rows = self.n_blocks * 2 * self.n_kv_heads * BLOCK_TOKENS;
-        Matrix { address: pages.address, n_rows, n_columns: self.head_dim, stride: self.head_dim }
+        Matrix { address: pages.address(), n_rows, n_columns: self.head_dim, stride: self.head_dim }
     }
 }
 
 /// The properties of a view that are checked, for any element type.
 trait Placed {
-    fn lies_on(&self, card: &Card) -> bool;
+    fn lies_on(&self, card: &ComputeCard) -> bool;
     fn is_vector(&self) -> bool;
 }
 
 impl<T: Element> Placed for View<'_, T> {
-    fn lies_on(&self, card: &Card) -> bool {
+    fn lies_on(&self, card: &ComputeCard) -> bool {
         self.ordinal() == card.ordinal()
     }
     fn is_vector(&self) -> bool {
@@ -98,7 +99,7 @@ impl<T: Element> Placed for View<'_, T> {
 }
 
 impl<T: Element> Placed for ViewMut<'_, T> {
-    fn lies_on(&self, card: &Card) -> bool {
+    fn lies_on(&self, card: &ComputeCard) -> bool {
         self.ordinal() == card.ordinal()
     }
     fn is_vector(&self) -> bool {
@@ -106,7 +107,7 @@ impl<T: Element> Placed for ViewMut<'_, T> {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// Vectors are moved 16 bytes at a time; indices are not.
     fn check_places(
         &self,
@@ -155,12 +156,18 @@ macro_rules! launch {
         launch!($card, $kernel, $grid, 1, &$first, $($argument),+)
     };
     ($card:expr, $kernel:expr, $grid:expr, $cluster:expr, $($argument:expr),+ $(,)?) => {{
-        let mut arguments = [$(std::ptr::from_ref($argument).cast_mut().cast::<std::ffi::c_void>()),+];
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
-        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order; the views they come
-        // from bound what it reads and writes, by the checks before; what it writes is borrowed mutably, and later
-        // work of the same stream waits for it.
-        unsafe { $card.launch($kernel, $grid, $cluster, &mut arguments) }
+        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order, and live until the end
+        // of this call; the views they come from bound what it reads and writes, by the checks before; what it writes is
+        // borrowed mutably, and later work of the same stream waits for it.
+        unsafe {
+            $card.launch(
+                $kernel,
+                $grid,
+                $cluster,
+                &mut [$(std::ptr::from_ref($argument).cast_mut().cast::<std::ffi::c_void>()),+],
+            )
+        }
     }};
 }
 use launch;

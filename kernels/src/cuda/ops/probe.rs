@@ -1,12 +1,12 @@
 //! What the card can do at most: the measure for everything else.
 
-use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch};
-use crate::cuda::card::grid;
+use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch};
+use device::cuda::card::grid;
 
 /// Threads of a probe's block.
 const THREADS: u32 = 512;
 
-impl Card {
+impl ComputeCard {
     /// Reads all of it, and does nothing else. `out` is a single number, hardly ever written.
     pub fn probe_read(&self, out: ViewMut<'_, u32>, from: View<'_, Bf16>) -> Result<(), CudaError> {
         let kernel = "probe_read";
@@ -18,7 +18,7 @@ impl Card {
         )?;
         let n_eights = (from.len() / 8) as u64;
         let config = grid(self.n_multiprocessors() as usize * 4, 1, THREADS);
-        launch!(self, kernel, config, &out.address, &from.address, &n_eights)
+        launch!(self, kernel, config, &out.address(), &from.address(), &n_eights)
     }
 
     /// Copies all of it, as any kernel would.
@@ -29,6 +29,6 @@ impl Card {
         ensure(kernel, is_whole, "numbers that are not whole vectors, or two lengths")?;
         let n_eights = (from.len() / 8) as u64;
         let config = grid(self.n_multiprocessors() as usize * 4, 1, THREADS);
-        launch!(self, kernel, config, &to.address, &from.address, &n_eights)
+        launch!(self, kernel, config, &to.address(), &from.address(), &n_eights)
     }
 }

@@ -1,7 +1,7 @@
 //! Tokens drawn on the card, where the likeliest one will not do.
 
-use super::{Card, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{ComputeCard, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 /// Threads of a row, as in `sample.cu`.
 const THREADS: u32 = 1024;
@@ -62,7 +62,7 @@ pub struct Outcome {
     pub top: Vec<(u32, f32)>,
 }
 
-/// What [`Card::sample_tokens`] needs.
+/// What [`ComputeCard::sample_tokens`] needs.
 #[derive(Debug)]
 pub struct SampleTokens<'a> {
     /// One for each row of logits: those of rows that are drawn are overwritten.
@@ -81,7 +81,7 @@ pub struct SampleTokens<'a> {
     pub edits: ViewMut<'a, u32>,
 }
 
-impl Card {
+impl ComputeCard {
     /// Draws a token for each of some rows: `drawn[row]` is it, or [`NOWHERE`] where the best logit is not a finite number.
     ///
     /// Sums are of whole numbers, so a draw depends on its row alone.
@@ -105,13 +105,13 @@ impl Card {
             self,
             kernel,
             config,
-            &drawn.address,
-            &outcomes.address,
-            &logits.address,
-            &best.address,
-            &tokens.address,
-            &draws.address,
-            &edits.address,
+            &drawn.address(),
+            &outcomes.address(),
+            &logits.address(),
+            &best.address(),
+            &tokens.address(),
+            &draws.address(),
+            &edits.address(),
             &width,
             &n_rows,
             &n_tokens,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use chassis::Gate;
-use kernels::cuda::{Courier, CourierSize, CudaError, Errand, RemoteMemory};
+use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize, RemoteMemory};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 use tracing::trace;
@@ -19,7 +19,7 @@ const ERRANDS_MAX: usize = 64;
 /// jobs are done.
 #[derive(Debug)]
 pub(in crate::connectors) struct CopyThread {
-    courier: Arc<Courier>,
+    copier: Arc<PageCopier>,
     waiting: mpsc::Sender<Job>,
 }
 
@@ -30,7 +30,7 @@ pub(in crate::connectors) struct CopyThreads(Arc<[CopyThread]>);
 impl CopyThreads {
     pub(in crate::connectors) fn start(
         memory: &KvMemory,
-        size: CourierSize,
+        size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
         let all = (0..memory.n_ranks()).map(|rank| CopyThread::start(memory, rank, size, gate));
@@ -48,7 +48,7 @@ impl CopyThreads {
 #[derive(Debug)]
 enum Job {
     Take {
-        errand: Errand,
+        copy_job: CopyJob,
         answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
         /// Dropped when the copy job is done, even if the answer is no longer awaited.
         pending_copy: Option<PendingCopy>,
@@ -69,14 +69,14 @@ impl CopyThread {
     pub(in crate::connectors) fn start(
         memory: &KvMemory,
         rank: u16,
-        size: CourierSize,
+        size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
         let inside = gate.enter("gpu wire thread").map_err(|_| TransferError::Closed)?;
-        let courier = Courier::new(card_of(memory, rank)?.memory(), size);
-        let courier = Arc::new(courier.map_err(TransferError::device)?);
+        let copier = PageCopier::new(card_of(memory, rank)?.memory(), size);
+        let copier = Arc::new(copier.map_err(TransferError::device)?);
         let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
-        let waits = Arc::clone(&courier);
+        let waits = Arc::clone(&copier);
         std::thread::Builder::new()
             .name("gpu-wire".to_owned())
             .spawn(move || {
@@ -84,11 +84,11 @@ impl CopyThread {
                 drop((waits, inside));
             })
             .map_err(TransferError::lost)?;
-        Ok(Self { courier, waiting })
+        Ok(Self { copier, waiting })
     }
 
-    pub(in crate::connectors) fn courier(&self) -> &Courier {
-        &self.courier
+    pub(in crate::connectors) fn copier(&self) -> &PageCopier {
+        &self.copier
     }
 
     /// Waits until one more copy job may start.
@@ -107,16 +107,20 @@ impl Room<'_> {
     /// Waits for a copy job and returns its digests. The job and its pending copy continue if this future is dropped.
     pub(in crate::connectors) async fn take(
         self,
-        errand: Errand,
+        copy_job: CopyJob,
         pending_copy: Option<PendingCopy>,
     ) -> Result<Vec<u64>, TransferError> {
-        self.fill(errand, pending_copy).digests().await
+        self.fill(copy_job, pending_copy).digests().await
     }
 
     /// Like [`take`](Self::take), but the caller waits later.
-    pub(in crate::connectors) fn fill(self, errand: Errand, pending_copy: Option<PendingCopy>) -> UnderWay {
+    pub(in crate::connectors) fn fill(
+        self,
+        copy_job: CopyJob,
+        pending_copy: Option<PendingCopy>,
+    ) -> UnderWay {
         let (answer, answered) = oneshot::channel();
-        self.0.send(Job::Take { errand, answer, pending_copy });
+        self.0.send(Job::Take { copy_job, answer, pending_copy });
         UnderWay(answered)
     }
 }
@@ -127,13 +131,13 @@ impl UnderWay {
     }
 }
 
-fn wait_for_all(courier: &Courier, mut jobs: mpsc::Receiver<Job>) {
+fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<Job>) {
     while let Some(job) = jobs.blocking_recv() {
         match job {
             Job::Unmap(remote) => drop(remote),
-            Job::Take { errand, answer, pending_copy } => {
-                let digests = courier.take(errand);
-                trace!(target: "walk", writes = pending_copy.is_some(), "errand done");
+            Job::Take { copy_job, answer, pending_copy } => {
+                let digests = copier.take(copy_job);
+                trace!(target: "walk", writes = pending_copy.is_some(), "copy job done");
                 drop(pending_copy);
                 // The receiver of the answer may be gone.
                 let _ = answer.send(digests);

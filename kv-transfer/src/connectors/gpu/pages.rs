@@ -1,6 +1,6 @@
 //! Hot path. The pages of a span, in the form that a GPU's copy job takes.
 
-use kernels::cuda::{PageRuns, SomePages};
+use device::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
 

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::ErrandDone;
+use device::cuda::CopyDone;
 
 use crate::connectors::gpu::copy_thread::UnderWay;
 use crate::connectors::link::span_out::SpanOut;
@@ -72,13 +72,13 @@ pub(super) trait Stage: Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) enum Gathering {
     /// The GPU's copy jobs, and the events that mark their ends.
-    UnderWay(Vec<(UnderWay, ErrandDone)>),
+    UnderWay(Vec<(UnderWay, CopyDone)>),
     Done(Vec<Digest>),
 }
 
 impl Gathering {
     /// The copy jobs that a message must wait for.
-    pub(super) fn before(&self) -> Vec<ErrandDone> {
+    pub(super) fn before(&self) -> Vec<CopyDone> {
         match self {
             Self::Done(_) => Vec::new(),
             Self::UnderWay(parts) => parts.iter().map(|(_, done)| done.clone()).collect(),
@@ -113,7 +113,7 @@ pub(super) trait Communicator: Debug + Send {
     fn is_settled(&mut self) -> Result<bool, TransferError>;
 
     /// Queues the first bytes of a slot. The GPU waits for the copy jobs `before` first.
-    fn send(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError>;
+    fn send(&mut self, slot: usize, bytes: usize, before: &[CopyDone]) -> Result<(), TransferError>;
 
     /// Queues the receipt of the next message, which has the same length.
     fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;

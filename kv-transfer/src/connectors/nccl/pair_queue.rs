@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::Gate;
-use kernels::cuda::ErrandDone;
+use device::cuda::CopyDone;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::backend::{End, PairId, Stage};
@@ -131,7 +131,7 @@ impl PairQueue {
         &self,
         slot: Arc<Slot>,
         bytes: usize,
-        before: Vec<ErrandDone>,
+        before: Vec<CopyDone>,
     ) -> Result<oneshot::Receiver<Result<(), TransferError>>, TransferError> {
         let (done, answer) = oneshot::channel();
         let job = Job::Message(Message { slot, bytes, before, done });

@@ -1,6 +1,6 @@
 //! The queue pairs of one link: created, exchanged with the other end, connected, and destroyed together.
 
-use kernels::verbs::{Address, Completions, PathTo, QueuePair, Room};
+use device::verbs::{Address, Completions, PathTo, QueuePair, Room};
 
 use super::adapter::{Adapter, RETRIES};
 use super::greeting::{End, RankThere};

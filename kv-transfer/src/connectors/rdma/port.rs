@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use kernels::verbs::Device;
+use device::verbs::Device;
 use types::in_full;
 
 use crate::error::TransferError;
@@ -120,7 +120,7 @@ pub fn opens(device: &str) -> Result<(), String> {
 
 /// Whether the library can register memory of other devices, such as GPUs. The error says why not.
 pub fn knows_dmabuf() -> Result<(), String> {
-    kernels::verbs::knows_dmabuf().map_err(|error| in_full(&TransferError::rdma(error)))
+    device::verbs::knows_dmabuf().map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
 /// The state of a port, such as `4: ACTIVE`. `port` is its folder, as in the other functions.

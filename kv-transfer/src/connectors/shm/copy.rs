@@ -1,7 +1,7 @@
 //! Hot path. Copies the KV of one frame from the sender's memory into the landing's pages, and verifies it during the
 //! copy.
 
-use kernels::{OutsidePeer, Parts, PeerMemory, Stores};
+use device::{OutsidePeer, Parts, PeerMemory, Stores};
 use kv_cache::KvMemory;
 use types::KvSpan;
 

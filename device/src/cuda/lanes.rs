@@ -1,4 +1,4 @@
-//! Hot path. Which of a courier's streams gets an errand: the one that was given the least.
+//! Hot path. Which of a page copier's streams gets a copy job: the one that was given the least.
 //!
 //! Each stream moves pages at its own few multiprocessors' rate, so whatever one of them has more than the others is moved
 //! at that rate alone, in the end, while they have nothing to do.
@@ -14,24 +14,24 @@ pub(super) struct Lanes {
 
 /// Held for a look.
 struct Loads {
-    /// Bytes of each stream, since all of them were last without an errand.
+    /// Bytes of each stream, since all of them were last without a copy job.
     given: Vec<usize>,
     n_under_way: usize,
 }
 
-/// An errand that a stream was given. Dropped when it is done.
+/// A copy job that a stream was given. Dropped when it is done.
 pub(super) struct Load(Arc<Mutex<Loads>>);
 
 impl Lanes {
     /// # Panics
     /// If there are none.
     pub(super) fn over(streams: Vec<Arc<CudaStream>>) -> Self {
-        assert!(!streams.is_empty(), "a courier has a lane");
+        assert!(!streams.is_empty(), "a copier has a lane");
         let loads = Arc::new(Mutex::new(Loads::of(streams.len())));
         Self { streams, loads }
     }
 
-    /// For all that is not an errand.
+    /// For all that is not a copy job.
     pub(super) fn first(&self) -> &CudaStream {
         &self.streams[0]
     }

@@ -8,7 +8,8 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use super::CudaError;
 
 /// Where CUDA's toolkit puts its libraries by default.
-const USUAL_FOLDERS: &[&str] = &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/wsl/lib"];
+const USUAL_FOLDERS: &[&str] =
+    &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"];
 
 /// The builtins come first: libnvrtc looks for them by name alone, and only when it compiles.
 const NVRTC: &[&str] = &["libnvrtc-builtins.so.", "libnvrtc.so."];
@@ -52,7 +53,7 @@ pub(super) fn load_nvrtc(folder: Option<&Path>) -> Result<(), CudaError> {
 }
 
 /// Makes cuBLASLt findable, in the same way.
-pub(super) fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
+pub fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
     match folder {
         Some(folder) => preload(CUBLASLT, folder),
         None if cublaslt_is_present() => return Ok(()),

@@ -13,7 +13,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result, s
 use cudarc::nvrtc::Ptx;
 
 use super::buffer::{Buffer, Element, View, ViewMut};
-use super::source::{SOURCES, Source};
+use super::source::{Programs, Source, WIRE};
 use super::{Cache, CudaError, Nvrtc, library};
 
 /// A GPU that is ready to compute.
@@ -30,27 +30,22 @@ pub struct Card {
     /// Whether a kernel may be launched while the one before it runs: from Hopper on.
     overlaps: bool,
     n_compiled: usize,
-    /// From which the blocks of a kernel draw pieces of work, one kernel at a time. Zero between kernels.
-    tickets: Buffer<u32>,
-    /// Where blocks of threads that share tiles leave parts, and count themselves: one kernel at a time. Counts are zero between
-    /// kernels.
-    meeting: (Buffer<f32>, Buffer<u32>),
 }
 
 /// How a kernel is spread over the card.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Grid {
-    pub(super) blocks: (usize, usize, usize),
+pub struct Grid {
+    pub blocks: (usize, usize, usize),
     /// Threads of each block.
-    pub(super) threads: u32,
+    pub threads: u32,
     /// Shared memory of each block, beyond what the kernel has by itself.
-    pub(super) shared_bytes: u32,
+    pub shared_bytes: u32,
     /// It comes onto the card when the kernel before has ended, and not while it does.
-    pub(super) waits: bool,
+    pub waits: bool,
 }
 
 impl Grid {
-    pub(super) fn of(blocks: (usize, usize, usize), threads: u32, shared_bytes: u32) -> Self {
+    pub fn of(blocks: (usize, usize, usize), threads: u32, shared_bytes: u32) -> Self {
         Self { blocks, threads, shared_bytes, waits: false }
     }
 }
@@ -67,20 +62,22 @@ impl Card {
         library::driver()
     }
 
-    /// Opens a card: loads the libraries, compiles what the cache does not have, loads all kernels.
+    /// Opens a card that moves pages: loads the libraries, compiles what the cache does not have, loads the kernels of
+    /// [`WIRE`].
     ///
     /// `nvrtc_folder` is for where NVRTC is not on the loader's path, as with CUDA from Python packages.
     pub fn open(ordinal: usize, nvrtc_folder: Option<&Path>, cache: &Cache) -> Result<Self, CudaError> {
-        Self::open_as(ordinal, nvrtc_folder, cache, None)
+        Self::open_with(ordinal, nvrtc_folder, cache, None, Programs::NONE)
     }
 
-    /// The same, with kernels for another kind of card that this one can stand in for: `sm_90` on Hopper leaves out
-    /// what only Hopper has, and runs what other cards run.
-    pub fn open_as(
+    /// The same, with more programs, and with kernels for another kind of card that this one can stand in for: `sm_90`
+    /// on Hopper leaves out what only Hopper has, and runs what other cards run.
+    pub fn open_with(
         ordinal: usize,
         nvrtc_folder: Option<&Path>,
         cache: &Cache,
         arch_instead: Option<&str>,
+        programs: Programs,
     ) -> Result<Self, CudaError> {
         let n_cards = library::driver()?;
         if ordinal >= n_cards {
@@ -98,26 +95,9 @@ impl Card {
             .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(CudaError::during("count the multiprocessors"))? as u32;
         let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
-        let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch)?;
+        let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch, programs)?;
         let overlaps = capability.0 >= 9;
-        let tickets = zeroed(&context, &stream, 2)?;
-        let places = n_multiprocessors as usize;
-        let meeting = (
-            Buffer::<f32>::new(&context, places * super::ops::MEETING_PARTS)?,
-            zeroed(&context, &stream, places)?,
-        );
-        Ok(Self {
-            context,
-            stream,
-            functions,
-            name,
-            arch,
-            n_multiprocessors,
-            overlaps,
-            n_compiled,
-            tickets,
-            meeting,
-        })
+        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled })
     }
 
     /// The driver's name for it.
@@ -169,7 +149,7 @@ impl Card {
         self.bind()?;
         // JUSTIFICATION: memory of the card is reached by address.
         // SAFETY: the view is of this card and as long as the slice, which lives until the copy is done.
-        unsafe { result::memcpy_htod_async(to.address, from, self.stream.cu_stream()) }
+        unsafe { result::memcpy_htod_async(to.address(), from, self.stream.cu_stream()) }
             .map_err(CudaError::during("copy to the GPU"))?;
         self.synchronize()
     }
@@ -184,7 +164,7 @@ impl Card {
         self.bind()?;
         // JUSTIFICATION: memory of the card is reached by address.
         // SAFETY: the view is of this card, the vector is as long, and it lives until the copy is done.
-        unsafe { result::memcpy_dtoh_async(&mut numbers, from.address, self.stream.cu_stream()) }
+        unsafe { result::memcpy_dtoh_async(&mut numbers, from.address(), self.stream.cu_stream()) }
             .map_err(CudaError::during("copy from the GPU"))?;
         self.synchronize()?;
         Ok(numbers)
@@ -200,7 +180,7 @@ impl Card {
         let bytes = to.len() * size_of::<T>();
         // JUSTIFICATION: memory of the card is reached by address.
         // SAFETY: the view is of this card and that long; any byte makes a valid element.
-        unsafe { result::memset_d8_async(to.address, byte, bytes, self.stream.cu_stream()) }
+        unsafe { result::memset_d8_async(to.address(), byte, bytes, self.stream.cu_stream()) }
             .map_err(CudaError::during("fill memory of the GPU"))
     }
 
@@ -215,31 +195,20 @@ impl Card {
         self.stream.record_event(flags).map(Marker).map_err(CudaError::during("record an event"))
     }
 
-    pub(super) fn ordinal(&self) -> usize {
+    pub fn ordinal(&self) -> usize {
         self.context.ordinal()
     }
 
-    pub(super) fn context(&self) -> &Arc<CudaContext> {
+    pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
-    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+    pub fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// Where a kernel's blocks draw pieces of work. Kernels of one stream draw one after the other, and leave it zero.
-    pub(super) fn tickets(&self) -> u64 {
-        self.tickets.view().address
-    }
-
-    /// Where blocks of threads that share tiles leave parts, and count themselves. Kernels of this card's stream meet there one
-    /// after the other, and leave all counts zero. A kernel on a stream of its own must not come here.
-    pub(super) fn meeting(&self) -> (u64, u64) {
-        (self.meeting.0.view().address, self.meeting.1.view().address)
-    }
-
     /// Whether a kernel is there: some are for one kind of card only.
-    pub(super) fn has(&self, kernel: &str) -> bool {
+    pub fn has(&self, kernel: &str) -> bool {
         self.functions.contains_key(kernel)
     }
 
@@ -247,7 +216,7 @@ impl Card {
     pub(super) fn function(&self, kernel: &'static str) -> CudaFunction {
         self.functions
             .get(kernel)
-            .expect("every kernel of SOURCES is loaded, and no other is asked for")
+            .expect("every kernel of the programs is loaded, and no other is asked for")
             .clone()
     }
 
@@ -257,15 +226,17 @@ impl Card {
     /// # Safety
     /// The arguments point to values of the types of the kernel's signature, in its order, and the memory that these
     /// name is as large as the kernel takes it to be, borrowed by the caller as the kernel uses it.
-    pub(super) unsafe fn launch(
+    pub unsafe fn launch(
         &self,
         kernel: &'static str,
         grid: Grid,
         cluster: usize,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
-        let function =
-            self.functions.get(kernel).expect("every kernel of SOURCES is loaded, and no other is asked for");
+        let function = self
+            .functions
+            .get(kernel)
+            .expect("every kernel of the programs is loaded, and no other is asked for");
         self.bind()?;
         let overlap = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -325,7 +296,7 @@ impl Card {
         .map_err(CudaError::during("launch a kernel"))
     }
 
-    pub(super) fn bind(&self) -> Result<(), CudaError> {
+    pub fn bind(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))
     }
 }
@@ -345,19 +316,8 @@ impl Marker {
     }
 }
 
-/// Counts that begin at zero.
-fn zeroed(context: &Arc<CudaContext>, stream: &Arc<CudaStream>, n: usize) -> Result<Buffer<u32>, CudaError> {
-    let mut counts = Buffer::<u32>::new(context, n)?;
-    let address = counts.view_mut().address;
-    // JUSTIFICATION: memory of the card is reached by address.
-    // SAFETY: the buffer is of this card and as long.
-    unsafe { result::memset_d8_async(address, 0, n * size_of::<u32>(), stream.cu_stream()) }
-        .map_err(CudaError::during("fill memory of the GPU"))?;
-    Ok(counts)
-}
-
 /// Many small blocks of threads over a row of work.
-pub(super) fn grid(x: usize, y: usize, threads: u32) -> Grid {
+pub fn grid(x: usize, y: usize, threads: u32) -> Grid {
     Grid::of((x, y, 1), threads, 0)
 }
 
@@ -386,8 +346,9 @@ fn load_all(
     nvrtc: &Nvrtc,
     cache: &Cache,
     arch: &str,
+    programs: Programs,
 ) -> Result<(HashMap<&'static str, CudaFunction>, usize), CudaError> {
-    let sources = || SOURCES.iter().filter(|source| source.is_for(arch));
+    let sources = || [&WIRE].into_iter().chain(programs.sources).filter(|source| source.is_for(arch));
     let fetched: Vec<_> = std::thread::scope(|scope| {
         let fetch = |source: &'static Source| scope.spawn(move || cache.fetch(nvrtc, source, arch));
         let threads: Vec<_> = sources().map(fetch).collect();
@@ -403,20 +364,18 @@ fn load_all(
             .map_err(CudaError::during("load machine code onto the GPU"))?;
         for kernel in source.kernels {
             let function = module.load_function(kernel).map_err(CudaError::during("find a kernel"))?;
-            if let Some(bytes) = shared_bytes_beyond_default(kernel) {
+            if let Some(bytes) = (programs.shared_bytes)(kernel) {
                 function
-                    .set_attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
+                    .set_attribute(
+                        FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        bytes as i32,
+                    )
                     .map_err(CudaError::during("reserve shared memory for a kernel"))?;
             }
             functions.insert(*kernel, function);
         }
     }
     Ok((functions, n_compiled))
-}
-
-/// Kernels that ask for more shared memory than a card gives to everyone.
-fn shared_bytes_beyond_default(kernel: &str) -> Option<i32> {
-    super::ops::shared_bytes_of(kernel).map(|bytes| bytes as i32)
 }
 
 #[cfg(test)]

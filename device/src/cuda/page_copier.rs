@@ -1,7 +1,7 @@
 //! Moves pages between cards, and digests them, beside what the card computes.
 //!
-//! A courier has streams of its own, of high priority, and uses few multiprocessors: the card's kernels hardly notice.
-//! Errands overlap: while one ends, the next is on its way already.
+//! A page copier has streams of its own, of high priority, and uses few multiprocessors: the card's kernels hardly notice.
+//! Copy jobs overlap: while one ends, the next is on its way already.
 //!
 //! There are two ways from card to card. Where pages lie in large rectangles, the card's copy engines
 //! move them at the wire's full rate, and a kernel digests what has come. Where they do not, a kernel moves and digests
@@ -11,173 +11,61 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::sys::{
-    CUdevice_attribute as Attribute, CUevent_flags, CUfunction_attribute as FunctionAttribute,
-};
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 
+use super::CudaError;
+use super::completion_counter::CounterReader;
+use super::copied_pages::{PageRuns, RemotePages, SlotAt, SomePages, VECTOR_BYTES};
 use super::engines::Engines;
 use super::error::ensure;
+use super::job_buffers::JobBuffers;
 use super::lanes::{Lanes, Load};
 use super::memory::DeviceMemory;
+use super::page_copier_size::PageCopierSize;
 use super::rectangles::{Moved, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
-use super::slate::Slate;
-use super::slots::Slots;
-use super::tally::Looker;
-use super::{Card, CudaError};
+use super::wire_kernels::{STAGE_BYTES, WireKernels};
 
 /// Threads of a kernel's block; a block has a multiprocessor for itself.
 const THREADS: u32 = 512;
-/// Pages of one errand, as in wire.cu.
+/// Pages of one copy job, as in wire.cu.
 pub const PAGES_MAX: usize = 1024;
-/// Words that any errand is told, and that it usually answers at most: a digest for each of 8 heads.
+/// Words that any copy job is told, and that it usually answers at most: a digest for each of 8 heads.
 const TOLD_MAX: usize = 2 * PAGES_MAX;
 const ANSWERS_USUAL: usize = 8 * PAGES_MAX;
-/// Slates that a courier has from the start on.
-const SLATES: usize = 8;
-/// What one stage of all warps of a block takes of shared memory, what a block has beside its stages, and how many there can be: as in wire.cu.
-const STAGE_BYTES: usize = 16 * 4096;
-const TABLE_BYTES: usize = 17 << 10;
-const STAGES_MAX: usize = 2;
-/// The kernels move this number of bytes at once.
-const VECTOR_BYTES: usize = 16;
-
-/// How much of a card a courier takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CourierSize {
-    /// Streams, and so errands under way at one time.
-    pub n_lanes: usize,
-    /// Multiprocessors of each.
-    pub lane_multiprocessors: u32,
-    /// Copy engines that one errand keeps busy.
-    pub n_engines: usize,
-    /// Multiprocessors that digest what copy engines have moved, and what a sender shows.
-    pub digest_multiprocessors: u32,
-    /// The smallest rectangle, on average, that is worth an engine's while: to begin one takes 3.5 microseconds.
-    pub engine_bytes_min: usize,
-}
-
-impl CourierSize {
-    /// This number of multiprocessors, in four parts: the others fill the wire while one begins or ends an errand. Digests alone go
-    /// one errand after the other: what counts there is when the last one is done.
-    pub fn of(multiprocessors: u32) -> Self {
-        Self {
-            n_lanes: 4,
-            lane_multiprocessors: multiprocessors.div_ceil(4),
-            n_engines: 2,
-            digest_multiprocessors: multiprocessors,
-            engine_bytes_min: 8 << 20,
-        }
-    }
-}
-
-impl Default for CourierSize {
-    fn default() -> Self {
-        Self::of(16)
-    }
-}
-
-/// The kernels that move pages, on one card.
-#[derive(Clone)]
-pub(super) struct WireKernels {
-    pull: CudaFunction,
-    digest: CudaFunction,
-    copy: CudaFunction,
-    /// Steps that a warp has on their way.
-    n_stages: usize,
-}
+/// Job buffers that a page copier has from the start on.
+const BUFFERS_AT_START: usize = 8;
 
 /// See the module.
-pub struct Courier {
+pub struct PageCopier {
     context: Arc<CudaContext>,
     kernels: WireKernels,
     lanes: Lanes,
     engines: Engines,
     verifier: Arc<CudaStream>,
-    size: CourierSize,
-    /// Held while engines and the kernel behind them are told of one errand, so that it waits for its own copies only.
+    size: PageCopierSize,
+    /// Held while engines and the kernel behind them are told of one copy job, so that it waits for its own copies only.
     order: Mutex<()>,
-    /// Slates of errands that are done, for the next ones.
+    /// Job buffers of copy jobs that are done, for the next ones.
     ///
     /// Held for a look, never while anything is waited for.
-    slates: Mutex<Vec<Slate>>,
+    free_buffers: Mutex<Vec<JobBuffers>>,
 }
 
-/// How a page is divided, `[K|V][head]`, each a run of `run_bytes`; and which of its heads are meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageRuns {
-    pub n_parts: usize,
-    /// Those that are meant: neighbours, from the first on.
-    pub n_heads: usize,
-    pub run_bytes: usize,
-    pub first_head: usize,
-    /// All that the page has.
-    pub page_heads: usize,
-}
-
-/// Some pages of regions that are alike, and what of them counts.
-#[derive(Clone, Copy, Debug)]
-pub struct SomePages<'a> {
-    /// Region and page, layer by layer.
-    pub places: &'a [(u32, u32)],
-    /// How many of them each layer has.
-    pub n_of_layer: usize,
-    pub runs: PageRuns,
-    /// The page of each layer whose runs are valid only in their first bytes, and the number of these.
-    pub partial: Option<(usize, usize)>,
-}
-
-/// Pages of a peer's card, as many as there are here, at these offsets of its memory.
-#[derive(Clone, Copy, Debug)]
-pub struct RemotePages<'a> {
-    pub memory: &'a RemoteMemory,
-    pub offsets: &'a [u64],
-    /// The parts and heads that are meant here, whatever other heads the pages have.
-    pub runs: PageRuns,
-}
-
-impl RemotePages<'_> {
-    /// Where what is meant of each begins.
-    fn addresses(self) -> impl Iterator<Item = u64> {
-        let first = self.memory.address() + self.runs.start() as u64;
-        self.offsets.iter().map(move |offset| first + offset)
-    }
-}
-
-/// A place in a slot.
-#[derive(Clone, Copy, Debug)]
-pub struct SlotAt<'a> {
-    pub slots: &'a Slots,
-    pub slot: usize,
-    pub offset: usize,
-}
-
-impl SlotAt<'_> {
-    /// The addresses of these pages from here on, one after the other.
-    fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
-        let (n_pages, page_bytes) = (some.places.len(), some.runs.moved_bytes());
-        let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
-        let is_vectors =
-            self.slots.slot_bytes().is_multiple_of(VECTOR_BYTES) && self.offset.is_multiple_of(VECTOR_BYTES);
-        ensure("a slot", is_vectors, "pages that begin off a 16-byte edge")?;
-        Ok((0..n_pages as u64).map(move |nth| first + nth * page_bytes as u64))
-    }
-}
-
-/// Work under way on the card. [`Courier::take`] waits for it.
-#[must_use = "the end of an errand is known only once it is taken"]
-pub struct Errand {
-    slate: Slate,
+/// Work under way on the card. [`PageCopier::take`] waits for it.
+#[must_use = "the end of a copy job is known only once it is taken"]
+pub struct CopyJob {
+    buffers: JobBuffers,
     done: Arc<CudaEvent>,
     n_digests: usize,
     /// The load of its lane.
     _load: Option<Load>,
 }
 
-/// When an errand is done, for whatever else of the card waits for it.
+/// When a copy job is done, for whatever else of the card waits for it.
 #[derive(Clone, Debug)]
-pub struct ErrandDone(pub(super) Arc<CudaEvent>);
+pub struct CopyDone(pub(super) Arc<CudaEvent>);
 
 /// The fields of WirePages in wire.cu, in their order: it is copied as bytes.
 #[derive(Clone, Copy)]
@@ -211,7 +99,7 @@ impl Shape {
     }
 }
 
-/// What an errand does.
+/// What a copy job does.
 #[derive(Clone, Copy)]
 enum Kind {
     Pull,
@@ -219,79 +107,11 @@ enum Kind {
     Copy,
 }
 
-// === impl WireKernels ===
+// === impl PageCopier ===
 
-impl WireKernels {
-    pub(super) fn of(card: &Card) -> Result<Self, CudaError> {
-        let n_stages = n_stages(card.context())?;
-        let [pull, digest, copy] = ["wire_pull", "wire_digest", "wire_copy"].map(|name| card.function(name));
-        for kernel in [&pull, &digest, &copy] {
-            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            kernel
-                .set_attribute(attribute, (n_stages * STAGE_BYTES) as i32)
-                .map_err(CudaError::during("reserve shared memory for a kernel"))?;
-        }
-        Ok(Self { pull, digest, copy, n_stages })
-    }
-}
-
-/// The stages that fit into a multiprocessor's memory; none before Hopper, whose kernels have no stages.
-fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
-    let attribute = |attribute| {
-        context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))
-    };
-    let bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
-    let is_hopper = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 9;
-    let fitting = bytes.saturating_sub(TABLE_BYTES) / STAGE_BYTES;
-    Ok(if is_hopper { fitting.clamp(1, STAGES_MAX) } else { 0 })
-}
-
-// === impl PageRuns ===
-
-impl PageRuns {
-    /// All heads are meant.
-    pub const fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
-        Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
-    }
-
-    pub fn page_bytes(&self) -> usize {
-        self.n_parts * self.part_bytes()
-    }
-
-    /// Bytes of the parts that are meant.
-    pub fn moved_bytes(&self) -> usize {
-        self.n_parts * self.n_heads * self.run_bytes
-    }
-
-    fn are_there(&self) -> bool {
-        self.first_head.checked_add(self.n_heads).is_some_and(|end| end <= self.page_heads)
-    }
-
-    fn are_whole(&self) -> bool {
-        self.n_heads == self.page_heads
-    }
-
-    /// From K to V.
-    fn part_bytes(&self) -> usize {
-        self.page_heads * self.run_bytes
-    }
-
-    /// Where the first head that is meant begins in its page.
-    fn start(&self) -> usize {
-        self.first_head * self.run_bytes
-    }
-
-    /// The same as they lie in a slot, where there are no others.
-    fn packed(&self) -> Self {
-        Self { first_head: 0, page_heads: self.n_heads, ..*self }
-    }
-}
-
-// === impl Courier ===
-
-impl Courier {
-    /// A courier for the card that `memory` lies on.
-    pub fn new(memory: &DeviceMemory, size: CourierSize) -> Result<Self, CudaError> {
+impl PageCopier {
+    /// A page copier for the card that `memory` lies on.
+    pub fn new(memory: &DeviceMemory, size: PageCopierSize) -> Result<Self, CudaError> {
         let context = Arc::clone(memory.context());
         let stream =
             || context.new_stream_with_priority(urgent(&context)).map_err(CudaError::during("make a stream"));
@@ -299,14 +119,14 @@ impl Courier {
         let engines = (0..size.n_engines.max(1)).map(|_| stream()).collect::<Result<_, _>>()?;
         let engines = Engines::over(engines);
         let (verifier, kernels) = (stream()?, memory.wire_kernels().clone());
-        let slates = (0..SLATES).map(|_| Slate::new(&context, TOLD_MAX, ANSWERS_USUAL));
-        let slates = Mutex::new(slates.collect::<Result<_, _>>()?);
+        let free_buffers = (0..BUFFERS_AT_START).map(|_| JobBuffers::new(&context, TOLD_MAX, ANSWERS_USUAL));
+        let free_buffers = Mutex::new(free_buffers.collect::<Result<_, _>>()?);
         let order = Mutex::default();
-        Ok(Self { kernels, lanes, engines, verifier, size, order, slates, context })
+        Ok(Self { kernels, lanes, engines, verifier, size, order, free_buffers, context })
     }
 
     /// Digests pages, a number for each head of each page: what [`take`](Self::take) answers.
-    pub fn digest(&self, memory: &DeviceMemory, some: SomePages<'_>) -> Result<Errand, CudaError> {
+    pub fn digest(&self, memory: &DeviceMemory, some: SomePages<'_>) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&some, memory)?;
         self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
@@ -320,7 +140,7 @@ impl Courier {
         memory: &DeviceMemory,
         to: SomePages<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?;
         let pages = from.addresses().zip(addresses(memory, &to));
         let pages: Vec<Moved> = pages.map(|(from, to)| Moved { from, to }).collect();
@@ -339,12 +159,12 @@ impl Courier {
         // on both sides; the code that unmaps it waits for the card first. That the pages have no other user is the leases'
         // matter, as for kernels.
         let started = unsafe { self.engines.start(&rectangles, &self.verifier) };
-        let errand = started.and_then(|()| match digests {
+        let copy_job = started.and_then(|()| match digests {
             true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
-            false => self.errand(self.slate(0, 0)?, 0, (&self.verifier, None)),
+            false => self.copy_job(self.take_buffers(0, 0)?, 0, (&self.verifier, None)),
         });
-        // Without an errand there is no wait for what has begun: it ends before the pages get another user.
-        errand.inspect_err(|_| self.engines.settle())
+        // Without a copy job there is no wait for what has begun: it ends before the pages get another user.
+        copy_job.inspect_err(|_| self.engines.settle())
     }
 
     /// Like [`fetch`](Self::fetch) with digests, by a kernel.
@@ -353,7 +173,7 @@ impl Courier {
         from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?.between(from.runs, to.runs);
         self.start(Kind::Pull, shape, from.addresses().zip(addresses(memory, &to)), n_digests(&to))
     }
@@ -364,7 +184,7 @@ impl Courier {
         memory: &DeviceMemory,
         from: SomePages<'_>,
         to: RemotePages<'_>,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(to, memory, &from)?.between(from.runs, to.runs);
         self.start(Kind::Pull, shape, addresses(memory, &from).zip(to.addresses()), n_digests(&from))
     }
@@ -376,7 +196,7 @@ impl Courier {
         from: SomePages<'_>,
         to: SlotAt<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&from, memory)?.between(from.runs, from.runs.packed());
         let there = to.pages(&from)?;
         self.start_moving(shape, addresses(memory, &from).zip(there), &from, digests)
@@ -389,7 +209,7 @@ impl Courier {
         memory: &DeviceMemory,
         to: SomePages<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&to, memory)?.between(to.runs.packed(), to.runs);
         let there = from.pages(&to)?;
         self.start_moving(shape, there.zip(addresses(memory, &to)), &to, digests)
@@ -401,7 +221,7 @@ impl Courier {
         pages: impl Iterator<Item = (u64, u64)>,
         some: &SomePages<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         match digests {
             true => self.start(Kind::Pull, shape, pages, n_digests(some)),
             false => self.start(Kind::Copy, shape, pages, 0),
@@ -414,7 +234,7 @@ impl Courier {
         from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?.between(from.runs, to.runs);
         self.start(Kind::Copy, shape, from.addresses().zip(addresses(memory, &to)), 0)
     }
@@ -467,7 +287,7 @@ impl Courier {
     /// Checks that the pages can be moved as the kernels do, and says so in their terms.
     fn shape(&self, some: &SomePages<'_>, memory: &DeviceMemory) -> Result<Shape, CudaError> {
         let (kernel, runs) = ("wire_pull", some.runs);
-        ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one errand takes")?;
+        ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one copy job takes")?;
         ensure(kernel, memory.ordinal() == self.context.ordinal(), "memory of another card")?;
         ensure(
             kernel,
@@ -506,11 +326,11 @@ impl Courier {
         })
     }
 
-    /// Waits for an errand: its digests, page by page and head by head.
-    pub fn take(&self, errand: Errand) -> Result<Vec<u64>, CudaError> {
-        errand.wait()?;
-        let digests = errand.slate.answers.words(errand.n_digests).to_vec();
-        self.slates().push(errand.slate);
+    /// Waits for a copy job: its digests, page by page and head by head.
+    pub fn take(&self, copy_job: CopyJob) -> Result<Vec<u64>, CudaError> {
+        copy_job.wait()?;
+        let digests = copy_job.buffers.answers.words(copy_job.n_digests).to_vec();
+        self.free_buffers().push(copy_job.buffers);
         Ok(digests)
     }
 
@@ -520,16 +340,16 @@ impl Courier {
         shape: Shape,
         pages: impl Iterator<Item = (u64, u64)>,
         n_digests: usize,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         self.bind()?;
         let (lane, load) = self.lane(kind, shape);
-        let mut slate = self.slate(2 * shape.n_pages as usize, n_digests)?;
-        let told = slate.told.words_mut(2 * shape.n_pages as usize);
+        let mut buffers = self.take_buffers(2 * shape.n_pages as usize, n_digests)?;
+        let told = buffers.told.words_mut(2 * shape.n_pages as usize);
         for (words, (from, to)) in told.chunks_exact_mut(2).zip(pages) {
             words.copy_from_slice(&[from, to]);
         }
-        self.launch(kind, shape, &slate, lane)?;
-        self.errand(slate, n_digests, (lane, load))
+        self.launch(kind, shape, &buffers, lane)?;
+        self.copy_job(buffers, n_digests, (lane, load))
     }
 
     /// Digests follow one another, behind what they look at; what moves is spread.
@@ -544,25 +364,31 @@ impl Courier {
     }
 
     /// All that waits on the lane now.
-    fn errand(
+    fn copy_job(
         &self,
-        mut slate: Slate,
+        mut buffers: JobBuffers,
         n_digests: usize,
         (lane, load): (&CudaStream, Option<Load>),
-    ) -> Result<Errand, CudaError> {
-        slate.n_errands = slate.n_errands.wrapping_add(1);
-        slate.tally.count_behind(lane, slate.n_errands)?;
+    ) -> Result<CopyJob, CudaError> {
+        buffers.n_jobs = buffers.n_jobs.wrapping_add(1);
+        buffers.counter.count_behind(lane, buffers.n_jobs)?;
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let done = lane.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
-        Ok(Errand { slate, done: Arc::new(done), n_digests, _load: load })
+        Ok(CopyJob { buffers, done: Arc::new(done), n_digests, _load: load })
     }
 
     fn bind(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))
     }
 
-    fn launch(&self, kind: Kind, shape: Shape, slate: &Slate, lane: &CudaStream) -> Result<(), CudaError> {
-        let (answers, told) = (slate.answers.address(), slate.told.address());
+    fn launch(
+        &self,
+        kind: Kind,
+        shape: Shape,
+        buffers: &JobBuffers,
+        lane: &CudaStream,
+    ) -> Result<(), CudaError> {
+        let (answers, told) = (buffers.answers.address(), buffers.told.address());
         let mut arguments = [pointer(&answers), pointer(&told), pointer(&shape)];
         let kernel = match kind {
             Kind::Pull => &self.kernels.pull,
@@ -576,9 +402,9 @@ impl Courier {
         let grid = (n_multiprocessors.max(1), 1, 1);
         let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
         // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
-        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `checked` have
+        // SAFETY: the arguments are those of the kernel's signature in wire.cu, in its order. `shape` and `checked` have
         // checked that every page lies within memory that is mapped; the code that unmaps it waits for the card first, and so
-        // does who drops the slate. The slate is as long as the table and the digests, by `slate`.
+        // does the drop of the buffers. The buffers are as long as the table and the digests, by `take_buffers`.
         unsafe {
             let function = kernel.cu_function();
             result::launch_kernel(function, grid, (THREADS, 1, 1), stages, lane.cu_stream(), &mut arguments)
@@ -587,19 +413,22 @@ impl Courier {
     }
 
     /// One that is large enough: a used one, or a new one.
-    fn slate(&self, n_told: usize, n_answers: usize) -> Result<Slate, CudaError> {
+    fn take_buffers(&self, n_told: usize, n_answers: usize) -> Result<JobBuffers, CudaError> {
         let used = {
-            let mut slates = self.slates();
-            let fitting = slates.iter().position(|slate| slate.fits(n_told, n_answers));
-            fitting.map(|nth| slates.swap_remove(nth))
+            let mut free_buffers = self.free_buffers();
+            let fitting = free_buffers.iter().position(|buffers| buffers.fits(n_told, n_answers));
+            fitting.map(|nth| free_buffers.swap_remove(nth))
         };
-        // Every slate is long enough for most errands: to take or to give back such memory stops the card and all who
+        // New buffers are long enough for most copy jobs: to take or to give back such memory stops the card and all threads that
         // tell it what to do.
-        used.map_or_else(|| Slate::new(&self.context, n_told.max(TOLD_MAX), n_answers.max(ANSWERS_USUAL)), Ok)
+        used.map_or_else(
+            || JobBuffers::new(&self.context, n_told.max(TOLD_MAX), n_answers.max(ANSWERS_USUAL)),
+            Ok,
+        )
     }
 
-    fn slates(&self) -> MutexGuard<'_, Vec<Slate>> {
-        self.slates.lock().unwrap_or_else(PoisonError::into_inner)
+    fn free_buffers(&self) -> MutexGuard<'_, Vec<JobBuffers>> {
+        self.free_buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -637,31 +466,31 @@ fn n_digests(some: &SomePages<'_>) -> usize {
     some.places.len() * some.runs.n_heads
 }
 
-impl fmt::Debug for Courier {
+impl fmt::Debug for PageCopier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Courier").field("size", &self.size).finish_non_exhaustive()
+        f.debug_struct("PageCopier").field("size", &self.size).finish_non_exhaustive()
     }
 }
 
-// === impl Errand ===
+// === impl CopyJob ===
 
-impl Errand {
-    pub fn done(&self) -> ErrandDone {
-        ErrandDone(Arc::clone(&self.done))
+impl CopyJob {
+    pub fn done(&self) -> CopyDone {
+        CopyDone(Arc::clone(&self.done))
     }
 
-    /// The waiting thread does not sleep: an errand takes less time than waking up.
+    /// The waiting thread does not sleep: a copy job takes less time than waking up.
     fn wait(&self) -> Result<(), CudaError> {
-        let mut looker = Looker::default();
-        while !looker.sees(&self.slate.tally, self.slate.n_errands, &self.done)? {
+        let mut reader = CounterReader::default();
+        while !reader.sees(&self.buffers.counter, self.buffers.n_jobs, &self.done)? {
             std::hint::spin_loop();
         }
         Ok(())
     }
 }
 
-impl fmt::Debug for Errand {
+impl fmt::Debug for CopyJob {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Errand({} digests)", self.n_digests)
+        write!(f, "CopyJob({} digests)", self.n_digests)
     }
 }

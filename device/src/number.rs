@@ -1,0 +1,16 @@
+//! bf16, the number type of weights and KV, to and from f32.
+
+/// Widening is exact: bf16 is the upper half of an f32.
+#[inline(always)]
+pub fn bf16_to_f32(narrow: u16) -> f32 {
+    f32::from_bits(u32::from(narrow) << 16)
+}
+
+/// To the nearest bf16, halves to even. A NaN stays one.
+#[inline(always)]
+pub fn f32_to_bf16(wide: f32) -> u16 {
+    let bits = wide.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1));
+    let quiet_nan = bits | 0x0040_0000;
+    ((if wide.is_nan() { quiet_nan } else { rounded }) >> 16) as u16
+}
