@@ -3,8 +3,8 @@
 //! A courier has streams of its own, of high priority, and uses few multiprocessors: the card's kernels hardly notice.
 //! Errands overlap: while one ends, the next is on its way already.
 //!
-//! There are two ways from card to card. Where pages lie in large rectangles, the card's copy engines
-//! move them at the wire's full rate, and a kernel digests what has come. Where they do not, a kernel moves and digests
+//! There are two ways to move pages between GPUs. If the pages form large rectangles, the copy engines move
+//! them at the full link rate, and a kernel digests them afterwards. Otherwise one kernel moves and digests
 //! them in one pass.
 
 use std::ffi::c_void;
@@ -27,7 +27,7 @@ use super::slots::Slots;
 use super::tally::Looker;
 use super::{Card, CudaError};
 
-/// Threads of a kernel's block; a block has a multiprocessor for itself.
+/// Threads of a kernel's block. One block occupies one multiprocessor.
 const THREADS: u32 = 512;
 /// Pages of one errand, as in wire.cu.
 pub const PAGES_MAX: usize = 1024;
@@ -36,11 +36,12 @@ const TOLD_MAX: usize = 2 * PAGES_MAX;
 const ANSWERS_USUAL: usize = 8 * PAGES_MAX;
 /// Slates that a courier has from the start on.
 const SLATES: usize = 8;
-/// What one stage of all warps of a block takes of shared memory, what a block has beside its stages, and how many there can be: as in wire.cu.
+/// Shared memory of one stage for all warps of a block, shared memory of a block outside its stages, and the
+/// maximum number of stages: as in wire.cu.
 const STAGE_BYTES: usize = 16 * 4096;
 const TABLE_BYTES: usize = 17 << 10;
 const STAGES_MAX: usize = 2;
-/// The kernels move this number of bytes at once.
+/// The vector size of the kernels' loads and stores.
 const VECTOR_BYTES: usize = 16;
 
 /// How much of a card a courier takes.
@@ -48,13 +49,13 @@ const VECTOR_BYTES: usize = 16;
 pub struct CourierSize {
     /// Streams, and so errands under way at one time.
     pub n_lanes: usize,
-    /// Multiprocessors of each.
+    /// Multiprocessors of each stream.
     pub lane_multiprocessors: u32,
     /// Copy engines that one errand keeps busy.
     pub n_engines: usize,
-    /// Multiprocessors that digest what copy engines have moved, and what a sender shows.
+    /// Multiprocessors that digest pages which copy engines have moved, and pages that a sender describes.
     pub digest_multiprocessors: u32,
-    /// The smallest rectangle, on average, that is worth an engine's while: to begin one takes 3.5 microseconds.
+    /// The smallest mean rectangle for which copy engines are used. Starting one copy takes 3.5 microseconds.
     pub engine_bytes_min: usize,
 }
 
@@ -78,13 +79,13 @@ impl Default for CourierSize {
     }
 }
 
-/// The kernels that move pages, on one card.
+/// The kernels that move and digest pages, on one GPU.
 #[derive(Clone)]
 pub(super) struct WireKernels {
     pull: CudaFunction,
     digest: CudaFunction,
     copy: CudaFunction,
-    /// Steps that a warp has on their way.
+    /// Pipeline stages of a warp.
     n_stages: usize,
 }
 
@@ -104,48 +105,50 @@ pub struct Courier {
     slates: Mutex<Vec<Slate>>,
 }
 
-/// How a page is divided, `[K|V][head]`, each a run of `run_bytes`; and which of its heads are meant.
+/// The layout of a page, `[K|V][head]`, with a run of `run_bytes` for each head, and the range of heads to
+/// move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRuns {
     pub n_parts: usize,
-    /// Those that are meant: neighbours, from the first on.
+    /// The number of heads to move: consecutive, from `first_head`.
     pub n_heads: usize,
     pub run_bytes: usize,
     pub first_head: usize,
-    /// All that the page has.
+    /// All heads of the page.
     pub page_heads: usize,
 }
 
-/// Some pages of regions that are alike, and what of them counts.
+/// Pages of equal layout, and the part of them to move.
 #[derive(Clone, Copy, Debug)]
 pub struct SomePages<'a> {
-    /// Region and page, layer by layer.
+    /// The region and page of each, layer by layer.
     pub places: &'a [(u32, u32)],
-    /// How many of them each layer has.
+    /// The number of pages in each layer.
     pub n_of_layer: usize,
     pub runs: PageRuns,
-    /// The page of each layer whose runs are valid only in their first bytes, and the number of these.
+    /// The page of each layer in which only the first bytes of each run are valid, and the number of these
+    /// bytes.
     pub partial: Option<(usize, usize)>,
 }
 
-/// Pages of a peer's card, as many as there are here, at these offsets of its memory.
+/// Pages in a peer GPU's memory, at these offsets. There are as many as local pages.
 #[derive(Clone, Copy, Debug)]
 pub struct RemotePages<'a> {
     pub memory: &'a RemoteMemory,
     pub offsets: &'a [u64],
-    /// The parts and heads that are meant here, whatever other heads the pages have.
+    /// The parts and heads to move. The pages may have other heads too.
     pub runs: PageRuns,
 }
 
 impl RemotePages<'_> {
-    /// Where what is meant of each begins.
+    /// The address of the first byte to move in each page.
     fn addresses(self) -> impl Iterator<Item = u64> {
         let first = self.memory.address() + self.runs.start() as u64;
         self.offsets.iter().map(move |offset| first + offset)
     }
 }
 
-/// A place in a slot.
+/// An offset in a slot.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotAt<'a> {
     pub slots: &'a Slots,
@@ -154,13 +157,13 @@ pub struct SlotAt<'a> {
 }
 
 impl SlotAt<'_> {
-    /// The addresses of these pages from here on, one after the other.
+    /// The addresses of these pages in the slot, packed one after the other.
     fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
         let (n_pages, page_bytes) = (some.places.len(), some.runs.moved_bytes());
         let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
         let is_vectors =
             self.slots.slot_bytes().is_multiple_of(VECTOR_BYTES) && self.offset.is_multiple_of(VECTOR_BYTES);
-        ensure("a slot", is_vectors, "pages that begin off a 16-byte edge")?;
+        ensure("a slot", is_vectors, "pages that do not start at a multiple of 16 bytes")?;
         Ok((0..n_pages as u64).map(move |nth| first + nth * page_bytes as u64))
     }
 }
@@ -171,7 +174,7 @@ pub struct Errand {
     slate: Slate,
     done: Arc<CudaEvent>,
     n_digests: usize,
-    /// The load of its lane.
+    /// The load that this work adds to its stream, until it is dropped.
     _load: Option<Load>,
 }
 
@@ -179,7 +182,7 @@ pub struct Errand {
 #[derive(Clone, Debug)]
 pub struct ErrandDone(pub(super) Arc<CudaEvent>);
 
-/// The fields of WirePages in wire.cu, in their order: it is copied as bytes.
+/// The fields of `WirePages` in wire.cu, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Shape {
@@ -197,7 +200,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// Between pages that have other heads, too, on either side.
+    /// For pages whose other heads differ between the two sides.
     fn between(self, from: PageRuns, to: PageRuns) -> Self {
         let part = |runs: PageRuns| u32::try_from(runs.part_bytes()).unwrap_or(u32::MAX);
         Self { from_part: part(from), to_part: part(to), ..self }
@@ -235,7 +238,7 @@ impl WireKernels {
     }
 }
 
-/// The stages that fit into a multiprocessor's memory; none before Hopper, whose kernels have no stages.
+/// The stages that fit into shared memory. Zero before Hopper, whose kernels alone have stages.
 fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
     let attribute = |attribute| {
         context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))
@@ -249,7 +252,7 @@ fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
 // === impl PageRuns ===
 
 impl PageRuns {
-    /// All heads are meant.
+    /// All heads of a page.
     pub const fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
         Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
     }
@@ -258,7 +261,7 @@ impl PageRuns {
         self.n_parts * self.part_bytes()
     }
 
-    /// Bytes of the parts that are meant.
+    /// Bytes of the heads to move.
     pub fn moved_bytes(&self) -> usize {
         self.n_parts * self.n_heads * self.run_bytes
     }
@@ -271,17 +274,17 @@ impl PageRuns {
         self.n_heads == self.page_heads
     }
 
-    /// From K to V.
+    /// The distance from K to V.
     fn part_bytes(&self) -> usize {
         self.page_heads * self.run_bytes
     }
 
-    /// Where the first head that is meant begins in its page.
+    /// The offset of the first head to move.
     fn start(&self) -> usize {
         self.first_head * self.run_bytes
     }
 
-    /// The same as they lie in a slot, where there are no others.
+    /// The same heads as they lie in a slot, without the other heads.
     fn packed(&self) -> Self {
         Self { first_head: 0, page_heads: self.n_heads, ..*self }
     }
@@ -311,9 +314,10 @@ impl Courier {
         self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
 
-    /// Copies pages of a peer's card, whichever way is faster; digests them if `digests`.
+    /// Copies pages from a peer's GPU in the faster of the two ways. Digests them if `digests`.
     ///
-    /// The peer must not write them until this is done, or they arrive as a mixture, which their digests tell.
+    /// The peer must not write the pages meanwhile. If it does, the copy is a mixture, which the digests
+    /// reveal.
     pub fn fetch(
         &self,
         from: RemotePages<'_>,
@@ -334,20 +338,21 @@ impl Courier {
         }
         self.bind()?;
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        // JUSTIFICATION: copy engines are told addresses.
-        // SAFETY: rectangles are made of pages, and `checked` has checked that every page lies within memory that is mapped
-        // on both sides; the code that unmaps it waits for the card first. That the pages have no other user is the leases'
-        // matter, as for kernels.
+        // JUSTIFICATION: copy engines take addresses.
+        // SAFETY: rectangles consist of pages. `checked` has checked that every page is within memory that is
+        // mapped on both sides, and code that unmaps it first waits for the GPU. Leases ensure that the pages
+        // have no other user, as for kernels.
         let started = unsafe { self.engines.start(&rectangles, &self.verifier) };
         let errand = started.and_then(|()| match digests {
             true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
             false => self.errand(self.slate(0, 0)?, 0, (&self.verifier, None)),
         });
-        // Without an errand there is no wait for what has begun: it ends before the pages get another user.
+        // On an error no later wait covers the copies that have started, so they end here, before the pages
+        // get another user.
         errand.inspect_err(|_| self.engines.settle())
     }
 
-    /// Like [`fetch`](Self::fetch) with digests, by a kernel.
+    /// Like [`fetch`](Self::fetch) with digests, always by a kernel.
     pub fn pull(
         &self,
         from: RemotePages<'_>,
@@ -358,7 +363,7 @@ impl Courier {
         self.start(Kind::Pull, shape, from.addresses().zip(addresses(memory, &to)), n_digests(&to))
     }
 
-    /// The other way: from here into a peer's memory.
+    /// Writes local pages into a peer's memory.
     pub fn push(
         &self,
         memory: &DeviceMemory,
@@ -369,7 +374,8 @@ impl Courier {
         self.start(Kind::Pull, shape, addresses(memory, &from).zip(to.addresses()), n_digests(&from))
     }
 
-    /// Lays pages one after the other into a slot, from an offset on, and digests them on the way if `digests`.
+    /// Packs pages one after the other into a slot, from an offset. Digests them in the same pass if
+    /// `digests`.
     pub fn gather(
         &self,
         memory: &DeviceMemory,
@@ -382,7 +388,7 @@ impl Courier {
         self.start_moving(shape, addresses(memory, &from).zip(there), &from, digests)
     }
 
-    /// The way back: from a slot into pages.
+    /// Copies packed pages from a slot into memory.
     pub fn scatter(
         &self,
         from: SlotAt<'_>,
@@ -408,7 +414,7 @@ impl Courier {
         }
     }
 
-    /// Like [`pull`](Self::pull), without a look at the bytes: the measure for what digests cost.
+    /// Like [`pull`](Self::pull) without digests. It measures the cost of digests.
     pub fn copy(
         &self,
         from: RemotePages<'_>,
@@ -419,7 +425,7 @@ impl Courier {
         self.start(Kind::Copy, shape, from.addresses().zip(addresses(memory, &to)), 0)
     }
 
-    /// Copies one run of bytes by the card's copy engines, and waits: the measure for what kernels reach.
+    /// Copies one run of bytes by the copy engines and waits. It is the reference for the kernels' speed.
     pub fn copy_plainly(
         &self,
         from: &RemoteMemory,
@@ -430,8 +436,9 @@ impl Courier {
         ensure("plain copy", fits, "more bytes than both memories have")?;
         self.bind()?;
         let lane = self.lanes.first();
-        // JUSTIFICATION: memory of cards is reached by address.
-        // SAFETY: both ranges are mapped and as long as was just checked; who unmaps one waits for the card first.
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: both ranges are mapped and long enough, as checked above. Code that unmaps one first waits
+        // for the GPU.
         unsafe {
             result::memcpy_dtod_async(memory.page_address(0, 0), from.address(), bytes, lane.cu_stream())
         }
@@ -439,7 +446,7 @@ impl Courier {
         .map_err(CudaError::during("copy between GPUs"))
     }
 
-    /// Checks that pages here and there are alike in what is meant of them, and can be moved.
+    /// Checks that local and remote pages have the same heads to move, and that they can be moved.
     fn checked(
         &self,
         there: RemotePages<'_>,
@@ -447,15 +454,19 @@ impl Courier {
         here: &SomePages<'_>,
     ) -> Result<Shape, CudaError> {
         let (kernel, RemotePages { memory: remote, offsets, runs }) = ("wire_pull", there);
-        ensure(kernel, offsets.len() == here.places.len(), "not as many pages here as there")?;
+        ensure(kernel, offsets.len() == here.places.len(), "the numbers of local and remote pages differ")?;
         let are_alike = runs.packed() == here.runs.packed();
-        ensure(kernel, are_alike && runs.are_there(), "the two sides mean different parts of their pages")?;
+        ensure(kernel, are_alike && runs.are_there(), "the two sides name different parts of their pages")?;
         let page_bytes = runs.page_bytes() as u64;
         let fits =
             |offset: &u64| offset.checked_add(page_bytes).is_some_and(|end| end <= remote.bytes() as u64);
         ensure(kernel, offsets.iter().all(fits), "a page outside of the peer's memory")?;
         let aligned = |offset: &u64| offset.is_multiple_of(VECTOR_BYTES as u64);
-        ensure(kernel, offsets.iter().all(aligned), "a peer's page that begins off a 16-byte edge")?;
+        ensure(
+            kernel,
+            offsets.iter().all(aligned),
+            "a peer's page that does not start at a multiple of 16 bytes",
+        )?;
         ensure(
             kernel,
             remote.ordinal() == self.context.ordinal(),
@@ -464,7 +475,7 @@ impl Courier {
         self.shape(here, memory)
     }
 
-    /// Checks that the pages can be moved as the kernels do, and says so in their terms.
+    /// Checks that the kernels can move the pages, and describes the pages for them.
     fn shape(&self, some: &SomePages<'_>, memory: &DeviceMemory) -> Result<Shape, CudaError> {
         let (kernel, runs) = ("wire_pull", some.runs);
         ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one errand takes")?;
@@ -482,13 +493,13 @@ impl Courier {
                 && *page < memory.shape(*region).n_pages
                 && memory.shape(*region).page_bytes == runs.page_bytes()
         };
-        ensure(kernel, some.places.iter().all(is_page), "a page that is none, or of another size")?;
+        ensure(kernel, some.places.iter().all(is_page), "a page that does not exist, or has another size")?;
         ensure(kernel, some.n_of_layer > 0, "layers without pages")?;
         let (partial, partial_valid) = some.partial.unwrap_or((usize::MAX, runs.run_bytes));
         ensure(
             kernel,
             is_vectors(partial_valid) && partial_valid <= runs.run_bytes,
-            "a part of a page that is not vectors",
+            "a partial page that is not whole vectors of 16 bytes",
         )?;
         let number = |size: usize| u32::try_from(size).unwrap_or(u32::MAX);
         Ok(Shape {
@@ -532,7 +543,8 @@ impl Courier {
         self.errand(slate, n_digests, (lane, load))
     }
 
-    /// Digests follow one another, behind what they look at; what moves is spread.
+    /// The stream to use. Digests share one stream behind the copy engines' work; moves are distributed over
+    /// the others.
     fn lane(&self, kind: Kind, shape: Shape) -> (&CudaStream, Option<Load>) {
         match kind {
             Kind::Digest => (&self.verifier, None),
@@ -593,8 +605,8 @@ impl Courier {
             let fitting = slates.iter().position(|slate| slate.fits(n_told, n_answers));
             fitting.map(|nth| slates.swap_remove(nth))
         };
-        // Every slate is long enough for most errands: to take or to give back such memory stops the card and all who
-        // tell it what to do.
+        // Every one is long enough for most requests: allocating or freeing such memory stops the GPU and
+        // every thread that submits work to it.
         used.map_or_else(|| Slate::new(&self.context, n_told.max(TOLD_MAX), n_answers.max(ANSWERS_USUAL)), Ok)
     }
 
@@ -603,12 +615,12 @@ impl Courier {
     }
 }
 
-/// A kernel argument as the driver takes it: a pointer to a value that the driver copies.
+/// A kernel argument in the driver's form: a pointer to a value, which the driver copies.
 fn pointer<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }
 
-/// The highest priority, so that blocks of a wire's kernel come onto the card as others leave it.
+/// The highest stream priority, so that a wire kernel's blocks start as soon as other blocks end.
 fn urgent(context: &CudaContext) -> i32 {
     let (mut least, mut greatest) = (0, 0);
     let _ = context.bind_to_thread();
@@ -619,13 +631,13 @@ fn urgent(context: &CudaContext) -> i32 {
     if asked.is_ok() { greatest } else { 0 }
 }
 
-/// Where what is meant of each page begins.
+/// The address of the first byte to move in each page.
 fn addresses<'a>(memory: &'a DeviceMemory, some: &SomePages<'a>) -> impl Iterator<Item = u64> + use<'a> {
     let start = some.runs.start() as u64;
     some.places.iter().map(move |(region, page)| memory.page_address(*region, *page) + start)
 }
 
-/// The form that the digest kernel takes: nothing is moved.
+/// The page table of the digest kernel. It moves nothing, so the second address is zero.
 fn to_look_at<'a>(
     memory: &'a DeviceMemory,
     some: &SomePages<'a>,

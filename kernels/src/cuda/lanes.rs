@@ -1,7 +1,7 @@
 //! Hot path. Which of a courier's streams gets an errand: the one that was given the least.
 //!
-//! Each stream moves pages at its own few multiprocessors' rate, so whatever one of them has more than the others is moved
-//! at that rate alone, in the end, while they have nothing to do.
+//! Each stream moves pages at the rate of its own few multiprocessors. A stream with more bytes than the
+//! others would finish last, while the others are idle.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,7 +14,7 @@ pub(super) struct Lanes {
 
 /// Held for a look.
 struct Loads {
-    /// Bytes of each stream, since all of them were last without an errand.
+    /// Bytes given to each stream since all streams were last idle.
     given: Vec<usize>,
     n_under_way: usize,
 }
@@ -47,7 +47,7 @@ impl Loads {
         Self { given: vec![0; n_lanes], n_under_way: 0 }
     }
 
-    /// The lane that it goes to.
+    /// The stream that gets it.
     fn give(&mut self, bytes: usize) -> usize {
         let least = (0..self.given.len()).min_by_key(|nth| self.given[*nth]).unwrap_or(0);
         self.given[least] += bytes;

@@ -1,10 +1,10 @@
-//! Kernels for NVIDIA GPUs: found, compiled for the card at hand, and launched with every argument checked.
+//! Kernels for NVIDIA GPUs: compiled for the installed GPU and launched with checked arguments.
 //!
-//! Nothing of CUDA is needed to build or to start: the driver and the compiler (NVRTC) are loaded when a card is
-//! opened, and what is missing is said in one sentence ([`CudaError`]).
+//! Building and starting need no CUDA. The driver and the compiler (NVRTC) are loaded when a GPU is opened;
+//! [`CudaError`] names what is missing.
 //!
-//! Suggested reading order: what is found ([`library`]), what is compiled ([`source`], [`compiler`], [`cache`]), the
-//! card that it runs on ([`card`], [`buffer`], [`arena`], [`pinned`], [`event`], [`graph`]), and what it computes (`ops`, over the
+//! Suggested reading order: loading ([`library`]), compiling ([`source`], [`compiler`], [`cache`]), the GPU
+//! ([`card`], [`buffer`], [`arena`], [`pinned`], [`event`], [`graph`]), and computing (`ops`, over the
 //! kernels in `kernels/cu`, and [`matmul`]).
 
 pub mod error;

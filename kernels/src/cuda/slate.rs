@@ -8,7 +8,7 @@ use super::CudaError;
 use super::staging::Pinned;
 use super::tally::Tally;
 
-/// Memory of this machine that the card reads and writes itself.
+/// Host memory that the GPU reads and writes directly.
 pub(super) struct Slate {
     context: Arc<CudaContext>,
     pub(super) told: Pinned,
@@ -40,7 +40,7 @@ impl Slate {
 
 impl Drop for Slate {
     fn drop(&mut self) {
-        // The card may still read and write it. Where waiting fails the context is lost and does neither.
+        // The GPU may still use the memory. If waiting fails, the context is lost and uses nothing.
         let _ = self.context.synchronize();
     }
 }

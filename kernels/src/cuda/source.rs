@@ -1,22 +1,23 @@
-//! The kernels that there are: their text, carried in the executable, and their names.
+//! The text and names of all kernels. The executable contains them.
 
 /// One file of `kernels/cu`, compiled as one program.
 #[derive(Debug)]
 pub struct Source {
-    /// The file's name, as compilers' messages have it.
+    /// The file's name, which the compiler's messages contain.
     pub name: &'static str,
-    /// The whole program: what it begins with, then the file.
+    /// The whole program: the included headers, then the file.
     pub text: &'static str,
-    /// What can be launched from it.
+    /// The kernels that can be launched.
     pub kernels: &'static [&'static str],
-    /// The one kind of card that it is for; all kinds where none is named.
+    /// The one architecture that it is for. `None` means all.
     pub only_on: Option<&'static str>,
 }
 
-/// Letters of a digest; enough to tell releases apart.
+/// Letters of a digest; enough to distinguish releases.
 const DIGEST_LETTERS: usize = 16;
 
-/// What tells these kernels from those of another release: what was measured with others says nothing of them.
+/// A digest that identifies this version of the kernels. Measurements of one version are not valid for
+/// another.
 pub fn digest() -> String {
     let mut hasher = blake3::Hasher::new();
     SOURCES.iter().for_each(|source| {
@@ -42,18 +43,18 @@ macro_rules! source {
 }
 
 impl Source {
-    /// For Hopper, whose own instructions no other card has.
+    /// For Hopper only, because it uses Hopper's own instructions.
     const fn on_hopper(self) -> Self {
         Self { only_on: Some("sm_90a"), ..self }
     }
 
-    /// Whether it can be compiled for this kind of card.
+    /// Whether it can be compiled for this architecture.
     pub fn is_for(&self, arch: &str) -> bool {
         self.only_on.is_none_or(|only| only == arch)
     }
 }
 
-/// Everything that is compiled for a card when it is opened, as far as it is for that card.
+/// All sources. Opening a GPU compiles those for its architecture.
 pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
     source!("norm.cu", ["rms_norm", "add_rms_norm"]),
