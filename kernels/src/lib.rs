@@ -1,6 +1,6 @@
-//! The machine room: memory that KV lies in, and the unsafe code that reaches it.
+//! KV memory, kernels and all code that needs `unsafe`.
 //!
-//! Nothing above this crate sees a raw pointer.
+//! No crate above this one sees a raw pointer.
 #![allow(unsafe_code)]
 
 pub mod borrow;
