@@ -1,4 +1,4 @@
-//! Embedding, norms, the gate, rotation, argmax: against plain loops in f64.
+//! Checks embedding, norms, the gate, rotation and argmax against plain loops in f64.
 
 use baton_kernels::cuda::{Bf16, Card, CudaError, KvNumber, KvPages, NOWHERE};
 
@@ -7,7 +7,7 @@ use super::extent::Extent;
 use super::rotation::Rotation;
 use super::verdict::{BF16_ERROR, Verdicts};
 
-/// A byte that makes NaN of every number it fills.
+/// A byte that makes every number it fills NaN.
 pub(crate) const POISON: u8 = 0xFF;
 pub(crate) const EPSILON: f32 = 1e-5;
 
@@ -86,7 +86,7 @@ fn norms(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> R
     Ok(())
 }
 
-/// `silu(gate) * up` of a row that is gate and then up.
+/// `silu(gate) * up` of a row that has gate, then up.
 pub(crate) fn let_through(row: &[f64]) -> Vec<f64> {
     let (gate, up) = row.split_at(row.len() / 2);
     gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect()
@@ -129,7 +129,7 @@ fn rope(
 
 fn argmax(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
     let mut draw = Draw::new(5);
-    // Few different values: most rows have many greatest ones, and the first is wanted.
+    // Few different values: most rows have several greatest ones, and the first one must win.
     let mut logits: Vec<f32> = (0..n_rows * width).map(|_| draw.below(1000) as f32 - 500.0).collect();
     logits[..width].iter_mut().for_each(|number| *number = -*number - 1e6);
     let reference: Vec<u32> = logits
@@ -145,7 +145,8 @@ fn argmax(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> 
     Ok(())
 }
 
-/// A NaN, whatever its sign, is found before anything else of its row and makes no token; so does an infinite best.
+/// Checks that a NaN of either sign wins its row and gives no token. An infinite best logit gives no token
+/// either.
 fn no_number(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let width = 5000;
     let mut logits = {

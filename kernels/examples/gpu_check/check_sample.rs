@@ -1,4 +1,4 @@
-//! Draws: against plain sorting and summing in f64.
+//! Checks sampling against plain sorting and summing in f64.
 
 use baton_kernels::cuda::{Card, CudaError, DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, SampleTokens};
 
@@ -6,12 +6,12 @@ use super::draw::Draw;
 use super::extent::Extent;
 use super::verdict::Verdicts;
 
-/// How near to the edge of a token's share, of all weight, a draw may fall on its wrong side.
+/// The tolerance at the edge of a token's share of the total weight.
 const EDGE: f64 = 1e-5;
-/// Positions that are drawn for, with each set of rules.
+/// Positions that are sampled with each set of rules.
 const N_ROWS: usize = 40;
 
-/// Rules of a draw.
+/// The sampling rules of a draw.
 #[derive(Clone, Copy, Debug)]
 struct Rules {
     temperature: f32,
@@ -45,7 +45,7 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
     nothing_to_draw(card, verdicts)
 }
 
-/// One row's wishes, and the logits that it draws from.
+/// One row's draw, and its logits.
 struct Case {
     draw: DrawRow,
     raw: Vec<f32>,
@@ -54,7 +54,7 @@ struct Case {
 }
 
 fn case(source: &mut Draw, row: usize, width: usize, rules: Rules, first_edit: usize) -> Case {
-    // A few values only in every fourth row: many tokens alike.
+    // Every fourth row has few different values, so many tokens are equal.
     let raw = (0..width)
         .map(|_| if row % 4 == 3 { source.below(30) as f32 - 20.0 } else { source.number() * 12.0 })
         .collect();
@@ -118,7 +118,7 @@ impl Case {
         logits
     }
 
-    /// Tokens in the order of spec, with their weights.
+    /// The kept tokens in order, with their weights.
     fn kept(&self) -> Vec<(u32, f64)> {
         let logits = self.edited();
         let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -147,7 +147,7 @@ impl Case {
         kept
     }
 
-    /// Whether `token` is the one that `uniform` falls on, or as good as beside it.
+    /// Whether `token` is the one that `uniform` selects, within the tolerance.
     fn is_right(&self, token: u32, uniform: f64) -> bool {
         if self.draw.temperature == 0.0 {
             let logits = self.edited();
@@ -179,7 +179,7 @@ impl Case {
     }
 }
 
-/// The same numbers as the processor draws (`engine/src/sampler/draw.rs`).
+/// The same numbers as on the CPU (`engine/src/sampler/draw.rs`).
 fn uniform(seed: u64, position: u64) -> f64 {
     let (low, high) = (|wide: u64| wide as u32, |wide: u64| (wide >> 32) as u32);
     let (mut counter, mut key) = ([low(position), high(position), 0, 0], [low(seed), high(seed)]);
@@ -209,7 +209,7 @@ fn check(card: &Card, verdicts: &mut Verdicts, width: usize, rules: Rules) -> Re
     verdicts.holds(format!("sample_tokens {width}, {rules:?}"), is_drawn);
     let are_told = cases.iter().zip(&outcomes).all(|(case, outcome)| case.has_right_thoughts(outcome));
     verdicts.holds(format!("log-probabilities {width}, {rules:?}"), are_told);
-    // Alone as in company.
+    // The result alone must equal that with the other rows.
     let alone = run(card, width, &cases[N_ROWS - 1..])?;
     if alone.last() != outcomes.last() {
         eprintln!("{:?}\n{:?}", alone.last(), outcomes.last());
@@ -218,7 +218,7 @@ fn check(card: &Card, verdicts: &mut Verdicts, width: usize, rules: Rules) -> Re
     Ok(())
 }
 
-/// The rows that are not drawn lie between those that are, and stay as they are.
+/// Rows without a draw are between rows with one, and must not change.
 fn run(card: &Card, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaError> {
     let n_rows = N_ROWS;
     let mut logits = vec![f32::NAN; n_rows * width];
@@ -250,7 +250,7 @@ fn run(card: &Card, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaEr
         let case = cases.iter().position(|case| case.draw.row == row);
         drawn[row as usize] == case.map_or(7, |nth| outcomes[nth].token)
     });
-    // What does not fit is no token, and so seen by the caller.
+    // A mismatch becomes a missing token, which the caller detects.
     Ok(if fits { outcomes } else { vec![Outcome { token: NOWHERE, ..outcomes[0].clone() }; cases.len()] })
 }
 
@@ -261,7 +261,7 @@ fn nothing_to_draw(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError
         let token = run(card, 100, &[case])?[0].token;
         verdicts.holds(format!("sample_tokens of {logit}"), token == NOWHERE);
     }
-    // One among many, which may not even be said: the row is spoilt all the same.
+    // One invalid logit among many, of a forbidden token, must still make the row fail.
     for logit in [f32::NAN, -f32::NAN, f32::INFINITY] {
         let mut case = case(&mut Draw::new(7), 0, 100, Rules { edits: true, ..ALL }, 0);
         let forbidden = case.edits.iter().find(|edit| edit.is_forbidden).expect("one is").token;

@@ -32,9 +32,7 @@ pub enum VerbsError {
     NoDmabuf(#[source] libloading::Error),
     #[error("export GPU memory for RDMA")]
     Export(#[source] CudaError),
-    #[error(
-        "register {bytes} bytes of GPU memory for RDMA (the RDMA device's driver must support dmabuf)"
-    )]
+    #[error("register {bytes} bytes of GPU memory for RDMA (the RDMA device's driver must support dmabuf)")]
     RegisterDmabuf {
         bytes: usize,
         #[source]
