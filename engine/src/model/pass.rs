@@ -31,7 +31,7 @@ pub struct PassRow<'a> {
 /// All rows of a step. Each token is a row of every tensor, in the order of the rows.
 ///
 /// Each rank has its own pass. A linear layer computes the rank's share of its outputs from all of its
-/// inputs. An input of which the rank has only a share is gathered first.
+/// inputs. If the rank has only a share of an input, the input is gathered first.
 #[derive(Debug)]
 pub struct Pass<'a> {
     processor: &'a Processor,

@@ -114,7 +114,8 @@ impl Staging {
     fn put_back(&self, pinned: &Pinned, len: usize, address: u64) -> Result<(), CudaError> {
         self.bind()?;
         // JUSTIFICATION: GPU memory is accessed by address.
-        // SAFETY: whoever made the copy guaranteed a valid address while it lives. The copy has `len` bytes.
+        // SAFETY: the caller of `write` guaranteed a valid address while the copy lives. The copy has `len`
+        // bytes.
         unsafe {
             let from = std::slice::from_raw_parts(pinned.start.as_ptr().cast_const(), len);
             result::memcpy_htod_async(address, from, self.stream.cu_stream())

@@ -52,7 +52,7 @@ pub enum Failure {
     NotReady,
     #[error("the peer does not allow access to this memory")]
     NoAccess,
-    #[error("the local memory does not match its registration")]
+    #[error("the device rejected the request or the local memory")]
     OwnMemory,
     #[error("the connection was closed")]
     Flushed,

@@ -1,4 +1,4 @@
-//! Products of rows with large matrices, each done in the way that was fastest for its shape on this GPU.
+//! Products of rows with large matrices, each by the method that was fastest for its shape on this GPU.
 //!
 //! Products of few rows are bound by reading the matrix; our kernels read faster than cuBLASLt. Products of
 //! many rows are bound by arithmetic. cuBLASLt computes them by one of its many algorithms, or on Hopper our

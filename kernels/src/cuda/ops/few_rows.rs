@@ -193,7 +193,7 @@ impl Card {
         }
     }
 
-    /// [`FewRowsForm::Even`].
+    /// Multiplies in the form [`FewRowsForm::Even`].
     fn few_rows_even(&self, product: OwnProduct<'_>, ending: Ending<'_>) -> Result<(), CudaError> {
         let OwnProduct { w, x, k, .. } = product;
         let kernel = SIZES_EVEN[0].names.of(&ending);
