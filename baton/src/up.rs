@@ -59,10 +59,10 @@ async fn up(
     let (http, grpc) = (router.http_addr(), router.grpc_addr());
     let cluster = router.cluster();
     let (leave, leaving) = oneshot::channel::<Vec<Node>>();
-    let farewell = async {
+    let stop_nodes = async {
         join_all(leaving.await.unwrap_or_default().into_iter().map(Node::stop)).await;
     };
-    let serving = router.serve(shutdown.clone(), farewell);
+    let serving = router.serve(shutdown.clone(), stop_nodes);
     let serving = chassis::spawn_guarded(&chassis::Gate::new("up"), "router", serving);
 
     let came_up = tokio::select! {

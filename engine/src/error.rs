@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kernels::cuda::CudaError;
+use device::cuda::CudaError;
 use types::Verdict;
 
 use crate::model::config::ConfigProblem;

@@ -1,6 +1,6 @@
 //! The size of KV memory, set or computed.
 
-use kernels::memory::available;
+use device::memory::available;
 use kv_cache::{KvMemory, MemoryError};
 use types::{KvLayout, in_full};
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ Halves<UNIT> neighbours(u32 nth) { return {nth * 2 * 
 // The pending norm of x. x holds its rows times the norm's weights; `squares` are partial sums of the rows' squares. The
 // missing factor is one number for each row, and the sums of the product are multiplied by it. Without a pending norm there
 // are no parts.
-struct Owed {
+struct PendingNormArgs {
     const float* squares;
     u32 n_parts, width;
     float epsilon;

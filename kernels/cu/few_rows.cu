@@ -49,11 +49,11 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     held(sum);
 }
 
-#define FEW_ROWS(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                       \
-    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                     \
-    NAME##_##ROWS(ENDING ending, Owed owed, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,     \
-                  ProductShape shape) {                                                                                   \
-        few_rows<ROWS, STAGES, TILE_COLUMNS>(ending, owed, nullptr, w, x, shape);                                         \
+#define FEW_ROWS(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                                \
+    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                               \
+    NAME##_##ROWS(ENDING ending, PendingNormArgs pending, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, \
+                  ProductShape shape) {                                                                                             \
+        few_rows<ROWS, STAGES, TILE_COLUMNS>(ending, pending, nullptr, w, x, shape);                                                \
     }
 #define FEW_ROWS_OF(ROWS, STAGES, BLOCKS)                                                                                 \
     FEW_ROWS(few_rows, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                                  \

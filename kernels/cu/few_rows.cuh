@@ -64,7 +64,7 @@ __device__ __forceinline__ float4 add_parts(u32 part, u32 row, u32 lane, u32 n_s
 // From sums in registers to the ending. The ring is free by then, and the parts reuse its memory. `scales`
 // are the scales of w's rows, or null.
 template <u32 ROWS, typename Ending>
-__device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed, const float (&sum)[ROWS / 2], char* ring, u32 ring_at,
+__device__ __forceinline__ void end_rows(const Ending& ending, const PendingNormArgs& pending, const float (&sum)[ROWS / 2], char* ring, u32 ring_at,
                                          const float* scales, const ProductShape& shape) {
     u32 share = blockIdx.x, n_shares = gridDim.x, nth = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 column = ending.template halves<UNIT>(nth, shape).row_of(lane * 4), row = share + warp * n_shares;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
     }
     typename Ending::Before before = {};
     float scale = 1.f;
-    if (row < shape.n_rows) before = ending.before(row, column, shape), scale = owed.scale(row);
+    if (row < shape.n_rows) before = ending.before(row, column, shape), scale = pending.scale(row);
     if (n_shares > 1) {
         cluster_arrive();
         cluster_wait();
@@ -94,7 +94,7 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
         typename Ending::Before of_row = before;
         for (u32 at = row; at < shape.n_rows; at += more) {
             if (at != row) of_row = ending.before(at, column, shape);
-            sum_row(x, at, owed.scale(at));
+            sum_row(x, at, pending.scale(at));
             ending.give(at, column, x, of_row, shape);
         }
     }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
         sum_row(x, row, scale);
         ending.template end<UNIT>(nth, row, column, x, before, shape);
         row += more;
-        if (row < shape.n_rows) before = ending.before(row, column, shape), scale = owed.scale(row);
+        if (row < shape.n_rows) before = ending.before(row, column, shape), scale = pending.scale(row);
     }
     if (n_shares > 1) {  // no block ends while another reads its memory
         cluster_arrive_silently();
@@ -112,7 +112,7 @@ __device__ __forceinline__ void end_rows(const Ending& ending, const Owed& owed,
 
 // A whole product, with COLUMNS columns in each step.
 template <u32 ROWS, u32 STAGES, u32 COLUMNS, typename Ending>
-__device__ __forceinline__ void few_rows(const Ending& ending, const Owed& owed, const float* scales, const TensorMap& of_w,
+__device__ __forceinline__ void few_rows(const Ending& ending, const PendingNormArgs& pending, const float* scales, const TensorMap& of_w,
                                          const TensorMap& of_x, const ProductShape& shape) {
     extern __shared__ Eight shared[];
     __shared__ u64 barriers[2 * STAGES];
@@ -142,5 +142,5 @@ __device__ __forceinline__ void few_rows(const Ending& ending, const Owed& owed,
     else if (threadIdx.x == GROUPS_THREADS) bring_tiles<ROWS, STAGES>(ring, of_w, of_x, steps, ending.template halves<UNIT>(blockIdx.y, shape));
     __syncthreads();
     char* free = reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared));
-    end_rows<ROWS>(ending, owed, sum, free, ring.at, scales, shape);
+    end_rows<ROWS>(ending, pending, sum, free, ring.at, scales, shape);
 }

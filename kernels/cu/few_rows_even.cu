@@ -237,7 +237,7 @@ __device__ __forceinline__ void end_piece(const Ending& ending, float (&sum)[ROW
 }
 
 template <u32 ROWS, typename Ending>
-__device__ __forceinline__ void few_rows_even(const Ending& ending, const Owed& owed, const TensorMap& of_w, const TensorMap& of_x,
+__device__ __forceinline__ void few_rows_even(const Ending& ending, const PendingNormArgs& pending, const TensorMap& of_w, const TensorMap& of_x,
                                               const ProductShape& shape, const Meeting& meeting) {
     constexpr u32 STAGE_BYTES = (W_ROWS + ROWS) * TILE_ROW_BYTES, ROWS_OF_WARP = ROWS / GROUPS_WARPS;
     extern __shared__ Eight room[];
@@ -269,7 +269,7 @@ __device__ __forceinline__ void few_rows_even(const Ending& ending, const Owed& 
     // The rows' pending norm scales are computed while weights are in flight.
     wait_for_last();
     float scales[ROWS_OF_WARP];
-    owed.scales(scales, warp * ROWS_OF_WARP, shape.n_rows);
+    pending.scales(scales, warp * ROWS_OF_WARP, shape.n_rows);
 #pragma unroll
     for (u32 i = 0; i < ROWS_OF_WARP; i++)
         if (lane == 0) shared.scales[warp * ROWS_OF_WARP + i] = scales[i];
@@ -286,11 +286,11 @@ __device__ __forceinline__ void few_rows_even(const Ending& ending, const Owed& 
     }
 }
 
-#define FEW_ROWS_EVEN(NAME, ENDING, ROWS)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)                                                          \
-    NAME##_##ROWS(ENDING ending, Owed owed, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,     \
-                  ProductShape shape, Meeting meeting) {                                                                  \
-        few_rows_even<ROWS>(ending, owed, w, x, shape, meeting);                                                          \
+#define FEW_ROWS_EVEN(NAME, ENDING, ROWS)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1)                                                                    \
+    NAME##_##ROWS(ENDING ending, PendingNormArgs pending, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, \
+                  ProductShape shape, Meeting meeting) {                                                                            \
+        few_rows_even<ROWS>(ending, pending, w, x, shape, meeting);                                                                 \
     }
 #define FEW_ROWS_EVEN_OF(ROWS)                                                                                            \
     FEW_ROWS_EVEN(few_rows_even, Sums<bf16>, ROWS)                                                                        \

@@ -158,11 +158,11 @@ __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring,
     held(sum);
 }
 
-#define FEW_ROWS_FP8(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                  \
-    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                     \
-    NAME##_##ROWS(ENDING ending, Owed owed, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,     \
-                  ProductShape shape, const float* scales) {                                                              \
-        few_rows<ROWS, STAGES, STEP_COLUMNS>(ending, owed, scales, w, x, shape);                                          \
+#define FEW_ROWS_FP8(NAME, ENDING, ROWS, STAGES, BLOCKS)                                                                            \
+    extern "C" __global__ void __launch_bounds__(ALL_THREADS, BLOCKS)                                                               \
+    NAME##_##ROWS(ENDING ending, PendingNormArgs pending, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, \
+                  ProductShape shape, const float* scales) {                                                                        \
+        few_rows<ROWS, STAGES, STEP_COLUMNS>(ending, pending, scales, w, x, shape);                                                 \
     }
 #define FEW_ROWS_FP8_OF(ROWS, STAGES, BLOCKS)                                                                             \
     FEW_ROWS_FP8(few_rows_fp8, Sums<bf16>, ROWS, STAGES, BLOCKS)                                                          \

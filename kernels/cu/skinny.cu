@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const bf16* w, const b
 }
 
 template <u32 WARPS, u32 UNROLL, typename Ending>
-__device__ __forceinline__ void skinny(const Ending& ending, const Owed& owed, const bf16* w, const bf16* x, const ProductShape& shape) {
+__device__ __forceinline__ void skinny(const Ending& ending, const PendingNormArgs& pending, const bf16* w, const bf16* x, const ProductShape& shape) {
     __shared__ float part[WARPS][ROWS * PART_STRIDE];  // [row of x][row of w]
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, nth = blockIdx.x;
     Halves<UNIT> halves = ending.template halves<UNIT>(nth, shape);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void skinny(const Ending& ending, const Owed& owed, c
     u32 row = lane / 4, column = halves.row_of(lane % 4 * 4);
     typename Ending::Before before = ending.before(row, column, shape);
     float scales[ROWS], scale = 1.f;
-    owed.scales(scales, 0, shape.n_rows);
+    pending.scales(scales, 0, shape.n_rows);
 #pragma unroll
     for (u32 i = 0; i < ROWS; i++)
         if (i == row) scale = scales[i];
@@ -90,10 +90,10 @@ __device__ __forceinline__ void skinny(const Ending& ending, const Owed& owed, c
     ending.template end<UNIT>(nth, row, column, total, before, shape);
 }
 
-#define SKINNY(NAME, ENDING, WARPS, UNROLL, BLOCKS)                                                                       \
-    extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, BLOCKS)                                                \
-    NAME##_##WARPS##x##UNROLL(ENDING ending, Owed owed, const bf16* __restrict__ w, const bf16* x, ProductShape shape) {  \
-        skinny<WARPS, UNROLL>(ending, owed, w, x, shape);                                                                 \
+#define SKINNY(NAME, ENDING, WARPS, UNROLL, BLOCKS)                                                                                    \
+    extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, BLOCKS)                                                             \
+    NAME##_##WARPS##x##UNROLL(ENDING ending, PendingNormArgs pending, const bf16* __restrict__ w, const bf16* x, ProductShape shape) { \
+        skinny<WARPS, UNROLL>(ending, pending, w, x, shape);                                                                           \
     }
 #define SKINNY_OF(WARPS, UNROLL, BLOCKS)                                                                                  \
     SKINNY(skinny, Sums<bf16>, WARPS, UNROLL, BLOCKS)                                                                     \

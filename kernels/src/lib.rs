@@ -1,21 +1,7 @@
-//! KV memory, kernels and all code that needs `unsafe`.
+//! Arithmetic on CPUs and GPUs.
 //!
-//! No crate above this one sees a raw pointer.
+//! The `device` crate has the memory that it works on (docs/decisions/0025).
 #![allow(unsafe_code)]
 
-pub mod borrow;
 pub mod cpu;
 pub mod cuda;
-pub mod memory;
-mod page;
-mod regions;
-pub mod verbs;
-pub mod xxh3;
-
-pub use borrow::PageBusy;
-pub use cuda::memory::DeviceMemory;
-pub use memory::peer::{OutsidePeer, PeerMemory, PeerMemoryError};
-pub use memory::{HostMemory, MemoryError};
-pub use page::{PageMut, PageRef};
-pub use regions::RegionShape;
-pub use xxh3::{Parts, Stores};

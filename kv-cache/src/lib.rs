@@ -30,12 +30,12 @@ pub mod fence;
 
 pub mod error;
 
+pub use device::{MemoryError, PageBusy, PageMut, PageRef};
 pub use error::{IntegrityError, NoRoom};
 pub use event_log::NumberedEvent;
 pub use events::BlockEvents;
 pub use fence::{FenceBroken, FenceSignal, LayerFence};
 pub use holder::{Holder, Holding};
-pub use kernels::{MemoryError, PageBusy, PageMut, PageRef};
 pub use lease::{BlockLease, Quarantine};
 pub use ledger::LedgerEntry;
 pub use memory::{KvMemory, OnCard, RankMemory};

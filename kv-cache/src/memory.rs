@@ -5,9 +5,9 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kernels::cuda::{Card, Element, View, ViewMut};
-use kernels::memory::available;
-use kernels::{DeviceMemory, HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
+use device::cuda::{Card, Element, View, ViewMut};
+use device::memory::available;
+use device::{DeviceMemory, HostMemory, MemoryError, PageBusy, PageMut, PageRef, RegionShape};
 use types::layout::LayerGroup;
 use types::{GroupIdx, KvLayout};
 

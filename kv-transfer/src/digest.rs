@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use kernels::xxh3;
+use device::xxh3;
 use types::KvLayout;
 use types::layout::{Attention, GroupIdx};
 

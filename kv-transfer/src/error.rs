@@ -4,9 +4,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kernels::cuda::CudaError;
-use kernels::verbs::VerbsError;
-use kernels::{MemoryError, PeerMemoryError};
+use device::cuda::CudaError;
+use device::verbs::VerbsError;
+use device::{MemoryError, PeerMemoryError};
 use types::node::{FingerprintMismatch, ProtocolMismatch};
 use types::{Refusal, RefusalKind, Verdict, in_full};
 

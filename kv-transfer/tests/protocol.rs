@@ -1,6 +1,6 @@
 //! What the tcp connector makes of peers that speak another version, break the protocol, or repeat what was said.
 
-mod puppet;
+mod fake_peer;
 
 use baton_kv_transfer::TransferError;
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Pair, pages, whole};
@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 use types::node::{PROTOCOL, ProtocolRange};
 use types::{Epoch, Grant, Landing, TransferId};
 
-use self::puppet::{Puppet, credentials, encoded, hello, in_time, span_frame, tcp_pair};
+use self::fake_peer::{FakePeer, credentials, encoded, hello, in_time, span_frame, tcp_pair};
 
 const N_TOKENS: u32 = 3 * BLOCK_TOKENS;
 
@@ -24,11 +24,11 @@ async fn an_old_version_is_refused_with_both_ranges_named() {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
     let pair = tcp_pair().await;
-    let mut puppet = Puppet::connect(&pair.decode).await;
-    puppet.say(Body::Hello(hello(1, 2))).await;
-    let refusal = puppet.hear().await;
+    let mut peer = FakePeer::connect(&pair.decode).await;
+    peer.say(Body::Hello(hello(1, 2))).await;
+    let refusal = peer.hear().await;
     assert_eq!(refusal, Some(Body::Incompatible { protocol: PROTOCOL }));
-    assert_eq!(puppet.hear().await, None, "the connection is closed");
+    assert_eq!(peer.hear().await, None, "the connection is closed");
     assert_serves_on(&pair).await;
     let logged = refusals(&capture);
     assert_eq!(logged.len(), 1, "{logged:?}");
@@ -38,22 +38,22 @@ async fn an_old_version_is_refused_with_both_ranges_named() {
 #[tokio::test]
 async fn version_3_to_4_is_spoken_as_3() {
     let pair = tcp_pair().await;
-    let mut puppet = Puppet::connect(&pair.decode).await;
-    puppet.say(Body::Hello(hello(3, 4))).await;
-    assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 3, .. })));
-    assert_a_transfer(&pair, &mut puppet).await;
+    let mut peer = FakePeer::connect(&pair.decode).await;
+    peer.say(Body::Hello(hello(3, 4))).await;
+    assert!(matches!(peer.hear().await, Some(Body::Welcome { version: 3, .. })));
+    assert_a_transfer(&pair, &mut peer).await;
 }
 
-/// From the opening to the last word, by a puppet that is linked.
-async fn assert_a_transfer(pair: &Pair, puppet: &mut Puppet) {
+/// From the opening to the last word, by a fake peer that is linked.
+async fn assert_a_transfer(pair: &Pair, peer: &mut FakePeer) {
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
-    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
     for span in whole(&landing) {
-        puppet.send(&landing, span, &pair.prefill, &from).await;
+        peer.send(&landing, span, &pair.prefill, &from).await;
     }
-    puppet.hand_off(&landing).await;
-    assert_eq!(puppet.hear().await, Some(Body::Done));
+    peer.hand_off(&landing).await;
+    assert_eq!(peer.hear().await, Some(Body::Done));
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
 }
 
@@ -64,9 +64,9 @@ async fn sender_names_both_ranges_too() {
     let (mut landing, _arrival) = pair.land(N_TOKENS);
     landing.wire.endpoint = listener.local_addr().expect("bound").to_string();
     let refuse = async {
-        let mut puppet = Puppet { socket: listener.accept().await.expect("it connects").0 };
-        assert!(matches!(puppet.hear().await, Some(Body::Hello(_))));
-        puppet.say(Body::Incompatible { protocol: ProtocolRange { min: 7, max: 9 } }).await;
+        let mut peer = FakePeer { socket: listener.accept().await.expect("it connects").0 };
+        assert!(matches!(peer.hear().await, Some(Body::Hello(_))));
+        peer.say(Body::Incompatible { protocol: ProtocolRange { min: 7, max: 9 } }).await;
     };
     let (opened, ()) = in_time(async { tokio::join!(pair.open(&landing), refuse) }).await;
     let error = opened.map(|_| ()).expect_err("there is no common version");
@@ -80,10 +80,13 @@ async fn is_refused(bytes: &[u8], after_hello: bool, reason: &str) {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
     let pair = tcp_pair().await;
-    let mut puppet =
-        if after_hello { Puppet::linked(&pair.decode).await } else { Puppet::connect(&pair.decode).await };
-    puppet.write(bytes).await;
-    assert_eq!(puppet.hear().await, None, "the connection is closed: {reason}");
+    let mut peer = if after_hello {
+        FakePeer::linked(&pair.decode).await
+    } else {
+        FakePeer::connect(&pair.decode).await
+    };
+    peer.write(bytes).await;
+    assert_eq!(peer.hear().await, None, "the connection is closed: {reason}");
     assert_serves_on(&pair).await;
     let logged = refusals(&capture);
     assert_eq!(logged.len(), 1, "{logged:?}");
@@ -141,10 +144,10 @@ async fn a_stream_without_its_link_is_closed() {
     let capture = Capture::spans("decode");
     let _listening = capture.listen();
     let pair = tcp_pair().await;
-    let mut puppet = Puppet::connect(&pair.decode).await;
+    let mut peer = FakePeer::connect(&pair.decode).await;
     let other = Body::Hello(baton_kv_transfer::connectors::tcp::frame::Hello { stream: 1, ..hello(3, 3) });
-    puppet.write(&encoded(&Frame::of_link(other))).await;
-    assert_eq!(puppet.hear().await, None);
+    peer.write(&encoded(&Frame::of_link(other))).await;
+    assert_eq!(peer.hear().await, None);
     assert_serves_on(&pair).await;
     assert_eq!(refusals(&capture), Vec::<String>::new());
     let lines: Vec<_> = capture.lines().into_iter().map(|line| line.to_string()).collect();
@@ -156,11 +159,11 @@ async fn span_outside_its_landing_loses_the_link() {
     let pair = tcp_pair().await;
     let from = pair.prefill.computed(2 * N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
-    let mut puppet = Puppet::linked(&pair.decode).await;
-    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    let mut peer = FakePeer::linked(&pair.decode).await;
+    assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
     let longer = Landing { n_tokens: 2 * N_TOKENS, ..landing.clone() };
     let outside = whole(&longer).swap_remove(0);
-    puppet.write(&span_frame(&longer, outside, &pair.prefill, &from)).await;
+    peer.write(&span_frame(&longer, outside, &pair.prefill, &from)).await;
     let error = in_time(arrival.settle()).await.expect_err("its sender broke the protocol");
     assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
     drop(from);
@@ -173,11 +176,11 @@ async fn span_on_no_lane_loses_the_link() {
     let pair = tcp_pair().await;
     for lane in [Lane { from: 1, to: 0 }, Lane { from: 0, to: 1 }, Lane { from: 255, to: 255 }] {
         let (landing, arrival) = pair.land(N_TOKENS);
-        let mut puppet = Puppet::linked(&pair.decode).await;
-        assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+        let mut peer = FakePeer::linked(&pair.decode).await;
+        assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
         let span = pages(&landing).swap_remove(0);
         let body = Body::Kv { span, digests: Some(Vec::new()), place: KvPlace::Inline };
-        puppet.write(&encoded(&Frame::new(landing.transfer, body).on(lane))).await;
+        peer.write(&encoded(&Frame::new(landing.transfer, body).on(lane))).await;
         let error = in_time(arrival.settle()).await.expect_err("its sender broke the protocol");
         assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
     }
@@ -191,11 +194,11 @@ async fn truncated_frames_leave_nothing() {
     let from = pair.prefill.computed(N_TOKENS, 1);
     for cut in [1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 5, HEADER_BYTES + 200] {
         let (landing, arrival) = pair.land(N_TOKENS);
-        let mut puppet = Puppet::linked(&pair.decode).await;
-        assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+        let mut peer = FakePeer::linked(&pair.decode).await;
+        assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
         let frame = span_frame(&landing, pages(&landing).swap_remove(0), &pair.prefill, &from);
-        puppet.write(&frame[..cut]).await;
-        puppet.socket.shutdown().await.expect("it is connected");
+        peer.write(&frame[..cut]).await;
+        peer.socket.shutdown().await.expect("it is connected");
         let error = in_time(arrival.settle()).await.expect_err("its sender is gone");
         assert!(matches!(error, TransferError::ConnectionLost { .. }), "{cut}: {error}");
     }
@@ -207,9 +210,9 @@ async fn truncated_frames_leave_nothing() {
 
 /// The code and the words of a refusal.
 async fn refused(pair: &Pair, landing: &Landing, shown: Credentials) -> String {
-    let mut puppet = Puppet::linked(&pair.decode).await;
-    puppet.say_of(landing.transfer, Body::Open(shown)).await;
-    match puppet.hear().await {
+    let mut peer = FakePeer::linked(&pair.decode).await;
+    peer.say_of(landing.transfer, Body::Open(shown)).await;
+    match peer.hear().await {
         Some(Body::Failed { detail, .. }) => detail,
         other => panic!("not refused: {other:?}"),
     }
@@ -242,8 +245,8 @@ async fn replayed_frames_are_refused() {
     let pair = tcp_pair().await;
     let (first, second) = (pair.prefill.computed(N_TOKENS, 1), pair.prefill.computed(N_TOKENS, 2));
     let (landing, arrival) = pair.land(N_TOKENS);
-    let mut sender = Puppet::linked(&pair.decode).await;
-    let mut thief = Puppet::linked(&pair.decode).await;
+    let mut sender = FakePeer::linked(&pair.decode).await;
+    let mut thief = FakePeer::linked(&pair.decode).await;
     assert_eq!(sender.open(&landing).await, Some(Body::Accepted));
     let spans = whole(&landing);
     sender.send(&landing, spans[0].clone(), &pair.prefill, &first).await;
@@ -259,8 +262,8 @@ async fn replayed_frames_are_refused() {
     assert_eq!(sender.hear().await, Some(Body::Done));
     let kv = in_time(arrival.settle()).await.expect("arrived");
     pair.check(&kv, N_TOKENS, 1);
-    for puppet in [&mut sender, &mut thief] {
-        let Some(Body::Failed { detail, .. }) = puppet.open(&landing).await else { panic!("opened again") };
+    for peer in [&mut sender, &mut thief] {
+        let Some(Body::Failed { detail, .. }) = peer.open(&landing).await else { panic!("opened again") };
         assert_eq!(detail, "no such landing");
     }
     drop((first, second, kv));

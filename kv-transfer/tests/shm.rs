@@ -11,7 +11,7 @@ use std::time::Duration;
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, Node, Pair, layout, pages, whole};
 use baton_kv_transfer::connectors::link::frame::{Body, Frame, HEADER_BYTES, Header, Hello, KvPlace, Piece};
 use baton_kv_transfer::{Fault, FaultKind, TransferError, build};
-use kernels::{HostMemory, RegionShape};
+use device::{HostMemory, RegionShape};
 use kv_cache::LayerFence;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use types::node::PROTOCOL;
@@ -98,11 +98,11 @@ async fn another_wires_address_is_not_reached() {
     assert!(!pair.prefill.connector.reaches(&other));
 }
 
-// === a puppet that shows what it likes ===
+// === a fake peer that shows what it likes ===
 
-struct Puppet(UnixStream);
+struct FakePeer(UnixStream);
 
-impl Puppet {
+impl FakePeer {
     /// Connects and shows these files. Blocking: call it where that does not matter.
     fn connect(endpoint: &str, greeting: u8, files: &[BorrowedFd<'_>]) -> Self {
         let stream = UnixStream::connect(endpoint).expect("the socket is open");
@@ -138,7 +138,7 @@ impl Puppet {
     /// Opens a landing as its rightful sender does.
     fn open(&mut self, landing: &Landing) {
         let hello =
-            Hello { protocol: PROTOCOL, node: NodeId::new("puppet"), epoch: Epoch(1), link: 77, stream: 0 };
+            Hello { protocol: PROTOCOL, node: NodeId::new("peer"), epoch: Epoch(1), link: 77, stream: 0 };
         self.say(&Frame::of_link(Body::Hello(hello)));
         assert!(matches!(self.hear(), Some(Body::Welcome { .. })));
         let shown =
@@ -152,9 +152,9 @@ fn shared(bytes: usize) -> HostMemory {
     HostMemory::shared(&[RegionShape { page_bytes: bytes, n_pages: 1 }]).expect("a few bytes can be shared")
 }
 
-/// Lets a puppet act on a thread of its own, and waits for it.
-async fn puppet<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
-    in_time(tokio::task::spawn_blocking(act)).await.expect("the puppet plays its part")
+/// Lets a fake peer act on a thread of its own, and waits for it.
+async fn peer<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
+    in_time(tokio::task::spawn_blocking(act)).await.expect("the peer plays its part")
 }
 
 async fn still_serves(pair: &Pair) {
@@ -168,11 +168,11 @@ async fn kv_outside_of_what_is_shown_loses_the_link() {
     for (slot, offset) in [(None, 1 << 20), (None, u64::MAX - 5000), (Some(3), 1 << 20), (None, 4096 - 8)] {
         let (landing, arrival) = pair.land(N_TOKENS);
         let endpoint = landing.wire.endpoint.clone();
-        puppet(move || {
+        peer(move || {
             let (stage, kv) = (shared(4096), shared(4096));
             let files = [stage.file().expect("shared"), kv.file().expect("shared")];
-            let mut puppet = Puppet::connect(&endpoint, b'B', &files);
-            puppet.open(&landing);
+            let mut peer = FakePeer::connect(&endpoint, b'B', &files);
+            peer.open(&landing);
             let span = pages(&landing).swap_remove(0);
             let shape = baton_kv_transfer::digest::PageShape::new(&landing.layout, span.group, 0);
             let mut digests = Vec::new();
@@ -181,8 +181,8 @@ async fn kv_outside_of_what_is_shown_loses_the_link() {
             let in_slot = |slot| KvPlace::Slot { slot, piece };
             let place = slot.map_or(KvPlace::Pieces(vec![piece]), in_slot);
             let body = Body::Kv { span, digests: Some(digests), place };
-            puppet.say(&Frame::new(landing.transfer, body));
-            assert_eq!(puppet.hear(), None, "the link is gone");
+            peer.say(&Frame::new(landing.transfer, body));
+            assert_eq!(peer.hear(), None, "the link is gone");
         })
         .await;
         let error = in_time(arrival.settle()).await.expect_err("its link is gone");
@@ -195,10 +195,10 @@ async fn kv_outside_of_what_is_shown_loses_the_link() {
 async fn memory_that_could_vanish_is_refused() {
     let pair = shm_pair().await;
     let endpoint = pair.decode.connector.address().endpoint;
-    puppet(move || {
+    peer(move || {
         let file = tempfile_of(4096);
-        let mut puppet = Puppet::connect(&endpoint, b'B', &[file.as_fd()]);
-        assert_eq!(puppet.hear(), None, "memory that may shrink is not mapped");
+        let mut peer = FakePeer::connect(&endpoint, b'B', &[file.as_fd()]);
+        assert_eq!(peer.hear(), None, "memory that may shrink is not mapped");
     })
     .await;
     still_serves(&pair).await;
@@ -214,10 +214,10 @@ fn tempfile_of(bytes: u64) -> File {
 async fn a_stranger_is_not_listened_to() {
     let pair = shm_pair().await;
     let endpoint = pair.decode.connector.address().endpoint;
-    puppet(move || {
+    peer(move || {
         let memory = shared(4096);
-        let mut puppet = Puppet::connect(&endpoint, b'x', &[memory.file().expect("shared")]);
-        assert_eq!(puppet.hear(), None);
+        let mut peer = FakePeer::connect(&endpoint, b'x', &[memory.file().expect("shared")]);
+        assert_eq!(peer.hear(), None);
     })
     .await;
     still_serves(&pair).await;

@@ -1,6 +1,6 @@
 //! What only the tcp connector promises: blocks that are free at once, wires that are found dead, bits that flip.
 
-mod puppet;
+mod fake_peer;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use types::{Destination, KvDtype, KvLayout, Landing};
 
-use self::puppet::{Puppet, in_time, make_tcp_with_stall, span_frame, tcp_pair};
+use self::fake_peer::{FakePeer, in_time, make_tcp_with_stall, span_frame, tcp_pair};
 
 const N_TOKENS: u32 = 8 * BLOCK_TOKENS;
 
@@ -28,12 +28,12 @@ async fn blocks_are_free_at_once_although_the_sender_stands_still_in_a_frame() {
     let pair = tcp_pair().await;
     let from = pair.prefill.computed(N_TOKENS, 1);
     let (landing, arrival) = pair.land(N_TOKENS);
-    let mut puppet = Puppet::linked(&pair.decode).await;
-    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    let mut peer = FakePeer::linked(&pair.decode).await;
+    assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
     let span = whole(&landing).swap_remove(0);
     let frame = span_frame(&landing, span, &pair.prefill, &from);
     let middle = frame.len() / 2 + 13;
-    puppet.write(&frame[..middle]).await;
+    peer.write(&frame[..middle]).await;
     // The first pages of the frame are in place only when the frame ends; a byte of the last one read is proof enough.
     in_time(first_page_written(&pair, &landing)).await;
 
@@ -42,9 +42,9 @@ async fn blocks_are_free_at_once_although_the_sender_stands_still_in_a_frame() {
 
     // Another sequence gets the blocks and writes them. What the sender still says does not reach it.
     let next = pair.decode.computed(N_TOKENS, 2);
-    puppet.write(&frame[middle..]).await;
-    let Some(Body::Failed { .. }) = puppet.hear().await else { panic!("the sender was not told") };
-    assert_alive_link_serves(&pair, &mut puppet, &from).await;
+    peer.write(&frame[middle..]).await;
+    let Some(Body::Failed { .. }) = peer.hear().await else { panic!("the sender was not told") };
+    assert_alive_link_serves(&pair, &mut peer, &from).await;
     pair.decode.assert_holds(&next, N_TOKENS, 2);
 }
 
@@ -65,13 +65,13 @@ async fn first_page_written(pair: &Pair, landing: &Landing) {
 }
 
 /// The link of a cancelled transfer is as good as new for the next one.
-async fn assert_alive_link_serves(pair: &Pair, puppet: &mut Puppet, from: &BlockLease) {
+async fn assert_alive_link_serves(pair: &Pair, peer: &mut FakePeer, from: &BlockLease) {
     let (landing, arrival) = pair.land(N_TOKENS);
-    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
     for span in whole(&landing) {
-        puppet.send(&landing, span, &pair.prefill, from).await;
+        peer.send(&landing, span, &pair.prefill, from).await;
     }
-    puppet.hand_off(&landing).await;
+    peer.hand_off(&landing).await;
     pair.check(&in_time(arrival.settle()).await.expect("arrived"), N_TOKENS, 1);
 }
 
@@ -81,8 +81,8 @@ async fn assert_alive_link_serves(pair: &Pair, puppet: &mut Puppet, from: &Block
 async fn sender_that_falls_silent_fails_its_landings_before_their_deadline() {
     let pair = Pair::new(&make_tcp_with_stall(200)).await;
     let (landing, arrival) = pair.land(N_TOKENS);
-    let mut puppet = Puppet::linked(&pair.decode).await;
-    assert_eq!(puppet.open(&landing).await, Some(Body::Accepted));
+    let mut peer = FakePeer::linked(&pair.decode).await;
+    assert_eq!(peer.open(&landing).await, Some(Body::Accepted));
     let started = pair.decode.parts.world.now();
     let error = in_time(arrival.settle()).await.expect_err("its sender is as good as dead");
     assert!(matches!(error, TransferError::ConnectionLost { .. }), "{error}");
@@ -125,8 +125,8 @@ async fn check_silent_receiver(says_that_it_lives: bool) {
     let layout = KvLayout::uniform(16, KvDtype::Bf16, 1, 8, 128);
     let parts = Node::parts("prefill", layout.clone());
     let settings = TransferSettings { stall_ms: 300, streams: 1, ..TransferSettings::default() };
-    let prefill = Node::new(&puppet::make_tcp(), ConnectorParts { settings, ..parts }).await;
-    let decode = Node::new(&puppet::make_tcp(), Node::parts("decode", layout)).await;
+    let prefill = Node::new(&fake_peer::make_tcp(), ConnectorParts { settings, ..parts }).await;
+    let decode = Node::new(&fake_peer::make_tcp(), Node::parts("decode", layout)).await;
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let (landing, _arrival) = land_at(&decode, listener.local_addr().expect("bound"), 16 * 1024);
     let from = Arc::new(prefill.room(landing.n_tokens));
@@ -140,7 +140,7 @@ async fn check_silent_receiver(says_that_it_lives: bool) {
     let receive = silent_receiver(&listener, &landing, says_that_it_lives);
     let delivered = tokio::select! {
         delivered = in_time(deliver) => delivered,
-        () = receive => panic!("the puppet never ends"),
+        () = receive => panic!("the peer never ends"),
     };
     let error = delivered.expect_err("nothing reads");
     assert!(matches!(error, TransferError::Stalled { .. }), "{error}");
@@ -149,22 +149,22 @@ async fn check_silent_receiver(says_that_it_lives: bool) {
 }
 
 async fn silent_receiver(listener: &TcpListener, landing: &Landing, says_that_it_lives: bool) {
-    let mut puppet = Puppet { socket: listener.accept().await.expect("it connects").0 };
-    assert!(matches!(puppet.hear().await, Some(Body::Hello(_))));
+    let mut peer = FakePeer { socket: listener.accept().await.expect("it connects").0 };
+    assert!(matches!(peer.hear().await, Some(Body::Hello(_))));
     let (node, epoch) = (landing.node.clone(), landing.epoch);
-    puppet.say(Body::Welcome { version: 3, node, epoch }).await;
-    assert!(matches!(puppet.hear().await, Some(Body::Open(_))));
-    puppet.say_of(landing.transfer, Body::Accepted).await;
+    peer.say(Body::Welcome { version: 3, node, epoch }).await;
+    assert!(matches!(peer.hear().await, Some(Body::Open(_))));
+    peer.say_of(landing.transfer, Body::Accepted).await;
     let mut alive = tokio::time::interval(Duration::from_millis(20));
     loop {
         alive.tick().await;
         if says_that_it_lives {
-            puppet.say(Body::Alive).await;
+            peer.say(Body::Alive).await;
         }
     }
 }
 
-/// A landing whose address is a puppet's.
+/// A landing whose address is a fake peer's.
 fn land_at(decode: &Node, at: SocketAddr, n_tokens: u32) -> (Landing, Arrival) {
     let world = &decode.parts.world;
     let request = LandRequest {
@@ -172,7 +172,7 @@ fn land_at(decode: &Node, at: SocketAddr, n_tokens: u32) -> (Landing, Arrival) {
         lease: decode.room(n_tokens),
         n_tokens,
         held_tokens: 0,
-        deadline: world.deadline_in(puppet::WITHIN),
+        deadline: world.deadline_in(fake_peer::WITHIN),
     };
     let (mut landing, arrival) = decode.connector.land(request).expect("a proper request");
     landing.wire.endpoint = at.to_string();

@@ -77,14 +77,14 @@ async fn what_is_here_is_not_fetched_again() {
     let (fake, cache) = (FakeHub::new(&files()).await, tempfile::tempdir().expect("a folder"));
     let hub = fake.client(cache.path());
     let first = fetched(&hub, "org/name").await.expect("fetched");
-    fake.heard();
+    fake.received();
     assert_eq!(fetched(&hub, "org/name").await.expect("here"), first);
-    assert_eq!(fake.heard(), ["revision main"]);
+    assert_eq!(fake.received(), ["revision main"]);
     fetched(&hub, &format!("org/name@{COMMIT}")).await.expect("here");
-    assert_eq!(fake.heard(), [""; 0], "a commit never changes");
+    assert_eq!(fake.received(), [""; 0], "a commit never changes");
     fs::remove_file(first.join("tokenizer.json")).expect("removed");
     fetched(&hub, "org/name").await.expect("the link is made again");
-    assert_eq!(fake.heard(), ["revision main", "HEAD tokenizer.json"], "its content was still there");
+    assert_eq!(fake.received(), ["revision main", "HEAD tokenizer.json"], "its content was still there");
 }
 
 #[tokio::test]
@@ -107,13 +107,14 @@ async fn a_cut_wire_costs_only_what_had_not_come() {
     fake.state().cuts = vec![60_000, 10_000];
     let snapshot = fetched(&fake.client(cache.path()), "org/name").await.expect("fetched");
     assert_eq!(fs::read(snapshot.join("model.safetensors")).expect("it is there"), WEIGHTS);
-    let asked: Vec<String> = fake.heard().into_iter().filter(|heard| heard.starts_with("store")).collect();
+    let asked: Vec<String> =
+        fake.received().into_iter().filter(|request| request.starts_with("store")).collect();
     assert_eq!(asked.len(), 3, "{asked:?}");
     assert_eq!(asked[0], "store all");
     let firsts: Vec<usize> = asked[1..]
         .iter()
-        .map(|heard| {
-            heard.trim_start_matches("store bytes=").trim_end_matches('-').parse().expect("a number")
+        .map(|request| {
+            request.trim_start_matches("store bytes=").trim_end_matches('-').parse().expect("a number")
         })
         .collect();
     assert!(firsts[0] <= 60_000 && firsts[0] < firsts[1] && firsts[1] <= 70_000, "{firsts:?}");
@@ -143,7 +144,7 @@ async fn what_an_earlier_process_left_is_gone_on_with() {
         let snapshot = fetched(&fake.client(cache.path()), "org/name").await.expect("fetched");
         assert_eq!(fs::read(snapshot.join("model.safetensors")).expect("it is there"), WEIGHTS);
         let asked: Vec<String> =
-            fake.heard().into_iter().filter(|heard| heard.starts_with("store")).collect();
+            fake.received().into_iter().filter(|request| request.starts_with("store")).collect();
         assert_eq!(asked, expected, "{} bytes were left", left.len());
         assert!(!partial.exists());
     }
@@ -155,7 +156,7 @@ async fn a_damaged_file_is_fetched_once_more_and_never_kept() {
     fake.state().damage = true;
     let error = fetched(&fake.client(cache.path()), "org/name").await.expect_err("damaged");
     assert_eq!(error.to_string(), "model.safetensors arrived damaged: it is not what the hub says it is");
-    assert_eq!(fake.heard().iter().filter(|heard| heard.starts_with("store")).count(), 2);
+    assert_eq!(fake.received().iter().filter(|request| request.starts_with("store")).count(), 2);
     let blobs = names(cache.path().join("models--org--name/blobs"));
     assert!(blobs.iter().all(|name| !name.starts_with(&sha256(WEIGHTS))), "{blobs:?}");
     fake.state().damage = false;
@@ -185,7 +186,7 @@ async fn two_processes_fetch_a_file_once() {
     let (one, other) = (fake.client(cache.path()), fake.client(cache.path()));
     let (one, other) = tokio::join!(fetched(&one, "org/name"), fetched(&other, "org/name"));
     assert_eq!(one.expect("fetched"), other.expect("fetched"));
-    assert_eq!(fake.heard().iter().filter(|heard| heard.starts_with("store")).count(), 1);
+    assert_eq!(fake.received().iter().filter(|request| request.starts_with("store")).count(), 1);
 }
 
 #[tokio::test]
@@ -249,8 +250,8 @@ async fn a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched
     });
     let error = fetched(&hub, "org/name").await.expect_err("the judge refuses");
     assert_eq!(sentence(&error), "org/name cannot be served: of another kind");
-    let heard = fake.state().heard.clone();
-    assert_eq!(heard, ["revision main", "HEAD config.json", "GET config.json"]);
+    let received = fake.state().received.clone();
+    assert_eq!(received, ["revision main", "HEAD config.json", "GET config.json"]);
 }
 
 #[tokio::test]
@@ -264,8 +265,8 @@ async fn gguf_and_a_missing_config_have_their_own_sentences() {
         let (fake, cache) = (FakeHub::new(&files).await, tempfile::tempdir().expect("a folder"));
         let error = fetched(&fake.client(cache.path()), "org/name").await.expect_err("refused");
         assert!(error.to_string().starts_with(expected), "{error}");
-        let heard = fake.state().heard.clone();
-        assert_eq!(heard.len(), 1, "only the list of files was asked for: {heard:?}");
+        let received = fake.state().received.clone();
+        assert_eq!(received.len(), 1, "only the list of files was asked for: {received:?}");
     }
 }
 
@@ -349,7 +350,7 @@ async fn a_hub_without_a_trusted_certificate_gets_no_request() {
             "{said}"
         );
     }
-    assert_eq!(fake.heard(), [""; 0], "no question, and no token");
+    assert_eq!(fake.received(), [""; 0], "no question, and no token");
 }
 
 #[tokio::test]

@@ -5,8 +5,8 @@ use std::num::NonZero;
 use std::str::FromStr;
 
 use chassis::byte_size::ByteSize;
+pub use device::memory::available::available_bytes;
 use engine::{AutoRoom, KvRoom};
-pub use kernels::memory::available::available_bytes;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// What a node that computes is told: `"auto"`, `"auto/2"`, or a size.

@@ -1,6 +1,6 @@
 //! Why a pool node did not come up, or did not go down well.
 
-use kernels::MemoryError;
+use device::MemoryError;
 use node::NodeError;
 use registry::RegistryError;
 

@@ -240,7 +240,7 @@ impl<P: Presence> Keeper<P> {
             pause = match within("keep alive", self.presence.keep_alive()).await {
                 Ok(()) => {
                     lapses = self.world.now() + terms.ttl;
-                    self.heard(terms.beat)
+                    self.registered(terms.beat)
                 }
                 Err(RegistryError::LeaseLost) => return self.lost(),
                 Err(error) => self.unheard(&error, lapses, terms.beat),
@@ -248,7 +248,7 @@ impl<P: Presence> Keeper<P> {
         }
     }
 
-    fn heard(&mut self, beat: Duration) -> Duration {
+    fn registered(&mut self, beat: Duration) -> Duration {
         if !self.backoff.is_fresh() {
             info!(node = %self.id, "the registry is back");
         }

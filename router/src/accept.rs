@@ -1,4 +1,4 @@
-//! The only maker of prompts: from what a client asks for to what the house has accepted.
+//! The only maker of prompts: it turns a client's request into what the router has accepted.
 //!
 //! Everything past this room may rely on it: a prompt is bounded, its tokens exist, its numbers are in range, and it has
 //! a deadline, a tenant and an id. A refusal names the field that is to blame.

@@ -40,7 +40,7 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Asks the house. Returns with the first step on its way, or with what can still be a status code.
+    /// Asks the router. Returns with the first step on its way, or with what can still be a status code.
     pub async fn begin(
         serve: &dyn Serve,
         index: usize,

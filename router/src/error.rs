@@ -17,7 +17,7 @@ pub enum AcceptError {
     Missing { param: Cow<'static, str> },
     #[error("{param}: {reason}")]
     Invalid { param: Cow<'static, str>, reason: String },
-    /// It asks for something that this house does not do. Refused, because ignoring it would change the answer's meaning.
+    /// It asks for something that the router does not do. Refused, because ignoring it would change the answer's meaning.
     #[error("{param} is not supported: {reason}")]
     Unsupported { param: Cow<'static, str>, reason: String },
     #[error("{reason}")]
@@ -93,7 +93,7 @@ pub enum ServeError {
     /// The router is stopping, and the request was still running at the end of its drain.
     #[error("the router is stopping, and its time for requests under way is over")]
     Draining,
-    /// The house is at fault.
+    /// The router or a node is at fault.
     #[error("failed: {reason}")]
     Failed { reason: String },
 }

@@ -57,7 +57,7 @@ pub(crate) struct FakeNode {
     pub(crate) info: NodeInfo,
     script: Arc<Mutex<Vec<FakeResponse>>>,
     /// What it was asked, in order.
-    heard: Arc<Mutex<Vec<String>>>,
+    received: Arc<Mutex<Vec<String>>>,
     /// The block events of its status streams, one stream after the other; the last one's repeat.
     events: Arc<Mutex<Vec<BlockEvents>>>,
 }
@@ -65,7 +65,7 @@ pub(crate) struct FakeNode {
 impl FakeNode {
     pub(crate) fn new(id: &str, role: Role, script: &[FakeResponse]) -> Self {
         let script = Arc::new(Mutex::new(script.to_vec()));
-        Self { info: info(id, role), script, heard: Arc::default(), events: Arc::default() }
+        Self { info: info(id, role), script, received: Arc::default(), events: Arc::default() }
     }
 
     pub(crate) fn telling(self, streams: Vec<BlockEvents>) -> Self {
@@ -89,18 +89,18 @@ impl FakeNode {
         spawn_guarded(gate, "fake node", async move { drop(serve.await) })
     }
 
-    pub(crate) fn heard(&self) -> Vec<String> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(crate) fn received(&self) -> Vec<String> {
+        self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// What it was asked, without what it was told of its standing.
     pub(crate) fn prompts(&self) -> Vec<String> {
         let is_standing = |word: &String| word.starts_with("no work: ") || word == "in use";
-        self.heard().into_iter().filter(|word| !is_standing(word)).collect()
+        self.received().into_iter().filter(|word| !is_standing(word)).collect()
     }
 
     fn hear(&self, word: impl Into<String>) {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner).push(word.into());
+        self.received.lock().unwrap_or_else(PoisonError::into_inner).push(word.into());
     }
 
     fn act(&self) -> FakeResponse {
@@ -372,7 +372,7 @@ impl NodeStatus for FakeNode {
         let word = if refusal.is_empty() { "in use".to_owned() } else { format!("no work: {refusal}") };
         // It is said again and again: what is told apart is a refusal, and that it is taken back.
         let before =
-            self.heard().into_iter().rfind(|heard| heard.starts_with("no work: ") || heard == "in use");
+            self.received().into_iter().rfind(|word| word.starts_with("no work: ") || word == "in use");
         if before.unwrap_or_else(|| "in use".to_owned()) != word {
             self.hear(word);
         }

@@ -1,4 +1,4 @@
-//! What the doors ask of the house: a prompt in, steps out.
+//! The interface between the APIs and the router: a prompt in, steps out.
 
 use std::fmt;
 use std::sync::Arc;
@@ -64,7 +64,7 @@ pub struct Generation {
     pub complete: Complete,
     /// Every step, the first one included, in order of [`Step::index`] and without gaps, whatever died meanwhile.
     ///
-    /// It ends after the step that has `finish` set, or after one error. An end without either is a bug of the house.
+    /// It ends after the step that has `finish` set, or after one error. An end without either is a bug of the router.
     pub steps: BoxStream<'static, Result<Step, ServeError>>,
 }
 

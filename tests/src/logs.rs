@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     const LOG: &str = "\
-        router  2026-11-20T17:46:03Z  INFO baton_router::house: router is up\n\
+        router  2026-11-20T17:46:03Z  INFO baton_router::server: router is up\n\
         router  2026-11-20T17:46:04Z  WARN baton_router::cluster: status stream broke node=d\n\
         {\"level\":\"ERROR\",\"message\":\"panicked\"}\n\
         ready http=http://127.0.0.1:1 grpc=http://127.0.0.1:2";

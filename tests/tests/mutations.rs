@@ -1,4 +1,4 @@
-//! The simulation against a house without one of its guards: it must notice. `docs/simulation.md` has the table.
+//! The simulation of a cluster without one of its guards: it must notice. `docs/simulation.md` has the table.
 #![cfg(feature = "mutations")]
 
 use baton_tests::sim::run;

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use kernels::cuda::{Cache, Card, Courier, CourierSize, RemoteMemory};
+use device::cuda::{Cache, Card, PageCopier, PageCopierSize, RemoteMemory};
 use kv_cache::KvMemory;
 use types::KvLayout;
 
@@ -37,7 +37,7 @@ fn open(ordinal: usize) -> Result<Card, Failed> {
 /// A plain copy from the one to the other: by the copy engines, in one piece.
 #[derive(Debug)]
 pub struct PlainCopy {
-    courier: Courier,
+    copier: PageCopier,
     remote: RemoteMemory,
 }
 
@@ -47,12 +47,12 @@ impl PlainCopy {
         let (near, far) = (near.on_card().ok_or_else(no_card)?, far.on_card().ok_or_else(no_card)?);
         let (fd, bytes) = near.memory().export().map_err(failed)?;
         let remote = far.memory().import(&fd, bytes).map_err(failed)?;
-        Ok(Self { courier: Courier::new(far.memory(), CourierSize::default()).map_err(failed)?, remote })
+        Ok(Self { copier: PageCopier::new(far.memory(), PageCopierSize::default()).map_err(failed)?, remote })
     }
 
     /// Copies the first `bytes`.
     pub(super) fn copy(&self, far: &KvMemory, bytes: usize) -> Result<(), Failed> {
         let far = far.on_card().ok_or_else(|| not_moved("KV is not on a GPU"))?;
-        self.courier.copy_plainly(&self.remote, far.memory(), bytes).map_err(failed)
+        self.copier.copy_plainly(&self.remote, far.memory(), bytes).map_err(failed)
     }
 }

@@ -41,7 +41,7 @@ pub enum BenchCommand {
     /// Run a kept scenario
     Scenario(scenario::ScenarioArgs),
     /// A server with programmed delays, to measure the harness itself
-    Puppet(puppet::PuppetArgs),
+    Puppet(puppet::ScriptedServerArgs),
 }
 
 /// How a command ended, where it ended.

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::command::{Ended, say};
 use crate::error::{BenchError, Result};
 use crate::puppet::script::{Counting, Script, ScriptAction, Step};
-use crate::puppet::server::{PreparedScript, Puppet};
+use crate::puppet::server::{PreparedScript, ScriptedServer};
 use crate::span::parse_span;
 
 /// Answers of different lengths that are kept rendered.
@@ -18,7 +18,7 @@ const N_PARTS_MAX: usize = 4096;
 const N_TOKENS_DEFAULT: u64 = 16;
 
 #[derive(Clone, Debug, Args)]
-pub struct PuppetArgs {
+pub struct ScriptedServerArgs {
     /// Where to listen
     #[arg(long, default_value = "127.0.0.1:8100")]
     pub listen: String,
@@ -53,7 +53,7 @@ fn parse_stall(text: &str) -> std::result::Result<(usize, Duration), String> {
     Ok((nth.parse().map_err(|_| format!("`{nth}` is not a number"))?, parse_span(span)?))
 }
 
-impl PuppetArgs {
+impl ScriptedServerArgs {
     /// The script for an answer of `n_tokens`.
     pub fn script(&self, n_tokens: u32) -> Script {
         let mut steps = Vec::new();
@@ -79,7 +79,7 @@ impl PuppetArgs {
 }
 
 /// Runs until interrupted.
-pub async fn run(args: PuppetArgs) -> Result<Ended> {
+pub async fn run(args: ScriptedServerArgs) -> Result<Ended> {
     let (listen, accept_delay) = (args.listen.clone(), args.accept_delay);
     let parts: Mutex<HashMap<u32, PreparedScript>> = Mutex::default();
     let casting = move |_: usize, body: &Value| {
@@ -91,7 +91,7 @@ pub async fn run(args: PuppetArgs) -> Result<Ended> {
         parts.entry(n_tokens).or_insert_with(|| PreparedScript::from(&args.script(n_tokens))).clone()
     };
     let puppet =
-        Puppet::start(&listen, accept_delay, Arc::new(casting)).await.map_err(BenchError::Prepare)?;
+        ScriptedServer::start(&listen, accept_delay, Arc::new(casting)).await.map_err(BenchError::Prepare)?;
     say(&format!("ready http={}", puppet.url()));
     tokio::signal::ctrl_c().await.map_err(BenchError::Prepare)?;
     Ok(Ended::Well)

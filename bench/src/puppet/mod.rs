@@ -6,4 +6,4 @@ pub mod script;
 pub mod server;
 
 pub use script::{Counting, Ending, Script, ScriptAction, Step};
-pub use server::{PlayedRequest, Puppet};
+pub use server::{PlayedRequest, ScriptedServer};

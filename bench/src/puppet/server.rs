@@ -50,7 +50,7 @@ pub struct PlayedRequest {
 
 /// A puppet that is up. Dropping it ends all its streams.
 #[derive(Debug)]
-pub struct Puppet {
+pub struct ScriptedServer {
     pub addr: SocketAddr,
     stage: Arc<Stage>,
     _tasks: JoinSet<()>,
@@ -69,7 +69,7 @@ impl std::fmt::Debug for Stage {
     }
 }
 
-impl Puppet {
+impl ScriptedServer {
     /// `accept_delay` passes between one accepted connection and the next.
     pub async fn start(addr: &str, accept_delay: Duration, casting: Casting) -> io::Result<Self> {
         let listener = TcpListener::bind(addr).await?;

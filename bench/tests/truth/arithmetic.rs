@@ -7,7 +7,7 @@ use bench::puppet::{Ending, Script, ScriptAction, Step};
 use bench::random::Random;
 use bench::record::{Outcome, RequestRecord};
 
-use crate::{heard, millis};
+use crate::{millis, recorded};
 
 /// A hundred requests with drawn delays, ten a second; every tenth fails.
 fn run() -> Vec<RequestRecord> {
@@ -22,7 +22,7 @@ fn run() -> Vec<RequestRecord> {
             if nth % 10 == 9 {
                 script.ending = Ending::Cut;
             }
-            heard(nth, u64::from(nth) * 100_000, &script, 4096)
+            recorded(nth, u64::from(nth) * 100_000, &script, 4096)
         })
         .collect()
 }
@@ -89,7 +89,7 @@ fn cancelled_requests_are_in_no_latency_and_no_denominator() {
 fn objectives_hold_where_they_say() {
     let mut script = Script::even(200, millis(100), millis(10));
     script.steps[50].after = millis(200);
-    let record = heard(0, 0, &script, 4096);
+    let record = recorded(0, 0, &script, 4096);
     let check = |text: &str, holds: bool| assert_eq!(objectives(text).hold(&record), holds, "{text}");
     check("", true);
     check("ttft=100ms", true);
@@ -108,7 +108,7 @@ fn objectives_hold_where_they_say() {
 fn coalescing_does_not_hold_an_objective() {
     let mut script = Script::even(1, millis(50), millis(0));
     script.steps.extend((0..3).map(|_| Step { after: millis(2000), act: ScriptAction::Tokens(200) }));
-    let record = heard(0, 0, &script, 4096);
+    let record = recorded(0, 0, &script, 4096);
     assert!(!objectives("tbt=25ms").hold(&record) && !objectives("tbt.p50=25ms").hold(&record));
     assert!(objectives("tpot=25ms").hold(&record), "the mean alone would be fooled");
 }
@@ -248,7 +248,7 @@ fn vllm_peaks(successes: &[&VllmOutput]) -> (f64, f64) {
 fn an_empty_first_chunk_games_vllms_ttft_and_not_ours() {
     let mut script = Script::even(10, millis(500), millis(10));
     script.steps.insert(0, Step { after: millis(1), act: ScriptAction::Empty });
-    let record = heard(0, 0, &script, 4096);
+    let record = recorded(0, 0, &script, 4096);
     near("theirs", vllm_client(&record).ttft, 0.001);
     near("ours", Metric::Ttft.samples(std::iter::once(&record))[0], 501.0);
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use bench::command::{BenchArgs, Ended, dispatch};
-use bench::puppet::{Puppet, Script};
+use bench::puppet::{Script, ScriptedServer};
 use bench::report::RunReport;
 use clap::Parser;
 
@@ -31,9 +31,11 @@ async fn fails(line: &str, reason: &str) {
     assert!(error.contains(reason), "{error}");
 }
 
-async fn puppet(ttft_ms: u64) -> Puppet {
+async fn puppet(ttft_ms: u64) -> ScriptedServer {
     let script = Script::even(6, millis(ttft_ms), millis(4));
-    Puppet::start("127.0.0.1:0", Duration::ZERO, Puppet::always(&script)).await.expect("a puppet")
+    ScriptedServer::start("127.0.0.1:0", Duration::ZERO, ScriptedServer::always(&script))
+        .await
+        .expect("a puppet")
 }
 
 fn read(folder: &Path, name: &str) -> RunReport {

@@ -5,14 +5,14 @@ use bench::puppet::{Ending, Script};
 use bench::record::{CountedBy, RequestRecord};
 use bench::report::{FaultMark, Provenance, ReportParts, RunReport, Subject, html, markdown};
 
-use crate::{heard, millis};
+use crate::{millis, recorded};
 
 fn records(ttft_ms: u64) -> Vec<RequestRecord> {
     (0..40)
         .map(|nth| {
             let mut script = Script::even(20, millis(ttft_ms + u64::from(nth) * 3), millis(12));
             script.ending = if nth == 7 { Ending::Cut } else { Ending::Done };
-            heard(nth, u64::from(nth) * 50_000, &script, 4096)
+            recorded(nth, u64::from(nth) * 50_000, &script, 4096)
         })
         .collect()
 }

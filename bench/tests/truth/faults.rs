@@ -5,12 +5,12 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 use bench::metrics::Objectives;
-use bench::puppet::{Ending, Puppet, Script};
+use bench::puppet::{Ending, Script, ScriptedServer};
 use bench::record::RequestRecord;
 use bench::recovery::{Cost, costs};
 use bench::report::RunReport;
 
-use crate::{heard, millis};
+use crate::{millis, recorded};
 
 /// A hundred requests, ten a second. Those due in `bad` (seconds) fail.
 fn records(bad: std::ops::Range<f64>) -> Vec<RequestRecord> {
@@ -20,7 +20,7 @@ fn records(bad: std::ops::Range<f64>) -> Vec<RequestRecord> {
             if bad.contains(&(f64::from(nth) / 10.0)) {
                 script.ending = Ending::Cut;
             }
-            heard(nth, u64::from(nth) * 100_000, &script, 4096)
+            recorded(nth, u64::from(nth) * 100_000, &script, 4096)
         })
         .collect()
 }
@@ -56,8 +56,9 @@ fn victim() -> Child {
 #[tokio::test]
 async fn a_schedule_is_carried_out_while_the_load_goes_on() {
     let script = Script::even(5, millis(5), millis(2));
-    let puppet =
-        Puppet::start("127.0.0.1:0", Duration::ZERO, Puppet::always(&script)).await.expect("a puppet");
+    let puppet = ScriptedServer::start("127.0.0.1:0", Duration::ZERO, ScriptedServer::always(&script))
+        .await
+        .expect("a puppet");
     let folder = tempfile::tempdir().expect("a folder");
     let (at, mut child) = (folder.path().display(), victim());
     let touched = folder.path().join("touched");

@@ -33,7 +33,7 @@ fn assignment(index: u32, wanted_tokens: u32) -> Assignment {
 
 /// What the client records of a script whose bytes arrive exactly when it says, without a socket or a clock. Bytes come
 /// in pieces of `piece` bytes, as a network may cut them.
-fn heard(index: u32, intended_us: u64, script: &Script, piece: usize) -> RequestRecord {
+fn recorded(index: u32, intended_us: u64, script: &Script, piece: usize) -> RequestRecord {
     let wanted = script.steps.iter().map(|step| step.act.n_tokens()).sum();
     let mut reception = Reception::new(wanted, false);
     let (mut outcome, mut end_us) = (None, 0);

@@ -11,7 +11,7 @@ use bench::client::survey::{Survey, SurveyRequest, survey};
 use bench::client::{Prompt, Target};
 use bench::load::compose::Composer;
 use bench::load::drive::{Drive, Observed, Pacing, drive};
-use bench::puppet::server::{Casting, PlayedRequest, PreparedScript, Puppet};
+use bench::puppet::server::{Casting, PlayedRequest, PreparedScript, ScriptedServer};
 use bench::puppet::{Counting, Ending, Script, ScriptAction, Step};
 use bench::record::{CountedBy, FailureKind, RequestRecord};
 use bench::workload::{Recipe, Segment, Session, Turn, Vocabulary};
@@ -23,8 +23,8 @@ use crate::millis;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-async fn puppet(casting: Casting, accept_delay: Duration) -> Puppet {
-    Puppet::start("127.0.0.1:0", accept_delay, casting).await.expect("a puppet")
+async fn puppet(casting: Casting, accept_delay: Duration) -> ScriptedServer {
+    ScriptedServer::start("127.0.0.1:0", accept_delay, casting).await.expect("a puppet")
 }
 
 fn composer(target: &Target) -> Arc<Composer> {
@@ -60,7 +60,7 @@ async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Durati
 }
 
 /// Sessions at even gaps.
-async fn load_open(puppet: &Puppet, n: u64, gap: Duration) -> Observed {
+async fn load_open(puppet: &ScriptedServer, n: u64, gap: Duration) -> Observed {
     let times = (0..n as u32).map(move |nth| gap * nth);
     load(&puppet.url(), (0..n).map(single).collect(), Pacing::Open(Box::new(times)), LIMIT).await
 }
@@ -71,7 +71,7 @@ fn played_for<'a>(played: &'a [PlayedRequest], record: &RequestRecord) -> &'a Pl
 }
 
 /// How late the client saw each token, in milliseconds: client's time minus puppet's, of the same write.
-fn lateness(seen: &Observed, puppet: &Puppet) -> Vec<f64> {
+fn lateness(seen: &Observed, puppet: &ScriptedServer) -> Vec<f64> {
     let played = puppet.played();
     let mut all = Vec::new();
     for record in &seen.records {
@@ -96,7 +96,7 @@ async fn tokens_are_timed_as_they_were_written() {
         Step { after: millis(40), act: ScriptAction::Tokens(5) },
         Step { after: millis(9), act: ScriptAction::Unseen(1) },
     ]);
-    let puppet = puppet(Puppet::always(&script), Duration::ZERO).await;
+    let puppet = puppet(ScriptedServer::always(&script), Duration::ZERO).await;
     let seen = load_open(&puppet, 40, millis(7)).await;
     assert!(seen.records.iter().all(RequestRecord::is_finished));
     let late = lateness(&seen, &puppet);
@@ -108,7 +108,8 @@ async fn tokens_are_timed_as_they_were_written() {
 
 #[tokio::test]
 async fn the_schedule_is_kept_whatever_the_server_does() {
-    let puppet = puppet(Puppet::always(&Script::even(2, millis(500), millis(1))), Duration::ZERO).await;
+    let puppet =
+        puppet(ScriptedServer::always(&Script::even(2, millis(500), millis(1))), Duration::ZERO).await;
     let seen = load_open(&puppet, 30, millis(5)).await;
     let intended: Vec<_> = seen.records.iter().map(|record| record.intended_us).collect();
     assert_eq!(intended, (0..30).map(|nth| nth * 5_000).collect::<Vec<_>>());
@@ -122,7 +123,7 @@ async fn the_schedule_is_kept_whatever_the_server_does() {
 #[tokio::test]
 async fn a_slow_accept_is_part_of_the_wait() {
     let delay = millis(100);
-    let puppet = puppet(Puppet::always(&Script::even(2, millis(10), millis(5))), delay).await;
+    let puppet = puppet(ScriptedServer::always(&Script::even(2, millis(10), millis(5))), delay).await;
     let seen = load_open(&puppet, 3, Duration::ZERO).await;
     // All three connect at once; the second is accepted one delay after the first, and the third two.
     let mut ttft: Vec<_> = seen.records.iter().filter_map(|record| record.token_us(0)).collect();
@@ -201,7 +202,8 @@ async fn a_kept_connection_that_was_closed_is_replaced() {
 #[tokio::test]
 async fn a_closed_loop_keeps_its_places_and_never_more() {
     let under_way = Arc::new(Mutex::new(Vec::new()));
-    let puppet = puppet(Puppet::always(&Script::even(3, millis(20), millis(5))), Duration::ZERO).await;
+    let puppet =
+        puppet(ScriptedServer::always(&Script::even(3, millis(20), millis(5))), Duration::ZERO).await;
     let pacing = Pacing::Closed { concurrency: 4, ramp: Duration::ZERO };
     let seen = load(&puppet.url(), (0..24).map(single).collect(), pacing, LIMIT).await;
     for record in &seen.records {
@@ -216,7 +218,8 @@ async fn a_closed_loop_keeps_its_places_and_never_more() {
 
 #[tokio::test]
 async fn users_who_give_up_are_cancelled_and_the_server_notices() {
-    let puppet = puppet(Puppet::always(&Script::even(2000, millis(10), millis(5))), Duration::ZERO).await;
+    let puppet =
+        puppet(ScriptedServer::always(&Script::even(2000, millis(10), millis(5))), Duration::ZERO).await;
     let mut session = single(0);
     session.turns[0].cancel_after = Some(millis(80));
     let pacing = Pacing::Closed { concurrency: 1, ramp: Duration::ZERO };
@@ -266,7 +269,7 @@ async fn each_turn_carries_all_that_was_said() {
     }
 }
 
-async fn ask(puppet: &Puppet) -> Survey {
+async fn ask(puppet: &ScriptedServer) -> Survey {
     let target = Arc::new(Target::resolve(&puppet.url()).await.expect("it accepts"));
     let fields = Map::new();
     let request = SurveyRequest {

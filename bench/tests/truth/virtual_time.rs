@@ -6,7 +6,7 @@ use bench::metrics::Metric;
 use bench::puppet::{Counting, Ending, Script, ScriptAction, Step};
 use bench::record::{CountedBy, FailureKind, RequestRecord};
 
-use crate::{heard, millis};
+use crate::{millis, recorded};
 
 /// What the script says, worked out without the code under test: when each token goes out, in milliseconds.
 fn token_times(script: &Script) -> Vec<f64> {
@@ -61,7 +61,7 @@ fn check_everywhere(steps: Vec<Step>) {
     for counting in [Counting::Ids, Counting::Usage] {
         let script = Script { status: 200, steps: steps.clone(), ending: Ending::Done, counting };
         for piece in [1, 7, 64, 1 << 20] {
-            let record = heard(0, 0, &script, piece);
+            let record = recorded(0, 0, &script, piece);
             assert!(record.is_finished(), "{:?}", record.outcome);
             check(&script, &record);
         }
@@ -128,14 +128,14 @@ fn a_token_without_text_counts_and_its_text_is_timed_apart() {
     ];
     check_everywhere(steps.clone());
     let script = Script { status: 200, steps, ending: Ending::Done, counting: Counting::Ids };
-    near("text", Metric::FirstText.samples(std::iter::once(&heard(0, 0, &script, 64)))[0], 110.0);
+    near("text", Metric::FirstText.samples(std::iter::once(&recorded(0, 0, &script, 64)))[0], 110.0);
 }
 
 #[test]
 fn without_counts_the_total_at_the_end_holds_and_the_record_says_so() {
     let steps = vec![step(50, ScriptAction::Tokens(1)), step(30, ScriptAction::Tokens(3))];
     let script = Script { status: 200, steps, ending: Ending::Done, counting: Counting::Nothing };
-    let record = heard(0, 0, &script, 64);
+    let record = recorded(0, 0, &script, 64);
     assert_eq!(
         (record.counted_by, record.counted_tokens(), record.output_tokens()),
         (CountedBy::Total, 4, 4)
@@ -154,7 +154,7 @@ fn failures_are_infinitely_late_in_every_metric() {
         (Script { steps: vec![step(9, ScriptAction::Empty)], ..even }, FailureKind::Empty),
     ];
     for (script, kind) in cases {
-        let mut record = heard(0, 0, &script, 64);
+        let mut record = recorded(0, 0, &script, 64);
         record.wanted_tokens = 10;
         assert_eq!(record.failure().map(|failure| failure.kind), Some(kind));
         for metric in Metric::ALL {

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use kernels::PageBusy;
+use device::PageBusy;
 use kernels::cpu::{Angles, Attention, Format, KvShape, Processor, Product, Stretch};
 use kv_cache::{KvMemory, PageMut, PageRef, RankMemory};
 use types::layout::{Attention as Sight, LayerShape};

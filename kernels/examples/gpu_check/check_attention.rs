@@ -3,8 +3,9 @@
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_f8};
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
 use baton_kernels::cuda::{
-    Bf16, Card, CudaError, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence,
+    ComputeCard, DecodeAttention, KvNumber, KvPages, PrefillAttention, PrefillSequence,
 };
+use device::cuda::{Bf16, CudaError};
 
 use super::check_rows::POISON;
 use super::draw::{Draw, in_8_bits, wide};
@@ -106,7 +107,7 @@ impl Scene {
     }
 }
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     let lengths = extent.of(&[1, 16, 17, 63, 64, 65, 200, 777, 1, 1024], 7);
     let all_heads = [(64, 3, 1), (128, 8, 2), (128, 7, 1), (128, 32, 8), (64, 16, 1), (128, 4, 4)];
     for heads in extent.of(&all_heads, 3) {
@@ -131,7 +132,7 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
     spoilt(card, verdicts)?;
     let alike_in = [((128, 4, 1), 300), ((128, 8, 2), usize::MAX), ((64, 7, 1), usize::MAX)];
     for (heads, window) in extent.of(&alike_in, 0) {
-        alike(card, verdicts, *heads, *window)?;
+        rows_do_not_depend_on_others(card, verdicts, *heads, *window)?;
     }
     for heads in extent.of(&[(64, 2, 1), (128, 4, 1), (128, 3, 3)], 2) {
         let scene = Scene::new(7, *heads, &[1, 5, 64, 130, 300, 257]);
@@ -151,7 +152,7 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
 }
 
 fn decode(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     scene: &Scene,
     chunk_tokens: usize,
@@ -210,8 +211,8 @@ fn decode(
 
 /// Checks tokens of one sequence with a common table. Each must give the same bits as in a step of one row
 /// that ends with it.
-fn alike(
-    card: &Card,
+fn rows_do_not_depend_on_others(
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     heads: (usize, usize, usize),
     window: usize,
@@ -260,7 +261,7 @@ fn alike(
 }
 
 /// Checks that a table with an invalid block gives NaN.
-fn spoilt(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+fn spoilt(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut scene = Scene::new(9, (128, 4, 2), &[40, 40]);
     scene.tables[1] = 1_000_000;
     let n_parts = DecodeAttention::n_parts(2, 4, 40, 32);
@@ -320,7 +321,7 @@ fn spoilt(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
 }
 
 fn prefill(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     scene: &Scene,
     queries: &[usize; 6],

@@ -2,9 +2,10 @@
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, SKINNY_ROWS_MAX};
 use baton_kernels::cuda::{
-    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwnForm,
-    OwnProduct, PendingNorm, SKINNY_FORMS, Weights,
+    AddedRows, ComputeCard, Ending, FewRowsForm, HeadsRows, KvNumber, KvPages, OwnForm, OwnProduct,
+    PendingNorm, SKINNY_FORMS, Weights,
 };
+use device::cuda::{Bf16, Buffer, CudaError};
 
 use super::check_products::product;
 use super::check_rows::{EPSILON, POISON, let_through};
@@ -31,20 +32,36 @@ struct Rows {
 /// Partial sums of squares of a row: more than a warp has lanes.
 const N_PARTS: usize = 37;
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for is_fp8 in [false, true] {
         for n_rows in extent.of(&[3, 128, 8, 1, 17, 33, 64], 2) {
             let forms = forms(card, is_fp8, *n_rows);
             for (nth, form) in forms.iter().enumerate() {
                 // Every form with and without a pending norm, over the numbers of rows.
-                let owes = (nth + n_rows) % 2 == 0;
+                let is_pending = (nth + n_rows) % 2 == 0;
                 for (width, k) in extent.of(&[(200, 264), (8, 40), (1096, 4096)], 2) {
-                    gated(card, verdicts, &Drawn::new(card, is_fp8, 2 * width, *k)?, (*form, *n_rows, owes))?;
-                    added(card, verdicts, &Drawn::new(card, is_fp8, *width, *k)?, (*form, *n_rows, owes))?;
+                    gated(
+                        card,
+                        verdicts,
+                        &Drawn::new(card, is_fp8, 2 * width, *k)?,
+                        (*form, *n_rows, is_pending),
+                    )?;
+                    added(
+                        card,
+                        verdicts,
+                        &Drawn::new(card, is_fp8, *width, *k)?,
+                        (*form, *n_rows, is_pending),
+                    )?;
                 }
                 for (shape, extras) in HEADS {
                     for number in [KvNumber::Bf16, KvNumber::Fp8] {
-                        heads(card, verdicts, (*shape, number, *extras), is_fp8, (*form, *n_rows, owes))?;
+                        heads(
+                            card,
+                            verdicts,
+                            (*shape, number, *extras),
+                            is_fp8,
+                            (*form, *n_rows, is_pending),
+                        )?;
                     }
                 }
             }
@@ -69,7 +86,7 @@ const HEADS: &[((usize, usize, usize), Extras)] = &[
     ((64, 3, 2), Extras::Bias),
 ];
 
-pub(crate) fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
+pub(crate) fn forms(card: &ComputeCard, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
     let is_skinny = !is_fp8 && n_rows <= SKINNY_ROWS_MAX;
     let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
     let serves = |form: &&FewRowsForm| card.has_few_rows() && form.serves(n_rows, is_fp8);
@@ -77,7 +94,7 @@ pub(crate) fn forms(card: &Card, is_fp8: bool, n_rows: usize) -> Vec<OwnForm> {
 }
 
 impl Drawn {
-    fn new(card: &Card, is_fp8: bool, n: usize, k: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, is_fp8: bool, n: usize, k: usize) -> Result<Self, CudaError> {
         let mut draw = Draw::new((5 * n * k) as u64);
         if is_fp8 {
             return Ok(Self::Fp8(Matrix::drawn(card, &mut draw, n, k)?));
@@ -109,14 +126,14 @@ impl Drawn {
     }
 
     /// The product's rows, each times the factor of its pending norm.
-    fn product(&self, rows: &Rows, owes: bool) -> Vec<Vec<f64>> {
+    fn product(&self, rows: &Rows, is_pending: bool) -> Vec<Vec<f64>> {
         let sums = match self {
             Self::Bf16 { here, k, .. } => product(here, &rows.x, *k),
             Self::Fp8(matrix) => matrix.product(&rows.x),
         };
         let n_rows = rows.x.len() / self.k();
         let of_row = |(nth, row): (usize, &[f64])| {
-            let scale = if owes { rows.scale(nth, self.k()) } else { 1.0 };
+            let scale = if is_pending { rows.scale(nth, self.k()) } else { 1.0 };
             row.iter().map(|sum| sum * scale).collect()
         };
         sums.chunks(sums.len() / n_rows).enumerate().map(of_row).collect()
@@ -124,7 +141,7 @@ impl Drawn {
 }
 
 impl Rows {
-    fn new(card: &Card, n_rows: usize, k: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, n_rows: usize, k: usize) -> Result<Self, CudaError> {
         let mut draw = Draw::new((11 * n_rows + k) as u64);
         let x = draw.narrow(n_rows * k, 1.0);
         let squares: Vec<f32> = (0..n_rows * N_PARTS).map(|_| (draw.number() + 1.1) * 8.0).collect();
@@ -138,9 +155,14 @@ impl Rows {
         1.0 / (squares / k as f64 + f64::from(EPSILON)).sqrt()
     }
 
-    fn times<'a>(&'a self, w: &'a Drawn, owes: bool) -> OwnProduct<'a> {
-        let owed = PendingNorm { squares: self.squares_there.view(), epsilon: EPSILON };
-        OwnProduct { w: w.weights(), x: self.there.view(), k: w.k(), owed: owes.then_some(owed) }
+    fn times<'a>(&'a self, w: &'a Drawn, is_pending: bool) -> OwnProduct<'a> {
+        let pending_norm = PendingNorm { squares: self.squares_there.view(), epsilon: EPSILON };
+        OwnProduct {
+            w: w.weights(),
+            x: self.there.view(),
+            k: w.k(),
+            pending_norm: is_pending.then_some(pending_norm),
+        }
     }
 }
 
@@ -148,31 +170,31 @@ impl Rows {
 type Case = (OwnForm, usize, bool);
 
 fn gated(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     w: &Drawn,
-    (form, n_rows, owes): Case,
+    (form, n_rows, is_pending): Case,
 ) -> Result<(), CudaError> {
     let rows = Rows::new(card, n_rows, w.k())?;
-    let both = w.product(&rows, owes);
+    let both = w.product(&rows, is_pending);
     let width = both[0].len() / 2;
     let reference: Vec<f64> = both.iter().flat_map(|row| let_through(row)).collect();
     let mut y = card.buffer::<Bf16>(n_rows * width)?;
     card.fill(y.view_mut(), POISON)?;
-    card.multiply_own(form, rows.times(w, owes), Ending::Gated(y.view_mut()))?;
-    let name = format!("gated {} {n_rows}x{width}x{}, {form:?}, owes {owes}", w.name(), w.k());
+    card.multiply_own(form, rows.times(w, is_pending), Ending::Gated(y.view_mut()))?;
+    let name = format!("gated {} {n_rows}x{width}x{}, {form:?}, pending norm {is_pending}", w.name(), w.k());
     verdicts.compare(name, &wide(&card.download(y.view())?), &reference, BF16_ERROR);
     Ok(())
 }
 
 fn added(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     w: &Drawn,
-    (form, n_rows, owes): Case,
+    (form, n_rows, is_pending): Case,
 ) -> Result<(), CudaError> {
     let rows = Rows::new(card, n_rows, w.k())?;
-    let sums = w.product(&rows, owes);
+    let sums = w.product(&rows, is_pending);
     let n = sums[0].len();
     let n_parts = form.parts(n);
     let mut draw = Draw::new(n as u64);
@@ -187,8 +209,8 @@ fn added(
         weight: weight_there.view(),
         squares: squares.view_mut(),
     };
-    card.multiply_own(form, rows.times(w, owes), Ending::Added(added))?;
-    let name = format!("added {} {n_rows}x{n}x{}, {form:?}, owes {owes}", w.name(), w.k());
+    card.multiply_own(form, rows.times(w, is_pending), Ending::Added(added))?;
+    let name = format!("added {} {n_rows}x{n}x{}, {form:?}, pending norm {is_pending}", w.name(), w.k());
     let reference: Vec<f64> =
         sums.concat().iter().zip(wide(&before)).map(|(sum, before)| sum + before).collect();
     let found = wide(&card.download(residual.view())?);
@@ -207,11 +229,11 @@ fn added(
 }
 
 fn heads(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     ((head_dim, n_q_heads, n_kv_heads), number, extras): ((usize, usize, usize), KvNumber, Extras),
     is_fp8: bool,
-    (form, n_rows, owes): Case,
+    (form, n_rows, is_pending): Case,
 ) -> Result<(), CudaError> {
     let has_norms = extras == Extras::BiasAndNorms;
     if has_norms && !form.norms_heads() {
@@ -234,13 +256,13 @@ fn heads(
         rope: there.rope(qkv.view_mut(), pages.view_mut()),
         bias: (extras != Extras::None).then(|| bias_there.view()),
     };
-    card.multiply_own(form, rows.times(&w, owes), Ending::Heads(of_rope))?;
+    card.multiply_own(form, rows.times(&w, is_pending), Ending::Heads(of_rope))?;
     let bias = wide(&bias);
     let biased =
         |sums: &Vec<f64>| -> Vec<f64> { sums.iter().zip(&bias).map(|(sum, bias)| sum + bias).collect() };
-    let before: Vec<Vec<f64>> = w.product(&rows, owes).iter().map(biased).collect();
+    let before: Vec<Vec<f64>> = w.product(&rows, is_pending).iter().map(biased).collect();
     let name = format!(
-        "heads {} {n_rows} rows, {head_dim} {n_q_heads}/{n_kv_heads}, {extras:?}, {number:?}, {form:?}, owes {owes}",
+        "heads {} {n_rows} rows, {head_dim} {n_q_heads}/{n_kv_heads}, {extras:?}, {number:?}, {form:?}, pending norm {is_pending}",
         w.name()
     );
     let found = (card.download(qkv.view())?, card.download(pages.view())?);

@@ -5,9 +5,8 @@
 
 use std::time::Duration;
 
-use baton_kernels::cuda::{
-    AddedRows, Bf16, Buffer, Card, CudaError, Ending, Graph, OwnForm, OwnProduct, Peers, SumRows, Weights,
-};
+use baton_kernels::cuda::{AddedRows, ComputeCard, Ending, OwnForm, OwnProduct, Peers, SumRows, Weights};
+use device::cuda::{Bf16, Buffer, CudaError, Graph};
 use serde_json::{Value, json};
 
 use super::check_endings::forms;
@@ -69,7 +68,7 @@ pub(crate) fn all(
     for (width, k) in extent.of(shapes, 2) {
         for is_fp8 in [false, true] {
             for n_rows in extent.of(&[3, 128, 1, 8, 17, 64], 2) {
-                alike(sides, verdicts, (*width, *k, is_fp8), *n_rows)?;
+                all_ranks_agree(sides, verdicts, (*width, *k, is_fp8), *n_rows)?;
             }
         }
     }
@@ -82,7 +81,7 @@ pub(crate) fn many_rounds(sides: &[Side], verdicts: &mut Verdicts) -> Result<(),
 
 impl Inputs {
     fn new(
-        card: &Card,
+        card: &ComputeCard,
         (width, k, is_fp8): Shape,
         n_rows: usize,
         (nth, n_copies): (usize, usize),
@@ -111,7 +110,7 @@ impl Inputs {
 }
 
 impl Stream {
-    fn new(card: &Card, width: usize, n_rows: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, width: usize, n_rows: usize) -> Result<Self, CudaError> {
         let n = n_rows * width;
         let mut draw = Draw::new(n as u64);
         let mut stream = Self {
@@ -129,7 +128,12 @@ impl Stream {
         Ok(stream)
     }
 
-    fn multiply(&mut self, card: &Card, form: OwnForm, product: OwnProduct<'_>) -> Result<(), CudaError> {
+    fn multiply(
+        &mut self,
+        card: &ComputeCard,
+        form: OwnForm,
+        product: OwnProduct<'_>,
+    ) -> Result<(), CudaError> {
         let n = product.x.len() / product.k * self.width;
         card.multiply_own(form, product, Ending::Sums(self.part.view_mut().slice(0..n)))
     }
@@ -138,7 +142,7 @@ impl Stream {
     /// finer, otherwise in f32.
     fn parts(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         (form, way): (OwnForm, Way),
         product: OwnProduct<'_>,
     ) -> Result<Vec<f32>, CudaError> {
@@ -158,7 +162,7 @@ impl Stream {
 
     fn give(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         peers: &mut Peers,
         (form, way): (OwnForm, Way),
         product: OwnProduct<'_>,
@@ -198,7 +202,12 @@ fn streams(sides: &[Side], width: usize, n_rows: usize) -> Result<Vec<Stream>, C
 }
 
 /// Checks every form.
-fn alike(sides: &[Side], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -> Result<(), CudaError> {
+fn all_ranks_agree(
+    sides: &[Side],
+    verdicts: &mut Verdicts,
+    shape: Shape,
+    n_rows: usize,
+) -> Result<(), CudaError> {
     let (width, k, is_fp8) = shape;
     let mut peers = peers(sides, width, PATIENCE)?;
     let inputs = |(nth, side): (usize, &Side)| Inputs::new(&side.card, shape, n_rows, (nth, 1));
@@ -244,7 +253,8 @@ fn alike(sides: &[Side], verdicts: &mut Verdicts, shape: Shape, n_rows: usize) -
             verdicts.compare(format!("{name}, squares"), &squares, &parts, 1e-5);
             residuals.push(residual);
         }
-        let name = format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, all {} alike", sides.len());
+        let name =
+            format!("joined {n_rows}x{width}x{k}, fp8 {is_fp8}, {form:?}, all {} ranks agree", sides.len());
         verdicts.holds(name, residuals.iter().all(|residual| *residual == residuals[0]));
     }
     Ok(())

@@ -3,9 +3,8 @@
 use std::ops::Range;
 
 use baton_kernels::cuda::ops::{FEW_ROWS_FORMS, FewRowsForm};
-use baton_kernels::cuda::{
-    Bf16, Buffer, Card, CudaError, Ending, OwnForm, OwnProduct, SKINNY_FORMS, SkinnyForm, Weights,
-};
+use baton_kernels::cuda::{ComputeCard, Ending, OwnForm, OwnProduct, SKINNY_FORMS, SkinnyForm, Weights};
+use device::cuda::{Bf16, Buffer, CudaError};
 
 use super::check_rows::POISON;
 use super::draw::{Draw, wide};
@@ -16,7 +15,7 @@ use super::verdict::{BF16_ERROR, Verdicts};
 pub(crate) const SHAPES: &[(usize, usize)] =
     &[(1, 8), (17, 40), (130, 1032), (50, 264), (512, 4096), (33, 14336)];
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for (n, k) in extent.of(SHAPES, 3) {
         for n_rows in extent.of(&[1, 7, 8, 2, 5], 2) {
             for form in SKINNY_FORMS {
@@ -46,7 +45,7 @@ pub(crate) fn product(w: &[Bf16], x: &[Bf16], k: usize) -> Vec<f64> {
 }
 
 fn few_rows(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     (n, k, n_rows): (usize, usize, usize),
 ) -> Result<(), CudaError> {
@@ -72,7 +71,7 @@ fn few_rows(
 
 /// Checks matrices of real sizes, divided evenly, one after the other, repeatedly. The results equal those of
 /// clusters except for the order of sums. They have the same bits each time, whichever block finishes last.
-fn even(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+fn even(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let mut draw = Draw::new(32);
     let shapes = [(4096, 4096), (28_672, 4096), (4096, 14_336), (6144, 4096), (1160, 4160)];
     let matrices: Vec<Buffer<Bf16>> =
@@ -112,7 +111,7 @@ fn even(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
 }
 
 /// Checks that a row's result has the same bits alone and with any other rows.
-fn company(card: &Card, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Result<(), CudaError> {
+fn company(card: &ComputeCard, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Result<(), CudaError> {
     let mut draw = Draw::new(31);
     let w = card.upload(&draw.narrow(n * k, 1.0))?;
     let x = card.upload(&draw.narrow(128 * k, 1.0))?;
@@ -138,7 +137,7 @@ fn company(card: &Card, verdicts: &mut Verdicts, (n, k): (usize, usize)) -> Resu
 }
 
 fn skinny(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     form: SkinnyForm,
     (n, k, n_rows): (usize, usize, usize),

@@ -5,7 +5,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use baton_kernels::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph, Peers, Shown, SumRows, Together};
+use baton_kernels::cuda::{ComputeCard, Peers, Shown, SumRows, Together};
+use device::cuda::{Bf16, Buffer, Cache, Card, CudaError, Graph};
 use serde_json::{Value, json};
 
 use super::check_joined;
@@ -25,7 +26,7 @@ pub(crate) const GRAPHS: usize = 40;
 
 /// One GPU, with the memory that it shares.
 pub(crate) struct Side {
-    pub(crate) card: Card,
+    pub(crate) card: ComputeCard,
     part: Buffer<Bf16>,
     out: Buffer<Bf16>,
     whole: Buffer<f32>,
@@ -33,7 +34,7 @@ pub(crate) struct Side {
 
 impl Side {
     fn open(ordinal: usize, nvrtc: Option<&Path>, cache: &Cache, n: usize) -> Result<Self, CudaError> {
-        let card = Card::open(ordinal, nvrtc, cache)?;
+        let card = ComputeCard::open(ordinal, nvrtc, cache)?;
         let (part, out, whole) = (card.buffer(n)?, card.buffer(n)?, card.buffer(n)?);
         Ok(Self { card, part, out, whole })
     }
@@ -57,7 +58,7 @@ pub(crate) fn all(
         ordinals.iter().map(|ordinal| Side::open(*ordinal, nvrtc, cache, n)).collect()
     };
     let mut sides = open(&[0, 1], 8192 * 4096)?;
-    alike(&mut sides, (&[40, 4096, 8, 5120, 16_384], &[3, 17, 1, FEW_ROWS]), extent, verdicts)?;
+    sums_and_gathers(&mut sides, (&[40, 4096, 8, 5120, 16_384], &[3, 17, 1, FEW_ROWS]), extent, verdicts)?;
     check_joined::all(&sides, check_joined::SHAPES, extent, verdicts)?;
     if extent == Extent::Small {
         return Ok(json!(null));
@@ -77,7 +78,7 @@ pub(crate) fn all(
         // Few blocks of threads: those of both ranks on a GPU must run at the same time, each with its next
         // kernel.
         let mut four = open(&[0, 1, 0, 1], 1032 * 16_384)?;
-        alike(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
+        sums_and_gathers(&mut four, (&[40, 4096, 16_384], &[3, 17, 1]), extent, verdicts)?;
         check_joined::all(&four, &check_joined::SHAPES[..2], extent, verdicts)?;
     } else {
         eprintln!("four ranks on two GPUs: CUDA_MODULE_LOADING is not EAGER: left out");
@@ -88,7 +89,7 @@ pub(crate) fn all(
 }
 
 /// Compares every number, for rows of these widths and for these numbers of pushed rows.
-fn alike(
+fn sums_and_gathers(
     sides: &mut [Side],
     (widths, few): (&[usize], &[usize]),
     extent: Extent,
@@ -113,7 +114,7 @@ fn alike(
 
 pub(crate) fn peers(sides: &[Side], width: usize, patience: Duration) -> Result<Vec<Peers>, CudaError> {
     let together = Together { few_rows: FEW_ROWS, width, patience };
-    let cards: Vec<&Card> = sides.iter().map(|side| &side.card).collect();
+    let cards: Vec<&ComputeCard> = sides.iter().map(|side| &side.card).collect();
     let shown: Vec<Shown<'_>> = sides.iter().map(Side::shown).collect();
     Peers::all(&cards, &shown, together)
 }

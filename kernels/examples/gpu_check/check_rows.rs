@@ -1,6 +1,7 @@
 //! Checks embedding, norms, the gate, rotation and argmax against plain loops in f64.
 
-use baton_kernels::cuda::{Bf16, Card, CudaError, KvNumber, KvPages, NOWHERE};
+use baton_kernels::cuda::{ComputeCard, KvNumber, KvPages, NOWHERE};
+use device::cuda::{Bf16, CudaError};
 
 use super::draw::{Draw, wide};
 use super::extent::Extent;
@@ -11,7 +12,7 @@ use super::verdict::{BF16_ERROR, Verdicts};
 pub(crate) const POISON: u8 = 0xFF;
 pub(crate) const EPSILON: f32 = 1e-5;
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for (n_rows, width) in extent.of(&[(1, 8), (3, 64), (5, 4096), (2, 16384), (17, 5120)], 4) {
         embedding(card, verdicts, *n_rows, *width)?;
         norms(card, verdicts, *n_rows, *width)?;
@@ -32,7 +33,12 @@ pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Resul
     no_number(card, verdicts)
 }
 
-fn embedding(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+fn embedding(
+    card: &ComputeCard,
+    verdicts: &mut Verdicts,
+    n_rows: usize,
+    width: usize,
+) -> Result<(), CudaError> {
     let mut draw = Draw::new(1);
     let vocabulary = 37;
     let table = draw.narrow(vocabulary * width, 1.0);
@@ -62,7 +68,7 @@ pub(crate) fn normed(row: &[f64], weight: &[f64]) -> Vec<f64> {
     row.iter().zip(weight).map(|(x, w)| x * scale * w).collect()
 }
 
-fn norms(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+fn norms(card: &ComputeCard, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
     let mut draw = Draw::new(2);
     let (x, residual, weight) =
         (draw.narrow(n_rows * width, 3.0), draw.narrow(n_rows * width, 2.0), draw.narrow(width, 1.5));
@@ -92,7 +98,7 @@ pub(crate) fn let_through(row: &[f64]) -> Vec<f64> {
     gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect()
 }
 
-fn silu(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+fn silu(card: &ComputeCard, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
     let gate_up = Draw::new(3).narrow(2 * n_rows * width, 6.0);
     let mut out = card.buffer::<Bf16>(n_rows * width)?;
     card.fill(out.view_mut(), POISON)?;
@@ -104,7 +110,7 @@ fn silu(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Re
 }
 
 fn rope(
-    card: &Card,
+    card: &ComputeCard,
     verdicts: &mut Verdicts,
     (head_dim, n_q_heads, n_kv_heads): (usize, usize, usize),
     has_norms: bool,
@@ -127,7 +133,7 @@ fn rope(
     Ok(())
 }
 
-fn argmax(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
+fn argmax(card: &ComputeCard, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> Result<(), CudaError> {
     let mut draw = Draw::new(5);
     // Few different values: most rows have several greatest ones, and the first one must win.
     let mut logits: Vec<f32> = (0..n_rows * width).map(|_| draw.below(1000) as f32 - 500.0).collect();
@@ -147,7 +153,7 @@ fn argmax(card: &Card, verdicts: &mut Verdicts, n_rows: usize, width: usize) -> 
 
 /// Checks that a NaN of either sign wins its row and gives no token. An infinite best logit gives no token
 /// either.
-fn no_number(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+fn no_number(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let width = 5000;
     let mut logits = {
         let mut draw = Draw::new(15);

@@ -1,6 +1,7 @@
 //! Checks sampling against plain sorting and summing in f64.
 
-use baton_kernels::cuda::{Card, CudaError, DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, SampleTokens};
+use baton_kernels::cuda::{ComputeCard, DrawRow, EDIT_WORDS, Edit, NOWHERE, Outcome, SampleTokens};
+use device::cuda::CudaError;
 
 use super::draw::Draw;
 use super::extent::Extent;
@@ -23,7 +24,7 @@ struct Rules {
 
 const ALL: Rules = Rules { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, edits: false };
 
-pub(crate) fn all(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     let rules = [
         Rules { temperature: 0.8, top_k: 200, top_p: 0.95, min_p: 0.001, edits: true },
         Rules { temperature: 0.0, edits: true, ..ALL },
@@ -194,7 +195,7 @@ fn uniform(seed: u64, position: u64) -> f64 {
     bits as f64 / (1_u64 << 53) as f64
 }
 
-fn check(card: &Card, verdicts: &mut Verdicts, width: usize, rules: Rules) -> Result<(), CudaError> {
+fn check(card: &ComputeCard, verdicts: &mut Verdicts, width: usize, rules: Rules) -> Result<(), CudaError> {
     let mut source = Draw::new(6);
     let mut cases: Vec<Case> = vec![];
     for row in 0..N_ROWS {
@@ -219,7 +220,7 @@ fn check(card: &Card, verdicts: &mut Verdicts, width: usize, rules: Rules) -> Re
 }
 
 /// Rows without a draw are between rows with one, and must not change.
-fn run(card: &Card, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaError> {
+fn run(card: &ComputeCard, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaError> {
     let n_rows = N_ROWS;
     let mut logits = vec![f32::NAN; n_rows * width];
     let (mut draws, mut edits, mut tokens) = (vec![], vec![], vec![NOWHERE; n_rows]);
@@ -254,7 +255,7 @@ fn run(card: &Card, width: usize, cases: &[Case]) -> Result<Vec<Outcome>, CudaEr
     Ok(if fits { outcomes } else { vec![Outcome { token: NOWHERE, ..outcomes[0].clone() }; cases.len()] })
 }
 
-fn nothing_to_draw(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+fn nothing_to_draw(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     for logit in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut case = case(&mut Draw::new(7), 0, 100, ALL, 0);
         case.raw.fill(logit);

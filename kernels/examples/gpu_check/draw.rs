@@ -1,7 +1,7 @@
 //! Pseudorandom numbers, the same in every run.
 
 use baton_kernels::cpu::number::f32_to_f8;
-use baton_kernels::cuda::Bf16;
+use device::cuda::Bf16;
 
 /// A small generator (SplitMix64), good enough for filling matrices.
 pub(crate) struct Draw(u64);

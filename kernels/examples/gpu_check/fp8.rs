@@ -2,9 +2,8 @@
 
 use baton_kernels::cpu::number::{f8_to_f32, f32_to_bf16};
 use baton_kernels::cuda::ops::{FEW_ROWS_SHARES, FewRowsForm};
-use baton_kernels::cuda::{
-    Answer, Bf16, Buffer, Card, CudaError, Ending, Fp8Rows, OwnForm, OwnProduct, Products, Weights,
-};
+use baton_kernels::cuda::{Answer, ComputeCard, Ending, Fp8Rows, OwnForm, OwnProduct, Products, Weights};
+use device::cuda::{Bf16, Buffer, CudaError};
 use serde_json::Value;
 
 use super::check_products::SHAPES;
@@ -26,7 +25,7 @@ pub(crate) struct Matrix {
 
 impl Matrix {
     /// Random 8-bit numbers of all sizes, without NaN.
-    pub(crate) fn drawn(card: &Card, draw: &mut Draw, n: usize, k: usize) -> Result<Self, CudaError> {
+    pub(crate) fn drawn(card: &ComputeCard, draw: &mut Draw, n: usize, k: usize) -> Result<Self, CudaError> {
         let byte = |bits: u64| if bits & 0x7F == 0x7F { 0 } else { bits as u8 };
         let bytes: Vec<u8> = (0..n * k).map(|_| byte(draw.bits())).collect();
         let scales: Vec<f32> = (0..n).map(|_| (draw.number() + 1.5) / 256.0).collect();
@@ -63,7 +62,7 @@ impl Matrix {
     }
 }
 
-pub(crate) fn check(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     for (n, k) in extent.of(SHAPES, 3) {
         let mut draw = Draw::new((7 * n * k) as u64);
         let matrix = Matrix::drawn(card, &mut draw, *n, *k)?;
@@ -82,7 +81,7 @@ pub(crate) fn check(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Res
 }
 
 /// Checks the conversion to the last bit.
-fn widened(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
+fn widened(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let mut out = card.buffer::<Bf16>(n * k)?;
     card.fill(out.view_mut(), POISON)?;
@@ -92,7 +91,12 @@ fn widened(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), 
     Ok(())
 }
 
-fn few_rows(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix, n_rows: usize) -> Result<(), CudaError> {
+fn few_rows(
+    card: &ComputeCard,
+    verdicts: &mut Verdicts,
+    matrix: &Matrix,
+    n_rows: usize,
+) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let x = Draw::new((3 * n * k + n_rows) as u64).narrow(n_rows * k, 1.0);
     let reference = matrix.product(&x);
@@ -113,7 +117,7 @@ fn few_rows(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix, n_rows: usize
 }
 
 /// Checks that a row's result has the same bits alone and with any other rows.
-fn company(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
+fn company(card: &ComputeCard, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), CudaError> {
     let Matrix { n, k, .. } = *matrix;
     let x = card.upload(&Draw::new(37).narrow(128 * k, 1.0))?;
     let form = OwnForm::Few(FewRowsForm::of(n, k));
@@ -132,20 +136,20 @@ fn company(card: &Card, verdicts: &mut Verdicts, matrix: &Matrix) -> Result<(), 
 }
 
 /// Checks the chosen method for each number of rows, measured and by default, and the deterministic method.
-fn every_way(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
+fn every_way(card: &ComputeCard, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     let (n, k) = (1032, 520);
     let matrix = Matrix::drawn(card, &mut Draw::new(41), n, k)?;
     // The matrix that is widened into the same memory right before.
     let before = Matrix::drawn(card, &mut Draw::new(43), n, k)?;
-    let (mut guessed, mut alike) = (Products::open(card, None)?, Products::open_deterministic(card, None)?);
+    let (mut guessed, mut fixed) = (Products::open(card, None)?, Products::open_deterministic(card, None)?);
     guessed.make_room(card, n * k)?;
-    alike.make_room(card, n * k)?;
+    fixed.make_room(card, n * k)?;
     for n_rows in [1, 8, 100, 128, 129, 300, 1000] {
         let x = Draw::new(n_rows as u64).narrow(n_rows * k, 1.0);
         let reference = matrix.product(&x);
         let x = card.upload(&x)?;
         let mut y = card.buffer::<Bf16>(n * n_rows)?;
-        for (name, products) in [("guessed", &mut guessed), ("alike", &mut alike)] {
+        for (name, products) in [("guessed", &mut guessed), ("fixed", &mut fixed)] {
             card.fill(y.view_mut(), POISON)?;
             for one in [&before, &matrix] {
                 products.multiply(card, Answer::Narrow(y.view_mut()), one.weights(), x.view(), k)?;
@@ -157,7 +161,7 @@ fn every_way(card: &Card, verdicts: &mut Verdicts) -> Result<(), CudaError> {
     Ok(())
 }
 
-pub(crate) fn measure(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+pub(crate) fn measure(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (name, n, k) in MATRICES.iter().filter(|(name, ..)| *name != "lm_head") {
         let (n, k) = (*n, *k);

@@ -22,8 +22,9 @@ mod measure_endings;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use baton_kernels::cuda::{Cache, Card, CudaError};
+use baton_kernels::cuda::ComputeCard;
 use clap::{Parser, ValueEnum};
+use device::cuda::{Cache, CudaError};
 use extent::Extent;
 use serde_json::json;
 use verdict::Verdicts;
@@ -92,7 +93,7 @@ fn run(args: &Args) -> Result<bool, CudaError> {
     let cache = args.cache.as_deref().map_or_else(Cache::none, Cache::at);
     let extent = if args.small == YesNo::Yes { Extent::Small } else { Extent::Whole };
     let measures = args.measure == YesNo::Yes;
-    let open = || Card::open_as(0, args.nvrtc.as_deref(), &cache, args.arch.as_deref());
+    let open = || ComputeCard::open_as(0, args.nvrtc.as_deref(), &cache, args.arch.as_deref());
     let card = open()?;
     let n_compiled_again = if card.n_compiled() == 0 { 0 } else { open()?.n_compiled() };
     eprintln!(

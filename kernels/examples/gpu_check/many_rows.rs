@@ -1,7 +1,8 @@
 //! Checks products of many rows with a matrix, and the work after them, against sums in f64. Measures their
 //! speed.
 
-use baton_kernels::cuda::{Bf16, Card, CudaError, ManyRows, ViewMut};
+use baton_kernels::cuda::{ComputeCard, ManyRows};
+use device::cuda::{Bf16, CudaError, ViewMut};
 use serde_json::{Value, json};
 
 use super::check_products::product;
@@ -18,7 +19,7 @@ const ROWS: &[usize] = &[3, 300, 128, 129, 256, 1, 2309];
 /// The maximum number of sums that the CPU also computes.
 const SUMS_MAX: usize = 2 << 20;
 
-pub(crate) fn check(card: &Card, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
+pub(crate) fn check(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -> Result<(), CudaError> {
     if !card.has_many_rows() {
         eprintln!("many rows: this GPU is not Hopper: left out");
         return Ok(());
@@ -40,7 +41,11 @@ fn ending<'a>(what: &str, y: ViewMut<'a, Bf16>) -> ManyRows<'a> {
     }
 }
 
-fn one(card: &Card, verdicts: &mut Verdicts, (n, k, n_rows): (usize, usize, usize)) -> Result<(), CudaError> {
+fn one(
+    card: &ComputeCard,
+    verdicts: &mut Verdicts,
+    (n, k, n_rows): (usize, usize, usize),
+) -> Result<(), CudaError> {
     let mut draw = Draw::new((7 * n * k + n_rows) as u64);
     let (w, x) = (draw.narrow(n * k, 1.0 / (k as f32).sqrt()), draw.narrow(n_rows * k, 1.0));
     let sums = product(&w, &x, k);
@@ -75,7 +80,7 @@ fn one(card: &Card, verdicts: &mut Verdicts, (n, k, n_rows): (usize, usize, usiz
 /// Products in sequence, enough for the GPU to reach its power limit.
 const N_LAUNCHES: usize = 40;
 
-pub(crate) fn measure(card: &Card) -> Result<Vec<Value>, CudaError> {
+pub(crate) fn measure(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     if !card.has_many_rows() {
         return Ok(lines);

@@ -2,9 +2,10 @@
 
 use baton_kernels::cuda::ops::{BLOCK_TOKENS, FEW_ROWS_FORMS, FewRowsForm};
 use baton_kernels::cuda::{
-    Bf16, Buffer, Card, CudaError, DecodeAttention, Ending, KvNumber, KvPages, OwnForm, OwnProduct,
-    PrefillAttention, PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, View, ViewMut, Weights,
+    ComputeCard, DecodeAttention, Ending, KvNumber, KvPages, OwnForm, OwnProduct, PrefillAttention,
+    PrefillSequence, RopeWriteKv, SKINNY_FORMS, SkinnyForm, Weights,
 };
+use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use serde_json::{Value, json};
 
 use super::Part;
@@ -35,7 +36,7 @@ pub(crate) struct Limits {
     pub(crate) copy: f64,
 }
 
-pub(crate) fn all(card: &Card, is_wanted: impl Fn(Part) -> bool) -> Result<Value, CudaError> {
+pub(crate) fn all(card: &ComputeCard, is_wanted: impl Fn(Part) -> bool) -> Result<Value, CudaError> {
     let limits = limits(card)?;
     eprintln!("read {:.3} TB/s, copy {:.3} TB/s (read plus written)", limits.read / 1e12, limits.copy / 1e12);
     let value = json!({
@@ -56,7 +57,7 @@ pub(crate) fn all(card: &Card, is_wanted: impl Fn(Part) -> bool) -> Result<Value
 
 /// The median time of one call in seconds. `call` gets its number, so that it can use other memory each time.
 pub(crate) fn seconds(
-    card: &Card,
+    card: &ComputeCard,
     n_launches: usize,
     mut call: impl FnMut(usize) -> Result<(), CudaError>,
 ) -> Result<f64, CudaError> {
@@ -73,7 +74,7 @@ pub(crate) fn seconds(
     Ok(warm[N_TIMES / 2])
 }
 
-fn limits(card: &Card) -> Result<Limits, CudaError> {
+fn limits(card: &ComputeCard) -> Result<Limits, CudaError> {
     let n = 1 << 30;
     let from = card.upload(&Draw::new(20).many(n, 1.0))?;
     let mut to = card.buffer::<Bf16>(n)?;
@@ -95,7 +96,7 @@ pub(crate) fn line(what: &str, seconds: f64, bytes: f64, limit: f64) -> Value {
     json!({"what": what, "us": seconds * 1e6, "bytes_per_s": bytes / seconds, "share_of_limit": share})
 }
 
-fn rows(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+fn rows(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     let width = 4096;
     let weight = card.upload(&Draw::new(21).narrow(28672, 1.0))?;
@@ -124,7 +125,7 @@ fn rows(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     Ok(lines)
 }
 
-fn argmax(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError> {
+fn argmax(card: &ComputeCard, limits: &Limits, n_rows: usize) -> Result<Value, CudaError> {
     let width = 128_256;
     let mut draw = Draw::new(25);
     let logits: Vec<f32> = (0..n_rows * width).map(|_| draw.number()).collect();
@@ -134,7 +135,7 @@ fn argmax(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaErro
     Ok(line(&format!("argmax {n_rows}x{width}"), time, (n_rows * width * 4) as f64, limits.read))
 }
 
-fn rope(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError> {
+fn rope(card: &ComputeCard, limits: &Limits, n_rows: usize) -> Result<Value, CudaError> {
     let (n_q_heads, kv) = (
         32,
         KvPages {
@@ -170,7 +171,7 @@ fn rope(card: &Card, limits: &Limits, n_rows: usize) -> Result<Value, CudaError>
     ))
 }
 
-fn products_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+fn products_all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (name, n, k) in MATRICES {
         // More copies than any cache holds, read in turn.
@@ -193,7 +194,7 @@ fn products_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
 }
 
 fn skinny(
-    card: &Card,
+    card: &ComputeCard,
     limits: &Limits,
     (name, form): (&str, SkinnyForm),
     weights: &Buffer<Bf16>,
@@ -208,7 +209,7 @@ fn skinny(
 }
 
 fn few_rows(
-    card: &Card,
+    card: &ComputeCard,
     limits: &Limits,
     (name, form): (&str, FewRowsForm),
     weights: &Buffer<Bf16>,
@@ -226,7 +227,7 @@ fn few_rows(
 /// The time of one product in seconds, and the bytes that it moves. Each call uses other weights, so that
 /// none are cached.
 fn product(
-    card: &Card,
+    card: &ComputeCard,
     weights: &Buffer<Bf16>,
     (n, k, n_rows): (usize, usize, usize),
     multiply: impl Fn(ViewMut<'_, Bf16>, View<'_, Bf16>, View<'_, Bf16>) -> Result<(), CudaError>,
@@ -241,7 +242,7 @@ fn product(
     Ok((time, (2 * (n * k + n_rows * (n + k))) as f64))
 }
 
-fn decode_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+fn decode_all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for (n_rows, length) in [(1, 1024), (8, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)] {
         let chosen = DecodeAttention::chunk_tokens_for(card, n_rows, 8, length);
@@ -254,7 +255,7 @@ fn decode_all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
 }
 
 fn decode(
-    card: &Card,
+    card: &ComputeCard,
     limits: &Limits,
     (n_rows, length): (usize, usize),
     chunk_tokens: usize,
@@ -312,7 +313,7 @@ fn pages_of(halves: Vec<Bf16>, number: KvNumber) -> Vec<Bf16> {
     }
 }
 
-fn prefill_all(card: &Card) -> Result<Vec<Value>, CudaError> {
+fn prefill_all(card: &ComputeCard) -> Result<Vec<Value>, CudaError> {
     [(1, 2048, 2048), (1, 8192, 8192), (4, 2048, 2048), (1, 2048, 16384)]
         .into_iter()
         .flat_map(|shape| [KvNumber::Bf16, KvNumber::Fp8].map(|number| prefill(card, shape, number)))
@@ -320,7 +321,7 @@ fn prefill_all(card: &Card) -> Result<Vec<Value>, CudaError> {
 }
 
 fn prefill(
-    card: &Card,
+    card: &ComputeCard,
     (n_sequences, n_queries, length): (usize, usize, usize),
     number: KvNumber,
 ) -> Result<Value, CudaError> {

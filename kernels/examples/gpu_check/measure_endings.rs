@@ -2,9 +2,9 @@
 
 use baton_kernels::cuda::ops::FEW_ROWS_SHARES;
 use baton_kernels::cuda::{
-    AddedRows, Bf16, Buffer, Card, CudaError, Ending, FewRowsForm, OwnForm, OwnProduct, PendingNorm,
-    SKINNY_FORMS, View, Weights,
+    AddedRows, ComputeCard, Ending, FewRowsForm, OwnForm, OwnProduct, PendingNorm, SKINNY_FORMS, Weights,
 };
+use device::cuda::{Bf16, Buffer, CudaError, View};
 use serde_json::Value;
 
 use super::draw::Draw;
@@ -34,7 +34,7 @@ struct Stream {
     squares: Buffer<f32>,
 }
 
-pub(crate) fn all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError> {
+pub(crate) fn all(card: &ComputeCard, limits: &Limits) -> Result<Vec<Value>, CudaError> {
     let mut lines = vec![];
     for n_rows in [1, 8] {
         let mut bench = Bench::new(card, n_rows)?;
@@ -51,7 +51,7 @@ pub(crate) fn all(card: &Card, limits: &Limits) -> Result<Vec<Value>, CudaError>
 }
 
 impl Bench {
-    fn new(card: &Card, n_rows: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, n_rows: usize) -> Result<Self, CudaError> {
         let weights = |n: usize| {
             let n_copies = BEYOND_CACHES / (2 * n) + 1;
             card.upload(&Draw::new(27).many(n_copies * n, 0.02))
@@ -74,7 +74,7 @@ impl Bench {
 
     fn gates(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         limits: &Limits,
         form: OwnForm,
         lines: &mut Vec<Value>,
@@ -83,15 +83,15 @@ impl Bench {
         for (name, is_gated, n_parts) in [
             ("sums", false, 0),
             ("gated", true, 0),
-            ("gated, owed 32", true, 32),
-            ("gated, owed 256", true, 256),
+            ("gated, pending 32", true, 32),
+            ("gated, pending 256", true, 256),
         ] {
             let Self { gate_up, x, stream, y, .. } = &mut *self;
             let time = seconds(card, N_LAUNCHES, |nth| {
                 let squares = stream.squares.slice(0..n_rows * n_parts);
-                let owed = (n_parts > 0).then_some(PendingNorm { squares, epsilon: 1e-5 });
+                let pending_norm = (n_parts > 0).then_some(PendingNorm { squares, epsilon: 1e-5 });
                 let w = Weights::Bf16(copy(gate_up, nth, n));
-                let product = OwnProduct { w, x: x.view(), k: HIDDEN, owed };
+                let product = OwnProduct { w, x: x.view(), k: HIDDEN, pending_norm };
                 let ending = if is_gated {
                     Ending::Gated(y.view_mut().slice(0..n_rows * WIDTH))
                 } else {
@@ -112,7 +112,7 @@ impl Bench {
     /// Measures o, without and with the work after it.
     fn added(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         limits: &Limits,
         form: OwnForm,
         lines: &mut Vec<Value>,
@@ -137,7 +137,12 @@ impl Bench {
     }
 
     /// Measures the work after attention in a layer, in sequence: the first two products, the last two, all.
-    fn chains(&mut self, card: &Card, limits: &Limits, lines: &mut Vec<Value>) -> Result<(), CudaError> {
+    fn chains(
+        &mut self,
+        card: &ComputeCard,
+        limits: &Limits,
+        lines: &mut Vec<Value>,
+    ) -> Result<(), CudaError> {
         let n_rows = self.n_rows;
         let own = [OwnForm::Few(FewRowsForm::Clusters { shares: 4 }), OwnForm::Skinny(SKINNY_FORMS[0])];
         let own_gate = [OwnForm::Few(FewRowsForm::Clusters { shares: 1 }), OwnForm::Skinny(SKINNY_FORMS[2])];
@@ -156,9 +161,9 @@ impl Bench {
                 }
                 if kinds[1] {
                     let squares = stream.squares.slice(0..n_rows * forms[0].parts(HIDDEN));
-                    let owed = Some(PendingNorm { squares, epsilon: 1e-5 });
+                    let pending_norm = Some(PendingNorm { squares, epsilon: 1e-5 });
                     let w = Weights::Bf16(copy(gate_up, nth, sizes[1]));
-                    let product = OwnProduct { w, x: stream.out.view(), k: HIDDEN, owed };
+                    let product = OwnProduct { w, x: stream.out.view(), k: HIDDEN, pending_norm };
                     let gated = y.view_mut().slice(0..n_rows * WIDTH);
                     card.multiply_own(forms[1], product, Ending::Gated(gated))?;
                 }
@@ -180,7 +185,7 @@ impl Bench {
 impl Stream {
     fn give(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         form: OwnForm,
         product: OwnProduct<'_>,
         n_rows: usize,

@@ -3,7 +3,8 @@
 
 use baton_kernels::cpu::number::f8_to_f32;
 use baton_kernels::cuda::ops::BLOCK_TOKENS;
-use baton_kernels::cuda::{Bf16, Buffer, Card, CudaError, KvNumber, KvPages, RopeWriteKv, ViewMut};
+use baton_kernels::cuda::{ComputeCard, KvNumber, KvPages, RopeWriteKv};
+use device::cuda::{Bf16, Buffer, CudaError, ViewMut};
 
 use super::check_rows::{EPSILON, normed};
 use super::draw::{Draw, wide};
@@ -55,7 +56,7 @@ impl Rotation {
         Self { heads: Heads { n_q, kv, has_norms }, turns, positions, slots, norms }
     }
 
-    pub(crate) fn upload(&self, card: &Card) -> Result<RotationThere, CudaError> {
+    pub(crate) fn upload(&self, card: &ComputeCard) -> Result<RotationThere, CudaError> {
         let Self { heads, turns, positions, slots, norms } = self;
         Ok(RotationThere {
             heads: *heads,

@@ -1,7 +1,8 @@
 //! Checks bytes and digests against the CPU's.
 
-use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Card, Courier, CourierSize, PageRuns, RemotePages, SomePages};
+use baton_kernels::cuda::ComputeCard;
+use device::RegionShape;
+use device::cuda::{PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
 use twox_hash::XxHash3_64;
 
 use crate::{Outcome, Two};
@@ -24,7 +25,7 @@ const N_PAGES: u32 = 64;
 /// The number of shapes for slow instrumented runs.
 const N_SMALL: usize = 5;
 
-pub(crate) fn all(cards: &[Card; 2], is_small: bool) -> Outcome<usize> {
+pub(crate) fn all(cards: &[ComputeCard; 2], is_small: bool) -> Outcome<usize> {
     let mut n_checks = memory(cards)? + rectangles(cards)?;
     let shapes = if is_small { &SHAPES[..N_SMALL] } else { SHAPES };
     for (n_parts, n_heads, run_bytes) in shapes {
@@ -45,7 +46,7 @@ fn ensure(holds: bool, what: &str) -> Outcome<usize> {
 
 /// Checks that written pages are read back, that other pages do not change, and that borrows exclude each
 /// other.
-fn memory(cards: &[Card; 2]) -> Outcome<usize> {
+fn memory(cards: &[ComputeCard; 2]) -> Outcome<usize> {
     let shapes =
         [RegionShape { page_bytes: 4096, n_pages: 300 }, RegionShape { page_bytes: 100, n_pages: 7 }];
     let two = Two::new(cards, &shapes)?;
@@ -90,11 +91,14 @@ fn digest(page: &[u8], runs: PageRuns, head: usize, valid: usize) -> u64 {
 }
 
 /// Checks digests of every valid length, and pages pulled between any positions.
-fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
+fn pages(cards: &[ComputeCard; 2], runs: PageRuns) -> Outcome<usize> {
     let two = Two::new(cards, &[RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }])?;
-    let (near, far) =
-        (Courier::new(&two.near, CourierSize::default())?, Courier::new(&two.far, CourierSize::default())?);
-    let by_engines = Courier::new(&two.far, CourierSize { engine_bytes_min: 0, ..CourierSize::default() })?;
+    let (near, far) = (
+        PageCopier::new(&two.near, PageCopierSize::default())?,
+        PageCopier::new(&two.far, PageCopierSize::default())?,
+    );
+    let by_engines =
+        PageCopier::new(&two.far, PageCopierSize { engine_bytes_min: 0, ..PageCopierSize::default() })?;
     let mut n_checks = 0;
     let all: Vec<u32> = (0..N_PAGES).collect();
     let lengths = (16..=runs.run_bytes).step_by(if runs.run_bytes > 1024 { 112 } else { 16 });
@@ -107,16 +111,16 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
         let some =
             |places| SomePages { places, n_of_layer: half, runs, partial: Some((partial % half, valid)) };
         let (from_places, to_places) = (places(&from), places(&to));
-        let errand = near.digest(&two.near, some(&from_places))?;
-        let there = near.take(errand)?;
+        let copy_job = near.digest(&two.near, some(&from_places))?;
+        let there = near.take(copy_job)?;
         let offsets: Vec<u64> = from.iter().map(|page| two.near.offset(0, *page)).collect();
         let there_of = |offsets| RemotePages { memory: &two.near_from_far, offsets, runs };
-        let errand = far.pull(there_of(&offsets), &two.far, some(&to_places))?;
-        let here = far.take(errand)?;
+        let copy_job = far.pull(there_of(&offsets), &two.far, some(&to_places))?;
+        let here = far.take(copy_job)?;
         n_checks += ensure(arrived(&two, runs, &from, &to)?, "pages arrive as they are, by a kernel")?;
         two.far.write(0, 0..N_PAGES)?.fill(0xee);
-        let errand = by_engines.fetch(there_of(&offsets), &two.far, some(&to_places), true)?;
-        let engines = by_engines.take(errand)?;
+        let copy_job = by_engines.fetch(there_of(&offsets), &two.far, some(&to_places), true)?;
+        let engines = by_engines.take(copy_job)?;
         let source = two.near.read(0, 0..N_PAGES)?;
         let target = two.far.read(0, 0..N_PAGES)?;
         let page = |bytes: &[u8], page: u32| {
@@ -141,7 +145,10 @@ fn pages(cards: &[Card; 2], runs: PageRuns) -> Outcome<usize> {
 
 /// Checks moves of some heads: the sender's last heads are the receiver's first ones, and the other way
 /// round. Both have other heads, which are not moved or written.
-fn some_heads(cards: &[Card; 2], (n_parts, n_heads, run_bytes): (usize, usize, usize)) -> Outcome<usize> {
+fn some_heads(
+    cards: &[ComputeCard; 2],
+    (n_parts, n_heads, run_bytes): (usize, usize, usize),
+) -> Outcome<usize> {
     let mut n_checks = 0;
     for (first_there, first_here) in [(3, 0), (0, 1)] {
         let runs = |first_head, page_heads| PageRuns {
@@ -153,8 +160,8 @@ fn some_heads(cards: &[Card; 2], (n_parts, n_heads, run_bytes): (usize, usize, u
         let shapes = |runs: PageRuns| [RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }];
         let two = Two::between(cards, &shapes(there), &shapes(here))?;
         let (near, far) = (
-            Courier::new(&two.near, CourierSize::default())?,
-            Courier::new(&two.far, CourierSize::default())?,
+            PageCopier::new(&two.near, PageCopierSize::default())?,
+            PageCopier::new(&two.far, PageCopierSize::default())?,
         );
         fill(&two, 3)?;
         let pages: Vec<(u32, u32)> = places(&(0..N_PAGES).collect::<Vec<_>>());
@@ -192,13 +199,13 @@ fn arrived(two: &Two, runs: PageRuns, from: &[u32], to: &[u32]) -> Outcome<bool>
 
 /// Checks rectangles over layers. Some of their blocks are neighbours on both sides, and no other page is
 /// written.
-fn rectangles(cards: &[Card; 2]) -> Outcome<usize> {
+fn rectangles(cards: &[ComputeCard; 2]) -> Outcome<usize> {
     const N_LAYERS: u32 = 5;
     let runs = PageRuns::whole(2, 2, 1024);
     let shapes = [RegionShape { page_bytes: runs.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
     let two = Two::new(cards, &shapes)?;
-    let size = CourierSize { engine_bytes_min: 0, ..CourierSize::default() };
-    let (near, far) = (Courier::new(&two.near, size)?, Courier::new(&two.far, size)?);
+    let size = PageCopierSize { engine_bytes_min: 0, ..PageCopierSize::default() };
+    let (near, far) = (PageCopier::new(&two.near, size)?, PageCopier::new(&two.far, size)?);
     for layer in 0..N_LAYERS {
         let seed = u64::from(layer) + 77;
         two.near

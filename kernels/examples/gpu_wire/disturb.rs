@@ -6,10 +6,9 @@
 use std::thread;
 use std::time::Duration;
 
-use baton_kernels::RegionShape;
-use baton_kernels::cuda::{
-    Answer, Bf16, Buffer, Card, Courier, CourierSize, CudaError, Graph, Products, Weights,
-};
+use baton_kernels::cuda::{Answer, ComputeCard, Products, Weights};
+use device::RegionShape;
+use device::cuda::{Bf16, Buffer, CudaError, Graph, PageCopier, PageCopierSize};
 use serde_json::{Value, json};
 
 use crate::measure::{N_LAYERS, N_PAGES, N_SENT, RUNS, What, start};
@@ -27,34 +26,34 @@ const REST: Duration = Duration::from_millis(150);
 struct Disturbance {
     name: &'static str,
     whats: &'static [What],
-    size: CourierSize,
+    size: PageCopierSize,
 }
 
 fn disturbances() -> Vec<Disturbance> {
-    let usual = CourierSize::default();
+    let usual = PageCopierSize::default();
     let by_engines: &[What] = &[What::Fetch { digests: false }];
     let all_of_it: &[What] = &[What::Digest, What::Fetch { digests: true }];
     let all: [(_, &[What], _); _] = [
         ("nothing", &[], usual),
         ("nothing again", &[], usual),
         ("read by two engines", by_engines, usual),
-        ("read by one engine", by_engines, CourierSize { n_engines: 1, ..usual }),
+        ("read by one engine", by_engines, PageCopierSize { n_engines: 1, ..usual }),
         ("read by 16 multiprocessors", &[What::Copy], usual),
-        ("read by 4 multiprocessors", &[What::Copy], CourierSize { n_lanes: 1, ..usual }),
+        ("read by 4 multiprocessors", &[What::Copy], PageCopierSize { n_lanes: 1, ..usual }),
         ("written by its own kernels", &[What::Push], usual),
         ("digested by 16", &[What::Digest], usual),
-        ("digested by 132", &[What::Digest], CourierSize { digest_multiprocessors: 132, ..usual }),
+        ("digested by 132", &[What::Digest], PageCopierSize { digest_multiprocessors: 132, ..usual }),
         ("digested by 16, read by two", all_of_it, usual),
     ];
     all.into_iter().map(|(name, whats, size)| Disturbance { name, whats, size }).collect()
 }
 
-pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
+pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
     let shapes = [RegionShape { page_bytes: RUNS.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
     let two = Two::new(cards, &shapes)?;
     let disturbances = disturbances();
-    let couriers = disturbances.iter().map(|disturbance| disturbance.couriers(&two));
-    let couriers = couriers.collect::<Outcome<Vec<_>>>()?;
+    let copiers = disturbances.iter().map(|disturbance| disturbance.copiers(&two));
+    let copiers = copiers.collect::<Outcome<Vec<_>>>()?;
     let mut prompt = Prompt::new(&cards[0])?;
     // The first run starts on an idle GPU. The second one's time gives the interval between layers.
     prompt.ms(&cards[0], || Ok(()))?;
@@ -63,7 +62,7 @@ pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
     for _ in 0..N_ROUNDS {
         for (nth, disturbance) in disturbances.iter().enumerate() {
             thread::sleep(REST);
-            times[nth].push(prompt.ms(&cards[0], || disturbance.go(&two, &couriers[nth], between))?);
+            times[nth].push(prompt.ms(&cards[0], || disturbance.go(&two, &copiers[nth], between))?);
         }
     }
     let lines = disturbances.iter().zip(&times).map(|(disturbance, all)| {
@@ -76,25 +75,25 @@ pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
 }
 
 impl Disturbance {
-    /// The card's that computes, and the other's.
-    fn couriers(&self, two: &Two) -> Outcome<[Courier; 2]> {
-        Ok([Courier::new(&two.near, self.size)?, Courier::new(&two.far, self.size)?])
+    /// Page copiers for the GPU that computes and for the other one.
+    fn copiers(&self, two: &Two) -> Outcome<[PageCopier; 2]> {
+        Ok([PageCopier::new(&two.near, self.size)?, PageCopier::new(&two.far, self.size)?])
     }
 
     /// Runs layer by layer, at the interval of the layers.
-    fn go(&self, two: &Two, [near, far]: &[Courier; 2], between: Duration) -> Outcome<()> {
+    fn go(&self, two: &Two, [near, far]: &[PageCopier; 2], between: Duration) -> Outcome<()> {
         let mut under_way = vec![];
         for layer in 0..N_LAYERS {
             thread::sleep(between);
             let places: Vec<_> = (0..N_SENT).map(|page| (layer, page)).collect();
             for what in self.whats {
-                let courier = if what.is_near() { near } else { far };
-                let errand = start(two, courier, *what, &places, places.len(), false)?;
-                under_way.push((courier, errand));
+                let copier = if what.is_near() { near } else { far };
+                let copy_job = start(two, copier, *what, &places, places.len(), false)?;
+                under_way.push((copier, copy_job));
             }
         }
-        for (courier, errand) in under_way {
-            courier.take(errand)?;
+        for (copier, copy_job) in under_way {
+            copier.take(copy_job)?;
         }
         Ok(())
     }
@@ -109,7 +108,7 @@ struct Prompt {
 }
 
 impl Prompt {
-    fn new(card: &Card) -> Outcome<Self> {
+    fn new(card: &ComputeCard) -> Outcome<Self> {
         let room = |n: usize, seed: u64| {
             let mut room = card.buffer::<Bf16>(n)?;
             card.dummy_weights(room.view_mut(), seed, 0.02)?;
@@ -133,7 +132,7 @@ impl Prompt {
     }
 
     /// The time of the products while `meanwhile` runs.
-    fn ms(&mut self, card: &Card, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
+    fn ms(&mut self, card: &ComputeCard, meanwhile: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
         let start = card.mark()?;
         self.graph.launch()?;
         let end = card.mark()?;

@@ -10,9 +10,10 @@ mod disturb;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Cache, Card, DeviceMemory, RemoteMemory};
+use baton_kernels::cuda::ComputeCard;
 use clap::{Parser, ValueEnum};
+use device::RegionShape;
+use device::cuda::{Cache, DeviceMemory, RemoteMemory};
 use serde_json::json;
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
@@ -26,11 +27,15 @@ pub(crate) struct Two {
 }
 
 impl Two {
-    pub(crate) fn new(cards: &[Card; 2], shapes: &[RegionShape]) -> Outcome<Self> {
+    pub(crate) fn new(cards: &[ComputeCard; 2], shapes: &[RegionShape]) -> Outcome<Self> {
         Self::between(cards, shapes, shapes)
     }
 
-    pub(crate) fn between(cards: &[Card; 2], near: &[RegionShape], far: &[RegionShape]) -> Outcome<Self> {
+    pub(crate) fn between(
+        cards: &[ComputeCard; 2],
+        near: &[RegionShape],
+        far: &[RegionShape],
+    ) -> Outcome<Self> {
         let [near, far] = [DeviceMemory::new(near, &cards[0])?, DeviceMemory::new(far, &cards[1])?];
         let (fd, bytes) = near.export()?;
         let near_from_far = far.import(&fd, bytes)?;
@@ -91,7 +96,7 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Outcome<()> {
     let cache = args.cache.as_deref().map_or_else(Cache::none, Cache::at);
     let is_small = args.small == YesNo::Yes;
-    let open = |ordinal| Card::open(ordinal, args.nvrtc.as_deref(), &cache);
+    let open = |ordinal| ComputeCard::open(ordinal, args.nvrtc.as_deref(), &cache);
     let cards = [open(0)?, open(1)?];
     let is_wanted = |part: Part| args.only.is_none_or(|only| only == part);
     let mut n_checks = 0;

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use baton_kernels::RegionShape;
-use baton_kernels::cuda::{Card, Courier, CourierSize, Errand, PageRuns, RemotePages, SomePages};
+use baton_kernels::cuda::ComputeCard;
+use device::RegionShape;
+use device::cuda::{CopyJob, PageCopier, PageCopierSize, PageRuns, RemotePages, SomePages};
 use serde_json::{Value, json};
 
 use crate::{Outcome, Two};
@@ -16,7 +17,7 @@ pub(crate) const N_PAGES: u32 = 1024;
 pub(crate) const N_SENT: u32 = 512;
 const GIGABYTE: f64 = 1e9;
 const ROUNDS: usize = 15;
-/// Errands that wait on the card, so that it never waits for the host.
+/// Copy jobs that are queued on the GPU, so that it never waits for the host.
 const AHEAD: usize = 6;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -38,43 +39,43 @@ impl What {
     }
 }
 
-/// How all pages are divided into errands.
+/// The division of all pages into copy jobs.
 #[derive(Clone, Copy)]
-struct Errands {
+struct CopyJobs {
     n_layers: u32,
     n_blocks: u32,
 }
 
 /// Two layers of all blocks.
-const FLAT: Errands = Errands { n_layers: 2, n_blocks: N_SENT };
+const FLAT: CopyJobs = CopyJobs { n_layers: 2, n_blocks: N_SENT };
 
-pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
+pub(crate) fn all(cards: &[ComputeCard; 2]) -> Outcome<Value> {
     let shapes = [RegionShape { page_bytes: RUNS.page_bytes(), n_pages: N_PAGES }; N_LAYERS as usize];
     let two = Two::new(cards, &shapes)?;
     let bytes = f64::from(N_LAYERS * N_SENT) * RUNS.page_bytes() as f64;
     let neighbours: Vec<u32> = (0..N_SENT).collect();
     let scattered: Vec<u32> = (0..N_SENT).map(|nth| nth * 2 * 181 % N_PAGES + nth % 2).collect();
     let mut lines = Vec::new();
-    let mut tell = |what: &str, blocks: &str, size: CourierSize, errands: Errands, took: Duration| {
+    let mut tell = |what: &str, blocks: &str, size: PageCopierSize, copy_jobs: CopyJobs, took: Duration| {
         let rate = bytes / took.as_secs_f64() / GIGABYTE;
         eprintln!(
             "{what:14} {blocks:10} {} x {:2} multiprocessors, {} engines, {:2} layers of {:3} blocks: {rate:6.1} GB/s",
-            size.n_lanes, size.lane_multiprocessors, size.n_engines, errands.n_layers, errands.n_blocks
+            size.n_lanes, size.lane_multiprocessors, size.n_engines, copy_jobs.n_layers, copy_jobs.n_blocks
         );
         lines.push(json!({
             "what": what, "blocks": blocks, "lanes": size.n_lanes,
             "lane_multiprocessors": size.lane_multiprocessors, "engines": size.n_engines,
-            "digest_multiprocessors": size.digest_multiprocessors, "errand_layers": errands.n_layers,
-            "errand_blocks": errands.n_blocks, "gigabytes_per_second": rate,
+            "digest_multiprocessors": size.digest_multiprocessors, "copy_job_layers": copy_jobs.n_layers,
+            "copy_job_blocks": copy_jobs.n_blocks, "gigabytes_per_second": rate,
         }));
     };
-    let plain = CourierSize { n_lanes: 1, lane_multiprocessors: 0, ..CourierSize::default() };
-    let courier = Courier::new(&two.far, plain)?;
-    let took = median(|| Ok(courier.copy_plainly(&two.near_from_far, &two.far, bytes as usize)?))?;
-    tell("plain", "contiguous", plain, Errands { n_layers: N_LAYERS, n_blocks: N_SENT }, took);
+    let plain = PageCopierSize { n_lanes: 1, lane_multiprocessors: 0, ..PageCopierSize::default() };
+    let copier = PageCopier::new(&two.far, plain)?;
+    let took = median(|| Ok(copier.copy_plainly(&two.near_from_far, &two.far, bytes as usize)?))?;
+    tell("plain", "contiguous", plain, CopyJobs { n_layers: N_LAYERS, n_blocks: N_SENT }, took);
     let both = [("neighbours", &neighbours), ("scattered", &scattered)];
     for (n_lanes, lane_multiprocessors) in [(1, 16), (2, 8), (4, 4)] {
-        let size = CourierSize { n_lanes, lane_multiprocessors, ..CourierSize::default() };
+        let size = PageCopierSize { n_lanes, lane_multiprocessors, ..PageCopierSize::default() };
         for (blocks, pages) in both {
             for (name, what) in [("copy", What::Copy), ("pull", What::Pull), ("push", What::Push)] {
                 tell(name, blocks, size, FLAT, median_of(&two, size, what, pages, FLAT)?);
@@ -82,20 +83,20 @@ pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
         }
     }
     for digest_multiprocessors in [8, 16] {
-        let size = CourierSize { digest_multiprocessors, ..CourierSize::default() };
+        let size = PageCopierSize { digest_multiprocessors, ..PageCopierSize::default() };
         tell("digest", "scattered", size, FLAT, median_of(&two, size, What::Digest, &scattered, FLAT)?);
     }
     for n_engines in [1, 2, 4] {
-        let size = CourierSize { n_engines, engine_bytes_min: 0, ..CourierSize::default() };
+        let size = PageCopierSize { n_engines, engine_bytes_min: 0, ..PageCopierSize::default() };
         for (n_layers, n_blocks) in [(32, 8), (32, 16), (32, 32), (8, 64), (2, 256), (1, 512)] {
-            let errands = Errands { n_layers, n_blocks };
+            let copy_jobs = CopyJobs { n_layers, n_blocks };
             for (blocks, pages) in both {
                 for (name, digests) in [("fetch", true), ("fetch, no digests", false)] {
                     if blocks == "neighbours" && n_layers < 32 && n_blocks < N_SENT {
                         continue;
                     }
                     let what = What::Fetch { digests };
-                    tell(name, blocks, size, errands, median_of(&two, size, what, pages, errands)?);
+                    tell(name, blocks, size, copy_jobs, median_of(&two, size, what, pages, copy_jobs)?);
                 }
             }
         }
@@ -103,41 +104,47 @@ pub(crate) fn all(cards: &[Card; 2]) -> Outcome<Value> {
     Ok(json!(lines))
 }
 
-fn median_of(two: &Two, size: CourierSize, what: What, pages: &[u32], errands: Errands) -> Outcome<Duration> {
+fn median_of(
+    two: &Two,
+    size: PageCopierSize,
+    what: What,
+    pages: &[u32],
+    copy_jobs: CopyJobs,
+) -> Outcome<Duration> {
     let memory = if what.is_near() { &two.near } else { &two.far };
-    let courier = Courier::new(memory, size)?;
-    median(|| whole(two, &courier, what, pages, errands))
+    let copier = PageCopier::new(memory, size)?;
+    median(|| whole(two, &copier, what, pages, copy_jobs))
 }
 
-/// All layers, some in an errand, as a sequence that is computed already is sent.
-fn whole(two: &Two, courier: &Courier, what: What, pages: &[u32], errands: Errands) -> Outcome<()> {
+/// Copies all layers, some in each copy job, like a sequence that is computed already.
+fn whole(two: &Two, copier: &PageCopier, what: What, pages: &[u32], copy_jobs: CopyJobs) -> Outcome<()> {
     let is_scattered = pages[2] != pages[1] + 1;
     let mut under_way = VecDeque::new();
-    for first in (0..N_LAYERS).step_by(errands.n_layers as usize) {
-        for blocks in pages.chunks(errands.n_blocks as usize) {
-            let layers = first..first + errands.n_layers;
+    for first in (0..N_LAYERS).step_by(copy_jobs.n_layers as usize) {
+        for blocks in pages.chunks(copy_jobs.n_blocks as usize) {
+            let layers = first..first + copy_jobs.n_layers;
             let places: Vec<_> =
                 layers.flat_map(|layer| blocks.iter().map(move |page| (layer, *page))).collect();
-            under_way.push_back(start(two, courier, what, &places, blocks.len(), is_scattered)?);
+            under_way.push_back(start(two, copier, what, &places, blocks.len(), is_scattered)?);
             if under_way.len() > AHEAD {
-                courier.take(under_way.pop_front().expect("there is one"))?;
+                copier.take(under_way.pop_front().expect("there is one"))?;
             }
         }
     }
-    for errand in under_way {
-        courier.take(errand)?;
+    for copy_job in under_way {
+        copier.take(copy_job)?;
     }
     Ok(())
 }
 
 pub(crate) fn start(
     two: &Two,
-    courier: &Courier,
+    copier: &PageCopier,
     what: What,
     places: &[(u32, u32)],
     n_of_layer: usize,
     is_scattered: bool,
-) -> Outcome<Errand> {
+) -> Outcome<CopyJob> {
     let some = SomePages { places, n_of_layer, runs: RUNS, partial: None };
     let mut offsets: Vec<u64> = places.iter().map(|(region, page)| two.near.offset(*region, *page)).collect();
     if is_scattered {
@@ -146,11 +153,11 @@ pub(crate) fn start(
     }
     let at = |memory| RemotePages { memory, offsets: &offsets, runs: RUNS };
     Ok(match what {
-        What::Push => courier.push(&two.near, some, at(&two.far_from_near))?,
-        What::Copy => courier.copy(at(&two.near_from_far), &two.far, some)?,
-        What::Pull => courier.pull(at(&two.near_from_far), &two.far, some)?,
-        What::Digest => courier.digest(&two.near, some)?,
-        What::Fetch { digests } => courier.fetch(at(&two.near_from_far), &two.far, some, digests)?,
+        What::Push => copier.push(&two.near, some, at(&two.far_from_near))?,
+        What::Copy => copier.copy(at(&two.near_from_far), &two.far, some)?,
+        What::Pull => copier.pull(at(&two.near_from_far), &two.far, some)?,
+        What::Digest => copier.digest(&two.near, some)?,
+        What::Fetch { digests } => copier.fetch(at(&two.near_from_far), &two.far, some, digests)?,
     })
 }
 

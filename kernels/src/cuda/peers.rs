@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use cudarc::driver::{CudaContext, result, sys};
+use device::cuda::error::ensure;
+use device::cuda::{Bf16, Buffer, CudaError, View};
 
-use super::buffer::{Bf16, Buffer, View};
-use super::error::ensure;
+use super::ComputeCard;
 use super::ops::{number, two_in_one};
-use super::{Card, CudaError};
 
 /// The maximum number of GPUs, as in `ranks.cuh`.
 pub const PEERS_MAX: usize = 8;
@@ -140,7 +140,11 @@ impl Peers {
     ///
     /// # Panics
     /// If the number of `shown` differs from that of `cards`, or their sizes differ.
-    pub fn all(cards: &[&Card], shown: &[Shown<'_>], together: Together) -> Result<Vec<Self>, CudaError> {
+    pub fn all(
+        cards: &[&ComputeCard],
+        shown: &[Shown<'_>],
+        together: Together,
+    ) -> Result<Vec<Self>, CudaError> {
         let sizes = |shown: &Shown<'_>| [shown.part.len(), shown.out.len(), shown.whole.len()];
         assert!(cards.len() == shown.len() && cards.len() <= PEERS_MAX, "one `Shown` for each GPU");
         assert!(shown.iter().all(|one| sizes(one) == sizes(&shown[0])), "equal sizes on all GPUs");
@@ -149,23 +153,23 @@ impl Peers {
             "the memory is on its GPU"
         );
         reach_each_other(cards)?;
-        let inbox = |card: &&Card| Inbox::new(card, together.inbox_words(cards.len()));
+        let inbox = |card: &&ComputeCard| Inbox::new(card, together.inbox_words(cards.len()));
         let inboxes: Arc<[Inbox]> = cards.iter().map(inbox).collect::<Result<_, _>>()?;
         let Some(first) = cards.first() else { return Ok(Vec::new()) };
         let lost = Arc::new(Lost::new(first.context())?);
-        let rank = |(me, card): (usize, &&Card)| {
+        let rank = |(me, card): (usize, &&ComputeCard)| {
             let turn = zeroed(card, TURN + 1)?;
-            let known = turn.slice(TURN..TURN + 1).address;
+            let known = turn.slice(TURN..TURN + 1).address();
             Ok(Self {
                 ranks: lost.ranks(together, cards.len(), me, known),
                 together,
                 rounds: zeroed(card, together.n_packets())?,
                 turn,
-                inboxes: of_all(&inboxes, |inbox| inbox.packets.view().address),
-                flags: of_all(&inboxes, |inbox| inbox.flags.view().address),
-                parts: of_all(shown, |shown| shown.part.address),
-                outs: of_all(shown, |shown| shown.out.address),
-                wholes: of_all(shown, |shown| shown.whole.address),
+                inboxes: of_all(&inboxes, |inbox| inbox.packets.view().address()),
+                flags: of_all(&inboxes, |inbox| inbox.flags.view().address()),
+                parts: of_all(shown, |shown| shown.part.address()),
+                outs: of_all(shown, |shown| shown.out.address()),
+                wholes: of_all(shown, |shown| shown.whole.address()),
                 shown: sizes(&shown[me]),
                 lost: Arc::clone(&lost),
                 _all: Arc::clone(&inboxes),
@@ -182,7 +186,8 @@ impl Peers {
         self.ranks.me as usize
     }
 
-    /// The maximum number of rows for [`Card::sum_few_rows`] and [`Ending::Joined`](super::Ending::Joined).
+    /// The maximum number of rows for [`ComputeCard::sum_few_rows`] and
+    /// [`Ending::Joined`](super::Ending::Joined).
     pub fn few_rows(&self) -> usize {
         self.together.few_rows
     }
@@ -196,7 +201,7 @@ impl Peers {
         let (at, rest) = words.split_at_mut(PEERS_MAX);
         at.copy_from_slice(&self.inboxes.at);
         rest.copy_from_slice(&[
-            self.rounds.view().address,
+            self.rounds.view().address(),
             two_in_one(number(kernel, few_rows)?, number(kernel, width / 4)?),
             lost,
             known,
@@ -206,14 +211,14 @@ impl Peers {
         Ok(words)
     }
 
-    pub(super) fn check_place(&self, card: &Card, kernel: &'static str) -> Result<(), CudaError> {
-        ensure(kernel, self.rounds.view().ordinal() == card.ordinal(), "another card's place")
+    pub(super) fn check_place(&self, card: &ComputeCard, kernel: &'static str) -> Result<(), CudaError> {
+        ensure(kernel, self.rounds.view().ordinal() == card.ordinal(), "the place of another GPU")
     }
 
     /// Checks that the rows which this GPU pushes fit into the others' inboxes.
     pub(super) fn check_thrown(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (n_rows, width): (usize, usize),
     ) -> Result<(), CudaError> {
@@ -250,12 +255,12 @@ impl fmt::Debug for Peers {
 
 impl Inbox {
     /// All words are zero, because no round has the number zero.
-    fn new(card: &Card, n_words: usize) -> Result<Self, CudaError> {
+    fn new(card: &ComputeCard, n_words: usize) -> Result<Self, CudaError> {
         Ok(Self { packets: zeroed(card, n_words)?, flags: zeroed(card, FLAGS)? })
     }
 }
 
-fn zeroed(card: &Card, len: usize) -> Result<Buffer<u32>, CudaError> {
+fn zeroed(card: &ComputeCard, len: usize) -> Result<Buffer<u32>, CudaError> {
     let mut buffer = card.buffer(len)?;
     card.fill(buffer.view_mut(), 0)?;
     card.synchronize()?;
@@ -272,7 +277,7 @@ fn of_all<T>(all: &[T], address: impl Fn(&T) -> u64) -> OfRanks {
 
 /// Lets the kernels of each GPU access the memory of every other one. Two ranks may be on one GPU, each with
 /// its own stream; checks use this to test more ranks than GPUs.
-fn reach_each_other(cards: &[&Card]) -> Result<(), CudaError> {
+fn reach_each_other(cards: &[&ComputeCard]) -> Result<(), CudaError> {
     for from in cards {
         for to in cards {
             if from.ordinal() != to.ordinal() {
@@ -283,7 +288,7 @@ fn reach_each_other(cards: &[&Card]) -> Result<(), CudaError> {
     Ok(())
 }
 
-fn reach(from: &Card, to: &Card) -> Result<(), CudaError> {
+fn reach(from: &ComputeCard, to: &ComputeCard) -> Result<(), CudaError> {
     let not_reachable = CudaError::NotReachable { from: from.ordinal(), to: to.ordinal() };
     from.bind()?;
     let mut can = 0;

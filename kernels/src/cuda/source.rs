@@ -1,17 +1,6 @@
 //! The text and names of all kernels. The executable contains them.
 
-/// One file of `kernels/cu`, compiled as one program.
-#[derive(Debug)]
-pub struct Source {
-    /// The file's name, which the compiler's messages contain.
-    pub name: &'static str,
-    /// The whole program: the included headers, then the file.
-    pub text: &'static str,
-    /// The kernels that can be launched.
-    pub kernels: &'static [&'static str],
-    /// The one architecture that it is for. `None` means all.
-    pub only_on: Option<&'static str>,
-}
+use device::cuda::source::Source;
 
 /// Letters of a digest; enough to distinguish releases.
 const DIGEST_LETTERS: usize = 16;
@@ -31,7 +20,7 @@ macro_rules! source {
         Source {
             name: $name,
             text: concat!(
-                include_str!("../../cu/prelude.cuh"),
+                include_str!("../../../device/cu/prelude.cuh"),
                 $(include_str!(concat!("../../cu/", $before)),)*
                 "#line 1 \"", $name, "\"\n",
                 include_str!(concat!("../../cu/", $name)),
@@ -42,19 +31,8 @@ macro_rules! source {
     };
 }
 
-impl Source {
-    /// For Hopper only, because it uses Hopper's own instructions.
-    const fn on_hopper(self) -> Self {
-        Self { only_on: Some("sm_90a"), ..self }
-    }
-
-    /// Whether it can be compiled for this architecture.
-    pub fn is_for(&self, arch: &str) -> bool {
-        self.only_on.is_none_or(|only| only == arch)
-    }
-}
-
-/// All sources. Opening a GPU compiles those for its architecture.
+/// The programs that a [`ComputeCard`](super::ComputeCard) compiles when it is opened, if they are for its
+/// architecture.
 pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
     source!("norm.cu", ["rms_norm", "add_rms_norm"]),
@@ -72,7 +50,6 @@ pub const SOURCES: &[Source] = &[
     source!("dummy.cu", ["dummy_weights"]),
     source!("widen_fp8.cu", ["widen_fp8"]),
     source!("probe.cu", ["probe_read", "probe_copy"]),
-    source!("wire.cu", ["wire_pull", "wire_digest", "wire_copy"]),
     source!(
         "skinny.cu",
         [

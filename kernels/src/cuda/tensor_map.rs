@@ -3,7 +3,7 @@
 
 use cudarc::driver::sys;
 
-use super::{Bf16, CudaError};
+use device::cuda::{Bf16, CudaError};
 
 /// Columns of a box: 128 bytes, the width of the swizzle.
 const BOX_COLUMNS: u32 = 64;

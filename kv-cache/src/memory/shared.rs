@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use kernels::HostMemory;
+use device::HostMemory;
 use types::GroupIdx;
 
 use super::{KvMemory, Pages, RankMemory};

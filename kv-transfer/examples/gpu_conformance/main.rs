@@ -26,7 +26,7 @@ use std::time::Instant;
 use baton_kv_transfer::conformance::node::lie_in;
 use baton_kv_transfer::conformance::{conformance, conformance_between};
 use baton_kv_transfer::{ConnectorParts, KvConnector, build};
-use kernels::cuda::{Cache, Card};
+use device::cuda::{Cache, Card};
 use kv_cache::KvMemory;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;

@@ -7,7 +7,7 @@ use baton_kv_transfer::conformance::node::{Node, handoff};
 use baton_kv_transfer::{
     ArrivedKv, ConnectorParts, KvConnector, LandRequest, Taper, TransferSettings, build,
 };
-use kernels::cuda::{Courier, CourierSize};
+use device::cuda::{PageCopier, PageCopierSize};
 use kv_cache::{BlockLease, BlockPool, Holder, Holding, KvMemory, LayerFence};
 use serde_json::{Value, json};
 use types::{Destination, GroupIdx, KvDtype, KvLayout, KvSpan, RequestId};
@@ -232,11 +232,11 @@ fn plainly(near: &KvMemory, far: &KvMemory) -> Outcome<f64> {
     let (near, far) = (near.on_card().expect("on a card"), far.on_card().expect("on a card"));
     let (fd, exported) = near.memory().export()?;
     let remote = far.memory().import(&fd, exported)?;
-    let courier = Courier::new(far.memory(), CourierSize::default())?;
+    let copier = PageCopier::new(far.memory(), PageCopierSize::default())?;
     let mut took = Vec::new();
     for _ in 0..ROUNDS + WARM_UP {
         let start = now();
-        courier.copy_plainly(&remote, far.memory(), sent_bytes())?;
+        copier.copy_plainly(&remote, far.memory(), sent_bytes())?;
         took.push(start.elapsed());
     }
     Ok(rate(median(took.split_off(WARM_UP))))

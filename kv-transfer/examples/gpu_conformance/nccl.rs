@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_kv_transfer::conformance::node::layout;
-use kernels::cuda::Slots;
-use kernels::cuda::nccl::{Communicator, Nccl, Rank, UniqueId};
+use device::cuda::Slots;
+use device::cuda::nccl::{Communicator, Nccl, Rank, UniqueId};
 use serde_json::{Value, json};
 
 use crate::{Outcome, memory, now};

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use baton_kv_transfer::Taper;
-use kernels::cuda::nccl::Nccl;
+use device::cuda::nccl::Nccl;
 use kv_cache::KvMemory;
 use serde_json::{Value, json};
 

@@ -37,7 +37,7 @@ pub struct FakeHubState {
     /// The store sends other bytes than those that the hub promises.
     pub damage: bool,
     /// What was asked, in order.
-    pub heard: Vec<String>,
+    pub received: Vec<String>,
 }
 
 /// The hub and its store, on two ports.
@@ -89,12 +89,12 @@ impl FakeHub {
     }
 
     /// The questions since the last time, and forgets them.
-    pub fn heard(&self) -> Vec<String> {
-        std::mem::take(&mut self.state().heard)
+    pub fn received(&self) -> Vec<String> {
+        std::mem::take(&mut self.state().received)
     }
 
     fn hear(&self, what: String) {
-        self.state().heard.push(what);
+        self.state().received.push(what);
     }
 
     /// `Err` is the refusal that the state ask for.

@@ -156,7 +156,10 @@ async fn the_group_with_most_nodes_serves_and_the_others_are_told() {
     assert_eq!(used(&begun), ["wrong"], "what began there goes on there");
     assert_eq!(used(&PromptModel::named("other")), Vec::<String>::new());
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert!(wrong.heard().iter().any(|word| word.starts_with("no work: `mock` is served by")), "{wrong:?}");
+    assert!(
+        wrong.received().iter().any(|word| word.starts_with("no work: `mock` is served by")),
+        "{wrong:?}"
+    );
     let (_task, announcement) = wrongs.remove(0);
     announcement.withdraw().await;
     let groups = test_cluster.cluster.groups();
@@ -181,7 +184,7 @@ async fn superseded_nodes_serve_once_the_others_are_gone() {
     assert!(gone.elapsed() < Duration::from_secs(1), "{:?}", gone.elapsed());
     assert_eq!(test_cluster.cluster.ready(), Ok(()));
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(right.heard().last().map(String::as_str), Some("in use"));
+    assert_eq!(right.received().last().map(String::as_str), Some("in use"));
 }
 
 /// Nodes that were there before the router announce themselves one after the other, the wrong one first.

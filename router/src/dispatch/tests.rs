@@ -116,22 +116,22 @@ fn decode(id: &str, script: &[FakeResponse]) -> FakeNode {
 async fn decode_is_asked_first_and_the_first_token_comes_from_prefill() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
     test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
-    assert_eq!(p.heard(), ["prefill 20 tokens, Serve"]);
-    assert_eq!(d.heard(), ["decode 20 tokens, Serve"]);
+    assert_eq!(p.received(), ["prefill 20 tokens, Serve"]);
+    assert_eq!(d.received(), ["decode 20 tokens, Serve"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn prefill_first_delivers_once_the_kv_is_there() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
     test_cluster(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
-    assert_eq!(p.heard(), ["prefill 20 tokens, Serve", "deliver"]);
+    assert_eq!(p.received(), ["prefill 20 tokens, Serve", "deliver"]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_decode_node_may_compute_by_itself() {
     let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Local]));
     test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
-    assert_eq!(p.heard(), Vec::<String>::new());
+    assert_eq!(p.received(), Vec::<String>::new());
 }
 
 #[tokio::test(start_paused = true)]
@@ -157,7 +157,7 @@ async fn a_node_that_breaks_is_left_out_of_the_next_route() {
 async fn the_last_prefill_node_is_not_needed() {
     let (p, d) = (prefill("p", &[FakeResponse::Break]), decode("d", &[FakeResponse::Serve]));
     test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
-    assert_eq!(p.heard().len(), 1, "left out, and decode computed by itself");
+    assert_eq!(p.received().len(), 1, "left out, and decode computed by itself");
 }
 
 #[tokio::test(start_paused = true)]
@@ -166,7 +166,7 @@ async fn tries_are_bounded() {
     let failed =
         test_cluster(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("all break every time");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Failed, .. }), "{failed:?}");
-    assert_eq!(p.heard().len() + d.heard().len(), 3, "{:?} {:?}", p.heard(), d.heard());
+    assert_eq!(p.received().len() + d.received().len(), 3, "{:?} {:?}", p.received(), d.received());
 }
 
 /// Half of the prefill nodes fail every prompt. Requests are answered all the same, each with few attempts, and no node
@@ -201,7 +201,7 @@ async fn a_failed_wire_costs_an_attempt() {
         (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Refuse(RefusalKind::Wire)]));
     let failed = test_cluster(Order::DecodeFirst, &[&p, &d]).await.ask(6).await.expect_err("no wire works");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::Wire, .. }), "{failed:?}");
-    assert_eq!(d.heard().len(), 3, "{:?}", d.heard());
+    assert_eq!(d.received().len(), 3, "{:?}", d.received());
 }
 
 #[tokio::test(start_paused = true)]
@@ -212,7 +212,7 @@ async fn a_full_node_is_waited_for() {
         decode("d", &[full, full, full, full, full, full, FakeResponse::Serve]),
     );
     test_cluster(Order::DecodeFirst, &[&p, &d]).await.serves(6).await;
-    assert_eq!(d.heard().len(), 7, "being full costs no attempt");
+    assert_eq!(d.received().len(), 7, "being full costs no attempt");
 }
 
 #[tokio::test(start_paused = true)]
@@ -236,7 +236,7 @@ async fn what_fails_anywhere_is_not_tried_elsewhere() {
     let failed =
         test_cluster(Order::DecodeFirst, &fake_nodes.each_ref()).await.ask(6).await.expect_err("too long");
     assert!(matches!(failed, ServeError::Refused { kind: RefusalKind::TooLong, .. }), "{failed:?}");
-    assert_eq!(fake_nodes[1].heard().len() + fake_nodes[2].heard().len(), 1);
+    assert_eq!(fake_nodes[1].received().len() + fake_nodes[2].received().len(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -261,7 +261,7 @@ async fn held_kv_goes_with_the_prompt_that_it_is_of() {
         decode("d", &[FakeResponse::BreakAfter(0), FakeResponse::Serve]),
     );
     test_cluster(Order::PrefillFirst, &[&p, &d]).await.serves(6).await;
-    assert_eq!(d.heard(), ["decode 20 tokens, BreakAfter(0)", "decode 21 tokens, Serve"]);
+    assert_eq!(d.received(), ["decode 20 tokens, BreakAfter(0)", "decode 21 tokens, Serve"]);
 }
 
 /// Found by simulation: the wire broke before the decode node heard of the transfer, and it waited until its deadline.
@@ -291,8 +291,8 @@ async fn a_decode_node_whose_kv_is_lost_again_computes_by_itself() {
             decode("d", &[FakeResponse::Starve, FakeResponse::Starve, FakeResponse::Serve]),
         );
         test_cluster(order, &[&p, &d]).await.serves(6).await;
-        let n_computed = p.heard().iter().filter(|word| word.starts_with("prefill")).count();
-        assert_eq!((n_computed, d.heard().len()), (2, 3), "{order:?}");
+        let n_computed = p.received().iter().filter(|word| word.starts_with("prefill")).count();
+        assert_eq!((n_computed, d.received().len()), (2, 3), "{order:?}");
     }
 }
 

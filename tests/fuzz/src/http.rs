@@ -1,4 +1,4 @@
-//! The HTTP door, with a house behind it that says what it is told: from bytes on a connection to events on a stream.
+//! The HTTP API with a scripted router behind it: from bytes on a connection to events on a stream.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -25,12 +25,7 @@ const MAY_STAY: &[(&str, &[&str], &str)] = &[
         &["client::exchange", "client::reception"],
         "an exchange hands its assignment to the reception of its answer",
     ),
-    ("kernels", &["memory", "regions"], "regions answer with the errors of the memory that has them"),
-    (
-        "kernels",
-        &["cuda::courier", "cuda::memory", "cuda::remote", "cuda::slots"],
-        "device memory keeps the kernels that copy it",
-    ),
+    ("device", &["memory", "regions"], "regions answer with the errors of the memory that has them"),
     (
         "kernels",
         &["cuda::ops::endings", "cuda::ops::few_rows", "cuda::ops::skinny"],

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use kernels::cuda::DeviceMemory;
+use device::cuda::DeviceMemory;
 use tokio::time::Instant;
 use tracing::{info, warn};
 use types::in_full;

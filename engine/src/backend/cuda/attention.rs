@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use kernels::cuda::{Card, CudaError, DecodeAttention, PrefillAttention, PrefillSequence};
+use device::cuda::CudaError;
+use kernels::cuda::{ComputeCard, DecodeAttention, PrefillAttention, PrefillSequence};
 
 use super::decoder::{Decoder, LayerPlace, Pass};
 use super::layer::reads_by_registers;
@@ -158,7 +159,13 @@ impl Decoder {
     }
 
     /// The tokens of a chunk: the fastest number, or more if the memory for partial results is too small.
-    fn chunk_tokens(&self, card: &Card, n_rows: usize, length_max: usize, n_parts_max: usize) -> usize {
+    fn chunk_tokens(
+        &self,
+        card: &ComputeCard,
+        n_rows: usize,
+        length_max: usize,
+        n_parts_max: usize,
+    ) -> usize {
         if let Some(chunk_tokens) = self.chunk_tokens {
             return chunk_tokens;
         }

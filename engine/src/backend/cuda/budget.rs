@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kernels::cuda::Bf16;
+use device::cuda::Bf16;
 
 use super::fp8::InFp8;
 use super::weights::Sizes;

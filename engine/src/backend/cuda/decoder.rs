@@ -2,7 +2,8 @@
 //! A decoder on a GPU. There is one plan for all architectures, which differ only in their
 //! [`OptionalTensors`](crate::model::OptionalTensors) and windows.
 
-use kernels::cuda::{Arena, Buffer, Card, KvNumber, KvPages, Peers, PrefillSequence, Products};
+use device::cuda::{Arena, Buffer};
+use kernels::cuda::{ComputeCard, KvNumber, KvPages, Peers, PrefillSequence, Products};
 use kv_cache::OnCard;
 use types::GroupIdx;
 
@@ -42,7 +43,7 @@ pub(super) struct LayerPlace {
 /// One forward pass of a step.
 #[derive(Debug)]
 pub(super) struct Pass<'a> {
-    pub(super) card: &'a Card,
+    pub(super) card: &'a ComputeCard,
     pub(super) products: &'a mut Products,
     /// The GPUs of the other ranks, or `None` with one rank.
     pub(super) peers: Option<&'a mut Peers>,

@@ -5,8 +5,9 @@ use std::num::NonZero;
 use std::path::Path;
 use std::time::Duration;
 
+use device::cuda::Arena;
 use kernels::cpu::{Arithmetic, Processor};
-use kernels::cuda::{Arena, Card, KvNumber};
+use kernels::cuda::{ComputeCard, KvNumber};
 use kv_cache::KvMemory;
 use types::layout::{Attention, Shard};
 use types::{Fingerprint, KvDtype, KvLayout, ModelInfo};
@@ -102,7 +103,7 @@ impl ModelDescription {
         &self.settings
     }
 
-    pub(super) fn workspace(&self, card: &Card, sizes: Sizes) -> WorkspaceShape {
+    pub(super) fn workspace(&self, card: &ComputeCard, sizes: Sizes) -> WorkspaceShape {
         let limits = self.settings.limits;
         let n_words = words_max(limits, self.layout.groups.len(), self.tokens_max);
         let (tokens_max, chunk_tokens) = (self.tokens_max, self.settings.chunk_tokens());
@@ -121,7 +122,7 @@ impl ModelDescription {
         graphs.then(|| GraphSizes::new(limits.rows, self.tokens_max))
     }
 
-    pub(super) fn decoder(&self, card: &Card, sizes: Sizes) -> Result<Decoder, OpenError> {
+    pub(super) fn decoder(&self, card: &ComputeCard, sizes: Sizes) -> Result<Decoder, OpenError> {
         let (config, heads) = (&self.folder.config, self.heads);
         let turns = heads.turns(&config.rope.frequencies(config.head_dim), self.tokens_max);
         let mut arena = card.arena();
@@ -145,7 +146,7 @@ impl ModelDescription {
     /// Loads a rank's weights into the arena, at the same addresses each time.
     pub(super) fn weights_on(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         sizes: Sizes,
         arena: &mut Arena,
     ) -> Result<CudaWeights, OpenError> {

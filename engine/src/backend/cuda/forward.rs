@@ -1,7 +1,8 @@
 //! Hot path.
 //! A step's forward pass through a decoder.
 
-use kernels::cuda::{Answer, CudaError, FeedTokens, Weights};
+use device::cuda::CudaError;
+use kernels::cuda::{Answer, FeedTokens, Weights};
 
 use super::decoder::{Decoder, Pass};
 use super::layer::Normed;

@@ -2,8 +2,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use device::cuda::Bf16;
 use kernels::cpu::Matrix;
-use kernels::cuda::{Bf16, Fp8Rows};
+use kernels::cuda::Fp8Rows;
 
 use crate::load::{Quantize, TensorSource};
 

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use device::cuda::{CudaError, Event, Pinned, View};
 use kernels::cpu::Processor;
-use kernels::cuda::{Card, CudaError, Event, LostFlag, Outcome, Pinned, View};
+use kernels::cuda::{ComputeCard, LostFlag, Outcome};
 use kv_cache::FenceSignal;
 use types::TokenId;
 
@@ -39,7 +40,7 @@ pub(super) struct Readback {
 /// Logits on the GPU, for sampling by the host, and the flag that makes them invalid.
 #[derive(Debug)]
 pub(super) struct Source<'a> {
-    pub(super) card: &'a Card,
+    pub(super) card: &'a ComputeCard,
     pub(super) logits: View<'a, f32>,
     pub(super) lost: Option<&'a LostFlag>,
 }

@@ -5,9 +5,10 @@
 //! kernels do that work. Our kernels split a norm: it starts when rows are added to the residual, and the
 //! next product completes it.
 
+use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, Answer, Bf16, Buffer, Card, CudaError, Ending, HeadsRows, Next, NormedRows, OwnForm,
-    OwnProduct, Peers, PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, View, ViewMut, Weights,
+    AddedRows, Answer, ComputeCard, Ending, HeadsRows, Next, NormedRows, OwnForm, OwnProduct, Peers,
+    PendingNorm, ProductShape, Products, RopeWriteKv, SumRows, Weights,
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
@@ -64,7 +65,7 @@ impl Decoder {
         let x = x.slice(0..n * hidden);
         if let Some(form) = form {
             let (w, bias) = (layer.qkv.weight.view(), layer.qkv.bias.as_ref().map(Buffer::view));
-            let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
+            let product = OwnProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Heads(HeadsRows { rope, bias }));
         }
         normed.ensure_whole()?;
@@ -85,7 +86,7 @@ impl Decoder {
         let (x, gated) = (x.slice(0..n * hidden), gated.view_mut().slice(0..n * width));
         if let Some(form) = form {
             let w = layer.gate_up.weight.view();
-            let product = OwnProduct { w, x, k: hidden, owed: self.owed(squares, n, normed) };
+            let product = OwnProduct { w, x, k: hidden, pending_norm: self.pending_norm(squares, n, normed) };
             return pass.card.multiply_own(form, product, Ending::Gated(gated));
         }
         normed.ensure_whole()?;
@@ -196,7 +197,12 @@ impl Decoder {
     }
 
     /// The pending norm that a product has to apply.
-    fn owed<'a>(&self, squares: &'a Buffer<f32>, n: usize, normed: Normed) -> Option<PendingNorm<'a>> {
+    fn pending_norm<'a>(
+        &self,
+        squares: &'a Buffer<f32>,
+        n: usize,
+        normed: Normed,
+    ) -> Option<PendingNorm<'a>> {
         match normed {
             Normed::Whole => None,
             Normed::Pending { n_parts } => {
@@ -220,7 +226,7 @@ impl Normed {
 }
 
 fn linear(
-    (card, products): (&Card, &mut Products),
+    (card, products): (&ComputeCard, &mut Products),
     y: &mut ViewMut<'_, Bf16>,
     linear: &Linear,
     x: View<'_, Bf16>,

@@ -1,6 +1,7 @@
 //! Measurements of the GPU's limits. Not used while serving.
 
-use kernels::cuda::{Answer, CudaError, View, Weights};
+use device::cuda::{CudaError, View};
+use kernels::cuda::{Answer, Weights};
 use serde::Serialize;
 
 use super::CudaBackend;

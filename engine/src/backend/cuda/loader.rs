@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use device::cuda::{Arena, Bf16, Buffer, ViewMut};
 use kernels::cpu::{Format, Matrix};
-use kernels::cuda::{Arena, Bf16, Buffer, Card, DummyPart, Fp8Rows, ViewMut};
+use kernels::cuda::{ComputeCard, DummyPart, Fp8Rows};
 
 use super::fp8::{InFp8, Packed};
 use super::heads::Heads;
@@ -172,7 +173,7 @@ impl Loader<'_> {
 
     // === parts of matrices and vectors ===
 
-    fn card(&self) -> &Card {
+    fn card(&self) -> &ComputeCard {
         self.upload.card()
     }
 

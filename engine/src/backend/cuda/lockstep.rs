@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use kernels::cuda::CudaError;
+use device::cuda::CudaError;
 use tracing::error;
 
 /// The time limit for a rank to end. A rank that takes longer is abandoned, and its resources are leaked.

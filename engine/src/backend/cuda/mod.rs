@@ -46,7 +46,8 @@ use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
-use kernels::cuda::{Card, CudaError, LostFlag, Outcome, Pinned};
+use device::cuda::{CudaError, Pinned};
+use kernels::cuda::{ComputeCard, LostFlag, Outcome};
 use kv_cache::{FenceSignal, KvMemory};
 use serde::Serialize;
 use tracing::{Level, enabled};
@@ -124,7 +125,7 @@ impl CudaBackend {
     }
 
     /// The first GPU, for measurements.
-    pub fn card(&self) -> &Card {
+    pub fn card(&self) -> &ComputeCard {
         &self.rank.tools.card
     }
 

@@ -4,7 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 
-use kernels::cuda::{Card, CudaError, Peers, Products};
+use device::cuda::{Card, CudaError};
+use kernels::cuda::{ComputeCard, Peers, Products};
 use kv_cache::KvMemory;
 use tokio::time::Instant;
 use tracing::info;
@@ -38,7 +39,7 @@ struct AllocatedRank {
     peers: Option<Peers>,
     space: Workspace,
     memory: KvMemory,
-    card: Card,
+    card: ComputeCard,
 }
 
 impl CudaBackend {
@@ -91,24 +92,24 @@ impl CudaBackend {
 }
 
 /// The GPUs, one for each rank, with kernels for their own architecture unless another is set.
-fn open_cards(settings: &CudaSettings) -> Result<Vec<Card>, CudaError> {
+fn open_cards(settings: &CudaSettings) -> Result<Vec<ComputeCard>, CudaError> {
     let (first, n_ranks, n_cards) = (settings.ordinal, usize::from(settings.ranks.get()), Card::count()?);
     if n_ranks > 1 && first + n_ranks > n_cards {
         return Err(CudaError::TooFewCards { first, n_ranks, n_cards });
     }
     let (libraries, arch) = (settings.libraries.as_deref(), settings.arch.as_deref());
-    let open = |ordinal| Card::open_as(ordinal, libraries, &settings.kernel_cache(), arch);
+    let open = |ordinal| ComputeCard::open_as(ordinal, libraries, &settings.kernel_cache(), arch);
     (first..first + n_ranks).map(open).collect()
 }
 
 /// The size of KV memory that the GPU with the least free memory allows.
 fn room_on(
-    cards: &[Card],
+    cards: &[ComputeCard],
     auto: AutoRoom,
     folder: &Path,
     settings: &CudaSettings,
 ) -> Result<usize, OpenError> {
-    let memories = cards.iter().map(Card::memory).collect::<Result<Vec<_>, _>>()?;
+    let memories = cards.iter().map(|card| card.memory()).collect::<Result<Vec<_>, _>>()?;
     // All memory counts as KV here, so that sizes that depend on the longest sequence reach their maximum.
     let described = ModelDescription::of(folder, memories.iter().map(|(_, total)| total).sum(), settings)?;
     let mut least = usize::MAX;
@@ -122,7 +123,7 @@ fn room_on(
     Ok(least)
 }
 
-fn open_products(card: &Card, settings: &CudaSettings) -> Result<Products, CudaError> {
+fn open_products(card: &ComputeCard, settings: &CudaSettings) -> Result<Products, CudaError> {
     let libraries = settings.libraries.as_deref();
     if settings.deterministic {
         Products::open_deterministic(card, libraries)
@@ -142,7 +143,11 @@ fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
 impl ModelDescription {
     /// Allocates the memory of all GPUs except that of weights. Also returns the bytes of weights on each
     /// GPU.
-    fn take(&self, cards: Vec<Card>, kv_bytes: usize) -> Result<(Vec<AllocatedRank>, usize), OpenError> {
+    fn take(
+        &self,
+        cards: Vec<ComputeCard>,
+        kv_bytes: usize,
+    ) -> Result<(Vec<AllocatedRank>, usize), OpenError> {
         let mut taken = Vec::with_capacity(cards.len());
         let (mut weight_bytes, mut together) = (0, None);
         for (share, card) in Share::of_all(cards.len()).zip(cards) {
@@ -157,8 +162,9 @@ impl ModelDescription {
             let space = shape.take(&card)?;
             taken.push((sizes, products, space, card));
         }
-        let all: Vec<&Card> = taken.iter().map(|(_, _, _, card)| card).collect();
-        let memory = KvMemory::device(self.layout.clone(), self.n_blocks, &all)
+        let all: Vec<&ComputeCard> = taken.iter().map(|(_, _, _, card)| card).collect();
+        let in_memory: Vec<&Card> = all.iter().map(|card| &***card).collect();
+        let memory = KvMemory::device(self.layout.clone(), self.n_blocks, &in_memory)
             .map_err(|error| OpenError::KvMemory(error.to_string()))?;
         let shown: Vec<_> = taken.iter().map(|(_, _, space, _)| space.shown()).collect();
         let peers = together.map(|together| Peers::all(&all, &shown, together)).transpose()?;

@@ -1,6 +1,7 @@
 //! Measures each kind of work of a decode step separately. Not used while serving.
 
-use kernels::cuda::{CudaError, OwnForm};
+use device::cuda::CudaError;
+use kernels::cuda::OwnForm;
 use serde::Serialize;
 
 use super::decoder::{Decoder, Pass};

@@ -8,8 +8,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use device::cuda::{Buffer, CudaError, Event, Pinned};
 use kernels::cuda::matmul::Choices;
-use kernels::cuda::{Buffer, Card, CudaError, Event, Pinned, PrefillSequence, SampleTokens};
+use kernels::cuda::{ComputeCard, PrefillSequence, SampleTokens};
 
 use super::description::ModelDescription;
 use super::draws::Draws;
@@ -183,7 +184,7 @@ impl Performer for Rank {
 
 /// Writes words and copies them to the GPU, from the buffer whose last use is the oldest.
 fn send(
-    card: &Card,
+    card: &ComputeCard,
     by: &mut VecDeque<Pinned<u32>>,
     n_words: usize,
     write: impl FnOnce(&mut [u32]),

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kernels::cuda::{CudaError, Graph};
+use device::cuda::{CudaError, Graph};
 use tracing::warn;
 
 use super::graph_sizes::{GraphSize, GraphSizes};

@@ -3,7 +3,7 @@
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 
-use kernels::cuda::Cache;
+use device::cuda::Cache;
 use types::KvDtype;
 
 use crate::backend::StepLimits;

@@ -1,6 +1,6 @@
 //! Times work on the GPU, recorded like steps.
 
-use kernels::cuda::CudaError;
+use device::cuda::CudaError;
 
 use super::decoder::{Decoder, Pass};
 use super::plan::Dims;

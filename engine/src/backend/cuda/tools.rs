@@ -1,8 +1,9 @@
 //! Hot path.
 //! A rank's objects on its GPU, and forward passes with them.
 
-use kernels::MemoryError;
-use kernels::cuda::{Card, CudaError, DeviceMemory, LostFlag, Peers, PrefillSequence, Products};
+use device::MemoryError;
+use device::cuda::{CudaError, DeviceMemory};
+use kernels::cuda::{ComputeCard, LostFlag, Peers, PrefillSequence, Products};
 use kv_cache::{KvMemory, OnCard};
 use tracing::warn;
 use types::in_full;
@@ -24,7 +25,7 @@ pub(super) struct Tools {
     pub(super) space: Workspace,
     pub(super) decoder: Decoder,
     pub(super) memory: KvMemory,
-    pub(super) card: Card,
+    pub(super) card: ComputeCard,
 }
 
 // === impl Tools ===
@@ -35,7 +36,7 @@ impl Tools {
         &mut self,
         dims: Dims,
         sequences: &[PrefillSequence],
-        mut written: impl FnMut(&Card, usize) -> Result<(), CudaError>,
+        mut written: impl FnMut(&ComputeCard, usize) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
         self.pass(dims, sequences, |decoder, pass| {
             let card = pass.card;

@@ -5,9 +5,10 @@
 
 use std::collections::BTreeMap;
 
+use device::cuda::{Bf16, CudaError, View};
 use kernels::cuda::matmul::{Choice, Choices, Measured, TUNED_ROWS};
 use kernels::cuda::{
-    Answer, Bf16, Card, CudaError, Next, NormedRows, OwnForm, ProductShape, Products, View, Weights, source,
+    Answer, ComputeCard, Next, NormedRows, OwnForm, ProductShape, Products, Weights, source,
 };
 use tracing::{debug, info, warn};
 use types::in_full;
@@ -185,14 +186,14 @@ fn kinds(decoder: &Decoder, limits: StepLimits, shares: bool) -> Vec<Kind<'_>> {
 }
 
 /// Fills the inputs with varied numbers: a GPU computes faster with zeroes than with real data.
-fn fill(card: &Card, space: &mut Workspace) -> Result<(), CudaError> {
+fn fill(card: &ComputeCard, space: &mut Workspace) -> Result<(), CudaError> {
     card.dummy_weights(space.gated.view_mut(), 1, 1.0 / 32768.0)?;
     card.dummy_weights(space.attended.view_mut(), 2, 1.0 / 32768.0)?;
     card.dummy_weights(space.normed.view_mut(), 3, 1.0 / 32768.0)
 }
 
 fn measure(
-    card: &Card,
+    card: &ComputeCard,
     products: &mut Products,
     kind: &Kind<'_>,
     shape: ProductShape,

@@ -5,8 +5,9 @@
 
 use std::ops::Range;
 
+use device::cuda::{Bf16, CudaError, Pinned, ViewMut};
 use kernels::cpu::Processor;
-use kernels::cuda::{Bf16, Card, CudaError, Pinned, ViewMut};
+use kernels::cuda::ComputeCard;
 
 use crate::load::meter::Meter;
 
@@ -18,7 +19,7 @@ const PART_NUMBERS: usize = 1 << 20;
 /// Two pieces, used in turn.
 #[derive(Debug)]
 pub(super) struct Upload<'a> {
-    card: &'a Card,
+    card: &'a ComputeCard,
     host: &'a Processor,
     pieces: [Pinned<Bf16>; 2],
     turn: usize,
@@ -27,13 +28,13 @@ pub(super) struct Upload<'a> {
 
 impl<'a> Upload<'a> {
     /// `meter` shows the progress. The threads of `host` read.
-    pub(super) fn new(card: &'a Card, host: &'a Processor, meter: Meter) -> Result<Self, CudaError> {
+    pub(super) fn new(card: &'a ComputeCard, host: &'a Processor, meter: Meter) -> Result<Self, CudaError> {
         let numbers = PIECE_NUMBERS.min(meter.total() / size_of::<Bf16>() + 1);
         let pieces = [card.pinned(numbers)?, card.pinned(numbers)?];
         Ok(Self { card, host, pieces, turn: 0, meter })
     }
 
-    pub(super) fn card(&self) -> &'a Card {
+    pub(super) fn card(&self) -> &'a ComputeCard {
         self.card
     }
 

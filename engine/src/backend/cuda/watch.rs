@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use kernels::cuda::{CudaError, Event, LostFlag, Marker};
+use device::cuda::{CudaError, Event, Marker};
+use kernels::cuda::LostFlag;
 use kv_cache::FenceSignal;
 use tracing::trace;
 

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use kernels::cuda::{Bf16, Buffer, Fp8Rows, View, ViewMut, Weights};
+use device::cuda::{Bf16, Buffer, View, ViewMut};
+use kernels::cuda::{Fp8Rows, Weights};
 
 use super::fp8::InFp8;
 use super::heads::Heads;

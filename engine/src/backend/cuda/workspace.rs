@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
+use device::cuda::{Bf16, Buffer, CudaError};
 use kernels::cuda::ops::{FEW_ROWS_MAX, FewRowsForm, OwnForm, SKINNY_FORMS, SKINNY_ROWS_MAX};
-use kernels::cuda::{
-    Bf16, Buffer, Card, CudaError, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, Shown, Together,
-};
+use kernels::cuda::{ComputeCard, DecodeAttention, DrawRow, EDIT_WORDS, Outcome, Shown, Together};
 
 use super::draws::EDITS_OF_ROW;
 use super::graph_sizes::GraphSizes;
@@ -86,7 +85,7 @@ pub(super) struct Workspace {
 
 impl WorkspaceShape {
     pub(super) fn of(
-        card: &Card,
+        card: &ComputeCard,
         sizes: Sizes,
         limits: StepLimits,
         head_dim: usize,
@@ -143,7 +142,7 @@ impl WorkspaceShape {
         if self.sizes.share.n_ranks > 1 { self.limits.rows * self.sizes.head_rows } else { 0 }
     }
 
-    pub(super) fn take(&self, card: &Card) -> Result<Workspace, CudaError> {
+    pub(super) fn take(&self, card: &ComputeCard) -> Result<Workspace, CudaError> {
         let Sizes { hidden, intermediate, vocab, q_width, .. } = self.sizes;
         let StepLimits { tokens, rows } = self.limits;
         Ok(Workspace {
@@ -194,7 +193,13 @@ fn parts_alike(n_q_heads: usize, limits: StepLimits, n_chunks: usize) -> usize {
 }
 
 /// The maximum number of parts of decode attention, over all numbers of rows and all lengths.
-fn most_parts(card: &Card, sizes: Sizes, limits: StepLimits, head_dim: usize, n_tokens_max: usize) -> usize {
+fn most_parts(
+    card: &ComputeCard,
+    sizes: Sizes,
+    limits: StepLimits,
+    head_dim: usize,
+    n_tokens_max: usize,
+) -> usize {
     let (n_q_heads, n_kv_heads) = (sizes.q_width / head_dim, sizes.kv_width / head_dim);
     let parts = |rows: usize, length: usize| {
         let chunk = DecodeAttention::chunk_tokens_for(card, rows, n_kv_heads, length);

@@ -8,8 +8,9 @@ use std::path::Path;
 
 use cudarc::cublaslt::{result, sys};
 
-use super::super::library;
-use super::super::{Bf16, Buffer, Card, CudaError, View};
+use device::cuda::{Bf16, Buffer, CudaError, View, library};
+
+use super::super::ComputeCard;
 use super::{Answer, ProductShape};
 
 /// The workspace of an algorithm: the size that NVIDIA recommends for Hopper.
@@ -122,7 +123,7 @@ impl Layout {
 // === impl Lt ===
 
 impl Lt {
-    pub(super) fn open(card: &Card, folder: Option<&Path>) -> Result<Self, CudaError> {
+    pub(super) fn open(card: &ComputeCard, folder: Option<&Path>) -> Result<Self, CudaError> {
         library::load_cublaslt(folder)?;
         card.bind()?;
         let handle = Handle(result::create_handle().map_err(failed("cublasLtCreate"))?);
@@ -205,7 +206,7 @@ impl Lt {
     /// The caller has checked that the views have the plan's shape.
     pub(super) fn run(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         plan: &Plan,
         y: Answer<'_>,
         w: View<'_, Bf16>,
@@ -224,16 +225,16 @@ impl Lt {
                 plan.operation.0,
                 std::ptr::from_ref(&one).cast(),
                 std::ptr::from_ref(&zero).cast(),
-                w.address as *const c_void,
+                w.address() as *const c_void,
                 plan.w.0,
-                x.address as *const c_void,
+                x.address() as *const c_void,
                 plan.x.0,
                 y as *const c_void,
                 plan.y.0,
                 y as *mut c_void,
                 plan.y.0,
                 &plan.algorithm.0,
-                self.workspace.view().address as *mut c_void,
+                self.workspace.view().address() as *mut c_void,
                 WORKSPACE_BYTES,
                 card.stream().cu_stream().cast(),
             )

@@ -18,12 +18,14 @@ pub mod tuning;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::error::ensure;
+use device::cuda::error::ensure;
+use device::cuda::{Bf16, Buffer, CudaError, View, ViewMut};
+
+use super::ComputeCard;
 use super::ops::{
     Ending, FEW_ROWS_FORMS, FEW_ROWS_MAX, FewRowsForm, Fp8Rows, ManyRows, OwnForm, OwnProduct, SKINNY_FORMS,
     SKINNY_ROWS_MAX, Weights,
 };
-use super::{Bf16, Buffer, Card, CudaError, View, ViewMut};
 use cublaslt::{Algorithm, Lt, Plan};
 pub use tuning::{Choices, TUNED_ROWS, tuned_rows};
 
@@ -42,10 +44,11 @@ pub struct ProductShape {
 /// The method for a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
-    /// By [`Card::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With an FP8 matrix, more rows take
-    /// several passes.
+    /// By [`ComputeCard::multiply_own`]: up to 8 rows, or up to 128 on Hopper. With an FP8 matrix, more rows
+    /// take several passes.
     Own(OwnForm),
-    /// By [`Card::multiply_many`]: on Hopper, for more rows. An FP8 matrix is widened first, here and below.
+    /// By [`ComputeCard::multiply_many`]: on Hopper, for more rows. An FP8 matrix is widened first, here and
+    /// below.
     Many,
     Lt(Algorithm),
 }
@@ -142,8 +145,8 @@ impl Answer<'_> {
 
     fn address(&self) -> u64 {
         match self {
-            Self::Narrow(view) => view.address,
-            Self::Wide(view) => view.address,
+            Self::Narrow(view) => view.address(),
+            Self::Wide(view) => view.address(),
         }
     }
 }
@@ -159,7 +162,7 @@ impl<'a> From<Answer<'a>> for Ending<'a> {
 
 impl Next<'_> {
     /// Runs the work in a separate kernel, for rows of `n` numbers.
-    fn follow(self, card: &Card, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
+    fn follow(self, card: &ComputeCard, product: View<'_, Bf16>, n: usize) -> Result<(), CudaError> {
         match self {
             Self::Gate(gated) => card.silu_mul(gated, product, n / 2),
             Self::Norm(NormedRows { residual, out, weight, epsilon }) => {
@@ -183,13 +186,13 @@ impl Next<'_> {
 
 impl Products {
     /// Loads cuBLASLt, from `folder` if one is named. There are no measurements yet.
-    pub fn open(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
+    pub fn open(card: &ComputeCard, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
         let lt = Lt::open(card, folder)?;
         Ok(Self { lt, choices: Choices::default(), are_alike: false, ways: HashMap::new(), widened: None })
     }
 
     /// Allocates memory for widening matrices in FP8 of up to `n_numbers` numbers.
-    pub fn make_room(&mut self, card: &Card, n_numbers: usize) -> Result<(), CudaError> {
+    pub fn make_room(&mut self, card: &ComputeCard, n_numbers: usize) -> Result<(), CudaError> {
         self.widened = Some(card.buffer(n_numbers)?);
         Ok(())
     }
@@ -197,7 +200,10 @@ impl Products {
     /// Like [`open`](Self::open), for products whose rows do not depend on the other rows. Nothing is
     /// measured, and cuBLASLt computes none of them. For more rows than our kernel takes, it runs several
     /// times and reads the matrix each time.
-    pub fn open_deterministic(card: &Card, folder: Option<&std::path::Path>) -> Result<Self, CudaError> {
+    pub fn open_deterministic(
+        card: &ComputeCard,
+        folder: Option<&std::path::Path>,
+    ) -> Result<Self, CudaError> {
         Ok(Self { are_alike: true, ..Self::open(card, folder)? })
     }
 
@@ -219,7 +225,7 @@ impl Products {
     /// `y = x * transpose(w)`. `x` and `w` have rows of `k` numbers; `y` has a number for each pair of rows.
     pub fn multiply(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         y: Answer<'_>,
         w: Weights<'_>,
         x: View<'_, Bf16>,
@@ -241,7 +247,7 @@ impl Products {
     /// A product and the work after it. `room` holds the product, unless one kernel does both.
     pub fn multiply_then(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         next: Next<'_>,
         mut room: ViewMut<'_, Bf16>,
         (w, x): (Weights<'_>, View<'_, Bf16>),
@@ -259,7 +265,7 @@ impl Products {
     }
 
     /// Prepares the method for this shape, if it is not prepared.
-    fn find_way(&mut self, card: &Card, shape: ProductShape) -> Result<(), CudaError> {
+    fn find_way(&mut self, card: &ComputeCard, shape: ProductShape) -> Result<(), CudaError> {
         if !self.ways.contains_key(&shape) {
             let way = self.way(card, shape)?;
             if self.ways.len() >= WAYS_MAX {
@@ -273,7 +279,7 @@ impl Products {
     /// Multiplies by the matrix's fixed method, in passes of its maximum number of rows.
     fn multiply_alike(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         shape: ProductShape,
         mut y: Answer<'_>,
         w: Weights<'_>,
@@ -299,7 +305,7 @@ impl Products {
     /// The form of our kernel that computes products of this shape and the work after them, if one is chosen.
     /// `None` if results must not depend on other rows, because larger numbers of rows use other kernels for
     /// that work.
-    pub fn own_form(&self, card: &Card, shape: ProductShape) -> Option<OwnForm> {
+    pub fn own_form(&self, card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
         // Most steps with prompts return here without a lookup.
         if self.are_alike || shape.n_rows > FEW_ROWS_MAX {
             return None;
@@ -312,7 +318,7 @@ impl Products {
     }
 
     /// The measured method for shapes like this one, else the default.
-    fn way(&self, card: &Card, shape: ProductShape) -> Result<Way, CudaError> {
+    fn way(&self, card: &ComputeCard, shape: ProductShape) -> Result<Way, CudaError> {
         match self.choices.get(shape) {
             Some(Choice::Own(form)) if shape.is_fp8 || shape.n_rows <= own_rows_max(form) => {
                 Ok(Way::Own(form))
@@ -331,7 +337,7 @@ impl Products {
     /// The work after the product is measured with it.
     pub fn tune(
         &mut self,
-        card: &Card,
+        card: &ComputeCard,
         shape: ProductShape,
         (mut y, mut next): (Answer<'_>, Option<Next<'_>>),
         matrices: &[Weights<'_>],
@@ -396,7 +402,7 @@ impl Products {
         self.ways.clear();
     }
 
-    fn candidates(&self, card: &Card, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
+    fn candidates(&self, card: &ComputeCard, shape: ProductShape) -> Result<Vec<Choice>, CudaError> {
         let algorithms = self.lt.algorithms(shape)?.into_iter().map(Choice::Lt);
         let is_skinny = shape.n_rows <= SKINNY_ROWS_MAX && !(shape.is_fp8 && card.has_few_rows());
         let skinny = SKINNY_FORMS.iter().filter(|_| is_skinny).copied().map(OwnForm::Skinny);
@@ -414,7 +420,7 @@ impl Products {
 impl Lt {
     fn run_way(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         way: &Way,
         y: Answer<'_>,
         w: Weights<'_>,
@@ -437,7 +443,7 @@ impl Lt {
 
     fn run_then(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         way: &Way,
         next: Next<'_>,
         mut room: ViewMut<'_, Bf16>,
@@ -461,7 +467,7 @@ impl Lt {
 }
 
 /// The method without measurements. It is fast for most matrices.
-fn guess(card: &Card, shape: ProductShape) -> Option<OwnForm> {
+fn guess(card: &ComputeCard, shape: ProductShape) -> Option<OwnForm> {
     let ProductShape { n, k, n_rows, is_fp8, .. } = shape;
     if card.has_few_rows() && n_rows <= FEW_ROWS_MAX {
         return Some(OwnForm::Few(FewRowsForm::of(n, k)));
@@ -484,7 +490,7 @@ fn own_rows_max(form: OwnForm) -> usize {
 
 /// Multiplies in several passes, each with the kernel's maximum number of rows.
 fn in_passes(
-    card: &Card,
+    card: &ComputeCard,
     form: OwnForm,
     y: Answer<'_>,
     w: Fp8Rows<'_>,
@@ -505,7 +511,7 @@ fn in_passes(
 
 /// The matrix in the format that this method takes.
 fn readied<'a>(
-    card: &Card,
+    card: &ComputeCard,
     way: &Way,
     w: Weights<'a>,
     room: Option<&'a mut Buffer<Bf16>>,
@@ -521,7 +527,7 @@ fn readied<'a>(
 
 /// Widens the matrix to bf16 in the memory for it. Fails if there is none.
 fn widen<'a>(
-    card: &Card,
+    card: &ComputeCard,
     room: Option<&'a mut Buffer<Bf16>>,
     w: Fp8Rows<'_>,
     k: usize,

@@ -5,8 +5,10 @@ use std::fmt::Write as _;
 use std::io;
 use std::path::Path;
 
+use device::cuda::CudaError;
+
+use super::super::ComputeCard;
 use super::super::ops::{FEW_ROWS_SHARES, FewRowsForm, OwnForm, SKINNY_FORMS};
-use super::super::{Card, CudaError};
 use super::cublaslt::Algorithm;
 use super::{Choice, ProductShape};
 
@@ -79,7 +81,7 @@ impl Choices {
 /// The fastest of some runs, in milliseconds of GPU time. Products of few rows are recorded as a graph, like
 /// decode steps. Launched one by one, they would measure the host's launch time.
 pub(super) fn time(
-    card: &Card,
+    card: &ComputeCard,
     n_matrices: usize,
     n_rows: usize,
     mut product: impl FnMut(usize) -> Result<(), CudaError>,
@@ -98,7 +100,7 @@ pub(super) fn time(
     least(card, || graph.launch())
 }
 
-fn least(card: &Card, mut run: impl FnMut() -> Result<(), CudaError>) -> Result<f32, CudaError> {
+fn least(card: &ComputeCard, mut run: impl FnMut() -> Result<(), CudaError>) -> Result<f32, CudaError> {
     let mut least = f32::INFINITY;
     for _ in 0..=N_TIMES {
         let start = card.mark()?;

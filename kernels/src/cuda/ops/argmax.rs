@@ -1,14 +1,14 @@
 //! The likeliest token of each row of logits.
 
-use super::{Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 /// Threads of both kernels, the same as in `argmax.cu`. It is also the maximum number of parts in the final
 /// merge.
 const THREADS: usize = 256;
 
-impl Card {
-    /// The number of keys in the scratch buffer of [`Card::argmax`].
+impl ComputeCard {
+    /// The number of keys in the scratch buffer of [`ComputeCard::argmax`].
     pub fn argmax_keys(&self, n_rows: usize, width: usize) -> usize {
         n_rows * self.argmax_parts(n_rows, width)
     }
@@ -16,7 +16,7 @@ impl Card {
     /// `out[row]` is the index of the greatest number of the row; the lowest index if several are equal. NaN
     /// is the greatest.
     ///
-    /// `keys` is a scratch buffer of at least [`Card::argmax_keys`] keys.
+    /// `keys` is a scratch buffer of at least [`ComputeCard::argmax_keys`] keys.
     pub fn argmax(
         &self,
         out: ViewMut<'_, u32>,
@@ -37,9 +37,9 @@ impl Card {
         let part_width = number(kernel, width.div_ceil(n_parts))?;
         let (wide, parts) = (number(kernel, width)?, number(kernel, n_parts)?);
         let config = grid(n_parts, n_rows, THREADS as u32);
-        launch!(self, kernel, config, &keys.address, &logits.address, &wide, &part_width)?;
+        launch!(self, kernel, config, &keys.address(), &logits.address(), &wide, &part_width)?;
         let config = grid(n_rows, 1, THREADS as u32);
-        launch!(self, "argmax_rows", config, &out.address, &keys.address, &parts)
+        launch!(self, "argmax_rows", config, &out.address(), &keys.address(), &parts)
     }
 
     /// Enough blocks of threads to fill the GPU, with at least a few numbers for each thread.

@@ -1,11 +1,11 @@
 //! Biases of products.
 
-use super::{Bf16, Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 const THREADS: usize = 256;
 
-impl Card {
+impl ComputeCard {
     /// `x[row] += bias`, for every row.
     pub fn add_bias(&self, x: ViewMut<'_, Bf16>, bias: View<'_, Bf16>) -> Result<(), CudaError> {
         let kernel = "add_bias";
@@ -18,6 +18,6 @@ impl Card {
         }
         let config = grid(bias.len().div_ceil(8 * THREADS), n_rows, THREADS as u32);
         let width = number(kernel, bias.len())?;
-        launch!(self, kernel, config, &x.address, &bias.address, &width)
+        launch!(self, kernel, config, &x.address(), &bias.address(), &width)
     }
 }

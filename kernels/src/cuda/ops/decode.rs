@@ -1,11 +1,11 @@
 //! Attention of one new token for each of many sequences.
 
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
-    number, rows_of,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure,
+    launch, number, rows_of,
 };
-use crate::cuda::card::{Grid, grid};
 use crate::cuda::tensor_map::TensorMap;
+use device::cuda::card::{Grid, grid};
 
 /// Threads of a block, as in `decode_attention.cu`.
 const THREADS: u32 = 128;
@@ -31,7 +31,7 @@ const CHUNKS_MAX: usize = 64;
 const START_TOKENS: usize = 128;
 const MERGE_TOKENS: usize = 4;
 
-/// The arguments of [`Card::decode_attention`], for one layer.
+/// The arguments of [`ComputeCard::decode_attention`], for one layer.
 #[derive(Debug)]
 pub struct DecodeAttention<'a> {
     /// A row of `n_q_heads * head_dim` numbers for each sequence.
@@ -94,7 +94,12 @@ impl DecodeAttention<'_> {
     ///
     /// It depends on the batch, and with it the order of sums. A caller whose results must not depend on the
     /// batch uses a fixed number.
-    pub fn chunk_tokens_for(card: &Card, n_rows: usize, n_kv_heads: usize, length_max: usize) -> usize {
+    pub fn chunk_tokens_for(
+        card: &ComputeCard,
+        n_rows: usize,
+        n_kv_heads: usize,
+        length_max: usize,
+    ) -> usize {
         let at_once = if card.has(HOPPER[0].one) { BLOCKS_AT_ONCE_ON_HOPPER } else { BLOCKS_AT_ONCE };
         let places = card.n_multiprocessors() as usize * at_once;
         let blocks = length_max.div_ceil(BLOCK_TOKENS).max(1);
@@ -161,7 +166,7 @@ impl DecodeAttention<'_> {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// `out = softmax(q * K * scale) * V` for one query of each sequence, over its pages.
     ///
     /// Query heads share KV heads in order. A sequence without tokens gives zeroes.
@@ -203,10 +208,10 @@ impl Card {
             self,
             merge,
             config,
-            &out.address,
-            &parts.address,
-            &part_sums.address,
-            &lengths.address,
+            &out.address(),
+            &parts.address(),
+            &part_sums.address(),
+            &lengths.address(),
             &shape.n_q_heads,
             &n_parts,
             &shape.chunk_blocks
@@ -233,13 +238,13 @@ impl Card {
                 self,
                 kernel,
                 config,
-                &out.address,
-                &parts.address,
-                &part_sums.address,
-                &q.address,
-                &pages.address,
-                &tables.address,
-                &lengths.address,
+                &out.address(),
+                &parts.address(),
+                &part_sums.address(),
+                &q.address(),
+                &pages.address(),
+                &tables.address(),
+                &lengths.address(),
                 &shape
             );
         };
@@ -253,13 +258,13 @@ impl Card {
                 self,
                 hopper.many,
                 Grid { blocks, ..config },
-                &out.address,
-                &parts.address,
-                &part_sums.address,
-                &q.address,
+                &out.address(),
+                &parts.address(),
+                &part_sums.address(),
+                &q.address(),
                 &of_pages,
-                &tables.address,
-                &lengths.address,
+                &tables.address(),
+                &lengths.address(),
                 &shape,
                 &n_rows
             );
@@ -268,13 +273,13 @@ impl Card {
             self,
             hopper.one,
             config,
-            &out.address,
-            &parts.address,
-            &part_sums.address,
-            &q.address,
+            &out.address(),
+            &parts.address(),
+            &part_sums.address(),
+            &q.address(),
             &of_pages,
-            &tables.address,
-            &lengths.address,
+            &tables.address(),
+            &lengths.address(),
             &shape
         )
     }

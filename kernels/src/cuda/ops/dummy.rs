@@ -1,7 +1,7 @@
 //! Generated weights, computed on the GPU.
 
-use super::{Bf16, Card, CudaError, ViewMut, ensure, launch};
-use crate::cuda::card::grid;
+use super::{Bf16, ComputeCard, CudaError, ViewMut, ensure, launch};
+use device::cuda::card::grid;
 
 const THREADS: u32 = 256;
 /// Blocks of threads for each multiprocessor: enough to fill it.
@@ -17,7 +17,7 @@ pub struct DummyPart {
     pub stride: usize,
 }
 
-impl Card {
+impl ComputeCard {
     /// Random numbers between plus and minus `32768 * scale`, the same for the same key on every machine: number `i` is
     /// 16 bits of the draw for `key + i`, rounded down to a multiple of four.
     pub fn dummy_weights(&self, out: ViewMut<'_, Bf16>, key: u64, scale: f32) -> Result<(), CudaError> {
@@ -50,6 +50,6 @@ impl Card {
         }
         let [first, width, n_real, stride] = [first, width, n_real, stride].map(|n| n as u64);
         let config = grid(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE, 1, THREADS);
-        launch!(self, kernel, config, &out.address, &n, &key, &scale, &first, &width, &n_real, &stride)
+        launch!(self, kernel, config, &out.address(), &n, &key, &scale, &first, &width, &n_real, &stride)
     }
 }

@@ -5,8 +5,8 @@ use super::few_rows::FewRowsForm;
 use super::fp8::check_rows;
 use super::skinny::SkinnyForm;
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, Element, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut, ensure,
-    number, rows_of, two_in_one,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, Element, Fp8Rows, KvNumber, RopeWriteKv, View, ViewMut,
+    ensure, number, rows_of, two_in_one,
 };
 use crate::cuda::peers::{INBOXES_WORDS, Peers};
 
@@ -33,7 +33,7 @@ pub struct OwnProduct<'a> {
     pub x: View<'a, Bf16>,
     pub k: usize,
     /// The pending norm of the rows, if any.
-    pub owed: Option<PendingNorm<'a>>,
+    pub pending_norm: Option<PendingNorm<'a>>,
 }
 
 /// The work after a product.
@@ -64,8 +64,8 @@ pub struct AddedRows<'a> {
 }
 
 /// The sums are all heads of q, k and v. The kernel adds the bias, applies norms and rotation, and writes K
-/// and V into pages, like [`Card::rope_write_kv`]. That method reads them from `qkv`; here only q is written
-/// to `qkv`.
+/// and V into pages, like [`ComputeCard::rope_write_kv`]. That method reads them from `qkv`; here only q is
+/// written to `qkv`.
 #[derive(Debug)]
 pub struct HeadsRows<'a> {
     pub rope: RopeWriteKv<'a>,
@@ -84,7 +84,7 @@ pub struct PendingNorm<'a> {
 /// A product with checked arguments, in the form that kernels take.
 pub(super) struct Checked {
     pub(super) sizes: Sizes,
-    pub(super) owed: Owed,
+    pub(super) pending_norm: PendingNormArgs,
     pub(super) ending: EndingWords,
     /// Parts of the matrix, each summed by one block or cluster.
     pub(super) n_parts: usize,
@@ -99,10 +99,10 @@ pub(super) struct Sizes {
     pub(super) n_rows: u32,
 }
 
-/// The fields of Owed in endings.cuh.
+/// The fields of PendingNormArgs in endings.cuh.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-pub(super) struct Owed {
+pub(super) struct PendingNormArgs {
     squares: u64,
     n_parts: u32,
     width: u32,
@@ -192,7 +192,7 @@ impl<'a> Weights<'a> {
 impl<'a> OwnProduct<'a> {
     /// A product of rows without a pending norm.
     pub fn plain(w: Weights<'a>, x: View<'a, Bf16>, k: usize) -> Self {
-        Self { w, x, k, owed: None }
+        Self { w, x, k, pending_norm: None }
     }
 
     /// Whether the previous kernel writes the weights. Otherwise weights are loaded before that kernel has
@@ -203,12 +203,12 @@ impl<'a> OwnProduct<'a> {
 
     pub(super) fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         form: OwnForm,
         ending: &Ending<'_>,
     ) -> Result<Checked, CudaError> {
-        let Self { w, x, k, owed } = *self;
+        let Self { w, x, k, pending_norm } = *self;
         ensure(kernel, k > 0 && k.is_multiple_of(8), "rows whose width is not a multiple of 8")?;
         let n = match w {
             Weights::Bf16(w) | Weights::Widened(w) => {
@@ -222,9 +222,9 @@ impl<'a> OwnProduct<'a> {
         };
         let n_rows = rows_of(kernel, x.len(), k)?;
         ending.check(card, kernel, form, (n, n_rows))?;
-        let owed = match owed {
-            None => Owed::default(),
-            Some(owed) => owed.check(card, kernel, (k, n_rows))?,
+        let pending_norm = match pending_norm {
+            None => PendingNormArgs::default(),
+            Some(pending_norm) => pending_norm.check(card, kernel, (k, n_rows))?,
         };
         let sizes = Sizes { n: number(kernel, n)?, k: number(kernel, k)?, n_rows: number(kernel, n_rows)? };
         let n_parts = match ending {
@@ -233,23 +233,23 @@ impl<'a> OwnProduct<'a> {
                 form.parts(n)
             }
         };
-        Ok(Checked { sizes, owed, ending: ending.words(kernel, n_parts)?, n_parts })
+        Ok(Checked { sizes, pending_norm, ending: ending.words(kernel, n_parts)?, n_parts })
     }
 }
 
 impl PendingNorm<'_> {
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (k, n_rows): (usize, usize),
-    ) -> Result<Owed, CudaError> {
+    ) -> Result<PendingNormArgs, CudaError> {
         card.check_places(kernel, &[], &[&self.squares])?;
         let is_whole = n_rows == 0 || (!self.squares.is_empty() && self.squares.len().is_multiple_of(n_rows));
         ensure(kernel, is_whole, "different numbers of sums of squares for the rows")?;
         let n_parts = number(kernel, self.squares.len() / n_rows.max(1))?;
         let width = number(kernel, k)?;
-        Ok(Owed { squares: self.squares.address, n_parts, width, epsilon: self.epsilon })
+        Ok(PendingNormArgs { squares: self.squares.address(), n_parts, width, epsilon: self.epsilon })
     }
 }
 
@@ -257,7 +257,7 @@ impl Ending<'_> {
     /// Checks the sizes for a product of `n_rows` rows with a matrix of `n` rows.
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         form: OwnForm,
         (n, n_rows): (usize, usize),
@@ -282,8 +282,8 @@ impl Ending<'_> {
     fn words(&self, kernel: &'static str, n_parts: usize) -> Result<EndingWords, CudaError> {
         let mut words = EndingWords::default();
         match self {
-            Self::Sums(y) | Self::Gated(y) => words.0[0] = y.address,
-            Self::Wide(y) => words.0[0] = y.address,
+            Self::Sums(y) | Self::Gated(y) => words.0[0] = y.address(),
+            Self::Wide(y) => words.0[0] = y.address(),
             Self::Added(added) => words.begin(&added.words(kernel, n_parts)?),
             Self::Joined(added, peers) => {
                 words.begin(&added.words(kernel, n_parts)?);
@@ -302,7 +302,7 @@ impl EndingWords {
 }
 
 fn check_sums<T: Element>(
-    card: &Card,
+    card: &ComputeCard,
     kernel: &'static str,
     y: &ViewMut<'_, T>,
     n_sums: usize,
@@ -314,7 +314,7 @@ fn check_sums<T: Element>(
 impl AddedRows<'_> {
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (n, n_rows): (usize, usize),
         n_parts: usize,
@@ -331,14 +331,14 @@ impl AddedRows<'_> {
     fn words(&self, kernel: &'static str, n_parts: usize) -> Result<[u64; ADDED_WORDS], CudaError> {
         let Self { residual, out, weight, squares } = self;
         let n_parts = u64::from(number(kernel, n_parts)?);
-        Ok([residual.address, out.address, weight.address, squares.address, n_parts])
+        Ok([residual.address(), out.address(), weight.address(), squares.address(), n_parts])
     }
 }
 
 impl HeadsRows<'_> {
     fn check(
         &self,
-        card: &Card,
+        card: &ComputeCard,
         kernel: &'static str,
         (n, n_rows): (usize, usize),
         form: OwnForm,
@@ -357,16 +357,16 @@ impl HeadsRows<'_> {
 
     fn words(&self, kernel: &'static str) -> Result<[u64; 12], CudaError> {
         let RopeWriteKv { qkv, pages, positions, slots, turns, norms, kv, .. } = &self.rope;
-        let [q_norm, k_norm] = norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
-        let bias = self.bias.map_or(0, |bias| bias.address);
+        let [q_norm, k_norm] = norms.map_or([0, 0], |[q, k]| [q.address(), k.address()]);
+        let bias = self.bias.map_or(0, |bias| bias.address());
         let n_positions = rows_of(kernel, turns.len(), kv.head_dim / 2)?;
         let of_size = |size: usize| number(kernel, size);
         Ok([
-            qkv.address,
-            pages.address,
-            positions.address,
-            slots.address,
-            turns.address,
+            qkv.address(),
+            pages.address(),
+            positions.address(),
+            slots.address(),
+            turns.address(),
             bias,
             q_norm,
             k_norm,
@@ -395,7 +395,7 @@ impl KernelNames {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// `x * transpose(w)`, a number for each pair of rows, and the work after the product.
     pub fn multiply_own(
         &self,

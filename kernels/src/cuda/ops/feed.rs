@@ -1,7 +1,7 @@
 //! Passing tokens from one step to the next on the GPU.
 
-use super::{Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 /// Marks a missing token or a missing index.
 pub const NOWHERE: u32 = u32::MAX;
@@ -9,7 +9,7 @@ pub const NOWHERE: u32 = u32::MAX;
 /// Threads of both kernels, as in `feed.cu`.
 const THREADS: usize = 256;
 
-/// The arguments of [`Card::feed_tokens`].
+/// The arguments of [`ComputeCard::feed_tokens`].
 #[derive(Debug)]
 pub struct FeedTokens<'a> {
     pub tokens: ViewMut<'a, u32>,
@@ -21,7 +21,7 @@ pub struct FeedTokens<'a> {
     pub drawn: View<'a, u32>,
 }
 
-impl Card {
+impl ComputeCard {
     /// Writes the step's input tokens: from the host, or from the previous step's tokens.
     pub fn feed_tokens(&self, feed: FeedTokens<'_>) -> Result<(), CudaError> {
         let kernel = "feed_tokens";
@@ -39,10 +39,10 @@ impl Card {
             self,
             kernel,
             config,
-            &tokens.address,
-            &known.address,
-            &from.address,
-            &drawn.address,
+            &tokens.address(),
+            &known.address(),
+            &from.address(),
+            &drawn.address(),
             &n,
             &n_from,
             &n_drawn
@@ -65,6 +65,6 @@ impl Card {
         let width = number(kernel, rows_of(kernel, logits.len(), drawn.len())?)?;
         let n = number(kernel, drawn.len())?;
         let config = grid(drawn.len().div_ceil(THREADS), 1, THREADS as u32);
-        launch!(self, kernel, config, &drawn.address, &best.address, &logits.address, &width, &n)
+        launch!(self, kernel, config, &drawn.address(), &best.address(), &logits.address(), &width, &n)
     }
 }

@@ -1,9 +1,9 @@
 //! Products of up to 128 rows with a large matrix on Hopper, bound by reading the matrix.
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, Weights, kernel_names};
-use super::{Bf16, Card, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
-use crate::cuda::card::Grid;
+use super::{Bf16, ComputeCard, CudaError, Fp8Rows, GRID_SIDE_MAX, ensure, launch, number};
 use crate::cuda::tensor_map::{Matrix, TensorMap};
+use device::cuda::card::Grid;
 
 /// The maximum number of rows in one pass over the matrix.
 pub const FEW_ROWS_MAX: usize = 128;
@@ -125,13 +125,13 @@ struct Meeting {
     n_tiles: u32,
 }
 
-impl Card {
+impl ComputeCard {
     /// Whether this GPU has our kernels for up to [`FEW_ROWS_MAX`] rows.
     pub fn has_few_rows(&self) -> bool {
         self.has(SIZES[0].names.sums)
     }
 
-    /// [`Card::multiply_own`] for up to 128 rows.
+    /// [`ComputeCard::multiply_own`] for up to 128 rows.
     pub(super) fn few_rows(
         &self,
         form: FewRowsForm,
@@ -163,7 +163,7 @@ impl Card {
         let kernel = of_kernel[0].names.of(&ending);
         ensure(kernel, FEW_ROWS_SHARES.contains(&shares), "a number of shares other than 1, 2, 4 or 8")?;
         let checked = product.check(self, kernel, OwnForm::Few(form), &ending)?;
-        let Checked { sizes, owed, ending: words, n_parts } = checked;
+        let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= FEW_ROWS_MAX, "more than 128 rows")?;
         ensure(kernel, n_parts <= GRID_SIDE_MAX, "too many rows of the matrix")?;
@@ -174,21 +174,32 @@ impl Card {
         if n == 0 || n_rows == 0 {
             return Ok(());
         }
-        let of_x = Matrix { address: x.address, n_rows, n_columns: k, stride: k };
+        let of_x = Matrix { address: x.address(), n_rows, n_columns: k, stride: k };
         let (blocks, of_tiles) = ((shares, n_parts, 1), TensorMap::of(of_x, size.rows_max)?);
         match w {
             Weights::Bf16(w) | Weights::Widened(w) => {
-                let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
+                let of_w = TensorMap::of(Matrix { address: w.address(), n_rows: n, ..of_x }, UNIT)?;
                 let shared_bytes = shared_bytes(size);
                 let config = Grid { waits: product.is_widened(), ..Grid::of(blocks, THREADS, shared_bytes) };
-                launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes)
+                launch!(self, kernel, config, shares, &words, &pending_norm, &of_w, &of_tiles, &sizes)
             }
             Weights::Fp8(w) => {
                 let boxes = (TILE_COLUMNS, UNIT);
-                let of_w = TensorMap::of_bytes(w.numbers.address, n, Fp8Rows::width(k), boxes)?;
+                let of_w = TensorMap::of_bytes(w.numbers.address(), n, Fp8Rows::width(k), boxes)?;
                 let config = Grid::of(blocks, THREADS, shared_bytes_fp8(size));
-                let scales = w.scales.address;
-                launch!(self, kernel, config, shares, &words, &owed, &of_w, &of_tiles, &sizes, &scales)
+                let scales = w.scales.address();
+                launch!(
+                    self,
+                    kernel,
+                    config,
+                    shares,
+                    &words,
+                    &pending_norm,
+                    &of_w,
+                    &of_tiles,
+                    &sizes,
+                    &scales
+                )
             }
         }
     }
@@ -198,7 +209,7 @@ impl Card {
         let OwnProduct { w, x, k, .. } = product;
         let kernel = SIZES_EVEN[0].names.of(&ending);
         let checked = product.check(self, kernel, OwnForm::Few(FewRowsForm::Even), &ending)?;
-        let Checked { sizes, owed, ending: words, n_parts } = checked;
+        let Checked { sizes, pending_norm, ending: words, n_parts } = checked;
         let (n, n_rows) = (sizes.n as usize, sizes.n_rows as usize);
         ensure(kernel, n_rows <= EVEN_ROWS_MAX, "more than 64 rows")?;
         let size = SIZES_EVEN.iter().find(|size| size.rows_max >= n_rows);
@@ -215,16 +226,16 @@ impl Card {
         let n_blocks = n_units.min(self.n_multiprocessors() as usize);
         let counts = (n_units + 1).checked_mul(n_blocks).and_then(|most| u32::try_from(most).ok());
         ensure(kernel, counts.is_some(), "a matrix that is too large")?;
-        let of_x = Matrix { address: x.address, n_rows, n_columns: k, stride: k };
+        let of_x = Matrix { address: x.address(), n_rows, n_columns: k, stride: k };
         let of_tiles = TensorMap::of(of_x, size.rows_max)?;
-        let of_w = TensorMap::of(Matrix { address: w.address, n_rows: n, ..of_x }, UNIT)?;
+        let of_w = TensorMap::of(Matrix { address: w.address(), n_rows: n, ..of_x }, UNIT)?;
         let (parts, arrived) = self.meeting();
         let meeting = Meeting { parts, arrived, n_tiles: number(kernel, n_parts)? };
         let config = Grid {
             waits: product.is_widened(),
             ..Grid::of((n_blocks, 1, 1), THREADS, shared_bytes_even(size))
         };
-        launch!(self, kernel, config, 1, &words, &owed, &of_w, &of_tiles, &sizes, &meeting)
+        launch!(self, kernel, config, 1, &words, &pending_norm, &of_w, &of_tiles, &sizes, &meeting)
     }
 }
 

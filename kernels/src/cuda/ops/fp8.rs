@@ -1,7 +1,7 @@
 //! An FP8 matrix on the GPU, and its conversion to bf16 for products of many rows.
 
-use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 /// Numbers in a group of a row. Numbers are reordered within a group.
 const GROUP: usize = 64;
@@ -36,7 +36,7 @@ impl Fp8Rows<'_> {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// Writes rows of `k` bf16 numbers: each the FP8 number times its row's scale, rounded to nearest.
     pub fn widen_fp8(&self, out: ViewMut<'_, Bf16>, w: Fp8Rows<'_>, k: usize) -> Result<(), CudaError> {
         let kernel = "widen_fp8";
@@ -50,8 +50,18 @@ impl Card {
         let n_blocks = (n * width / 16).div_ceil(WIDEN_THREADS as usize);
         let n_blocks = n_blocks.min(self.n_multiprocessors() as usize * BLOCKS_AT_ONCE);
         let (n, k, width) = (number(kernel, n)?, number(kernel, k)?, number(kernel, width)?);
-        let (from, scales) = (w.numbers.address, w.scales.address);
-        launch!(self, kernel, grid(n_blocks, 1, WIDEN_THREADS), &out.address, &from, &scales, &n, &k, &width)
+        let (from, scales) = (w.numbers.address(), w.scales.address());
+        launch!(
+            self,
+            kernel,
+            grid(n_blocks, 1, WIDEN_THREADS),
+            &out.address(),
+            &from,
+            &scales,
+            &n,
+            &k,
+            &width
+        )
     }
 }
 

@@ -1,9 +1,9 @@
 //! Products of many rows with a large matrix on Hopper, bound by arithmetic, with optional work after the
 //! product.
 
-use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::Grid;
+use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::tensor_map::{Matrix, TensorMap};
+use device::cuda::card::Grid;
 
 /// The blocks of threads in a cluster, which share loads of the matrix, and their threads, as in
 /// `many_rows.cu`.
@@ -43,7 +43,7 @@ struct Shape {
     half_rows: u32,
 }
 
-impl Card {
+impl ComputeCard {
     /// Whether this GPU has our kernels for many rows.
     pub fn has_many_rows(&self) -> bool {
         self.has(SUMS)
@@ -87,9 +87,9 @@ impl Card {
             half_rows: number(kernel, half_rows)?,
         };
         let matrix = |address, n_rows, width| Matrix { address, n_rows, n_columns: width, stride: width };
-        let of_y = TensorMap::of(matrix(y.address, n_rows, width), GROUP_ROWS)?;
-        let of_w = TensorMap::of(matrix(w.address, n, k), HALF)?;
-        let of_x = TensorMap::of(matrix(x.address, n_rows, k), ROWS)?;
+        let of_y = TensorMap::of(matrix(y.address(), n_rows, width), GROUP_ROWS)?;
+        let of_w = TensorMap::of(matrix(w.address(), n, k), HALF)?;
+        let of_x = TensorMap::of(matrix(x.address(), n_rows, k), ROWS)?;
         let n_clusters = (self.n_multiprocessors() as usize / CLUSTER).min(n_pairs * n_columns).max(1);
         let config = Grid::of((n_clusters * CLUSTER, 1, 1), THREADS, SHARED_BYTES);
         launch!(self, kernel, config, CLUSTER, &of_y, &of_w, &of_x, &shape)

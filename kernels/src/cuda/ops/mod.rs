@@ -34,10 +34,11 @@ pub use rope::RopeWriteKv;
 pub use sample::{DrawRow, EDIT_WORDS, Edit, Outcome, SampleTokens, TOP_MAX};
 pub use skinny::{SKINNY_FORMS, SKINNY_ROWS_MAX, SkinnyForm};
 
-use super::buffer::{Bf16, Element, View, ViewMut};
-use super::error::ensure;
+use device::cuda::error::ensure;
+use device::cuda::{Bf16, CudaError, Element, View, ViewMut};
+
+use super::ComputeCard;
 use super::tensor_map::Matrix;
-use super::{Card, CudaError};
 
 /// Tokens of a KV page, here and in `kernels/cu/pages.cuh`.
 pub const BLOCK_TOKENS: usize = 16;
@@ -78,18 +79,18 @@ impl KvPages {
     /// All bf16 pages as a matrix. A row is one head of K or V of one token.
     fn matrix(&self, pages: View<'_, Bf16>) -> Matrix {
         let n_rows = self.n_blocks * 2 * self.n_kv_heads * BLOCK_TOKENS;
-        Matrix { address: pages.address, n_rows, n_columns: self.head_dim, stride: self.head_dim }
+        Matrix { address: pages.address(), n_rows, n_columns: self.head_dim, stride: self.head_dim }
     }
 }
 
 /// The checked properties of a view, for any element type.
 trait Placed {
-    fn lies_on(&self, card: &Card) -> bool;
+    fn lies_on(&self, card: &ComputeCard) -> bool;
     fn is_vector(&self) -> bool;
 }
 
 impl<T: Element> Placed for View<'_, T> {
-    fn lies_on(&self, card: &Card) -> bool {
+    fn lies_on(&self, card: &ComputeCard) -> bool {
         self.ordinal() == card.ordinal()
     }
     fn is_vector(&self) -> bool {
@@ -98,7 +99,7 @@ impl<T: Element> Placed for View<'_, T> {
 }
 
 impl<T: Element> Placed for ViewMut<'_, T> {
-    fn lies_on(&self, card: &Card) -> bool {
+    fn lies_on(&self, card: &ComputeCard) -> bool {
         self.ordinal() == card.ordinal()
     }
     fn is_vector(&self) -> bool {
@@ -106,7 +107,7 @@ impl<T: Element> Placed for ViewMut<'_, T> {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// Checks that all memory is on this GPU and that vectors, which are loaded 16 bytes at a time, are
     /// aligned. Indices need no alignment.
     fn check_places(
@@ -160,12 +161,18 @@ macro_rules! launch {
         launch!($card, $kernel, $grid, 1, &$first, $($argument),+)
     };
     ($card:expr, $kernel:expr, $grid:expr, $cluster:expr, $($argument:expr),+ $(,)?) => {{
-        let mut arguments = [$(std::ptr::from_ref($argument).cast_mut().cast::<std::ffi::c_void>()),+];
         // JUSTIFICATION: GPU code is called by address, outside of Rust's checks.
-        // SAFETY: the arguments have the types and order of the kernel's signature in kernels/cu. The earlier
-        // checks bound its reads and writes to the views. Its output is borrowed mutably, and later work of
-        // the same stream waits for it.
-        unsafe { $card.launch($kernel, $grid, $cluster, &mut arguments) }
+        // SAFETY: the arguments have the types and order of the kernel's signature in kernels/cu, and live
+        // until the end of this call. The earlier checks bound its reads and writes to the views. Its output
+        // is borrowed mutably, and later work of the same stream waits for it.
+        unsafe {
+            $card.launch(
+                $kernel,
+                $grid,
+                $cluster,
+                &mut [$(std::ptr::from_ref($argument).cast_mut().cast::<std::ffi::c_void>()),+],
+            )
+        }
     }};
 }
 use launch;

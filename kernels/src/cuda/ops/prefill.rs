@@ -1,12 +1,12 @@
 //! Attention of many new tokens for each of some sequences.
 
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
-    number,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure,
+    launch, number,
 };
-use crate::cuda::Buffer;
-use crate::cuda::card::Grid;
 use crate::cuda::tensor_map::{Matrix, TensorMap};
+use device::cuda::Buffer;
+use device::cuda::card::Grid;
 
 /// Threads, queries and tokens of a tile, as in `prefill_attention.cu`.
 const THREADS: u32 = 128;
@@ -29,7 +29,7 @@ pub struct PrefillSequence {
     pub length: usize,
 }
 
-/// The arguments of [`Card::prefill_attention`], for one layer.
+/// The arguments of [`ComputeCard::prefill_attention`], for one layer.
 #[derive(Debug)]
 pub struct PrefillAttention<'a> {
     /// Rows of `n_q_heads * head_dim` numbers, one for each row of q.
@@ -43,7 +43,7 @@ pub struct PrefillAttention<'a> {
     /// A row of block numbers for each sequence. All rows have the same length.
     pub tables: View<'a, u32>,
     pub sequences: &'a [PrefillSequence],
-    /// The sequences in GPU memory: [`Card::prefill_sequences`].
+    /// The sequences in GPU memory: [`ComputeCard::prefill_sequences`].
     pub on_card: View<'a, [u32; 3]>,
     /// The number of last tokens that a query sees, with itself.
     pub window: usize,
@@ -106,7 +106,7 @@ impl PrefillAttention<'_> {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// Uploads sequences in the form that the kernel reads.
     pub fn prefill_sequences(&self, sequences: &[PrefillSequence]) -> Result<Buffer<[u32; 3]>, CudaError> {
         let kernel = "prefill_attention_128";
@@ -156,11 +156,11 @@ impl Card {
             self,
             kernel,
             config,
-            &out.address,
-            &q.address,
-            &pages.address,
-            &tables.address,
-            &on_card.address,
+            &out.address(),
+            &q.address(),
+            &pages.address(),
+            &tables.address(),
+            &on_card.address(),
             &shape
         )
     }
@@ -169,7 +169,7 @@ impl Card {
         let PrefillAttention { out, q, q_stride, pages, tables, on_card, kv, .. } = attention;
         let width = attention.n_q_heads * kv.head_dim;
         let n_rows = (q.len() - width) / q_stride + 1;
-        let of_q = Matrix { address: q.address, n_rows, n_columns: width, stride: *q_stride };
+        let of_q = Matrix { address: q.address(), n_rows, n_columns: width, stride: *q_stride };
         let of_q = TensorMap::of(of_q, TILE_QUERIES)?;
         let of_pages = TensorMap::of(kv.matrix(*pages), BLOCK_TOKENS)?;
         let shared_bytes = shared_bytes_of(HOPPER).unwrap_or(0);
@@ -180,11 +180,11 @@ impl Card {
             self,
             HOPPER,
             config,
-            &out.address,
+            &out.address(),
             &of_q,
             &of_pages,
-            &tables.address,
-            &on_card.address,
+            &tables.address(),
+            &on_card.address(),
             &tickets,
             &shape
         )

@@ -1,12 +1,12 @@
 //! Measures the GPU's maximum memory speed, the reference for other kernels.
 
-use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch};
-use crate::cuda::card::grid;
+use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch};
+use device::cuda::card::grid;
 
 /// Threads of a probe's block.
 const THREADS: u32 = 512;
 
-impl Card {
+impl ComputeCard {
     /// Reads all numbers and does nothing else. `out` is one number, which is hardly ever written.
     pub fn probe_read(&self, out: ViewMut<'_, u32>, from: View<'_, Bf16>) -> Result<(), CudaError> {
         let kernel = "probe_read";
@@ -18,7 +18,7 @@ impl Card {
         )?;
         let n_eights = (from.len() / 8) as u64;
         let config = grid(self.n_multiprocessors() as usize * 4, 1, THREADS);
-        launch!(self, kernel, config, &out.address, &from.address, &n_eights)
+        launch!(self, kernel, config, &out.address(), &from.address(), &n_eights)
     }
 
     /// Copies all numbers with ordinary loads and stores.
@@ -29,6 +29,6 @@ impl Card {
         ensure(kernel, is_whole, "numbers that are not whole vectors, or different lengths")?;
         let n_eights = (from.len() / 8) as u64;
         let config = grid(self.n_multiprocessors() as usize * 4, 1, THREADS);
-        launch!(self, kernel, config, &to.address, &from.address, &n_eights)
+        launch!(self, kernel, config, &to.address(), &from.address(), &n_eights)
     }
 }

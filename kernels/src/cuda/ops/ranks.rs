@@ -1,9 +1,9 @@
 //! Collective operations of the GPUs of one model: sums of partial results, and gathering of columns. All
 //! GPUs launch the same operations in the same order, each with its own arguments.
 
-use super::{Bf16, Card, CudaError, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{Bf16, ComputeCard, CudaError, View, ViewMut, ensure, launch, number, rows_of};
 use crate::cuda::peers::Peers;
+use device::cuda::card::grid;
 
 /// Threads of a row that is pushed, as in `ranks.cu`.
 const FEW_THREADS: u32 = 1024;
@@ -26,7 +26,12 @@ pub struct SumRows<'a> {
 
 impl SumRows<'_> {
     /// Checks the arguments. Returns the number of rows and their width.
-    fn check(&self, card: &Card, kernel: &'static str, peers: &Peers) -> Result<(usize, usize), CudaError> {
+    fn check(
+        &self,
+        card: &ComputeCard,
+        kernel: &'static str,
+        peers: &Peers,
+    ) -> Result<(usize, usize), CudaError> {
         let Self { out, residual, part, weight, .. } = self;
         card.check_places(kernel, &[out, residual, part, weight], &[])?;
         peers.check_place(card, kernel)?;
@@ -39,7 +44,7 @@ impl SumRows<'_> {
     }
 }
 
-impl Card {
+impl ComputeCard {
     /// Sums rows by the method with the shortest wait, for at most the number of rows that fits into the
     /// inboxes. Every rank has the whole residual.
     pub fn sum_few_rows(&self, peers: &mut Peers, sum: SumRows<'_>) -> Result<(), CudaError> {
@@ -56,10 +61,10 @@ impl Card {
             self,
             kernel,
             config,
-            &out.address,
-            &residual.address,
-            &part.address,
-            &weight.address,
+            &out.address(),
+            &residual.address(),
+            &part.address(),
+            &weight.address(),
             &epsilon,
             &inboxes
         )
@@ -73,7 +78,7 @@ impl Card {
         let kernel = "sum_many_rows";
         let (n_rows, width) = sum.check(self, kernel, peers)?;
         let me = peers.me();
-        let are_shown = sum.part.address == peers.parts.at[me] && sum.out.address == peers.outs.at[me];
+        let are_shown = sum.part.address() == peers.parts.at[me] && sum.out.address() == peers.outs.at[me];
         let fit = sum.part.len() <= peers.shown[0] && sum.out.len() <= peers.shown[1];
         ensure(kernel, are_shown && fit, "rows outside of the memory that the ranks share")?;
         if n_rows == 0 {
@@ -82,15 +87,15 @@ impl Card {
         let config = grid(n_rows.div_ceil(peers.n_ranks()), 1, MANY_THREADS);
         let (n_rows, width) = (number(kernel, n_rows)?, number(kernel, width)?);
         let SumRows { residual, weight, epsilon, .. } = sum;
-        let turn = peers.turn.view_mut().address;
+        let turn = peers.turn.view_mut().address();
         launch!(
             self,
             kernel,
             config,
             &peers.outs,
-            &residual.address,
+            &residual.address(),
             &peers.parts,
-            &weight.address,
+            &weight.address(),
             &n_rows,
             &width,
             &epsilon,
@@ -123,19 +128,19 @@ impl Card {
         let are_fours = width.is_multiple_of(4) && part_width.is_multiple_of(4);
         ensure(kernel, are_fours, "columns that are not a multiple of 4")?;
         ensure(kernel, part_width * peers.n_ranks() >= width, "fewer columns than the whole rows have")?;
-        let is_shown = whole.address == peers.wholes.at[peers.me()] && whole.len() <= peers.shown[2];
+        let is_shown = whole.address() == peers.wholes.at[peers.me()] && whole.len() <= peers.shown[2];
         ensure(kernel, is_shown, "rows outside of the memory that the ranks share")?;
         let n_blocks = (part.len() / 4).div_ceil(MANY_THREADS as usize).clamp(1, GATHER_BLOCKS_MAX);
         let config = grid(n_blocks, 1, MANY_THREADS);
         let (n_rows, width) = (number(kernel, n_rows)?, number(kernel, width)?);
         let part_width = number(kernel, part_width)?;
-        let turn = peers.turn.view_mut().address;
+        let turn = peers.turn.view_mut().address();
         launch!(
             self,
             kernel,
             config,
             &peers.wholes,
-            &part.address,
+            &part.address(),
             &n_rows,
             &part_width,
             &width,

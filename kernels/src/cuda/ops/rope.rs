@@ -1,16 +1,16 @@
 //! Applies head norms, rotates q and k by their positions, and writes K and V into pages.
 
 use super::{
-    BLOCK_TOKENS, Bf16, Card, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure, launch,
-    number, rows_of,
+    BLOCK_TOKENS, Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, KvNumber, KvPages, View, ViewMut, ensure,
+    launch, number, rows_of,
 };
-use crate::cuda::card::grid;
+use device::cuda::card::grid;
 
 /// The maximum number of threads for a row, as in `rope.cu`. A thread has 16 numbers of a head.
 const THREADS_MAX: usize = 256;
 const DIMS_OF_THREAD: usize = 16;
 
-/// The arguments of [`Card::rope_write_kv`], for rows of one layer.
+/// The arguments of [`ComputeCard::rope_write_kv`], for rows of one layer.
 #[derive(Debug)]
 pub struct RopeWriteKv<'a> {
     /// Rows of all heads of q, then of k, then of v. q is rotated in place; k and v are read.
@@ -39,7 +39,7 @@ struct Shape {
     epsilon: f32,
 }
 
-impl Card {
+impl ComputeCard {
     /// Rotates q in place and writes k, rotated, and v into their pages.
     pub fn rope_write_kv(&self, rope: RopeWriteKv<'_>) -> Result<(), CudaError> {
         let kernel = match (rope.kv.number, rope.kv.head_dim) {
@@ -55,7 +55,7 @@ impl Card {
         ensure(kernel, n_rows <= GRID_SIDE_MAX, "too many rows")?;
         rope.check(self, kernel, n_rows)?;
         // A null address tells the kernel that there is no norm.
-        let norms = rope.norms.map_or([0, 0], |[q, k]| [q.address, k.address]);
+        let norms = rope.norms.map_or([0, 0], |[q, k]| [q.address(), k.address()]);
         if n_rows == 0 {
             return Ok(());
         }
@@ -74,11 +74,11 @@ impl Card {
             self,
             kernel,
             config,
-            &qkv.address,
-            &pages.address,
-            &positions.address,
-            &slots.address,
-            &turns.address,
+            &qkv.address(),
+            &pages.address(),
+            &positions.address(),
+            &slots.address(),
+            &turns.address(),
             &norms[0],
             &norms[1],
             &shape
@@ -92,7 +92,12 @@ impl RopeWriteKv<'_> {
     }
 
     /// Checks that all arguments have `n_rows` rows. Returns the width of all heads of a row.
-    pub(super) fn check(&self, card: &Card, kernel: &'static str, n_rows: usize) -> Result<usize, CudaError> {
+    pub(super) fn check(
+        &self,
+        card: &ComputeCard,
+        kernel: &'static str,
+        n_rows: usize,
+    ) -> Result<usize, CudaError> {
         let Self { qkv, pages, kv, positions, slots, turns, norms, .. } = self;
         let head_dim = kv.head_dim;
         ensure(kernel, [64, 128].contains(&head_dim), "heads that are not 64 or 128 wide")?;

@@ -1,14 +1,14 @@
 //! Operations on single rows: embedding, norms, the gate.
 
-use super::{Bf16, Card, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{Bf16, ComputeCard, CudaError, GRID_SIDE_MAX, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 /// Threads of a row in the norm, as in `norm.cu`.
 const NORM_THREADS: u32 = 256;
 /// The widest row that a block of threads can keep in registers, as in `norm.cu`.
 const NORM_WIDTH_MAX: usize = 16_384;
 
-impl Card {
+impl ComputeCard {
     /// `out[row] = table[tokens[row]]`. An invalid token gives a row of NaN.
     pub fn embedding(
         &self,
@@ -26,7 +26,7 @@ impl Card {
         let n_tokens = rows_of(kernel, table.len(), width)?;
         let (width, n_tokens) = (number(kernel, width)?, number(kernel, n_tokens)?);
         let config = grid(tokens.len(), 1, 128);
-        launch!(self, kernel, config, &out.address, &table.address, &tokens.address, &width, &n_tokens)
+        launch!(self, kernel, config, &out.address(), &table.address(), &tokens.address(), &width, &n_tokens)
     }
 
     /// `out = norm(x) * weight`, row by row.
@@ -46,7 +46,7 @@ impl Card {
             return Ok(());
         }
         let config = grid(n_rows, 1, NORM_THREADS);
-        launch!(self, kernel, config, &out.address, &x.address, &weight.address, &width, &epsilon)
+        launch!(self, kernel, config, &out.address(), &x.address(), &weight.address(), &width, &epsilon)
     }
 
     /// `residual += x`, then `out = norm(residual) * weight`, row by row.
@@ -72,10 +72,10 @@ impl Card {
             self,
             kernel,
             config,
-            &out.address,
-            &residual.address,
-            &x.address,
-            &weight.address,
+            &out.address(),
+            &residual.address(),
+            &x.address(),
+            &weight.address(),
             &width,
             &epsilon
         )
@@ -98,7 +98,7 @@ impl Card {
             return Ok(());
         }
         let (config, width) = (grid(width.div_ceil(8 * 256), n_rows, 256), number(kernel, width)?);
-        launch!(self, kernel, config, &out.address, &gate_up.address, &width)
+        launch!(self, kernel, config, &out.address(), &gate_up.address(), &width)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Samples tokens on the GPU, for rows that do not take just the likeliest token.
 
-use super::{Card, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
-use crate::cuda::card::grid;
+use super::{ComputeCard, CudaError, GRID_SIDE_MAX, NOWHERE, View, ViewMut, ensure, launch, number, rows_of};
+use device::cuda::card::grid;
 
 /// Threads of a row, as in `sample.cu`.
 const THREADS: u32 = 1024;
@@ -62,7 +62,7 @@ pub struct Outcome {
     pub top: Vec<(u32, f32)>,
 }
 
-/// The arguments of [`Card::sample_tokens`].
+/// The arguments of [`ComputeCard::sample_tokens`].
 #[derive(Debug)]
 pub struct SampleTokens<'a> {
     /// One for each row of logits. Only rows with a draw are overwritten.
@@ -81,7 +81,7 @@ pub struct SampleTokens<'a> {
     pub edits: ViewMut<'a, u32>,
 }
 
-impl Card {
+impl ComputeCard {
     /// Samples a token for each row with a draw: `drawn[row]` is the token, or [`NOWHERE`] if the best logit
     /// is not finite.
     ///
@@ -110,13 +110,13 @@ impl Card {
             self,
             kernel,
             config,
-            &drawn.address,
-            &outcomes.address,
-            &logits.address,
-            &best.address,
-            &tokens.address,
-            &draws.address,
-            &edits.address,
+            &drawn.address(),
+            &outcomes.address(),
+            &logits.address(),
+            &best.address(),
+            &tokens.address(),
+            &draws.address(),
+            &edits.address(),
             &width,
             &n_rows,
             &n_tokens,

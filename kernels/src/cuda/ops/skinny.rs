@@ -1,8 +1,8 @@
 //! Products of up to 8 rows with a large matrix, bound by reading the matrix; for every GPU.
 
 use super::endings::{Checked, Ending, KernelNames, OwnForm, OwnProduct, kernel_names};
-use super::{Card, CudaError, ensure, launch};
-use crate::cuda::card::{Grid, grid};
+use super::{ComputeCard, CudaError, ensure, launch};
+use device::cuda::card::{Grid, grid};
 
 /// The maximum number of rows in one pass over the matrix.
 pub const SKINNY_ROWS_MAX: usize = 8;
@@ -32,8 +32,8 @@ const NAMES: [KernelNames; 4] = [
     kernel_names!("skinny", "8x2"),
 ];
 
-impl Card {
-    /// [`Card::multiply_own`] for up to 8 rows with a bf16 matrix.
+impl ComputeCard {
+    /// [`ComputeCard::multiply_own`] for up to 8 rows with a bf16 matrix.
     pub(super) fn skinny(
         &self,
         form: SkinnyForm,
@@ -43,7 +43,7 @@ impl Card {
         let names = SKINNY_FORMS.iter().zip(&NAMES).find(|(one, _)| **one == form).map(|(_, names)| names);
         let kernel = names.expect("forms are made here alone").of(&ending);
         let checked = product.check(self, kernel, OwnForm::Skinny(form), &ending)?;
-        let Checked { sizes, owed, ending, n_parts } = checked;
+        let Checked { sizes, pending_norm, ending, n_parts } = checked;
         ensure(kernel, sizes.n_rows as usize <= SKINNY_ROWS_MAX, "more than 8 rows")?;
         let Some(w) = product.w.in_bf16() else {
             return ensure(kernel, false, "a matrix in FP8 that was not widened");
@@ -53,6 +53,6 @@ impl Card {
         }
         // One more warp does the work after the product.
         let config = Grid { waits: product.is_widened(), ..grid(n_parts, 1, (form.warps + 1) * 32) };
-        launch!(self, kernel, config, &ending, &owed, &w.address, &product.x.address, &sizes)
+        launch!(self, kernel, config, &ending, &pending_norm, &w.address(), &product.x.address(), &sizes)
     }
 }

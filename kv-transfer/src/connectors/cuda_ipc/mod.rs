@@ -18,7 +18,7 @@ mod send;
 use std::path::Path;
 use std::sync::Arc;
 
-use kernels::cuda::CourierSize;
+use device::cuda::PageCopierSize;
 use tracing::info;
 use types::{Scheme, WireAddress};
 
@@ -60,7 +60,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     parts.settings.streams = STREAMS;
     parts.settings.tall_frames = true;
     parts.settings.taper = parts.settings.taper.or(Some(TAPER));
-    let size = CourierSize::of(parts.settings.multiprocessors(MULTIPROCESSORS));
+    let size = PageCopierSize::of(parts.settings.multiprocessors(MULTIPROCESSORS));
     let copy_threads = CopyThreads::start(&parts.memory, size, &parts.gate)?;
     let folder = Path::new(shm::FOLDER);
     let refused = |source| TransferError::Listen { addr: shm::FOLDER.to_owned(), source: Arc::new(source) };

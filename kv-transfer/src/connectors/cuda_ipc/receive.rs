@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::{RemoteMemory, RemotePages};
+use device::cuda::{RemoteMemory, RemotePages};
 use kv_cache::KvMemory;
 use tracing::trace;
 use types::KvSpan;
@@ -51,11 +51,11 @@ impl CudaIpcPath {
         let from = RemotePages { memory: remote, offsets, runs: pages.there() };
         let start = |memory: &KvMemory| {
             let memory = card_of(memory, lane.to)?.memory();
-            copy_thread.courier().fetch(from, memory, pages.some(), verifies).map_err(TransferError::device)
+            copy_thread.copier().fetch(from, memory, pages.some(), verifies).map_err(TransferError::device)
         };
-        let Some((errand, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
+        let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
         trace!(target: "walk", transfer = %landing.landing().transfer, "copy launched");
-        room.take(errand?, Some(pending_copy)).await.map(Some)
+        room.take(copy_job?, Some(pending_copy)).await.map(Some)
     }
 }
 
@@ -79,14 +79,14 @@ impl CudaIpcPath {
         pieces: &[Piece],
     ) -> Result<Vec<KvSpan>, TransferError> {
         let claim = landing.claim_frame(span, &digests)?;
-        let errands = errands(landing, span, pieces)?;
+        let copy_jobs = copy_jobs(landing, span, pieces)?;
         if claim == Claim::Skip {
             return Ok(Vec::new());
         }
         let (transfer, blocks) = (landing.landing().transfer, &span.blocks);
         trace!(target: "walk", %transfer, ?blocks, "copy begins");
         let (mut bytes, mut here) = (0, Vec::new());
-        for (pages, offsets) in &errands {
+        for (pages, offsets) in &copy_jobs {
             match self.pull(landing, span.lane, (pages, offsets), digests.are_expected()).await? {
                 Some(copied) => here.extend(copied.into_iter().map(Digest)),
                 None => return Ok(Vec::new()),
@@ -120,20 +120,20 @@ impl KvPath for CudaIpcPath {
 }
 
 /// The pages here, and where each of them lies at the sender.
-fn errands(
+fn copy_jobs(
     landing: &OpenLanding,
     span: &LaneSpan,
     pieces: &[Piece],
 ) -> Result<Vec<(UniformPages, Vec<u64>)>, TransferError> {
     let mut offsets = Offsets::new(pieces);
-    let mut errands = Vec::new();
+    let mut copy_jobs = Vec::new();
     for pages in wanted(landing, span)? {
         let page_bytes = pages.there().page_bytes();
         let there: Option<Vec<u64>> = pages.places.iter().map(|_| offsets.next(page_bytes)).collect();
-        errands.push((pages, there.ok_or(FrameError::Body("a page is not whole in one piece"))?));
+        copy_jobs.push((pages, there.ok_or(FrameError::Body("a page is not whole in one piece"))?));
     }
     if !offsets.is_empty() {
         return Err(FrameError::Body("the pieces are longer than their span").into());
     }
-    Ok(errands)
+    Ok(copy_jobs)
 }

@@ -64,8 +64,8 @@ impl CudaIpcSendPath {
         let mut digests = Vec::new();
         for pages in all {
             let room = copy_thread.room().await?;
-            let errand = copy_thread.courier().digest(card.memory(), pages.some());
-            let made = room.take(errand.map_err(TransferError::device)?, None).await?;
+            let copy_job = copy_thread.copier().digest(card.memory(), pages.some());
+            let made = room.take(copy_job.map_err(TransferError::device)?, None).await?;
             digests.extend(made.into_iter().map(Digest));
         }
         Ok(digests)

@@ -1,9 +1,9 @@
-//! Who waits for a card, so that no task has to: a thread behind a courier.
+//! Who waits for a card, so that no task has to: a thread behind a page copier.
 
 use std::sync::Arc;
 
 use chassis::Gate;
-use kernels::cuda::{Courier, CourierSize, CudaError, Errand, RemoteMemory};
+use device::cuda::{CopyJob, CudaError, PageCopier, PageCopierSize, RemoteMemory};
 use kv_cache::KvMemory;
 use tokio::sync::{mpsc, oneshot};
 use tracing::trace;
@@ -12,13 +12,13 @@ use super::pages::card_of;
 use crate::error::TransferError;
 use crate::pending_copies::PendingCopy;
 
-/// Errands that one connector has under way.
+/// Copy jobs that one connector has under way.
 const ERRANDS_MAX: usize = 64;
 
-/// A courier, and the thread that waits for its errands. The thread ends when this is dropped and all are done.
+/// A page copier, and the thread that waits for its copy jobs. The thread ends when this is dropped and all are done.
 #[derive(Debug)]
 pub(in crate::connectors) struct CopyThread {
-    courier: Arc<Courier>,
+    copier: Arc<PageCopier>,
     waiting: mpsc::Sender<Job>,
 }
 
@@ -29,7 +29,7 @@ pub(in crate::connectors) struct CopyThreads(Arc<[CopyThread]>);
 impl CopyThreads {
     pub(in crate::connectors) fn start(
         memory: &KvMemory,
-        size: CourierSize,
+        size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
         let all = (0..memory.n_ranks()).map(|rank| CopyThread::start(memory, rank, size, gate));
@@ -47,7 +47,7 @@ impl CopyThreads {
 #[derive(Debug)]
 enum Job {
     Take {
-        errand: Errand,
+        copy_job: CopyJob,
         answer: oneshot::Sender<Result<Vec<u64>, CudaError>>,
         /// Dropped when the copy job is done, also if the answer is not awaited any more.
         pending_copy: Option<PendingCopy>,
@@ -59,7 +59,7 @@ enum Job {
 #[derive(Debug)]
 pub(in crate::connectors) struct UnderWay(oneshot::Receiver<Result<Vec<u64>, CudaError>>);
 
-/// Room for one errand.
+/// Room for one copy job.
 #[derive(Debug)]
 pub(in crate::connectors) struct Room<'a>(mpsc::Permit<'a, Job>);
 
@@ -68,14 +68,14 @@ impl CopyThread {
     pub(in crate::connectors) fn start(
         memory: &KvMemory,
         rank: u16,
-        size: CourierSize,
+        size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
         let inside = gate.enter("gpu wire thread").map_err(|_| TransferError::Closed)?;
-        let courier = Courier::new(card_of(memory, rank)?.memory(), size);
-        let courier = Arc::new(courier.map_err(TransferError::device)?);
+        let copier = PageCopier::new(card_of(memory, rank)?.memory(), size);
+        let copier = Arc::new(copier.map_err(TransferError::device)?);
         let (waiting, jobs) = mpsc::channel(ERRANDS_MAX);
-        let waits = Arc::clone(&courier);
+        let waits = Arc::clone(&copier);
         std::thread::Builder::new()
             .name("gpu-wire".to_owned())
             .spawn(move || {
@@ -83,14 +83,14 @@ impl CopyThread {
                 drop((waits, inside));
             })
             .map_err(TransferError::lost)?;
-        Ok(Self { courier, waiting })
+        Ok(Self { copier, waiting })
     }
 
-    pub(in crate::connectors) fn courier(&self) -> &Courier {
-        &self.courier
+    pub(in crate::connectors) fn copier(&self) -> &PageCopier {
+        &self.copier
     }
 
-    /// Waits until an errand more may be under way.
+    /// Waits until a copy job more may be under way.
     pub(in crate::connectors) async fn room(&self) -> Result<Room<'_>, TransferError> {
         self.waiting.reserve().await.map(Room).map_err(|_| TransferError::Closed)
     }
@@ -103,19 +103,23 @@ impl CopyThread {
 }
 
 impl Room<'_> {
-    /// Waits for an errand: its digests. The errand and its pending copy go on if this future is dropped.
+    /// Waits for a copy job: its digests. The copy job and its pending copy go on if this future is dropped.
     pub(in crate::connectors) async fn take(
         self,
-        errand: Errand,
+        copy_job: CopyJob,
         pending_copy: Option<PendingCopy>,
     ) -> Result<Vec<u64>, TransferError> {
-        self.fill(errand, pending_copy).digests().await
+        self.fill(copy_job, pending_copy).digests().await
     }
 
     /// The same, to be waited for later.
-    pub(in crate::connectors) fn fill(self, errand: Errand, pending_copy: Option<PendingCopy>) -> UnderWay {
+    pub(in crate::connectors) fn fill(
+        self,
+        copy_job: CopyJob,
+        pending_copy: Option<PendingCopy>,
+    ) -> UnderWay {
         let (answer, answered) = oneshot::channel();
-        self.0.send(Job::Take { errand, answer, pending_copy });
+        self.0.send(Job::Take { copy_job, answer, pending_copy });
         UnderWay(answered)
     }
 }
@@ -126,13 +130,13 @@ impl UnderWay {
     }
 }
 
-fn wait_for_all(courier: &Courier, mut jobs: mpsc::Receiver<Job>) {
+fn wait_for_all(copier: &PageCopier, mut jobs: mpsc::Receiver<Job>) {
     while let Some(job) = jobs.blocking_recv() {
         match job {
             Job::Unmap(remote) => drop(remote),
-            Job::Take { errand, answer, pending_copy } => {
-                let digests = courier.take(errand);
-                trace!(target: "walk", writes = pending_copy.is_some(), "errand done");
+            Job::Take { copy_job, answer, pending_copy } => {
+                let digests = copier.take(copy_job);
+                trace!(target: "walk", writes = pending_copy.is_some(), "copy job done");
                 drop(pending_copy);
                 // The receiver of the answer may be gone.
                 let _ = answer.send(digests);

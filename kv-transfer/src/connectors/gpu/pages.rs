@@ -1,6 +1,6 @@
 //! Hot path. A span's pages as a card is told of them.
 
-use kernels::cuda::{PageRuns, SomePages};
+use device::cuda::{PageRuns, SomePages};
 use kv_cache::{KvMemory, OnCard};
 use types::{BlockIdx, GroupIdx, KvLayout, KvSpan, Landing};
 
@@ -30,7 +30,7 @@ pub(in crate::connectors) struct UniformPages {
 }
 
 /// Refuses memory whose pages no card can move. Where a token is not a multiple of 16 bytes either, which no real model's
-/// is, a sequence whose last block is filled in part is refused by the courier.
+/// is, a sequence whose last block is filled in part is refused by the page copier.
 pub(in crate::connectors) fn check(memory: &KvMemory) -> Result<(), TransferError> {
     let layout = memory.layout();
     for group in layout.group_indices() {

@@ -133,17 +133,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_owed_is_paid_for_the_same_pages_of_the_same_lane() {
+    async fn pending_digests_are_delivered_for_the_same_pages_of_the_same_lane() {
         let said = vec![Digest(1), Digest(2)];
-        for (transfer, of, is_paid) in [
+        for (transfer, of, is_delivered) in [
             (TransferId(1), pages(1), true),
             (TransferId(2), pages(1), false),
             (TransferId(1), pages(0), false),
         ] {
-            let (owed, promised) = PendingDigests::of(TransferId(1), &pages(1));
+            let (pending, promised) = PendingDigests::of(TransferId(1), &pages(1));
             assert!(promised.are_expected());
-            assert_eq!(owed.deliver(transfer, &of, said.clone()).is_ok(), is_paid, "{transfer} {of:?}");
-            assert_eq!(promised.wait().await, is_paid.then(|| said.clone()));
+            assert_eq!(
+                pending.deliver(transfer, &of, said.clone()).is_ok(),
+                is_delivered,
+                "{transfer} {of:?}"
+            );
+            assert_eq!(promised.wait().await, is_delivered.then(|| said.clone()));
         }
         assert!(check_count(&said, &said).is_ok());
         assert!(check_count(&said[..1], &said).is_err() && check_count(&[], &said).is_err());

@@ -283,7 +283,7 @@ impl LinkIn {
         reader: &mut FrameReader,
         landings: Option<&Landings>,
     ) -> Result<(), TransferError> {
-        let mut owed = VecDeque::new();
+        let mut expected = VecDeque::new();
         loop {
             let next = if landings.is_some() { reader.next_in_time().await? } else { reader.next().await? };
             let Some(frame) = next else { return Ok(()) };
@@ -294,13 +294,13 @@ impl LinkIn {
             match (body, landings) {
                 (Body::Kv { span, digests, place }, _) => {
                     let span = LaneSpan { lane, span };
-                    let digests = digests_of(transfer, &span, digests, &mut owed)?;
+                    let digests = digests_of(transfer, &span, digests, &mut expected)?;
                     let frame = KvFrame { span, digests, place, payload_bytes };
                     self.take_kv(reader, transfer, frame).await?;
                 }
                 (Body::Digests { span, digests }, _) => {
-                    let owed = owed.pop_front().ok_or(FrameError::Unexpected("digests of nothing"))?;
-                    owed.deliver(transfer, &LaneSpan { lane, span }, digests)?;
+                    let pending = expected.pop_front().ok_or(FrameError::Unexpected("digests of nothing"))?;
+                    pending.deliver(transfer, &LaneSpan { lane, span }, digests)?;
                 }
                 (Body::Quiet, Some(_)) => self.kv_path.sender_is_quiet(transfer),
                 (Body::Open(shown), Some(landings)) => self.open(landings, transfer, &shown),
@@ -467,16 +467,16 @@ fn digests_of(
     transfer: TransferId,
     span: &LaneSpan,
     digests: Option<Vec<Digest>>,
-    owed: &mut VecDeque<PendingDigests>,
+    expected: &mut VecDeque<PendingDigests>,
 ) -> Result<FrameDigests, FrameError> {
     match digests {
         Some(digests) => Ok(FrameDigests::Here(digests)),
-        None if owed.len() >= PENDING_DIGESTS_MAX => {
+        None if expected.len() >= PENDING_DIGESTS_MAX => {
             Err(FrameError::Unexpected("KV before the digests of the frames ahead of it"))
         }
         None => {
             let (pending, promised) = PendingDigests::of(transfer, span);
-            owed.push_back(pending);
+            expected.push_back(pending);
             Ok(promised)
         }
     }

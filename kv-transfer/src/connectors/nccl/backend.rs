@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::ErrandDone;
+use device::cuda::CopyDone;
 
 use crate::connectors::gpu::copy_thread::UnderWay;
 use crate::connectors::link::span_out::SpanOut;
@@ -72,13 +72,13 @@ pub(super) trait Stage: Debug + Send + Sync {
 #[derive(Debug)]
 pub(super) enum Gathering {
     /// What a card is at, and when it has done it.
-    UnderWay(Vec<(UnderWay, ErrandDone)>),
+    UnderWay(Vec<(UnderWay, CopyDone)>),
     Done(Vec<Digest>),
 }
 
 impl Gathering {
     /// What a message waits for that is queued now.
-    pub(super) fn before(&self) -> Vec<ErrandDone> {
+    pub(super) fn before(&self) -> Vec<CopyDone> {
         match self {
             Self::Done(_) => Vec::new(),
             Self::UnderWay(parts) => parts.iter().map(|(_, done)| done.clone()).collect(),
@@ -112,8 +112,8 @@ pub(super) trait Communicator: Debug + Send {
     /// still.
     fn is_settled(&mut self) -> Result<bool, TransferError>;
 
-    /// Queues a slot's first bytes, which are there once the errands `before` it are done: the card waits for them.
-    fn send(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError>;
+    /// Queues a slot's first bytes, which are there once the copy jobs `before` it are done: the card waits for them.
+    fn send(&mut self, slot: usize, bytes: usize, before: &[CopyDone]) -> Result<(), TransferError>;
 
     /// Queues the arrival of the next message, which is as long.
     fn receive(&mut self, slot: usize, bytes: usize) -> Result<(), TransferError>;

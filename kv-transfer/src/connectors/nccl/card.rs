@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
-use kernels::cuda::{CourierSize, ErrandDone, SlotAt, Slots};
+use device::cuda::nccl::{self, Message, Nccl, Rank, UniqueId};
+use device::cuda::{CopyDone, PageCopierSize, SlotAt, Slots};
 use kv_cache::KvMemory;
 use tracing::trace;
 
@@ -47,7 +47,7 @@ impl GpuBackend {
         let nccl = Nccl::load().map_err(TransferError::device)?;
         let n_queues = if nccl.takes_several() { n_queues(parts) } else { 1 };
         let lane_multiprocessors = parts.settings.multiprocessors(MULTIPROCESSORS);
-        let size = CourierSize { n_lanes: 2, lane_multiprocessors, ..CourierSize::default() };
+        let size = PageCopierSize { n_lanes: 2, lane_multiprocessors, ..PageCopierSize::default() };
         let copy_threads = CopyThreads::start(&parts.memory, size, &parts.gate)?;
         Ok(Self { memory: parts.memory.clone(), copy_threads, slot_bytes, n_queues, pairs: Arc::default() })
     }
@@ -102,10 +102,10 @@ impl Stage for CardStage {
         for pages in sent(&self.memory, span)? {
             let room = copy_thread.room().await?;
             let to = SlotAt { slots: &self.slots, slot, offset };
-            let errand = copy_thread.courier().gather(card.memory(), pages.some(), to, digests);
-            let errand = errand.map_err(TransferError::device)?;
-            let done = errand.done();
-            parts.push((room.fill(errand, None), done));
+            let copy_job = copy_thread.copier().gather(card.memory(), pages.some(), to, digests);
+            let copy_job = copy_job.map_err(TransferError::device)?;
+            let done = copy_job.done();
+            parts.push((room.fill(copy_job, None), done));
             offset += pages.bytes();
         }
         Ok(Gathering::UnderWay(parts))
@@ -124,13 +124,10 @@ impl Stage for CardStage {
             let from = SlotAt { slots: &self.slots, slot, offset };
             let start = |memory: &KvMemory| {
                 let card = card_of(memory, self.rank)?.memory();
-                copy_thread
-                    .courier()
-                    .scatter(from, card, pages.some(), digests)
-                    .map_err(TransferError::device)
+                copy_thread.copier().scatter(from, card, pages.some(), digests).map_err(TransferError::device)
             };
-            let Some((errand, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
-            here.extend(room.take(errand?, Some(pending_copy)).await?);
+            let Some((copy_job, pending_copy)) = landing.begin_copy(start) else { return Ok(None) };
+            here.extend(room.take(copy_job?, Some(pending_copy)).await?);
             offset += pages.bytes();
         }
         Ok(Some(here.into_iter().map(Digest).collect()))
@@ -171,8 +168,11 @@ impl Communicator for OverNccl {
         Ok(is_settled)
     }
 
-    fn send(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError> {
-        before.iter().try_for_each(|errand| self.inner.wait_for(errand)).map_err(TransferError::device)?;
+    fn send(&mut self, slot: usize, bytes: usize, before: &[CopyDone]) -> Result<(), TransferError> {
+        before
+            .iter()
+            .try_for_each(|copy_job| self.inner.wait_for(copy_job))
+            .map_err(TransferError::device)?;
         self.is_unmarked = true;
         self.inner.send(slot, bytes).map_err(TransferError::device)
     }

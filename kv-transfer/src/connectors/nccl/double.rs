@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use kernels::cuda::ErrandDone;
+use device::cuda::CopyDone;
 use kv_cache::KvMemory;
 
 use super::backend::{Communicator, End, Gathering, ID_BYTES, NcclBackend, QueueId, Stage};
@@ -229,7 +229,7 @@ impl Communicator for HostCommunicator {
         Ok(!std::mem::take(&mut self.is_called) && locked(&self.queue).n_joined == 2)
     }
 
-    fn send(&mut self, slot: usize, bytes: usize, _before: &[ErrandDone]) -> Result<(), TransferError> {
+    fn send(&mut self, slot: usize, bytes: usize, _before: &[CopyDone]) -> Result<(), TransferError> {
         let message = locked(&self.stage.slots[slot])[..bytes].to_vec();
         locked(&self.queue).messages.push_back(message);
         self.is_called = true;

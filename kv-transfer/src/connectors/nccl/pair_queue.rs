@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chassis::Gate;
-use kernels::cuda::ErrandDone;
+use device::cuda::CopyDone;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::backend::{End, PairId, Stage};
@@ -124,13 +124,13 @@ impl PairQueue {
         Ok(Slot { nth, give_back: self.give_back.clone() })
     }
 
-    /// Puts a message into the queue: `bytes`, from or into this slot, behind these errands. Calls count in their
+    /// Puts a message into the queue: `bytes`, from or into this slot, behind these copy jobs. Calls count in their
     /// order. The answer comes when the message is done; the slot is taken until then, whether anyone waits or not.
     pub(super) async fn put(
         &self,
         slot: Arc<Slot>,
         bytes: usize,
-        before: Vec<ErrandDone>,
+        before: Vec<CopyDone>,
     ) -> Result<oneshot::Receiver<Result<(), TransferError>>, TransferError> {
         let (done, answer) = oneshot::channel();
         let job = Job::Message(Message { slot, bytes, before, done });

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::thread::Builder;
 
-use kernels::cuda::ErrandDone;
+use device::cuda::CopyDone;
 
 use super::backend::Communicator;
 use crate::error::TransferError;
@@ -56,7 +56,7 @@ impl RoundRobin {
         &mut self,
         slot: usize,
         bytes: usize,
-        before: &[ErrandDone],
+        before: &[CopyDone],
     ) -> Result<(), TransferError> {
         self.take_turn().send(slot, bytes, before)
     }
@@ -152,7 +152,7 @@ mod tests {
             self.pair_state(|it| if it.fails { Err(TransferError::Closed) } else { Ok(!it.unsettled) })
         }
 
-        fn send(&mut self, slot: usize, _bytes: usize, _before: &[ErrandDone]) -> Result<(), TransferError> {
+        fn send(&mut self, slot: usize, _bytes: usize, _before: &[CopyDone]) -> Result<(), TransferError> {
             self.log.0.lock().unwrap().calls.push((self.nth, slot));
             self.pair_state(|it| it.unsettled = true);
             Ok(())

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kernels::cuda::ErrandDone;
+use device::cuda::CopyDone;
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -40,7 +40,7 @@ pub(super) struct Message {
     pub(super) slot: Arc<Slot>,
     pub(super) bytes: usize,
     /// What has to be done before, if it is sent.
-    pub(super) before: Vec<ErrandDone>,
+    pub(super) before: Vec<CopyDone>,
     pub(super) done: oneshot::Sender<Result<(), TransferError>>,
 }
 
@@ -158,7 +158,7 @@ impl Pair {
         self.moved.max(self.roused).elapsed() < self.awake
     }
 
-    fn begin(&mut self, slot: usize, bytes: usize, before: &[ErrandDone]) -> Result<(), TransferError> {
+    fn begin(&mut self, slot: usize, bytes: usize, before: &[CopyDone]) -> Result<(), TransferError> {
         match self.end {
             End::Sender => self.round_robin.send(slot, bytes, before)?,
             End::Receiver => self.round_robin.receive(slot, bytes)?,

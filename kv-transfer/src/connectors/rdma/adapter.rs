@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use kernels::verbs::{Completions, Device, Domain, QueuePair, Region, Rights, Room, VerbsError};
+use device::verbs::{Completions, Device, Domain, QueuePair, Region, Rights, Room, VerbsError};
 use kv_cache::KvMemory;
 
 use super::card::CardLook;
@@ -29,7 +29,7 @@ pub(super) struct Adapter {
     pub(super) gid: [u8; 16],
     pub(super) lid: u16,
     pub(super) mtu: u32,
-    /// See [`kernels::verbs::PathTo`].
+    /// See [`device::verbs::PathTo`].
     pub(super) timeout: u8,
 }
 

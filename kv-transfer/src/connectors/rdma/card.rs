@@ -1,7 +1,7 @@
 //! Hot path. Pages on a card, which the device reads and writes past the processor: the card itself makes their digests.
 
 use chassis::Gate;
-use kernels::cuda::CourierSize;
+use device::cuda::PageCopierSize;
 use kv_cache::{KvMemory, OnCard};
 
 use crate::connectors::gpu::copy_thread::CopyThread;
@@ -23,7 +23,7 @@ impl CardLook {
     /// Refused where pages are not such as a card can digest.
     pub(super) fn at(memory: &KvMemory, gate: &Gate) -> Result<Self, TransferError> {
         pages::check(memory)?;
-        let copy_thread = CopyThread::start(memory, 0, CourierSize::default(), gate)?;
+        let copy_thread = CopyThread::start(memory, 0, PageCopierSize::default(), gate)?;
         Ok(Self { memory: memory.clone(), copy_thread })
     }
 
@@ -36,8 +36,8 @@ impl CardLook {
         let mut digests = Vec::new();
         for pages in sent(&self.memory, span)? {
             let room = self.copy_thread.room().await?;
-            let errand = self.copy_thread.courier().digest(on_card(&self.memory)?.memory(), pages.some());
-            digests.extend(room.take(errand.map_err(TransferError::device)?, None).await?);
+            let copy_job = self.copy_thread.copier().digest(on_card(&self.memory)?.memory(), pages.some());
+            digests.extend(room.take(copy_job.map_err(TransferError::device)?, None).await?);
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
     }
@@ -58,9 +58,11 @@ impl CardLook {
         let mut digests = Vec::new();
         for pages in wanted(landing, span)? {
             let room = self.copy_thread.room().await?;
-            let look = |_: &KvMemory| self.copy_thread.courier().digest(card, pages.some());
-            let Some((errand, pending_copy)) = landing.begin_copy(look) else { return Ok(Some(Vec::new())) };
-            digests.extend(room.take(errand.map_err(TransferError::device)?, Some(pending_copy)).await?);
+            let look = |_: &KvMemory| self.copy_thread.copier().digest(card, pages.some());
+            let Some((copy_job, pending_copy)) = landing.begin_copy(look) else {
+                return Ok(Some(Vec::new()));
+            };
+            digests.extend(room.take(copy_job.map_err(TransferError::device)?, Some(pending_copy)).await?);
         }
         Ok(Some(digests.into_iter().map(Digest).collect()))
     }

@@ -12,7 +12,7 @@
 
 use std::io;
 
-use kernels::verbs::Address;
+use device::verbs::Address;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use types::layout::RANKS_MAX;
 

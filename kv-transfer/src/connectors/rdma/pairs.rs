@@ -1,6 +1,6 @@
 //! Queue pairs of one link: made, told to the other end, connected, and destroyed all at once.
 
-use kernels::verbs::{Address, Completions, PathTo, QueuePair, Room};
+use device::verbs::{Address, Completions, PathTo, QueuePair, Room};
 
 use super::adapter::{Adapter, RETRIES};
 use super::greeting::{End, RankThere};

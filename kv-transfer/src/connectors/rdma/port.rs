@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use kernels::verbs::Device;
+use device::verbs::Device;
 use types::in_full;
 
 use crate::error::TransferError;
@@ -119,7 +119,7 @@ pub fn opens(device: &str) -> Result<(), String> {
 
 /// Whether memory of other devices, such as a GPU's, can be registered, as far as the library goes. If not, why.
 pub fn knows_dmabuf() -> Result<(), String> {
-    kernels::verbs::knows_dmabuf().map_err(|error| in_full(&TransferError::rdma(error)))
+    device::verbs::knows_dmabuf().map_err(|error| in_full(&TransferError::rdma(error)))
 }
 
 /// What the system says of a port: `4: ACTIVE`. `port` is its folder, as everywhere.

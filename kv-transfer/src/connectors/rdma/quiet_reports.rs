@@ -22,7 +22,7 @@ pub(super) struct QuietReports {
 /// Held for a look-up, never across an await.
 #[derive(Debug, Default)]
 struct State {
-    owed: BTreeMap<TransferId, Arc<QuietReport>>,
+    outstanding: BTreeMap<TransferId, Arc<QuietReport>>,
     /// The right to write is gone: no report is needed.
     close: bool,
 }
@@ -42,26 +42,26 @@ impl QuietReports {
         if state.close {
             word.mark();
         } else {
-            state.owed.insert(transfer, Arc::clone(&word));
+            state.outstanding.insert(transfer, Arc::clone(&word));
         }
         word
     }
 
     /// The sender has sent its report. A report for an unknown transfer is late, and ignored.
     pub(super) fn received(&self, transfer: TransferId) {
-        if let Some(word) = self.state().owed.remove(&transfer) {
+        if let Some(word) = self.state().outstanding.remove(&transfer) {
             word.mark();
         }
     }
 
     /// The sender cannot write any more: all reports count as received.
     pub(super) fn close(&self) {
-        let owed = {
+        let outstanding = {
             let mut state = self.state();
             state.close = true;
-            std::mem::take(&mut state.owed)
+            std::mem::take(&mut state.outstanding)
         };
-        owed.into_values().for_each(|word| word.mark());
+        outstanding.into_values().for_each(|word| word.mark());
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use chassis::{Task, spawn_guarded};
-use kernels::verbs::{Completion, Done, QueuePair, Room, VerbsError};
+use device::verbs::{Completion, Done, QueuePair, Room, VerbsError};
 use tokio::sync::Notify;
 use types::TransferId;
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use async_trait::async_trait;
 use chassis::identity::link;
 use chassis::{Stream, Task, spawn_guarded};
-use kernels::verbs::{Copy, Room};
+use device::verbs::{Copy, Room};
 use tokio::sync::oneshot;
 use types::TransferId;
 

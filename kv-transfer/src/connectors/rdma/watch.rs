@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use kernels::verbs::{Completion, Completions};
+use device::verbs::{Completion, Completions};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 

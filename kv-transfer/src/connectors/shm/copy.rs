@@ -1,6 +1,6 @@
 //! Hot path. One frame whose KV lies in the sender's memory: copied from there into the landing's pages, and verified on its way.
 
-use kernels::{OutsidePeer, Parts, PeerMemory, Stores};
+use device::{OutsidePeer, Parts, PeerMemory, Stores};
 use kv_cache::KvMemory;
 use types::KvSpan;
 

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use kernels::PeerMemory;
+use device::PeerMemory;
 
 use super::copy::{Shown, copy_span};
 use crate::connectors::link::frame::{FrameError, KvPlace};

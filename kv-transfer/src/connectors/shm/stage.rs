@@ -6,7 +6,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kernels::{HostMemory, MemoryError, PageMut, RegionShape};
+use device::{HostMemory, MemoryError, PageMut, RegionShape};
 
 use crate::connectors::link::frame::FrameError;
 

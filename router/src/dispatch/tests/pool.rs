@@ -16,8 +16,8 @@ async fn the_pool_keeps_kv_until_a_decode_node_is_chosen() {
     );
     let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
     test_cluster.serves(6).await;
-    assert_eq!(k.heard(), ["put 20 tokens, 1 hashes, Serve", "fetch, Serve"]);
-    assert_eq!((p.heard(), d.heard().len()), (vec!["prefill 20 tokens, Serve".to_owned()], 1));
+    assert_eq!(k.received(), ["put 20 tokens, 1 hashes, Serve", "fetch, Serve"]);
+    assert_eq!((p.received(), d.received().len()), (vec!["prefill 20 tokens, Serve".to_owned()], 1));
     assert_eq!(test_cluster.dispatch.parts().metrics.continuations.get(), 0);
 }
 
@@ -29,7 +29,7 @@ async fn the_pool_has_no_part_in_the_other_order() {
         pool("k", &[FakeResponse::Serve]),
     );
     test_cluster(Order::DecodeFirst, &[&p, &d, &k]).await.serves(6).await;
-    assert_eq!(k.heard(), Vec::<String>::new());
+    assert_eq!(k.received(), Vec::<String>::new());
 }
 
 /// Nothing is lost but the pool's help.
@@ -47,7 +47,7 @@ async fn what_the_pool_does_not_take_its_prefill_node_holds() {
         test_cluster.serves(6).await;
         let metrics = &test_cluster.dispatch.parts().metrics;
         assert_eq!(metrics.pool_fallbacks.with_label_values(&[reason]).get(), 1, "{act:?}");
-        assert_eq!(p.heard().last().map(String::as_str), Some("deliver"), "{act:?}");
+        assert_eq!(p.received().last().map(String::as_str), Some("deliver"), "{act:?}");
     }
 }
 
@@ -64,7 +64,7 @@ async fn a_pool_node_that_failed_is_not_asked_at_once() {
     let began = test_cluster.world.now();
     test_cluster.serves(6).await;
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
-    assert_eq!(k.heard().len(), 1);
+    assert_eq!(k.received().len(), 1);
 }
 
 /// What was stored and is lost, or was found to be spoilt, is computed again; the client has its first token by then.
@@ -79,7 +79,7 @@ async fn kv_that_the_pool_lost_is_computed_again() {
         let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
         test_cluster.serves(6).await;
         assert_eq!(test_cluster.dispatch.parts().metrics.continuations.get(), 1, "{script:?}");
-        assert!(p.heard().contains(&"prefill 21 tokens, Serve".to_owned()), "{:?}", p.heard());
+        assert!(p.received().contains(&"prefill 21 tokens, Serve".to_owned()), "{:?}", p.received());
     }
 }
 
@@ -103,7 +103,7 @@ async fn what_is_stored_is_delivered_to_another_decode_node() {
     let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
     test_cluster.serves(6).await;
     assert_eq!(test_cluster.dispatch.parts().metrics.continuations.get(), 0);
-    assert_eq!((p.heard().len(), d.heard().len()), (1, 2));
+    assert_eq!((p.received().len(), d.received().len()), (1, 2));
 }
 
 #[tokio::test(start_paused = true)]
@@ -115,8 +115,8 @@ async fn a_pool_node_keeps_its_own_models_kv_only() {
     );
     k.info.model.name = "another".to_owned();
     test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await.serves(6).await;
-    assert_eq!(k.heard(), Vec::<String>::new());
-    assert_eq!(p.heard().last().map(String::as_str), Some("deliver"));
+    assert_eq!(k.received(), Vec::<String>::new());
+    assert_eq!(p.received().last().map(String::as_str), Some("deliver"));
 }
 
 /// The next token is what it would be after all that came before, whichever node computed that.
@@ -130,5 +130,5 @@ async fn one_token_needs_no_decode_node() {
     let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
     let tokens = test_cluster.ask(1).await.expect("an answer");
     assert_eq!(tokens, [next_token(&test_cluster.prompt(1).tokens)]);
-    assert_eq!(d.heard(), Vec::<String>::new());
+    assert_eq!(d.received(), Vec::<String>::new());
 }

@@ -1,4 +1,4 @@
-//! A house that does as it is told, and a client for it.
+//! A scripted stand-in for the router behind the HTTP API, and a client for it.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -23,7 +23,7 @@ use crate::serve::{Complete, Generation, Serve, ServeError};
 use crate::text::tokenizer::END;
 use crate::text::{RouterModel, RouterModels};
 
-/// What the house does with a prompt.
+/// The scripted answer to a prompt.
 pub(crate) enum ScriptedEvent {
     Refuse(ServeError),
     /// Never gets as far as a first step.
@@ -90,7 +90,7 @@ impl FakeServe {
     }
 }
 
-/// A prompt that is alive in the house. Dropping it is the cancel.
+/// A prompt that the scripted router still runs. Dropping it is the cancel.
 struct RunningGuard(watch::Sender<usize>);
 
 impl RunningGuard {

@@ -78,7 +78,7 @@ async fn bad_chats_name_the_field() {
         let status = if code == "model_not_found" { 404 } else { 400 };
         check(&chat(&fake_serve, fields).await, status, code, param);
     }
-    assert!(fake_serve.seen().is_empty(), "the house never heard of them");
+    assert!(fake_serve.seen().is_empty(), "the router never received them");
     assert_eq!(chat(&fake_serve, json!({})).await.status, 200, "and the next request works");
 }
 

@@ -72,12 +72,12 @@ impl CudaError {
     }
 
     /// Wraps a driver error with the operation that failed.
-    pub(super) fn during(what: &'static str) -> impl FnOnce(DriverError) -> Self {
+    pub fn during(what: &'static str) -> impl FnOnce(DriverError) -> Self {
         move |source| Self::Driver { what, source }
     }
 }
 
 /// Rejects a launch whose arguments do not fit together.
-pub(super) fn ensure(kernel: &'static str, holds: bool, wrong: &'static str) -> Result<(), CudaError> {
+pub fn ensure(kernel: &'static str, holds: bool, wrong: &'static str) -> Result<(), CudaError> {
     if holds { Ok(()) } else { Err(CudaError::Argument { kernel, wrong }) }
 }

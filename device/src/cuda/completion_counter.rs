@@ -10,22 +10,22 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use super::CudaError;
 use super::staging::Pinned;
 
-/// The number of polls between two queries of the driver, which alone knows that a GPU has failed. They take
+/// The number of reads between two queries of the driver, which alone knows that a GPU has failed. They take
 /// some hundred microseconds.
-const LOOKS: u32 = 4096;
+const READS_PER_QUERY: u32 = 4096;
 
 /// Counts work that ends in order. See the module.
-pub(super) struct Tally {
+pub(super) struct CompletionCounter {
     word: Pinned,
 }
 
 /// Waits for one count.
 #[derive(Debug, Default)]
-pub(super) struct Looker {
-    n_looks: u32,
+pub(super) struct CounterReader {
+    n_reads: u32,
 }
 
-impl Tally {
+impl CompletionCounter {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
         Ok(Self { word: Pinned::new(context, size_of::<u32>())? })
     }
@@ -52,14 +52,20 @@ impl Tally {
     }
 }
 
-impl Looker {
-    /// Whether the tally is at `count`, behind which is `event`. An error says that the card has failed.
-    pub(super) fn sees(&mut self, tally: &Tally, count: u32, event: &CudaEvent) -> Result<bool, CudaError> {
-        if tally.is_at(count) {
+impl CounterReader {
+    /// Whether the counter has reached `count`, which comes before `event`. An error means that the GPU has
+    /// failed.
+    pub(super) fn sees(
+        &mut self,
+        counter: &CompletionCounter,
+        count: u32,
+        event: &CudaEvent,
+    ) -> Result<bool, CudaError> {
+        if counter.is_at(count) {
             return Ok(true);
         }
-        self.n_looks += 1;
-        if !self.n_looks.is_multiple_of(LOOKS) {
+        self.n_reads += 1;
+        if !self.n_reads.is_multiple_of(READS_PER_QUERY) {
             return Ok(false);
         }
         event.try_is_complete().map_err(CudaError::during("ask the GPU"))

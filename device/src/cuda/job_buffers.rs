@@ -1,24 +1,24 @@
-//! What an errand is told, and what it answers.
+//! The input and the results of a copy job.
 
 use std::sync::Arc;
 
 use cudarc::driver::CudaContext;
 
 use super::CudaError;
+use super::completion_counter::CompletionCounter;
 use super::staging::Pinned;
-use super::tally::Tally;
 
 /// Host memory that the GPU reads and writes directly.
-pub(super) struct Slate {
+pub(super) struct JobBuffers {
     context: Arc<CudaContext>,
     pub(super) told: Pinned,
     pub(super) answers: Pinned,
-    /// Counts the errands that it was used for.
-    pub(super) tally: Tally,
-    pub(super) n_errands: u32,
+    /// Counts the copy jobs that have used these buffers.
+    pub(super) counter: CompletionCounter,
+    pub(super) n_jobs: u32,
 }
 
-impl Slate {
+impl JobBuffers {
     pub(super) fn new(
         context: &Arc<CudaContext>,
         n_told: usize,
@@ -27,8 +27,8 @@ impl Slate {
         Ok(Self {
             told: Pinned::new(context, n_told * size_of::<u64>())?,
             answers: Pinned::new(context, n_answers * size_of::<u64>())?,
-            tally: Tally::new(context)?,
-            n_errands: 0,
+            counter: CompletionCounter::new(context)?,
+            n_jobs: 0,
             context: Arc::clone(context),
         })
     }
@@ -38,7 +38,7 @@ impl Slate {
     }
 }
 
-impl Drop for Slate {
+impl Drop for JobBuffers {
     fn drop(&mut self) {
         // The GPU may still use the memory. If waiting fails, the context is lost and uses nothing.
         let _ = self.context.synchronize();

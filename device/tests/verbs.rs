@@ -6,11 +6,11 @@
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::time::Duration;
 
-use baton_kernels::verbs::{
+use device::verbs::{
     Address, Completion, Completions, Copy, Device, Domain, Done, Failure, PathTo, QueuePair, Region, Rights,
     Room, VerbsError,
 };
-use baton_kernels::{HostMemory, RegionShape};
+use device::{HostMemory, RegionShape};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const BYTES: usize = 1 << 20;

@@ -103,7 +103,7 @@ impl Card {
         // SAFETY: the memory lives until `busy` is reached: readers and the drop wait for it.
         let outcome = unsafe {
             let from = std::slice::from_raw_parts(from.start.as_ptr().cast_const(), to.len());
-            result::memcpy_htod_async(to.address, from, self.stream().cu_stream())
+            result::memcpy_htod_async(to.address(), from, self.stream().cu_stream())
         };
         outcome.map_err(CudaError::during("copy to the GPU"))?;
         from.busy = Some(self.event()?.0);
@@ -125,7 +125,7 @@ impl Card {
         // the `&mut` that is held here.
         let outcome = unsafe {
             let to = std::slice::from_raw_parts_mut(to.start.as_ptr(), from.len());
-            result::memcpy_dtoh_async(to, from.address, self.stream().cu_stream())
+            result::memcpy_dtoh_async(to, from.address(), self.stream().cu_stream())
         };
         outcome.map_err(CudaError::during("copy from the GPU"))?;
         to.busy = Some(self.event()?.0);

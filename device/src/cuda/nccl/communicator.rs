@@ -11,9 +11,9 @@ use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream};
 
 use super::super::CudaError;
-use super::super::courier::ErrandDone;
+use super::super::completion_counter::{CompletionCounter, CounterReader};
+use super::super::page_copier::CopyDone;
 use super::super::slots::Slots;
-use super::super::tally::{Looker, Tally};
 use super::library::{BYTES, CommHandle, Config, Nccl, UniqueId};
 
 const N_RANKS: c_int = 2;
@@ -34,16 +34,16 @@ pub struct Communicator {
     slots: Arc<Slots>,
     stream: Arc<CudaStream>,
     /// Counts the messages so far.
-    tally: Arc<Tally>,
+    counter: Arc<CompletionCounter>,
     n_messages: u32,
 }
 
 /// One message in flight.
 pub struct Message {
-    tally: Arc<Tally>,
+    counter: Arc<CompletionCounter>,
     nth: u32,
     done: CudaEvent,
-    looker: Looker,
+    reader: CounterReader,
 }
 
 // JUSTIFICATION: the handle makes the type not Send.
@@ -57,8 +57,8 @@ impl Communicator {
         let context = Arc::clone(slots.context());
         context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
         let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
-        let tally = Arc::new(Tally::new(&context)?);
-        let mut this = Self { nccl, handle: None, rank, slots, stream, tally, n_messages: 0 };
+        let counter = Arc::new(CompletionCounter::new(&context)?);
+        let mut this = Self { nccl, handle: None, rank, slots, stream, counter, n_messages: 0 };
         let (mut handle, mut config) = (std::ptr::null_mut(), Config::without_blocking());
         // JUSTIFICATION: NCCL is a C library.
         // SAFETY: both pointers are to values in the form of nccl.h that outlive the call.
@@ -79,9 +79,9 @@ impl Communicator {
         self.nccl.checked("a message between GPUs", status)
     }
 
-    /// What is queued from here on waits for an errand of the same card.
-    pub fn wait_for(&mut self, errand: &ErrandDone) -> Result<(), CudaError> {
-        self.stream.wait(&errand.0).map_err(CudaError::during("wait for pages on their way"))
+    /// Makes later messages wait for a copy job on the same GPU.
+    pub fn wait_for(&mut self, copy_job: &CopyDone) -> Result<(), CudaError> {
+        self.stream.wait(&copy_job.0).map_err(CudaError::during("wait for pages on their way"))
     }
 
     /// Queues the sending of a slot's first bytes. The slot is filled already, or the caller has used
@@ -112,10 +112,15 @@ impl Communicator {
     /// The message of the last call, after it has settled.
     pub fn message(&mut self) -> Result<Message, CudaError> {
         self.n_messages = self.n_messages.wrapping_add(1);
-        self.tally.count_behind(&self.stream, self.n_messages)?;
+        self.counter.count_behind(&self.stream, self.n_messages)?;
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let done = self.stream.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
-        Ok(Message { tally: Arc::clone(&self.tally), nth: self.n_messages, done, looker: Looker::default() })
+        Ok(Message {
+            counter: Arc::clone(&self.counter),
+            nth: self.n_messages,
+            done,
+            reader: CounterReader::default(),
+        })
     }
 
     /// Starts an orderly end. Both ends call this while no message is in flight. Afterwards it must settle
@@ -160,7 +165,7 @@ impl Drop for Communicator {
 
 impl Message {
     pub fn is_done(&mut self) -> Result<bool, CudaError> {
-        self.looker.sees(&self.tally, self.nth, &self.done)
+        self.reader.sees(&self.counter, self.nth, &self.done)
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, result};
 
-use crate::cpu::number::{bf16_to_f32, f32_to_bf16};
+use crate::number::{bf16_to_f32, f32_to_bf16};
 
 use super::CudaError;
 use super::mapped::{Mapped, no_room};
@@ -58,7 +58,7 @@ struct Allocated {
 /// A readable part of a buffer.
 #[derive(Clone, Copy)]
 pub struct View<'a, T: Element> {
-    pub(super) address: u64,
+    address: u64,
     len: usize,
     ordinal: usize,
     buffer: PhantomData<&'a [T]>,
@@ -66,7 +66,7 @@ pub struct View<'a, T: Element> {
 
 /// A writable part of a buffer, with no other user.
 pub struct ViewMut<'a, T: Element> {
-    pub(super) address: u64,
+    address: u64,
     len: usize,
     ordinal: usize,
     buffer: PhantomData<&'a mut [T]>,
@@ -90,7 +90,7 @@ impl From<Bf16> for f32 {
 
 impl<T: Element> Buffer<T> {
     /// Allocates GPU memory. Its content is undefined.
-    pub(super) fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
+    pub fn new(context: &Arc<CudaContext>, len: usize) -> Result<Self, CudaError> {
         let memory = Memory::Own(Allocated::new(context, len.saturating_mul(size_of::<T>()))?);
         Ok(Self { memory, len, element: PhantomData })
     }
@@ -186,6 +186,11 @@ macro_rules! views {
 
             pub fn is_empty(&self) -> bool {
                 self.len == 0
+            }
+
+            /// The address in GPU memory of its first number. Only `unsafe` code can use it.
+            pub fn address(&self) -> u64 {
+                self.address
             }
 
             /// The GPU that has this memory.

@@ -17,7 +17,7 @@ pub struct Nvrtc {
     version: (i32, i32),
 }
 
-/// Machine code for one kind of card.
+/// Machine code for one architecture.
 #[derive(Debug)]
 pub struct Compiled {
     pub cubin: Vec<u8>,

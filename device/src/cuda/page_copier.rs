@@ -1,7 +1,7 @@
-//! Moves pages between cards, and digests them, beside what the card computes.
+//! Moves pages between GPUs and digests them, while the GPU computes.
 //!
-//! A courier has streams of its own, of high priority, and uses few multiprocessors: the card's kernels hardly notice.
-//! Errands overlap: while one ends, the next is on its way already.
+//! A page copier has its own streams of high priority and uses few multiprocessors, so it hardly slows other
+//! kernels. Copy jobs overlap: the next one runs while one ends.
 //!
 //! There are two ways to move pages between GPUs. If the pages form large rectangles, the copy engines move
 //! them at the full link rate, and a kernel digests them afterwards. Otherwise one kernel moves and digests
@@ -11,176 +11,63 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::sys::{
-    CUdevice_attribute as Attribute, CUevent_flags, CUfunction_attribute as FunctionAttribute,
-};
-use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 
+use super::CudaError;
+use super::completion_counter::CounterReader;
+use super::copied_pages::{PageRuns, RemotePages, SlotAt, SomePages, VECTOR_BYTES};
 use super::engines::Engines;
 use super::error::ensure;
+use super::job_buffers::JobBuffers;
 use super::lanes::{Lanes, Load};
 use super::memory::DeviceMemory;
+use super::page_copier_size::PageCopierSize;
 use super::rectangles::{Moved, mean_bytes, rectangles};
 use super::remote::RemoteMemory;
-use super::slate::Slate;
-use super::slots::Slots;
-use super::tally::Looker;
-use super::{Card, CudaError};
+use super::wire_kernels::{STAGE_BYTES, WireKernels};
 
 /// Threads of a kernel's block. One block occupies one multiprocessor.
 const THREADS: u32 = 512;
-/// Pages of one errand, as in wire.cu.
+/// The maximum number of pages in one copy job, as in wire.cu.
 pub const PAGES_MAX: usize = 1024;
-/// Words that any errand is told, and that it usually answers at most: a digest for each of 8 heads.
+/// The maximum number of input words of a copy job, and the usual maximum of its results: a digest for each
+/// of 8 heads.
 const TOLD_MAX: usize = 2 * PAGES_MAX;
 const ANSWERS_USUAL: usize = 8 * PAGES_MAX;
-/// Slates that a courier has from the start on.
-const SLATES: usize = 8;
-/// Shared memory of one stage for all warps of a block, shared memory of a block outside its stages, and the
-/// maximum number of stages: as in wire.cu.
-const STAGE_BYTES: usize = 16 * 4096;
-const TABLE_BYTES: usize = 17 << 10;
-const STAGES_MAX: usize = 2;
-/// The vector size of the kernels' loads and stores.
-const VECTOR_BYTES: usize = 16;
-
-/// How much of a card a courier takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CourierSize {
-    /// Streams, and so errands under way at one time.
-    pub n_lanes: usize,
-    /// Multiprocessors of each stream.
-    pub lane_multiprocessors: u32,
-    /// Copy engines that one errand keeps busy.
-    pub n_engines: usize,
-    /// Multiprocessors that digest pages which copy engines have moved, and pages that a sender describes.
-    pub digest_multiprocessors: u32,
-    /// The smallest mean rectangle for which copy engines are used. Starting one copy takes 3.5 microseconds.
-    pub engine_bytes_min: usize,
-}
-
-impl CourierSize {
-    /// This number of multiprocessors, in four parts: the others fill the wire while one begins or ends an errand. Digests alone go
-    /// one errand after the other: what counts there is when the last one is done.
-    pub fn of(multiprocessors: u32) -> Self {
-        Self {
-            n_lanes: 4,
-            lane_multiprocessors: multiprocessors.div_ceil(4),
-            n_engines: 2,
-            digest_multiprocessors: multiprocessors,
-            engine_bytes_min: 8 << 20,
-        }
-    }
-}
-
-impl Default for CourierSize {
-    fn default() -> Self {
-        Self::of(16)
-    }
-}
-
-/// The kernels that move and digest pages, on one GPU.
-#[derive(Clone)]
-pub(super) struct WireKernels {
-    pull: CudaFunction,
-    digest: CudaFunction,
-    copy: CudaFunction,
-    /// Pipeline stages of a warp.
-    n_stages: usize,
-}
+/// Job buffers that a page copier allocates at the start.
+const BUFFERS_AT_START: usize = 8;
 
 /// See the module.
-pub struct Courier {
+pub struct PageCopier {
     context: Arc<CudaContext>,
     kernels: WireKernels,
     lanes: Lanes,
     engines: Engines,
     verifier: Arc<CudaStream>,
-    size: CourierSize,
-    /// Held while engines and the kernel behind them are told of one errand, so that it waits for its own copies only.
+    size: PageCopierSize,
+    /// Held while the copies of one job and the kernel behind them are queued, so that the kernel waits for
+    /// its own copies only.
     order: Mutex<()>,
-    /// Slates of errands that are done, for the next ones.
+    /// Buffers of finished copy jobs, for reuse.
     ///
-    /// Held for a look, never while anything is waited for.
-    slates: Mutex<Vec<Slate>>,
+    /// The lock is held briefly, never during a wait.
+    free_buffers: Mutex<Vec<JobBuffers>>,
 }
 
-/// The layout of a page, `[K|V][head]`, with a run of `run_bytes` for each head, and the range of heads to
-/// move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageRuns {
-    pub n_parts: usize,
-    /// The number of heads to move: consecutive, from `first_head`.
-    pub n_heads: usize,
-    pub run_bytes: usize,
-    pub first_head: usize,
-    /// All heads of the page.
-    pub page_heads: usize,
-}
-
-/// Pages of equal layout, and the part of them to move.
-#[derive(Clone, Copy, Debug)]
-pub struct SomePages<'a> {
-    /// The region and page of each, layer by layer.
-    pub places: &'a [(u32, u32)],
-    /// The number of pages in each layer.
-    pub n_of_layer: usize,
-    pub runs: PageRuns,
-    /// The page of each layer in which only the first bytes of each run are valid, and the number of these
-    /// bytes.
-    pub partial: Option<(usize, usize)>,
-}
-
-/// Pages in a peer GPU's memory, at these offsets. There are as many as local pages.
-#[derive(Clone, Copy, Debug)]
-pub struct RemotePages<'a> {
-    pub memory: &'a RemoteMemory,
-    pub offsets: &'a [u64],
-    /// The parts and heads to move. The pages may have other heads too.
-    pub runs: PageRuns,
-}
-
-impl RemotePages<'_> {
-    /// The address of the first byte to move in each page.
-    fn addresses(self) -> impl Iterator<Item = u64> {
-        let first = self.memory.address() + self.runs.start() as u64;
-        self.offsets.iter().map(move |offset| first + offset)
-    }
-}
-
-/// An offset in a slot.
-#[derive(Clone, Copy, Debug)]
-pub struct SlotAt<'a> {
-    pub slots: &'a Slots,
-    pub slot: usize,
-    pub offset: usize,
-}
-
-impl SlotAt<'_> {
-    /// The addresses of these pages in the slot, packed one after the other.
-    fn pages(self, some: &SomePages<'_>) -> Result<impl Iterator<Item = u64> + use<>, CudaError> {
-        let (n_pages, page_bytes) = (some.places.len(), some.runs.moved_bytes());
-        let first = self.slots.address(self.slot, self.offset, n_pages * page_bytes)?;
-        let is_vectors =
-            self.slots.slot_bytes().is_multiple_of(VECTOR_BYTES) && self.offset.is_multiple_of(VECTOR_BYTES);
-        ensure("a slot", is_vectors, "pages that do not start at a multiple of 16 bytes")?;
-        Ok((0..n_pages as u64).map(move |nth| first + nth * page_bytes as u64))
-    }
-}
-
-/// Work under way on the card. [`Courier::take`] waits for it.
-#[must_use = "the end of an errand is known only once it is taken"]
-pub struct Errand {
-    slate: Slate,
+/// A copy job in progress on the GPU. [`PageCopier::take`] waits for it.
+#[must_use = "the end of a copy job is known only once it is taken"]
+pub struct CopyJob {
+    buffers: JobBuffers,
     done: Arc<CudaEvent>,
     n_digests: usize,
     /// The load that this work adds to its stream, until it is dropped.
     _load: Option<Load>,
 }
 
-/// When an errand is done, for whatever else of the card waits for it.
+/// The completion event of a copy job, for other work on the GPU that must wait for it.
 #[derive(Clone, Debug)]
-pub struct ErrandDone(pub(super) Arc<CudaEvent>);
+pub struct CopyDone(pub(super) Arc<CudaEvent>);
 
 /// The fields of `WirePages` in wire.cu, in the same order. It is copied as bytes.
 #[derive(Clone, Copy)]
@@ -214,7 +101,7 @@ impl Shape {
     }
 }
 
-/// What an errand does.
+/// The operation of a copy job.
 #[derive(Clone, Copy)]
 enum Kind {
     Pull,
@@ -222,79 +109,11 @@ enum Kind {
     Copy,
 }
 
-// === impl WireKernels ===
+// === impl PageCopier ===
 
-impl WireKernels {
-    pub(super) fn of(card: &Card) -> Result<Self, CudaError> {
-        let n_stages = n_stages(card.context())?;
-        let [pull, digest, copy] = ["wire_pull", "wire_digest", "wire_copy"].map(|name| card.function(name));
-        for kernel in [&pull, &digest, &copy] {
-            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            kernel
-                .set_attribute(attribute, (n_stages * STAGE_BYTES) as i32)
-                .map_err(CudaError::during("reserve shared memory for a kernel"))?;
-        }
-        Ok(Self { pull, digest, copy, n_stages })
-    }
-}
-
-/// The stages that fit into shared memory. Zero before Hopper, whose kernels alone have stages.
-fn n_stages(context: &CudaContext) -> Result<usize, CudaError> {
-    let attribute = |attribute| {
-        context.attribute(attribute).map_err(CudaError::during("ask for the GPU's shared memory"))
-    };
-    let bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
-    let is_hopper = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? >= 9;
-    let fitting = bytes.saturating_sub(TABLE_BYTES) / STAGE_BYTES;
-    Ok(if is_hopper { fitting.clamp(1, STAGES_MAX) } else { 0 })
-}
-
-// === impl PageRuns ===
-
-impl PageRuns {
-    /// All heads of a page.
-    pub const fn whole(n_parts: usize, n_heads: usize, run_bytes: usize) -> Self {
-        Self { n_parts, n_heads, run_bytes, first_head: 0, page_heads: n_heads }
-    }
-
-    pub fn page_bytes(&self) -> usize {
-        self.n_parts * self.part_bytes()
-    }
-
-    /// Bytes of the heads to move.
-    pub fn moved_bytes(&self) -> usize {
-        self.n_parts * self.n_heads * self.run_bytes
-    }
-
-    fn are_there(&self) -> bool {
-        self.first_head.checked_add(self.n_heads).is_some_and(|end| end <= self.page_heads)
-    }
-
-    fn are_whole(&self) -> bool {
-        self.n_heads == self.page_heads
-    }
-
-    /// The distance from K to V.
-    fn part_bytes(&self) -> usize {
-        self.page_heads * self.run_bytes
-    }
-
-    /// The offset of the first head to move.
-    fn start(&self) -> usize {
-        self.first_head * self.run_bytes
-    }
-
-    /// The same heads as they lie in a slot, without the other heads.
-    fn packed(&self) -> Self {
-        Self { first_head: 0, page_heads: self.n_heads, ..*self }
-    }
-}
-
-// === impl Courier ===
-
-impl Courier {
-    /// A courier for the card that `memory` lies on.
-    pub fn new(memory: &DeviceMemory, size: CourierSize) -> Result<Self, CudaError> {
+impl PageCopier {
+    /// Creates a page copier for the GPU of `memory`.
+    pub fn new(memory: &DeviceMemory, size: PageCopierSize) -> Result<Self, CudaError> {
         let context = Arc::clone(memory.context());
         let stream =
             || context.new_stream_with_priority(urgent(&context)).map_err(CudaError::during("make a stream"));
@@ -302,14 +121,14 @@ impl Courier {
         let engines = (0..size.n_engines.max(1)).map(|_| stream()).collect::<Result<_, _>>()?;
         let engines = Engines::over(engines);
         let (verifier, kernels) = (stream()?, memory.wire_kernels().clone());
-        let slates = (0..SLATES).map(|_| Slate::new(&context, TOLD_MAX, ANSWERS_USUAL));
-        let slates = Mutex::new(slates.collect::<Result<_, _>>()?);
+        let free_buffers = (0..BUFFERS_AT_START).map(|_| JobBuffers::new(&context, TOLD_MAX, ANSWERS_USUAL));
+        let free_buffers = Mutex::new(free_buffers.collect::<Result<_, _>>()?);
         let order = Mutex::default();
-        Ok(Self { kernels, lanes, engines, verifier, size, order, slates, context })
+        Ok(Self { kernels, lanes, engines, verifier, size, order, free_buffers, context })
     }
 
-    /// Digests pages, a number for each head of each page: what [`take`](Self::take) answers.
-    pub fn digest(&self, memory: &DeviceMemory, some: SomePages<'_>) -> Result<Errand, CudaError> {
+    /// Digests pages: a number for each head of each page. [`take`](Self::take) returns the digests.
+    pub fn digest(&self, memory: &DeviceMemory, some: SomePages<'_>) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&some, memory)?;
         self.start(Kind::Digest, shape, to_look_at(memory, &some), n_digests(&some))
     }
@@ -324,7 +143,7 @@ impl Courier {
         memory: &DeviceMemory,
         to: SomePages<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?;
         let pages = from.addresses().zip(addresses(memory, &to));
         let pages: Vec<Moved> = pages.map(|(from, to)| Moved { from, to }).collect();
@@ -343,13 +162,13 @@ impl Courier {
         // mapped on both sides, and code that unmaps it first waits for the GPU. Leases ensure that the pages
         // have no other user, as for kernels.
         let started = unsafe { self.engines.start(&rectangles, &self.verifier) };
-        let errand = started.and_then(|()| match digests {
+        let copy_job = started.and_then(|()| match digests {
             true => self.start(Kind::Digest, shape, to_look_at(memory, &to), n_digests(&to)),
-            false => self.errand(self.slate(0, 0)?, 0, (&self.verifier, None)),
+            false => self.copy_job(self.take_buffers(0, 0)?, 0, (&self.verifier, None)),
         });
         // On an error no later wait covers the copies that have started, so they end here, before the pages
         // get another user.
-        errand.inspect_err(|_| self.engines.settle())
+        copy_job.inspect_err(|_| self.engines.settle())
     }
 
     /// Like [`fetch`](Self::fetch) with digests, always by a kernel.
@@ -358,7 +177,7 @@ impl Courier {
         from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?.between(from.runs, to.runs);
         self.start(Kind::Pull, shape, from.addresses().zip(addresses(memory, &to)), n_digests(&to))
     }
@@ -369,7 +188,7 @@ impl Courier {
         memory: &DeviceMemory,
         from: SomePages<'_>,
         to: RemotePages<'_>,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(to, memory, &from)?.between(from.runs, to.runs);
         self.start(Kind::Pull, shape, addresses(memory, &from).zip(to.addresses()), n_digests(&from))
     }
@@ -382,7 +201,7 @@ impl Courier {
         from: SomePages<'_>,
         to: SlotAt<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&from, memory)?.between(from.runs, from.runs.packed());
         let there = to.pages(&from)?;
         self.start_moving(shape, addresses(memory, &from).zip(there), &from, digests)
@@ -395,7 +214,7 @@ impl Courier {
         memory: &DeviceMemory,
         to: SomePages<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.shape(&to, memory)?.between(to.runs.packed(), to.runs);
         let there = from.pages(&to)?;
         self.start_moving(shape, there.zip(addresses(memory, &to)), &to, digests)
@@ -407,7 +226,7 @@ impl Courier {
         pages: impl Iterator<Item = (u64, u64)>,
         some: &SomePages<'_>,
         digests: bool,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         match digests {
             true => self.start(Kind::Pull, shape, pages, n_digests(some)),
             false => self.start(Kind::Copy, shape, pages, 0),
@@ -420,7 +239,7 @@ impl Courier {
         from: RemotePages<'_>,
         memory: &DeviceMemory,
         to: SomePages<'_>,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         let shape = self.checked(from, memory, &to)?.between(from.runs, to.runs);
         self.start(Kind::Copy, shape, from.addresses().zip(addresses(memory, &to)), 0)
     }
@@ -470,7 +289,7 @@ impl Courier {
         ensure(
             kernel,
             remote.ordinal() == self.context.ordinal(),
-            "a peer's memory mapped for another card",
+            "a peer's memory that is mapped for another GPU",
         )?;
         self.shape(here, memory)
     }
@@ -478,8 +297,8 @@ impl Courier {
     /// Checks that the kernels can move the pages, and describes the pages for them.
     fn shape(&self, some: &SomePages<'_>, memory: &DeviceMemory) -> Result<Shape, CudaError> {
         let (kernel, runs) = ("wire_pull", some.runs);
-        ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one errand takes")?;
-        ensure(kernel, memory.ordinal() == self.context.ordinal(), "memory of another card")?;
+        ensure(kernel, some.places.len() <= PAGES_MAX, "more pages than one copy job takes")?;
+        ensure(kernel, memory.ordinal() == self.context.ordinal(), "memory of another GPU")?;
         ensure(
             kernel,
             matches!(runs.n_parts, 1 | 2) && runs.n_heads > 0,
@@ -517,11 +336,11 @@ impl Courier {
         })
     }
 
-    /// Waits for an errand: its digests, page by page and head by head.
-    pub fn take(&self, errand: Errand) -> Result<Vec<u64>, CudaError> {
-        errand.wait()?;
-        let digests = errand.slate.answers.words(errand.n_digests).to_vec();
-        self.slates().push(errand.slate);
+    /// Waits for a copy job. Returns its digests, page by page and head by head.
+    pub fn take(&self, copy_job: CopyJob) -> Result<Vec<u64>, CudaError> {
+        copy_job.wait()?;
+        let digests = copy_job.buffers.answers.words(copy_job.n_digests).to_vec();
+        self.free_buffers().push(copy_job.buffers);
         Ok(digests)
     }
 
@@ -531,16 +350,16 @@ impl Courier {
         shape: Shape,
         pages: impl Iterator<Item = (u64, u64)>,
         n_digests: usize,
-    ) -> Result<Errand, CudaError> {
+    ) -> Result<CopyJob, CudaError> {
         self.bind()?;
         let (lane, load) = self.lane(kind, shape);
-        let mut slate = self.slate(2 * shape.n_pages as usize, n_digests)?;
-        let told = slate.told.words_mut(2 * shape.n_pages as usize);
+        let mut buffers = self.take_buffers(2 * shape.n_pages as usize, n_digests)?;
+        let told = buffers.told.words_mut(2 * shape.n_pages as usize);
         for (words, (from, to)) in told.chunks_exact_mut(2).zip(pages) {
             words.copy_from_slice(&[from, to]);
         }
-        self.launch(kind, shape, &slate, lane)?;
-        self.errand(slate, n_digests, (lane, load))
+        self.launch(kind, shape, &buffers, lane)?;
+        self.copy_job(buffers, n_digests, (lane, load))
     }
 
     /// The stream to use. Digests share one stream behind the copy engines' work; moves are distributed over
@@ -555,26 +374,32 @@ impl Courier {
         }
     }
 
-    /// All that waits on the lane now.
-    fn errand(
+    /// A copy job that covers all work queued on the stream so far.
+    fn copy_job(
         &self,
-        mut slate: Slate,
+        mut buffers: JobBuffers,
         n_digests: usize,
         (lane, load): (&CudaStream, Option<Load>),
-    ) -> Result<Errand, CudaError> {
-        slate.n_errands = slate.n_errands.wrapping_add(1);
-        slate.tally.count_behind(lane, slate.n_errands)?;
+    ) -> Result<CopyJob, CudaError> {
+        buffers.n_jobs = buffers.n_jobs.wrapping_add(1);
+        buffers.counter.count_behind(lane, buffers.n_jobs)?;
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let done = lane.record_event(Some(flags)).map_err(CudaError::during("record an event"))?;
-        Ok(Errand { slate, done: Arc::new(done), n_digests, _load: load })
+        Ok(CopyJob { buffers, done: Arc::new(done), n_digests, _load: load })
     }
 
     fn bind(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))
     }
 
-    fn launch(&self, kind: Kind, shape: Shape, slate: &Slate, lane: &CudaStream) -> Result<(), CudaError> {
-        let (answers, told) = (slate.answers.address(), slate.told.address());
+    fn launch(
+        &self,
+        kind: Kind,
+        shape: Shape,
+        buffers: &JobBuffers,
+        lane: &CudaStream,
+    ) -> Result<(), CudaError> {
+        let (answers, told) = (buffers.answers.address(), buffers.told.address());
         let mut arguments = [pointer(&answers), pointer(&told), pointer(&shape)];
         let kernel = match kind {
             Kind::Pull => &self.kernels.pull,
@@ -587,10 +412,11 @@ impl Courier {
         };
         let grid = (n_multiprocessors.max(1), 1, 1);
         let stages = (self.kernels.n_stages * STAGE_BYTES) as u32;
-        // JUSTIFICATION: a GPU's code is called by address, and its compiler knows nothing of Rust.
-        // SAFETY: the arguments are those of the kernel's signature in kernels/cu, in its order. `shape` and `checked` have
-        // checked that every page lies within memory that is mapped; the code that unmaps it waits for the card first, and so
-        // does who drops the slate. The slate is as long as the table and the digests, by `slate`.
+        // JUSTIFICATION: GPU code is called by address, outside of Rust's checks.
+        // SAFETY: the arguments have the types and order of the kernel's signature in wire.cu. `shape` and
+        // `checked` have checked that every page is within mapped memory. Code that unmaps the memory first
+        // waits for the GPU, and so does the drop of the buffers. `take_buffers` ensures that the buffers fit
+        // the table and the digests.
         unsafe {
             let function = kernel.cu_function();
             result::launch_kernel(function, grid, (THREADS, 1, 1), stages, lane.cu_stream(), &mut arguments)
@@ -598,20 +424,23 @@ impl Courier {
         .map_err(CudaError::during("start to move pages between GPUs"))
     }
 
-    /// One that is large enough: a used one, or a new one.
-    fn slate(&self, n_told: usize, n_answers: usize) -> Result<Slate, CudaError> {
+    /// Returns buffers that are large enough: used ones, or new ones.
+    fn take_buffers(&self, n_told: usize, n_answers: usize) -> Result<JobBuffers, CudaError> {
         let used = {
-            let mut slates = self.slates();
-            let fitting = slates.iter().position(|slate| slate.fits(n_told, n_answers));
-            fitting.map(|nth| slates.swap_remove(nth))
+            let mut free_buffers = self.free_buffers();
+            let fitting = free_buffers.iter().position(|buffers| buffers.fits(n_told, n_answers));
+            fitting.map(|nth| free_buffers.swap_remove(nth))
         };
-        // Every one is long enough for most requests: allocating or freeing such memory stops the GPU and
+        // New buffers are long enough for most copy jobs: allocating or freeing such memory stops the GPU and
         // every thread that submits work to it.
-        used.map_or_else(|| Slate::new(&self.context, n_told.max(TOLD_MAX), n_answers.max(ANSWERS_USUAL)), Ok)
+        used.map_or_else(
+            || JobBuffers::new(&self.context, n_told.max(TOLD_MAX), n_answers.max(ANSWERS_USUAL)),
+            Ok,
+        )
     }
 
-    fn slates(&self) -> MutexGuard<'_, Vec<Slate>> {
-        self.slates.lock().unwrap_or_else(PoisonError::into_inner)
+    fn free_buffers(&self) -> MutexGuard<'_, Vec<JobBuffers>> {
+        self.free_buffers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -649,31 +478,31 @@ fn n_digests(some: &SomePages<'_>) -> usize {
     some.places.len() * some.runs.n_heads
 }
 
-impl fmt::Debug for Courier {
+impl fmt::Debug for PageCopier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Courier").field("size", &self.size).finish_non_exhaustive()
+        f.debug_struct("PageCopier").field("size", &self.size).finish_non_exhaustive()
     }
 }
 
-// === impl Errand ===
+// === impl CopyJob ===
 
-impl Errand {
-    pub fn done(&self) -> ErrandDone {
-        ErrandDone(Arc::clone(&self.done))
+impl CopyJob {
+    pub fn done(&self) -> CopyDone {
+        CopyDone(Arc::clone(&self.done))
     }
 
-    /// The waiting thread does not sleep: an errand takes less time than waking up.
+    /// Polls, because a copy job takes less time than waking a sleeping thread.
     fn wait(&self) -> Result<(), CudaError> {
-        let mut looker = Looker::default();
-        while !looker.sees(&self.slate.tally, self.slate.n_errands, &self.done)? {
+        let mut reader = CounterReader::default();
+        while !reader.sees(&self.buffers.counter, self.buffers.n_jobs, &self.done)? {
             std::hint::spin_loop();
         }
         Ok(())
     }
 }
 
-impl fmt::Debug for Errand {
+impl fmt::Debug for CopyJob {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Errand({} digests)", self.n_digests)
+        write!(f, "CopyJob({} digests)", self.n_digests)
     }
 }

@@ -5,8 +5,8 @@ use std::error::Error;
 use std::hint::black_box;
 use std::ops::Range;
 
-use baton_kernels::xxh3::{self, Parts, Stores};
-use baton_kernels::{HostMemory, PeerMemory, RegionShape};
+use device::xxh3::{self, Parts, Stores};
+use device::{HostMemory, PeerMemory, RegionShape};
 
 const BYTES: usize = 1 << 30;
 const PAGE_BYTES: usize = 64 << 10;

@@ -8,7 +8,8 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use super::CudaError;
 
 /// The folders where CUDA's toolkit installs its libraries by default.
-const USUAL_FOLDERS: &[&str] = &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/wsl/lib"];
+const USUAL_FOLDERS: &[&str] =
+    &["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/wsl/lib"];
 
 /// The builtins are loaded first: libnvrtc opens them by name alone, and only when it compiles.
 const NVRTC: &[&str] = &["libnvrtc-builtins.so.", "libnvrtc.so."];
@@ -52,7 +53,7 @@ pub(super) fn load_nvrtc(folder: Option<&Path>) -> Result<(), CudaError> {
 }
 
 /// Loads cuBLASLt in the same way.
-pub(super) fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
+pub fn load_cublaslt(folder: Option<&Path>) -> Result<(), CudaError> {
     match folder {
         Some(folder) => preload(CUBLASLT, folder),
         None if cublaslt_is_present() => return Ok(()),

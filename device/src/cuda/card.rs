@@ -13,7 +13,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result, s
 use cudarc::nvrtc::Ptx;
 
 use super::buffer::{Buffer, Element, View, ViewMut};
-use super::source::{SOURCES, Source};
+use super::source::{Programs, Source, WIRE};
 use super::{Cache, CudaError, Nvrtc, library};
 
 /// A GPU that is ready to compute.
@@ -30,28 +30,22 @@ pub struct Card {
     /// Whether a kernel may start while the previous one ends: on Hopper and later.
     overlaps: bool,
     n_compiled: usize,
-    /// Counters from which the blocks of a kernel draw pieces of work. One kernel uses them at a time; they
-    /// are zero between kernels.
-    tickets: Buffer<u32>,
-    /// Buffers where blocks that share tiles leave partial results and count themselves. One kernel uses them
-    /// at a time. The counts are zero between kernels.
-    meeting: (Buffer<f32>, Buffer<u32>),
 }
 
 /// The launch shape of a kernel.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Grid {
-    pub(super) blocks: (usize, usize, usize),
+pub struct Grid {
+    pub blocks: (usize, usize, usize),
     /// Threads of each block.
-    pub(super) threads: u32,
+    pub threads: u32,
     /// Dynamic shared memory of each block.
-    pub(super) shared_bytes: u32,
+    pub shared_bytes: u32,
     /// Whether it starts only after the previous kernel has ended.
-    pub(super) waits: bool,
+    pub waits: bool,
 }
 
 impl Grid {
-    pub(super) fn of(blocks: (usize, usize, usize), threads: u32, shared_bytes: u32) -> Self {
+    pub fn of(blocks: (usize, usize, usize), threads: u32, shared_bytes: u32) -> Self {
         Self { blocks, threads, shared_bytes, waits: false }
     }
 }
@@ -68,21 +62,23 @@ impl Card {
         library::driver()
     }
 
-    /// Opens a GPU: loads the libraries, compiles the kernels missing from the cache and loads all kernels.
+    /// Opens a GPU that moves pages: loads the libraries, compiles kernels missing from the cache and loads
+    /// those of [`WIRE`].
     ///
     /// `nvrtc_folder` names the folder of NVRTC if the loader does not find it, for example with CUDA from
     /// Python packages.
     pub fn open(ordinal: usize, nvrtc_folder: Option<&Path>, cache: &Cache) -> Result<Self, CudaError> {
-        Self::open_as(ordinal, nvrtc_folder, cache, None)
+        Self::open_with(ordinal, nvrtc_folder, cache, None, Programs::NONE)
     }
 
-    /// Like [`open`](Self::open), with kernels for another architecture that this GPU can run. For example,
-    /// `sm_90` on Hopper leaves out Hopper's own kernels and runs the general ones.
-    pub fn open_as(
+    /// Like [`open`](Self::open), with more programs, and with kernels for another architecture that this GPU
+    /// can run. For example, `sm_90` on Hopper leaves out Hopper's own kernels and runs the general ones.
+    pub fn open_with(
         ordinal: usize,
         nvrtc_folder: Option<&Path>,
         cache: &Cache,
         arch_instead: Option<&str>,
+        programs: Programs,
     ) -> Result<Self, CudaError> {
         let n_cards = library::driver()?;
         if ordinal >= n_cards {
@@ -100,26 +96,9 @@ impl Card {
             .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(CudaError::during("count the multiprocessors"))? as u32;
         let stream = context.new_stream().map_err(CudaError::during("make a stream"))?;
-        let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch)?;
+        let (functions, n_compiled) = load_all(&context, &nvrtc, cache, &arch, programs)?;
         let overlaps = capability.0 >= 9;
-        let tickets = zeroed(&context, &stream, 2)?;
-        let places = n_multiprocessors as usize;
-        let meeting = (
-            Buffer::<f32>::new(&context, places * super::ops::MEETING_PARTS)?,
-            zeroed(&context, &stream, places)?,
-        );
-        Ok(Self {
-            context,
-            stream,
-            functions,
-            name,
-            arch,
-            n_multiprocessors,
-            overlaps,
-            n_compiled,
-            tickets,
-            meeting,
-        })
+        Ok(Self { context, stream, functions, name, arch, n_multiprocessors, overlaps, n_compiled })
     }
 
     /// The driver's name of the GPU.
@@ -171,7 +150,7 @@ impl Card {
         self.bind()?;
         // JUSTIFICATION: GPU memory is accessed by address.
         // SAFETY: the view is on this GPU and as long as the slice, which lives until the copy is done.
-        unsafe { result::memcpy_htod_async(to.address, from, self.stream.cu_stream()) }
+        unsafe { result::memcpy_htod_async(to.address(), from, self.stream.cu_stream()) }
             .map_err(CudaError::during("copy to the GPU"))?;
         self.synchronize()
     }
@@ -186,7 +165,7 @@ impl Card {
         self.bind()?;
         // JUSTIFICATION: GPU memory is accessed by address.
         // SAFETY: the view is on this GPU. The vector has the same length and lives until the copy is done.
-        unsafe { result::memcpy_dtoh_async(&mut numbers, from.address, self.stream.cu_stream()) }
+        unsafe { result::memcpy_dtoh_async(&mut numbers, from.address(), self.stream.cu_stream()) }
             .map_err(CudaError::during("copy from the GPU"))?;
         self.synchronize()?;
         Ok(numbers)
@@ -202,7 +181,7 @@ impl Card {
         let bytes = to.len() * size_of::<T>();
         // JUSTIFICATION: GPU memory is accessed by address.
         // SAFETY: the view is on this GPU and has this length. Every byte makes a valid element.
-        unsafe { result::memset_d8_async(to.address, byte, bytes, self.stream.cu_stream()) }
+        unsafe { result::memset_d8_async(to.address(), byte, bytes, self.stream.cu_stream()) }
             .map_err(CudaError::during("fill memory of the GPU"))
     }
 
@@ -217,33 +196,20 @@ impl Card {
         self.stream.record_event(flags).map(Marker).map_err(CudaError::during("record an event"))
     }
 
-    pub(super) fn ordinal(&self) -> usize {
+    pub fn ordinal(&self) -> usize {
         self.context.ordinal()
     }
 
-    pub(super) fn context(&self) -> &Arc<CudaContext> {
+    pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
-    pub(super) fn stream(&self) -> &Arc<CudaStream> {
+    pub fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }
 
-    /// The address of the work counters. Kernels of one stream use them one after the other and leave them
-    /// zero.
-    pub(super) fn tickets(&self) -> u64 {
-        self.tickets.view().address
-    }
-
-    /// The addresses of the buffers where blocks that share tiles leave partial results and counts. Kernels
-    /// of this stream use them one after the other and leave all counts zero. A kernel on another stream must
-    /// not use them.
-    pub(super) fn meeting(&self) -> (u64, u64) {
-        (self.meeting.0.view().address, self.meeting.1.view().address)
-    }
-
     /// Whether a kernel is loaded. Some kernels exist for one architecture only.
-    pub(super) fn has(&self, kernel: &str) -> bool {
+    pub fn has(&self, kernel: &str) -> bool {
         self.functions.contains_key(kernel)
     }
 
@@ -251,7 +217,7 @@ impl Card {
     pub(super) fn function(&self, kernel: &'static str) -> CudaFunction {
         self.functions
             .get(kernel)
-            .expect("every kernel of SOURCES is loaded, and no other is asked for")
+            .expect("every kernel of the programs is loaded, and no other is asked for")
             .clone()
     }
 
@@ -262,15 +228,17 @@ impl Card {
     /// The arguments point to values with the types and order of the kernel's signature. The memory that they
     /// name is as large as the kernel expects, and the caller holds the borrows that the kernel's access
     /// needs.
-    pub(super) unsafe fn launch(
+    pub unsafe fn launch(
         &self,
         kernel: &'static str,
         grid: Grid,
         cluster: usize,
         arguments: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
-        let function =
-            self.functions.get(kernel).expect("every kernel of SOURCES is loaded, and no other is asked for");
+        let function = self
+            .functions
+            .get(kernel)
+            .expect("every kernel of the programs is loaded, and no other is asked for");
         self.bind()?;
         let overlap = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -331,7 +299,7 @@ impl Card {
         .map_err(CudaError::during("launch a kernel"))
     }
 
-    pub(super) fn bind(&self) -> Result<(), CudaError> {
+    pub fn bind(&self) -> Result<(), CudaError> {
         self.context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))
     }
 }
@@ -351,19 +319,8 @@ impl Marker {
     }
 }
 
-/// Counters that start at zero.
-fn zeroed(context: &Arc<CudaContext>, stream: &Arc<CudaStream>, n: usize) -> Result<Buffer<u32>, CudaError> {
-    let mut counts = Buffer::<u32>::new(context, n)?;
-    let address = counts.view_mut().address;
-    // JUSTIFICATION: GPU memory is accessed by address.
-    // SAFETY: the buffer is on this GPU and has this length.
-    unsafe { result::memset_d8_async(address, 0, n * size_of::<u32>(), stream.cu_stream()) }
-        .map_err(CudaError::during("fill memory of the GPU"))?;
-    Ok(counts)
-}
-
 /// A one-dimensional or two-dimensional grid of small blocks.
-pub(super) fn grid(x: usize, y: usize, threads: u32) -> Grid {
+pub fn grid(x: usize, y: usize, threads: u32) -> Grid {
     Grid::of((x, y, 1), threads, 0)
 }
 
@@ -393,8 +350,9 @@ fn load_all(
     nvrtc: &Nvrtc,
     cache: &Cache,
     arch: &str,
+    programs: Programs,
 ) -> Result<(HashMap<&'static str, CudaFunction>, usize), CudaError> {
-    let sources = || SOURCES.iter().filter(|source| source.is_for(arch));
+    let sources = || [&WIRE].into_iter().chain(programs.sources).filter(|source| source.is_for(arch));
     let fetched: Vec<_> = std::thread::scope(|scope| {
         let fetch = |source: &'static Source| scope.spawn(move || cache.fetch(nvrtc, source, arch));
         let threads: Vec<_> = sources().map(fetch).collect();
@@ -410,20 +368,18 @@ fn load_all(
             .map_err(CudaError::during("load machine code onto the GPU"))?;
         for kernel in source.kernels {
             let function = module.load_function(kernel).map_err(CudaError::during("find a kernel"))?;
-            if let Some(bytes) = shared_bytes_beyond_default(kernel) {
+            if let Some(bytes) = (programs.shared_bytes)(kernel) {
                 function
-                    .set_attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
+                    .set_attribute(
+                        FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        bytes as i32,
+                    )
                     .map_err(CudaError::during("reserve shared memory for a kernel"))?;
             }
             functions.insert(*kernel, function);
         }
     }
     Ok((functions, n_compiled))
-}
-
-/// The shared memory of a kernel that needs more than the default limit.
-fn shared_bytes_beyond_default(kernel: &str) -> Option<i32> {
-    super::ops::shared_bytes_of(kernel).map(|bytes| bytes as i32)
 }
 
 #[cfg(test)]

@@ -15,9 +15,9 @@ use std::sync::Arc;
 use cudarc::driver::CudaContext;
 
 use super::buffer::{Element, View, ViewMut};
-use super::courier::WireKernels;
 use super::mapped::Mapped;
 use super::staging::Staging;
+use super::wire_kernels::WireKernels;
 use super::{Card, CudaError};
 use crate::borrow::{Access, Held, PageBusy, ReadBorrow, WriteBorrow};
 use crate::memory::MemoryError;

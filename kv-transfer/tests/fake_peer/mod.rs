@@ -1,5 +1,5 @@
-//! A peer that speaks the tcp connector's protocol by hand, and says what a test tells it to.
-#![allow(dead_code, reason = "each test file uses its own part of the puppet")]
+//! A fake peer that speaks the tcp connector's protocol by hand, and says what a test tells it to.
+#![allow(dead_code, reason = "each test file uses its own part of the fake peer")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,11 +41,11 @@ pub async fn tcp_pair() -> Pair {
 }
 
 /// One stream, from either side.
-pub struct Puppet {
+pub struct FakePeer {
     pub socket: TcpStream,
 }
 
-impl Puppet {
+impl FakePeer {
     pub async fn connect(node: &Node) -> Self {
         let endpoint = node.connector.address().endpoint;
         Self { socket: in_time(TcpStream::connect(endpoint)).await.expect("it listens") }
@@ -53,10 +53,10 @@ impl Puppet {
 
     /// A stream 0 whose hello was welcome.
     pub async fn linked(node: &Node) -> Self {
-        let mut puppet = Self::connect(node).await;
-        puppet.say(Body::Hello(hello(3, 3))).await;
-        assert!(matches!(puppet.hear().await, Some(Body::Welcome { version: 3, .. })));
-        puppet
+        let mut peer = Self::connect(node).await;
+        peer.say(Body::Hello(hello(3, 3))).await;
+        assert!(matches!(peer.hear().await, Some(Body::Welcome { version: 3, .. })));
+        peer
     }
 
     pub async fn say(&mut self, body: Body) {
@@ -112,7 +112,7 @@ pub fn hello(min: u16, max: u16) -> Hello {
     let protocol = ProtocolRange { min, max };
     // The link's number: tests of one process must not meet in one link.
     let link = chassis::World::real().draw();
-    Hello { protocol, node: NodeId::new("puppet"), epoch: Epoch(1), link, stream: 0 }
+    Hello { protocol, node: NodeId::new("peer"), epoch: Epoch(1), link, stream: 0 }
 }
 
 pub fn credentials(landing: &Landing) -> Credentials {

@@ -1,0 +1,53 @@
+//! NVIDIA GPUs: their libraries, their memory, and the kernels that move pages between them.
+//!
+//! Building and starting need no CUDA. The driver and the compiler (NVRTC) are loaded when a GPU is opened;
+//! [`CudaError`] names what is missing.
+//!
+//! Suggested reading order: libraries ([`library`]), programs ([`source`], [`compiler`], [`cache`]), the GPU
+//! that runs them ([`card`], [`buffer`], [`arena`], [`pinned`], [`event`], [`graph`]), memory for KV
+//! ([`memory`], [`remote`], [`slots`]), and the copies between GPUs ([`page_copier`], [`nccl`]).
+
+pub mod error;
+pub mod library;
+pub mod source;
+pub mod compiler;
+pub mod report;
+pub mod cache;
+pub mod buffer;
+pub mod card;
+pub mod pinned;
+pub mod event;
+pub mod graph;
+pub(crate) mod mapped;
+pub mod arena;
+pub(crate) mod staging;
+pub mod memory;
+pub mod remote;
+mod completion_counter;
+mod job_buffers;
+mod rectangles;
+mod engines;
+mod lanes;
+pub mod nccl;
+pub mod slots;
+mod wire_kernels;
+pub mod copied_pages;
+pub mod page_copier_size;
+pub mod page_copier;
+
+pub use arena::Arena;
+pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
+pub use cache::Cache;
+pub use card::{Card, Marker};
+pub use compiler::{Compiled, Nvrtc};
+pub use copied_pages::{PageRuns, RemotePages, SlotAt, SomePages};
+pub use error::CudaError;
+pub use event::Event;
+pub use graph::Graph;
+pub use memory::DeviceMemory;
+pub use page_copier::{CopyDone, CopyJob, PageCopier};
+pub use page_copier_size::PageCopierSize;
+pub use pinned::Pinned;
+pub use remote::RemoteMemory;
+pub use slots::Slots;
+pub use source::Programs;
