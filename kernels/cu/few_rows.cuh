@@ -21,8 +21,8 @@ __device__ __forceinline__ void bring_tiles(const Ring& ring, const TensorMap& o
 template <u32 ROWS, u32 STAGES>
 __device__ __forceinline__ void sum_up(float (&sum)[ROWS / 2], const Ring& ring, u32 count);
 
-// Starts a group's products with the tiles of this stage, 64 rows of w. The products of the previous stage
-// are done afterwards.
+// Starts a group's products with the tiles of this stage, 64 rows of w. When it returns, the products of the
+// previous stage are done.
 template <u32 ROWS>
 __device__ __forceinline__ void multiply_tiles(float (&sum)[ROWS / 2], const Ring& ring, u32 stage, u32 parity) {
     constexpr u32 W_BYTES = W_ROWS * TILE_ROW_BYTES, STAGE_BYTES = W_BYTES + ROWS * TILE_ROW_BYTES;
